@@ -1,0 +1,125 @@
+"""What an operator may set on the connector, parsed once from vLLM's `kv_connector_extra_config`.
+
+Each default is written here and nowhere else; inner code takes these frozen values, never a dict.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from spillway_connector.errors import ConfigError
+from spillway_connector.transfers import TransferLimits
+
+# Keys of the extra config that vLLM itself reads; we pass them by.
+_VLLM_KEYS = frozenset({"spec_name", "spec_module_path", "offload_prompt_only", "secondary_tiers"})
+EVICTION_POLICIES = ("lru", "arc")
+BATCH_MEMCPY_MODES = ("auto", "on", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeTierConfig:
+    """A directory on a local disk or a shared file system."""
+
+    path: Path
+    max_bytes: int | None = None  # None: four fifths of what the file system has free when the tier opens
+    limits: TransferLimits = field(default_factory=TransferLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisTierConfig:
+    """Any Redis or Valkey server of version 7 or newer. Credentials come from the named environment variables."""
+
+    url: str
+    username_env: str | None = None
+    password_env: str | None = None
+    tls_ca_file: str | None = None  # None: the system's authorities
+    ttl_seconds: int = 86_400
+    connections: int = 4
+    limits: TransferLimits = field(default_factory=TransferLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """The offload settings of one engine replica."""
+
+    num_cpu_blocks: int | None = None  # chunks of the whole replica; this or cpu_bytes_to_use
+    cpu_bytes_to_use: int | None = None  # bytes of the whole replica, all ranks together
+    blocks_per_chunk: int = 1  # device blocks moved and keyed together
+    eviction_policy: str = "lru"
+    batch_memcpy: str = "auto"
+    # Bounds on promotion (shared tier -> CPU tier), as fractions of the CPU tier: in flight at once, so that
+    # stores always find room (vllm#49902), and per request, so that one long prompt cannot evict its own head.
+    promotion_in_flight_fraction: float = 0.5
+    promotion_per_request_fraction: float = 0.75
+    request_wait_seconds: float = 3.0  # over all lookups and loads of one request; then it recomputes
+
+    @classmethod
+    def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:
+        """Raises ConfigError naming the key, what it holds and what to set instead."""
+        known = {f.name for f in fields(cls)}
+        _refuse_unknown(extra_config, known | _VLLM_KEYS, "kv_connector_extra_config")
+        config = cls(**{key: value for key, value in extra_config.items() if key in known})
+        if (config.num_cpu_blocks is None) == (config.cpu_bytes_to_use is None):
+            raise ConfigError(
+                "set exactly one of num_cpu_blocks (chunks) and cpu_bytes_to_use (bytes); "
+                f"given num_cpu_blocks={config.num_cpu_blocks}, cpu_bytes_to_use={config.cpu_bytes_to_use}"
+            )
+        for name in ("num_cpu_blocks", "cpu_bytes_to_use", "blocks_per_chunk"):
+            value = getattr(config, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name}: {value!r} is not a whole number of at least 1")
+        _require_choice("eviction_policy", config.eviction_policy, EVICTION_POLICIES)
+        _require_choice("batch_memcpy", config.batch_memcpy, BATCH_MEMCPY_MODES)
+        for name in ("promotion_in_flight_fraction", "promotion_per_request_fraction"):
+            if not 0.0 < getattr(config, name) <= 1.0:
+                raise ConfigError(f"{name}: {getattr(config, name)!r} is not between 0 and 1")
+        _require_positive("request_wait_seconds", config.request_wait_seconds)
+        return config
+
+
+def parse_tier(tier_type: str, options: Mapping[str, Any]) -> NvmeTierConfig | RedisTierConfig:
+    """One entry of `secondary_tiers` without its `type`. Raises ConfigError."""
+    kinds: dict[str, type[NvmeTierConfig] | type[RedisTierConfig]] = {"nvme": NvmeTierConfig, "redis": RedisTierConfig}
+    kind = kinds[tier_type]
+    limit_names = {f.name for f in fields(TransferLimits)} - {"breaker"}
+    own_names = {f.name for f in fields(kind)} - {"limits"}
+    where = f"secondary tier {tier_type!r}"
+    _refuse_unknown(options, limit_names | own_names, where)
+    limits = TransferLimits(**{key: value for key, value in options.items() if key in limit_names})
+    for name in limit_names:
+        _require_positive(f"{where}: {name}", getattr(limits, name))
+    try:
+        config = kind(**{key: value for key, value in options.items() if key in own_names}, limits=limits)
+    except TypeError as error:
+        needed = "path" if kind is NvmeTierConfig else "url"
+        raise ConfigError(f"{where} needs `{needed}`; given keys: {', '.join(sorted(options)) or 'none'}") from error
+    if isinstance(config, NvmeTierConfig):
+        config = replace(config, path=Path(config.path))
+    if isinstance(config, NvmeTierConfig) and config.max_bytes is not None:
+        _require_positive(f"{where}: max_bytes", config.max_bytes)
+    if isinstance(config, RedisTierConfig):
+        _require_positive(f"{where}: ttl_seconds", config.ttl_seconds)
+        _require_positive(f"{where}: connections", config.connections)
+    return config
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: set[str] | frozenset[str], where: str) -> None:
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(choices)}")
+
+
+def _require_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ConfigError(f"{name}: {value!r} is not a number above 0")

@@ -1,0 +1,121 @@
+"""The CPU tier's memory: one shared mapping of rows that every process of a replica sees.
+
+The file in /dev/shm exists only from the first opener until `unlink_name`, which the last opener calls: afterwards
+the memory lives exactly as long as the processes that map it, so a killed engine leaves nothing behind
+(upstream's file survives it: vllm#54002, #57303).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from spillway_connector.errors import HostMemoryError
+
+logger = logging.getLogger(__name__)
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11's mmap does not name it
+_OPEN_TIMEOUT_SECONDS = 30.0
+_SHM = Path("/dev/shm")  # noqa: S108 - the point of the file is to be in shared memory
+
+
+def region_path(replica_id: str) -> Path:
+    """Where the replica's file is while it has a name; the name is the one vLLM's own tiers use."""
+    return _SHM / f"vllm_offload_{replica_id}.mmap"
+
+
+class HostRegion:
+    """`num_rows` rows of `row_bytes`, zero at first. Open it in every process, close it once in each."""
+
+    def __init__(self, path: Path, num_rows: int, row_bytes: int) -> None:
+        self.path = path
+        self.num_rows = num_rows
+        self.row_bytes = row_bytes
+        self.size_bytes = num_rows * row_bytes
+        descriptor = self._open_or_create()
+        try:
+            self._inode = os.fstat(descriptor).st_ino
+            self._mapping: mmap.mmap | None = mmap.mmap(descriptor, self.size_bytes, mmap.MAP_SHARED)
+        finally:
+            os.close(descriptor)
+        self._bytes: npt.NDArray[np.int8] | None = np.frombuffer(self._mapping, dtype=np.int8)
+
+    def _open_or_create(self) -> int:
+        try:
+            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        except FileExistsError:
+            return self._open_created_by_another()
+        try:
+            # posix_fallocate takes the pages now: without it a full /dev/shm shows up later, as SIGBUS.
+            os.posix_fallocate(descriptor, 0, self.size_bytes)
+        except OSError as error:
+            os.close(descriptor)
+            self.path.unlink(missing_ok=True)
+            free = os.statvfs(self.path.parent)
+            raise HostMemoryError(
+                f"the CPU tier needs {self.size_bytes} bytes in {self.path.parent}, "
+                f"{free.f_bavail * free.f_frsize} are free ({error.strerror}); "
+                "lower num_cpu_blocks or enlarge the pod's shared memory"
+            ) from error
+        return descriptor
+
+    def _open_created_by_another(self) -> int:
+        descriptor = os.open(self.path, os.O_RDWR)
+        deadline = time.monotonic() + _OPEN_TIMEOUT_SECONDS
+        while os.fstat(descriptor).st_size < self.size_bytes:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise HostMemoryError(
+                    f"{self.path} stayed below {self.size_bytes} bytes for {_OPEN_TIMEOUT_SECONDS:.0f} s; "
+                    "it is left from another configuration: remove it and start again"
+                )
+            time.sleep(0.005)
+        return descriptor
+
+    @property
+    def address(self) -> int:
+        """Of row 0, in this process."""
+        assert self._bytes is not None
+        return int(self._bytes.ctypes.data)
+
+    def populate(self, offset_bytes: int, length_bytes: int) -> None:
+        """Take page faults now instead of in the first copies; a hint, so failure only costs time."""
+        assert self._mapping is not None
+        try:
+            self._mapping.madvise(_MADV_POPULATE_WRITE, offset_bytes, length_bytes)
+        except OSError as error:
+            # EINVAL: a kernel before 5.14. The pages themselves were taken when the file was made.
+            if error.errno != errno.EINVAL:
+                raise
+
+    def create_kv_memoryview(self) -> memoryview:
+        """Rows as vLLM's tiers want them: (num_rows, row_bytes), int8, writable, no copy."""
+        assert self._bytes is not None
+        return self._bytes.reshape(self.num_rows, self.row_bytes).data
+
+    def unlink_name(self) -> None:
+        """Remove the file's name if it still is this region's; the memory stays until every mapping is closed."""
+        try:
+            if os.stat(self.path).st_ino == self._inode:
+                os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+
+    def cleanup(self) -> None:
+        """Close this process's mapping; vLLM's tier manager calls it by this name. Twice is harmless."""
+        self.unlink_name()
+        self._bytes = None
+        if self._mapping is not None:
+            try:
+                self._mapping.close()
+            except BufferError:
+                # A slice of a row is still held somewhere; the mapping then goes with the process.
+                logger.debug("CPU tier mapping still referenced at close")
+            self._mapping = None

@@ -1,0 +1,71 @@
+"""The class vLLM loads: `kv_connector: SpillwayConnector` from `kv_connector_module_path: <this module>`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+from spillway_connector.engine.logs import join_engine_logging
+from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.stats import SpillwayPromMetrics, SpillwayStats
+from spillway_connector.engine.versions import require_supported_vllm
+from spillway_connector.engine.worker import SpillwayConnectorWorker
+from spillway_connector.errors import ConfigError
+
+
+class SpillwayConnector(OffloadingConnector):
+    """vLLM's offloading connector with our two halves in it."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        join_engine_logging()
+        require_supported_vllm()
+        assert vllm_config.kv_transfer_config is not None
+        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+        if policy != "recompute":
+            raise ConfigError(
+                f"kv_load_failure_policy: {policy!r} fails a request when its cache cannot be loaded; "
+                "set it to 'recompute'"
+            )
+        # Not upstream's constructor: it would build upstream's halves.
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        spec = OffloadingSpecFactory.create_spec(vllm_config, kv_cache_config)
+        self.connector_scheduler = SpillwayConnectorScheduler(spec) if role == KVConnectorRole.SCHEDULER else None
+        self.connector_worker = SpillwayConnectorWorker(spec) if role == KVConnectorRole.WORKER else None
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        assert self.connector_worker is not None
+        if self.has_connector_metadata():
+            assert isinstance(self._connector_metadata, OffloadingConnectorMetadata)
+            self.connector_worker.prepare_store_kv(self._connector_metadata)
+        return self.connector_worker.get_finished(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert isinstance(self.connector_worker, SpillwayConnectorWorker)
+        return self.connector_worker.take_invalid_blocks()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.connector_worker is not None:
+            return self.connector_worker.get_kv_connector_stats()
+        assert isinstance(self.connector_scheduler, SpillwayConnectorScheduler)
+        return self.connector_scheduler.manager.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return SpillwayStats(data=data) if data is not None else SpillwayStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return SpillwayPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,137 @@
+"""The class vLLM builds from `kv_connector_extra_config`: `spec_name: SpillwayOffloadingSpec`.
+
+It puts vLLM's tiering machinery together with our host memory, copiers and shared tiers. One spec is built in the
+scheduler's process and one in each worker's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cached_property
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+from vllm.v1.kv_offload.worker.worker import OffloadingHandler
+
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.device.copier import Copier, Direction
+from spillway_connector.device.cpu import HostCopier
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.handlers import CopyHandler, copy_layout
+from spillway_connector.engine.namespace_fields import namespace_facts, require_shareable_hashes
+from spillway_connector.engine.tier_adapter import TIER_TYPES
+from spillway_connector.engine.tiering import SpillwayTieringManager
+from spillway_connector.errors import ConfigError
+from spillway_connector.namespace import Namespace
+from spillway_connector.plan.geometry import ROW_ALIGNMENT_BYTES, ChunkGeometry
+
+logger = logging.getLogger(__name__)
+
+for _tier_type in TIER_TYPES:
+    if _tier_type not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier(_tier_type, "spillway_connector.engine.tier_adapter", "SharedTierAdapter")
+
+
+class SpillwayOffloadingSpec(OffloadingSpec):
+    """Device -> CPU tier -> shared tiers.
+
+    The attributes named as in vLLM's tiering spec (`num_blocks`, `kv_bytes_per_offloaded_block`, ...) are what its
+    own tier classes read, so those run beside ours.
+    """
+
+    BLOCK_SIZE_ALIGNMENT = ROW_ALIGNMENT_BYTES
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, kv_cache_config)
+        self.config = ConnectorConfig.parse(self.extra_config)
+        self.secondary_tier_configs = self.extra_config.get("secondary_tiers", [])
+        if not isinstance(self.secondary_tier_configs, list):
+            raise ConfigError(f"secondary_tiers: {self.secondary_tier_configs!r} is not a list of tiers")
+        self.block_size_factor = self.config.blocks_per_chunk
+        device_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+        self.geometry = ChunkGeometry(
+            rank_block_bytes=device_bytes // kv_cache_config.num_blocks,
+            blocks_per_chunk=self.config.blocks_per_chunk,
+            num_ranks=vllm_config.parallel_config.world_size,
+        )
+        self.num_blocks = self.config.num_cpu_blocks or self.geometry.rows_in(self.config.cpu_bytes_to_use or 0)
+        self.kv_bytes_per_offloaded_block = self.geometry.row_bytes
+        self.cpu_page_size_per_worker = self.geometry.rank_cell_bytes
+        self.eviction_policy = self.config.eviction_policy
+        self._manager: SpillwayTieringManager | None = None
+        self._handlers: list[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]] = []
+
+    @cached_property
+    def namespace(self) -> Namespace:
+        """Of the chunks this engine shares. Raises ConfigError when sharing them could not be safe or useful."""
+        require_shareable_hashes(self.vllm_config)
+        facts = namespace_facts(self.vllm_config, self.kv_cache_config, self.geometry, self.hash_block_size)
+        return Namespace.of(facts)
+
+    def get_manager(self) -> SpillwayTieringManager:
+        """In the scheduler's process, after every worker has mapped the region."""
+        if self._manager is None:
+            region = self._open_region()
+            # vLLM builds the scheduler's connector after all workers registered their caches: everyone has mapped
+            # the file, so its name can go and a killed engine leaves nothing in shared memory.
+            region.unlink_name()
+            events = self.vllm_config.kv_events_config
+            enable_events = events is not None and events.enable_kv_cache_events
+            primary = CPUPrimaryTierOffloadingManager(
+                num_blocks=self.num_blocks,
+                mmap_region=region,  # type: ignore[arg-type] # it has what the manager calls
+                cache_policy=self.eviction_policy,
+                enable_events=enable_events,
+            )
+            view = primary.get_kv_memoryview()
+            tiers = [self._create_tier(config, view) for config in self.secondary_tier_configs]
+            self._manager = SpillwayTieringManager(
+                primary, tiers, self.num_blocks, self.config, enable_events=enable_events
+            )
+            logger.info(
+                "Spillway: CPU tier of %d chunks of %d bytes; shared tiers: %s",
+                self.num_blocks,
+                self.geometry.row_bytes,
+                ", ".join(tier.tier_type for tier in tiers) or "none",
+            )
+        return self._manager
+
+    def _create_tier(self, config: dict[str, object], view: memoryview) -> SecondaryTierManager:
+        tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(config, view, self)
+        return tier
+
+    def get_handlers(
+        self, kv_caches: CanonicalKVCaches
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
+        """In each worker's process."""
+        if not self._handlers:
+            region = self._open_region()
+            region.populate(0, region.size_bytes)
+            layout = copy_layout(kv_caches, region, self.geometry, self.vllm_config.parallel_config.rank)
+            store = CopyHandler(Direction.STORE, layout, self._copier(Direction.STORE))
+            load = CopyHandler(Direction.LOAD, layout, self._copier(Direction.LOAD))
+            self._handlers = [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
+            self._region = region  # keeps the mapping for the life of the worker
+        yield from self._handlers
+
+    def _copier(self, direction: Direction) -> Copier:
+        if not current_platform.is_cpu():
+            raise ConfigError(
+                f"no transport for platform {current_platform.device_name!r} in this build; supported: cpu"
+            )
+        if self.config.batch_memcpy == "on":
+            raise ConfigError("batch_memcpy: 'on' needs an NPU or GPU; on the CPU platform set 'auto' or 'off'")
+        return HostCopier(direction)
+
+    def _open_region(self) -> HostRegion:
+        # instance_id is shared by data-parallel replicas, the rows are not.
+        replica = self.vllm_config.parallel_config.data_parallel_rank
+        path = region_path(f"{self.vllm_config.instance_id}_{replica}")
+        return HostRegion(path, self.num_blocks, self.geometry.row_bytes)

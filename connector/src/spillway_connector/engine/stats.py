@@ -1,0 +1,84 @@
+"""From the connector's counts to vLLM's `/metrics`: deltas travel worker -> scheduler -> API server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats, OffloadPromMetrics
+
+from spillway_connector import metrics
+from spillway_connector.metrics import Kind, Metric
+
+# One sample is keyed "metric|label value|label value": stats cross processes as plain msgpack.
+_OURS = "spillway"
+_SEPARATOR = "|"
+
+
+class SpillwayStats(OffloadingConnectorStats):
+    """vLLM's own offload records plus, under one key, our samples of one engine step."""
+
+    data: dict[str, Any]
+
+    def record_transfer(self, num_bytes: int, time: float, transfer_type: tuple[str, str]) -> None:
+        # Plain data from the start: upstream's records only become that when stats cross a process boundary, and
+        # its own observer refuses them when they do not (an engine inside the API server's process).
+        self.data.setdefault("_to_".join(transfer_type), []).append({"op_size": num_bytes, "op_time": time})
+
+    def add(self, metric: Metric, amount: float, *label_values: str) -> None:
+        """Count `amount` more of a counter, or set a gauge to it."""
+        assert len(label_values) == len(metric.labels)
+        samples = self.data.setdefault(_OURS, {})
+        key = _SEPARATOR.join((metric.name, *label_values))
+        samples[key] = samples.get(key, 0) + amount if metric.kind is Kind.COUNTER else amount
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        theirs = dict(other.data)
+        samples = theirs.pop(_OURS, {})
+        super().aggregate(OffloadingConnectorStats(data=theirs) if theirs else OffloadingConnectorStats())
+        for key, amount in samples.items():
+            name, *label_values = key.split(_SEPARATOR)
+            self.add(metrics.BY_NAME[name], amount, *label_values)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One log line a period: vLLM's totals and every counter of ours that moved."""
+        theirs = {key: value for key, value in self.data.items() if key != _OURS}
+        reduced = OffloadingConnectorStats(data=theirs).reduce() if theirs else {}
+        for key, amount in self.data.get(_OURS, {}).items():
+            if amount:
+                reduced[key.removeprefix("spillway_")] = round(amount, 4)
+        return reduced
+
+
+class SpillwayPromMetrics(OffloadPromMetrics):
+    """Registers every metric of metrics.py beside vLLM's `vllm:kv_offload_*`."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        classes = {Kind.COUNTER: metric_types[Counter], Kind.GAUGE: metric_types[Gauge]}
+        self._families = {
+            metric.name: classes[metric.kind](
+                name=metric.name, documentation=metric.help, labelnames=[*labelnames, *metric.labels]
+            )
+            for metric in metrics.ALL
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        theirs = {key: value for key, value in transfer_stats_data.items() if key != _OURS}
+        super().observe(theirs, engine_idx)
+        for key, amount in transfer_stats_data.get(_OURS, {}).items():
+            name, *label_values = key.split(_SEPARATOR)
+            series = self._families[name].labels(*self.per_engine_labelvalues[engine_idx], *label_values)
+            if metrics.BY_NAME[name].kind is Kind.COUNTER:
+                series.inc(amount)
+            else:
+                series.set(amount)

@@ -1,0 +1,71 @@
+"""The one room that knows which vLLM it is in.
+
+Spillway plugs into vLLM 0.23's offloading interfaces. What it relies on is probed by feature, never by comparing
+version strings, so that a patch release keeps working and a redesigned one is refused with a sentence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+from spillway_connector.errors import UnsupportedEngine
+
+# module -> names that must be there; the second column of each row is what 0.23 offers and later lines renamed.
+_REQUIRED = (
+    ("vllm.v1.kv_offload.tiering.base", ("JobMetadata", "JobResult", "SecondaryTierManager")),
+    ("vllm.v1.kv_offload.tiering.manager", ("CPUPrimaryTierOffloadingManager", "TieringOffloadingManager")),
+    ("vllm.v1.kv_offload.worker.worker", ("OffloadingHandler", "TransferResult")),
+    ("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler", ("OffloadingConnectorScheduler",)),
+    ("vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker", ("OffloadingConnectorWorker",)),
+)
+# Methods we override: their upstream twins must still take these parameters, or an override would change duty.
+_SIGNATURES = (
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker",
+        "OffloadingConnectorWorker",
+        {
+            "start_kv_transfers": ["self", "metadata"],
+            "prepare_store_kv": ["self", "metadata"],
+            "handle_preemptions": ["self", "kv_connector_metadata"],
+            "get_finished": ["self", "finished_req_ids"],
+            "build_connector_worker_meta": ["self"],
+        },
+    ),
+    (
+        "vllm.v1.kv_offload.tiering.manager",
+        "TieringOffloadingManager",
+        {
+            "lookup": ["self", "key", "req_context"],
+            "complete_store": ["self", "keys", "req_context", "success"],
+            "_process_finished_jobs": ["self"],
+            "_initiate_promotion": ["self", "tier", "key", "req_context"],
+        },
+    ),
+)
+
+
+def require_supported_vllm() -> None:
+    """Raises UnsupportedEngine naming what is missing, when this vLLM is not one Spillway can serve in."""
+    for module_name, names in _REQUIRED:
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise _unsupported(f"{module_name} is missing") from error
+        for name in names:
+            if not hasattr(module, name):
+                raise _unsupported(f"{module_name}.{name} is missing")
+    for module_name, class_name, methods in _SIGNATURES:
+        cls = getattr(importlib.import_module(module_name), class_name)
+        for method, parameters in methods.items():
+            found = list(inspect.signature(getattr(cls, method)).parameters)
+            if found != parameters:
+                raise _unsupported(f"{class_name}.{method} takes {found}, not {parameters}")
+
+
+def _unsupported(what: str) -> UnsupportedEngine:
+    import vllm
+
+    return UnsupportedEngine(
+        f"vLLM {vllm.__version__} is not supported: {what}; run Spillway with vLLM 0.23.0 (vllm-ascend 0.23.0.post1)"
+    )

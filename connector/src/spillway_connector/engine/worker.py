@@ -1,0 +1,146 @@
+"""The worker half: submits copies once, and turns every failure into a recompute instead of an assert."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec
+from vllm.v1.kv_offload.worker.worker import TransferSpec
+
+from spillway_connector import metrics
+from spillway_connector.device.copier import Direction
+from spillway_connector.engine.stats import SpillwayStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
+    """What the ranks tell the scheduler: which jobs ended, and which of those must not be trusted."""
+
+    failed_jobs: set[int] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """A job has failed when any rank's part of it has."""
+        assert isinstance(other, SpillwayWorkerMetadata)
+        completed = dict(self.completed_jobs)
+        for job_id, count in other.completed_jobs.items():
+            completed[job_id] = completed.get(job_id, 0) + count
+        return SpillwayWorkerMetadata(completed_jobs=completed, failed_jobs=self.failed_jobs | other.failed_jobs)
+
+
+class SpillwayConnectorWorker(OffloadingConnectorWorker):
+    """Runs in each rank's process, on the model-runner thread.
+
+    Upstream asserts that every submit and every copy succeeds, and an assert here ends the engine. A failed load is
+    reported as received with its device blocks marked invalid: the scheduler then recomputes them
+    (`kv_load_failure_policy: recompute`). A failed store is reported as failed, so its row never becomes a hit.
+    """
+
+    def __init__(self, spec: OffloadingSpec) -> None:
+        super().__init__(spec)
+        self.kv_connector_stats = SpillwayStats()
+        self._connector_worker_meta = SpillwayWorkerMetadata()
+        # The device blocks of each load outlive the step that submitted it: its completion may come later.
+        self._load_blocks: dict[int, list[int]] = {}
+        self._invalid_blocks: set[int] = set()
+        self._refused_loads: list[int] = []  # ended before they began; reported by the next get_finished
+
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        self._submit_waiting_stores()
+        if kv_connector_metadata.jobs_to_flush:
+            self.worker.wait(kv_connector_metadata.jobs_to_flush)
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        # Taken out of the metadata: it may be seen again in this step, and a job must be launched exactly once.
+        load_jobs, metadata.load_jobs = metadata.load_jobs, {}
+        self._submit_waiting_stores()
+        for job_id, job in load_jobs.items():
+            _, device = job.transfer_spec
+            assert isinstance(device, GPULoadStoreSpec)
+            self._load_jobs[job_id] = job.req_id
+            self._load_blocks[job_id] = device.block_ids.tolist()
+            if not self._submit(job_id, job.transfer_spec):
+                self._refused_loads.append(job_id)
+
+    def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
+        store_jobs, metadata.store_jobs = metadata.store_jobs, {}
+        for job_id, job in store_jobs.items():
+            # Submitted at the start of the next step, behind the copies that sampling needs.
+            self._unsubmitted_store_jobs.append((job_id, job.transfer_spec))
+
+    def _submit_waiting_stores(self) -> None:
+        waiting, self._unsubmitted_store_jobs = self._unsubmitted_store_jobs, []
+        for job_id, transfer_spec in waiting:
+            if not self._submit(job_id, transfer_spec):
+                self._report(job_id, failed=Direction.STORE)
+
+    def _submit(self, job_id: int, transfer_spec: TransferSpec) -> bool:
+        """Upstream's worker logs an exception of the handler and answers False."""
+        return bool(self.worker.transfer_async(job_id, transfer_spec))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """(requests done sending: never any, requests whose load ended, well or badly)."""
+        received: set[str] = set()
+        refused, self._refused_loads = self._refused_loads, []
+        for job_id in refused:
+            received.add(self._load_jobs[job_id])
+            self._report(job_id, failed=Direction.LOAD)
+        for result in self.worker.get_finished():
+            is_load = result.job_id in self._load_jobs
+            direction = Direction.LOAD if is_load else Direction.STORE
+            if is_load:
+                received.add(self._load_jobs[result.job_id])
+            if result.success and result.transfer_size is not None and result.transfer_time is not None:
+                assert result.transfer_type is not None
+                self.kv_connector_stats.record_transfer(
+                    num_bytes=result.transfer_size, time=result.transfer_time, transfer_type=result.transfer_type
+                )
+                self._stats.add(metrics.DEVICE_COPY_BYTES, result.transfer_size, direction.value)
+                self._stats.add(metrics.DEVICE_COPY_SECONDS, result.transfer_time, direction.value)
+            self._report(result.job_id, failed=None if result.success else direction)
+        return set(), received
+
+    def _report(self, job_id: int, failed: Direction | None) -> None:
+        """Exactly once per job: to the scheduler process by the metadata, and forget the job here."""
+        meta = self._connector_worker_meta
+        assert isinstance(meta, SpillwayWorkerMetadata)
+        meta.mark_completed(job_id)
+        self._load_jobs.pop(job_id, None)
+        blocks = self._load_blocks.pop(job_id, [])
+        if failed is None:
+            return
+        meta.failed_jobs.add(job_id)
+        self._invalid_blocks.update(blocks)
+        self._stats.add(metrics.DEVICE_COPY_FAILURES, 1, failed.value)
+        logger.warning(
+            "KV %s job %d failed; %s", failed.value, job_id, "its request recomputes" if blocks else "dropped"
+        )
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Device blocks whose load failed since the last call; call after get_finished, in the same step."""
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        if not self._connector_worker_meta.completed_jobs:
+            return None
+        meta, self._connector_worker_meta = self._connector_worker_meta, SpillwayWorkerMetadata()
+        return meta
+
+    @property
+    def _stats(self) -> SpillwayStats:
+        assert isinstance(self.kv_connector_stats, SpillwayStats)
+        return self.kv_connector_stats
+
+    def get_kv_connector_stats(self) -> SpillwayStats:
+        """Always an object, also when nothing was copied: without one, vLLM drops the scheduler's stats too."""
+        stats, self.kv_connector_stats = self._stats, SpillwayStats()
+        return stats

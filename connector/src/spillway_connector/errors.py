@@ -1,0 +1,134 @@
+"""Every error the connector raises on purpose, and what its catcher does about it.
+
+    SpillwayError
+    |-- ConfigError              a setting is wrong: the message says which one and what to write instead
+    |-- UnsupportedEngine        this vLLM is not one the connector can serve in
+    |-- HostMemoryError          the CPU tier's memory cannot be had
+    |-- PlanError                block ids and rows do not fit together     -> the copy is refused, recompute
+    |-- DeviceCopyError          the transport refused or lost a copy       -> recompute
+    `-- TierError                one operation of a shared tier did not deliver
+        |-- TierMiss             the entry is not there              -> recompute, nothing is wrong
+        |-- TierCorrupt          the entry is there but not whole    -> recompute, remove the entry
+        |-- TierRefused          the store answered "no"             -> recompute, rest this operation
+        `-- TierUnreachable      the store did not answer            -> recompute, rest the tier
+            `-- TierTimeout      ... within the deadline             -> the same; a late answer is void
+
+Each tier error carries ``reason``, a word of a closed set that becomes a metric label; its sentence is for people.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class SpillwayError(Exception):
+    """Base of all errors raised by Spillway."""
+
+
+class ConfigError(SpillwayError):
+    """A setting cannot work. The message names the setting, the given value, what is needed and the remedy."""
+
+
+class UnsupportedEngine(SpillwayError):
+    """The vLLM in this process lacks, or has redefined, something the connector relies on."""
+
+
+class HostMemoryError(SpillwayError):
+    """The CPU tier's memory cannot be had; the message says how much is needed and how much there is."""
+
+
+class PlanError(SpillwayError):
+    """Block ids, group sizes and rows of a copy do not fit together: a bug, but never one that ends the engine."""
+
+
+class DeviceCopyError(SpillwayError):
+    """A copy between device and host was refused or failed; its destination must not be trusted."""
+
+
+class CorruptReason(StrEnum):
+    """Why a frame is not the one that was asked for."""
+
+    SHORT = "short"  # fewer bytes than a header, or than the header announces
+    MAGIC = "magic"
+    VERSION = "version"
+    HEADER = "header"  # the header's own checksum, or a field outside its range
+    NAMESPACE = "namespace"
+    KEY = "key"
+    LENGTH = "length"  # an intact frame of another payload size
+    PAYLOAD = "payload"  # the payload's checksum
+
+
+class RefusedReason(StrEnum):
+    """Why a store that answered did not do the work."""
+
+    READ_ONLY = "read_only"  # EROFS, READONLY
+    NO_SPACE = "no_space"  # ENOSPC, EDQUOT, EFBIG, or no room within max_bytes
+    OUT_OF_MEMORY = "out_of_memory"  # Redis maxmemory
+    PERMISSION = "permission"  # EACCES, EPERM, NOPERM
+    AUTHENTICATION = "authentication"  # NOAUTH, WRONGPASS
+    LOADING = "loading"  # the server reads its data set, or a replica waits for its primary
+    MOVED = "moved"  # the key lives on another node
+    RESOURCES = "resources"  # EMFILE, ENFILE, ENOMEM of this process
+    PROTOCOL = "protocol"  # the peer does not speak RESP, or answered out of turn
+    NAMESPACE = "namespace"  # another document is stored under our namespace
+    QUEUE_FULL = "queue_full"  # this process has too many bytes in hand
+    QUEUE_AGE = "queue_age"  # waited too long in this process
+    BREAKER_OPEN = "breaker_open"
+    CLOSED = "closed"
+    OTHER = "other"  # anything else the store said; or the tier's own code failed
+
+
+class UnreachableReason(StrEnum):
+    """Why a store gave no answer."""
+
+    CONNECT = "connect"
+    DISCONNECTED = "disconnected"
+    INPUT_OUTPUT = "input_output"  # EIO, ESTALE, ENXIO: the device or mount is sick
+    ROOT_MISSING = "root_missing"
+    TLS = "tls"
+    TIMEOUT = "timeout"
+
+
+class TierError(SpillwayError):
+    """One operation of a shared tier did not deliver; the caller recomputes."""
+
+    reason: str
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class TierMiss(TierError):
+    """The tier answered that it holds no such entry."""
+
+    def __init__(self, message: str = "no such entry") -> None:
+        super().__init__("miss", message)
+
+
+class TierCorrupt(TierError):
+    """The tier holds an entry that is torn, damaged, foreign or mis-addressed; its bytes were not served."""
+
+    def __init__(self, reason: CorruptReason, message: str) -> None:
+        super().__init__(reason, message)
+
+
+class TierRefused(TierError):
+    """The store (or this process on its behalf) answered that it will not do the work now."""
+
+    def __init__(self, reason: RefusedReason, message: str) -> None:
+        super().__init__(reason, message)
+
+
+class TierUnreachable(TierError):
+    """The store gave no answer; whether a write took place is unknown."""
+
+    def __init__(self, reason: UnreachableReason, message: str) -> None:
+        super().__init__(reason, message)
+
+
+class TierTimeout(TierUnreachable):
+    """The deadline passed first. Whatever arrives later must not be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(UnreachableReason.TIMEOUT, message)

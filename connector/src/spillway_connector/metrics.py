@@ -1,0 +1,83 @@
+"""Every metric of the connector: name, kind, help and labels. vLLM adds `model_name` and `engine`."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str  # without the `_total` that Prometheus counters end in
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+DEVICE_COPY_BYTES = Metric(
+    "spillway_device_copy_bytes", Kind.COUNTER, "KV bytes copied between device and CPU tier.", ("direction",)
+)
+DEVICE_COPY_SECONDS = Metric(
+    "spillway_device_copy_seconds", Kind.COUNTER, "Seconds spent copying between device and CPU tier.", ("direction",)
+)
+DEVICE_COPY_FAILURES = Metric(
+    "spillway_device_copy_failures", Kind.COUNTER, "Copies that failed; the request recomputed.", ("direction",)
+)
+CPU_TIER_BLOCKS = Metric(
+    "spillway_cpu_tier_blocks", Kind.GAUGE, "Chunks of the CPU tier, used and in total.", ("state",)
+)
+TIER_LOOKUPS = Metric(
+    "spillway_tier_lookups", Kind.COUNTER, "Chunks asked of a shared tier, by answer.", ("tier", "outcome")
+)
+TIER_READ_BYTES = Metric("spillway_tier_read_bytes", Kind.COUNTER, "KV bytes loaded from a shared tier.", ("tier",))
+TIER_READ_SECONDS = Metric(
+    "spillway_tier_read_seconds", Kind.COUNTER, "Thread seconds spent loading from a shared tier.", ("tier",)
+)
+TIER_WRITTEN_BYTES = Metric("spillway_tier_written_bytes", Kind.COUNTER, "KV bytes stored in a shared tier.", ("tier",))
+TIER_WRITE_SECONDS = Metric(
+    "spillway_tier_write_seconds", Kind.COUNTER, "Thread seconds spent storing in a shared tier.", ("tier",)
+)
+TIER_FAILURES = Metric(
+    "spillway_tier_failures",
+    Kind.COUNTER,
+    "Operations of a shared tier that failed; requests recomputed, stores were dropped.",
+    ("tier", "operation", "reason"),
+)
+TIER_RESIDENT_BYTES = Metric(
+    "spillway_tier_resident_bytes", Kind.GAUGE, "Bytes a shared tier holds, where it can tell.", ("tier",)
+)
+TIER_BREAKER_OPEN = Metric(
+    "spillway_tier_breaker_open",
+    Kind.GAUGE,
+    "1 while an operation of a shared tier rests because it kept failing.",
+    ("tier", "operation"),
+)
+TIER_EVICTED_FRAMES = Metric(
+    "spillway_tier_evicted_frames", Kind.COUNTER, "Frames this engine removed from a shared tier for room.", ("tier",)
+)
+TIER_QUEUE_BYTES = Metric(
+    "spillway_tier_queue_bytes", Kind.GAUGE, "Bytes waiting to be stored in a shared tier.", ("tier",)
+)
+
+ALL = (
+    DEVICE_COPY_BYTES,
+    DEVICE_COPY_SECONDS,
+    DEVICE_COPY_FAILURES,
+    CPU_TIER_BLOCKS,
+    TIER_LOOKUPS,
+    TIER_READ_BYTES,
+    TIER_READ_SECONDS,
+    TIER_WRITTEN_BYTES,
+    TIER_WRITE_SECONDS,
+    TIER_FAILURES,
+    TIER_RESIDENT_BYTES,
+    TIER_BREAKER_OPEN,
+    TIER_EVICTED_FRAMES,
+    TIER_QUEUE_BYTES,
+)
+BY_NAME = {metric.name: metric for metric in ALL}

@@ -1,0 +1,102 @@
+"""The namespace of stored blocks: everything that changes their bytes or their meaning, in one document.
+
+Two engines share blocks exactly when their documents are equal. The document is canonical JSON; its blake3 digest
+(16 bytes) is part of every file name, key and frame header, and the document itself is stored once beside the data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from spillway_connector.errors import ConfigError
+from spillway_connector.tiers.frame import FORMAT_VERSION
+
+NAMESPACE_DIGEST_BYTES = 16
+_FORMAT_FIELD = "frame_format"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """``document``: canonical JSON (sorted names, no spaces, ASCII). Build it with :meth:`of`."""
+
+    document: bytes
+
+    @classmethod
+    def of(cls, facts: Mapping[str, object]) -> Namespace:
+        """Canonicalise ``facts`` (JSON values only: str, int, bool, None, finite float, list, dict with str names).
+
+        The frame's format version is added, so a format change is a namespace change.
+        Raises ConfigError when a value has no JSON form: a lossy form could make two layouts look alike.
+        """
+        _refuse_lossy_names(facts, "namespace")
+        try:
+            text = json.dumps(
+                {**facts, _FORMAT_FIELD: FORMAT_VERSION},
+                sort_keys=True,
+                separators=(",", ":"),
+                ensure_ascii=True,
+                allow_nan=False,
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"namespace: every fact needs a JSON value; {error}") from error
+        return cls(text.encode("ascii"))
+
+    @property
+    def digest16(self) -> bytes:
+        """The 16 bytes that stand for this namespace in names and headers."""
+        return blake3(self.document).digest(length=NAMESPACE_DIGEST_BYTES)
+
+    @property
+    def hex(self) -> str:
+        return self.digest16.hex()
+
+
+def explain_difference(ours: bytes, theirs: bytes) -> str:
+    """Say in one sentence how two namespace documents differ, field by field.
+
+    Either may be damaged (it comes from a disk or a server); then that is what the sentence says.
+    """
+    try:
+        our_facts = dict(_flatten("", json.loads(ours)))
+    except ValueError:
+        return "our namespace document is not JSON"
+    try:
+        their_facts = dict(_flatten("", json.loads(theirs)))
+    except ValueError:
+        return "the stored namespace document is not JSON (damaged)"
+    differences = []
+    for path in sorted(our_facts.keys() | their_facts.keys()):
+        if path not in their_facts:
+            differences.append(f"{path}: ours {our_facts[path]}, stored has none")
+        elif path not in our_facts:
+            differences.append(f"{path}: ours has none, stored {their_facts[path]}")
+        elif our_facts[path] != their_facts[path]:
+            differences.append(f"{path}: ours {our_facts[path]}, stored {their_facts[path]}")
+    return "; ".join(differences) if differences else "the documents say the same"
+
+
+def _flatten(path: str, value: object) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _flatten(f"{path}.{name}" if path else str(name), inner)
+    elif isinstance(value, list) and value:
+        for position, inner in enumerate(value):
+            yield from _flatten(f"{path}[{position}]", inner)
+    else:
+        yield path or "document", json.dumps(value)
+
+
+def _refuse_lossy_names(value: object, path: str) -> None:
+    # json.dumps turns the names 1 and "1" into the same text and tuples into lists.
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"{path}: the name {name!r} is a {type(name).__name__}; use a string")
+            _refuse_lossy_names(inner, f"{path}.{name}")
+    elif isinstance(value, list | tuple):
+        for position, inner in enumerate(value):
+            _refuse_lossy_names(inner, f"{path}[{position}]")

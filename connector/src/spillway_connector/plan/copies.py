@@ -1,0 +1,118 @@
+"""From block ids to copy descriptors: which bytes go where, in as few pieces as the layouts allow.
+
+Pure arithmetic on addresses; no tensor, device, clock or lock. The same plan serves both directions and every
+transport: a store reads the device side and writes the host side, a load does the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from spillway_connector.errors import PlanError
+
+Addresses = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One KV tensor as one cache group sees it: where its block b lies on the device and in a host row."""
+
+    device_base: int  # address of block 0
+    device_stride_bytes: int  # from one block to the next; at least copy_bytes, more when pages are padded
+    host_offset_bytes: int  # of the chunk's first block, from the start of the row
+    host_stride_bytes: int  # between the blocks of one chunk inside the row
+    copy_bytes: int  # what one block holds, without padding
+
+
+@dataclass(frozen=True, slots=True)
+class CopyLayout:
+    """Everything about addresses that does not change from job to job."""
+
+    groups: tuple[tuple[Segment, ...], ...]  # per KV cache group
+    host_base: int  # address of row 0
+    row_bytes: int
+    blocks_per_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """Pairs of equally long spans, shape (n,) int64 each; every destination byte appears at most once."""
+
+    device_addresses: Addresses
+    host_addresses: Addresses
+    sizes_bytes: Addresses
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.sizes_bytes.sum())
+
+    def __len__(self) -> int:
+        return len(self.sizes_bytes)
+
+    def batches(self, max_descriptors: int) -> Iterator[CopyPlan]:
+        """The plan in calls of bounded length (drivers fail on unbounded ones: vllm#49276)."""
+        for start in range(0, len(self), max_descriptors):
+            part = slice(start, start + max_descriptors)
+            yield CopyPlan(self.device_addresses[part], self.host_addresses[part], self.sizes_bytes[part])
+
+
+def plan_copies(
+    layout: CopyLayout,
+    device_blocks: Addresses,
+    group_sizes: Sequence[int],
+    first_blocks: Sequence[int],
+    rows: Addresses,
+) -> CopyPlan:
+    """Pair the blocks of a job with their places in host rows.
+
+    device_blocks: shape (sum(group_sizes),), ids of all groups one after another, in logical order.
+    first_blocks: per group, the logical index (in device blocks) of its first block; a group that starts inside a
+        chunk enters the chunk's row at `first_block % blocks_per_chunk`.
+    rows: the rows of all groups one after another, one per chunk touched.
+    Raises PlanError when counts do not agree.
+    """
+    if len(group_sizes) != len(layout.groups) or len(first_blocks) != len(layout.groups):
+        raise PlanError(f"{len(layout.groups)} cache groups, but {len(group_sizes)} sizes, {len(first_blocks)} starts")
+    if sum(group_sizes) != len(device_blocks):
+        raise PlanError(f"group sizes add up to {sum(group_sizes)}, but there are {len(device_blocks)} device blocks")
+
+    per_chunk = layout.blocks_per_chunk
+    device_parts: list[Addresses] = []
+    host_parts: list[Addresses] = []
+    size_parts: list[Addresses] = []
+    block_start = row_start = 0
+    for segments, size, first in zip(layout.groups, group_sizes, first_blocks, strict=True):
+        if size == 0:
+            continue
+        entry = first % per_chunk
+        chunks = -(-(size + entry) // per_chunk)
+        group_blocks = device_blocks[block_start : block_start + size]
+        group_rows = rows[row_start : row_start + chunks]
+        if len(group_rows) != chunks:
+            raise PlanError(f"{size} blocks from position {first} touch {chunks} chunks; {len(group_rows)} rows given")
+        within = np.arange(entry, entry + size, dtype=np.int64)
+        row_of_block = layout.host_base + group_rows[within // per_chunk] * layout.row_bytes
+        place_in_chunk = within % per_chunk
+        for segment in segments:
+            device_parts.append(segment.device_base + group_blocks * segment.device_stride_bytes)
+            host_parts.append(row_of_block + segment.host_offset_bytes + place_in_chunk * segment.host_stride_bytes)
+            size_parts.append(np.full(size, segment.copy_bytes, dtype=np.int64))
+        block_start += size
+        row_start += chunks
+    if row_start != len(rows):
+        raise PlanError(f"the blocks touch {row_start} chunks, but {len(rows)} rows are given")
+    if not size_parts:
+        nothing = np.empty(0, dtype=np.int64)
+        return CopyPlan(nothing, nothing, nothing)
+    return _coalesce(np.concatenate(device_parts), np.concatenate(host_parts), np.concatenate(size_parts))
+
+
+def _coalesce(device: Addresses, host: Addresses, sizes: Addresses) -> CopyPlan:
+    """Merge neighbours in the list that run on at both ends."""
+    runs_on = (device[1:] == device[:-1] + sizes[:-1]) & (host[1:] == host[:-1] + sizes[:-1])
+    starts = np.flatnonzero(np.concatenate(([True], ~runs_on)))
+    return CopyPlan(device[starts], host[starts], np.add.reduceat(sizes, starts))

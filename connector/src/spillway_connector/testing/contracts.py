@@ -1,0 +1,260 @@
+"""The contract suite of a shared tier: subclass it in a test module and it runs against yours.
+
+    class TestMyTier(TierContract):
+        pass
+
+The module provides two pytest fixtures: ``make_tier``, a callable ``(namespace, payload_bytes) -> Tier`` whose tiers
+all live on one medium (an empty one per test) and are closed afterwards, and ``medium``, which reaches behind their
+back (:class:`Medium`). Needs no pytest import, so that shipping it costs nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from spillway_connector.errors import (
+    CorruptReason,
+    RefusedReason,
+    TierCorrupt,
+    TierError,
+    TierMiss,
+    TierRefused,
+    TierTimeout,
+)
+from spillway_connector.namespace import Namespace
+from spillway_connector.tiers.tier import StoreOutcome, Tier
+
+MakeTier = Callable[[Namespace, int], Tier]
+NAMESPACE = Namespace.of({"model": "contract", "layout": 1})
+OTHER_NAMESPACE = Namespace.of({"model": "contract", "layout": 2})
+PAYLOAD_BYTES = 3 * 4096 + 100  # not a whole number of pages
+
+
+class Medium(Protocol):
+    """What the tier keeps its frames in, as a vandal sees it."""
+
+    def read_frame(self, namespace: Namespace, key: bytes) -> bytes: ...
+
+    def write_frame(self, namespace: Namespace, key: bytes, frame: bytes) -> None: ...
+
+    def write_document(self, namespace: Namespace, document: bytes) -> None: ...
+
+
+def soon() -> float:
+    """A deadline that an honest operation does not miss."""
+    return time.monotonic() + 30.0
+
+
+def payload_of(seed: int, size: int = PAYLOAD_BYTES) -> memoryview:
+    return memoryview(bytearray(random.Random(seed).randbytes(size)))  # noqa: S311 - reproducible, not secret
+
+
+def key_of(seed: int, size: int = 36) -> bytes:
+    return random.Random(seed + 1_000_000).randbytes(size)  # noqa: S311
+
+
+def load(tier: Tier, key: bytes) -> bytes:
+    target = memoryview(bytearray(tier.payload_bytes))
+    tier.load(key, target, soon())
+    return bytes(target)
+
+
+def error_of(call: Callable[[], object]) -> TierError:
+    """The tier error that ``call`` raises; an assertion fails when it raises none."""
+    try:
+        call()
+    except TierError as error:
+        return error
+    raise AssertionError("no tier error was raised")
+
+
+class TierContract:
+    """Every promise of tier.Tier that can be seen from outside."""
+
+    def test_a_stored_payload_comes_back_whole_at_any_size(self, make_tier: MakeTier) -> None:
+        for size in (1, 100, 4095, 4096, 4097, 65536, 3_000_000):
+            namespace = Namespace.of({"size": size})
+            tier = make_tier(namespace, size)
+            assert tier.store(key_of(size), payload_of(size, size), soon()) is StoreOutcome.STORED
+            assert load(tier, key_of(size)) == payload_of(size, size)
+
+    def test_keys_of_any_length_up_to_64_bytes_are_told_apart(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        keys = [b"\x00" * size for size in (1, 2, 3, 36, 64)]
+        for seed, key in enumerate(keys):
+            assert tier.store(key, payload_of(seed), soon()) is StoreOutcome.STORED
+        for seed, key in enumerate(keys):
+            assert load(tier, key) == payload_of(seed)
+
+    def test_unaligned_memory_is_served_too(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        source, target = bytearray(PAYLOAD_BYTES + 1), bytearray(PAYLOAD_BYTES + 1)
+        source[1:] = payload_of(1)
+        tier.store(key_of(1), memoryview(source)[1:], soon())
+        tier.load(key_of(1), memoryview(target)[1:], soon())
+        assert target[1:] == payload_of(1)
+
+    def test_a_key_never_stored_is_a_miss(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        assert isinstance(error_of(lambda: load(tier, key_of(1))), TierMiss)
+
+    def test_contains_answers_for_each_key_in_order(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        for seed in (1, 3):
+            tier.store(key_of(seed), payload_of(seed), soon())
+        many = [key_of(seed) for seed in range(2500)]
+        assert tier.contains(many, soon()) == [seed in (1, 3) for seed in range(2500)]
+        assert tier.contains([], soon()) == []
+
+    def test_the_first_store_of_a_key_stands(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        assert tier.store(key_of(1), payload_of(1), soon()) is StoreOutcome.STORED
+        assert tier.store(key_of(1), payload_of(2), soon()) is StoreOutcome.PRESENT
+        assert load(tier, key_of(1)) == payload_of(1)
+
+    def test_another_tier_on_the_medium_sees_the_entry(self, make_tier: MakeTier) -> None:
+        make_tier(NAMESPACE, PAYLOAD_BYTES).store(key_of(1), payload_of(1), soon())
+        assert load(make_tier(NAMESPACE, PAYLOAD_BYTES), key_of(1)) == payload_of(1)
+
+    def test_namespaces_do_not_see_each_other(self, make_tier: MakeTier) -> None:
+        make_tier(NAMESPACE, PAYLOAD_BYTES).store(key_of(1), payload_of(1), soon())
+        other = make_tier(OTHER_NAMESPACE, PAYLOAD_BYTES)
+        assert other.contains([key_of(1)], soon()) == [False]
+        assert isinstance(error_of(lambda: load(other, key_of(1))), TierMiss)
+
+    def test_every_flipped_header_bit_is_corrupt(self, make_tier: MakeTier, medium: Medium) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        tier.store(key_of(1), payload_of(1), soon())
+        frame = medium.read_frame(NAMESPACE, key_of(1))
+        lots = random.Random(1)  # noqa: S311
+        for position in range(len(frame) - PAYLOAD_BYTES if len(frame) < 4096 + PAYLOAD_BYTES else 4096):
+            damaged = bytearray(frame)
+            damaged[position] ^= 1 << lots.randrange(8)
+            medium.write_frame(NAMESPACE, key_of(1), bytes(damaged))
+            assert isinstance(error_of(lambda: load(tier, key_of(1))), TierCorrupt), f"byte {position}"
+
+    def test_flipped_payload_bits_are_corrupt(self, make_tier: MakeTier, medium: Medium) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        tier.store(key_of(1), payload_of(1), soon())
+        frame = medium.read_frame(NAMESPACE, key_of(1))
+        payload_at = frame.index(bytes(payload_of(1)))
+        lots = random.Random(2)  # noqa: S311
+        for _ in range(200):
+            damaged = bytearray(frame)
+            damaged[payload_at + lots.randrange(PAYLOAD_BYTES)] ^= 1 << lots.randrange(8)
+            medium.write_frame(NAMESPACE, key_of(1), bytes(damaged))
+            assert error_of(lambda: load(tier, key_of(1))).reason == CorruptReason.PAYLOAD
+
+    def test_a_frame_of_any_other_length_is_corrupt(self, make_tier: MakeTier, medium: Medium) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        tier.store(key_of(1), payload_of(1), soon())
+        frame = medium.read_frame(NAMESPACE, key_of(1))
+        for length in [*range(0, len(frame), 512), len(frame) - 1, len(frame) + 1, len(frame) + 4096]:
+            medium.write_frame(NAMESPACE, key_of(1), (frame + bytes(4096))[:length])
+            assert isinstance(error_of(lambda: load(tier, key_of(1))), TierCorrupt), f"{length} bytes"
+
+    def test_a_frame_under_another_key_is_corrupt(self, make_tier: MakeTier, medium: Medium) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        for seed in (1, 2):
+            tier.store(key_of(seed), payload_of(seed), soon())
+        first, second = (medium.read_frame(NAMESPACE, key_of(seed)) for seed in (1, 2))
+        medium.write_frame(NAMESPACE, key_of(1), second)
+        medium.write_frame(NAMESPACE, key_of(2), first)
+        for seed in (1, 2):
+            assert error_of(lambda seed=seed: load(tier, key_of(seed))).reason == CorruptReason.KEY  # type: ignore[misc]
+
+    def test_a_frame_of_another_namespace_is_corrupt(self, make_tier: MakeTier, medium: Medium) -> None:
+        make_tier(OTHER_NAMESPACE, PAYLOAD_BYTES).store(key_of(1), payload_of(1), soon())
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        tier.store(key_of(1), payload_of(1), soon())
+        medium.write_frame(NAMESPACE, key_of(1), medium.read_frame(OTHER_NAMESPACE, key_of(1)))
+        assert error_of(lambda: load(tier, key_of(1))).reason == CorruptReason.NAMESPACE
+
+    def test_a_discarded_entry_is_gone_and_can_be_stored_again(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        tier.store(key_of(1), payload_of(1), soon())
+        tier.discard(key_of(1), soon())
+        tier.discard(key_of(1), soon())
+        assert tier.contains([key_of(1)], soon()) == [False]
+        assert tier.store(key_of(1), payload_of(2), soon()) is StoreOutcome.STORED
+        assert load(tier, key_of(1)) == payload_of(2)
+
+    def test_another_document_under_our_namespace_is_refused_and_explained(
+        self, make_tier: MakeTier, medium: Medium
+    ) -> None:
+        medium.write_document(NAMESPACE, OTHER_NAMESPACE.document)
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        error = error_of(lambda: tier.store(key_of(1), payload_of(1), soon()))
+        assert error.reason == RefusedReason.NAMESPACE
+        assert "layout: ours 1, stored 2" in str(error)
+        assert error_of(lambda: load(tier, key_of(1))).reason == RefusedReason.NAMESPACE
+
+    def test_a_deadline_in_the_past_is_a_timeout_and_changes_nothing(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        tier.store(key_of(1), payload_of(1), soon())
+        past = time.monotonic() - 1.0
+        target = memoryview(bytearray(PAYLOAD_BYTES))
+        for call in (
+            lambda: tier.contains([key_of(1)], past),
+            lambda: tier.load(key_of(1), target, past),
+            lambda: tier.store(key_of(2), payload_of(2), past),
+            lambda: tier.discard(key_of(1), past),
+        ):
+            assert isinstance(error_of(call), TierTimeout)
+        assert tier.contains([key_of(1), key_of(2)], soon()) == [True, False]
+        assert load(tier, key_of(1)) == payload_of(1)
+
+    def test_resident_bytes_count_what_is_stored(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, 1_000_000)
+        before = tier.resident_bytes(soon())
+        for seed in range(4):
+            tier.store(key_of(seed), payload_of(seed, 1_000_000), soon())
+        # At most twice: allocators round a megabyte up to their next size class.
+        assert 4_000_000 <= tier.resident_bytes(soon()) - before < 8_000_000
+
+    def test_a_closed_tier_refuses_everything(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        tier.store(key_of(1), payload_of(1), soon())
+        tier.close()
+        tier.close()
+        for call in (
+            lambda: tier.contains([key_of(1)], soon()),
+            lambda: load(tier, key_of(1)),
+            lambda: tier.store(key_of(2), payload_of(2), soon()),
+        ):
+            error = error_of(call)
+            assert isinstance(error, TierRefused)
+            assert error.reason == RefusedReason.CLOSED
+
+    def test_many_threads_on_few_keys_never_see_a_wrong_byte(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        wrong: list[object] = []
+
+        def work(seed: int) -> None:
+            lots = random.Random(seed)  # noqa: S311
+            for _ in range(60):
+                number = lots.randrange(6)
+                try:
+                    match lots.randrange(4):
+                        case 0:
+                            tier.store(key_of(number), payload_of(number), soon())
+                        case 1:
+                            tier.discard(key_of(number), soon())
+                        case _:
+                            if load(tier, key_of(number)) != payload_of(number):
+                                wrong.append(number)
+                except TierMiss:
+                    pass
+                except Exception as error:
+                    wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []

@@ -1,0 +1,177 @@
+"""Tiers with something wrong, each a thing with a name. They wrap any tier; those that draw lots take a seed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+from spillway_connector.errors import RefusedReason, TierError, TierRefused
+from spillway_connector.namespace import Namespace
+from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.tiers.memory import MemoryStore, MemoryTier
+from spillway_connector.tiers.stats import Operation
+from spillway_connector.tiers.tier import Clock, StoreOutcome, Tier
+
+ALL_OPERATIONS = frozenset(Operation)
+
+
+class TierWrapper:
+    """Passes everything on; subclasses do something in :meth:`before`, which may raise."""
+
+    def __init__(self, tier: Tier, operations: Collection[Operation] = ALL_OPERATIONS) -> None:
+        self.tier = tier
+        self.operations = frozenset(operations)
+        self.calls: dict[Operation, int] = dict.fromkeys(Operation, 0)
+        self._calls_lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.tier.payload_bytes
+
+    def before(self, operation: Operation) -> None:
+        """Called for the chosen operations ahead of the real one."""
+
+    def prepare(self, deadline: float) -> None:
+        self.tier.prepare(deadline)
+
+    def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        self._enter(Operation.LOOKUP)
+        return self.tier.contains(keys, deadline)
+
+    def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        self._enter(Operation.LOAD)
+        self.tier.load(key, target, deadline)
+
+    def store(self, key: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+        self._enter(Operation.STORE)
+        return self.tier.store(key, source, deadline)
+
+    def discard(self, key: bytes, deadline: float) -> None:
+        self.tier.discard(key, deadline)
+
+    def resident_bytes(self, deadline: float) -> int:
+        return self.tier.resident_bytes(deadline)
+
+    def close(self) -> None:
+        self.tier.close()
+
+    def _enter(self, operation: Operation) -> None:
+        with self._calls_lock:
+            self.calls[operation] += 1
+        if operation in self.operations:
+            self.before(operation)
+
+
+class SlowTier(TierWrapper):
+    """Every chosen operation takes ``seconds`` of a stepped clock, without waiting for real."""
+
+    def __init__(
+        self, tier: Tier, clock: SteppedClock, seconds: float, operations: Collection[Operation] = ALL_OPERATIONS
+    ) -> None:
+        super().__init__(tier, operations)
+        self._clock = clock
+        self._seconds = seconds
+
+    def before(self, operation: Operation) -> None:
+        self._clock.advance(self._seconds)
+
+
+class HangingTier(TierWrapper):
+    """Every chosen operation hangs, deadline or not, like a dead mount, until :meth:`release`.
+
+    The operation then goes on as if nothing had been: the late completion that must do no harm.
+    """
+
+    def __init__(self, tier: Tier, operations: Collection[Operation] = ALL_OPERATIONS) -> None:
+        super().__init__(tier, operations)
+        self.entered = threading.Semaphore(0)  # one permit per operation that hangs
+        self._released = threading.Event()
+
+    def before(self, operation: Operation) -> None:
+        self.entered.release()
+        self._released.wait()
+
+    def release(self) -> None:
+        self._released.set()
+
+
+class FlakyTier(TierWrapper):
+    """A share of the chosen operations fails with ``make_error()``."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        *,
+        seed: int,
+        failure_ratio: float,
+        make_error: Callable[[], Exception],
+        operations: Collection[Operation] = ALL_OPERATIONS,
+    ) -> None:
+        super().__init__(tier, operations)
+        self._random = random.Random(seed)  # noqa: S311 - reproducible, not secret
+        self._failure_ratio = failure_ratio
+        self._make_error = make_error
+
+    def before(self, operation: Operation) -> None:
+        with self._calls_lock:
+            fails = self._random.random() < self._failure_ratio
+        if fails:
+            raise self._make_error()
+
+
+class FailingTier(TierWrapper):
+    """The chosen operations fail with ``make_error()`` while ``failing`` is true."""
+
+    def __init__(
+        self, tier: Tier, make_error: Callable[[], Exception], operations: Collection[Operation] = ALL_OPERATIONS
+    ) -> None:
+        super().__init__(tier, operations)
+        self.failing = True
+        self._make_error = make_error
+
+    def before(self, operation: Operation) -> None:
+        if self.failing:
+            raise self._make_error()
+
+
+class RefusingTier(FailingTier):
+    """The chosen operations are refused for ``reason`` while ``failing`` is true."""
+
+    def __init__(self, tier: Tier, reason: RefusedReason, operations: Collection[Operation] = ALL_OPERATIONS) -> None:
+        def refused() -> TierError:
+            return TierRefused(reason, f"injected: {reason}")
+
+        super().__init__(tier, refused, operations)
+
+
+class CorruptingTier(MemoryTier):
+    """A memory tier whose medium flips one bit in a share of the frames right after they were stored."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        payload_bytes: int,
+        store: MemoryStore,
+        *,
+        seed: int,
+        corrupt_ratio: float,
+        clock: Clock,
+    ) -> None:
+        super().__init__(namespace, payload_bytes, store, clock=clock)
+        self.corrupted: set[bytes] = set()
+        self._random = random.Random(seed)  # noqa: S311 - reproducible, not secret
+        self._corrupt_ratio = corrupt_ratio
+
+    def store(self, key: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+        outcome = super().store(key, source, deadline)
+        with self.medium.lock:
+            frame = self.medium.frames.get((self._digest, key))
+            if outcome is StoreOutcome.STORED and frame is not None and self._random.random() < self._corrupt_ratio:
+                frame[self._random.randrange(len(frame))] ^= 1 << self._random.randrange(8)
+                self.corrupted.add(key)
+        return outcome

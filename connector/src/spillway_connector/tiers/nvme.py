@@ -1,0 +1,307 @@
+"""The NVMe tier: a directory with one file per frame.
+
+    ROOT/space.ledger                         how full the directory is (nvme_space.py)
+    ROOT/<namespace hex>/namespace.json       the namespace document in full
+    ROOT/<namespace hex>/partial/             files being written
+    ROOT/<namespace hex>/ab/cd/<key hex>.kv   frames; ab and cd are the key's first two bytes
+
+A frame is written as a partial file and then linked under its name, so readers see all of it or nothing; a crash
+leaves a partial file, which the next scan sweeps. No fsync: after a power failure a torn frame fails its checksum and
+is a miss. A file is deleted only to make room or when its bytes are proven wrong, never because a call failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from spillway_connector.errors import (
+    RefusedReason,
+    TierError,
+    TierMiss,
+    TierRefused,
+    TierTimeout,
+    TierUnreachable,
+    UnreachableReason,
+)
+from spillway_connector.namespace import Namespace, explain_difference
+from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
+from spillway_connector.tiers.nvme_io import FrameFiles, supports_direct, tier_error
+from spillway_connector.tiers.nvme_space import FRAME_SUFFIX, PARTIAL_NAME, Space
+from spillway_connector.tiers.tier import Clock, StoreOutcome, WallClock
+
+_log = logging.getLogger(__name__)
+
+DOCUMENT_NAME = "namespace.json"
+HOUSEKEEPING_SECONDS = 300.0  # between scans that correct the ledger and measure the file system again
+HOUSEKEEPING_DEADLINE_SECONDS = 60.0
+_LINK_ATTEMPTS = 4  # a folder may vanish between mkdir and link when another process evicts its last frame
+
+
+class NvmeTier:
+    """A tier in the directory ``root``. See tier.Tier for the contract.
+
+    max_bytes: bound for all namespaces and processes together; None takes 80 % of what the file system can give.
+    Nothing is touched before the first operation.
+    """
+
+    name = "nvme"
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        payload_bytes: int,
+        root: Path,
+        *,
+        max_bytes: int | None = None,
+        clock: Clock = time.monotonic,
+        wall_clock: WallClock = time.time,
+    ) -> None:
+        self.payload_bytes = payload_bytes
+        self._namespace = namespace
+        self._digest = namespace.digest16
+        self._root = root
+        self._folder = root / namespace.hex
+        self._partial = self._folder / PARTIAL_NAME
+        self._prefix = f"{self._folder}/"
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._files = FrameFiles(payload_bytes, direct=False, clock=clock, wall_clock=wall_clock)
+        self._space = Space(root, max_bytes, clock)
+        self._numbers = itertools.count()
+        self._prepare_lock = threading.Lock()
+        self._prepared = False
+        self._closed = False
+        self._wake = threading.Event()
+        self._housekeeper: threading.Thread | None = None
+
+    @property
+    def uses_direct_io(self) -> bool:
+        """Whether transfers bypass the page cache; known once prepared."""
+        return self._files.direct
+
+    @property
+    def evicted_frames(self) -> int:
+        """Frames that this process removed to make room."""
+        return self._space.evicted_frames
+
+    def prepare(self, deadline: float) -> None:
+        self._check(deadline)
+        if self._prepared:
+            return
+        if not self._prepare_lock.acquire(timeout=max(0.0, deadline - self._clock())):
+            raise TierTimeout(f"{self._root}: another thread is still preparing the directory")
+        try:
+            if not self._prepared:
+                self._prepare()
+        finally:
+            self._prepare_lock.release()
+
+    def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        self._prepare_for_reading(deadline)
+        found = []
+        for key in keys:
+            self._check(deadline)
+            try:
+                found.append(os.stat(self._path(key)).st_size == self._files.frame_bytes)
+            except (FileNotFoundError, NotADirectoryError):
+                found.append(False)
+            except OSError as error:
+                raise tier_error(error, f"{self._root}: looking for a frame") from error
+        return found
+
+    def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        self._prepare_for_reading(deadline)
+        try:
+            header = self._files.read(self._path(key), target, deadline)
+        except (FileNotFoundError, NotADirectoryError):
+            raise TierMiss from None
+        except OSError as error:
+            raise tier_error(error, f"{self._root}: reading a frame") from error
+        verify(header, target, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
+
+    def store(self, key: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+        self.prepare(deadline)
+        path = self._path(key)
+        try:
+            self._files.renew(path)
+            return StoreOutcome.PRESENT
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise tier_error(error, f"{self._root}: renewing a frame") from error
+        header = build_header(
+            self._digest, key, source, created_ms=int(self._wall_clock() * 1000), header_bytes=PAGE_BYTES
+        )
+        try:
+            return self._write(path, header, source, deadline)
+        except FileNotFoundError as error:
+            self._prepared = False  # someone removed our folders: make them again next time
+            raise TierUnreachable(
+                UnreachableReason.ROOT_MISSING, f"{self._root}: the directory was removed while in use"
+            ) from error
+        except OSError as error:
+            refused = tier_error(error, f"{self._root}: writing a frame")
+            if refused.reason == RefusedReason.NO_SPACE:
+                self._space.forget_limit()  # others took our share: the next store measures again and evicts
+            raise refused from error
+
+    def discard(self, key: bytes, deadline: float) -> None:
+        self._check(deadline)
+        path = self._path(key)
+        try:
+            size = os.stat(path).st_size
+            self._space.give_back(size, deadline, lambda: os.unlink(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise tier_error(error, f"{self._root}: removing a corrupt frame") from error
+
+    def resident_bytes(self, deadline: float) -> int:
+        self.prepare(deadline)
+        try:
+            return self._space.resident_bytes(deadline)
+        except OSError as error:
+            raise tier_error(error, f"{self._root}: reading the space ledger") from error
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+        if self._housekeeper is not None and self._housekeeper is not threading.current_thread():
+            # Bounded: a thread stuck in a dead mount must not hold up the engine's exit; it is a daemon.
+            self._housekeeper.join(timeout=1.0)
+        if self._housekeeper is None or not self._housekeeper.is_alive():
+            self._space.close()
+
+    def _prepare(self) -> None:
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._partial.mkdir(parents=True, exist_ok=True)
+            self._compare_document(write=True)
+            self._files.direct = supports_direct(self._partial)
+        except FileExistsError as error:
+            raise TierRefused(
+                RefusedReason.OTHER, f"path: {error.filename} is a file; give a directory or remove it"
+            ) from error
+        except OSError as error:
+            raise tier_error(error, f"path: {self._root}: preparing the directory") from error
+        self._prepared = True
+        if self._housekeeper is None:
+            self._housekeeper = threading.Thread(target=self._keep_house, name="spillway-nvme-house", daemon=True)
+            self._housekeeper.start()
+
+    def _prepare_for_reading(self, deadline: float) -> None:
+        """Prepare, but where only writing is refused (a read-only mount) let readers go on."""
+        try:
+            self.prepare(deadline)
+        except TierRefused as refused:
+            if refused.reason not in (RefusedReason.READ_ONLY, RefusedReason.PERMISSION, RefusedReason.NO_SPACE):
+                raise
+            try:
+                self._compare_document(write=False)
+            except OSError as error:
+                raise tier_error(error, f"{self._root}: reading the namespace document") from error
+
+    def _compare_document(self, *, write: bool) -> None:
+        path = self._folder / DOCUMENT_NAME
+        ours = self._namespace.document
+        for _ in range(2):
+            try:
+                stored = path.read_bytes()
+            except FileNotFoundError:
+                if not write:
+                    return  # nothing was ever stored here
+                partial = self._partial / f"document-{self._unique()}"
+                partial.write_bytes(ours)
+                try:
+                    os.replace(partial, path)
+                except FileNotFoundError:
+                    pass  # another process's sweep took it for abandoned: once more
+                continue
+            if stored != ours:
+                raise TierRefused(
+                    RefusedReason.NAMESPACE,
+                    f"{path} describes another layout: {explain_difference(ours, stored)}; "
+                    f"remove {self._folder} if its blocks are no longer wanted",
+                )
+            return
+
+    def _write(self, path: str, header: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+        partial = f"{self._partial}/{self._unique()}"
+        size = self._files.frame_bytes
+        descriptor = self._space.take(size, lambda: self._files.create(partial, source), deadline)
+        kept = False
+        try:
+            try:
+                self._files.write(descriptor, header, source, deadline)
+                kept = _link(partial, path)
+            finally:
+                Path(partial).unlink(missing_ok=True)
+                os.close(descriptor)
+        finally:
+            if not kept:
+                self._give_back(size, deadline)
+        self._wake.set()  # the housekeeper looks at the watermark; writers never wait for it
+        return StoreOutcome.STORED if kept else StoreOutcome.PRESENT
+
+    def _give_back(self, size: int, deadline: float) -> None:
+        try:
+            self._space.give_back(size, deadline)
+        except (TierError, OSError):
+            pass  # the ledger stays too high until the next scan; the first failure is the one to report
+
+    def _keep_house(self) -> None:
+        next_scan = self._clock() + HOUSEKEEPING_SECONDS
+        while not self._closed:
+            self._wake.wait(timeout=HOUSEKEEPING_SECONDS)
+            self._wake.clear()
+            if self._closed:
+                return
+            deadline = self._clock() + HOUSEKEEPING_DEADLINE_SECONDS
+            try:
+                if self._clock() >= next_scan:
+                    next_scan = self._clock() + HOUSEKEEPING_SECONDS
+                    self._space.rescan(deadline)
+                if self._space.above_high_watermark(deadline):
+                    self._space.make_room(0, deadline)
+            except (TierError, OSError) as error:
+                _log.warning("NVMe tier %s: housekeeping failed: %s", self._root, error)
+
+    def _path(self, key: bytes) -> str:
+        name = key.hex()
+        return f"{self._prefix}{name[:2]}/{name[2:4] or '00'}/{name}{FRAME_SUFFIX}"
+
+    def _unique(self) -> str:
+        # The random part tells apart processes that share the directory from different process id namespaces.
+        return f"{os.getpid()}-{next(self._numbers)}-{os.urandom(6).hex()}"
+
+    def _check(self, deadline: float) -> None:
+        if self._closed:
+            raise TierRefused(RefusedReason.CLOSED, f"{self._root}: the tier is closed")
+        if self._clock() >= deadline:
+            raise TierTimeout(f"{self._root}: the deadline passed before the operation began")
+
+
+def _link(partial: str, path: str) -> bool:
+    """Give a finished partial file its name. False when another writer was first."""
+    for attempt in range(_LINK_ATTEMPTS):
+        try:
+            os.link(partial, path)
+            return True
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            if attempt == _LINK_ATTEMPTS - 1:
+                raise
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        except PermissionError:
+            # File systems without hard links (some FUSE and SMB mounts) answer EPERM; renaming is as atomic, it only
+            # cannot tell whether it replaced an equal frame.
+            os.rename(partial, path)
+            return True
+    raise AssertionError("unreachable")

@@ -1,0 +1,188 @@
+"""Moving one frame between page-aligned memory and a file, past the page cache where the file system allows it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from spillway_connector.errors import (
+    CorruptReason,
+    RefusedReason,
+    TierCorrupt,
+    TierError,
+    TierRefused,
+    TierTimeout,
+    TierUnreachable,
+    UnreachableReason,
+)
+from spillway_connector.tiers.frame import PAGE_BYTES
+from spillway_connector.tiers.tier import Clock, WallClock
+
+_REFUSALS = {
+    errno.ENOSPC: RefusedReason.NO_SPACE,
+    errno.EDQUOT: RefusedReason.NO_SPACE,
+    errno.EFBIG: RefusedReason.NO_SPACE,
+    errno.EROFS: RefusedReason.READ_ONLY,
+    errno.EACCES: RefusedReason.PERMISSION,
+    errno.EPERM: RefusedReason.PERMISSION,
+    errno.EMFILE: RefusedReason.RESOURCES,
+    errno.ENFILE: RefusedReason.RESOURCES,
+    errno.ENOMEM: RefusedReason.RESOURCES,
+}
+_SICK = {errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT, errno.EUCLEAN}
+
+
+def tier_error(error: OSError, doing: str) -> TierError:
+    """The tier error that stands for a failed system call. No errno means that an entry is damaged."""
+    sentence = f"{doing}: {error.strerror or error}"
+    if error.errno in _SICK:
+        return TierUnreachable(UnreachableReason.INPUT_OUTPUT, sentence)
+    return TierRefused(_REFUSALS.get(error.errno or 0, RefusedReason.OTHER), sentence)
+
+
+def supports_direct(directory: Path) -> bool:
+    """Whether files in ``directory`` take O_DIRECT with page-aligned buffers: tried, because no flag tells.
+
+    overlayfs, NFS, FUSE and older tmpfs answer EINVAL, some only at the first transfer. Raises OSError when not even a
+    plain file can be written.
+    """
+    path = directory / f"probe-{os.getpid()}-{threading.get_ident()}"
+    page = mmap.mmap(-1, PAGE_BYTES)
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            path.unlink(missing_ok=True)  # the file is made before the flag is refused
+            return False
+        raise
+    try:
+        os.pwritev(descriptor, [page], 0)
+        return os.preadv(descriptor, [page], 0) == PAGE_BYTES
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+
+
+class FrameFiles:
+    """Reads and writes files of the form: header page, payload, zero padding to a whole page.
+
+    payload_bytes: of every frame. direct: start with O_DIRECT; turned off for good by the first EINVAL.
+    """
+
+    def __init__(self, payload_bytes: int, *, direct: bool, clock: Clock, wall_clock: WallClock) -> None:
+        self.direct = direct
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._tail_bytes = payload_bytes % PAGE_BYTES
+        self._whole_bytes = payload_bytes - self._tail_bytes
+        self.frame_bytes = PAGE_BYTES + self._whole_bytes + (PAGE_BYTES if self._tail_bytes else 0)
+        self._pages = threading.local()
+
+    def read(self, path: str, target: memoryview, deadline: float) -> memoryview:
+        """Fill ``target`` and return the header page (valid until this thread's next call); renews the mtime.
+
+        Raises FileNotFoundError, OSError, TierCorrupt(SHORT or LENGTH), TierTimeout. Nothing is verified.
+        """
+        header, tail = self._thread_pages()
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | self._direct_flag(target))
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != self.frame_bytes:
+                reason = CorruptReason.SHORT if size < self.frame_bytes else CorruptReason.LENGTH
+                raise TierCorrupt(reason, f"{path}: {size} bytes, a frame has {self.frame_bytes}")
+            views = [header, target[: self._whole_bytes]]
+            if self._tail_bytes:
+                views.append(tail)
+            self._move(os.preadv, descriptor, views, deadline)
+            if self._tail_bytes:
+                target[self._whole_bytes :] = tail[: self._tail_bytes]
+            try:
+                self.renew(descriptor)
+            except OSError:
+                pass  # a read-only file system keeps its order
+        finally:
+            os.close(descriptor)
+        return header
+
+    def renew(self, file: int | str) -> None:
+        """Mark a file (descriptor or path) as used now: eviction goes by the mtime. Raises OSError.
+
+        Nanoseconds of our own, because the kernel's stamps move in steps of a few milliseconds and frames would tie.
+        """
+        now_ns = int(self._wall_clock() * 1e9)
+        os.utime(file, ns=(now_ns, now_ns))
+
+    def create(self, path: str, source: memoryview) -> int:
+        """Open a new file for :meth:`write`, exclusively. Raises OSError."""
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | self._direct_flag(source)
+        return os.open(path, flags, 0o600)
+
+    def write(self, descriptor: int, header: bytes, source: memoryview, deadline: float) -> None:
+        """Write a whole frame. Raises OSError, TierTimeout; the file's contents are then undefined."""
+        page, tail = self._thread_pages()
+        page[:] = header
+        views = [page, source[: self._whole_bytes]]
+        if self._tail_bytes:
+            tail[: self._tail_bytes] = source[self._whole_bytes :]
+            tail[self._tail_bytes :] = bytes(PAGE_BYTES - self._tail_bytes)
+            views.append(tail)
+        self._move(os.pwritev, descriptor, views, deadline)
+        self.renew(descriptor)
+
+    def _move(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        descriptor: int,
+        views: list[memoryview],
+        deadline: float,
+    ) -> None:
+        """Repeat a vectored call until all views are done: a signal or a full device ends it early."""
+        views = [view for view in views if view.nbytes]
+        offset = 0
+        while views:
+            if self._clock() >= deadline:
+                raise TierTimeout("the deadline passed between two parts of a file transfer")
+            try:
+                moved = call(descriptor, views, offset)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self._leave_direct(descriptor):
+                    continue
+                raise
+            if moved == 0:
+                raise TierCorrupt(CorruptReason.SHORT, f"the file ended {sum(v.nbytes for v in views)} bytes early")
+            offset += moved
+            while views and moved >= views[0].nbytes:
+                moved -= views.pop(0).nbytes
+            if moved:
+                views[0] = views[0][moved:]
+
+    def _direct_flag(self, payload: memoryview) -> int:
+        aligned = np.frombuffer(payload, np.uint8).ctypes.data % PAGE_BYTES == 0 if payload.nbytes else False
+        return os.O_DIRECT if self.direct and aligned else 0
+
+    def _leave_direct(self, descriptor: int) -> bool:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        if not flags & os.O_DIRECT:
+            return False
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self.direct = False
+        return True
+
+    def _thread_pages(self) -> tuple[memoryview, memoryview]:
+        try:
+            return self._pages.header, self._pages.tail
+        except AttributeError:
+            self._pages.header = memoryview(mmap.mmap(-1, PAGE_BYTES))
+            self._pages.tail = memoryview(mmap.mmap(-1, PAGE_BYTES))
+            return self._pages.header, self._pages.tail

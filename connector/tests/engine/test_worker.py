@@ -1,0 +1,135 @@
+"""Failures of copies end as recomputes, jobs run once, completions outlive the step that began them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult
+
+from spillway_connector.engine.worker import SpillwayConnectorWorker, SpillwayWorkerMetadata
+
+
+class ScriptedHandler(OffloadingHandler):
+    """Takes jobs, and ends them when and how the test says."""
+
+    def __init__(self) -> None:
+        self.submitted: list[int] = []
+        self.refuse: set[int] = set()
+        self.ending: list[tuple[int, bool]] = []
+        self.waited: list[set[int]] = []
+
+    def transfer_async(self, job_id, spec):
+        if job_id in self.refuse:
+            raise RuntimeError("the transport is full")
+        self.submitted.append(job_id)
+        return True
+
+    def get_finished(self):
+        ended, self.ending = self.ending, []
+        return [
+            TransferResult(job_id, success, transfer_size=100, transfer_time=0.5, transfer_type=("CPU", "GPU"))
+            for job_id, success in ended
+        ]
+
+    def wait(self, job_ids):
+        self.waited.append(set(job_ids))
+
+
+@pytest.fixture
+def worker_and_handler():
+    worker = SpillwayConnectorWorker(SimpleNamespace())
+    handler = ScriptedHandler()
+    worker.worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, handler)
+    worker.worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, handler)
+    return worker, handler
+
+
+def load_job(request: str, device_blocks: list[int]) -> TransferJob:
+    device = GPULoadStoreSpec(device_blocks, group_sizes=[len(device_blocks)], block_indices=[0])
+    return TransferJob(request, (CPULoadStoreSpec(list(range(len(device_blocks)))), device))
+
+
+def store_job(request: str, device_blocks: list[int]) -> TransferJob:
+    device = GPULoadStoreSpec(device_blocks, group_sizes=[len(device_blocks)], block_indices=[0])
+    return TransferJob(request, (device, CPULoadStoreSpec(list(range(len(device_blocks))))))
+
+
+def metadata(loads=None, stores=None, flush=None) -> OffloadingConnectorMetadata:
+    return OffloadingConnectorMetadata(load_jobs=loads or {}, store_jobs=stores or {}, jobs_to_flush=flush)
+
+
+def test_metadata_seen_twice_launches_once(worker_and_handler):
+    worker, handler = worker_and_handler
+    meta = metadata(loads={1: load_job("a", [5])}, stores={2: store_job("b", [6])})
+    for _ in range(3):
+        worker.start_kv_transfers(meta)
+        worker.prepare_store_kv(meta)
+    worker.start_kv_transfers(metadata())
+    assert handler.submitted == [1, 2]
+
+
+def test_a_failed_load_is_received_with_its_blocks_invalid(worker_and_handler):
+    worker, handler = worker_and_handler
+    worker.start_kv_transfers(metadata(loads={1: load_job("a", [5, 6]), 2: load_job("b", [7])}))
+    assert worker.get_finished(set()) == (set(), set())
+    handler.ending = [(1, False), (2, True)]
+    assert worker.get_finished(set()) == (set(), {"a", "b"})  # steps later, no metadata bound
+    assert worker.take_invalid_blocks() == {5, 6}
+    assert worker.take_invalid_blocks() == set()
+    meta = worker.build_connector_worker_meta()
+    assert (meta.completed_jobs, meta.failed_jobs) == ({1: 1, 2: 1}, {1})
+    assert worker.build_connector_worker_meta() is None
+
+
+def test_a_refused_load_is_received_once_with_its_blocks_invalid(worker_and_handler):
+    worker, handler = worker_and_handler
+    handler.refuse = {1}
+    worker.start_kv_transfers(metadata(loads={1: load_job("a", [5])}))
+    assert worker.get_finished(set()) == (set(), {"a"})
+    assert worker.take_invalid_blocks() == {5}
+    assert worker.get_finished(set()) == (set(), set())
+    assert worker.build_connector_worker_meta().failed_jobs == {1}
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_failed_store_is_completed_as_failed_and_harms_no_request(worker_and_handler, refused):
+    worker, handler = worker_and_handler
+    handler.refuse = {3} if refused else set()
+    worker.prepare_store_kv(metadata(stores={3: store_job("a", [5])}))
+    worker.start_kv_transfers(metadata())
+    handler.ending = [] if refused else [(3, False)]
+    assert worker.get_finished(set()) == (set(), set())
+    assert worker.take_invalid_blocks() == set()
+    meta = worker.build_connector_worker_meta()
+    assert (meta.completed_jobs, meta.failed_jobs) == ({3: 1}, {3})
+
+
+def test_preemption_submits_waiting_stores_before_it_waits(worker_and_handler):
+    worker, handler = worker_and_handler
+    worker.prepare_store_kv(metadata(stores={4: store_job("a", [5])}))
+    worker.handle_preemptions(metadata(flush={4}))
+    assert handler.submitted == [4]
+    assert {4} in handler.waited
+
+
+def test_one_failing_rank_fails_the_job():
+    here = SpillwayWorkerMetadata(completed_jobs={1: 1, 2: 1})
+    there = SpillwayWorkerMetadata(completed_jobs={1: 1}, failed_jobs={1})
+    both = here.aggregate(there)
+    assert (both.completed_jobs, both.failed_jobs) == ({1: 2, 2: 1}, {1})
+
+
+def test_stats_are_always_there_and_count_copies(worker_and_handler):
+    worker, handler = worker_and_handler
+    assert worker.get_kv_connector_stats() is not None
+    worker.start_kv_transfers(metadata(loads={1: load_job("a", [5]), 2: load_job("b", [6])}))
+    handler.ending = [(1, True), (2, False)]
+    worker.get_finished(set())
+    reduced = worker.get_kv_connector_stats().reduce()
+    assert reduced["CPU_to_GPU_total_bytes"] == 100
+    assert reduced["device_copy_bytes|load"] == 100
+    assert reduced["device_copy_failures|load"] == 1

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_connector.errors import ConfigError
+from spillway_connector.plan.geometry import ChunkGeometry
+
+
+def test_the_bundled_model_in_bfloat16():
+    """30 layers x 3 KV heads x 64 x (K and V) x 2 bytes = 23,040 bytes a token, 128 tokens a block."""
+    geometry = ChunkGeometry(rank_block_bytes=23_040 * 128, blocks_per_chunk=1, num_ranks=1)
+    assert geometry.payload_bytes == 2_949_120
+    assert geometry.row_bytes == 2_949_120  # already a multiple of a page
+    assert geometry.rows_in(1 << 30) == 364
+
+
+@given(st.integers(1, 1 << 26), st.integers(1, 16), st.integers(1, 16))
+def test_a_row_holds_every_rank_and_less_than_a_page_of_padding(block_bytes, per_chunk, ranks):
+    geometry = ChunkGeometry(block_bytes, per_chunk, ranks)
+    assert geometry.payload_bytes == block_bytes * per_chunk * ranks
+    assert 0 <= geometry.row_bytes - geometry.payload_bytes < 4096
+    assert geometry.row_bytes % 4096 == 0
+    assert geometry.rows_in(geometry.row_bytes * 7 + 1) == 7
+
+
+def test_a_budget_below_one_chunk_says_what_to_set():
+    with pytest.raises(ConfigError, match="set cpu_bytes_to_use >= 4096"):
+        ChunkGeometry(100, 1, 1).rows_in(4095)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spillway_connector.config import ConnectorConfig, NvmeTierConfig, RedisTierConfig, parse_tier
+from spillway_connector.errors import ConfigError
+
+
+def test_defaults_and_vllm_keys_pass():
+    config = ConnectorConfig.parse({"spec_name": "x", "secondary_tiers": [], "num_cpu_blocks": 64})
+    assert config.num_cpu_blocks == 64
+    assert config.blocks_per_chunk == 1
+    assert config.batch_memcpy == "auto"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "exactly one of num_cpu_blocks"),
+        ({"num_cpu_blocks": 1, "cpu_bytes_to_use": 1}, "exactly one of num_cpu_blocks"),
+        ({"num_cpu_block": 1}, "did you mean 'num_cpu_blocks'"),
+        ({"num_cpu_blocks": 0}, "whole number of at least 1"),
+        ({"num_cpu_blocks": "64"}, "whole number of at least 1"),
+        ({"num_cpu_blocks": True}, "whole number of at least 1"),
+        ({"num_cpu_blocks": 1, "blocks_per_chunk": 0}, "blocks_per_chunk"),
+        ({"num_cpu_blocks": 1, "eviction_policy": "fifo"}, "not one of lru, arc"),
+        ({"num_cpu_blocks": 1, "batch_memcpy": True}, "not one of auto, on, off"),
+        ({"num_cpu_blocks": 1, "promotion_in_flight_fraction": 1.5}, "between 0 and 1"),
+        ({"num_cpu_blocks": 1, "request_wait_seconds": 0}, "above 0"),
+    ],
+)
+def test_a_wrong_setting_is_named(given, message):
+    with pytest.raises(ConfigError, match=message):
+        ConnectorConfig.parse(given)
+
+
+def test_tiers():
+    nvme = parse_tier("nvme", {"path": "/data", "max_bytes": 10, "io_threads": 2})
+    assert isinstance(nvme, NvmeTierConfig)
+    assert (nvme.path, nvme.max_bytes, nvme.limits.io_threads) == (Path("/data"), 10, 2)
+    redis = parse_tier("redis", {"url": "redis://h/0", "ttl_seconds": 5})
+    assert isinstance(redis, RedisTierConfig)
+    assert redis.limits.load_timeout_seconds == 2.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("nvme", {}, "needs `path`"),
+        ("redis", {"ttl_seconds": 5}, "needs `url`"),
+        ("nvme", {"path": "/d", "maxBytes": 1}, "did you mean 'max_bytes'"),
+        ("nvme", {"path": "/d", "max_bytes": 0}, "max_bytes: 0 is not a number above 0"),
+        ("redis", {"url": "u", "connections": -1}, "connections"),
+        ("redis", {"url": "u", "load_timeout_seconds": "2"}, "load_timeout_seconds"),
+    ],
+)
+def test_a_wrong_tier_setting_is_named(kind, options, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_tier(kind, options)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from spillway_connector.errors import ConfigError
+from spillway_connector.namespace import Namespace, explain_difference
+
+_names = st.text(min_size=1, max_size=8)
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_names, inner, max_size=3),
+    max_leaves=10,
+)
+_facts = st.dictionaries(_names, _values, max_size=5)
+
+
+@given(_facts)
+def test_the_order_of_facts_does_not_matter(facts: dict[str, object]) -> None:
+    assert Namespace.of(facts) == Namespace.of(dict(reversed(facts.items())))
+
+
+@given(_facts, _facts)
+def test_equal_digests_mean_equal_facts(one: dict[str, object], two: dict[str, object]) -> None:
+    same_facts = json.dumps(one, sort_keys=True) == json.dumps(two, sort_keys=True)
+    assert (Namespace.of(one).digest16 == Namespace.of(two).digest16) == same_facts
+
+
+@given(_facts, _facts)
+def test_a_difference_is_named_exactly_when_there_is_one(one: dict[str, object], two: dict[str, object]) -> None:
+    ours, theirs = Namespace.of(one).document, Namespace.of(two).document
+    assert (explain_difference(ours, theirs) == "the documents say the same") == (ours == theirs)
+
+
+def test_the_digest_is_a_promise() -> None:
+    # Stored data is found by it: if this line must change, the key layout's version must change too.
+    assert Namespace.of({"model": "a", "tp": 1}).document == b'{"frame_format":1,"model":"a","tp":1}'
+    assert Namespace.of({"model": "a", "tp": 1}).hex == "9881a68ea1f0ce9646b667e31e9c078b"
+
+
+@pytest.mark.parametrize(
+    "facts", [{"a": b"bytes"}, {"a": float("nan")}, {"a": {1: "x"}}, {"a": [{2: 1}]}, {"a": {1, 2}}]
+)
+def test_facts_without_an_exact_json_form_are_refused(facts: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="namespace"):
+        Namespace.of(facts)
+
+
+def test_the_difference_names_the_fields() -> None:
+    ours = Namespace.of({"model": "a", "layers": [1, 2], "tp": 1})
+    theirs = Namespace.of({"model": "b", "layers": [1], "dp": 1})
+    assert explain_difference(ours.document, theirs.document) == (
+        "dp: ours has none, stored 1; layers[1]: ours 2, stored has none; "
+        'model: ours "a", stored "b"; tp: ours 1, stored has none'
+    )
+    assert "damaged" in explain_difference(ours.document, theirs.document[:-5])

@@ -1,0 +1,544 @@
+"""The shell around a tier, with the clock in the test's hand and threads awaited, never slept for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from spillway_connector.errors import (
+    CorruptReason,
+    RefusedReason,
+    TierCorrupt,
+    TierMiss,
+    TierRefused,
+    TierTimeout,
+    TierUnreachable,
+    UnreachableReason,
+)
+from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.contracts import NAMESPACE, key_of, payload_of
+from spillway_connector.testing.faults import (
+    CorruptingTier,
+    FailingTier,
+    FlakyTier,
+    HangingTier,
+    RefusingTier,
+    SlowTier,
+    TierWrapper,
+)
+from spillway_connector.tiers.breaker import BreakerPolicy, BreakerState
+from spillway_connector.tiers.memory import MemoryStore, MemoryTier
+from spillway_connector.tiers.stats import LookupOutcome, Operation
+from spillway_connector.tiers.tier import Tier
+from spillway_connector.transfers import JobOutcome, Lookup, SharedTier, TransferLimits
+
+PAYLOAD, ROW, ROWS = 1000, 1024, 64
+LIMITS = TransferLimits(
+    io_threads=2,
+    lookup_timeout_seconds=0.25,
+    load_timeout_seconds=2.0,
+    store_timeout_seconds=10.0,
+    breaker=BreakerPolicy(failures_to_open=3, first_rest_seconds=1.0),
+)
+REAL_SECONDS = 30.0  # bounds a wait for a thread that works; never waited out
+
+
+@dataclass
+class Rig:
+    """A SharedTier on a memory medium, whose rows start out as payload_of(row)."""
+
+    clock: SteppedClock = field(default_factory=SteppedClock)
+    medium: MemoryStore = field(default_factory=lambda: MemoryStore(1 << 24))
+    rows: np.ndarray = field(default_factory=lambda: np.zeros((ROWS, ROW), np.uint8))
+    shared: SharedTier = None  # type: ignore[assignment]
+    reported: list[JobOutcome] = field(default_factory=list)
+
+    def memory(self) -> MemoryTier:
+        return MemoryTier(NAMESPACE, PAYLOAD, self.medium, clock=self.clock)
+
+    def start(self, tier: Tier | None = None, limits: TransferLimits = LIMITS) -> SharedTier:
+        for row in range(ROWS):
+            self.rows[row, :PAYLOAD] = payload_of(row, PAYLOAD)
+            self.rows[row, PAYLOAD:] = 255
+        self.shared = SharedTier(
+            tier or self.memory(),
+            rows=memoryview(self.rows).cast("B"),
+            row_bytes=ROW,
+            payload_bytes=PAYLOAD,
+            limits=limits,
+            clock=self.clock,
+        )
+        return self.shared
+
+    def fill(self, rows: Sequence[int]) -> None:
+        """Put blocks on the medium without the shell."""
+        for row in rows:
+            self.memory().store(key_of(row), payload_of(row, PAYLOAD), self.clock() + 1)
+
+    def outcome(self, job_id: int) -> JobOutcome:
+        """Poll as the scheduler does until the job is reported."""
+        while True:
+            self.reported += self.shared.finished()
+            for outcome in self.reported:
+                if outcome.job_id == job_id:
+                    return outcome
+            assert self.shared.wait_for_progress(REAL_SECONDS), f"job {job_id} was never reported"
+
+    def answer(self, key: bytes, request_id: str = "r") -> Lookup:
+        """Step until the lookup is no longer pending."""
+        while (found := self.shared.lookup(key, request_id)) is Lookup.PENDING:
+            self.shared.step_end()
+            assert self.shared.wait_for_progress(REAL_SECONDS), "the lookup was never answered"
+        return found
+
+    def clear_rows(self) -> None:
+        self.rows[:, :PAYLOAD] = 0
+
+    def holds(self, row: int, seed: int | None = None) -> bool:
+        return bool(self.rows[row, :PAYLOAD].tobytes() == payload_of(row if seed is None else seed, PAYLOAD))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.shared.close(timeout_seconds=1.0)
+    assert (rig.rows[:, PAYLOAD:] == 255).all(), "the padding of a row was touched"
+
+
+@pytest.fixture
+def hang(rig: Rig) -> Iterator[Callable[..., HangingTier]]:
+    made: list[HangingTier] = []
+
+    def make(*operations: Operation) -> HangingTier:
+        made.append(HangingTier(rig.memory(), operations))
+        return made[-1]
+
+    yield make
+    for tier in made:
+        tier.release()
+
+
+def keys(rows: Sequence[int]) -> list[bytes]:
+    return [key_of(row) for row in rows]
+
+
+# --- the good case ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_go_out_and_come_back_elsewhere(rig: Rig) -> None:
+    shared = rig.start()
+    shared.submit_store(1, keys(range(32)), range(32))
+    stored = rig.outcome(1)
+    assert stored.success and sorted(stored.done) == sorted(keys(range(32)))
+    rig.clear_rows()
+    shared.submit_load(2, keys(range(32)), range(32, 64))
+    loaded = rig.outcome(2)
+    assert loaded.success and sorted(loaded.done) == sorted(keys(range(32)))
+    assert all(rig.holds(32 + row, row) for row in range(32))
+    assert not shared.has_work()
+    stats = shared.snapshot()
+    assert (stats.written_bytes, stats.read_bytes) == (32 * PAYLOAD, 32 * PAYLOAD)
+    assert (stats.queued_load_bytes, stats.queued_store_bytes) == (0, 0)
+    assert stats.failures == {}
+
+
+def test_lookups_are_asked_in_one_batch_per_step_and_remembered(rig: Rig) -> None:
+    rig.fill(range(3))
+    tier = TierWrapper(rig.memory())
+    shared = rig.start(tier)
+    assert [shared.lookup(key, "r") for key in keys(range(5))] == [Lookup.PENDING] * 5
+    assert tier.calls[Operation.LOOKUP] == 0
+    shared.step_end()
+    assert [rig.answer(key) for key in keys(range(5))] == [Lookup.HIT] * 3 + [Lookup.MISS] * 2
+    assert [shared.lookup(key, "other") for key in keys(range(5))] == [Lookup.HIT] * 3 + [Lookup.MISS] * 2
+    assert tier.calls[Operation.LOOKUP] == 1
+    assert shared.snapshot().lookups == {LookupOutcome.HIT: 6, LookupOutcome.MISS: 4}
+
+
+def test_what_was_stored_is_a_hit_at_once(rig: Rig) -> None:
+    shared = rig.start()
+    shared.submit_store(1, keys([3]), [3])
+    rig.outcome(1)
+    assert shared.lookup(key_of(3), "r") is Lookup.HIT
+
+
+def test_an_answer_is_believed_only_for_a_while(rig: Rig) -> None:
+    shared = rig.start()
+    assert rig.answer(key_of(1)) is Lookup.MISS
+    rig.fill([1])  # by another engine
+    assert shared.lookup(key_of(1), "r") is Lookup.MISS
+    rig.clock.advance(5.0)
+    assert rig.answer(key_of(1)) is Lookup.HIT
+
+
+def test_a_job_without_keys_is_reported_too(rig: Rig) -> None:
+    shared = rig.start()
+    shared.submit_store(1, [], [])
+    shared.submit_load(2, [], [])
+    assert [outcome.job_id for outcome in shared.finished()] == [2, 1]
+    assert shared.finished() == []
+
+
+def test_a_key_that_is_there_or_on_its_way_is_not_written_again(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    tier = hang(Operation.STORE)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys([1]), [1])
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    shared.submit_store(2, keys([1]), [1])
+    assert rig.outcome(2).done == (key_of(1),)
+    tier.release()
+    assert rig.outcome(1).success
+    shared.submit_store(3, keys([1]), [1])
+    assert rig.outcome(3).success
+    assert tier.calls[Operation.STORE] == 1
+    assert shared.snapshot().stores_skipped == 2
+
+
+def test_loads_go_before_stores(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    rig.fill([9])
+    tier = hang(Operation.STORE)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys(range(8)), range(8))
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    shared.submit_load(2, keys([9]), [9])
+    assert rig.outcome(2).success, "a thread is kept free of stores"
+    assert tier.calls[Operation.STORE] == 1
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_key_fails_alone_and_is_known_missing_before_the_report(rig: Rig) -> None:
+    rig.fill([0, 2])
+    shared = rig.start()
+    rig.clear_rows()
+    shared.submit_load(1, keys([0, 1, 2]), [0, 1, 2])
+    outcome = rig.outcome(1)
+    assert sorted(outcome.done) == sorted(keys([0, 2]))
+    assert isinstance(outcome.failed[key_of(1)], TierMiss)
+    assert rig.holds(0) and rig.holds(2) and not rig.rows[1, :PAYLOAD].any()
+    assert shared.lookup(key_of(1), "r") is Lookup.MISS
+    assert shared.snapshot().failures == {(Operation.LOAD, "miss"): 1}
+
+
+def test_corrupt_entries_are_never_served_and_are_removed(rig: Rig) -> None:
+    tier = CorruptingTier(NAMESPACE, PAYLOAD, rig.medium, seed=7, corrupt_ratio=0.4, clock=rig.clock)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys(range(64)), range(64))
+    assert rig.outcome(1).success
+    rig.clear_rows()
+    shared.submit_load(2, keys(range(64)), range(64))
+    outcome = rig.outcome(2)
+    assert 10 < len(tier.corrupted) < 50
+    assert set(outcome.failed) == tier.corrupted
+    assert all(isinstance(error, TierCorrupt) for error in outcome.failed.values())
+    for row in range(64):
+        assert rig.holds(row) if key_of(row) not in tier.corrupted else not rig.rows[row, :PAYLOAD].any()
+    assert rig.memory().contains(sorted(tier.corrupted), rig.clock() + 1) == [False] * len(tier.corrupted)
+    assert shared.snapshot().breakers[Operation.LOAD] is BreakerState.CLOSED
+    assert sum(
+        count for (_, reason), count in shared.snapshot().failures.items() if reason in set(CorruptReason)
+    ) == len(tier.corrupted)
+
+
+def test_a_flaky_tier_fails_some_keys_and_serves_no_wrong_byte(rig: Rig) -> None:
+    rig.fill(range(64))
+    tier = FlakyTier(
+        rig.memory(),
+        seed=3,
+        failure_ratio=0.3,
+        make_error=lambda: TierUnreachable(UnreachableReason.DISCONNECTED, "injected"),
+    )
+    shared = rig.start(tier, replace(LIMITS, breaker=BreakerPolicy(failures_to_open=1000)))
+    rig.clear_rows()
+    shared.submit_load(1, keys(range(64)), range(64))
+    outcome = rig.outcome(1)
+    assert len(outcome.done) + len(outcome.failed) == 64
+    assert 5 < len(outcome.failed) < 40
+    for row in range(64):
+        assert rig.holds(row) if key_of(row) in outcome.done else not rig.rows[row, :PAYLOAD].any()
+
+
+def test_a_tier_that_breaks_its_contract_costs_a_miss_not_a_thread(rig: Rig) -> None:
+    tier = FailingTier(rig.memory(), lambda: ZeroDivisionError("defect"))
+    shared = rig.start(tier)
+    shared.submit_load(1, keys([1]), [1])
+    shared.submit_store(2, keys([2]), [2])
+    assert rig.outcome(1).failed[key_of(1)].reason == RefusedReason.OTHER
+    assert "ZeroDivisionError" in str(rig.outcome(2).failed[key_of(2)])
+    assert rig.answer(key_of(3)) is Lookup.MISS
+    tier.failing = False
+    shared.submit_store(3, keys([2]), [2])
+    assert rig.outcome(3).success
+
+
+# --- deadlines ----------------------------------------------------------------------------------------------------
+
+
+def test_a_lookup_that_hangs_delays_a_request_by_the_timeout_in_total(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    tier = hang(Operation.LOOKUP)
+    shared = rig.start(tier)
+    assert shared.lookup(key_of(1), "r") is Lookup.PENDING
+    shared.step_end()
+    rig.clock.advance(0.125)
+    assert shared.lookup(key_of(1), "r") is Lookup.PENDING
+    assert shared.lookup(key_of(2), "r") is Lookup.PENDING
+    rig.clock.advance(0.125)
+    assert shared.lookup(key_of(1), "r") is Lookup.MISS
+    assert shared.lookup(key_of(2), "r") is Lookup.MISS, "further keys do not start a new wait"
+    assert shared.lookup(key_of(3), "r") is Lookup.MISS
+    assert shared.snapshot().lookups == {LookupOutcome.EXPIRED: 3}
+    assert shared.lookup(key_of(1), "another") is Lookup.PENDING
+    shared.request_finished("r")
+    assert shared.lookup(key_of(3), "r") is Lookup.PENDING, "a new request of that name waits anew"
+
+
+def test_a_slow_but_timely_tier_uses_up_a_requests_patience_only_while_it_waits(rig: Rig) -> None:
+    tier = SlowTier(rig.memory(), rig.clock, 0.125, [Operation.LOOKUP])
+    shared = rig.start(tier)
+    assert rig.answer(key_of(1)) is Lookup.MISS
+    rig.clock.advance(100.0)
+    assert rig.answer(key_of(2)) is Lookup.MISS
+    assert shared.lookup(key_of(3), "r") is Lookup.MISS
+    assert shared.snapshot().lookups == {LookupOutcome.MISS: 2, LookupOutcome.EXPIRED: 1}
+
+
+def test_a_load_that_hangs_is_reported_at_its_deadline_and_its_late_end_touches_nothing(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    rig.fill(range(4))
+    tier = hang(Operation.LOAD)
+    shared = rig.start(tier)
+    rig.clear_rows()
+    shared.submit_load(1, keys(range(4)), range(4))
+    for _ in range(2):
+        assert tier.entered.acquire(timeout=REAL_SECONDS)
+    rig.clock.advance(1.999)
+    assert shared.finished() == []
+    rig.clock.advance(0.001)
+    (outcome,) = shared.finished()
+    assert set(outcome.failed) == set(keys(range(4)))
+    assert all(isinstance(error, TierTimeout) for error in outcome.failed.values())
+    assert shared.lookup(key_of(0), "r") is Lookup.MISS
+    assert not shared.has_work()
+
+    rig.rows[:, :PAYLOAD] = 77  # the rows now belong to someone else
+    tier.release()
+    assert shared.wait_for_progress(REAL_SECONDS)
+    while shared.snapshot().late_completions < 2:
+        assert shared.finished() == []
+        if shared.snapshot().late_completions < 2:
+            assert shared.wait_for_progress(REAL_SECONDS)
+    assert (rig.rows[:, :PAYLOAD] == 77).all()
+
+
+def test_a_store_that_hangs_has_let_go_of_its_row_when_it_is_reported(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    tier = hang(Operation.STORE)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys([5]), [5])
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    rig.clock.advance(10.0)
+    (outcome,) = shared.finished()
+    assert isinstance(outcome.failed[key_of(5)], TierTimeout)
+    rig.rows[5, :PAYLOAD] = 77  # reused while the write still hangs
+    tier.release()
+    while not shared.snapshot().late_completions:
+        assert shared.wait_for_progress(REAL_SECONDS)
+        assert shared.finished() == []
+    # The hung write began in time by the tier's own clock check or not at all: never the new bytes.
+    target = memoryview(bytearray(PAYLOAD))
+    try:
+        rig.memory().load(key_of(5), target, rig.clock() + 1)
+        assert target == payload_of(5, PAYLOAD)
+    except TierMiss:
+        pass
+
+
+def test_every_job_is_reported_once_when_all_threads_hang(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    tier = hang(*Operation)
+    shared = rig.start(tier)
+    for job_id in range(10):
+        (shared.submit_load if job_id % 2 else shared.submit_store)(job_id, keys([job_id]), [job_id])
+    rig.clock.advance(10.0)
+    assert sorted(outcome.job_id for outcome in shared.finished()) == list(range(10))
+    tier.release()
+    shared.drain(1.0)
+    assert shared.finished() == []
+
+
+def test_a_store_that_waited_too_long_is_dropped(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    tier = hang(Operation.STORE)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys([1]), [1])
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    shared.submit_store(2, keys([2]), [2])
+    rig.clock.advance(6.0)
+    tier.release()
+    assert rig.outcome(2).failed[key_of(2)].reason == RefusedReason.QUEUE_AGE
+    assert shared.snapshot().breakers[Operation.STORE] is BreakerState.CLOSED
+
+
+def test_stores_beyond_the_queue_are_dropped_and_counted(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    tier = hang(Operation.STORE)
+    shared = rig.start(tier, replace(LIMITS, store_queue_bytes_max=5 * PAYLOAD))
+    shared.submit_store(1, keys(range(8)), range(8))
+    assert shared.snapshot().queued_store_bytes == 5 * PAYLOAD
+    tier.release()
+    outcome = rig.outcome(1)
+    assert set(outcome.failed) == set(keys([5, 6, 7]))
+    assert shared.snapshot().failures == {(Operation.STORE, RefusedReason.QUEUE_FULL): 3}
+    assert shared.snapshot().queued_store_bytes == 0
+
+
+def test_loads_beyond_the_queue_are_refused_and_known_missing(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    rig.fill(range(4))
+    tier = hang(Operation.LOAD)
+    shared = rig.start(tier, replace(LIMITS, load_queue_bytes_max=2 * PAYLOAD))
+    shared.submit_load(1, keys(range(4)), range(4))
+    tier.release()
+    assert set(rig.outcome(1).failed) == set(keys([2, 3]))
+    assert shared.lookup(key_of(3), "r") is Lookup.MISS
+
+
+# --- the breaker --------------------------------------------------------------------------------------------------
+
+
+def test_an_unreachable_tier_is_left_alone_and_found_again(rig: Rig) -> None:
+    rig.fill(range(64))
+    tier = FailingTier(rig.memory(), lambda: TierUnreachable(UnreachableReason.CONNECT, "injected"))
+    shared = rig.start(tier, replace(LIMITS, io_threads=1))
+    for job_id in range(3):
+        shared.submit_load(job_id, keys([job_id]), [job_id])
+        assert not rig.outcome(job_id).success
+    assert shared.snapshot().breakers[Operation.LOAD] is BreakerState.OPEN
+    assert shared.lookup(key_of(9), "r") is Lookup.MISS
+    assert shared.snapshot().lookups == {LookupOutcome.REFUSED: 1}
+    shared.submit_load(3, keys([9]), [9])
+    assert rig.outcome(3).failed[key_of(9)].reason == RefusedReason.BREAKER_OPEN
+    assert tier.calls[Operation.LOAD] == 3
+
+    rig.clock.advance(1.0)
+    shared.submit_load(4, keys(range(10, 20)), range(10, 20))
+    rig.outcome(4)
+    assert tier.calls[Operation.LOAD] == 4, "one probe"
+    tier.failing = False
+    rig.clock.advance(2.0)
+    shared.submit_load(5, keys(range(20, 30)), range(20, 30))
+    assert rig.outcome(5).success
+    assert shared.snapshot().breakers[Operation.LOAD] is BreakerState.CLOSED
+    assert rig.answer(key_of(40)) is Lookup.HIT
+
+
+def test_a_tier_that_refuses_stores_still_serves_loads(rig: Rig) -> None:
+    rig.fill(range(4))
+    tier = RefusingTier(rig.memory(), RefusedReason.READ_ONLY, [Operation.STORE])
+    shared = rig.start(tier, replace(LIMITS, io_threads=1))
+    shared.submit_store(1, keys(range(10, 20)), range(10, 20))
+    assert len(rig.outcome(1).failed) == 10
+    assert tier.calls[Operation.STORE] == 3
+    shared.submit_store(2, keys([30]), [30])
+    assert rig.outcome(2).failed[key_of(30)].reason == RefusedReason.BREAKER_OPEN
+    assert rig.answer(key_of(2)) is Lookup.HIT
+    shared.submit_load(3, keys([2]), [2])
+    assert rig.outcome(3).success
+    states = shared.snapshot().breakers
+    assert (states[Operation.STORE], states[Operation.LOAD]) == (BreakerState.OPEN, BreakerState.CLOSED)
+
+
+def test_lookups_that_hang_open_the_breaker(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    shared = rig.start(hang(Operation.LOOKUP))
+    for number in range(3):
+        assert shared.lookup(key_of(number), f"r{number}") is Lookup.PENDING
+        shared.step_end()
+        rig.clock.advance(0.25)
+        shared.finished()
+    assert shared.lookup(key_of(9), "new") is Lookup.MISS
+    assert shared.snapshot().lookups == {LookupOutcome.REFUSED: 1}
+    assert shared.snapshot().failures == {(Operation.LOOKUP, UnreachableReason.TIMEOUT): 3}
+
+
+def test_a_failed_lookup_is_a_miss_for_all_who_wait(rig: Rig) -> None:
+    shared = rig.start(FailingTier(rig.memory(), lambda: TierRefused(RefusedReason.LOADING, "injected")))
+    assert [rig.answer(key_of(1), "a"), rig.answer(key_of(1), "b")] == [Lookup.MISS, Lookup.MISS]
+    assert shared.snapshot().failures == {(Operation.LOOKUP, RefusedReason.LOADING): 1}
+
+
+# --- the end ------------------------------------------------------------------------------------------------------
+
+
+def test_a_drain_waits_for_work_and_reports_all(rig: Rig) -> None:
+    rig.fill(range(16))
+    shared = rig.start()
+    shared.submit_store(1, keys(range(20, 40)), range(20, 40))
+    shared.submit_load(2, keys(range(16)), range(16))
+    assert shared.drain(REAL_SECONDS)
+    assert sorted(outcome.job_id for outcome in shared.finished()) == [1, 2]
+    assert not shared.has_work()
+
+
+def test_a_drain_gives_up_on_what_hangs(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    rig.fill(range(4))
+    tier = hang(Operation.LOAD)
+    shared = rig.start(tier)
+    rig.clear_rows()
+    shared.submit_load(1, keys(range(4)), range(4))
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    assert shared.drain(0.01)
+    (outcome,) = shared.finished()
+    assert len(outcome.failed) == 4
+    tier.release()
+    shared.drain(1.0)
+    assert not rig.rows[:, :PAYLOAD].any()
+
+
+def test_closing_is_bounded_lets_go_of_the_rows_and_refuses_what_comes_after(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    shared = rig.start(hang(*Operation))
+    shared.submit_load(1, keys([1]), [1])
+    shared.submit_store(2, keys([2]), [2])
+    shared.close(timeout_seconds=0.2)
+    shared.close()
+    shared.submit_store(3, keys([3]), [3])
+    shared.submit_load(4, keys([4]), [4])
+    assert sorted(outcome.job_id for outcome in shared.finished()) == [1, 2, 3, 4]
+
+
+def test_the_region_can_be_unmapped_after_closing() -> None:
+    import mmap
+
+    region = mmap.mmap(-1, 4 * ROW)
+    view = memoryview(region)
+    rig = Rig()
+    rig.fill([1])
+    shared = SharedTier(rig.memory(), rows=view, row_bytes=ROW, payload_bytes=PAYLOAD, clock=rig.clock)
+    rig.shared = shared
+    shared.submit_load(1, keys([1]), [0])
+    assert rig.outcome(1).success
+    shared.close()
+    view.release()
+    region.close()  # raises BufferError while any slice lives
+
+
+def test_threads_end_when_the_tier_is_closed(rig: Rig) -> None:
+    before = set(threading.enumerate())
+    shared = rig.start()
+    assert len(set(threading.enumerate()) - before) == LIMITS.io_threads + 1
+    shared.close()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(("job_keys", "rows"), [([b"k"], []), ([b"k"], [ROWS]), ([b"k"], [-1])])
+def test_jobs_that_make_no_sense_are_refused_at_once(rig: Rig, job_keys: list[bytes], rows: list[int]) -> None:
+    shared = rig.start()
+    with pytest.raises(ValueError, match="row"):
+        shared.submit_load(1, job_keys, rows)
+    assert shared.finished() == []

@@ -1,0 +1,223 @@
+"""Servers that are sick rather than down. Deadlines are short where nothing else would end the wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from spillway_connector.errors import (
+    CorruptReason,
+    RefusedReason,
+    TierCorrupt,
+    TierMiss,
+    TierRefused,
+    TierTimeout,
+    TierUnreachable,
+    UnreachableReason,
+)
+from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
+from spillway_connector.testing.sick_server import SickServer
+from spillway_connector.tiers.frame import HEADER_BYTES, build_header
+from spillway_connector.tiers.redis import RedisTier
+from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+
+PONG = [b"+PONG\r\n"]
+WRITTEN = [b"+OK\r\n"]  # the answer to writing the namespace document
+READY: list[list[bytes | None]] = [PONG, WRITTEN]  # a connection, and a tier, that begin well
+FRAME = build_header(NAMESPACE.digest16, key_of(1), payload_of(1), created_ms=1) + payload_of(1)
+VALUE = b"$%d\r\n%b\r\n" % (len(FRAME), FRAME)
+MakeTier = Callable[[SickServer], RedisTier]
+
+
+@pytest.fixture
+def tier_on() -> Iterator[MakeTier]:
+    tiers: list[RedisTier] = []
+
+    def make(server: SickServer) -> RedisTier:
+        tiers.append(RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint(port=server.port), connections=1))
+        return tiers[-1]
+
+    yield make
+    for tier in tiers:
+        tier.close()
+
+
+def shortly() -> float:
+    return time.monotonic() + 0.2
+
+
+def _load(tier: RedisTier, deadline: float) -> None:
+    tier.load(key_of(1), memoryview(bytearray(PAYLOAD_BYTES)), deadline)
+
+
+def test_silence_after_connecting_is_a_timeout(tier_on: MakeTier) -> None:
+    with SickServer([[]]) as server:
+        tier = tier_on(server)
+        assert isinstance(error_of(lambda: _load(tier, shortly())), TierTimeout)
+        assert isinstance(error_of(lambda: tier.contains([key_of(1)], shortly())), TierTimeout)
+        assert isinstance(error_of(lambda: tier.store(key_of(1), payload_of(1), shortly())), TierTimeout)
+
+
+@pytest.mark.parametrize("sent", [0, 1, 5, 11, 12, HEADER_BYTES, 5000, len(VALUE) - 2, len(VALUE) - 1])
+def test_silence_within_a_value_is_a_timeout_and_the_connection_is_not_used_again(tier_on: MakeTier, sent: int) -> None:
+    with SickServer([*READY, [VALUE[:sent]] if sent else []]) as server:
+        tier = tier_on(server)
+        tier.prepare(soon())
+        assert isinstance(error_of(lambda: _load(tier, shortly())), TierTimeout)
+        assert server.accepted == 1
+        error_of(lambda: _load(tier, shortly()))
+        assert server.accepted == 2
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_a_peer_that_stops_reading_within_a_value(close: bool) -> None:
+    # The value is larger than all socket buffers together; after its first piece the peer reads no more.
+    answers = [*READY, [b":0\r\n"], [None] if close else []]
+    with SickServer(answers, later_answers=[PONG, [None]], commands_max=None if close else 4) as server:
+        big = RedisTier(NAMESPACE, 64 << 20, RedisEndpoint(port=server.port), connections=1)
+        try:
+            big.prepare(soon())
+            source = memoryview(bytearray(64 << 20))
+            error = error_of(lambda: big.store(key_of(1), source, soon() if close else shortly()))
+            assert error.reason == (UnreachableReason.DISCONNECTED if close else UnreachableReason.TIMEOUT)
+        finally:
+            big.close()
+
+
+def test_a_trickle_does_not_move_the_deadline(tier_on: MakeTier) -> None:
+    # Each piece is on time; together they never end.
+    with SickServer([*READY, [b"$%d\r\n" % len(FRAME)]]) as server:
+        tier = tier_on(server)
+        tier.prepare(soon())
+        stop = threading.Event()
+
+        def trickle() -> None:
+            while not stop.wait(0.02):
+                try:
+                    server.send_to_all(b"x")
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        try:
+            assert isinstance(error_of(lambda: _load(tier, shortly())), TierTimeout)
+        finally:
+            stop.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("sent", [0, 1, 12, 5000, len(VALUE) - 1])
+def test_a_connection_closed_within_a_reply_is_unreachable(tier_on: MakeTier, sent: int) -> None:
+    # With nothing sent the connection may just have been stale, so the tier tries a fresh one, which fares no better.
+    broken = [VALUE[:sent], None] if sent else [None]
+    with SickServer([*READY, broken], later_answers=[PONG, broken]) as server:
+        tier = tier_on(server)
+        tier.prepare(soon())
+        error = error_of(lambda: _load(tier, soon()))
+        assert isinstance(error, TierUnreachable)
+        assert error.reason == UnreachableReason.DISCONNECTED
+
+
+def test_a_value_in_many_pieces_is_put_together(tier_on: MakeTier) -> None:
+    pieces: list[bytes | None] = [VALUE[at : at + 7] for at in range(0, len(VALUE), 7)]
+    with SickServer([*READY, pieces]) as server:
+        assert load(tier_on(server), key_of(1)) == payload_of(1)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"-OOM command not allowed when used memory > 'maxmemory'.", RefusedReason.OUT_OF_MEMORY),
+        (b"-READONLY You can't write against a read only replica.", RefusedReason.READ_ONLY),
+        (b"-MISCONF Errors writing to the AOF file", RefusedReason.READ_ONLY),
+        (b"-LOADING Valkey is loading the dataset in memory", RefusedReason.LOADING),
+        (b"-MASTERDOWN Link with MASTER is down", RefusedReason.LOADING),
+        (b"-MOVED 3999 127.0.0.1:6381", RefusedReason.MOVED),
+        (b"-CLUSTERDOWN The cluster is down", RefusedReason.MOVED),
+        (b"-NOAUTH Authentication required.", RefusedReason.AUTHENTICATION),
+        (b"-WRONGPASS invalid username-password pair", RefusedReason.AUTHENTICATION),
+        (b"-NOPERM this user has no permissions", RefusedReason.PERMISSION),
+        (b"-ERR unknown command", RefusedReason.OTHER),
+        (b"HTTP/1.1 400 Bad Request", RefusedReason.PROTOCOL),
+        (b":7", RefusedReason.PROTOCOL),
+    ],
+)
+def test_an_error_reply_is_a_refusal_with_its_reason(tier_on: MakeTier, line: bytes, reason: RefusedReason) -> None:
+    with SickServer([*READY, [line + b"\r\n"]]) as server:
+        tier = tier_on(server)
+        error = error_of(lambda: _load(tier, soon()))
+        assert isinstance(error, TierRefused)
+        assert error.reason == reason
+    with SickServer([*READY, [b":0\r\n"], [line + b"\r\n"]]) as server:
+        tier = tier_on(server)
+        assert error_of(lambda: tier.store(key_of(1), payload_of(1), soon())).reason == reason
+
+
+def test_after_a_refusal_the_connection_goes_on(tier_on: MakeTier) -> None:
+    with SickServer([*READY, [b"-LOADING wait\r\n"], [VALUE]]) as server:
+        tier = tier_on(server)
+        error_of(lambda: _load(tier, soon()))
+        assert load(tier, key_of(1)) == payload_of(1)
+        assert server.accepted == 1
+
+
+@pytest.mark.parametrize("null", [b"$-1\r\n", b"_\r\n"])
+def test_null_is_a_miss_in_both_protocol_versions(tier_on: MakeTier, null: bytes) -> None:
+    with SickServer([*READY, [null]]) as server:
+        assert isinstance(error_of(lambda: load(tier_on(server), key_of(1))), TierMiss)
+
+
+def test_a_push_message_is_passed_over(tier_on: MakeTier) -> None:
+    with SickServer([*READY, [b">2\r\n+invalidate\r\n*1\r\n$1\r\nk\r\n:1\r\n"]]) as server:
+        assert tier_on(server).contains([key_of(1)], soon()) == [True]
+
+
+@pytest.mark.parametrize(
+    ("length", "reason"),
+    [(5, CorruptReason.SHORT), (len(FRAME) + 1, CorruptReason.LENGTH), (1 << 28, CorruptReason.LENGTH)],
+)
+def test_a_value_of_another_size_is_corrupt_and_not_read_through(
+    tier_on: MakeTier, length: int, reason: CorruptReason
+) -> None:
+    with SickServer([*READY, [b"$%d\r\n" % length]]) as server:
+        error = error_of(lambda: load(tier_on(server), key_of(1)))
+        assert isinstance(error, TierCorrupt)
+        assert error.reason == reason
+
+
+def test_answers_nobody_asked_for_are_never_taken_for_ours(tier_on: MakeTier) -> None:
+    with SickServer([*READY, [b":1\r\n:1\r\n"], [b":0\r\n"]]) as server:
+        tier = tier_on(server)
+        assert tier.contains([key_of(1)], soon()) == [True]
+        assert error_of(lambda: tier.contains([key_of(2)], soon())).reason == RefusedReason.PROTOCOL
+
+
+def test_a_thread_waits_for_a_free_connection_only_until_its_deadline(tier_on: MakeTier) -> None:
+    with SickServer([*READY, []]) as server:
+        tier = tier_on(server)
+        tier.prepare(soon())
+        holder = threading.Thread(target=lambda: error_of(lambda: _load(tier, soon())))
+        holder.start()
+        while len(server.commands) < 3:
+            server.received.wait(10)
+            server.received.clear()
+        assert "busy" in str(error_of(lambda: _load(tier, shortly())))
+        tier.close()  # ends the holder's wait at once
+        holder.join(10)
+        assert not holder.is_alive()
+
+
+def test_a_server_that_is_not_there_is_unreachable(tier_on: MakeTier) -> None:
+    with SickServer([[]]) as server:
+        tier = tier_on(server)
+    assert error_of(lambda: load(tier, key_of(1))).reason == UnreachableReason.CONNECT
+
+
+def test_tls_towards_a_plain_server_is_said_so() -> None:
+    with SickServer([[b"-ERR what is this\r\n"]]) as server:
+        tier = RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint(port=server.port, tls=True))
+        assert error_of(lambda: load(tier, key_of(1))).reason == UnreachableReason.TLS
+        tier.close()
