@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace, explain_difference
 

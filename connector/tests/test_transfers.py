@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+
 from spillway_connector.errors import (
     CorruptReason,
     RefusedReason,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from spillway_connector.testing.clock import SteppedClock
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+
 from spillway_connector.errors import RefusedReason, TierMiss, TierRefused, TierTimeout
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.contracts import NAMESPACE, error_of, key_of, payload_of

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.tiers.breaker import Breaker, BreakerPolicy, BreakerState, rest_seconds
 

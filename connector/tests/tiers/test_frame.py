@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from spillway_connector.errors import CorruptReason, TierCorrupt
 from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES, build_header, read_header, verify
 

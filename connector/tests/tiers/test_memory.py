@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
 from spillway_connector.errors import RefusedReason, TierRefused
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.contracts import NAMESPACE, TierContract, key_of, payload_of, soon

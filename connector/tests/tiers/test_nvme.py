@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from spillway_connector.errors import RefusedReason, TierMiss, TierUnreachable, UnreachableReason
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.contracts import (

