@@ -1,0 +1,68 @@
+"""`python -m spillway_gateway --config gateway.yaml`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from spillway_gateway.app import Gateway
+from spillway_gateway.config import GatewayConfig, load_config
+from spillway_gateway.errors import ConfigError
+from spillway_gateway.server import GatewayServer, PortInUse, bind
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 after a clean end, 1 with one sentence on stderr otherwise."""
+    parser = argparse.ArgumentParser(prog="spillway_gateway", description="Spillway's OpenAI-compatible gateway.")
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="YAML configuration")
+    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    options = parser.parse_args(arguments)
+    try:
+        config = load_config(options.config)
+    except ConfigError as error:
+        print(f"spillway-gateway: {error}", file=sys.stderr)
+        return 1
+    if options.check:
+        print(f"{options.config}: valid")
+        return 0
+    _set_up_logs(config)
+    try:
+        listener = bind(config.listen.host, config.listen.port)
+    except PortInUse as error:
+        print(f"spillway-gateway: {error}", file=sys.stderr)
+        return 1
+
+    server = GatewayServer(Gateway(config))
+    host, port = listener.getsockname()[:2]
+    logging.getLogger("spillway_gateway").info("listening on http://%s:%d", host, port)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(server.serve(sockets=[listener]))
+    return 0 if server.started else 1
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop  # noqa: PLC0415 - optional: faster where it is installed
+    except ImportError:
+        return None
+    loop: type[asyncio.AbstractEventLoop] = uvloop.Loop
+    return loop
+
+
+def _set_up_logs(config: GatewayConfig) -> None:
+    logging.basicConfig(
+        level=config.log.level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    if config.log.requests:
+        logging.getLogger("spillway_gateway.upstream.stream").setLevel(logging.DEBUG)
+    for noisy in ("uvicorn.error", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""POST /v1/chat/completions: what of the body routing reads. Everything else passes to the engine unread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from spillway_gateway.api.body_errors import bad_body
+from spillway_gateway.api.inference import ParsedBody
+from spillway_gateway.tokens.prompt import ChatPrompt
+
+PATH = "/v1/chat/completions"
+
+
+class _ChatBody(msgspec.Struct):
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    stream: bool | None = None
+    tools: Any = None
+    cache_salt: Any = None
+    add_generation_prompt: Any = True
+    add_special_tokens: Any = False
+    continue_final_message: Any = False
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    documents: Any = None
+    reasoning_effort: Any = None
+    truncate_prompt_tokens: Any = None
+
+
+_decoder = msgspec.json.Decoder(_ChatBody)
+
+
+def parse_chat(body: bytes) -> ParsedBody:
+    """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
+    try:
+        fields = _decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise bad_body(error) from error
+    tools = fields.tools
+    variables = dict(fields.chat_template_kwargs) if isinstance(fields.chat_template_kwargs, dict) else {}
+    if fields.reasoning_effort is not None:
+        variables.setdefault("enable_thinking", fields.reasoning_effort != "none")
+        variables.setdefault("reasoning_effort", fields.reasoning_effort)
+    tools_usable = tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))
+    exact = (
+        tools_usable
+        and fields.add_generation_prompt in (True, False)
+        and fields.add_special_tokens in (True, False)
+        and not fields.continue_final_message
+        and fields.chat_template is None
+        and fields.documents is None
+        and fields.truncate_prompt_tokens is None
+        and all(isinstance(name, str) and name not in _TEMPLATE_INPUTS for name in variables)
+    )
+    return ParsedBody(
+        model=fields.model,
+        stream=bool(fields.stream),
+        prompt=ChatPrompt(
+            messages=fields.messages,
+            tools=tools,
+            add_generation_prompt=bool(fields.add_generation_prompt),
+            add_special_tokens=bool(fields.add_special_tokens),
+            variables=variables,
+            cache_salt=fields.cache_salt if isinstance(fields.cache_salt, str) else None,
+            exact=exact,
+        ),
+    )
+
+
+_TEMPLATE_INPUTS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize"})

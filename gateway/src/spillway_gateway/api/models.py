@@ -1,0 +1,85 @@
+"""GET /v1/models: what the engines serve, merged, with the gateway's aliases beside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from spillway_gateway.fleet.engines import Engine, ModelFleet
+
+logger = logging.getLogger(__name__)
+
+ASK_SECONDS_MAX = 2.0
+FRESH_SECONDS = 10.0
+
+
+class ModelList:
+    """Asks each routable engine at most every FRESH_SECONDS; the last good answer of an engine is kept."""
+
+    def __init__(self, fleets: Iterable[ModelFleet], session: aiohttp.ClientSession) -> None:
+        self._fleets = list(fleets)
+        self._session = session
+        self._answers: dict[str, list[dict[str, Any]]] = {}
+        self._asked_at: dict[str, float] = {}
+        self._started_at = int(time.time())
+
+    async def read(self) -> dict[str, Any]:
+        """The merged list in OpenAI's shape."""
+        now = time.monotonic()
+        due = [
+            engine
+            for fleet in self._fleets
+            for engine in fleet.engines.values()
+            if engine.routable and now - self._asked_at.get(engine.name, -FRESH_SECONDS) >= FRESH_SECONDS
+        ]
+        await asyncio.gather(*(self._ask(engine, now) for engine in due))
+        return merge_models(self._fleets, self._answers, self._started_at)
+
+    async def _ask(self, engine: Engine, now: float) -> None:
+        timeout = aiohttp.ClientTimeout(total=ASK_SECONDS_MAX)
+        try:
+            async with self._session.get(engine.config.url.rstrip("/") + "/v1/models", timeout=timeout) as reply:
+                if reply.status != 200:
+                    return
+                document = msgspec.json.decode(await reply.read())
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            logger.warning("engine %s: /v1/models failed (%s)", engine.name, error.__class__.__name__)
+            return
+        data = document.get("data") if isinstance(document, dict) else None
+        if isinstance(data, list):
+            self._asked_at[engine.name] = now
+            self._answers[engine.name] = [card for card in data if isinstance(card, dict)]
+
+
+def merge_models(
+    fleets: Iterable[ModelFleet], answers: Mapping[str, list[dict[str, Any]]], started_at: int
+) -> dict[str, Any]:
+    """One card per model. Where engines disagree on max_model_len the smallest counts: it holds on all of them."""
+    cards: dict[str, dict[str, Any]] = {}
+    for fleet in fleets:
+        for engine_name in fleet.engines:
+            for card in answers.get(engine_name, []):
+                name = card.get("id")
+                if isinstance(name, str):
+                    cards[name] = _merged(cards.get(name), card)
+        own = cards.setdefault(fleet.name, _own_card(fleet.name, started_at))
+        for alias in fleet.config.aliases:
+            cards[alias] = {**own, "id": alias, "parent": fleet.name}
+    return {"object": "list", "data": list(cards.values())}
+
+
+def _merged(known: dict[str, Any] | None, card: dict[str, Any]) -> dict[str, Any]:
+    if known is None:
+        return dict(card)
+    lengths = [length for length in (known.get("max_model_len"), card.get("max_model_len")) if isinstance(length, int)]
+    return {**known, "max_model_len": min(lengths)} if lengths else known
+
+
+def _own_card(name: str, started_at: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": started_at, "owned_by": "spillway"}

@@ -1,0 +1,84 @@
+"""GET /health, /ready, /metrics: the gateway's own state, never forwarded to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from spillway_gateway.api.inference import Lifecycle
+from spillway_gateway.fleet.engines import EngineState, ModelFleet
+from spillway_gateway.metrics import GatewayMetrics
+
+
+def state_router(fleets: list[ModelFleet], lifecycle: Lifecycle, metrics: GatewayMetrics) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> JSONResponse:
+        """The process is alive; says nothing about engines."""
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/ready")
+    async def ready() -> JSONResponse:
+        """200 with at least one routable engine per model, unless the gateway drains."""
+        engines = {fleet.name: {engine.name: engine.answer for engine in fleet.engines.values()} for fleet in fleets}
+        if lifecycle.draining:
+            return JSONResponse({"ready": False, "reason": "draining", "models": engines}, 503)
+        missing = [fleet.name for fleet in fleets if not fleet.has_routable()]
+        if missing:
+            reason = f"no routable engine for: {', '.join(missing)}"
+            return JSONResponse({"ready": False, "reason": reason, "models": engines}, 503)
+        return JSONResponse({"ready": True, "models": engines})
+
+    @router.get("/metrics")
+    async def exposition() -> Response:
+        return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return router
+
+
+def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+    """Metric families read from the fleet at each scrape."""
+    by_engine = ("model", "engine")
+    up = GaugeMetricFamily("spillway_gateway_engine_up", "1 when requests may be routed there.", labels=by_engine)
+    running = GaugeMetricFamily(
+        "spillway_gateway_in_flight_requests", "Requests sent to an engine and not finished.", labels=by_engine
+    )
+    queued = GaugeMetricFamily(
+        "spillway_gateway_queued_tokens", "Uncached prompt tokens sent and not yet answered.", labels=by_engine
+    )
+    rate = GaugeMetricFamily(
+        "spillway_gateway_prefill_tokens_per_second", "Measured or default prefill rate.", labels=by_engine
+    )
+    live = GaugeMetricFamily(
+        "spillway_gateway_events_connected", "1 when the engine's KV events are followed.", labels=by_engine
+    )
+    blocks = GaugeMetricFamily("spillway_gateway_index_blocks", "Blocks in the prefix index.", labels=("model",))
+    size = GaugeMetricFamily("spillway_gateway_index_bytes", "Estimated size of the prefix index.", labels=("model",))
+    evicted = CounterMetricFamily(
+        "spillway_gateway_index_evicted_blocks", "Blocks dropped to stay within index.bytesMax.", labels=("model",)
+    )
+    ignored = CounterMetricFamily(
+        "spillway_gateway_index_ignored_blocks",
+        "Blocks of events that could not be indexed.",
+        labels=("model", "reason"),
+    )
+    for fleet in fleets:
+        for engine in fleet.engines.values():
+            labels = (fleet.name, engine.name)
+            up.add_metric(labels, float(engine.state is EngineState.READY))
+            running.add_metric(labels, engine.running_requests)
+            queued.add_metric(labels, engine.queued_tokens)
+            rate.add_metric(labels, engine.rates.prefill_tokens_per_second)
+            live.add_metric(labels, float(engine.events_live))
+        index = fleet.index
+        blocks.add_metric((fleet.name,), index.blocks)
+        size.add_metric((fleet.name,), index.estimated_bytes)
+        evicted.add_metric((fleet.name,), index.evicted_blocks_total)
+        ignored.add_metric((fleet.name, "orphan"), index.orphans_dropped_total)
+        ignored.add_metric((fleet.name, "unknown"), index.unknown_blocks_total)
+        ignored.add_metric((fleet.name, "block_size"), index.mismatched_blocks_total)
+    return (up, running, queued, rate, live, blocks, size, evicted, ignored)

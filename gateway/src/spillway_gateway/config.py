@@ -1,0 +1,277 @@
+"""Configuration of the gateway: YAML parsed once into frozen dataclasses.
+
+Keys are camelCase in the file and snake_case in code; every default is written once, here. Unknown keys are refused
+by name, because a misspelt timeout that is silently ignored is found only in an incident.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from spillway_gateway.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ListenConfig:
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine process. The name is unique in the gateway and is what headers and metrics show."""
+
+    name: str
+    url: str
+    kv_events: str | None = None  # ZMQ PUB address of the engine
+    kv_replay: str | None = None  # ZMQ ROUTER address of the engine
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    name: str
+    engines: tuple[EngineConfig, ...]
+    aliases: tuple[str, ...] = ()
+    tokenizer: str | None = None  # folder with tokenizer.json; without it prompts are matched by text blocks
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutsConfig:
+    connect_seconds: float = 2.0
+    first_byte_seconds: float = 300.0  # streams: request sent -> first body byte; covers queueing and prefill
+    idle_seconds: float = 120.0  # streams: between two chunks
+    plain_seconds: float = 900.0  # plain replies: request sent -> whole reply
+    body_read_seconds: float = 60.0  # the client's own upload
+
+
+@dataclass(frozen=True, slots=True)
+class HealthConfig:
+    period_seconds: float = 1.0
+    timeout_seconds: float = 2.0
+    timeouts_before_down: int = 3  # a refused connection counts at once; a slow answer may only mean a busy machine
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    body_bytes_max: int = 64 * 1024 * 1024
+    plain_reply_buffer_bytes: int = 4 * 1024 * 1024  # a larger plain reply is streamed, and so can no longer be retried
+    attempts_max: int = 3  # engines tried for one request, the first included
+    retry_ratio: float = 0.2  # retries allowed per request, over time
+    retry_burst: int = 64  # retries allowed at once: all streams of one killed engine must fit
+    upstream_connections_max: int = 4096  # per gateway process
+    text_chars_max: int = 262_144  # text hashed per request where no tokenizer is used
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """Prices used until an engine's own are measured; see routing/load.py for the sum."""
+
+    prefill_tokens_per_second: float = 5000.0
+    cpu_load_tokens_per_second: float = 100_000.0
+    shared_load_tokens_per_second: float = 40_000.0
+    running_request_ms: float = 10.0  # what each request already on an engine adds for the next one
+    bounded_load_factor: float = 1.25  # an engine never takes more than this multiple of the mean by hash alone
+    default_block_tokens: int = 128  # until the first event names the engine's own
+    speculative_seconds: float = 60.0  # engines with events: how long a routed prefix counts as held before one comes
+    approximate_seconds: float = 900.0  # engines without events: how long a routed prefix counts as held
+
+
+@dataclass(frozen=True, slots=True)
+class IndexConfig:
+    bytes_max: int = 256 * 1024 * 1024
+    orphans_max: int = 4096  # stored-events kept per engine while their parent is unknown
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownConfig:
+    drain_delay_seconds: float = 0.0  # between /ready turning 503 and the listening socket closing
+    drain_timeout_seconds: float = 30.0  # what running streams get before they are ended
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    level: str = "info"
+    requests: bool = False  # one line per request; never any prompt text
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    models: tuple[ModelConfig, ...]
+    listen: ListenConfig = field(default_factory=ListenConfig)
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    index: IndexConfig = field(default_factory=IndexConfig)
+    shutdown: ShutdownConfig = field(default_factory=ShutdownConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+def load_config(path: Path) -> GatewayConfig:
+    """Read and check a configuration file.
+
+    Raises ConfigError naming the setting, what was given, what is needed and what to change.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error.strerror}); give a YAML file's path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path}: is not UTF-8 text; save it as UTF-8") from error
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        detail = " ".join(str(error).split())
+        raise ConfigError(f"--config {path}: is not valid YAML: {detail}") from error
+    return parse_config(document)
+
+
+def parse_config(document: object) -> GatewayConfig:
+    """Turn the parsed YAML document into a GatewayConfig. Pure; raises ConfigError."""
+    config = _build(GatewayConfig, document, "")
+    assert isinstance(config, GatewayConfig)
+    _check(config)
+    return config
+
+
+def _camel(name: str) -> str:
+    head, *rest = name.split("_")
+    return head + "".join(word.capitalize() for word in rest)
+
+
+def _build(cls: type[Any], value: object, where: str) -> Any:
+    label = where or "the configuration"
+    if not isinstance(value, dict):
+        raise ConfigError(f"{label}: {_given(value)} given, a mapping of settings needed")
+    hints = typing.get_type_hints(cls)
+    fields = {_camel(item.name): item for item in dataclasses.fields(cls)}
+    arguments: dict[str, Any] = {}
+    for key, given in value.items():
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)
+            known = ", ".join(sorted(fields))
+            raise ConfigError(f"{_join(where, key)}: unknown setting; did you mean {near[0]!r}? Known here: {known}")
+        item = fields[key]
+        arguments[item.name] = _convert(hints[item.name], given, _join(where, key))
+    for key, item in fields.items():
+        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if required and item.name not in arguments:
+            raise ConfigError(f"{_join(where, key)}: missing; add it to {label}")
+    return cls(**arguments)
+
+
+def _convert(hint: Any, value: object, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return _build(hint, value, where)
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        element = typing.get_args(hint)[0]
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}: {_given(value)} given, a list needed")
+        return tuple(_convert(element, entry, f"{where}[{index}]") for index, entry in enumerate(value))
+    if origin is types.UnionType:
+        if value is None:
+            return None
+        return _convert(next(kind for kind in typing.get_args(hint) if kind is not types.NoneType), value, where)
+    return _convert_scalar(hint, value, where)
+
+
+def _convert_scalar(hint: type, value: object, where: str) -> Any:
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint is str and isinstance(value, str) and value:
+        return value
+    wanted = {bool: "true or false", float: "a number", int: "a whole number", str: "a non-empty string"}[hint]
+    raise ConfigError(f"{where}: {_given(value)} given, {wanted} needed")
+
+
+def _given(value: object) -> str:
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def _join(where: str, key: object) -> str:
+    return f"{where}.{key}" if where else str(key)
+
+
+def _check(config: GatewayConfig) -> None:
+    if not config.models:
+        raise ConfigError("models: empty; list at least one model with one engine")
+    _check_names(config)
+    for model in config.models:
+        for engine in model.engines:
+            _check_engine(model.name, engine)
+    if not 0 <= config.listen.port <= 65535:
+        raise ConfigError(f"listen.port: {config.listen.port} given, 0 to 65535 needed (0 lets the system choose)")
+    positive: dict[str, TimeoutsConfig | HealthConfig | LimitsConfig | RoutingConfig | IndexConfig] = {
+        "timeouts": config.timeouts,
+        "health": config.health,
+        "limits": config.limits,
+        "routing": config.routing,
+        "index": config.index,
+    }
+    for section, values in positive.items():
+        for item in dataclasses.fields(values):
+            number = getattr(values, item.name)
+            zero_allowed = item.name in ("retry_ratio", "retry_burst", "running_request_ms")
+            if not (number > 0 or (zero_allowed and number == 0)) or number == float("inf"):
+                raise ConfigError(f"{section}.{_camel(item.name)}: {number} given, a finite number above 0 needed")
+    if not config.routing.bounded_load_factor >= 1:
+        raise ConfigError(f"routing.boundedLoadFactor: {config.routing.bounded_load_factor} given, at least 1 needed")
+    for item in dataclasses.fields(config.shutdown):
+        seconds = getattr(config.shutdown, item.name)
+        if not 0 <= seconds < float("inf"):
+            raise ConfigError(f"shutdown.{_camel(item.name)}: {seconds} given, a finite number from 0 needed")
+    levels = ("debug", "info", "warning", "error")
+    if config.log.level not in levels:
+        raise ConfigError(f"log.level: {config.log.level!r} given, one of {', '.join(levels)} needed")
+
+
+def _check_names(config: GatewayConfig) -> None:
+    served: dict[str, str] = {}
+    engines: dict[str, str] = {}
+    for model in config.models:
+        if not model.engines:
+            raise ConfigError(f"models: {model.name!r} has no engine; add one under its 'engines'")
+        for name in (model.name, *model.aliases):
+            if name in served:
+                raise ConfigError(f"models: the name {name!r} is used twice; names and aliases must be unique")
+            served[name] = model.name
+        for engine in model.engines:
+            if engine.name in engines:
+                raise ConfigError(f"models: two engines are named {engine.name!r}; give each a name of its own")
+            engines[engine.name] = model.name
+
+
+def _check_engine(model: str, engine: EngineConfig) -> None:
+    where = f"models: engine {engine.name!r} of {model!r}"
+    try:
+        parts = urlsplit(engine.url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"{where}: url {engine.url!r} given, http://HOST:PORT needed")
+    for key, address in (("kvEvents", engine.kv_events), ("kvReplay", engine.kv_replay)):
+        if address is not None and not address.startswith(("tcp://", "ipc://")):
+            raise ConfigError(f"{where}: {key} {address!r} given, tcp://HOST:PORT or ipc://PATH needed")
+    if engine.kv_replay is not None and engine.kv_events is None:
+        raise ConfigError(f"{where}: kvReplay is set without kvEvents; set both, or neither")
+    if any(ord(letter) < 0x21 or ord(letter) > 0x7E for letter in engine.name):
+        raise ConfigError(f"{where}: the name goes into a header; use visible ASCII letters without blanks")

@@ -1,0 +1,120 @@
+"""The gateway's error tree. Each error names the owner of the fault and says what to change.
+
+`status`, `kind` and `code` are what error_bodies.py puts into OpenAI's error shape.
+"""
+
+from __future__ import annotations
+
+
+class GatewayError(Exception):
+    """Root of everything the gateway itself raises for a request."""
+
+    status = 500
+    kind = "server_error"
+    code: str | None = "internal_error"
+    param: str | None = None
+    retry_after_seconds: int | None = None
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0]) if self.args else self.__class__.__name__
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message names the setting and the remedy."""
+
+
+class ClientBadRequest(GatewayError):
+    status = 400
+    kind = "invalid_request_error"
+    code = "invalid_request"
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class RequestTooLarge(GatewayError):
+    status = 413
+    kind = "invalid_request_error"
+    code = "request_too_large"
+
+
+class RequestBodyTimeout(GatewayError):
+    status = 408
+    kind = "invalid_request_error"
+    code = "request_timeout"
+
+
+class ModelNotFound(GatewayError):
+    status = 404
+    kind = "invalid_request_error"
+    code = "model_not_found"
+    param = "model"
+
+
+class NoEngineReady(GatewayError):
+    """No engine of the model can take a request; names the engines and what they answered."""
+
+    status = 503
+    kind = "service_unavailable"
+    code = "no_engine_ready"
+    retry_after_seconds = 2
+
+
+class GatewayDraining(GatewayError):
+    status = 503
+    kind = "service_unavailable"
+    code = "gateway_draining"
+    retry_after_seconds = 2
+
+
+class UpstreamError(GatewayError):
+    """An attempt on one engine failed; the subclass says which wait or which fault."""
+
+    status = 502
+    kind = "upstream_error"
+    code = "engine_disconnected"
+    reason = "disconnected"  # label of spillway_gateway_retries_total, a closed set
+
+
+class EngineRefused(UpstreamError):
+    code = "engine_unreachable"
+    reason = "refused"
+
+
+class EngineConnectTimeout(UpstreamError):
+    status = 504
+    code = "engine_unreachable"
+    reason = "connect_timeout"
+
+
+class EngineDisconnected(UpstreamError):
+    """The engine closed or broke the connection before the reply was whole."""
+
+
+class EngineFirstByteTimeout(UpstreamError):
+    status = 504
+    code = "engine_timeout"
+    reason = "first_byte_timeout"
+
+
+class EngineIdleTimeout(UpstreamError):
+    status = 504
+    code = "engine_timeout"
+    reason = "idle_timeout"
+
+
+class EngineWentDown(UpstreamError):
+    """Health polling gave the engine up while a request was still waiting for its first byte."""
+
+    reason = "went_down"
+
+
+class EngineBadReply(UpstreamError):
+    """What came back is not HTTP."""
+
+    code = "engine_bad_reply"
+    reason = "bad_reply"

@@ -1,0 +1,96 @@
+"""Polls every engine: GET /ready, or /health where the engine has no /ready.
+
+A refused connection takes an engine out at once; a poll that times out does so only after several in a row, since a
+busy machine answers late. One good answer brings it back. A request that failed to connect asks for a poll at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import aiohttp
+import msgspec
+
+from spillway_gateway.config import HealthConfig
+from spillway_gateway.fleet.engines import Engine, EngineState
+
+logger = logging.getLogger(__name__)
+
+
+class HealthPoller:
+    """Keeps one engine's state true until cancelled."""
+
+    def __init__(self, engine: Engine, session: aiohttp.ClientSession, config: HealthConfig) -> None:
+        self._engine = engine
+        self._session = session
+        self._config = config
+        self._path = "/ready"
+        self._timeouts = 0
+        self._wake = asyncio.Event()
+        engine.poll_soon = self._wake.set
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            self._wake.clear()
+            before = self._engine.state
+            await self.poll_once()
+            if self._engine.state is not before:
+                logger.info("engine %s is %s: %s", self._engine.name, self._engine.state.value, self._engine.answer)
+            pause = max(0.05, started + self._config.period_seconds - loop.time())
+            try:
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
+                await asyncio.sleep(0.05)  # a burst of failures asks once
+            except TimeoutError:
+                pass
+
+    async def poll_once(self) -> None:
+        """One poll; never raises but on cancellation."""
+        engine = self._engine
+        try:
+            state, answer = await self._ask(self._path)
+            if state is None:
+                self._path = "/health" if self._path == "/ready" else "/ready"
+                state, answer = await self._ask(self._path)
+        except TimeoutError:
+            self._timeouts += 1
+            answer = f"no answer within {self._config.timeout_seconds:g} s"
+            if self._timeouts >= self._config.timeouts_before_down or engine.state is not EngineState.READY:
+                engine.hung(answer)
+            return
+        except (aiohttp.ClientError, OSError) as error:
+            engine.set_state(EngineState.DOWN, _why(error))
+            return
+        self._timeouts = 0
+        engine.set_state(state or EngineState.NOT_READY, answer)
+
+    async def _ask(self, path: str) -> tuple[EngineState | None, str]:
+        timeout = aiohttp.ClientTimeout(total=self._config.timeout_seconds)
+        url = self._engine.config.url.rstrip("/") + path
+        async with self._session.get(url, timeout=timeout, allow_redirects=False) as reply:
+            if reply.status == 200:
+                return EngineState.READY, "ready"
+            if reply.status == 404:
+                return None, "no readiness route"
+            return EngineState.NOT_READY, _reason(reply.status, await reply.content.read(4096))
+
+
+def _reason(status: int, body: bytes) -> str:
+    try:
+        document = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        document = None
+    reason = document.get("reason") if isinstance(document, dict) else None
+    return f"not ready: {reason[:200]}" if isinstance(reason, str) else f"answers status {status}"
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error.strerror or str(error.os_error)
+        return f"cannot connect ({cause})"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "closed the connection"
+    return f"cannot be asked ({error.__class__.__name__})"

@@ -1,0 +1,140 @@
+"""Every metric of the gateway, in a registry of its own under the prefix spillway_gateway_.
+
+Labels come from closed sets: configured models and engines, route reasons, status classes. Children are looked up once
+and kept, because the look-up costs more than the count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+
+_FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_OVERHEAD_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
+
+
+class GatewayMetrics:
+    """Counts what the data plane does; `watch` adds what is read at scrape time."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "spillway_gateway_requests",
+            "Finished requests by model, engine, route reason and status class.",
+            ("model", "engine", "route", "status"),
+            registry=self.registry,
+        )
+        self._first_byte = Histogram(
+            "spillway_gateway_time_to_first_byte_seconds",
+            "From the whole request read to the first body byte of the engine; streams only.",
+            ("model", "engine"),
+            buckets=_FIRST_BYTE_BUCKETS,
+            registry=self.registry,
+        )
+        self._overhead = Histogram(
+            "spillway_gateway_overhead_seconds",
+            "The gateway's own time per request: parsing, hashing, routing and header work.",
+            ("model",),
+            buckets=_OVERHEAD_BUCKETS,
+            registry=self.registry,
+        )
+        self._retries = Counter(
+            "spillway_gateway_retries",
+            "Attempts made again on another engine, by the failed engine and the reason.",
+            ("engine", "reason"),
+            registry=self.registry,
+        )
+        self._disconnects = Counter(
+            "spillway_gateway_client_disconnects",
+            "Requests whose client went away, by whether a body byte had been sent.",
+            ("model", "phase"),
+            registry=self.registry,
+        )
+        self._broken = Counter(
+            "spillway_gateway_broken_replies",
+            "Replies that an engine broke off after the first byte.",
+            ("engine", "reason"),
+            registry=self.registry,
+        )
+        self._predicted_tokens = Counter(
+            "spillway_gateway_predicted_cached_tokens",
+            "Prompt tokens expected to be cached on the chosen engine, where the reply told the actual number.",
+            ("model",),
+            registry=self.registry,
+        )
+        self._actual_tokens = Counter(
+            "spillway_gateway_actual_cached_tokens",
+            "Prompt tokens that the engine's usage reported as cached.",
+            ("model",),
+            registry=self.registry,
+        )
+        self.event_batches = Counter(
+            "spillway_gateway_event_batches", "KV event batches applied.", ("engine",), registry=self.registry
+        )
+        self.event_gaps = Counter(
+            "spillway_gateway_event_gaps",
+            "Gaps seen in an engine's event sequence.",
+            ("engine",),
+            registry=self.registry,
+        )
+        self.event_replays = Counter(
+            "spillway_gateway_event_replays",
+            "Replays asked for, by outcome.",
+            ("engine", "outcome"),
+            registry=self.registry,
+        )
+        self.event_restarts = Counter(
+            "spillway_gateway_event_restarts",
+            "Times an engine's event stream began anew.",
+            ("engine",),
+            registry=self.registry,
+        )
+        self.events_undecodable = Counter(
+            "spillway_gateway_events_undecodable",
+            "Events or batches of unknown shape; an engine upgrade that blinds the gateway shows here.",
+            ("engine",),
+            registry=self.registry,
+        )
+        self.event_last_batch = Gauge(
+            "spillway_gateway_event_last_batch_timestamp_seconds",
+            "The engine's own clock on the last batch applied.",
+            ("engine",),
+            registry=self.registry,
+        )
+        self.tokenizer_usable = Gauge(
+            "spillway_gateway_tokenizer_usable",
+            "1 when prompts are matched by the model's tokens; 0 when the configured tokenizer failed to load or "
+            "disagrees with the engine and text blocks are used.",
+            ("model",),
+            registry=self.registry,
+        )
+        self.request = cache(self._requests.labels)
+        self.first_byte = cache(self._first_byte.labels)
+        self.overhead = cache(self._overhead.labels)
+        self.retry = cache(self._retries.labels)
+        self.disconnect = cache(self._disconnects.labels)
+        self.broken = cache(self._broken.labels)
+        self.predicted_tokens = cache(self._predicted_tokens.labels)
+        self.actual_tokens = cache(self._actual_tokens.labels)
+
+    def watch(self, read: Callable[[], Iterable[GaugeMetricFamily | CounterMetricFamily]]) -> None:
+        """Add families that are read from live state at each scrape."""
+        self.registry.register(_Reader(read))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _Reader:
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
+
+    def describe(self) -> Iterable[Metric]:
+        return ()

@@ -1,0 +1,1 @@
+"""Decisions without I/O: which engine takes a request, and why."""

@@ -1,0 +1,71 @@
+"""Request keys: one chained 64-bit hash per block of tokens or text.
+
+A key covers its block and everything before it, so equal keys mean equal prefixes within one namespace, and the longest
+shared prefix of two requests is the longest common start of their key lists. The gateway's keys are its own: they do
+not depend on the engine's hash algorithm, seed or version (fleet/prefix_index.py ties the two together).
+
+xxh3 is not collision-resistant; a collision here costs one badly placed request and can never mix up content, because
+engines match blocks by their own hashes.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+_encode = msgspec.json.encode
+_hash = xxhash.xxh3_64_intdigest
+_UINT32 = "I"
+assert array(_UINT32).itemsize == 4
+
+
+def namespace_key(model: str, lora: str | None = None, cache_salt: str | None = None) -> int:
+    """Seed of the chain: blocks of another model, adapter or salt never share a key."""
+    return _hash(_encode([model, lora, cache_salt]))
+
+
+def token_bytes(tokens: Sequence[int] | array[int]) -> bytes:
+    """Token ids as little-endian uint32, the form that is hashed. Raises OverflowError for ids outside 0..2**32-1."""
+    ids = tokens if isinstance(tokens, array) and tokens.typecode == _UINT32 else array(_UINT32, tokens)
+    if sys.byteorder == "big":
+        ids = array(_UINT32, ids)
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def chain_key(parent_key: int, block: bytes, extra: bytes = b"") -> int:
+    """Key of one block after its parent's key. extra: what else the engine hashed into this block (image ids)."""
+    return _hash(block + extra if extra else block, parent_key)
+
+
+def token_block_keys(namespace: int, tokens: Sequence[int] | array[int], block_tokens: int) -> list[int]:
+    """Keys of all full blocks of `tokens`, in order; the last partial block has none, as in the engine."""
+    return chain_blocks(namespace, token_bytes(tokens), block_tokens * 4)
+
+
+def text_block_keys(namespace: int, text: bytes, block_bytes: int) -> list[int]:
+    """Keys of all full blocks of normalised text (tokens/text_blocks.py)."""
+    return chain_blocks(namespace, text, block_bytes)
+
+
+def chain_blocks(namespace: int, data: bytes, block_bytes: int) -> list[int]:
+    keys: list[int] = []
+    key = namespace
+    for start in range(0, len(data) - block_bytes + 1, block_bytes):
+        key = _hash(data[start : start + block_bytes], key)
+        keys.append(key)
+    return keys
+
+
+def short_prompt_key(namespace: int, data: bytes) -> int:
+    """Spreads prompts shorter than one block; says nothing about held blocks."""
+    return _hash(data, namespace ^ len(data))
+
+
+def extra_bytes(extra: object) -> bytes:
+    """Stable bytes of a block's extra keys other than adapter and salt; empty when there are none."""
+    return msgspec.msgpack.encode(extra) if extra else b""

@@ -1,0 +1,37 @@
+"""Highest-random-weight hashing with bounded load.
+
+Replicas of the gateway rank engines the same way without talking, and an engine that leaves moves only its own keys.
+Thaler and Ravishankar, 1998 (rendezvous); Mirrokni, Thorup and Zadimoghaddam, 2016 (bounded loads).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import xxhash
+
+
+@lru_cache(maxsize=65_536)
+def weight(engine_name: str, key: int) -> int:
+    """Weight of an engine for a key: uniform, 64 bits, the same in every process."""
+    return xxhash.xxh3_64_intdigest(engine_name.encode(), key)
+
+
+def ranked(engine_names: Sequence[str], key: int) -> list[str]:
+    """All names, best first. A total order: equal weights fall back to the name."""
+    return sorted(engine_names, key=lambda name: (-weight(name, key), name))
+
+
+def pick_bounded(running_requests: Mapping[str, int], key: int, bounded_load_factor: float) -> str:
+    """Best-ranked engine whose load stays within `bounded_load_factor` times the mean, this request included.
+
+    running_requests: name -> requests in flight; not empty. Some engine always fits, as the bound is at least the mean.
+    """
+    mean = (sum(running_requests.values()) + 1) / len(running_requests)
+    bound = math.ceil(bounded_load_factor * mean)
+    for name in ranked(list(running_requests), key):
+        if running_requests[name] + 1 <= bound:
+            return name
+    return min(running_requests, key=lambda name: (running_requests[name], name))

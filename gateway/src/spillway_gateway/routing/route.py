@@ -1,0 +1,108 @@
+"""Request and fleet view -> engine and reason: filter, score, pick.
+
+Each stage is a pure function over frozen values; fleet/engines.py applies the decision and counts the request in the
+same step, without an await between, so that two requests never decide on the same stale counters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from spillway_gateway.routing.fleet_view import EngineView, FleetView, HeldPrefix, RouteRequest
+from spillway_gateway.routing.load import Cost, cost_of, uncached_tokens
+from spillway_gateway.routing.rendezvous import pick_bounded, weight
+
+TIE_MS = 1.0  # differences below are noise of the estimate
+
+
+class RouteReason(StrEnum):
+    """Why an engine was chosen. Value of the header x-spillway-route and of the metric's label."""
+
+    ONLY = "only"  # no other engine could take it
+    PREFIX = "prefix"  # cheapest because it holds the longest prefix
+    LOAD = "load"  # cheapest although another engine holds more of the prompt, or nobody holds any and loads differ
+    RENDEZVOUS = "rendezvous"  # nobody holds any of it: by hash of the first block, within the load bound
+    RETRY = "retry"  # another engine failed before the first byte
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    engine: EngineView
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    engine_name: str
+    reason: RouteReason
+    held: HeldPrefix
+    prompt_tokens: int
+    uncached_tokens: int
+    candidates: tuple[Candidate, ...]  # what was weighed, for explanation
+
+
+def plan_route(request: RouteRequest, view: FleetView, bounded_load_factor: float) -> Decision | None:
+    """Choose an engine, or None when no engine may take the request. Pure: no clock, socket or lock."""
+    candidates = score(request, usable_engines(request, view))
+    if not candidates:
+        return None
+    chosen, reason = pick(request, candidates, bounded_load_factor)
+    held = chosen.engine.held
+    return Decision(
+        engine_name=chosen.engine.name,
+        reason=RouteReason.RETRY if request.tried else reason,
+        held=held,
+        prompt_tokens=request.prompt_tokens,
+        uncached_tokens=uncached_tokens(held, request.prompt_tokens),
+        candidates=candidates,
+    )
+
+
+def usable_engines(request: RouteRequest, view: FleetView) -> list[EngineView]:
+    """Filter: routable, and not already tried for this request."""
+    return [engine for engine in view.engines if engine.routable and engine.name not in request.tried]
+
+
+def score(request: RouteRequest, engines: list[EngineView]) -> tuple[Candidate, ...]:
+    return tuple([Candidate(engine, cost_of(engine, request.prompt_tokens)) for engine in engines])
+
+
+def pick(
+    request: RouteRequest, candidates: tuple[Candidate, ...], bounded_load_factor: float
+) -> tuple[Candidate, RouteReason]:
+    if len(candidates) == 1:
+        return candidates[0], RouteReason.ONLY
+    most_held = max(candidate.engine.held.total_tokens for candidate in candidates)
+    cheapest_ms = min(candidate.cost.total_ms for candidate in candidates)
+    if most_held == 0:
+        return _pick_unknown(request, candidates, cheapest_ms, bounded_load_factor)
+    tied = [candidate for candidate in candidates if candidate.cost.total_ms <= cheapest_ms + TIE_MS]
+    chosen = min(
+        tied,
+        key=lambda candidate: (
+            -candidate.engine.held.total_tokens,
+            candidate.engine.running_requests,
+            -weight(candidate.engine.name, request.spread_key),
+            candidate.engine.name,
+        ),
+    )
+    held = chosen.engine.held.total_tokens
+    return chosen, RouteReason.PREFIX if held == most_held else RouteReason.LOAD
+
+
+def _pick_unknown(
+    request: RouteRequest, candidates: tuple[Candidate, ...], cheapest_ms: float, bounded_load_factor: float
+) -> tuple[Candidate, RouteReason]:
+    """Nobody holds any of it. The hash decides, unless its engine would make the request wait for more than the
+    request's own prefill: then the cheapest engine is better by a factor the later hits could not repay."""
+    by_name = {candidate.engine.name: candidate for candidate in candidates}
+    running = {name: candidate.engine.running_requests for name, candidate in by_name.items()}
+    hashed = by_name[pick_bounded(running, request.spread_key, bounded_load_factor)]
+    if hashed.cost.total_ms <= cheapest_ms + max(TIE_MS, hashed.cost.prefill_ms):
+        return hashed, RouteReason.RENDEZVOUS
+    cheapest = min(
+        candidates,
+        key=lambda candidate: (candidate.cost.total_ms, -weight(candidate.engine.name, request.spread_key)),
+    )
+    return cheapest, RouteReason.LOAD

@@ -1,0 +1,117 @@
+"""Runs the gateway under uvicorn, with a shutdown that loses no stream.
+
+SIGTERM: /ready turns 503, new requests are still served for the drain delay, then the listening socket closes, running
+streams get the drain timeout, and what is left ends with an error event. A second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+
+from spillway_gateway.app import Gateway
+
+logger = logging.getLogger(__name__)
+
+LISTEN_BACKLOG = 4096
+AFTER_DRAIN_SECONDS = 5.0  # for the last error events to leave
+
+
+class PortInUse(Exception):
+    """The listening address is taken; the message says which, and what to change."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Raises PortInUse for every address that cannot be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise PortInUse(
+            f"listen: cannot listen on {host}:{port} ({error.strerror}); stop what uses it or change listen.port"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn with the gateway's own shutdown."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        shutdown = gateway.config.shutdown
+        super().__init__(
+            uvicorn.Config(
+                gateway.app,
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=LISTEN_BACKLOG,
+                timeout_keep_alive=75,  # longer than the idle timeout of usual load balancers
+                timeout_graceful_shutdown=int(shutdown.drain_timeout_seconds + AFTER_DRAIN_SECONDS) + 1,
+            )
+        )
+        self._gateway = gateway
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ours instead of uvicorn's: its own handlers close the listening socket at the first signal."""
+        assert self._loop is not None
+        signals = (signal.SIGTERM, signal.SIGINT)
+        try:
+            for number in signals:
+                self._loop.add_signal_handler(number, self.begin_shutdown)
+        except (ValueError, RuntimeError):  # not the main thread: whoever runs the loop ends it
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number in signals:
+                self._loop.remove_signal_handler(number)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.begin_shutdown()
+
+    def begin_shutdown(self) -> None:
+        """First call: drain. Second call: end now."""
+        if self._drain is None:
+            self._drain = asyncio.ensure_future(self._drain_and_exit())
+        else:
+            self._gateway.end_running()
+            self.should_exit = True
+
+    async def _drain_and_exit(self) -> None:
+        shutdown = self._gateway.config.shutdown
+        self._gateway.lifecycle.draining = True
+        logger.info(
+            "shutting down: %d requests running, listening for %g s more, then up to %g s for them to finish",
+            len(self._gateway.running),
+            shutdown.drain_delay_seconds,
+            shutdown.drain_timeout_seconds,
+        )
+        await asyncio.sleep(shutdown.drain_delay_seconds)
+        self.should_exit = True
+        if not await self._gateway.wait_idle(shutdown.drain_timeout_seconds):
+            logger.warning("drain timeout: ending %d requests", len(self._gateway.running))
+        self._gateway.end_running()

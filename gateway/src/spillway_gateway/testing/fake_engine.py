@@ -1,0 +1,384 @@
+"""An OpenAI-speaking engine on loopback, without a model: real HTTP, real KV events, faults by name.
+
+Its answer is a function of the prompt, so that a test can tell a wrong or torn answer. Prefix caching is real in
+miniature: blocks of prompt tokens are remembered and announced, and usage reports how many tokens were found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import httptools
+
+from spillway_gateway.testing.faults import (
+    DieInStream,
+    ErrorInStream,
+    Fault,
+    Hang,
+    HeadThenDie,
+    HoldInStream,
+    Slow,
+    Status,
+)
+from spillway_gateway.testing.kv_publisher import KvPublisher
+
+Tokenize = Callable[[dict[str, Any]], list[int]]
+
+
+def byte_tokens(body: dict[str, Any]) -> list[int]:
+    """One token per byte of the prompt; a stand-in for a model's tokenizer."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        return [int(token) for token in prompt]
+    if isinstance(prompt, str):
+        return list(prompt.encode())
+    messages = body.get("messages") or []
+    text = "".join(f"<{message.get('role')}>{message.get('content')}" for message in messages)
+    return list(text.encode())
+
+
+@dataclass
+class Seen:
+    """One request as the engine saw it."""
+
+    path: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)  # the gateway closed the connection first
+
+
+class FakeEngine:
+    """Serves from start() to stop(). Attributes may be changed while it runs."""
+
+    def __init__(
+        self,
+        *,
+        model: str = "fake",
+        name: str = "fake-0",
+        max_model_len: int = 100_000,
+        block_tokens: int = 16,
+        tokenize: Tokenize = byte_tokens,
+        words: int = 4,
+        publisher: KvPublisher | None = None,
+        ready_route: bool = True,
+        tokenize_route: bool = True,
+        record: bool = True,
+    ) -> None:
+        self.model = model
+        self.name = name
+        self.max_model_len = max_model_len
+        self.block_tokens = block_tokens
+        self.tokenize = tokenize
+        self.words = words
+        self.publisher = publisher
+        self.ready_route = ready_route
+        self.tokenize_route = tokenize_route
+        self.ready: tuple[int, dict[str, Any]] = (200, {"ready": True})
+        self.fault: Fault | None = None
+        self.seen: list[Seen] = []
+        self.record = record
+        self.connections: set[_Connection] = set()
+        self.port = 0
+        self.cached: dict[bytes, int] = {}  # chain digest of a block -> its engine key
+        self._server: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self, port: int = 0) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Like a killed process: connections break, and the port refuses."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for connection in list(self.connections):
+            connection.kill()
+        await asyncio.sleep(0)
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def words_for(self, tokens: list[int]) -> list[str]:
+        digest = hashlib.sha256(repr(tokens).encode()).hexdigest()
+        return [f" {digest[at % 56 : at % 56 + 6]}" for at in range(self.words)]
+
+    def prefill(self, tokens: list[int], salt: str | None = None) -> int:
+        """Remember and announce the prompt's full blocks; returns how many tokens were found."""
+        digest = hashlib.sha256(repr(salt).encode()).digest()
+        found = 0
+        parent: int | None = None
+        still_cached = True
+        for start in range(0, len(tokens) - self.block_tokens + 1, self.block_tokens):
+            block = tokens[start : start + self.block_tokens]
+            digest = hashlib.sha256(digest + repr(block).encode()).digest()
+            known = self.cached.get(digest)
+            if known is not None and still_cached:
+                found += self.block_tokens
+            else:
+                still_cached = False
+                self.cached[digest] = known = int.from_bytes(digest[-8:], "big")
+                if self.publisher is not None:
+                    extra = [[salt]] if salt is not None and start == 0 else [None]
+                    self.publisher.stored([known], parent, block, self.block_tokens, extra_keys=extra)
+            parent = known
+        return min(found, max(0, len(tokens) - 1))
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.transport: asyncio.Transport
+        self._parser: httptools.HttpRequestParser
+        self._task: asyncio.Task[None] | None = None
+        self._current: Seen | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpRequestParser(self)
+        self.engine.connections.add(self)
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._url = b""
+        self._body = b""
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.engine.connections.discard(self)
+        if self._current is not None:
+            self._current.cancelled.set()
+        if self._task is not None:
+            self._task.cancel()
+
+    def kill(self) -> None:
+        self._current = None
+        self.transport.abort()
+
+    # -- httptools ---------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._headers, self._url, self._body = [], b"", b""
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        path = self._url.decode()
+        method = self._parser.get_method()
+        if method == b"GET":
+            self._get(path)
+            return
+        seen = Seen(path, self._headers, self._body)
+        if self.engine.record:
+            self.engine.seen.append(seen)
+        self._current = seen
+        fault = self.engine.fault
+        try:
+            body = json.loads(seen.body)
+        except ValueError:
+            self._json(400, _error("not JSON", 400))
+            return
+        if path == "/tokenize" and not self.engine.tokenize_route:
+            self._json(404, {"detail": "Not Found"})
+        elif path == "/tokenize":
+            tokens = self.engine.tokenize(body)
+            self._json(200, {"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens})
+        elif fault is None and not body.get("stream"):
+            self._plain(path, body)
+        else:
+            self._task = asyncio.get_running_loop().create_task(self._infer(path, body, fault))
+
+    # -- replies -----------------------------------------------------------------------------------------------------
+
+    def _get(self, path: str) -> None:
+        if path == "/health":
+            self._write(200, b"", b"application/json")
+        elif path == "/ready" and self.engine.ready_route:
+            self._json(*self.engine.ready)
+        elif path == "/v1/models":
+            card = {"id": self.engine.model, "object": "model", "created": 1, "owned_by": "fake"}
+            self._json(200, {"object": "list", "data": [{**card, "max_model_len": self.engine.max_model_len}]})
+        else:
+            self._json(404, {"detail": "Not Found"})
+
+    def _json(self, status: int, document: object) -> None:
+        self._write(status, json.dumps(document).encode(), b"application/json")
+
+    def _write(self, status: int, body: bytes, content_type: bytes) -> None:
+        self._current = None
+        self.transport.write(
+            b"HTTP/1.1 %d OK\r\ncontent-type: %s\r\ncontent-length: %d\r\nx-fake-engine: %s\r\n\r\n%s"
+            % (status, content_type, len(body), self.engine.name.encode(), body)
+        )
+
+    def _refusal(self, body: dict[str, Any], tokens: list[int]) -> tuple[int, object] | None:
+        if body.get("model") not in (None, self.engine.model):
+            return 404, _error(f"The model `{body.get('model')}` does not exist.", 404)
+        if len(tokens) > self.engine.max_model_len:
+            return 400, _error(f"maximum context length is {self.engine.max_model_len} tokens", 400)
+        return None
+
+    def _plain(self, path: str, body: dict[str, Any]) -> None:
+        tokens = self.engine.tokenize(body)
+        refusal = self._refusal(body, tokens)
+        if refusal is not None:
+            self._json(*refusal)
+            return
+        cached = self.engine.prefill(tokens, body.get("cache_salt"))
+        text = "".join(self.engine.words_for(tokens))
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
+        if path.endswith("/chat/completions"):
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        reply = self._envelope(path, chunk=False)
+        self._json(200, {**reply, "choices": [choice], "usage": self._usage(tokens, cached)})
+
+    def _envelope(self, path: str, *, chunk: bool) -> dict[str, Any]:
+        chat = path.endswith("/chat/completions")
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
+        return {"id": "cmpl-fake", "object": kind, "created": 1, "model": self.engine.model}
+
+    def _usage(self, tokens: list[int], cached: int) -> dict[str, Any]:
+        return {
+            "prompt_tokens": len(tokens),
+            "completion_tokens": self.engine.words,
+            "total_tokens": len(tokens) + self.engine.words,
+            "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
+        }
+
+    async def _infer(self, path: str, body: dict[str, Any], fault: Fault | None) -> None:
+        if isinstance(fault, Hang):
+            await asyncio.get_running_loop().create_future()
+        if isinstance(fault, HoldInStream) and fault.after_chunks == 0:
+            await fault.release.wait()
+        if isinstance(fault, Slow):
+            await asyncio.sleep(fault.first_byte_seconds)
+        if isinstance(fault, Status):
+            self._json(fault.status, _error(f"fault: {fault.status}", fault.status))
+            return
+        tokens = self.engine.tokenize(body)
+        refusal = self._refusal(body, tokens)
+        if refusal is not None:
+            self._json(*refusal)
+            return
+        if not body.get("stream"):
+            if isinstance(fault, (DieInStream, HeadThenDie)):
+                head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n"
+                self.transport.write(head + b"{")
+                self.kill()
+                return
+            self._plain(path, body)
+            return
+        await self._stream(path, body, tokens, fault)
+
+    async def _stream(self, path: str, body: dict[str, Any], tokens: list[int], fault: Fault | None) -> None:
+        self.transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n"
+            b"x-fake-engine: %s\r\n\r\n" % self.engine.name.encode()
+        )
+        if isinstance(fault, HeadThenDie):
+            await asyncio.sleep(0.01)  # the head travels alone
+            self.kill()
+            return
+        cached = self.engine.prefill(tokens, body.get("cache_salt"))
+        for sent, event in enumerate(self._events(path, body, tokens, cached)):
+            if isinstance(fault, DieInStream) and sent == fault.after_chunks:
+                await asyncio.sleep(0.01)
+                self.kill()
+                return
+            if isinstance(fault, ErrorInStream) and sent == fault.after_chunks:
+                self._chunk(b"data: " + json.dumps(_error("EngineCore died", 500)).encode() + b"\n\n")
+                break
+            if isinstance(fault, HoldInStream) and sent == fault.after_chunks:
+                await fault.release.wait()
+            self._chunk(event)
+            await asyncio.sleep(fault.between_chunks_seconds if isinstance(fault, Slow) else 0)
+        self._chunk(b"data: [DONE]\n\n")
+        self._current = None
+        self.transport.write(b"0\r\n\r\n")
+
+    def _events(self, path: str, body: dict[str, Any], tokens: list[int], cached: int) -> list[bytes]:
+        envelope = self._envelope(path, chunk=True)
+        chat = path.endswith("/chat/completions")
+        choices: list[dict[str, Any]] = []
+        if chat:
+            choices.append({"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+        for word in self.engine.words_for(tokens):
+            content: dict[str, Any] = {"delta": {"content": word}} if chat else {"text": word}
+            choices.append({"index": 0, **content, "finish_reason": None})
+        choices[-1]["finish_reason"] = "stop"
+        documents: list[dict[str, Any]] = [{**envelope, "choices": [choice]} for choice in choices]
+        if (body.get("stream_options") or {}).get("include_usage"):
+            documents.append({**envelope, "choices": [], "usage": self._usage(tokens, cached)})
+        return [b"data: " + json.dumps(document).encode() + b"\n\n" for document in documents]
+
+    def _chunk(self, data: bytes) -> None:
+        self.transport.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+
+def _error(message: str, code: int) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "BadRequestError", "param": None, "code": code}}
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    publisher = KvPublisher(options.events, options.replay) if options.events else None
+    engine = FakeEngine(
+        model=options.model,
+        name=options.name,
+        block_tokens=options.block_tokens,
+        words=options.words,
+        publisher=publisher,
+        tokenize_route=not options.no_tokenize_route,
+        record=False,
+    )
+    if options.slow_seconds:
+        engine.fault = Slow(options.slow_seconds, options.slow_seconds)
+    await engine.start(options.port)
+    print(f"fake engine {options.name} on {engine.url}", flush=True)
+    try:
+        await asyncio.get_running_loop().create_future()
+    finally:
+        await engine.stop()
+        if publisher is not None:
+            publisher.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="spillway_gateway.testing.fake_engine", description=__doc__)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--model", default="fake")
+    parser.add_argument("--name", default="fake-0")
+    parser.add_argument("--words", type=int, default=4)
+    parser.add_argument("--block-tokens", type=int, default=16)
+    parser.add_argument("--slow-seconds", type=float, default=0.0, help="before the first byte and between chunks")
+    parser.add_argument("--no-tokenize-route", action="store_true", help="answer 404 there, as other servers do")
+    parser.add_argument("--events", help="ZMQ address to publish KV events on")
+    parser.add_argument("--replay", help="ZMQ address to serve replays on")
+    try:
+        asyncio.run(_serve(parser.parse_args()))
+    except KeyboardInterrupt:
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A real gateway on a loopback port, inside the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from spillway_gateway.app import Gateway
+from spillway_gateway.config import parse_config
+from spillway_gateway.fleet.engines import Engine
+from spillway_gateway.server import GatewayServer, bind
+from spillway_gateway.testing.fake_engine import FakeEngine
+
+UNTIL_SECONDS_MAX = 10.0
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds; TimeoutError after UNTIL_SECONDS_MAX. For states that no event announces."""
+    async with asyncio.timeout(UNTIL_SECONDS_MAX):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.001)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningGateway:
+    gateway: Gateway
+    server: GatewayServer
+    url: str
+
+    def engine(self, name: str) -> Engine:
+        return next(fleet.engines[name] for fleet in self.gateway.fleets if name in fleet.engines)
+
+    async def until_engine(self, name: str, condition: Callable[[Engine], bool]) -> None:
+        """Wait for a state of an engine; returns at once when it already holds."""
+        engine = self.engine(name)
+        reached = asyncio.Event()
+
+        def look(changed: Engine) -> None:
+            if condition(changed):
+                reached.set()
+
+        engine.on_state.append(look)
+        look(engine)
+        try:
+            async with asyncio.timeout(UNTIL_SECONDS_MAX):
+                await reached.wait()
+        finally:
+            engine.on_state.remove(look)
+
+
+def gateway_config(engines: Iterable[FakeEngine], **sections: Any) -> dict[str, Any]:
+    """A configuration document for fake engines of one model. sections: further top-level settings; the keys aliases
+    and tokenizer go to the model."""
+    fakes = list(engines)
+    model: dict[str, Any] = {"name": fakes[0].model, "engines": []}
+    for key in ("aliases", "tokenizer"):
+        if key in sections:
+            model[key] = sections.pop(key)
+    for fake in fakes:
+        entry = {"name": fake.name, "url": fake.url}
+        if fake.publisher is not None:
+            entry["kvEvents"] = fake.publisher.events_url
+            if fake.publisher.replay_url is not None:
+                entry["kvReplay"] = fake.publisher.replay_url
+        model["engines"].append(entry)
+    return {"models": [model], "health": {"periodSeconds": 0.1}, **sections}
+
+
+@asynccontextmanager
+async def running_gateway(document: dict[str, Any], *, wait_ready: bool = True) -> AsyncIterator[RunningGateway]:
+    """Serve until the block ends; with wait_ready, every engine has answered a poll first."""
+    gateway = Gateway(parse_config(document))
+    listener = bind("127.0.0.1", 0)
+    server = GatewayServer(gateway)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    running = RunningGateway(gateway, server, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    try:
+        if wait_ready:
+            for fleet in gateway.fleets:
+                for name in fleet.engines:
+                    await running.until_engine(name, lambda engine: engine.routable)
+        yield running
+    finally:
+        gateway.end_running()
+        server.should_exit = True
+        await serving

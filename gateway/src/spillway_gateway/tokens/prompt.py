@@ -1,0 +1,150 @@
+"""From a parsed body to the blocks that routing hashes: by the model's tokens where possible, by text otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spillway_gateway.config import LimitsConfig
+from spillway_gateway.fleet.engines import PromptBlocks
+from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.routing.prefix import short_prompt_key, text_block_keys, token_block_keys, token_bytes
+from spillway_gateway.tokens.chat_template import CannotRender
+from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN, TEXT_NAMESPACE_MARK, chat_text, completion_text
+from spillway_gateway.tokens.tokenizer import PromptTokenizer, TokenizerUnusable
+
+logger = logging.getLogger(__name__)
+
+INLINE_CHARS_MAX = 16_384  # rendering and looking up more than this goes to a thread, remembered or not
+TOKENIZE_SECONDS_MAX = 2.0  # then the request is matched by text; a late token list would cost more than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """What of a chat body makes up its prompt. exact: False when a field cannot be mirrored here."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    cache_salt: str | None = None
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionPrompt:
+    """prompt: text, or token ids as the client gave them. Of a batch, the first decides."""
+
+    prompt: str | array[int]
+    add_special_tokens: bool = True
+    cache_salt: str | None = None
+
+
+class PromptReader:
+    """Prompts of one model. Owns its tokenizer; the executor is shared and closed by the app."""
+
+    def __init__(
+        self,
+        model: str,
+        index: PrefixIndex,
+        tokenizer: PromptTokenizer | None,
+        executor: ThreadPoolExecutor,
+        limits: LimitsConfig,
+    ) -> None:
+        self._model = model
+        self._index = index
+        self.tokenizer = tokenizer
+        self._executor = executor
+        self._limits = limits
+
+    async def read(self, prompt: ChatPrompt | CompletionPrompt) -> PromptBlocks:
+        """Never raises for a strange prompt: what cannot be tokenised is matched by its text."""
+        tokens = await self._tokens(prompt)
+        namespace = self._index.namespace(prompt.cache_salt)
+        if tokens is not None:
+            block_tokens = self._index.block_tokens
+            keys = token_block_keys(namespace, tokens, block_tokens)
+            spread_key = keys[0] if keys else short_prompt_key(namespace, token_bytes(tokens))
+            return PromptBlocks(keys, block_tokens, max(1, len(tokens)), spread_key)
+        text = self._text(prompt)
+        namespace ^= TEXT_NAMESPACE_MARK
+        block_tokens = self._index.block_tokens
+        keys = text_block_keys(namespace, text, block_tokens * BYTES_PER_TOKEN)
+        spread_key = keys[0] if keys else short_prompt_key(namespace, text)
+        return PromptBlocks(keys, block_tokens, max(1, len(text) // BYTES_PER_TOKEN), spread_key)
+
+    def _text(self, prompt: ChatPrompt | CompletionPrompt) -> bytes:
+        if isinstance(prompt, ChatPrompt):
+            return chat_text(prompt.messages, prompt.tools, self._limits.text_chars_max)
+        assert isinstance(prompt.prompt, str)
+        return completion_text(prompt.prompt, self._limits.text_chars_max)
+
+    async def _tokens(self, prompt: ChatPrompt | CompletionPrompt) -> array[int] | None:
+        if isinstance(prompt, CompletionPrompt) and not isinstance(prompt.prompt, str):
+            return prompt.prompt
+        tokenizer = self.tokenizer
+        if tokenizer is None or (isinstance(prompt, ChatPrompt) and (tokenizer.template is None or not prompt.exact)):
+            return None
+        small = _characters(prompt) <= INLINE_CHARS_MAX
+        try:
+            if small:
+                text = render(tokenizer, prompt)
+                known = tokenizer.encode_remembered(text, add_special_tokens=prompt.add_special_tokens)
+                if known is not None:
+                    return known
+            work = asyncio.get_running_loop().run_in_executor(self._executor, render_and_encode, tokenizer, prompt)
+            async with asyncio.timeout(TOKENIZE_SECONDS_MAX):
+                return await work
+        except CannotRender:
+            return None
+        except (UnicodeEncodeError, OverflowError):
+            return None
+        except TimeoutError:
+            logger.warning("model %s: a prompt took more than %g s to tokenise", self._model, TOKENIZE_SECONDS_MAX)
+            return None
+
+
+def load_tokenizer(model: str, folder: str | None) -> PromptTokenizer | None:
+    """The configured tokenizer, or None with an error in the log: routing by text works, only less exactly."""
+    if folder is None:
+        return None
+    try:
+        return PromptTokenizer.load(Path(folder))
+    except (TokenizerUnusable, OSError) as error:
+        logger.error("model %s: tokenizer unusable, prompts are matched by text blocks: %s", model, error)
+        return None
+
+
+def render(tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt) -> str:
+    """Raises CannotRender."""
+    if isinstance(prompt, CompletionPrompt):
+        assert isinstance(prompt.prompt, str)
+        return prompt.prompt
+    assert tokenizer.template is not None
+    return tokenizer.template.render(
+        prompt.messages,
+        tools=prompt.tools,
+        add_generation_prompt=prompt.add_generation_prompt,
+        variables=prompt.variables,
+    )
+
+
+def render_and_encode(tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt) -> array[int]:
+    return tokenizer.encode(render(tokenizer, prompt), add_special_tokens=prompt.add_special_tokens)
+
+
+def _characters(prompt: ChatPrompt | CompletionPrompt) -> int:
+    if isinstance(prompt, CompletionPrompt):
+        return len(prompt.prompt)
+    total = 0
+    for message in prompt.messages:
+        content = message.get("content")
+        total += len(content) if isinstance(content, str) else INLINE_CHARS_MAX
+    return total

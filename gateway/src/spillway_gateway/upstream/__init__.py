@@ -1,0 +1,1 @@
+"""Bytes to an engine and bytes back, and whether another engine may be tried."""

@@ -1,0 +1,195 @@
+"""One HTTP/1.1 connection to an engine: bytes out, parsed head and raw body bytes in.
+
+Small on purpose. A general client costs several times the routing itself per request, hides whether a failed
+connection was a reused one (then the engine may be well, and a fresh connection decides), and cannot be closed in the
+same loop turn in which the client goes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import cast
+
+import httptools
+
+from spillway_gateway.errors import EngineBadReply, EngineDisconnected, UpstreamError
+
+READ_BUFFER_BYTES = 256 * 1024  # above it the engine is asked to wait, so a slow client cannot fill memory
+HEAD_BYTES_MAX = 64 * 1024
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class EngineConnection(asyncio.Protocol):
+    """A connection carries one exchange at a time: send(), head(), then chunk() until it returns b""."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: UpstreamError | None = None
+        self._chunks: list[bytes] = []
+        self._paused = False
+        self._eof = False
+        self._reset_exchange()
+        self.exchanges = 0
+        self.idle_since = 0.0
+
+    def _reset_exchange(self) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self._chunks = []
+        self._buffered = 0
+        self._head_bytes = 0
+        self._head_done = False
+        self._complete = False
+        self._keep_alive = False
+        self._framed = False  # by length or chunks; otherwise the end of the connection ends the body
+
+    # -- use ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def reused(self) -> bool:
+        return self.exchanges > 1
+
+    @property
+    def got_bytes(self) -> bool:
+        """Any byte of the reply to the current request has arrived."""
+        return self._head_bytes > 0 or self.status != 0
+
+    @property
+    def reusable(self) -> bool:
+        # With bytes left unread the next request would be answered with this one's reply.
+        return self.complete and self._keep_alive and self.alive
+
+    @property
+    def alive(self) -> bool:
+        return (
+            self._failure is None and not self._eof and self._transport is not None and not self._transport.is_closing()
+        )
+
+    def send(self, parts: Sequence[bytes]) -> None:
+        assert self._transport is not None
+        self._reset_exchange()
+        self._parser = httptools.HttpResponseParser(self)
+        self.exchanges += 1
+        self._transport.writelines(parts)
+
+    async def head(self) -> None:
+        """Wait for status and headers. Raises EngineDisconnected or EngineBadReply."""
+        while not self._head_done:
+            if self._failure is not None:
+                raise self._failure
+            await self._wait()
+
+    async def chunk(self) -> bytes:
+        """All body bytes that have arrived, or b"" at the end. Raises EngineDisconnected on a broken body."""
+        while not self._chunks:
+            if self._complete:
+                return b""
+            if self._failure is not None:
+                raise self._failure
+            await self._wait()
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
+
+    @property
+    def complete(self) -> bool:
+        """The whole reply has arrived and been taken."""
+        return self._complete and not self._chunks
+
+    def abort(self) -> None:
+        """Close now; the engine takes it as a cancellation."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # -- asyncio.Protocol --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without inheriting from it
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None or self._complete:
+            self._fail(EngineBadReply("the engine sent bytes that answer no request"))
+            return
+        if not self._head_done:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(EngineBadReply(f"the engine's reply is not HTTP/1.1 ({error.__class__.__name__})"))
+            return
+        if not self._head_done and self._head_bytes > HEAD_BYTES_MAX:
+            self._fail(EngineBadReply(f"the engine's reply has more than {HEAD_BYTES_MAX} bytes of headers"))
+            return
+        if self._buffered > READ_BUFFER_BYTES and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> bool:
+        self._ended(None)
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended(exc)
+
+    def _ended(self, exc: Exception | None) -> None:
+        self._eof = True
+        if self._head_done and not self._framed and exc is None:
+            self._complete = True
+        if not self._complete and self._failure is None:
+            self._failure = EngineDisconnected("the engine closed the connection before its reply was whole")
+            self._failure.__cause__ = exc
+        self._wake()
+
+    def _fail(self, failure: UpstreamError) -> None:
+        self._failure = self._failure or failure
+        self.abort()
+        self._wake()
+
+    # -- httptools ---------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self.headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        status = self._parser.get_status_code()
+        if status < 200:
+            return  # an interim reply: the real one follows
+        self.status = status
+        self._head_done = True
+        self._keep_alive = self._parser.should_keep_alive()
+        self._framed = status in (204, 304) or any(
+            name in (b"content-length", b"transfer-encoding") for name, _ in self.headers
+        )
+
+    def on_body(self, body: bytes) -> None:
+        self._chunks.append(body)
+        self._buffered += len(body)
+
+    def on_message_complete(self) -> None:
+        if self._head_done:
+            self._complete = True

@@ -1,0 +1,68 @@
+"""The request as an engine gets it: head filtered, body bytes untouched. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# Set by the gateway itself, or not for outside callers to set: the rank would let a client pick a worker, and the
+# internal headers would let it pose as the gateway.
+_DROPPED_FROM_CALLERS = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-data-parallel-rank", b"x-request-id"}
+_INTERNAL_PREFIX = b"x-spillway-"
+_REPLY_DROPPED = HOP_BY_HOP | {b"date", b"server"}
+
+
+def request_head(
+    path: bytes, host: bytes, headers: Iterable[tuple[bytes, bytes]], body_bytes: int, request_id: bytes
+) -> bytes:
+    """Head of the POST to the engine.
+
+    headers: the caller's, names in lower case as ASGI gives them. The caller's header values were parsed by the
+    server, so none holds a line break.
+    """
+    headers = list(headers)
+    named = connection_named(headers)
+    lines = [b"POST " + path + b" HTTP/1.1\r\nhost: " + host]
+    for name, value in headers:
+        if name in _DROPPED_FROM_CALLERS or name in named or name.startswith(_INTERNAL_PREFIX):
+            continue
+        lines.append(name + b": " + value)
+    lines.append(b"x-request-id: " + request_id)
+    lines.append(b"content-length: " + str(body_bytes).encode() + b"\r\n\r\n")
+    return b"\r\n".join(lines)
+
+
+def reply_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The engine's headers as the client gets them."""
+    headers = list(headers)
+    named = connection_named(headers)
+    return [
+        (name, value)
+        for name, value in headers
+        if name not in _REPLY_DROPPED and name not in named and not name.startswith(_INTERNAL_PREFIX)
+    ]
+
+
+def connection_named(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    """Header names that the Connection header makes hop-by-hop (RFC 9110, 7.6.1)."""
+    named = {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
+    return frozenset(named - {b"close", b"keep-alive", b""})
+
+
+def header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
+    for name, value in headers:
+        if name == wanted:
+            return value
+    return None

@@ -1,0 +1,97 @@
+"""Keep-alive connections to engines, bounded in number and idle time."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable
+
+from spillway_gateway.errors import EngineConnectTimeout, EngineRefused, GatewayError
+from spillway_gateway.fleet.engines import Engine
+from spillway_gateway.upstream.connection import EngineConnection
+
+# Below uvicorn's own 5 s, which vLLM keeps: the gateway lets go first, so that an engine rarely closes a connection in
+# the moment in which it is used again.
+IDLE_SECONDS_MAX = 4.0
+
+
+class TooManyConnections(GatewayError):
+    status = 503
+    kind = "service_unavailable"
+    code = "gateway_overloaded"
+    retry_after_seconds = 1
+
+
+class ConnectionPool:
+    """Lends connections; whoever takes one gives it back or discards it.
+
+    connections_max: open connections to all engines together. connect_timeout_seconds: bound of one connect.
+    """
+
+    def __init__(self, connections_max: int, connect_timeout_seconds: float, clock: Callable[[], float]) -> None:
+        self._connections_max = connections_max
+        self._connect_timeout_seconds = connect_timeout_seconds
+        self._clock = clock
+        self._idle: dict[str, deque[EngineConnection]] = {}
+        self._lent = 0
+
+    def take_idle(self, engine: Engine) -> EngineConnection | None:
+        """A warm connection, or None. Does not wait."""
+        idle = self._idle.get(engine.name)
+        while idle:
+            connection = idle.pop()
+            if connection.alive and self._clock() - connection.idle_since < IDLE_SECONDS_MAX:
+                self._lent += 1
+                return connection
+            connection.abort()
+        return None
+
+    async def open(self, engine: Engine) -> EngineConnection:
+        """A new connection. Raises EngineRefused, EngineConnectTimeout or TooManyConnections."""
+        if self._lent >= self._connections_max:
+            raise TooManyConnections(
+                f"limits.upstreamConnectionsMax: all {self._connections_max} connections to engines are in use"
+            )
+        self._lent += 1
+        try:
+            return await self._connect(engine)
+        except BaseException:
+            self._lent -= 1
+            raise
+
+    async def _connect(self, engine: Engine) -> EngineConnection:
+        context = ssl.create_default_context() if engine.tls else None
+        try:
+            async with asyncio.timeout(self._connect_timeout_seconds):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    EngineConnection, engine.host, engine.port, ssl=context
+                )
+        except TimeoutError as error:
+            raise EngineConnectTimeout(
+                f"Engine {engine.name} accepted no connection within {self._connect_timeout_seconds:g} s"
+            ) from error
+        except OSError as error:
+            raise EngineRefused(f"Engine {engine.name} cannot be reached ({error.strerror or error})") from error
+        return connection
+
+    def give_back(self, engine: Engine, connection: EngineConnection) -> None:
+        """After an exchange: kept when it can carry another one, closed otherwise."""
+        self._lent -= 1
+        if connection.reusable:
+            connection.idle_since = self._clock()
+            self._idle.setdefault(engine.name, deque(maxlen=None)).append(connection)
+        else:
+            connection.abort()
+
+    def trim(self) -> None:
+        """Close connections that have been idle for too long; called from time to time."""
+        now = self._clock()
+        for idle in self._idle.values():
+            while idle and (not idle[0].alive or now - idle[0].idle_since >= IDLE_SECONDS_MAX):
+                idle.popleft().abort()
+
+    def close(self) -> None:
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().abort()

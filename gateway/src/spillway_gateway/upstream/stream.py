@@ -1,0 +1,444 @@
+"""One client request on its way through an engine and back.
+
+Nothing reaches the client before the engine's first body byte (streams) or whole reply (plain), so until then any
+failure can be made good on another engine. Afterwards bytes pass as they come, and a broken stream ends with an error
+event in OpenAI's shape and no [DONE].
+
+Everything that ends a wait from outside (client gone, engine given up, deadline, shutdown) goes through `abort`, which
+cancels this request's own task with a cause; the connection to the engine is closed in the same step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from spillway_gateway.config import LimitsConfig, TimeoutsConfig
+from spillway_gateway.error_bodies import body_of, event_of, headers_of
+from spillway_gateway.errors import (
+    EngineBadReply,
+    EngineDisconnected,
+    EngineFirstByteTimeout,
+    EngineIdleTimeout,
+    EngineRefused,
+    EngineWentDown,
+    GatewayDraining,
+    GatewayError,
+    NoEngineReady,
+    UpstreamError,
+)
+from spillway_gateway.fleet.engines import Engine, Lease, ModelFleet, PromptBlocks
+from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.upstream.connection import EngineConnection, Headers
+from spillway_gateway.upstream.forward import header, reply_headers, request_head
+from spillway_gateway.upstream.pool import ConnectionPool
+from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, RetryBudget, may_retry
+from spillway_gateway.upstream.usage import cached_tokens
+
+logger = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ERROR_REPLY_BYTES_MAX = 64 * 1024  # of a 5xx reply kept while another engine is tried
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody is left to answer."""
+
+
+class ClientStalled(ClientGone):
+    """The client took no bytes for longer than the idle timeout."""
+
+
+class EngineAnsweredError(UpstreamError):
+    """The engine answered 502, 503 or 504: worth another engine, and passed on unchanged when there is none."""
+
+    reason = "status"
+
+    def __init__(self, engine: Engine, status: int, headers: Headers, body: bytes) -> None:
+        super().__init__(f"Engine {engine.name} answered {status}")
+        self.reply_status = status
+        self.reply_headers = headers
+        self.reply_body = body
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamServices:
+    """What all requests share. running: requests in flight, which a shutdown may have to end."""
+
+    pool: ConnectionPool
+    budget: RetryBudget
+    metrics: GatewayMetrics
+    timeouts: TimeoutsConfig
+    limits: LimitsConfig
+    running: set[Relay]
+
+
+@dataclass(frozen=True, slots=True)
+class OutboundRequest:
+    path: bytes
+    headers: Headers  # the caller's
+    body: bytes
+    request_id: bytes
+    stream: bool
+    prompt: PromptBlocks
+    received_at: float  # perf_counter() when the body was whole; a loop's own clock may tick in milliseconds
+
+
+class Relay:
+    """One request. `run` answers the client in every case and leaves no count, timer or connection behind."""
+
+    def __init__(
+        self, request: OutboundRequest, fleet: ModelFleet, services: UpstreamServices, receive: Receive, send: Send
+    ) -> None:
+        self._request = request
+        self._fleet = fleet
+        self._services = services
+        self._receive = receive
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[Any] | None = None
+        self._in_attempt = False
+        self._cause: Exception | None = None
+        self._client_gone = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline = 0.0
+        self._sending = False
+        self.bytes_sent = False
+        self._is_events = False
+        self._at_event_boundary = True
+        self._overhead = 0.0
+        self._dispatched = False
+        self._decided: Lease | None = None
+        self._status = 0
+        self._connection: EngineConnection | None = None  # lent by the pool to the current attempt
+
+    async def run(self) -> None:
+        services = self._services
+        self._task = asyncio.current_task()
+        watcher = self._loop.create_task(self._watch_client())
+        services.running.add(self)
+        services.budget.earn()
+        try:
+            await self._attempts()
+        except ClientGone as gone:
+            phase = "after_first_byte" if self.bytes_sent else "before_first_byte"
+            services.metrics.disconnect(self._fleet.name, phase).inc()
+            self._status = 499
+            if isinstance(gone, ClientStalled):
+                logger.warning("request %s: the client took no bytes and was let go", self._id())
+        except GatewayError as error:
+            await self._answer_error(error)
+        finally:
+            services.running.discard(self)
+            watcher.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._count()
+
+    def abort(self, cause: Exception) -> None:
+        """End the current wait with `cause`; harmless when the request is not waiting for an engine any more."""
+        if self._in_attempt and self._cause is None and self._task is not None:
+            self._cause = cause
+            self._task.cancel()
+
+    def engine_went_down(self, engine: Engine) -> None:
+        """The engine does not answer polls any more. Worth leaving only if nothing was sent and another is ready."""
+        if not self.bytes_sent and any(other.routable for other in self._fleet.engines.values() if other is not engine):
+            self.abort(EngineWentDown(f"Engine {engine.name} stopped answering"))
+
+    # -- attempts ----------------------------------------------------------------------------------------------------
+
+    async def _attempts(self) -> None:
+        services = self._services
+        tried: frozenset[str] = frozenset()
+        failure: UpstreamError | None = None
+        while True:
+            if self._client_gone:
+                raise ClientGone
+            try:
+                lease = self._fleet.choose(self._request.prompt, tried)
+            except NoEngineReady:
+                if failure is not None:
+                    raise failure from None
+                raise
+            self._decided = lease
+            try:
+                await self._attempt(lease)
+                return
+            except UpstreamError as error:
+                failure = error
+                if type(error) in (EngineDisconnected, EngineBadReply):  # a connection does not know its engine
+                    failure = type(error)(f"Engine {lease.engine.name} failed: {error.message}")
+                    failure.__cause__ = error
+                self._engine_failed(lease.engine, error)
+            finally:
+                lease.close()
+            tried |= {lease.engine.name}
+            engines_left = any(engine.routable and name not in tried for name, engine in self._fleet.engines.items())
+            again = may_retry(
+                bytes_sent=self.bytes_sent,
+                attempts=len(tried),
+                attempts_max=services.limits.attempts_max,
+                engines_left=engines_left,
+            )
+            if not again or not services.budget.spend():
+                raise failure
+            services.metrics.retry(lease.engine.name, failure.reason).inc()
+            logger.warning("request %s: %s; trying another engine", self._id(), failure.message)
+
+    def _engine_failed(self, engine: Engine, error: UpstreamError) -> None:
+        if isinstance(error, EngineRefused):
+            engine.refused(error.message)
+        elif not isinstance(error, EngineAnsweredError):
+            engine.poll_soon()
+        if self.bytes_sent:
+            self._services.metrics.broken(engine.name, error.reason).inc()
+
+    async def _attempt(self, lease: Lease) -> None:
+        engine = lease.engine
+        self._in_attempt = True
+        engine.waiting.add(self)
+        assumed: asyncio.TimerHandle | None = None
+        if not self._request.stream:
+            assumed = self._loop.call_later(lease.expected_prefill_seconds, lease.prefill_assumed)
+        try:
+            await self._reply(lease, await self._exchange(engine))
+        except asyncio.CancelledError:
+            cause, self._cause = self._cause, None
+            if cause is None or self._task is None:
+                raise
+            self._task.uncancel()
+            raise cause from None
+        finally:
+            self._in_attempt = False
+            if assumed is not None:
+                assumed.cancel()
+            engine.waiting.discard(self)
+            if self._connection is not None:
+                self._services.pool.give_back(engine, self._connection)
+                self._connection = None
+
+    async def _exchange(self, engine: Engine) -> EngineConnection:
+        """Send the request and wait for the reply's head. A reused connection that turns out closed is no failure of
+        the engine: one fresh connection decides."""
+        request = self._request
+        pool = self._services.pool
+        timeouts = self._services.timeouts
+        head = request_head(
+            engine.base_path.encode() + request.path,
+            engine.host_header,
+            request.headers,
+            len(request.body),
+            request.request_id,
+        )
+        self._expect_within(timeouts.first_byte_seconds if request.stream else timeouts.plain_seconds)
+        connection = pool.take_idle(engine)
+        if connection is not None:
+            self._connection = connection
+            self._dispatch(connection, head)
+            try:
+                await connection.head()
+                return connection
+            except EngineDisconnected:
+                if connection.got_bytes:
+                    raise
+                self._connection = None
+                pool.give_back(engine, connection)
+        connection = await pool.open(engine)
+        self._connection = connection
+        self._dispatch(connection, head)
+        await connection.head()
+        return connection
+
+    def _dispatch(self, connection: EngineConnection, head: bytes) -> None:
+        connection.send((head, self._request.body))
+        if not self._dispatched:
+            self._dispatched = True
+            self._overhead += perf_counter() - self._request.received_at
+
+    # -- reply -------------------------------------------------------------------------------------------------------
+
+    async def _reply(self, lease: Lease, connection: EngineConnection) -> None:
+        if connection.status in RETRYABLE_STATUSES:
+            body = await self._collect(connection, ERROR_REPLY_BYTES_MAX)
+            raise EngineAnsweredError(lease.engine, connection.status, connection.headers, body)
+        content_type = header(connection.headers, b"content-type") or b""
+        if content_type.startswith(b"text/event-stream"):
+            self._is_events = True
+            await self._relay_events(lease, connection)
+        else:
+            await self._relay_plain(lease, connection)
+
+    async def _relay_events(self, lease: Lease, connection: EngineConnection) -> None:
+        loop = self._loop
+        metrics = self._services.metrics
+        idle_seconds = self._services.timeouts.idle_seconds
+        chunk = await connection.chunk()
+        now = perf_counter()
+        lease.first_byte(time.monotonic(), measures_prefill=True)
+        lease.engine.waiting.discard(self)
+        metrics.first_byte(self._fleet.name, lease.engine.name).observe(now - self._request.received_at)
+        self._expect_within(idle_seconds)
+        headers = [
+            pair
+            for pair in reply_headers(connection.headers)
+            if pair[0] not in (b"cache-control", b"x-accel-buffering", b"content-length")
+        ]
+        headers.append((b"cache-control", b"no-cache"))
+        headers.append((b"x-accel-buffering", b"no"))
+        self._overhead += perf_counter() - now
+        await self._start(connection.status, headers, lease)
+        while chunk:
+            self.bytes_sent = True
+            self._at_event_boundary = chunk.endswith(b"\n\n")
+            self._note_usage(lease, chunk)
+            self._sending = True
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._sending = False
+            self._deadline = loop.time() + idle_seconds
+            chunk = await connection.chunk()
+        await self._finish(b"")
+
+    async def _relay_plain(self, lease: Lease, connection: EngineConnection) -> None:
+        buffer_bytes = self._services.limits.plain_reply_buffer_bytes
+        body = await self._collect(connection, buffer_bytes)
+        now = perf_counter()
+        lease.first_byte(time.monotonic(), measures_prefill=False)
+        headers = reply_headers(connection.headers)
+        self._overhead += perf_counter() - now
+        if connection.complete:
+            self._note_usage(lease, body)
+            await self._start(connection.status, headers, lease)
+            self.bytes_sent = True
+            await self._finish(body)
+            return
+        await self._start(connection.status, headers, lease)
+        while body:
+            self.bytes_sent = True
+            self._sending = True
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            self._sending = False
+            body = await connection.chunk()
+        await self._finish(b"")
+
+    async def _collect(self, connection: EngineConnection, bytes_max: int) -> bytes:
+        """The whole body, or its start once it is longer than bytes_max."""
+        body = await connection.chunk()
+        if connection.complete:
+            return body
+        parts = [body]
+        size = len(body)
+        while size <= bytes_max and (part := await connection.chunk()):
+            parts.append(part)
+            size += len(part)
+        return b"".join(parts)
+
+    async def _start(self, status: int, headers: Headers, lease: Lease | None) -> None:
+        self._status = status
+        if lease is not None:
+            decision = lease.decision
+            headers.append((b"x-spillway-engine", lease.engine.name.encode()))
+            headers.append((b"x-spillway-route", decision.reason.value.encode()))
+            headers.append((b"x-spillway-prefix-tokens", str(decision.held.total_tokens).encode()))
+        headers.append((b"x-spillway-overhead-ms", b"%.3f" % (self._overhead * 1000)))
+        if header(headers, b"x-request-id") is None:
+            headers.append((b"x-request-id", self._request.request_id))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _finish(self, body: bytes) -> None:
+        self._in_attempt = False  # the server wakes receive() when a reply is whole; that is no disconnect
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _answer_error(self, error: GatewayError) -> None:
+        if self.bytes_sent:
+            logger.warning("request %s: ended after the first byte: %s", self._id(), error.message)
+            if self._is_events:
+                event = event_of(error, at_event_boundary=self._at_event_boundary)
+                await self._send({"type": "http.response.body", "body": event, "more_body": False})
+            # A plain reply that was too long to hold back stays incomplete; the server closes the connection, which
+            # is the only way left to say so.
+            return
+        if isinstance(error, EngineAnsweredError):
+            await self._start(error.reply_status, reply_headers(error.reply_headers), self._decided)
+            await self._send({"type": "http.response.body", "body": error.reply_body, "more_body": False})
+            return
+        logger.warning("request %s: answered %d: %s", self._id(), error.status, error.message)
+        body = body_of(error)
+        headers = [*headers_of(error), (b"content-length", str(len(body)).encode())]
+        await self._start(error.status, headers, self._decided if isinstance(error, UpstreamError) else None)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    # -- waits -------------------------------------------------------------------------------------------------------
+
+    async def _watch_client(self) -> None:
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._client_gone = True
+                self.abort(ClientGone())
+                return
+
+    def _expect_within(self, seconds: float) -> None:
+        self._deadline = self._loop.time() + seconds
+        if self._timer is not None:
+            if self._timer.when() <= self._deadline:
+                return  # fires early, sees the later deadline, and waits on
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._deadline, self._on_timer)
+
+    def _on_timer(self) -> None:
+        if self._loop.time() < self._deadline:
+            self._timer = self._loop.call_at(self._deadline, self._on_timer)
+            return
+        self._timer = None
+        name = self._decided.engine.name if self._decided is not None else "?"
+        timeouts = self._services.timeouts
+        if self._sending:
+            self.abort(ClientStalled())
+        elif self.bytes_sent:
+            self.abort(EngineIdleTimeout(f"Engine {name} sent nothing for {timeouts.idle_seconds:g} s"))
+        else:
+            seconds = timeouts.first_byte_seconds if self._request.stream else timeouts.plain_seconds
+            self.abort(EngineFirstByteTimeout(f"Engine {name} sent no reply within {seconds:g} s"))
+
+    # -- accounts ----------------------------------------------------------------------------------------------------
+
+    def _note_usage(self, lease: Lease, data: bytes) -> None:
+        actual = cached_tokens(data)
+        if actual is not None:
+            metrics = self._services.metrics
+            metrics.predicted_tokens(self._fleet.name).inc(lease.decision.held.total_tokens)
+            metrics.actual_tokens(self._fleet.name).inc(actual)
+
+    def _count(self) -> None:
+        metrics = self._services.metrics
+        lease = self._decided
+        engine = lease.engine.name if lease is not None else "none"
+        route = lease.decision.reason.value if lease is not None else "none"
+        status = f"{self._status // 100}xx" if self._status else "aborted"
+        metrics.request(self._fleet.name, engine, route, status).inc()
+        metrics.overhead(self._fleet.name).observe(self._overhead)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "request %s: model %s engine %s route %s status %d overhead %.3f ms",
+                self._id(),
+                self._fleet.name,
+                engine,
+                route,
+                self._status,
+                self._overhead * 1000,
+            )
+
+    def _id(self) -> str:
+        return self._request.request_id.decode("latin-1")
+
+
+def shutdown_cause() -> GatewayDraining:
+    return GatewayDraining("The gateway is shutting down and the time for running requests is over; try again.")

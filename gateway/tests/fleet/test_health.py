@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+
+from spillway_gateway.config import EngineConfig, HealthConfig, RoutingConfig
+from spillway_gateway.fleet.engines import Engine, EngineState
+from spillway_gateway.fleet.health import HealthPoller
+from spillway_gateway.testing.fake_engine import FakeEngine
+
+
+def watched(fake: FakeEngine) -> Engine:
+    return Engine("fake", EngineConfig(fake.name, fake.url), RoutingConfig())
+
+
+async def test_states_follow_the_answers(start_engine: Any) -> None:
+    fake = await start_engine()
+    engine = watched(fake)
+    async with aiohttp.ClientSession() as session:
+        poller = HealthPoller(engine, session, HealthConfig())
+        seen = []
+        engine.on_state.append(lambda changed: seen.append(changed.state))
+        await poller.poll_once()
+        fake.ready = (503, {"ready": False, "reason": "draining"})
+        await poller.poll_once()
+        assert engine.answer == "not ready: draining"
+        await fake.stop()
+        await poller.poll_once()
+        assert engine.answer.startswith("cannot connect")
+        await fake.start(fake.port)
+        fake.ready = (200, {})
+        await poller.poll_once()
+
+    assert seen == [EngineState.READY, EngineState.NOT_READY, EngineState.DOWN, EngineState.READY]
+
+
+async def test_health_is_asked_where_there_is_no_ready(start_engine: Any) -> None:
+    fake = await start_engine(ready_route=False)
+    engine = watched(fake)
+    async with aiohttp.ClientSession() as session:
+        await HealthPoller(engine, session, HealthConfig()).poll_once()
+
+    assert engine.state is EngineState.READY
+
+
+async def test_a_slow_answer_counts_only_after_several(start_engine: Any) -> None:
+    engine = watched(await start_engine())
+    async with aiohttp.ClientSession() as session:
+        good = HealthPoller(engine, session, HealthConfig())
+        await good.poll_once()
+        slow = HealthPoller(engine, session, HealthConfig(timeout_seconds=1e-9, timeouts_before_down=3))
+        states = []
+        for _ in range(3):
+            await slow.poll_once()
+            states.append(engine.state)
+
+    assert states == [EngineState.READY, EngineState.READY, EngineState.DOWN]

@@ -1,0 +1,209 @@
+"""Events over real sockets: from the start, after a gap, after a restart, in both shapes and framings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import aiohttp
+import pytest
+import zmq.asyncio
+
+from spillway_gateway.config import EngineConfig, RoutingConfig
+from spillway_gateway.fleet.engines import Engine, EngineState
+from spillway_gateway.fleet.kv_events import EventFollower
+from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.routing.prefix import namespace_key, token_block_keys
+from spillway_gateway.testing.kv_publisher import KvPublisher
+from spillway_gateway.testing.running import gateway_config, running_gateway, until
+
+BLOCK = 4
+PROMPT = list(range(16))
+
+
+class Followed:
+    """An index that follows one publisher."""
+
+    def __init__(self, publisher: KvPublisher) -> None:
+        self.index = PrefixIndex(
+            "m", bytes_max=10_000_000, orphans_max=100, default_block_tokens=BLOCK, clock=lambda: 0.0
+        )
+        config = EngineConfig("e", "http://127.0.0.1:9", publisher.events_url, publisher.replay_url)
+        self.engine = Engine("m", config, RoutingConfig())
+        self.index.add_engine("e")
+        self.metrics = GatewayMetrics()
+
+    def held_tokens(self) -> int:
+        keys = token_block_keys(namespace_key("m"), PROMPT, BLOCK)
+        found = self.index.match(keys, BLOCK)
+        return found["e"].total_tokens if found else 0
+
+    def count(self, metric: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(metric, {"engine": "e", **labels}) or 0.0
+
+
+@asynccontextmanager
+async def followed(publisher: KvPublisher) -> AsyncIterator[Followed]:
+    context = zmq.asyncio.Context()
+    made = Followed(publisher)
+    follower = EventFollower(made.engine, made.index, made.metrics, context)
+    task = asyncio.create_task(follower.run())
+    try:
+        yield made
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        context.destroy(linger=0)
+
+
+def store(publisher: KvPublisher, block: int, *, lose: bool = False) -> None:
+    parent = block - 1 if block else None
+    publisher.stored([block], parent, PROMPT[block * BLOCK : (block + 1) * BLOCK], BLOCK, lose=lose)
+
+
+@pytest.fixture(params=[("array", False), ("map", True)], ids=["0.23", "newer"])
+def publisher(request: pytest.FixtureRequest) -> Any:
+    shape: Literal["array", "map"]
+    shape, replay_topic = request.param
+    made = KvPublisher(shape=shape, replay_topic=replay_topic)
+    yield made
+    made.close()
+
+
+async def test_what_was_published_before_is_replayed_and_what_follows_is_live(publisher: KvPublisher) -> None:
+    store(publisher, 0)
+    store(publisher, 1)
+    async with followed(publisher) as view:
+        await until(lambda: view.held_tokens() == 8)
+        store(publisher, 2)
+        await until(lambda: view.held_tokens() == 12)
+        publisher.removed([2])
+        await until(lambda: view.held_tokens() == 8)
+        assert view.engine.events_live
+
+
+async def test_a_gap_is_replayed(publisher: KvPublisher) -> None:
+    store(publisher, 0)
+    async with followed(publisher) as view:
+        await until(lambda: view.held_tokens() == 4)
+        store(publisher, 1, lose=True)
+        store(publisher, 2, lose=True)
+        store(publisher, 3)
+        await until(lambda: view.held_tokens() == 16)
+
+    assert view.count("spillway_gateway_event_gaps_total") == 1
+
+
+async def test_a_restarted_engine_loses_its_old_blocks(publisher: KvPublisher) -> None:
+    for block in range(3):
+        store(publisher, block)
+    async with followed(publisher) as view:
+        await until(lambda: view.held_tokens() == 12)
+        events, replay = publisher.events_url, publisher.replay_url
+        publisher.close()
+        reborn = KvPublisher(events, replay)
+        try:
+            store(reborn, 0)
+            await until(lambda: view.held_tokens() == 4)
+            store(reborn, 1)
+            await until(lambda: view.held_tokens() == 8)
+        finally:
+            reborn.close()
+
+
+async def test_a_sequence_that_begins_anew_on_the_same_connection_is_a_restart(publisher: KvPublisher) -> None:
+    for block in range(3):
+        store(publisher, block)
+    async with followed(publisher) as view:
+        await until(lambda: view.held_tokens() == 12)
+        publisher._batches.clear()
+        publisher._sequence = 0
+        store(publisher, 0)
+        await until(lambda: view.held_tokens() == 4)
+
+    assert view.count("spillway_gateway_event_restarts_total") == 1
+
+
+async def test_repeats_are_harmless(publisher: KvPublisher) -> None:
+    async with followed(publisher) as view:
+        for _ in range(3):
+            for block in range(4):
+                store(publisher, block)
+        await until(lambda: view.held_tokens() == 16)
+
+
+async def test_an_engine_that_is_down_holds_nothing_until_it_is_back(publisher: KvPublisher) -> None:
+    store(publisher, 0)
+    async with followed(publisher) as view:
+        await until(lambda: view.held_tokens() == 4)
+        view.engine.set_state(EngineState.DOWN, "no answer")
+        await until(lambda: view.held_tokens() == 0)
+        view.engine.set_state(EngineState.READY, "ready")
+        await until(lambda: view.held_tokens() == 4)
+
+
+async def test_what_cannot_be_decoded_is_counted_and_the_rest_goes_on(publisher: KvPublisher) -> None:
+    async with followed(publisher) as view:
+        await until(lambda: view.engine.events_live)
+        publisher.publish([["NewKind", 1], 7])
+        store(publisher, 0)
+        await until(lambda: view.held_tokens() == 4)
+
+    assert view.count("spillway_gateway_events_undecodable_total") == 2
+
+
+async def test_without_replay_a_gap_empties_the_view_of_that_engine() -> None:
+    publisher = KvPublisher(replay=None)
+    try:
+        async with followed(publisher) as view:
+            await until(lambda: view.engine.events_live)
+            async with asyncio.timeout(10):
+                while view.held_tokens() < 4:  # the subscription may not stand yet
+                    publisher._sequence = 0
+                    store(publisher, 0)
+                    await asyncio.sleep(0.01)
+            publisher.removed([0], lose=True)
+            publisher.stored([50], None, [9, 9, 9, 9], BLOCK)
+            await until(lambda: view.held_tokens() == 0)
+    finally:
+        publisher.close()
+
+
+async def test_ten_thousand_batches_replay_completely(publisher: KvPublisher) -> None:
+    for at in range(9_999):
+        publisher.stored([1_000 + at], None, [at, at, at, at], BLOCK)
+    store(publisher, 0)
+    async with followed(publisher) as view:
+        await until(lambda: view.count("spillway_gateway_event_batches_total") >= 10_000)
+
+        assert view.held_tokens() == 4
+        assert view.count("spillway_gateway_event_batches_total") == 10_000
+        assert view.index.blocks == 10_000
+
+
+async def test_requests_follow_the_events(start_engine: Any) -> None:
+    """End to end: the engine announces blocks, and the next request with that prefix goes there by token blocks."""
+    engines = [await start_engine(name=name, publisher=KvPublisher(), block_tokens=16) for name in ("a", "b")]
+    config = gateway_config(engines, routing={"speculativeSeconds": 0.001, "defaultBlockTokens": 16})
+    prompt = list(range(200))
+    async with running_gateway(config) as running, aiohttp.ClientSession() as client:
+        fleet = running.gateway.fleets[0]
+        await until(lambda: all(engine.events_live for engine in fleet.engines.values()))
+        engines[1].prefill(prompt)
+        keys = token_block_keys(namespace_key("fake"), prompt, 16)
+        await until(lambda: fleet.index.match(keys, 16))
+        body = json.dumps({"model": "fake", "prompt": [*prompt, 7]})
+        async with client.post(running.url + "/v1/completions", data=body) as reply:
+            usage = (await reply.json())["usage"]
+            headers = reply.headers
+        async with client.get(running.url + "/metrics") as reply:
+            metrics = await reply.text()
+
+    assert (headers["x-spillway-engine"], headers["x-spillway-route"]) == ("b", "prefix")
+    assert int(headers["x-spillway-prefix-tokens"]) == usage["prompt_tokens_details"]["cached_tokens"] == 192
+    assert 'spillway_gateway_predicted_cached_tokens_total{model="fake"} 192.0' in metrics
+    assert 'spillway_gateway_actual_cached_tokens_total{model="fake"} 192.0' in metrics

@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, Tier
+from spillway_gateway.fleet.prefix_index import ENTRY_BYTES, HOLDER_BYTES, PrefixIndex
+from spillway_gateway.routing.fleet_view import HeldPrefix
+from spillway_gateway.routing.prefix import namespace_key, token_block_keys
+
+BLOCK = 4
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def index(bytes_max: int = 10_000_000, orphans_max: int = 100, clock: Clock | None = None) -> PrefixIndex:
+    made = PrefixIndex(
+        "m",
+        bytes_max=bytes_max,
+        orphans_max=orphans_max,
+        default_block_tokens=BLOCK,
+        clock=clock or Clock(),
+    )
+    for name in ("a", "b"):
+        made.add_engine(name)
+    return made
+
+
+def stored(
+    hashes: list[int],
+    parent: int | None,
+    tokens: list[int],
+    tier: Tier = Tier.DEVICE,
+    *,
+    lora: str | None = None,
+    extra: list[object] | None = None,
+    block: int = BLOCK,
+    kind: str | None = None,
+) -> BlockStored:
+    return BlockStored(hashes, parent, tokens, block if tokens else 0, tier, lora, extra or [], 0, kind)
+
+
+def keys(tokens: list[int], salt: str | None = None, lora: str | None = None) -> list[int]:
+    return token_block_keys(namespace_key("m", lora, salt), tokens, BLOCK)
+
+
+PROMPT = list(range(100, 116))  # four blocks
+
+
+def test_a_stored_chain_is_found_up_to_where_it_reaches() -> None:
+    made = index()
+    made.apply("a", stored([1, 2], None, PROMPT[:8]))
+    made.apply("a", stored([3], 2, PROMPT[8:12]))
+
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(12, 0, 0)}
+    assert made.match(keys(PROMPT[:4] + [9] * 12), BLOCK) == {"a": HeldPrefix(4, 0, 0)}
+
+
+def test_engines_may_use_any_hash_for_the_same_tokens() -> None:
+    made = index()
+    made.apply("a", stored([1], None, PROMPT[:4]))
+    made.apply("b", stored([77, 78], None, PROMPT[:8]))
+
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(4, 0, 0), "b": HeldPrefix(8, 0, 0)}
+
+
+def test_a_spilled_block_is_priced_as_cpu_and_gone_after_both_tiers() -> None:
+    made = index()
+    made.apply("a", stored([1, 2], None, PROMPT[:8]))
+    made.apply("a", stored([1, 2], None, [], Tier.CPU))
+    made.apply("a", BlockRemoved([2], Tier.DEVICE, 0))
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(4, 4, 0)}
+
+    made.apply("a", BlockRemoved([2], Tier.CPU, 0))
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(4, 0, 0)}
+
+
+def test_a_late_cpu_event_finds_a_block_that_left_the_device() -> None:
+    made = index()
+    made.apply("a", stored([1], None, PROMPT[:4]))
+    made.apply("a", BlockRemoved([1], Tier.DEVICE, 0))
+    made.apply("a", stored([1], None, [], Tier.CPU))
+
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 4, 0)}
+
+
+def test_shared_blocks_can_be_loaded_by_every_engine() -> None:
+    made = index()
+    made.apply("a", stored([1, 2], None, PROMPT[:8], Tier.SHARED))
+    made.apply("b", stored([1], None, PROMPT[:4]))
+
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 8), "b": HeldPrefix(4, 0, 4)}
+
+
+def test_orphans_wait_for_their_parent() -> None:
+    made = index()
+    made.apply("a", stored([3], 2, PROMPT[8:12]))
+    made.apply("a", stored([2], 1, PROMPT[4:8]))
+    assert made.match(keys(PROMPT), BLOCK) == {}
+
+    made.apply("a", stored([1], None, PROMPT[:4]))
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(12, 0, 0)}
+
+
+def test_orphans_are_bounded() -> None:
+    made = index(orphans_max=3)
+    for parent in range(10, 20):
+        made.apply("a", stored([parent + 100], parent, PROMPT[:4]))
+
+    assert made.orphans_dropped_total == 7
+
+
+def test_a_very_long_chain_of_orphans_resolves() -> None:
+    made = index(orphans_max=10_000)
+    tokens = list(range(BLOCK * 5_000))
+    for block in range(4_999, 0, -1):
+        made.apply("a", stored([block], block - 1, tokens[block * BLOCK : (block + 1) * BLOCK]))
+    made.apply("a", stored([0], None, tokens[:BLOCK]))
+
+    assert made.match(keys(tokens), BLOCK) == {"a": HeldPrefix(len(tokens), 0, 0)}
+
+
+def test_salt_adapter_and_images_never_cross() -> None:
+    made = index()
+    made.apply("a", stored([1], None, PROMPT[:4], extra=[["tenantA"]]))
+    made.apply("a", stored([2], None, PROMPT[:4], lora="adapter", extra=[["adapter"]]))
+    made.apply("b", stored([3], None, PROMPT[:4], extra=[[["image-hash", 0]]]))
+
+    assert made.match(keys(PROMPT), BLOCK) == {}
+    assert made.match(keys(PROMPT, salt="tenantA"), BLOCK) == {"a": HeldPrefix(4, 0, 0)}
+    assert made.match(keys(PROMPT, salt="tenantB"), BLOCK) == {}
+    assert made.match(keys(PROMPT, lora="adapter"), BLOCK) == {"a": HeldPrefix(4, 0, 0)}
+
+
+def test_tagged_salt_of_newer_engines() -> None:
+    made = index()
+    made.apply("a", stored([1], None, PROMPT[:4], extra=[[["cache_salt", "tenantA"]]]))
+
+    assert made.match(keys(PROMPT, salt="tenantA"), BLOCK) == {"a": HeldPrefix(4, 0, 0)}
+
+
+def test_all_cleared_means_the_device_alone() -> None:
+    made = index()
+    made.apply("a", stored([1, 2], None, PROMPT[:8]))
+    made.apply("a", stored([1], None, [], Tier.CPU))
+    made.apply("a", AllBlocksCleared())
+
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 4, 0)}
+
+
+def test_clearing_one_engine_leaves_the_other_and_hides_at_once() -> None:
+    made = index()
+    for name in ("a", "b"):
+        made.apply(name, stored(list(range(3_000)), None, list(range(3_000 * BLOCK))))
+    long_keys = keys(list(range(3_000 * BLOCK)))
+
+    steps = made.clear_engine("a")
+    next(steps)
+    assert set(made.match(long_keys, BLOCK)) == {"b"}
+    for _ in steps:
+        pass
+
+    assert made.match(long_keys, BLOCK) == {"b": HeldPrefix(3_000 * BLOCK, 0, 0)}
+    made.apply("a", stored([1], None, list(range(BLOCK))))
+    assert made.match(long_keys, BLOCK)["a"] == HeldPrefix(BLOCK, 0, 0)
+
+
+def test_block_size_is_learnt_and_partial_blocks_do_not_confuse_it() -> None:
+    made = index()
+    made.apply("a", stored([1], None, [1, 2], block=2))
+    made.apply("a", stored([2], None, list(range(16)), block=16))
+    made.apply("a", stored([3], None, [1, 2, 3], block=3))
+
+    assert made.block_tokens == 16
+    assert made.mismatched_blocks_total == 1
+
+
+def test_other_cache_groups_are_left_out() -> None:
+    made = index()
+    made.apply("a", stored([1], None, PROMPT[:4], kind="sliding_window"))
+
+    assert made.match(keys(PROMPT), BLOCK) == {}
+
+
+def test_speculation_counts_until_it_expires() -> None:
+    clock = Clock()
+    made = index(clock=clock)
+    made.speculate("a", keys(PROMPT), until=10.0)
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(16, 0, 0)}
+
+    clock.now = 10.0
+    assert made.match(keys(PROMPT), BLOCK) == {}
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30), st.booleans()), max_size=60))
+def test_never_above_the_bound(steps: list[tuple[str, int, bool]]) -> None:
+    bytes_max = 5 * (ENTRY_BYTES + HOLDER_BYTES)
+    made = index(bytes_max=bytes_max)
+    for name, number, speculative in steps:
+        tokens = list(range(number * 100, number * 100 + 12))
+        if speculative:
+            made.speculate(name, keys(tokens), until=1.0)
+        else:
+            made.apply(name, stored([number * 3, number * 3 + 1, number * 3 + 2], None, tokens))
+        assert made.estimated_bytes <= bytes_max
+
+
+class IndexAgainstModel(RuleBasedStateMachine):
+    """The index against a plain dictionary of what each engine holds, over prompts of a small alphabet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = index()
+        self.held: dict[tuple[str, tuple[int, ...]], set[Tier]] = {}  # (engine, whole prefix) -> tiers
+
+    prompts = st.lists(st.integers(0, 1), min_size=1, max_size=4)  # one digit per block
+
+    def engine_key(self, prefix: tuple[int, ...]) -> int:
+        return int("1" + "".join(map(str, prefix)))
+
+    @rule(name=st.sampled_from("ab"), blocks=prompts, tier=st.sampled_from([Tier.DEVICE, Tier.CPU]))
+    def store(self, name: str, blocks: list[int], tier: Tier) -> None:
+        hashes = [self.engine_key(tuple(blocks[: at + 1])) for at in range(len(blocks))]
+        tokens = [digit for digit in blocks for _ in range(BLOCK)]
+        self.index.apply(name, stored(hashes, None, tokens, tier))
+        for at in range(len(blocks)):
+            self.held.setdefault((name, tuple(blocks[: at + 1])), set()).add(tier)
+
+    @rule(name=st.sampled_from("ab"), blocks=prompts, tier=st.sampled_from([Tier.DEVICE, Tier.CPU]))
+    def remove(self, name: str, blocks: list[int], tier: Tier) -> None:
+        self.index.apply(name, BlockRemoved([self.engine_key(tuple(blocks))], tier, 0))
+        self.held.get((name, tuple(blocks)), set()).discard(tier)
+
+    @rule(name=st.sampled_from("ab"))
+    def clear_device(self, name: str) -> None:
+        self.index.apply(name, AllBlocksCleared())
+        for (owner, _), tiers in self.held.items():
+            if owner == name:
+                tiers.discard(Tier.DEVICE)
+
+    @rule(name=st.sampled_from("ab"))
+    def clear_engine(self, name: str) -> None:
+        for _ in self.index.clear_engine(name):
+            pass
+        for (owner, _), tiers in self.held.items():
+            if owner == name:
+                tiers.clear()
+
+    @invariant()
+    def matches_agree(self) -> None:
+        for bits in range(16):
+            blocks = tuple(bits >> at & 1 for at in range(4))
+            found = self.index.match(keys([digit for digit in blocks for _ in range(BLOCK)]), BLOCK)
+            for name in "ab":
+                assert found.get(name, HeldPrefix()) == self.expected(name, blocks)
+
+    def expected(self, name: str, blocks: tuple[int, ...]) -> HeldPrefix:
+        device = cpu = 0
+        for at in range(4):
+            tiers = self.held.get((name, blocks[: at + 1]), set())
+            if Tier.DEVICE in tiers and not cpu:
+                device += 1
+            elif Tier.CPU in tiers:
+                cpu += 1
+            else:
+                break
+        return HeldPrefix(device * BLOCK, cpu * BLOCK, 0)
+
+
+TestIndexAgainstModel = IndexAgainstModel.TestCase
+TestIndexAgainstModel.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

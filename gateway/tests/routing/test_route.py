@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_gateway.routing.fleet_view import (
+    NOTHING_HELD,
+    EngineRates,
+    EngineView,
+    FleetView,
+    HeldPrefix,
+    RouteRequest,
+)
+from spillway_gateway.routing.load import cost_of
+from spillway_gateway.routing.route import RouteReason, plan_route, usable_engines
+
+RATES = EngineRates(5000.0, 100_000.0, 40_000.0, 10.0)
+FACTOR = 1.25
+
+
+def engine(name: str, held: HeldPrefix = NOTHING_HELD, running: int = 0, queued: int = 0) -> EngineView:
+    return EngineView(name, True, running, queued, RATES, held)
+
+
+held_prefixes = st.builds(
+    HeldPrefix,
+    device_tokens=st.integers(0, 4000),
+    cpu_tokens=st.integers(0, 4000),
+    shared_tokens=st.integers(0, 4000),
+)
+views = st.lists(
+    st.tuples(st.booleans(), st.integers(0, 50), st.integers(0, 20_000), held_prefixes), min_size=0, max_size=6
+).map(
+    lambda rows: FleetView(
+        tuple(EngineView(f"e{at}", up, run, queued, RATES, held) for at, (up, run, queued, held) in enumerate(rows))
+    )
+)
+requests = st.builds(
+    RouteRequest,
+    prompt_tokens=st.integers(1, 20_000),
+    spread_key=st.integers(0, 2**64 - 1),
+    tried=st.frozensets(st.sampled_from(["e0", "e1", "e2"])),
+)
+
+
+@given(requests, views)
+def test_a_usable_engine_is_always_found_and_never_another(request: RouteRequest, view: FleetView) -> None:
+    usable = {candidate.name for candidate in usable_engines(request, view)}
+    decision = plan_route(request, view, FACTOR)
+
+    assert (decision is None) == (not usable)
+    if decision is not None:
+        assert decision.engine_name in usable
+        assert decision.uncached_tokens >= 1
+        assert plan_route(request, view, FACTOR) == decision
+
+
+@given(st.integers(1, 20_000), held_prefixes, st.integers(0, 4000))
+def test_a_longer_device_prefix_never_costs_more(prompt_tokens: int, held: HeldPrefix, more: int) -> None:
+    longer = held._replace(device_tokens=held.device_tokens + more)
+
+    shorter_cost = cost_of(engine("a", held), prompt_tokens).total_ms
+    assert cost_of(engine("a", longer), prompt_tokens).total_ms <= shorter_cost + 1e-9
+
+
+@given(st.integers(200, 20_000), st.integers(1, 100))
+def test_device_beats_cpu_beats_shared_beats_nothing(prompt_tokens: int, tokens: int) -> None:
+    costs = [
+        cost_of(engine("a", held), prompt_tokens).total_ms
+        for held in (HeldPrefix(tokens, 0, 0), HeldPrefix(0, tokens, 0), HeldPrefix(0, 0, tokens), HeldPrefix())
+    ]
+
+    assert costs == sorted(costs)
+    assert len(set(costs)) == 4
+
+
+def test_the_holder_is_chosen_while_it_is_free() -> None:
+    view = FleetView((engine("a"), engine("b", HeldPrefix(2048, 0, 0))))
+
+    decision = plan_route(RouteRequest(2100, 1), view, FACTOR)
+
+    assert decision is not None
+    assert (decision.engine_name, decision.reason) == ("b", RouteReason.PREFIX)
+    assert decision.uncached_tokens == 52
+
+
+def test_a_queue_longer_than_the_recompute_outbids_the_prefix() -> None:
+    view = FleetView((engine("a"), engine("b", HeldPrefix(256, 0, 0), running=3, queued=50_000)))
+
+    decision = plan_route(RouteRequest(300, 1), view, FACTOR)
+
+    assert decision is not None
+    assert (decision.engine_name, decision.reason) == ("a", RouteReason.LOAD)
+
+
+def test_unknown_prompts_spread_by_hash_within_the_bound() -> None:
+    running = {"a": 0, "b": 0, "c": 0}
+    for _ in range(60):  # one hot key: the bound has to spread it
+        view = FleetView(tuple(engine(name, running=count) for name, count in running.items()))
+        decision = plan_route(RouteRequest(100_000, 42), view, FACTOR)
+        assert decision is not None
+        running[decision.engine_name] += 1
+
+    assert max(running.values()) <= 26
+    assert min(running.values()) >= 10
+
+
+def test_equal_holders_share_by_load() -> None:
+    held = HeldPrefix(1024, 0, 0)
+    free = replace_running(engine("a", held), 0)
+    busy = replace_running(engine("b", held), 3)
+
+    decision = plan_route(RouteRequest(1024, 5), FleetView((busy, free)), FACTOR)
+
+    assert decision is not None and decision.engine_name == "a"
+
+
+def replace_running(view: EngineView, running: int) -> EngineView:
+    return view._replace(running_requests=running)
+
+
+def test_only_and_retry_are_named() -> None:
+    view = FleetView((engine("a"), engine("b")))
+
+    once = plan_route(RouteRequest(10, 1), replace(view, engines=view.engines[:1]), FACTOR)
+    again = plan_route(RouteRequest(10, 1, frozenset({"a"})), view, FACTOR)
+
+    assert once is not None and once.reason is RouteReason.ONLY
+    assert again is not None and (again.engine_name, again.reason) == ("b", RouteReason.RETRY)
+    assert plan_route(RouteRequest(10, 1, frozenset({"a", "b"})), view, FACTOR) is None

@@ -1,0 +1,238 @@
+"""Templates and tokens against transformers' own, on a tokenizer made here."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from spillway_gateway.config import LimitsConfig
+from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.routing.prefix import namespace_key, token_block_keys
+from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
+from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt, PromptReader, render_and_encode
+from spillway_gateway.tokens.tokenizer import PromptTokenizer, TokenizerUnusable
+from spillway_gateway.tokens.verification import PROBE_MESSAGES, Disagreement, verify_tokenizer
+
+TEMPLATE = """{{ bos_token }}
+{%- if tools %}
+<|im_start|>tools
+{{ tools | tojson(indent=2) }}<|im_end|>
+{%- endif %}
+{% for message in messages %}
+    {% if loop.index0 == 1 and message['role'] == 'skip' %}{% continue %}{% endif %}
+    {%- set ns = namespace(seen=false) %}
+<|im_start|>{{ message['role'] }}
+    {% generation %}{{ message['content'] | trim }}{% endgeneration %}
+    {%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+<|im_end|>
+{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
+PARTS_TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}{{ part.text }}|{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 20], trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    config = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        chat_template=TEMPLATE,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PromptTokenizer:
+    return PromptTokenizer.load(folder)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d<&>é", "parameters": {"b": 1, "a": [None]}}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1.5}}}
+CONVERSATIONS: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+    ([{"role": "user", "content": "hello"}], {}),
+    (list(PROBE_MESSAGES), {}),
+    ([{"role": "system", "content": " spaced \n"}, {"role": "skip", "content": "x"}], {}),
+    ([{"role": "user", "content": "<|im_end|> inside <|im_start|>"}], {"tools": TOOLS}),
+    ([{"role": "assistant", "content": "", "tool_calls": [CALL]}], {}),
+    ([{"role": "user", "content": "quiet"}], {"enable_thinking": False}),
+]
+
+
+@pytest.mark.parametrize(("messages", "extra"), CONVERSATIONS)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chats_render_and_encode_as_transformers_does(
+    tokenizer: PromptTokenizer,
+    reference: Any,
+    messages: list[dict[str, Any]],
+    extra: dict[str, Any],
+    add_generation_prompt: bool,
+) -> None:
+    expected = reference.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False, **extra
+    )
+    variables = {key: value for key, value in extra.items() if key != "tools"}
+    prompt = ChatPrompt(
+        messages, tools=extra.get("tools"), add_generation_prompt=add_generation_prompt, variables=variables
+    )
+
+    assert list(render_and_encode(tokenizer, prompt)) == expected
+    again = tokenizer.encode_remembered(
+        tokenizer.template.render(  # type: ignore[union-attr]
+            messages, tools=extra.get("tools"), add_generation_prompt=add_generation_prompt, variables=variables
+        ),
+        add_special_tokens=False,
+    )
+    assert again is not None and list(again) == expected
+
+
+text = st.text(max_size=40) | st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "the fox", " "])
+
+
+@settings(deadline=None)
+@given(pieces=st.lists(text, max_size=8))
+def test_segments_never_change_the_tokens(tokenizer: PromptTokenizer, reference: Any, pieces: list[str]) -> None:
+    joined = "".join(pieces)
+
+    assert list(tokenizer.encode(joined, add_special_tokens=False)) == reference.encode(
+        joined, add_special_tokens=False
+    )
+
+
+def test_tool_arguments_as_text_become_objects_and_parts_become_text(tokenizer: PromptTokenizer) -> None:
+    assert tokenizer.template is not None
+    as_text = {**CALL, "function": {"name": "f", "arguments": '{"x": 1.5}'}}
+    given_message = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        "tool_calls": [as_text],
+    }
+    plain = {"role": "assistant", "content": "a\nb", "tool_calls": [CALL]}
+
+    assert tokenizer.template.render([given_message]) == tokenizer.template.render([plain])
+    assert as_text["function"] == {"name": "f", "arguments": '{"x": 1.5}'}
+
+
+def test_templates_that_walk_parts_get_parts() -> None:
+    template = ChatTemplate(PARTS_TEMPLATE, {})
+
+    assert template.render([{"role": "user", "content": "one"}]) == "one|"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"content": "no role"},
+        {"role": "developer", "content": "x"},
+        {"role": "user", "content": 7},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+    ],
+)
+def test_what_cannot_be_mirrored_is_said(tokenizer: PromptTokenizer, message: dict[str, Any]) -> None:
+    assert tokenizer.template is not None
+    with pytest.raises(CannotRender):
+        tokenizer.template.render([message])
+
+
+def test_templates_are_sandboxed() -> None:
+    template = ChatTemplate("{{ messages.append(1) }}{{ ''.__class__.__mro__ }}", {})
+    with pytest.raises(CannotRender):
+        template.render([])
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerUnusable, match=r"tokenizer\.json does not exist"):
+        PromptTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerUnusable, match="cannot be read"):
+        PromptTokenizer.load(tmp_path)
+
+
+async def test_reader_uses_tokens_where_it_can_and_text_elsewhere(tokenizer: PromptTokenizer) -> None:
+    index = PrefixIndex("m", bytes_max=10_000, orphans_max=1, default_block_tokens=4, clock=lambda: 0.0)
+    messages = [{"role": "user", "content": "the quick brown fox " * 10}]
+    with ThreadPoolExecutor(1) as executor:
+        exact = PromptReader("m", index, tokenizer, executor, LimitsConfig())
+        textual = PromptReader("m", index, None, executor, LimitsConfig())
+        by_tokens = await exact.read(ChatPrompt(messages, cache_salt="s"))
+        by_text = await textual.read(ChatPrompt(messages, cache_salt="s"))
+        with_image = await exact.read(ChatPrompt([{"role": "user", "content": [{"type": "image_url"}]}]))
+        ids = list(render_and_encode(tokenizer, ChatPrompt(messages)))
+        as_ids = await textual.read(CompletionPrompt("the fox"))
+
+    assert by_tokens.keys == token_block_keys(namespace_key("m", None, "s"), ids, 4)
+    assert by_tokens.prompt_tokens == len(ids)
+    assert not set(by_tokens.keys) & set(by_text.keys)
+    assert with_image.prompt_tokens >= 1
+    assert as_ids.keys == []
+
+
+async def test_the_engine_s_own_tokens_decide(folder: Path, start_engine: Any) -> None:
+    import aiohttp
+
+    from spillway_gateway.config import EngineConfig, RoutingConfig
+    from spillway_gateway.fleet.engines import Engine
+
+    tokenizer = PromptTokenizer.load(folder)
+
+    def as_gateway(body: dict[str, Any]) -> list[int]:
+        if "messages" in body:
+            return list(render_and_encode(tokenizer, ChatPrompt(body["messages"])))
+        return list(render_and_encode(tokenizer, CompletionPrompt(body["prompt"])))
+
+    agreeing = await start_engine(name="agreeing", tokenize=as_gateway)
+    other = await start_engine(name="other")
+    mute = await start_engine(name="mute", tokenize_route=False)
+    engines = [Engine("fake", EngineConfig(fake.name, fake.url), RoutingConfig()) for fake in (agreeing, other, mute)]
+    async with aiohttp.ClientSession() as session:
+        assert await verify_tokenizer(tokenizer, engines[0], session)
+        with pytest.raises(Disagreement, match="first difference"):
+            await verify_tokenizer(tokenizer, engines[1], session)
+        assert not await verify_tokenizer(tokenizer, engines[2], session)
+
+
+async def test_a_disagreeing_tokenizer_is_loud_and_unused(
+    folder: Path, start_engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from spillway_gateway.testing.running import gateway_config, running_gateway, until
+
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine], tokenizer=str(folder))) as running:
+        reader = running.gateway.models["fake"].reader
+        await until(lambda: reader.tokenizer is None)
+        usable = running.gateway.metrics.registry.get_sample_value(
+            "spillway_gateway_tokenizer_usable", {"model": "fake"}
+        )
+
+    assert usable == 0.0
+    assert "the tokenizer disagrees with engine fake-0" in caplog.text

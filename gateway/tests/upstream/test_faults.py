@@ -1,0 +1,341 @@
+"""Engines that refuse, hang, die and err; clients that go away; counters that return to zero."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from spillway_gateway.fleet.engines import EngineState
+from spillway_gateway.testing.fake_engine import FakeEngine
+from spillway_gateway.testing.faults import DieInStream, ErrorInStream, Hang, HeadThenDie, HoldInStream, Slow, Status
+from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+        yield session
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return {"model": "fake", "messages": [{"role": "user", "content": "hi"}], **changes}
+
+
+def assert_idle(running: RunningGateway) -> None:
+    for fleet in running.gateway.fleets:
+        for engine in fleet.engines.values():
+            assert (engine.running_requests, engine.queued_tokens, engine.waiting) == (0, 0, set())
+    assert not running.gateway.running
+
+
+async def pair(start_engine: Any, **settings: Any) -> tuple[FakeEngine, FakeEngine]:
+    return await start_engine(name="a", **settings), await start_engine(name="b", **settings)
+
+
+async def ask(client: aiohttp.ClientSession, running: RunningGateway, **changes: Any) -> tuple[int, Any, bytes]:
+    async with client.post(running.url + CHAT, json=chat(**changes)) as reply:
+        return reply.status, reply.headers, await reply.read()
+
+
+async def first_choice(client: aiohttp.ClientSession, running: RunningGateway, engines: Any) -> Any:
+    """The engine that this prompt goes to."""
+    _, headers, _ = await ask(client, running)
+    return next(engine for engine in engines if engine.name == headers["x-spillway-engine"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", [HeadThenDie(), Status(503), Status(502), DieInStream(0)])
+async def test_another_engine_answers_before_the_first_byte(
+    start_engine: Any, client: aiohttp.ClientSession, fault: Any, stream: bool
+) -> None:
+    engines = await pair(start_engine)
+    async with running_gateway(gateway_config(engines)) as running:
+        chosen = await first_choice(client, running, engines)
+        chosen.fault = fault
+
+        status, headers, body = await ask(client, running, stream=stream)
+
+        assert status == 200
+        assert headers["x-spillway-route"] == "retry"
+        assert headers["x-spillway-engine"] != chosen.name
+        assert body.endswith(b"data: [DONE]\n\n") if stream else json.loads(body)["choices"]
+        assert_idle(running)
+
+
+async def test_a_refusing_engine_is_out_at_once_and_back_when_it_answers(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    engines = await pair(start_engine)
+    async with running_gateway(gateway_config(engines, health={"periodSeconds": 30})) as running:
+        chosen = await first_choice(client, running, engines)
+        port = chosen.port
+        await chosen.stop()
+
+        status, headers, _ = await ask(client, running)
+
+        assert (status, headers["x-spillway-route"]) == (200, "retry")
+        assert running.engine(chosen.name).state is EngineState.DOWN
+        await chosen.start(port)
+        running.engine(chosen.name).poll_soon()
+        await running.until_engine(chosen.name, lambda engine: engine.routable)
+        assert_idle(running)
+
+
+async def test_a_stale_connection_is_no_failure(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    """The engine closes idle connections; the only engine must still answer the next request."""
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine], health={"periodSeconds": 30})) as running:
+        for _ in range(3):
+            status, headers, _ = await ask(client, running)
+            assert (status, headers["x-spillway-route"]) == (200, "only")
+            for connection in list(engine.connections):
+                connection.transport.close()
+
+
+async def test_twenty_streams_survive_a_killed_engine(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    """Streams without a byte are answered by the other engine; begun ones end with an error event and no [DONE]."""
+    engines = await pair(start_engine)
+    release = asyncio.Event()
+    async with running_gateway(gateway_config(engines)) as running:
+        prompts = [[{"role": "user", "content": f"prompt {at}"}] for at in range(20)]
+        for engine in engines:
+            engine.fault = HoldInStream(1, release)
+        begun = [
+            await client.post(running.url + CHAT, json=chat(stream=True, messages=prompt)) for prompt in prompts[:10]
+        ]
+        for reply in begun:
+            assert (await reply.content.readany()).startswith(b"data: ")
+        for engine in engines:
+            engine.fault = HoldInStream(0, release)
+        waiting = [asyncio.create_task(ask(client, running, stream=True, messages=prompt)) for prompt in prompts[10:]]
+        await until(lambda: len(engines[0].seen) + len(engines[1].seen) == 20)
+        await engines[0].stop()
+        release.set()
+
+        for status, headers, body in await asyncio.gather(*waiting):
+            assert (status, headers["x-spillway-engine"]) == (200, "b")
+            assert body.endswith(b"data: [DONE]\n\n")
+        names = set()
+        for reply in begun:
+            rest = await reply.read()
+            names.add(reply.headers["x-spillway-engine"])
+            if reply.headers["x-spillway-engine"] == "a":
+                error = json.loads(rest.strip().removeprefix(b"data: "))["error"]
+                assert error["code"] == "engine_disconnected"
+            else:
+                assert rest.endswith(b"data: [DONE]\n\n")
+        assert names == {"a", "b"}
+        assert_idle(running)
+
+
+async def test_death_in_the_stream_ends_with_an_error_event(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    engine = await start_engine()
+    engine.fault = DieInStream(2)
+    async with running_gateway(gateway_config([engine])) as running:
+        status, _, body = await ask(client, running, stream=True)
+        assert_idle(running)
+
+    events = body.strip().split(b"\n\n")
+    assert status == 200
+    assert len(events) == 3
+    error = json.loads(events[-1].removeprefix(b"data: "))["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == "engine_disconnected"
+    assert b"[DONE]" not in body
+
+
+async def test_a_plain_reply_torn_on_the_only_engine_is_502(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    engine = await start_engine()
+    engine.fault = DieInStream(0)
+    async with running_gateway(gateway_config([engine])) as running:
+        status, _, body = await ask(client, running)
+        assert_idle(running)
+
+    assert status == 502
+    assert json.loads(body)["error"]["code"] == "engine_disconnected"
+
+
+async def test_an_error_object_of_the_engine_passes_as_it_is(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    engine = await start_engine()
+    engine.fault = ErrorInStream(1)
+    async with running_gateway(gateway_config([engine])) as running:
+        _, _, through = await ask(client, running, stream=True)
+    async with client.post(engine.url + CHAT, json=chat(stream=True)) as reply:
+        direct = await reply.read()
+
+    assert through == direct
+
+
+async def test_the_last_engine_s_503_passes_as_it_is(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    engines = await pair(start_engine)
+    for engine in engines:
+        engine.fault = Status(503)
+    async with running_gateway(gateway_config(engines)) as running:
+        status, _, body = await ask(client, running)
+        assert_idle(running)
+
+    assert status == 503
+    assert json.loads(body)["error"]["message"] == "fault: 503"
+    assert sum(len(engine.seen) for engine in engines) == 2
+
+
+async def test_a_silent_engine_is_left_after_the_first_byte_timeout(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    engines = await pair(start_engine)
+    config = gateway_config(engines, timeouts={"firstByteSeconds": 0.2, "plainSeconds": 0.2})
+    async with running_gateway(config) as running:
+        chosen = await first_choice(client, running, engines)
+        chosen.fault = Hang()
+        for stream in (False, True):
+            status, headers, _ = await ask(client, running, stream=stream)
+            assert (status, headers["x-spillway-route"]) == (200, "retry")
+        assert_idle(running)
+
+
+async def test_a_stream_that_falls_silent_ends_with_an_error(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    engine = await start_engine()
+    engine.fault = Slow(between_chunks_seconds=60)
+    async with running_gateway(gateway_config([engine], timeouts={"idleSeconds": 0.2})) as running:
+        _, _, body = await ask(client, running, stream=True)
+        assert_idle(running)
+
+    assert json.loads(body.strip().split(b"\n\n")[-1].removeprefix(b"data: "))["error"]["code"] == "engine_timeout"
+
+
+async def test_a_hung_engine_gives_its_waiting_requests_up(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    engines = await pair(start_engine)
+    async with running_gateway(gateway_config(engines)) as running:
+        chosen = await first_choice(client, running, engines)
+        chosen.fault = Hang()
+        request = asyncio.create_task(ask(client, running, stream=True))
+        await until(lambda: running.engine(chosen.name).waiting)
+        running.engine(chosen.name).hung("no answer within 2 s")
+
+        status, headers, _ = await request
+        assert (status, headers["x-spillway-route"]) == (200, "retry")
+        assert_idle(running)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_at_the_engine(
+    start_engine: Any, client: aiohttp.ClientSession, stream: bool
+) -> None:
+    engine = await start_engine()
+    engine.fault = Hang()
+    async with running_gateway(gateway_config([engine])) as running:
+        request = asyncio.create_task(ask(client, running, stream=stream))
+        await until(lambda: engine.seen)
+        request.cancel()
+        async with asyncio.timeout(10):
+            await engine.seen[-1].cancelled.wait()
+        await until(lambda: not running.gateway.running)
+        assert_idle(running)
+
+
+async def test_a_client_that_leaves_in_the_stream_cancels_too(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    engine = await start_engine()
+    engine.fault = Slow(between_chunks_seconds=60)
+    async with running_gateway(gateway_config([engine])) as running:
+        async with client.post(running.url + CHAT, json=chat(stream=True)) as reply:
+            await reply.content.readany()
+            reply.close()
+        async with asyncio.timeout(10):
+            await engine.seen[-1].cancelled.wait()
+        await until(lambda: not running.gateway.running)
+        assert_idle(running)
+
+
+async def test_a_reply_nobody_took_never_reaches_the_next_request(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    """Clients leave at every moment while others ask on the same connections; each must get its own answer."""
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+
+        async def leave(at: int) -> None:
+            task = asyncio.create_task(ask(client, running, messages=[{"role": "user", "content": f"left {at}"}]))
+            for _ in range(at % 23):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        async def stay(at: int) -> None:
+            messages = [{"role": "user", "content": f"stayed {at} " * (1 + at % 5)}]
+            status, _, body = await ask(client, running, messages=messages)
+            expected = "".join(engine.words_for(engine.tokenize({"messages": messages})))
+            assert status == 200
+            assert json.loads(body)["choices"][0]["message"]["content"] == expected
+
+        for round_number in range(30):
+            await asyncio.gather(*(step(round_number * 7 + at) for at in range(7) for step in (leave, stay)))
+        await until(lambda: not running.gateway.running)
+        assert_idle(running)
+
+
+async def test_no_engine_at_all_is_a_503_that_names_them(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    starting = await start_engine(name="starting")
+    starting.ready = (503, {"ready": False, "reason": "self-check"})
+    gone = await start_engine(name="gone")
+    await gone.stop()
+    async with running_gateway(gateway_config([starting, gone]), wait_ready=False) as running:
+        await running.until_engine("starting", lambda engine: engine.state is EngineState.NOT_READY)
+        await running.until_engine("gone", lambda engine: engine.state is EngineState.DOWN)
+        status, headers, body = await ask(client, running)
+        async with client.get(running.url + "/ready") as reply:
+            assert reply.status == 503
+
+    message = json.loads(body)["error"]["message"]
+    assert status == 503
+    assert int(headers["retry-after"]) > 0
+    assert "starting: not ready: self-check" in message
+    assert "gone: cannot connect" in message
+
+
+async def test_shutdown_ends_what_still_runs_with_an_error_event(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    engine = await start_engine()
+    engine.fault = Slow(between_chunks_seconds=60)
+    config = gateway_config([engine], shutdown={"drainTimeoutSeconds": 0.1})
+    async with (
+        running_gateway(config) as running,
+        client.post(running.url + CHAT, json=chat(stream=True)) as reply,
+    ):
+        first = await reply.content.readany()
+        running.server.begin_shutdown()
+        rest = await reply.read()
+
+    assert first.startswith(b"data: ")
+    assert json.loads(rest.strip().split(b"\n\n")[-1].removeprefix(b"data: "))["error"]["code"] == "gateway_draining"
+
+
+async def test_a_running_stream_outlives_the_drain(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    engine = await start_engine()
+    engine.fault = Slow(between_chunks_seconds=0.05)
+    async with (
+        running_gateway(gateway_config([engine])) as running,
+        client.post(running.url + CHAT, json=chat(stream=True)) as reply,
+    ):
+        await reply.content.readany()
+        running.server.begin_shutdown()
+        rest = await reply.read()
+
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+async def test_engines_without_a_ready_route_are_asked_for_health(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    engine = await start_engine(ready_route=False)
+    async with running_gateway(gateway_config([engine])) as running:
+        status, _, _ = await ask(client, running)
+
+    assert status == 200

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from spillway_gateway.upstream.forward import reply_headers, request_head
+
+
+def test_internal_and_hop_by_hop_headers_of_callers_are_dropped() -> None:
+    head = request_head(
+        b"/v1/completions",
+        b"engine:8100",
+        [
+            (b"host", b"outside"),
+            (b"connection", b"close, x-private"),
+            (b"x-private", b"1"),
+            (b"transfer-encoding", b"chunked"),
+            (b"content-length", b"999"),
+            (b"x-data-parallel-rank", b"3"),
+            (b"x-spillway-engine", b"spoof"),
+            (b"x-request-id", b"caller"),
+            (b"traceparent", b"00-abc"),
+            (b"authorization", b"Bearer k"),
+        ],
+        12,
+        b"mine",
+    )
+
+    assert head == (
+        b"POST /v1/completions HTTP/1.1\r\nhost: engine:8100\r\ntraceparent: 00-abc\r\nauthorization: Bearer k\r\n"
+        b"x-request-id: mine\r\ncontent-length: 12\r\n\r\n"
+    )
+
+
+def test_reply_keeps_what_belongs_to_the_client() -> None:
+    kept = reply_headers(
+        [
+            (b"server", b"uvicorn"),
+            (b"date", b"now"),
+            (b"transfer-encoding", b"chunked"),
+            (b"connection", b"keep-alive"),
+            (b"content-type", b"application/json"),
+            (b"endpoint-load-metrics", b"TEXT x=1"),
+        ]
+    )
+
+    assert kept == [(b"content-type", b"application/json"), (b"endpoint-load-metrics", b"TEXT x=1")]

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_gateway.upstream.splice import replace_model
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.just("model"), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(
+    st.dictionaries(st.text(), values, max_size=4),
+    st.text(),
+    st.text(),
+    st.booleans(),
+    st.sampled_from([None, 1]),
+)
+def test_only_the_top_level_model_changes(
+    fields: dict[str, object], alias: str, model: str, ascii_only: bool, indent: int | None
+) -> None:
+    document = {**fields, "model": alias, "last": {"model": alias}}
+    body = json.dumps(document, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "surrogatepass")
+
+    replaced = replace_model(body, model)
+
+    expected = json.loads(body)
+    expected["model"] = model
+    assert json.loads(replaced) == expected
+
+
+def test_every_other_byte_stays() -> None:
+    body = b'{ "n": 1.50e+3, "model" : "alias","s":"\\u00e9 \\"model\\": \\"alias\\"" }'
+
+    assert replace_model(body, "real") == b'{ "n": 1.50e+3, "model" : "real","s":"\\u00e9 \\"model\\": \\"alias\\"" }'
+
+
+def test_escaped_keys_and_repeats_are_seen() -> None:
+    assert replace_model(b'{"m\\u006fdel":"a","model":"b"}', "r") == b'{"m\\u006fdel":"r","model":"r"}'
