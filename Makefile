@@ -1,0 +1,87 @@
+# One door for every command. `make` alone lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+# The interpreter of this machine, never a downloaded one.
+export UV_PYTHON_DOWNLOADS := never
+
+PYTHON ?= python3.11
+VENV := .venv/local
+BIN := $(VENV)/bin
+UV := .venv/bootstrap/bin/uv
+DISTRIBUTIONS := connector gateway services/engine services/stack
+REQUIREMENTS := requirements/uv.txt requirements/local.txt
+NEEDS_INSTALL := { [ -x $(BIN)/python ] || { echo "nothing is installed here, so nothing runs; start with make up"; exit 1; }; }
+STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) $(DISTRIBUTIONS:%=%/pyproject.toml) | sha256sum | cut -c1-16)
+
+##@ Use
+.PHONY: up
+up: $(STAMP) ## Install, prepare the model, start everything and wait for a first answer. PORT= ENGINES= MODEL= SHARED_TIER=nvme|redis|none NUM_CPU_BLOCKS= DEVICE_BLOCKS= OFFLOAD=on|off
+	@$(BIN)/python -m spillway_stack up
+
+.PHONY: demo
+demo: $(STAMP) ## Show what offload is for: a table, build/demo/report.json and a chart
+	@$(BIN)/python -m spillway_stack demo
+
+.PHONY: status
+status: ## What runs; fails unless all of it is ready
+	@$(NEEDS_INSTALL) && $(BIN)/python -m spillway_stack status
+
+.PHONY: logs
+logs: ## The ends of the logs. COMPONENT=engine-0 for one of them
+	@$(NEEDS_INSTALL) && $(BIN)/python -m spillway_stack logs $(COMPONENT)
+
+.PHONY: down
+down: ## End everything
+	@$(NEEDS_INSTALL) && $(BIN)/python -m spillway_stack down
+
+##@ Work on it
+.PHONY: test
+test: $(STAMP) ## Every test, engines included. TESTS=path narrows it
+	@$(BIN)/python -m pytest $(TESTS)
+
+.PHONY: check
+check: $(STAMP) ## Style and types, no engine needed
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy $(DISTRIBUTIONS:%=%/src)
+
+.PHONY: install
+install: $(STAMP) ## The environment in .venv/local, and nothing else
+
+.PHONY: requirements
+requirements: $(UV) ## Compile requirements/*.txt anew from *.in. UPGRADE=1 takes the newest versions
+	@cd requirements && export UV_CUSTOM_COMPILE_COMMAND="make requirements" && \
+	compile="../$(UV) pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url $(if $(UPGRADE),--upgrade)" && \
+	$$compile --override overrides.txt local.in --output-file local.txt && \
+	$$compile --constraint local.txt gateway.in --output-file gateway.txt && \
+	$$compile uv.in --output-file uv.txt
+	@! grep -nE '[a-z]+://' requirements/*.txt
+
+.PHONY: clean
+clean: ## Remove the environment, caches and build results (not the state of a running stack)
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.PHONY: help
+help: ## This list
+	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# The installer, pinned by hash like everything it installs.
+$(UV): requirements/uv.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing; install it (Debian 12: apt install python3 python3-venv make git)"; exit 1; }
+	@echo "installing the package installer"
+	@$(PYTHON) -m venv .venv/bootstrap
+	@.venv/bootstrap/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
+	@touch $@
+
+# Named after the content of what it was made from: present means up to date. Bytecode is compiled here, once, because
+# each engine start imports the same large packages in three processes.
+$(STAMP): | $(UV)
+	@echo "installing the environment (some minutes the first time, about 6 GB)"
+	@rm -f .venv/installed-*
+	@[ -x $(BIN)/python ] || $(UV) venv --quiet --python $(PYTHON) $(VENV)
+	@$(UV) pip sync --python $(BIN)/python --require-hashes --compile-bytecode requirements/local.txt
+	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --compile-bytecode $(DISTRIBUTIONS:%=-e ./%)
+	@touch $@

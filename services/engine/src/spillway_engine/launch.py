@@ -1,0 +1,309 @@
+"""The pod's parent process: starts vLLM as a process group of its own, watches it, drains it, leaves nothing behind.
+
+One thread and one selector: the engine's output, its exit (a pidfd), the line to the middleware and signals are events
+of one loop, and each phase has one deadline.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import enum
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spillway_engine.byte_sizes import format_byte_count
+from spillway_engine.exit_report import OutputTail, exit_code_of, explain_exit
+from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
+from spillway_engine.settings import LifecycleSettings
+from spillway_engine.shared_memory import group_members, sweep_stale_regions
+from spillway_engine.warden import dismiss_warden, end_group, is_resource_tracker, start_warden
+
+SELF_CHECK_EXIT_CODE = 4
+DRAIN_REPLY_SECONDS = 10.0  # beyond delay and timeout: for aborting the last requests and saying so
+HURRIED_REPLY_SECONDS = 7.0
+FORWARDED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Phase(enum.Enum):
+    STARTING = "starting"  # no HTTP server yet: a stop needs no drain
+    SERVING = "serving"
+    DRAINING = "draining"  # the middleware ends the requests
+    STOPPING = "stopping"  # vLLM has been asked to end
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """What to run: pure data, so that a trivial program can stand in for vLLM."""
+
+    arguments: Sequence[str]
+    environment: dict[str, str]  # added to ours
+    brief: PodBrief
+    lifecycle: LifecycleSettings
+
+
+def run_engine(command: EngineCommand, say: Callable[[str], None]) -> int:
+    """Run until the engine has ended; returns the pod's exit code: 0 after an asked-for stop, else the engine's own.
+
+    Must run in the main thread (signal handlers). `say` prints one line for the person who reads the pod's log.
+    """
+    # Orphans of the engine become our children, so that we can reap them, as pid 1 of a container or not.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    sweep = sweep_stale_regions()
+    if sweep.removed:
+        say(
+            f"removed {len(sweep.removed)} shared-memory files of dead engines ({format_byte_count(sweep.freed_bytes)})"
+        )
+    with _SignalPipe() as signals:
+        pod = _Pod(command, signals, say)
+        try:
+            return pod.run()
+        finally:
+            pod.close()
+
+
+class _SignalPipe:
+    """Turns signals into bytes on a socket for as long as the block lasts."""
+
+    def __enter__(self) -> _SignalPipe:
+        self.reader, self._writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, *FORWARDED_SIGNALS)
+        self._old = {number: signal.signal(number, lambda *_: None) for number in wanted}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._old_fd)
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self.reader.close()
+        self._writer.close()
+
+
+class _Pod:
+    def __init__(self, command: EngineCommand, signals: _SignalPipe, say: Callable[[str], None]) -> None:
+        self._lifecycle = command.lifecycle
+        self._say = say
+        self._phase = Phase.STARTING
+        self._deadline: float | None = None
+        self._asked_to_stop = False
+        self._self_check_failure: str | None = None
+        self._tail = OutputTail()
+        self._messages = MessageBuffer()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            brief = dataclasses.replace(command.brief, control_fd=theirs.fileno())
+            self._engine = subprocess.Popen(
+                list(command.arguments),
+                env={**os.environ, **command.environment, **brief.to_environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  this process has one thread
+            )
+        self._group_id = self._engine.pid
+        self._warden = start_warden(self._group_id)
+        assert self._engine.stdout is not None
+        self._output_fd = self._engine.stdout.fileno()
+        self._exit_fd = os.pidfd_open(self._engine.pid)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._output_fd, selectors.EVENT_READ, self._on_output)
+        self._selector.register(self._exit_fd, selectors.EVENT_READ, self._on_exit)
+        self._selector.register(self._control, selectors.EVENT_READ, self._on_message)
+        self._selector.register(signals.reader, selectors.EVENT_READ, lambda: self._on_signals(signals.reader))
+        say(f"vLLM starts as process {self._engine.pid}")
+
+    def run(self) -> int:
+        while self._phase is not Phase.ENDED:
+            timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            for key, _ in self._selector.select(timeout):
+                key.data()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._on_deadline()
+        return self._conclude()
+
+    def close(self) -> None:
+        """End whatever is left of the group; harmless when nothing is."""
+        end_group(self._group_id)
+        self._engine.wait()
+        self._reap_orphans()
+        dismiss_warden(self._warden)
+        self._selector.close()
+        self._control.close()
+        os.close(self._exit_fd)
+        if self._engine.stdout is not None:
+            self._engine.stdout.close()
+
+    # Events
+
+    def _on_output(self) -> None:
+        data = os.read(self._output_fd, 65_536)
+        if not data:
+            self._selector.unregister(self._output_fd)
+            return
+        self._tail.feed(data)
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    def _on_exit(self) -> None:
+        self._engine.wait()
+        self._phase = Phase.ENDED
+
+    def _on_message(self) -> None:
+        data = self._control.recv(4096)
+        if not data:
+            self._selector.unregister(self._control)
+            return
+        for message in self._messages.feed(data):
+            self._on_event(message)
+
+    def _on_event(self, message: dict[str, Any]) -> None:
+        event = message["event"]
+        if event == "serving" and self._phase is Phase.STARTING:
+            self._phase = Phase.SERVING
+            if self._asked_to_stop:
+                self._drain()
+        elif event == "ready":
+            self._say("ready")
+        elif event == "self_check_failed":
+            self._self_check_failure = str(message["reason"])
+            self._stop()
+        elif event == "drained" and self._phase is Phase.DRAINING:
+            self._say(f"drained: {message['finished']} requests finished, {message['cancelled']} cancelled")
+            self._stop()
+
+    def _on_signals(self, reader: socket.socket) -> None:
+        for number in reader.recv(64):
+            if number in FORWARDED_SIGNALS:
+                self._engine.send_signal(number)
+            elif number == signal.SIGCHLD:
+                self._reap_orphans()
+            elif number in (signal.SIGTERM, signal.SIGINT):
+                self._on_stop_signal(signal.Signals(number).name)
+
+    def _on_stop_signal(self, name: str) -> None:
+        if not self._asked_to_stop:
+            self._asked_to_stop = True
+            if self._phase is Phase.SERVING:
+                self._say(f"{name}: draining (another {name} speeds it up)")
+                self._drain()
+            else:
+                self._say(f"{name}: stopping, the engine served nothing yet")
+                self._stop()
+        elif self._phase is Phase.DRAINING:
+            self._say(f"{name} again: ending the running requests now")
+            self._order({"order": "hurry"})
+            self._deadline = time.monotonic() + HURRIED_REPLY_SECONDS
+        else:
+            self._say(f"{name} again: killing the engine")
+            self._kill()
+
+    def _on_deadline(self) -> None:
+        if self._phase is Phase.DRAINING:
+            self._say("the drain gave no answer in time; stopping all the same")
+            self._stop()
+        else:
+            self._say(f"vLLM did not end within {self._lifecycle.stop_timeout_seconds:g} s; killing it")
+            self._kill()
+
+    # Actions
+
+    def _drain(self) -> None:
+        lifecycle = self._lifecycle
+        self._phase = Phase.DRAINING
+        self._deadline = (
+            time.monotonic() + lifecycle.drain_delay_seconds + lifecycle.drain_timeout_seconds + DRAIN_REPLY_SECONDS
+        )
+        self._order(
+            {
+                "order": "drain",
+                "delay_seconds": lifecycle.drain_delay_seconds,
+                "timeout_seconds": lifecycle.drain_timeout_seconds,
+            }
+        )
+
+    def _order(self, order: dict[str, Any]) -> None:
+        try:
+            self._control.sendall(encode_message(order))
+        except OSError:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._phase in (Phase.STOPPING, Phase.ENDED):
+            return
+        self._phase = Phase.STOPPING
+        self._deadline = time.monotonic() + self._lifecycle.stop_timeout_seconds
+        self._engine.terminate()
+
+    def _kill(self) -> None:
+        self._deadline = None
+        end_group(self._group_id)
+
+    def _reap_orphans(self) -> None:
+        """Collect dead descendants that became our children; the engine and the warden are waited for elsewhere."""
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        for pid in map(int, children):
+            if pid not in (self._engine.pid, self._warden.pid):
+                try:
+                    os.waitpid(pid, os.WNOHANG)
+                except ChildProcessError:
+                    continue
+
+    # Result
+
+    def _conclude(self) -> int:
+        self._read_rest()
+        strays = sum(not is_resource_tracker(pid) for pid in group_members(self._group_id))
+        removed = end_group(self._group_id)
+        if strays:
+            self._say(f"ended {strays} processes that vLLM left running, removed {len(removed)} shared-memory files")
+        # vLLM removes its region on a clean stop only; with the group dead, an unmapped one is ours or nobody's.
+        sweep_stale_regions()
+        if self._self_check_failure is not None:
+            self._say(self._self_check_failure)
+            return SELF_CHECK_EXIT_CODE
+        if self._asked_to_stop:
+            self._say("stopped")
+            return 0
+        status = self._engine.returncode
+        self._say(explain_exit(status, self._tail.lines()))
+        return exit_code_of(status) or 1
+
+    def _read_rest(self) -> None:
+        os.set_blocking(self._output_fd, False)
+        try:
+            while data := os.read(self._output_fd, 65_536):
+                self._tail.feed(data)
+                sys.stdout.buffer.write(data)
+        except BlockingIOError:
+            pass
+        sys.stdout.buffer.flush()
+
+
+def _die_with_parent() -> None:
+    """In the child between fork and exec: the API server gets SIGKILL when the parent dies.
+
+    A second line of defence behind the warden, which also reaches the API server's own children.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def python_module(module: str, arguments: Sequence[str]) -> list[str]:
+    """Run `module` with this interpreter, whatever PATH says."""
+    return [str(Path(sys.executable)), "-m", module, *arguments]

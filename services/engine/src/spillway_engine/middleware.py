@@ -1,0 +1,142 @@
+"""What Spillway adds to vLLM's HTTP server, as plain ASGI: /ready, /spillway/config, the self-check and the drain.
+
+Loaded by vLLM through `--middleware spillway_engine.middleware.ReadinessMiddleware`, so it runs in the API-server
+process, outermost, on that process's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+from typing import Any
+
+from spillway_engine.in_flight import AsgiApp, InFlightRequests, Message, Receive, Scope, Send, error_body, send_json
+from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
+from spillway_engine.self_check import Ask, SelfCheckFailed, ask_through, run_self_check
+
+logger = logging.getLogger("vllm.spillway_engine")
+
+# Answered at any time and never counted: probes and scrapes must work while draining.
+UNCOUNTED_PATHS = ("/health", "/ping", "/metrics", "/version", "/load")
+ORPHAN_SECONDS = 15.0
+ABORT_SECONDS = 5.0  # from cancelling the last requests to their tasks having ended
+
+
+class ReadinessMiddleware:
+    """Readiness moves one way: starting -> self-check -> ready -> draining, or self-check -> failed."""
+
+    def __init__(self, app: AsgiApp, brief: PodBrief | None = None) -> None:
+        self._app = app
+        self._brief = brief if brief is not None else PodBrief.from_environment(os.environ)
+        self._reason: str | None = "starting"  # None: ready
+        self._requests = InFlightRequests()
+        self._refusing = False
+        self._hurry = asyncio.Event()
+        self._parent: asyncio.StreamWriter | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, self._watching_startup(scope, send))
+        elif scope["type"] != "http" or scope["path"].startswith(UNCOUNTED_PATHS):
+            await self._app(scope, receive, send)
+        elif scope["path"] == "/ready":
+            await self._answer_ready(send)
+        elif scope["path"] == "/spillway/config":
+            await send_json(send, 200, json.dumps(self._brief.configuration).encode())
+        elif self._refusing:
+            body = error_body("the engine is draining and takes no new requests", 503)
+            await send_json(send, 503, json.dumps(body).encode())
+        else:
+            await self._requests.run(self._app, scope, receive, send)
+
+    async def _answer_ready(self, send: Send) -> None:
+        if self._reason is None:
+            await send_json(send, 200, b'{"ready":true}')
+        else:
+            await send_json(send, 503, json.dumps({"ready": False, "reason": self._reason}).encode())
+
+    def _watching_startup(self, scope: Scope, send: Send) -> Send:
+        async def watch(message: Message) -> None:
+            await send(message)
+            if message["type"] == "lifespan.startup.complete":
+                self._start(self._serve(ask_through(self._app, scope)))
+
+        return watch
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, ask: Ask) -> None:
+        if self._brief.control_fd is not None:
+            await self._connect_parent(self._brief.control_fd)
+        self._tell({"event": "serving"})
+        if self._brief.self_check:
+            self._move("self-check", only_from="starting")
+            try:
+                answer = await run_self_check(ask, self._brief)
+            except Exception as error:
+                known = isinstance(error, SelfCheckFailed)
+                reason = f"self-check failed: {error if known else f'{type(error).__name__}: {error}'}"
+                self._move(reason, only_from="self-check")
+                logger.error("%s", reason)
+                self._tell({"event": "self_check_failed", "reason": reason})
+                return
+            logger.info("self-check passed, the engine answered %r", answer)
+        if self._reason in ("starting", "self-check"):
+            self._reason = None
+            self._tell({"event": "ready"})
+
+    def _move(self, reason: str, only_from: str) -> None:
+        if self._reason == only_from:
+            self._reason = reason
+
+    async def _connect_parent(self, control_fd: int) -> None:
+        reader, self._parent = await asyncio.open_connection(sock=socket.socket(fileno=control_fd))
+        self._start(self._follow_parent(reader))
+
+    async def _follow_parent(self, reader: asyncio.StreamReader) -> None:
+        buffer = MessageBuffer()
+        while data := await reader.read(4096):
+            for order in buffer.feed(data):
+                if order["order"] == "drain":
+                    self._start(self._drain(order["delay_seconds"], order["timeout_seconds"]))
+                elif order["order"] == "hurry":
+                    self._hurry.set()
+        # The parent is gone without having stopped us. The warden ends this group within moments; should it have been
+        # killed as well, nobody else will.
+        await asyncio.sleep(ORPHAN_SECONDS)
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        if self._parent is not None:
+            self._parent.write(encode_message(event))
+
+    async def _drain(self, delay_seconds: float, timeout_seconds: float) -> None:
+        """Not ready at once; still serving for the delay; then no new work; then wait; then end what is left."""
+        if self._reason == "draining":
+            return
+        self._reason = "draining"
+        logger.info("draining: %d requests running", len(self._requests))
+        await self._wait_unless_hurried(self._hurry.wait(), delay_seconds)
+        self._refusing = True
+        running = len(self._requests)
+        await self._wait_unless_hurried(self._requests.wait_idle(timeout_seconds), timeout_seconds)
+        cancelled = self._requests.cancel_all()
+        await self._requests.wait_idle(ABORT_SECONDS)
+        logger.info("drained: %d requests cancelled", cancelled)
+        self._tell({"event": "drained", "finished": running - cancelled, "cancelled": cancelled})
+
+    async def _wait_unless_hurried(self, wait: Any, timeout_seconds: float) -> None:
+        hurried = asyncio.ensure_future(self._hurry.wait())
+        waiting = asyncio.ensure_future(wait)
+        await asyncio.wait({hurried, waiting}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        waiting.cancel()

@@ -1,0 +1,119 @@
+"""What one token costs in KV cache, read from a model's config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spillway_engine.errors import ModelShapeError
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The part of a model's architecture that decides the size of its KV cache."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    latent_dim: int | None  # MLA: width of the latent plus its rope part; None: plain attention with K and V
+    dtype: str  # of the checkpoint
+    max_length: int | None  # tokens the model was trained for
+    weight_bytes: int  # files on disk; 0 when they are not here
+
+    def bytes_per_token_of_rank(self, dtype: str, tensor_parallel_size: int) -> int:
+        """KV bytes of one token on one rank, all layers.
+
+        Heads are split over ranks until there is one per rank, then replicated; a latent is never split.
+        """
+        element_bytes = DTYPE_BYTES[dtype]
+        if self.latent_dim is not None:
+            return self.layers * self.latent_dim * element_bytes
+        heads_of_rank = max(1, self.kv_heads // tensor_parallel_size)
+        return 2 * self.layers * heads_of_rank * self.head_dim * element_bytes
+
+    def bytes_per_token(self, dtype: str, tensor_parallel_size: int = 1) -> int:
+        """KV bytes of one token summed over the ranks of a replica."""
+        return self.bytes_per_token_of_rank(dtype, tensor_parallel_size) * tensor_parallel_size
+
+
+def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelShape:
+    """Parse a Hugging Face config (its text part for multimodal models).
+
+    Raises ModelShapeError when a needed number is absent.
+    """
+    text = config.get("text_config", config)
+    layers = _needed(text, "num_hidden_layers", "n_layer")
+    heads = _needed(text, "num_attention_heads", "n_head")
+    latent_dim = None
+    if text.get("kv_lora_rank"):
+        latent_dim = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim", 0))
+    head_dim = text.get("head_dim") or _needed(text, "hidden_size", "n_embd") // heads
+    layer_types = text.get("layer_types")
+    if layer_types:
+        # Layers with a recurrent state hold no per-token KV.
+        layers = sum(kind.endswith("attention") and not kind.startswith("linear") for kind in layer_types)
+    dtype = str(
+        text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    )
+    max_length = text.get("max_position_embeddings")
+    return ModelShape(
+        layers=layers,
+        kv_heads=int(text.get("num_key_value_heads") or heads),
+        head_dim=int(head_dim),
+        latent_dim=latent_dim,
+        dtype=dtype,
+        max_length=int(max_length) if max_length else None,
+        weight_bytes=weight_bytes,
+    )
+
+
+def load_model_shape(model_path: str) -> ModelShape:
+    """Read `config.json` of a folder, or of a hub name through the hub's own client and its cache.
+
+    Raises ModelShapeError: no such folder or model, no config.json, config without the needed numbers.
+    """
+    folder = Path(model_path)
+    if folder.is_dir():
+        config_path = folder / "config.json"
+        if not config_path.is_file():
+            raise ModelShapeError(
+                f"model.path: {model_path} has no config.json; give a folder with a Hugging Face model"
+            )
+        weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    else:
+        config_path = _config_from_hub(model_path)
+        weight_bytes = 0
+    try:
+        config = json.loads(config_path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelShapeError(f"{config_path} cannot be read as JSON: {error}") from error
+    return read_model_shape(config, weight_bytes)
+
+
+def _config_from_hub(name: str) -> Path:
+    if name.startswith(("/", ".")) or name.count("/") != 1:
+        raise ModelShapeError(
+            f"model.path: {name} is no folder here and no hub name (owner/model); give one of the two"
+        )
+    # Imported here: only hub names need it, and the engine image has it through vLLM.
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:
+        raise ModelShapeError(
+            f"model.path: {name} could not be fetched from the model hub ({type(error).__name__}: {error}); "
+            "check the name and the network, or give a folder"
+        ) from error
+
+
+def _needed(config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise ModelShapeError(f"config.json has no {' or '.join(names)}; the size of the KV cache cannot be computed")

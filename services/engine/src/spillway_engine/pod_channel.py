@@ -1,0 +1,58 @@
+"""The private line between the pod's parent process and the middleware inside vLLM's API server.
+
+One socket pair, inherited by the API server alone; one JSON object per line in each direction. Its end of file tells
+the middleware that the parent is gone, whatever killed it.
+
+    parent -> middleware   {"order": "drain", "delay_seconds": 5, "timeout_seconds": 60}   {"order": "hurry"}
+    middleware -> parent   {"event": "serving"}  {"event": "ready"}  {"event": "self_check_failed", "reason": "..."}
+                           {"event": "drained", "finished": 3, "cancelled": 1}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+ENVIRONMENT_VARIABLE = "SPILLWAY_ENGINE_POD"
+LINE_BYTES_MAX = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class PodBrief:
+    """What the middleware must know, carried in one environment variable."""
+
+    control_fd: int | None = None  # None: no parent listens (the middleware used by itself)
+    served_name: str = ""
+    self_check: bool = True
+    self_check_timeout_seconds: float = 120.0
+    expected_answer: str | None = None  # None: the model is unknown, its answers are only checked for sanity
+    dtype: str = ""
+    eager: bool = False
+    configuration: dict[str, Any] = field(default_factory=dict)
+
+    def to_environment(self) -> dict[str, str]:
+        return {ENVIRONMENT_VARIABLE: json.dumps(asdict(self), separators=(",", ":"))}
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> PodBrief:
+        text = environment.get(ENVIRONMENT_VARIABLE)
+        return cls(**json.loads(text)) if text else cls()
+
+
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+class MessageBuffer:
+    """Bytes in, whole messages out. A line longer than LINE_BYTES_MAX is a broken peer: ValueError."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LINE_BYTES_MAX:
+            raise ValueError("a message on the pod channel has no end")
+        return [json.loads(line) for line in lines if line]

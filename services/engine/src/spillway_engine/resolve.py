@@ -1,0 +1,141 @@
+"""Everything one start needs, decided before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spillway_engine.byte_sizes import format_byte_count
+from spillway_engine.errors import BudgetError
+from spillway_engine.launch import EngineCommand, python_module
+from spillway_engine.machine import SHARED_MEMORY_FOLDER, Machine
+from spillway_engine.memory_budget import MemoryBudget, plan_memory
+from spillway_engine.model_shape import ModelShape
+from spillway_engine.pod_channel import PodBrief
+from spillway_engine.settings import EngineSettings
+from spillway_engine.vllm_arguments import (
+    SERVER_MODULE,
+    public_configuration,
+    server_arguments,
+    server_environment,
+    without_secrets,
+)
+
+# Models whose answer to the self-check's question is known word for word.
+KNOWN_ANSWERS = {"smollm2-135m-instruct": "Paris", "smollm2-360m-instruct": "Paris", "smollm2-1.7b-instruct": "Paris"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedEngine:
+    settings: EngineSettings
+    shape: ModelShape
+    machine: Machine
+    budget: MemoryBudget
+
+    def require_fit(self) -> None:
+        """Raises BudgetError with every reason at once."""
+        if self.budget.problems:
+            raise BudgetError("\n".join(self.budget.problems))
+
+    def public(self) -> dict[str, Any]:
+        return {
+            **public_configuration(self.settings, self.budget),
+            "platform": self.machine.platform,
+            "arguments": without_secrets(server_arguments(self.settings, self.machine, self.budget)),
+        }
+
+    def command(self) -> EngineCommand:
+        settings = self.settings
+        arguments = server_arguments(settings, self.machine, self.budget)
+        is_folder = Path(settings.model.path).is_dir()
+        return EngineCommand(
+            arguments=python_module(SERVER_MODULE, arguments),
+            environment=server_environment(settings, self.machine, is_folder),
+            brief=PodBrief(
+                served_name=settings.served_name,
+                self_check=settings.lifecycle.self_check == "auto",
+                self_check_timeout_seconds=settings.lifecycle.self_check_timeout_seconds,
+                expected_answer=known_answer(settings),
+                dtype=self.budget.dtype,
+                eager="--enforce-eager" in arguments,
+                configuration=self.public(),
+            ),
+            lifecycle=settings.lifecycle,
+        )
+
+    def table(self) -> str:
+        """The same for people, printed at the top of the pod's log."""
+        budget, settings = self.budget, self.settings
+        offload = settings.offload
+        rows = [
+            (
+                "model",
+                f"{settings.model.path} as {settings.served_name}, {budget.dtype}, "
+                f"up to {settings.model.max_length:,} tokens",
+            ),
+            (
+                "platform",
+                f"{self.machine.platform}, {len(self.machine.cores)} cores, "
+                f"tensor parallel {settings.tensor_parallel_size}",
+            ),
+            ("KV per token", f"{budget.bytes_per_token:,} B"),
+            ("KV per block", f"{budget.bytes_per_block:,} B of {settings.block_size} tokens"),
+            ("device blocks", _device_text(budget)),
+        ]
+        if offload.enabled:
+            rows += [
+                (
+                    "CPU tier",
+                    f"{budget.cpu_chunks:,} chunks x {budget.cpu_row_bytes:,} B = "
+                    f"{format_byte_count(budget.cpu_tier_bytes)}, {budget.cpu_tier_tokens:,} tokens",
+                ),
+                ("shared tier", _shared_tier_text(settings)),
+            ]
+        else:
+            rows.append(("offload", "off"))
+        rows += [
+            (
+                str(SHARED_MEMORY_FOLDER),
+                f"needs {format_byte_count(budget.shared_memory_needed_bytes)}, "
+                f"{format_byte_count(budget.shared_memory_free_bytes)} free",
+            ),
+            (
+                "memory",
+                f"needs {format_byte_count(budget.memory_needed_bytes)}, "
+                f"{format_byte_count(budget.memory_available_bytes)} available ({budget.memory_limit_source})",
+            ),
+        ]
+        lines = [f"  {name:<14} {text}" for name, text in rows]
+        return "\n".join(
+            [f"Spillway engine {settings.name}", *lines, *(f"  warning: {text}" for text in budget.warnings)]
+        )
+
+
+def resolve_engine(settings: EngineSettings, shape: ModelShape, machine: Machine) -> ResolvedEngine:
+    return ResolvedEngine(settings, shape, machine, plan_memory(settings, shape, machine))
+
+
+def known_answer(settings: EngineSettings) -> str | None:
+    names = (settings.served_name.lower(), Path(settings.model.path).name.lower())
+    return next(
+        (answer for known, answer in KNOWN_ANSWERS.items() if any(name.startswith(known) for name in names)), None
+    )
+
+
+def _device_text(budget: MemoryBudget) -> str:
+    if budget.device_blocks is None or budget.device_bytes is None:
+        return "as many as the engine finds room for"
+    return f"{budget.device_blocks:,} = {format_byte_count(budget.device_bytes)}, {budget.device_tokens:,} tokens"
+
+
+def _shared_tier_text(settings: EngineSettings) -> str:
+    tier = settings.offload.shared_tier
+    if tier.type == "nvme":
+        bound = (
+            format_byte_count(tier.nvme.max_bytes)
+            if tier.nvme.max_bytes is not None
+            else "the file system's free space"
+        )
+        return f"nvme, {tier.nvme.path}, up to {bound}"
+    return f"redis, {tier.redis.url}" if tier.type == "redis" else "none"

@@ -1,0 +1,180 @@
+"""What an engine pod is told: the chart's values under `engine:` in snake case. Each default is written here, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spillway_engine.byte_sizes import ByteCount
+from spillway_engine.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    path: str  # a folder with config.json, or a hub name
+    served_name: str = ""  # empty: the last part of `path`
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    max_length: int = 8192  # tokens, prompt and answer together
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventsSettings:
+    enabled: bool = True
+    port: int = 8200
+    replay_port: int = 8300
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeTierSettings:
+    path: str = ""
+    max_bytes: ByteCount | None = None  # None: bounded by the file system alone
+    io_threads: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RedisTierSettings:
+    url: str = ""
+    username_env: str | None = None  # name of the environment variable, never the value
+    password_env: str | None = None
+    ttl_seconds: int = 86_400
+    connections: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTierSettings:
+    type: Literal["none", "nvme", "redis"] = "none"
+    nvme: NvmeTierSettings = field(default_factory=NvmeTierSettings)
+    redis: RedisTierSettings = field(default_factory=RedisTierSettings)
+    lookup_timeout_seconds: float = 0.2
+    load_timeout_seconds: float = 2.0
+    store_timeout_seconds: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSettings:
+    enabled: bool = True
+    num_cpu_blocks: int | None = None  # chunks of the whole replica
+    cpu_bytes: ByteCount | None = None  # the same said in bytes; one of the two
+    blocks_per_chunk: int = 1
+    eviction_policy: Literal["lru", "arc"] = "lru"
+    batch_memcpy: Literal["auto", "on", "off"] = "auto"
+    shared_tier: SharedTierSettings = field(default_factory=SharedTierSettings)
+    extra_tiers: tuple[
+        dict[str, Any], ...
+    ] = ()  # further secondary tiers of vLLM, passed on unread, after the shared tier
+
+
+@dataclass(frozen=True, slots=True)
+class LifecycleSettings:
+    drain_delay_seconds: float = 5.0  # between "not ready" and refusing work: time for routers to notice
+    drain_timeout_seconds: float = 60.0  # then time for running requests
+    stop_timeout_seconds: float = 20.0  # then time for vLLM to end before the whole process group is killed
+    self_check: Literal["auto", "off"] = "auto"
+    self_check_timeout_seconds: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    model: ModelSettings
+    name: str = "engine-0"
+    host: str = "127.0.0.1"
+    port: int = 8100
+    block_size: int = 128  # tokens
+    device_blocks: int | None = None
+    tensor_parallel_size: int = 1
+    platform: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    kv_events: KvEventsSettings = field(default_factory=KvEventsSettings)
+    offload: OffloadSettings = field(default_factory=OffloadSettings)
+    lifecycle: LifecycleSettings = field(default_factory=LifecycleSettings)
+    extra_args: tuple[str, ...] = ()
+    extra_env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def served_name(self) -> str:
+        return self.model.served_name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def check_settings(settings: EngineSettings) -> EngineSettings:
+    """Refuse contradictions that need no look at the machine. Returns the settings unchanged.
+
+    Raises SettingsError with what to change.
+    """
+    _check_numbers(settings)
+    _check_ports(settings)
+    offload = settings.offload
+    if offload.enabled:
+        if offload.num_cpu_blocks is not None and offload.cpu_bytes is not None:
+            raise SettingsError(
+                f"offload.numCpuBlocks: {offload.num_cpu_blocks} and offload.cpuBytes: {offload.cpu_bytes} are both "
+                "set; they say the same thing twice, remove one"
+            )
+        if offload.num_cpu_blocks is None and offload.cpu_bytes is None:
+            raise SettingsError(
+                "offload.enabled: true needs the size of the CPU tier; set offload.numCpuBlocks (or offload.cpuBytes), "
+                "or offload.enabled: false"
+            )
+        _check_shared_tier(offload.shared_tier)
+    return settings
+
+
+def _check_numbers(settings: EngineSettings) -> None:
+    at_least: list[tuple[str, float | None, float]] = [
+        ("model.maxLength", settings.model.max_length, 1),
+        ("blockSize", settings.block_size, 16),
+        ("deviceBlocks", settings.device_blocks, 2),
+        ("tensorParallelSize", settings.tensor_parallel_size, 1),
+        ("offload.numCpuBlocks", settings.offload.num_cpu_blocks, 1),
+        ("offload.cpuBytes", settings.offload.cpu_bytes, 1),
+        ("offload.blocksPerChunk", settings.offload.blocks_per_chunk, 1),
+        ("offload.sharedTier.lookupTimeoutSeconds", settings.offload.shared_tier.lookup_timeout_seconds, 0.001),
+        ("offload.sharedTier.loadTimeoutSeconds", settings.offload.shared_tier.load_timeout_seconds, 0.001),
+        ("offload.sharedTier.storeTimeoutSeconds", settings.offload.shared_tier.store_timeout_seconds, 0.001),
+        ("offload.sharedTier.nvme.ioThreads", settings.offload.shared_tier.nvme.io_threads, 1),
+        ("offload.sharedTier.redis.connections", settings.offload.shared_tier.redis.connections, 1),
+        ("offload.sharedTier.redis.ttlSeconds", settings.offload.shared_tier.redis.ttl_seconds, 1),
+        ("lifecycle.drainDelaySeconds", settings.lifecycle.drain_delay_seconds, 0),
+        ("lifecycle.drainTimeoutSeconds", settings.lifecycle.drain_timeout_seconds, 0),
+        ("lifecycle.stopTimeoutSeconds", settings.lifecycle.stop_timeout_seconds, 1),
+        ("lifecycle.selfCheckTimeoutSeconds", settings.lifecycle.self_check_timeout_seconds, 1),
+    ]
+    for key, given, least in at_least:
+        if given is not None and given < least:
+            raise SettingsError(f"{key}: {given} is too small; set it to {least} or more")
+    if settings.block_size % 16:
+        raise SettingsError(
+            f"blockSize: {settings.block_size} is not a multiple of 16, as attention kernels need; "
+            "128 suits every platform"
+        )
+    if not settings.model.path:
+        raise SettingsError("model.path is empty; set it to a model folder or a hub name")
+
+
+def _check_ports(settings: EngineSettings) -> None:
+    ports = {"port": settings.port}
+    if settings.kv_events.enabled:
+        ports |= {"kvEvents.port": settings.kv_events.port, "kvEvents.replayPort": settings.kv_events.replay_port}
+    holders: dict[int, str] = {}
+    for key, port in ports.items():
+        if not 1 <= port <= 65_535:
+            raise SettingsError(f"{key}: {port} is no TCP port; choose one from 1 to 65535")
+        if port in holders:
+            raise SettingsError(f"{key}: {port} is also {holders[port]}; give each its own port")
+        holders[port] = key
+
+
+def _check_shared_tier(tier: SharedTierSettings) -> None:
+    if tier.type == "nvme" and not tier.nvme.path.startswith("/"):
+        raise SettingsError(
+            f"offload.sharedTier.nvme.path: {tier.nvme.path!r} is no absolute folder; "
+            "sharedTier.type: nvme needs one that every engine of this model can reach"
+        )
+    if tier.type == "redis" and not tier.redis.url:
+        raise SettingsError(
+            "offload.sharedTier.redis.url is empty; sharedTier.type: redis needs it, e.g. redis://cache:6379/0"
+        )
+    if "@" in tier.redis.url:
+        raise SettingsError(
+            "offload.sharedTier.redis.url holds credentials; keep them out of files: put them into environment "
+            "variables and name these in redis.usernameEnv and redis.passwordEnv"
+        )

@@ -1,0 +1,250 @@
+"""The pod's parent process with small programs in vLLM's place: real processes, real signals, no engine."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spillway_engine.shared_memory import group_members
+
+DEADLINE_SECONDS = 30.0
+
+PARENT = """
+import sys
+from spillway_engine.launch import EngineCommand, run_engine
+from spillway_engine.pod_channel import PodBrief
+from spillway_engine.settings import LifecycleSettings
+
+command = EngineCommand(
+    [sys.executable, "-u", "-c", sys.argv[1]],
+    {"SPILLWAY_TEST": "yes"},
+    PodBrief(served_name="m"),
+    LifecycleSettings(drain_delay_seconds=0, drain_timeout_seconds=float(sys.argv[2]), stop_timeout_seconds=1),
+)
+sys.exit(run_engine(command, say=lambda line: print("pod:", line, flush=True)))
+"""
+
+# An engine that says "serving", has a child of its own (as vLLM has its core), and obeys.
+ENGINE = """
+import json, os, signal, socket, subprocess, sys, time
+line = socket.socket(fileno=json.loads(os.environ["SPILLWAY_ENGINE_POD"])["control_fd"])
+def tell(**event): line.sendall(json.dumps(event).encode() + b"\\n")
+def orders():
+    for text in line.makefile():
+        yield json.loads(text)
+core = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+print("group", os.getpgrp(), flush=True)
+"""
+
+
+class Pod:
+    def __init__(self, engine: str, drain_timeout_seconds: float = 60.0) -> None:
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PARENT, textwrap.dedent(engine), str(drain_timeout_seconds)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_for(self, text: str) -> str:
+        """Read lines until one holds `text`."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"{text!r} never came: {self.lines}")
+
+    def group(self) -> int:
+        return int(self.wait_for("group ").split()[1])
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and all output."""
+        rest, _ = self.process.communicate(timeout=DEADLINE_SECONDS)
+        return self.process.returncode, "".join(self.lines) + rest
+
+
+@pytest.fixture
+def pods() -> Iterator[list[Pod]]:
+    started: list[Pod] = []
+    yield started
+    for pod in started:
+        pod.process.kill()
+        pod.process.communicate()
+
+
+def wait_group_gone(group_id: int) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while members := group_members(group_id):
+        assert time.monotonic() < deadline, f"still there: {members}"
+
+
+def test_a_crash_is_passed_on_with_its_cause(pods: list[Pod]) -> None:
+    pods.append(pod := Pod(ENGINE + "raise SystemExit(print('ValueError: no memory for KV', flush=True) or 3)"))
+    group_id = pod.group()
+    code, output = pod.end()
+
+    assert code == 3
+    assert "pod: the engine ended by itself with status 3: ValueError: no memory for KV" in output
+    assert group_members(group_id) == []
+
+
+def test_a_kill_is_reported_as_one(pods: list[Pod]) -> None:
+    pods.append(pod := Pod(ENGINE + "os.kill(os.getpid(), signal.SIGKILL)"))
+    code, output = pod.end()
+
+    assert code == 137
+    assert "pod: the engine was killed (SIGKILL" in output
+    assert "pod: ended 1 processes that vLLM left running" in output
+
+
+def test_a_stop_drains_first_and_ends_with_zero(pods: list[Pod]) -> None:
+    pods.append(
+        pod := Pod(
+            ENGINE
+            + """
+tell(event="serving"); tell(event="ready")
+print("order", next(orders()), flush=True)
+tell(event="drained", finished=2, cancelled=1)
+signal.pause()
+"""
+        )
+    )
+    pod.wait_for("pod: ready")
+    pod.send(signal.SIGTERM)
+    code, output = pod.end()
+
+    assert code == 0
+    assert "order {'order': 'drain', 'delay_seconds': 0, 'timeout_seconds': 60.0}" in output
+    assert output.index("pod: drained: 2 requests finished, 1 cancelled") < output.index("pod: stopped")
+
+
+def test_a_second_signal_hurries_the_drain(pods: list[Pod]) -> None:
+    pods.append(
+        pod := Pod(
+            ENGINE
+            + """
+tell(event="serving"); tell(event="ready")
+for order in orders():
+    print("order", order["order"], flush=True)
+    if order["order"] == "hurry":
+        tell(event="drained", finished=0, cancelled=4)
+"""
+        )
+    )
+    pod.wait_for("pod: ready")
+    pod.send(signal.SIGTERM)
+    pod.wait_for("order drain")
+    pod.send(signal.SIGINT)
+    code, output = pod.end()
+
+    assert code == 0
+    assert "pod: drained: 0 requests finished, 4 cancelled" in output
+
+
+def test_an_engine_that_serves_nothing_yet_is_stopped_at_once(pods: list[Pod]) -> None:
+    pods.append(pod := Pod(ENGINE + "signal.pause()"))
+    group_id = pod.group()
+    pod.send(signal.SIGTERM)
+    code, output = pod.end()
+
+    assert code == 0
+    assert "pod: SIGTERM: stopping, the engine served nothing yet" in output
+    assert group_members(group_id) == []
+
+
+def test_an_engine_that_ignores_its_stop_is_killed_with_its_whole_group(pods: list[Pod]) -> None:
+    pods.append(
+        pod := Pod(
+            "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + ENGINE + "while True: signal.pause()"
+        )
+    )
+    group_id = pod.group()
+    pod.send(signal.SIGTERM)
+    code, output = pod.end()
+
+    assert code == 0
+    assert "pod: vLLM did not end within 1 s; killing it" in output
+    assert group_members(group_id) == []
+
+
+def test_a_failed_self_check_ends_the_pod_with_its_own_status(pods: list[Pod]) -> None:
+    pods.append(
+        pod := Pod(
+            ENGINE
+            + """
+tell(event="serving"); tell(event="self_check_failed", reason="self-check failed: set model.dtype: float32")
+signal.pause()
+"""
+        )
+    )
+    code, output = pod.end()
+
+    assert code == 4
+    assert "pod: self-check failed: set model.dtype: float32" in output
+
+
+def test_kill_9_of_the_parent_leaves_no_orphan_and_no_shared_memory(pods: list[Pod]) -> None:
+    name = f"psm_spillway_test_{os.getpid()}"
+    shared = Path("/dev/shm") / name
+    hold = f"""
+import mmap
+with open("/dev/shm/{name}", "w+b") as file:
+    file.truncate(4096)
+    held = mmap.mmap(file.fileno(), 4096)
+print("holding", flush=True)
+signal.pause()
+"""
+    engine = ENGINE.replace('"import signal; signal.pause()"', "CORE").replace(
+        "core = ", f"CORE = 'import signal' + {hold!r}\ncore = "
+    )
+    pods.append(pod := Pod(engine + "signal.pause()"))
+    try:
+        group_id = pod.group()
+        pod.wait_for("holding")
+        assert shared.exists() and len(group_members(group_id)) == 2
+        pod.send(signal.SIGKILL)
+        wait_group_gone(group_id)
+        _, output = pod.end()  # the warden holds the output open until it is done
+
+        assert "the parent process died; ended its engine, removed 1 shared-memory files" in output
+        assert not shared.exists()
+    finally:
+        shared.unlink(missing_ok=True)
+
+
+def test_other_signals_reach_the_engine(pods: list[Pod]) -> None:
+    pods.append(
+        pod := Pod(
+            ENGINE
+            + """
+signal.signal(signal.SIGUSR1, lambda *_: print("engine got it", flush=True))
+print("armed", flush=True)
+while True: signal.pause()
+"""
+        )
+    )
+    pod.wait_for("armed")
+    pod.send(signal.SIGUSR1)
+
+    assert pod.wait_for("engine got it")
+    pod.send(signal.SIGTERM)
+    assert pod.end()[0] == 0
+
+
+def test_the_engine_sees_its_environment(pods: list[Pod]) -> None:
+    pods.append(pod := Pod("import os; print('env', os.environ['SPILLWAY_TEST'])"))
+    code, output = pod.end()
+
+    assert "env yes" in output
+    assert code == 1  # ended unasked: a pod that stops by itself is a failure even when the engine says 0

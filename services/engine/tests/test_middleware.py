@@ -1,0 +1,219 @@
+"""The middleware over a real server and a small FastAPI application that answers as vLLM does."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+
+from spillway_engine.middleware import ReadinessMiddleware
+from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
+
+Serving = Callable[[Any], AbstractAsyncContextManager[str]]
+
+
+@dataclass
+class Engine:
+    """Answers at once, or holds a request until it is released."""
+
+    answer: str = "The capital of France is Paris."
+    brief: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.release = asyncio.Event()
+        self.entered = asyncio.Event()
+        self.aborted = 0
+        self.aborted_once = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.parent, theirs = socket.socketpair()
+        self.parent.setblocking(False)
+        self.app = FastAPI()
+        self.app.add_middleware(
+            ReadinessMiddleware,
+            brief=PodBrief(
+                **{
+                    "control_fd": theirs.detach(), "served_name": "m", "expected_answer": "Paris", "dtype": "bfloat16",
+                    "eager": True, "configuration": {"settings": {"name": "engine-0"}}, **self.brief,
+                }
+            ),
+        )  # fmt: skip
+        self.app.post("/v1/chat/completions")(self._chat)
+        self.app.post("/v1/completions")(self._complete)
+        self.app.get("/health")(lambda: {})
+        self._buffer = MessageBuffer()
+
+    async def _chat(self, request: Request) -> Any:
+        body = await request.json()
+        await self.may_answer.wait()
+        if body.get("stream"):
+            return StreamingResponse(self._stream(), media_type="text/event-stream")
+        if body.get("hold"):
+            await self._hold()
+        return {"choices": [{"message": {"content": self.answer}}]}
+
+    async def _complete(self, request: Request) -> Any:
+        return {
+            "choices": [{"text": self.answer, "logprobs": {"token_logprobs": [-0.1, -0.2], "tokens": ["a", "b"]}}],
+        }
+
+    async def _stream(self) -> AsyncIterator[str]:
+        yield 'data: {"choices": []}\n\n'
+        await self._hold()
+        yield "data: [DONE]\n\n"
+
+    async def _hold(self) -> None:
+        self.entered.set()
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            self.aborted_once.set()
+            raise
+
+    def order(self, order: dict[str, Any]) -> None:
+        self.parent.sendall(encode_message(order))
+
+    async def event(self, name: str) -> dict[str, Any]:
+        """The next event of that name from the middleware."""
+        async with asyncio.timeout(20):
+            while True:
+                for message in self._buffer.feed(await asyncio.get_running_loop().sock_recv(self.parent, 4096)):
+                    if message["event"] == name:
+                        return message
+
+
+async def test_ready_after_a_passed_self_check_and_not_before(serving: Serving) -> None:
+    engine = Engine()
+    engine.may_answer.clear()
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url) as client:
+        await engine.event("serving")
+        before = await client.get("/ready")
+        engine.may_answer.set()
+        await engine.event("ready")
+        after = await client.get("/ready")
+
+    assert (before.status_code, before.json()) == (503, {"ready": False, "reason": "self-check"})
+    assert (after.status_code, after.json()) == (200, {"ready": True})
+
+
+async def test_a_wrong_answer_fails_and_names_the_setting_to_change(serving: Serving) -> None:
+    engine = Engine("L'Etoile, la Marseillaise, la femme", {"eager": False})
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url) as client:
+        reason = (await engine.event("self_check_failed"))["reason"]
+        ready = await client.get("/ready")
+
+    assert reason.startswith("self-check failed: 'What is the capital of France?' was answered \"L'Etoile")
+    assert 'add "--enforce-eager" to extraArgs or set model.dtype: float32' in reason
+    assert (ready.status_code, ready.json()["reason"]) == (503, reason)
+
+
+async def test_an_unknown_model_is_only_checked_for_sanity(serving: Serving) -> None:
+    engine = Engine("the Seine", {"expected_answer": None})
+    async with serving(engine.app):
+        await engine.event("ready")
+
+
+async def test_a_self_check_that_gets_no_answer_ends(serving: Serving) -> None:
+    engine = Engine(brief={"self_check_timeout_seconds": 0.01})
+    engine.may_answer.clear()
+    async with serving(engine.app):
+        reason = (await engine.event("self_check_failed"))["reason"]
+        engine.may_answer.set()
+
+    assert "no answer within lifecycle.selfCheckTimeoutSeconds: 0.01" in reason
+
+
+async def test_without_self_check_it_is_ready_at_once(serving: Serving) -> None:
+    engine = Engine("nonsense", {"self_check": False})
+    async with serving(engine.app):
+        await engine.event("ready")
+
+
+async def test_the_configuration_is_shown(serving: Serving) -> None:
+    engine = Engine()
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url) as client:
+        shown = await client.get("/spillway/config")
+
+    assert shown.json() == {"settings": {"name": "engine-0"}}
+
+
+async def test_a_drain_waits_for_running_requests(serving: Serving) -> None:
+    engine = Engine()
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
+        await engine.event("ready")
+        running = asyncio.create_task(client.post("/v1/chat/completions", json={"hold": True}))
+        await engine.entered.wait()
+        engine.order({"order": "drain", "delay_seconds": 0, "timeout_seconds": 20})
+        while (await client.get("/ready")).status_code == 200:
+            pass
+        refused = await client.post("/v1/chat/completions", json={})
+        health = await client.get("/health")
+        engine.release.set()
+        answer = await running
+        drained = await engine.event("drained")
+
+    assert refused.status_code == 503
+    assert refused.json()["error"]["message"] == "the engine is draining and takes no new requests"
+    assert health.status_code == 200
+    assert answer.json()["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    assert drained == {"event": "drained", "finished": 1, "cancelled": 0}
+
+
+async def test_it_keeps_serving_during_the_delay(serving: Serving) -> None:
+    engine = Engine()
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
+        await engine.event("ready")
+        engine.order({"order": "drain", "delay_seconds": 600, "timeout_seconds": 0})
+        while (ready := await client.get("/ready")).status_code == 200:
+            pass
+        answer = await client.post("/v1/chat/completions", json={})
+        engine.order({"order": "hurry"})
+        await engine.event("drained")
+
+    assert ready.json()["reason"] == "draining"
+    assert answer.status_code == 200
+
+
+async def test_what_outlives_the_drain_is_ended_with_a_clear_error(serving: Serving) -> None:
+    engine = Engine()
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
+        await engine.event("ready")
+        whole = asyncio.create_task(client.post("/v1/chat/completions", json={"hold": True}))
+        async with client.stream("POST", "/v1/chat/completions", json={"stream": True}) as streamed:
+            lines = streamed.aiter_lines()
+            first = await anext(lines)
+            await engine.entered.wait()
+            engine.order({"order": "drain", "delay_seconds": 600, "timeout_seconds": 600})
+            engine.order({"order": "hurry"})
+            rest = [line async for line in lines if line]
+        answer = await whole
+        drained = await engine.event("drained")
+
+    assert first == 'data: {"choices": []}'
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == 503
+    assert answer.status_code == 503
+    assert "shutting down" in answer.json()["error"]["message"]
+    assert drained["cancelled"] == 2
+    assert engine.aborted == 2
+
+
+async def test_a_clients_own_disconnect_is_passed_on(serving: Serving) -> None:
+    engine = Engine()
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
+        await engine.event("ready")
+        async with client.stream("POST", "/v1/chat/completions", json={"stream": True}) as streamed:
+            await anext(streamed.aiter_lines())
+            await engine.entered.wait()
+        async with asyncio.timeout(20):
+            await engine.aborted_once.wait()
+        engine.order({"order": "drain", "delay_seconds": 0, "timeout_seconds": 20})
+        drained = await engine.event("drained")
+
+    assert drained["cancelled"] == 0

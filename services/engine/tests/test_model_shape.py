@@ -1,0 +1,79 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spillway_engine.errors import ModelShapeError
+from spillway_engine.model_shape import load_model_shape, read_model_shape
+
+SMOLLM2 = {
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "hidden_size": 576,
+    "dtype": "bfloat16", "max_position_embeddings": 8192,
+}  # fmt: skip
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_14B = {
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 5120,
+}
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 7168,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "ranks", "bytes_per_token"),
+    [
+        (SMOLLM2, "bfloat16", 1, 23_040),
+        (SMOLLM2, "float32", 1, 46_080),
+        (LLAMA_8B, "bfloat16", 1, 131_072),
+        (QWEN3_14B, "bfloat16", 1, 163_840),
+        (QWEN3_14B, "bfloat16", 4, 163_840),  # heads are split, the replica's total stays
+        (QWEN3_14B, "bfloat16", 16, 327_680),  # one head per rank, each held twice
+        (DEEPSEEK_V3, "bfloat16", 1, 70_272),
+        (DEEPSEEK_V3, "bfloat16", 8, 562_176),  # each rank keeps the whole latent
+    ],
+)
+def test_bytes_per_token_of_known_models(config: dict[str, Any], dtype: str, ranks: int, bytes_per_token: int) -> None:
+    assert read_model_shape(config).bytes_per_token(dtype, ranks) == bytes_per_token
+
+
+def test_the_text_part_of_a_multimodal_config_counts() -> None:
+    assert read_model_shape({"text_config": QWEN3_14B, "vision_config": {}}).layers == 40
+
+
+def test_recurrent_layers_hold_no_kv() -> None:
+    kinds = ["linear_attention"] * 30 + ["full_attention"] * 10
+
+    assert read_model_shape({**QWEN3_14B, "layer_types": kinds}).layers == 10
+
+
+def test_a_folder_is_read_with_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+
+    shape = load_model_shape(str(tmp_path))
+
+    assert (shape.weight_bytes, shape.dtype, shape.max_length) == (1000, "bfloat16", 8192)
+
+
+def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelShapeError, match=r"has no config\.json"):
+        load_model_shape(str(tmp_path))
+    with pytest.raises(ModelShapeError, match="no num_hidden_layers"):
+        read_model_shape({"hidden_size": 1})
+    with pytest.raises(ModelShapeError, match="no folder here and no hub name"):
+        load_model_shape("/no/such/folder")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelShapeError, match="cannot be read as JSON"):
+        load_model_shape(str(tmp_path))

@@ -1,0 +1,87 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spillway_engine.errors import BudgetError
+from spillway_engine.machine import Machine
+from spillway_engine.model_shape import ModelShape
+from spillway_engine.resolve import known_answer, resolve_engine
+from spillway_engine.settings import EngineSettings
+from spillway_engine.settings_reader import read_settings
+
+SHAPE = ModelShape(30, 3, 64, None, "bfloat16", 8192, 0)
+MACHINE = Machine("cpu", frozenset(), (0, 1), 12 << 30, "MemAvailable", 6 << 30, 6 << 30)
+CONFIG = {
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "hidden_size": 576,
+    "dtype": "bfloat16", "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def settings(**more: Any) -> EngineSettings:
+    return read_settings(EngineSettings, {"model": {"path": "/models/x"}, "deviceBlocks": 80, **more})
+
+
+def test_the_table_shows_the_arithmetic() -> None:
+    table = resolve_engine(settings(offload={"numCpuBlocks": 96}), SHAPE, MACHINE).table()
+
+    assert "KV per token   46,080 B" in table
+    assert "KV per block   5,898,240 B of 128 tokens" in table
+    assert "96 chunks x 5,898,240 B = 540.0 MiB, 12,288 tokens" in table
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(BudgetError, match=r"set offload\.numCpuBlocks <="):
+        resolve_engine(settings(offload={"numCpuBlocks": 9000}), SHAPE, MACHINE).require_fit()
+
+
+def test_the_command_carries_the_brief_of_the_middleware() -> None:
+    command = resolve_engine(settings(offload={"numCpuBlocks": 96}), SHAPE, MACHINE).command()
+
+    assert command.arguments[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert (command.brief.dtype, command.brief.eager, command.brief.expected_answer) == ("float32", True, None)
+    assert command.brief.configuration["memory"]["bytes_per_token"] == 46_080
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "answer"),
+    [
+        ("/m/smollm2-135m-instruct-ab12-1", "", "Paris"),
+        ("/m", "SmolLM2-135M-Instruct", "Paris"),
+        ("/m/smollm2-135m", "", None),
+    ],
+)
+def test_a_known_model_is_known_by_either_name(path: str, name: str, answer: str | None) -> None:
+    given = read_settings(EngineSettings, {"model": {"path": path, "servedName": name}, "offload": {"enabled": False}})
+
+    assert known_answer(given) == answer
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "spillway_engine", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_print_config_is_json_and_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = run("--print-config", "--set", f"model.path={tmp_path}", "--set", "offload.numCpuBlocks=8",
+               "--set", "deviceBlocks=80", "--set", "model.dtype=bfloat16")  # fmt: skip
+    shown = json.loads(done.stdout)
+
+    assert done.returncode == 0
+    assert shown["memory"]["cpu_tier_bytes"] == 8 * 2_949_120
+    assert shown["settings"]["offload"]["numCpuBlocks"] == 8
+    assert "--kv-transfer-config" in shown["arguments"]
+
+
+def test_a_refusal_is_one_sentence_and_status_2(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = run("--set", f"model.path={tmp_path}", "--set", "offload.numCpuBlocks=100000000")
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("spillway_engine: offload.numCpuBlocks: 100000000 needs")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,114 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_engine.errors import SettingsError
+from spillway_engine.settings import EngineSettings, check_settings
+from spillway_engine.settings_reader import camel_case, load_engine_settings, read_settings, settings_tree
+
+MINIMAL: dict[str, Any] = {"model": {"path": "/models/x"}, "offload": {"numCpuBlocks": 64}}
+
+
+def write(folder: Path, tree: Any) -> Path:
+    path = folder / "engine.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_defaults_fill_what_the_file_leaves_out(tmp_path: Path) -> None:
+    settings = load_engine_settings(write(tmp_path, MINIMAL))
+
+    assert settings.model.path == "/models/x"
+    assert settings.served_name == "x"
+    assert settings.offload.num_cpu_blocks == 64
+    assert settings.lifecycle.drain_timeout_seconds == 60.0
+
+
+def test_overrides_win_in_order_and_reach_any_depth(tmp_path: Path) -> None:
+    settings = load_engine_settings(
+        write(tmp_path, MINIMAL),
+        ["offload.numCpuBlocks=8", "offload.sharedTier.type=nvme", "offload.sharedTier.nvme.path=/mnt/kv",
+         "offload.sharedTier.nvme.maxBytes=4GiB", "offload.numCpuBlocks=9"],
+    )  # fmt: skip
+
+    assert settings.offload.num_cpu_blocks == 9
+    assert settings.offload.shared_tier.nvme.max_bytes == 4 << 30
+
+
+def test_overrides_alone_are_enough() -> None:
+    settings = load_engine_settings(None, ["model.path=/models/x", "offload.cpuBytes=512MiB"])
+
+    assert settings.offload.cpu_bytes == 512 << 20
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("offload.numCpuBloks=3", "offload.numCpuBloks is no setting; did you mean numCpuBlocks?"),
+        ("modle.path=x", "modle is no setting; did you mean model?"),
+        ("offload.sharedTier.num_cpu_blocks=3", "offload.sharedTier.num_cpu_blocks is no setting"),
+        ("port=eight", "port: 'eight' is not a whole number"),
+        ("port=true", "port: True is not a whole number"),
+        ("platform=tpu", "platform: 'tpu' is none of auto, cpu, cuda, npu"),
+        ("offload.cpuBytes=lots", "offload.cpuBytes: 'lots' is not a size"),
+        ("extraArgs=x", "extraArgs: 'x' is not a list"),
+        ("model=x", "model: 'x' is not a mapping"),
+        ("port", "has no key or no value"),
+        ("offload.cpuBytes=1GiB", "offload.numCpuBlocks: 64 and offload.cpuBytes: 1073741824 are both set"),
+        ("offload.numCpuBlocks=null", "offload.enabled: true needs the size of the CPU tier"),
+        ("offload.numCpuBlocks=0", "offload.numCpuBlocks: 0 is too small"),
+        ("offload.sharedTier.type=nvme", "offload.sharedTier.nvme.path: '' is no absolute folder"),
+        ("offload.sharedTier.type=redis", "offload.sharedTier.redis.url is empty"),
+        ("offload.sharedTier.redis.url=redis://u:p@h:1/0", "holds credentials"),
+        ("kvEvents.port=8100", "kvEvents.port: 8100 is also port"),
+        ("port=70000", "port: 70000 is no TCP port"),
+        ("blockSize=100", "blockSize: 100 is not a multiple of 16"),
+    ],
+)
+def test_a_refusal_names_the_key_and_the_remedy(tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_engine_settings(write(tmp_path, MINIMAL), [override])
+
+    assert said in str(refused.value)
+
+
+def test_a_missing_model_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"model is not set and has no default.*--set model="):
+        load_engine_settings(None, ["port=1"])
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"nothing.yaml: No such file"):
+        load_engine_settings(tmp_path / "nothing.yaml")
+
+
+def test_yaml_off_is_the_word_off() -> None:
+    settings = read_settings(EngineSettings, yaml.safe_load("{model: {path: x}, lifecycle: {selfCheck: off}}"))
+
+    assert settings.lifecycle.self_check == "off"
+
+
+def test_every_setting_survives_the_way_out_and_back() -> None:
+    settings = load_engine_settings(None, ["model.path=/m", "offload.cpuBytes=1GiB", "extraEnv.A=b", "extraArgs=[--x]"])
+
+    assert read_settings(EngineSettings, settings_tree(settings)) == settings
+
+
+@given(st.text(alphabet="abcdefghijklmnopqrstuvwxyzABC_", min_size=1, max_size=20))
+def test_no_unknown_key_is_ever_accepted(key: str) -> None:
+    known = settings_tree(EngineSettings(**{"model": read_settings(EngineSettings, MINIMAL).model}))
+    if key in known:
+        return
+    with pytest.raises(SettingsError, match=f"^{key} is no setting"):
+        check_settings(read_settings(EngineSettings, {**MINIMAL, key: 1}))
+
+
+@given(st.lists(st.from_regex(r"[a-z]{1,6}", fullmatch=True), min_size=1, max_size=4))
+def test_camel_case_is_reversible(words: list[str]) -> None:
+    name = camel_case("_".join(words))
+
+    assert "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name) == "_".join(words)

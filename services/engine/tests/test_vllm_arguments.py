@@ -1,0 +1,139 @@
+import json
+from typing import Any
+
+from spillway_engine.machine import Machine
+from spillway_engine.memory_budget import plan_memory
+from spillway_engine.model_shape import ModelShape
+from spillway_engine.settings import EngineSettings
+from spillway_engine.settings_reader import read_settings
+from spillway_engine.vllm_arguments import (
+    cpu_thread_environment,
+    kv_transfer_config,
+    public_configuration,
+    server_arguments,
+    server_environment,
+    without_secrets,
+)
+
+SHAPE = ModelShape(30, 3, 64, None, "bfloat16", 8192, 0)
+CPU = Machine("cpu", frozenset({"avx512_bf16"}), (0, 1), 12 << 30, "MemAvailable", 6 << 30, 6 << 30)
+NPU = Machine("npu", frozenset(), tuple(range(64)), 1 << 40, "MemAvailable", 1 << 40, 1 << 40)
+TREE: dict[str, Any] = {
+    "name": "engine-3",
+    "model": {"path": "/models/x", "servedName": "m"},
+    "deviceBlocks": 80,
+    "offload": {
+        "numCpuBlocks": 96,
+        "sharedTier": {"type": "nvme", "nvme": {"path": "/kv", "maxBytes": "4GiB"}},
+    },
+    "extraArgs": ["--max-num-seqs", "8"],
+}
+
+
+def arguments(tree: dict[str, Any], machine: Machine = CPU) -> list[str]:
+    settings = read_settings(EngineSettings, tree)
+    return server_arguments(settings, machine, plan_memory(settings, SHAPE, machine))
+
+
+def test_the_whole_command_line_of_a_cpu_engine() -> None:
+    assert arguments(TREE) == [
+        "--model", "/models/x",
+        "--served-model-name", "m",
+        "--host", "127.0.0.1",
+        "--port", "8100",
+        "--dtype", "bfloat16",
+        "--max-model-len", "8192",
+        "--seed", "0",
+        "--block-size", "128",
+        "--tensor-parallel-size", "1",
+        "--prefix-caching-hash-algo", "sha256_cbor",
+        "--enable-prompt-tokens-details",
+        "--disable-uvicorn-access-log",
+        "--middleware", "spillway_engine.middleware.ReadinessMiddleware",
+        "--num-gpu-blocks-override", "80",
+        "--enforce-eager",
+        "--kv-cache-memory-bytes", "235929600",
+        "--kv-events-config",
+        '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://127.0.0.1:8200",'
+        '"replay_endpoint":"tcp://127.0.0.1:8300","topic":"kv-events"}',
+        "--kv-transfer-config",
+        '{"kv_connector":"SpillwayConnector","kv_connector_module_path":"spillway_connector.engine.connector",'
+        '"kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{'
+        '"spec_name":"SpillwayOffloadingSpec","spec_module_path":"spillway_connector.engine.spec","num_cpu_blocks":96,'
+        '"blocks_per_chunk":1,"eviction_policy":"lru","batch_memcpy":"auto","secondary_tiers":['
+        '{"type":"nvme","path":"/kv","max_bytes":4294967296,"io_threads":4,"lookup_timeout_seconds":0.2,'
+        '"load_timeout_seconds":2.0,"store_timeout_seconds":10.0}]}}',
+        "--max-num-seqs", "8",
+    ]  # fmt: skip
+
+
+def test_an_accelerator_compiles_and_sizes_its_own_cache() -> None:
+    given = arguments({**TREE, "deviceBlocks": None}, NPU)
+
+    assert "--enforce-eager" not in given
+    assert "--kv-cache-memory-bytes" not in given
+    assert "--num-gpu-blocks-override" not in given
+
+
+def test_features_that_are_off_leave_no_argument() -> None:
+    given = arguments({**TREE, "offload": {"enabled": False}, "kvEvents": {"enabled": False}})
+
+    assert "--kv-transfer-config" not in given
+    assert "--kv-events-config" not in given
+
+
+def test_a_redis_tier_names_variables_and_never_holds_secrets() -> None:
+    tree = {
+        **TREE,
+        "offload": {
+            "cpuBytes": "1GiB",
+            "sharedTier": {"type": "redis", "redis": {"url": "redis://c:6379/0", "passwordEnv": "P"}},
+        },
+    }
+    extra = kv_transfer_config(read_settings(EngineSettings, tree))["kv_connector_extra_config"]
+
+    assert extra["cpu_bytes_to_use"] == 1 << 30
+    assert "num_cpu_blocks" not in extra
+    assert extra["secondary_tiers"][0] == {
+        "type": "redis", "url": "redis://c:6379/0", "username_env": None, "password_env": "P", "ttl_seconds": 86400,
+        "connections": 4, "lookup_timeout_seconds": 0.2, "load_timeout_seconds": 2.0, "store_timeout_seconds": 10.0,
+    }  # fmt: skip
+
+
+def test_tiers_of_vllm_pass_unread_beside_ours() -> None:
+    tree = {**TREE, "offload": {"numCpuBlocks": 4, "extraTiers": [{"type": "fs", "root_dir": "/x"}]}}
+
+    assert kv_transfer_config(read_settings(EngineSettings, tree))["kv_connector_extra_config"]["secondary_tiers"] == [
+        {"type": "fs", "root_dir": "/x"}
+    ]
+
+
+def test_the_hash_seed_is_nobodys_choice() -> None:
+    settings = read_settings(EngineSettings, {**TREE, "extraEnv": {"PYTHONHASHSEED": "7", "A": "b"}})
+    environment = server_environment(settings, CPU, model_is_folder=True)
+
+    assert environment["PYTHONHASHSEED"] == "0"
+    assert environment["A"] == "b"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in server_environment(settings, CPU, model_is_folder=False)
+
+
+def test_a_small_machine_computes_on_every_core() -> None:
+    assert cpu_thread_environment(CPU) == {"VLLM_CPU_OMP_THREADS_BIND": "0,1"}
+    assert cpu_thread_environment(NPU) == {}
+
+
+def test_keys_on_the_command_line_are_not_shown() -> None:
+    given = ["--port", "1", "--api-key", "k1", "--ssl", "--api-key=k2", "--hf-token", "--x", "--tokenizer", "t"]
+
+    assert without_secrets(given) == [
+        "--port", "1", "--api-key", "***", "--ssl", "--api-key=***", "--hf-token", "--x", "--tokenizer", "t",
+    ]  # fmt: skip
+
+
+def test_what_is_shown_holds_no_value_of_the_environment() -> None:
+    settings = read_settings(EngineSettings, {**TREE, "extraEnv": {"HF_TOKEN": "hf_secret"}})
+    shown = json.dumps(public_configuration(settings, plan_memory(settings, SHAPE, CPU)))
+
+    assert "HF_TOKEN" in shown
+    assert "hf_secret" not in shown

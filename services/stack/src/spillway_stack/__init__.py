@@ -1,0 +1,1 @@
+"""Spillway's local stack: engines, gateway and shared tiers on one machine, and the demo over them."""

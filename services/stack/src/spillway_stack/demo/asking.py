@@ -1,0 +1,112 @@
+"""One streamed greedy chat request, timed to its first content token."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import StackError
+from .sizing import ANSWER_TOKENS
+
+TIMEOUT_SECONDS = 300.0
+# The fact that was asked for stands before either; what a small model says after it is chance.
+STOP = (" with", ".")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int  # as the engine reports it in usage
+    ttft_seconds: float
+    headers: Mapping[str, str]  # lower-case names
+
+
+def ask(port: int, model: str, messages: list[dict[str, str]]) -> Answer:
+    """Raises StackError when the answer is no complete stream with usage."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_completion_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "stop": list(STOP),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,  # text can agree where tokens do not
+    }
+    started = time.monotonic()
+    first: float | None = None
+    pieces: list[str] = []
+    token_ids: list[int] = []
+    usage: dict[str, Any] | None = None
+    headers: dict[str, str] = {}
+    for event in _events(port, "/v1/chat/completions", body, headers):
+        if "error" in event:
+            raise StackError(f"port {port} ended its answer with an error: {event['error']}")
+        usage = event.get("usage") or usage
+        for choice in event.get("choices", []):
+            piece = choice["delta"].get("content") or ""
+            if piece and first is None:
+                first = time.monotonic()
+            pieces.append(piece)
+            token_ids += choice.get("token_ids") or []
+    if first is None or usage is None or not token_ids:
+        raise StackError(f"port {port} streamed no content, no token ids or no usage; see make logs")
+    details = usage.get("prompt_tokens_details") or {}
+    return Answer(
+        "".join(pieces),
+        tuple(token_ids),
+        int(usage["prompt_tokens"]),
+        int(details.get("cached_tokens") or 0),
+        first - started,
+        headers,
+    )
+
+
+def ask_one_token(port: int, model: str) -> None:
+    """The shortest request there is: it takes one device block and leaves nothing to reuse."""
+    _post(port, "/v1/completions", {"model": model, "prompt": "Ship", "max_tokens": 1, "temperature": 0})
+
+
+def count_prompt_tokens(port: int, model: str, messages: list[dict[str, str]]) -> int:
+    """Chat template included, as the engine counts them."""
+    return int(_post(port, "/tokenize", {"model": model, "messages": messages})["count"])
+
+
+def _events(port: int, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
+    try:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        headers.update({name.lower(): value for name, value in response.getheaders()})
+        if response.status != 200:
+            raise StackError(f"port {port} answered {path} with status {response.status}: {response.read(500)!r}")
+        for line in response:
+            data = line.removeprefix(b"data:").strip()
+            if data and data != b"[DONE]" and line.startswith(b"data:"):
+                yield json.loads(data)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise StackError(f"the request to port {port} failed: {type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+
+
+def _post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
+    try:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        content = response.read()
+        if response.status != 200:
+            raise StackError(f"port {port} answered {path} with status {response.status}: {content[:500]!r}")
+        answer: dict[str, Any] = json.loads(content)
+        return answer
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise StackError(f"the request to port {port} failed: {type(error).__name__}: {error}") from error
+    finally:
+        connection.close()

@@ -1,0 +1,71 @@
+"""An engine's /metrics as the few counters that tell where a prompt's KV came from."""
+
+from __future__ import annotations
+
+import http.client
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from ..errors import StackError
+from ..http_probe import get
+
+_SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """Totals since the engine's start; the difference of two readings is what lies between them."""
+
+    prompt_tokens: int = 0
+    device_hit_tokens: int = 0  # found in the device's own prefix cache
+    external_hit_tokens: int = 0  # handed over by the connector: CPU tier and shared tiers
+    device_load_bytes: int = 0  # CPU tier -> device
+    device_store_bytes: int = 0  # device -> CPU tier
+    tier_read_bytes: dict[str, int] = field(default_factory=dict)  # shared tier -> CPU tier
+    tier_written_bytes: dict[str, int] = field(default_factory=dict)
+
+    def since(self, before: EngineCounters) -> EngineCounters:
+        return EngineCounters(
+            self.prompt_tokens - before.prompt_tokens,
+            self.device_hit_tokens - before.device_hit_tokens,
+            self.external_hit_tokens - before.external_hit_tokens,
+            self.device_load_bytes - before.device_load_bytes,
+            self.device_store_bytes - before.device_store_bytes,
+            {tier: total - before.tier_read_bytes.get(tier, 0) for tier, total in self.tier_read_bytes.items()},
+            {tier: total - before.tier_written_bytes.get(tier, 0) for tier, total in self.tier_written_bytes.items()},
+        )
+
+
+def parse_counters(text: str) -> EngineCounters:
+    """From Prometheus text format. A counter that is absent has counted nothing yet."""
+    totals: dict[tuple[str, str], float] = defaultdict(float)
+    for line in text.splitlines():
+        if match := _SAMPLE.match(line):
+            found: dict[str, str] = dict(_LABEL.findall(match[2] or ""))
+            totals[match[1], found.get("tier", found.get("direction", ""))] += float(match[3])
+
+    def per_tier(name: str) -> dict[str, int]:
+        return {tier: int(total) for (metric, tier), total in totals.items() if metric == name}
+
+    return EngineCounters(
+        prompt_tokens=int(totals["vllm:prompt_tokens_total", ""]),
+        device_hit_tokens=int(totals["vllm:prefix_cache_hits_total", ""]),
+        external_hit_tokens=int(totals["vllm:external_prefix_cache_hits_total", ""]),
+        device_load_bytes=int(totals["spillway_device_copy_bytes_total", "load"]),
+        device_store_bytes=int(totals["spillway_device_copy_bytes_total", "store"]),
+        tier_read_bytes=per_tier("spillway_tier_read_bytes_total"),
+        tier_written_bytes=per_tier("spillway_tier_written_bytes_total"),
+    )
+
+
+def read_counters(port: int) -> EngineCounters:
+    """Raises StackError when the engine does not answer."""
+    try:
+        status, body = get(port, "/metrics")
+    except (OSError, http.client.HTTPException) as error:
+        raise StackError(f"the engine on port {port} does not answer: {error}; see make status") from error
+    if status != 200:
+        raise StackError(f"the engine on port {port} answered /metrics with status {status}; see make logs")
+    return parse_counters(body.decode(errors="replace"))

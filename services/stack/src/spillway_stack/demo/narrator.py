@@ -1,0 +1,50 @@
+"""What the demo says while it works: lines that stay, and one that comes and goes with a clock."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+REDRAW_SECONDS = 0.2
+_CLEAR_LINE = "\r\x1b[K"
+
+
+class Narrator:
+    """On a terminal the passing line is redrawn in place; elsewhere it is written once."""
+
+    def __init__(self, out: TextIO | None = None, is_terminal: bool | None = None) -> None:
+        self._out = out if out is not None else sys.stdout
+        self.is_terminal = self._out.isatty() if is_terminal is None else is_terminal
+
+    def say(self, text: str = "") -> None:
+        print(text, file=self._out, flush=True)
+
+    @contextlib.contextmanager
+    def doing(self, text: str) -> Iterator[None]:
+        """Show `text` while the block runs; the clock's thread only draws."""
+        if not self.is_terminal:
+            print(f"  ... {text}", file=self._out, flush=True)
+            yield
+            return
+        over = threading.Event()
+        clock = threading.Thread(target=self._draw, args=(text, over), daemon=True)
+        clock.start()
+        try:
+            yield
+        finally:
+            over.set()
+            clock.join()
+            self._out.write(_CLEAR_LINE)
+            self._out.flush()
+
+    def _draw(self, text: str, over: threading.Event) -> None:
+        started = time.monotonic()
+        while True:
+            self._out.write(f"{_CLEAR_LINE}  {text} ({time.monotonic() - started:.0f} s)")
+            self._out.flush()
+            if over.wait(REDRAW_SECONDS):
+                return

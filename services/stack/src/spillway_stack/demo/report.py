@@ -1,0 +1,96 @@
+"""From samples to rows, and rows to build/demo/report.json. Pure but for the one write."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from .phases import MIXED, Phase, Sample
+from .sizing import EngineLimits
+
+COLD_REFERENCE, DEVICE_REFERENCE = "cold", "device hit"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One phase; figures are medians over the documents. The first eight keys are what readers may rely on."""
+
+    phase: str
+    engine: str
+    tier: str  # where it was served from: none, device, cpu, nvme, redis, mixed
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_seconds: float
+    ratio_to_recompute: float  # how many times faster than the cold phase
+    identical: bool  # token for token, to `reference`
+    reference: str  # the answer compared with: "cold", or "device hit" where that one rounds differently from cold
+    identical_to_cold: bool
+    served_as_planned: bool
+    notes: tuple[str, ...]  # what was not as planned, one line per document
+    ttft_seconds_samples: tuple[float, ...]
+    answers: tuple[str, ...]
+    headers: dict[str, str]  # the gateway's, of the last answer
+
+    @property
+    def is_proven(self) -> bool:
+        """A device hit that differs from cold alone is rounding, known and said; anything else is a fault."""
+        return self.served_as_planned and (self.identical or self.phase == Phase.DEVICE_HIT.value)
+
+
+def summarise(samples: Sequence[Sample], everything: Sequence[Sample], limits: EngineLimits, shared_tier: str) -> Row:
+    """One row of the `samples` of one phase; `everything` so far holds the references, itself included.
+
+    Every document's answer is compared with its cold one. A full prefill multiplies matrices of other shapes than the
+    short rest after a hit, and a kernel may then round differently; where that already makes a document's device hit
+    differ from cold, its tier hits are compared with its device hit, the computation of equal length.
+    """
+    phase = samples[0].phase
+    cold = {sample.document: sample for sample in everything if sample.phase is Phase.COLD}
+    # The first device hit is on the same engine that computed the prefix: no tier took part in it.
+    device = {sample.document: sample for sample in everything if sample.phase is Phase.DEVICE_HIT}
+    identical_to_cold = all(_same(sample, cold[sample.document]) for sample in samples)
+    reference = COLD_REFERENCE
+    identical = identical_to_cold
+    if not identical_to_cold and phase not in (Phase.COLD, Phase.DEVICE_HIT):
+        reference = DEVICE_REFERENCE
+        identical = all(_same(sample, device[sample.document]) for sample in samples)
+    faults = [(sample, sample.fault(limits, shared_tier)) for sample in samples]
+    tiers = {sample.served.tier for sample in samples}
+    ttft_seconds = median(sample.answer.ttft_seconds for sample in samples)
+    recompute_seconds = median(sample.answer.ttft_seconds for sample in cold.values())
+    return Row(
+        phase=phase.value,
+        engine=", ".join(sorted({sample.engine for sample in samples})),
+        tier=tiers.pop() if len(tiers) == 1 else MIXED,
+        prompt_tokens=round(median(sample.answer.prompt_tokens for sample in samples)),
+        cached_tokens=round(median(sample.answer.cached_tokens for sample in samples)),
+        ttft_seconds=round(ttft_seconds, 4),
+        ratio_to_recompute=round(recompute_seconds / ttft_seconds, 2),
+        identical=identical,
+        reference=reference,
+        identical_to_cold=identical_to_cold,
+        served_as_planned=all(fault is None for _, fault in faults),
+        notes=tuple(f"document {sample.document + 1}: {fault}" for sample, fault in faults if fault is not None),
+        ttft_seconds_samples=tuple(round(sample.answer.ttft_seconds, 4) for sample in samples),
+        answers=tuple(sample.answer.text.strip() for sample in samples),
+        headers={name: value for name, value in samples[-1].answer.headers.items() if name.startswith("x-spillway-")},
+    )
+
+
+def write_report(rows: Sequence[Row], path: Path) -> None:
+    """Whole or not at all; an interrupted demo leaves the last whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _same(sample: Sample, reference: Sample) -> bool:
+    return sample.answer.token_ids == reference.answer.token_ids

@@ -1,0 +1,47 @@
+"""Short questions to local HTTP servers; any failure is an answer, never an exception."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    ready: bool
+    detail: str  # the server's own reason, or why it could not be asked
+
+
+def probe_ready(port: int, path: str | None, timeout_seconds: float = 2.0) -> Probe:
+    """200 means ready; with `path` None an accepted connection does."""
+    try:
+        if path is None:
+            with socket.create_connection(("127.0.0.1", port), timeout_seconds):
+                return Probe(True, "")
+        status, body = get(port, path, timeout_seconds)
+    except ConnectionRefusedError:
+        return Probe(False, "starting")
+    except (OSError, http.client.HTTPException) as error:
+        return Probe(False, type(error).__name__)
+    return Probe(status == 200, _reason(body) if status != 200 else "")
+
+
+def get(port: int, path: str, timeout_seconds: float = 5.0) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_seconds)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def _reason(body: bytes) -> str:
+    try:
+        answer: Any = json.loads(body)
+    except ValueError:
+        return body.decode(errors="replace")[:120]
+    return str(answer.get("reason", answer) if isinstance(answer, dict) else answer)[:200]

@@ -1,0 +1,96 @@
+"""What can be asked of the local stack, and where each port lies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spillway_stack.errors import StackError
+
+SHARED_TIERS = ("nvme", "redis", "none")
+VALKEY_MAX_BYTES = 1 << 30
+GATEWAY_MEMORY_BYTES = 400 << 20
+ENGINES_MAX = 50  # ports of engines, events and replays are a hundred apart
+
+
+@dataclass(frozen=True, slots=True)
+class StackSettings:
+    """Defaults suit two cores and 12 GB: a device cache of ten thousand tokens, small enough to see eviction."""
+
+    port: int = 8000  # gateway; engines + 100, events + 200, replays + 300, Valkey + 400
+    engines: int = 2
+    model: str = ""  # folder or hub name; empty: the bundled SmolLM2-135M-Instruct
+    shared_tier: str = "nvme"
+    offload: bool = True
+    num_cpu_blocks: int = 96  # chunks of one block, per engine
+    device_blocks: int = 80
+    block_size: int = 128  # tokens
+    max_length: int = 8192  # tokens
+    nvme_max_bytes: int = 4 << 30
+    gateway: bool = True
+    engine_overrides: tuple[str, ...] = ()  # `key.path=value`, as spillway_engine --set takes them, for every engine
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> StackSettings:
+        """PORT, ENGINES, MODEL, SHARED_TIER, OFFLOAD, NUM_CPU_BLOCKS, DEVICE_BLOCKS.
+
+        Raises StackError naming the variable.
+        """
+        default = cls()
+        settings = cls(
+            port=_number(environment, "PORT", default.port, least=1, most=65_535 - 400),
+            engines=_number(environment, "ENGINES", default.engines, least=1, most=ENGINES_MAX),
+            model=_model(environment.get("MODEL", "")),
+            shared_tier=_choice(environment, "SHARED_TIER", default.shared_tier, SHARED_TIERS),
+            offload=_choice(environment, "OFFLOAD", "on", ("on", "off")) == "on",
+            num_cpu_blocks=_number(environment, "NUM_CPU_BLOCKS", default.num_cpu_blocks, least=1),
+            device_blocks=_number(environment, "DEVICE_BLOCKS", default.device_blocks, least=2),
+        )
+        longest = (settings.device_blocks - 1) * settings.block_size
+        if longest < settings.max_length:
+            # A small device cache is a way to see eviction; the longest prompt follows it down.
+            return StackSettings(**{**asdict(settings), "max_length": longest})
+        return settings
+
+    def gateway_port(self) -> int:
+        return self.port
+
+    def engine_port(self, index: int) -> int:
+        return self.port + 100 + index
+
+    def events_port(self, index: int) -> int:
+        return self.port + 200 + index
+
+    def replay_port(self, index: int) -> int:
+        return self.port + 300 + index
+
+    def valkey_port(self) -> int:
+        return self.port + 400
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "engine_overrides": list(self.engine_overrides)}
+
+
+def _number(environment: Mapping[str, str], name: str, default: int, least: int, most: int | None = None) -> int:
+    text = environment.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isdigit() or int(text) < least or (most is not None and int(text) > most):
+        bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise StackError(f"{name}={text} is not a whole number {bounds}")
+    return int(text)
+
+
+def _choice(environment: Mapping[str, str], name: str, default: str, choices: tuple[str, ...]) -> str:
+    text = environment.get(name, "").strip() or default
+    if text not in choices:
+        raise StackError(f"{name}={text} is none of {', '.join(choices)}")
+    return text
+
+
+def _model(text: str) -> str:
+    text = text.strip()
+    return str(Path(text).expanduser().resolve()) if text and Path(text).expanduser().is_dir() else text

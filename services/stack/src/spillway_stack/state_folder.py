@@ -1,0 +1,78 @@
+"""The folder `.run`: every path in it, and the state file that survives a killed supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StateFolder:
+    root: Path
+
+    @property
+    def plan_file(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def state_file(self) -> Path:
+        return self.root / "state.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config"
+
+    @property
+    def nvme(self) -> Path:
+        return self.root / "nvme"
+
+    @property
+    def valkey(self) -> Path:
+        return self.root / "valkey"
+
+    def log_file(self, component: str) -> Path:
+        return self.logs / f"{component}.log"
+
+    def create(self) -> None:
+        for folder in (self.logs, self.config, self.nvme, self.valkey):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def read_state(self) -> dict[str, Any] | None:
+        """The supervisor's last word; None when no stack was started here or it was taken down."""
+        return _read_json(self.state_file)
+
+    def read_plan(self) -> dict[str, Any] | None:
+        return _read_json(self.plan_file)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(value, indent=2))
+    partial.replace(path)
+
+
+def last_lines(path: Path, count: int, bytes_max: int = 64 << 10) -> list[str]:
+    """The end of a log without reading all of it."""
+    try:
+        with path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - bytes_max))
+            return log.read().decode(errors="replace").splitlines()[-count:]
+    except FileNotFoundError:
+        return []
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,123 @@
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_stack.demo.sizing import (
+    DOCUMENTS,
+    LENGTHS,
+    EngineLimits,
+    choose_document_tokens,
+    prompt_tokens_max,
+    short_requests_to_evict,
+)
+from spillway_stack.errors import StackError
+
+# The stack's defaults: `make up` without any variable.
+DEFAULT = EngineLimits(
+    max_length=8192, block_size=128, chunk_tokens=128, device_blocks=80, cpu_chunks=96, bytes_per_token=23_040
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_second", "tokens"),
+    [(5_000, 4096), (1_000, 4096), (520, 4096), (380, 2048), (256, 2048), (100, 512), (3, 256)],
+)
+def test_the_length_follows_the_prefill_rate(tokens_per_second: float, tokens: int) -> None:
+    assert choose_document_tokens(tokens_per_second, DEFAULT) == tokens
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens"),
+    [
+        (replace(DEFAULT, cpu_chunks=95), 2048),
+        (replace(DEFAULT, cpu_chunks=192, device_blocks=200, max_length=16_384), 8192),
+        (replace(DEFAULT, cpu_chunks=192, device_blocks=200), 4096),
+        (replace(DEFAULT, device_blocks=30, max_length=29 * 128), 2048),
+        (replace(DEFAULT, max_length=1_100), 512),
+    ],
+)
+def test_the_length_never_exceeds_what_the_engine_holds(limits: EngineLimits, tokens: int) -> None:
+    assert choose_document_tokens(1e9, limits) == tokens
+
+
+def test_the_documents_take_at_most_half_of_the_shared_tier() -> None:
+    assert choose_document_tokens(1e9, DEFAULT, shared_tier_bytes=4096 * 23_040 * DOCUMENTS * 2) == 4096
+    assert choose_document_tokens(1e9, DEFAULT, shared_tier_bytes=4096 * 23_040 * DOCUMENTS * 2 - 1) == 2048
+
+
+def test_too_small_an_engine_is_refused_with_the_numbers_that_would_do() -> None:
+    small = replace(DEFAULT, cpu_chunks=3, device_blocks=4, max_length=384)
+    with pytest.raises(StackError, match=r"DEVICE_BLOCKS >= 5 and NUM_CPU_BLOCKS >= 6"):
+        choose_document_tokens(1000, small)
+    assert choose_document_tokens(1000, replace(small, cpu_chunks=6, device_blocks=5, max_length=512)) == 256
+
+
+def test_a_chunk_longer_than_every_document_is_refused() -> None:
+    with pytest.raises(StackError, match="one chunk has 16384"):
+        choose_document_tokens(1000, replace(DEFAULT, chunk_tokens=16_384))
+
+
+@given(prompt_tokens=st.integers(1, 100_000), chunk=st.sampled_from([16, 128, 256]))
+def test_reusable_tokens_are_whole_chunks_and_leave_a_token_to_compute(prompt_tokens: int, chunk: int) -> None:
+    reusable = replace(DEFAULT, chunk_tokens=chunk).reusable_tokens(prompt_tokens)
+    assert reusable % chunk == 0
+    assert reusable < prompt_tokens <= reusable + chunk
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_a_prompt_just_below_its_limit_reuses_the_documents_length(tokens: int) -> None:
+    assert DEFAULT.reusable_tokens(prompt_tokens_max(tokens, DEFAULT) - 1) == tokens
+
+
+class _DeviceCache:
+    """The order in which an engine's block pool reuses blocks: oldest free one first, of a request its tail first."""
+
+    def __init__(self, blocks: int) -> None:
+        self.free: OrderedDict[int, str] = OrderedDict((block, "") for block in range(blocks))
+
+    def held(self, name: str) -> int:
+        return sum(content.startswith(f"{name}:") for content in self.free.values())
+
+    def ask(self, name: str, whole_blocks: int) -> int:
+        """A request of `whole_blocks` and one partial block; returns how many it found."""
+        where = {content: block for block, content in self.free.items() if content.startswith(f"{name}:")}
+        used: list[tuple[int, str]] = []
+        for index in range(whole_blocks):
+            if (content := f"{name}:{index}") not in where:
+                break
+            used.append((where[content], content))
+            del self.free[where[content]]
+        found = len(used)
+        for index in range(found, whole_blocks + 1):
+            block, _ = self.free.popitem(last=False)
+            used.append((block, f"{name}:{index}" if index < whole_blocks else ""))
+        self.free.update(reversed(used))
+        return found
+
+
+@given(device_blocks=st.integers(5, 400), document_blocks=st.integers(2, 64), document=st.integers(0, DOCUMENTS - 1))
+def test_enough_short_requests_push_a_document_off_the_device(
+    device_blocks: int, document_blocks: int, document: int
+) -> None:
+    if document_blocks + 2 > device_blocks - 1:
+        return
+    cache = _DeviceCache(device_blocks - 1)
+    for name in range(DOCUMENTS):
+        cache.ask(str(name), document_blocks)
+        assert cache.ask(str(name), document_blocks) == document_blocks
+    for other in range(DOCUMENTS):
+        if other != document:
+            cache.ask(str(other), document_blocks)
+    for _ in range(short_requests_to_evict(document_blocks, replace(DEFAULT, device_blocks=device_blocks))):
+        cache.ask("short", 0)
+    assert cache.held(str(document)) == 0
+
+
+def test_other_documents_alone_would_not_evict_with_the_default_sizes() -> None:
+    cache = _DeviceCache(DEFAULT.device_blocks - 1)
+    for name in ("0", "1", "2", "1", "2"):
+        cache.ask(name, 32)
+    assert cache.held("0") > 0

@@ -1,0 +1,83 @@
+import sys
+from pathlib import Path
+
+import yaml
+
+from spillway_engine.settings import EngineSettings, check_settings
+from spillway_engine.settings_reader import read_settings
+from spillway_stack.components import (
+    Component,
+    PreparedModel,
+    configuration_files,
+    engine_configuration,
+    gateway_configuration,
+    plan_components,
+)
+from spillway_stack.settings import StackSettings
+from spillway_stack.state_folder import StateFolder
+
+FOLDER = StateFolder(Path("/state"))
+MODEL = PreparedModel("/models/m", "m", bundled=False, tokenizer="/models/m")
+
+
+def test_start_order_and_stop_order() -> None:
+    components = plan_components(StackSettings(), MODEL, FOLDER, Path("/bin/valkey"))
+
+    assert [component.name for component in components] == ["valkey", "engine-0", "engine-1", "gateway"]
+    by_stop = sorted(components, key=lambda component: component.stop_rank)
+    assert [component.name for component in by_stop] == ["gateway", "engine-0", "engine-1", "valkey"]
+
+
+def test_a_component_survives_the_plan_file() -> None:
+    for component in plan_components(StackSettings(), MODEL, FOLDER, Path("/bin/valkey")):
+        assert Component.from_dict(component.as_dict()).as_dict() == component.as_dict()
+
+
+def test_engines_can_be_tested_without_a_gateway() -> None:
+    components = plan_components(StackSettings(gateway=False, engines=1), MODEL, FOLDER, Path("/bin/valkey"))
+
+    assert [component.name for component in components] == ["valkey", "engine-0"]
+
+
+def test_overrides_reach_every_engine() -> None:
+    settings = StackSettings(engine_overrides=("model.dtype=float32",))
+    (_, engine, _, _) = plan_components(settings, MODEL, FOLDER, Path("/bin/valkey"))
+
+    assert list(engine.arguments) == [
+        sys.executable, "-m", "spillway_engine",
+        "--config", "/state/config/engine-0.yaml",
+        "--set", "model.dtype=float32",
+    ]  # fmt: skip
+
+
+def test_the_engine_service_accepts_what_the_stack_writes() -> None:
+    for tier in ("nvme", "redis", "none"):
+        for offload in (True, False):
+            settings = StackSettings(port=9000, shared_tier=tier, offload=offload)
+            engine = check_settings(read_settings(EngineSettings, engine_configuration(settings, MODEL, FOLDER, 1)))
+            assert (engine.port, engine.kv_events.port, engine.kv_events.replay_port) == (9101, 9201, 9301)
+            assert engine.offload.enabled is offload
+            if offload:
+                assert engine.offload.shared_tier.type == tier
+                assert engine.offload.num_cpu_blocks == settings.num_cpu_blocks
+
+
+def test_the_gateway_is_told_of_every_engine() -> None:
+    tree = gateway_configuration(StackSettings(port=9000, engines=2), MODEL)
+
+    assert tree["listen"] == {"host": "127.0.0.1", "port": 9000}
+    assert tree["models"][0]["engines"][1] == {
+        "name": "engine-1",
+        "url": "http://127.0.0.1:9101",
+        "kvEvents": "tcp://127.0.0.1:9201",
+        "kvReplay": "tcp://127.0.0.1:9301",
+    }
+
+
+def test_files_are_yaml_of_these_trees() -> None:
+    files = configuration_files(StackSettings(engines=1), MODEL, FOLDER)
+
+    assert set(files) == {FOLDER.config / "engine-0.yaml", FOLDER.config / "gateway.yaml"}
+    assert yaml.safe_load(files[FOLDER.config / "engine-0.yaml"]) == engine_configuration(
+        StackSettings(engines=1), MODEL, FOLDER, 0
+    )
