@@ -56,6 +56,9 @@ class ConnectorConfig:
     promotion_in_flight_fraction: float = 0.5
     promotion_per_request_fraction: float = 0.75
     request_wait_seconds: float = 3.0  # over all lookups and loads of one request; then it recomputes
+    # Loads are made only while they beat recomputing, from rates measured while serving. A number here replaces the
+    # measured prefill rate, for tests and for fleets whose rate is known.
+    prefill_tokens_per_second: float | None = None
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:
@@ -78,6 +81,8 @@ class ConnectorConfig:
             if not 0.0 < getattr(config, name) <= 1.0:
                 raise ConfigError(f"{name}: {getattr(config, name)!r} is not between 0 and 1")
         _require_positive("request_wait_seconds", config.request_wait_seconds)
+        if config.prefill_tokens_per_second is not None:
+            _require_positive("prefill_tokens_per_second", config.prefill_tokens_per_second)
         return config
 
 

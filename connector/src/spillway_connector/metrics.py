@@ -64,6 +64,16 @@ TIER_QUEUE_BYTES = Metric(
     "spillway_tier_queue_bytes", Kind.GAUGE, "Bytes waiting to be stored in a shared tier.", ("tier",)
 )
 
+PREFILL_RATE = Metric(
+    "spillway_prefill_tokens_per_second", Kind.GAUGE, "Measured prefill rate, against which loads are judged."
+)
+TIER_LOAD_RATE = Metric(
+    "spillway_tier_load_bytes_per_second", Kind.GAUGE, "Measured rate of loads as requests see it.", ("tier",)
+)
+TIER_NOT_WORTH = Metric(
+    "spillway_tier_not_worth", Kind.COUNTER, "Chunks not asked of a tier because recomputing is faster.", ("tier",)
+)
+
 ALL = (
     DEVICE_COPY_BYTES,
     DEVICE_COPY_SECONDS,
@@ -79,5 +89,8 @@ ALL = (
     TIER_BREAKER_OPEN,
     TIER_EVICTED_FRAMES,
     TIER_QUEUE_BYTES,
+    PREFILL_RATE,
+    TIER_LOAD_RATE,
+    TIER_NOT_WORTH,
 )
 BY_NAME = {metric.name: metric for metric in ALL}

@@ -61,7 +61,12 @@ class _Report:
     item: TransferItem
     error: TierError | None
     moved_bytes: int
-    seconds: float
+    begun_at: float
+    ended_at: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_at - self.begun_at
 
 
 class SharedTier:
@@ -299,6 +304,7 @@ class SharedTier:
             self._fail(operation, item.key, report.error)
         else:
             self._presence.put(item.key, True)
+            item.job.last_moved_at = max(report.ended_at, item.job.last_moved_at or 0.0)
 
     def _expire(self, job: TransferJob) -> None:
         seconds = job.deadline - job.queued_at
@@ -379,7 +385,7 @@ class SharedTier:
         except Exception as raised:
             error = unexpected(raised)
         moved_bytes = self._payload_bytes if error is None else 0
-        self._reports.append(_Report(item, error, moved_bytes, self._clock() - begun))
+        self._reports.append(_Report(item, error, moved_bytes, begun, self._clock()))
         self._progress.set()
 
     def _load(self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview, now: float) -> bool:

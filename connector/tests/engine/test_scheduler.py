@@ -19,6 +19,7 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.engine.worker import SpillwayWorkerMetadata
+from spillway_connector.testing.clock import SteppedClock
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 8
 TOKENS = BLOCK_TOKENS * BLOCKS
@@ -49,7 +50,13 @@ def scheduler() -> Iterator[SpillwayConnectorScheduler]:
     region.unlink_name()
     config = ConnectorConfig.parse({"num_cpu_blocks": ROWS})
     manager = SpillwayTieringManager(
-        CPUPrimaryTierOffloadingManager(ROWS, region), [], ROWS, config, enable_events=False
+        CPUPrimaryTierOffloadingManager(ROWS, region),
+        [],
+        ROWS,
+        config,
+        enable_events=False,
+        chunk_tokens=BLOCK_TOKENS,
+        chunk_bytes=4096,
     )
     group = SimpleNamespace(
         kv_cache_spec=FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
@@ -82,6 +89,7 @@ def build_meta(scheduler, scheduled: dict[str, int] | None = None, new: dict[str
         scheduled_new_reqs=new_requests,
         scheduled_cached_reqs=cached,
         num_scheduled_tokens=scheduled or {},
+        total_num_scheduled_tokens=sum((scheduled or {}).values()),
         preempted_req_ids=None,
         finished_req_ids=set(),
     )
@@ -133,6 +141,22 @@ def test_a_request_whose_load_failed_recomputes_and_is_not_offered_the_load_agai
     assert ask(scheduler, "another")[1] == (TOKENS, True)  # the bytes in the CPU tier are good
     scheduler.request_finished(request)
     assert not scheduler._recompute_only
+
+
+def test_steps_that_prefill_are_timed_and_others_are_not(scheduler, monkeypatch):
+    clock = SteppedClock()
+    monkeypatch.setattr("spillway_connector.engine.scheduler.time.monotonic", clock)
+    build_meta(scheduler, {"a": 1000})
+    build_meta(scheduler, {"a": 2000})  # async scheduling: begun before the first has ended
+    clock.advance(1.0)
+    report(scheduler, {})
+    clock.advance(2.0)
+    report(scheduler, {})
+    assert scheduler.manager.prefill_rate.per_second == pytest.approx(1000)
+    build_meta(scheduler, {"a": 1})  # a decode step
+    clock.advance(1.0)
+    report(scheduler, {})
+    assert scheduler.manager.prefill_rate.per_second == pytest.approx(1000)
 
 
 def test_a_preempted_request_waits_for_its_own_stores(scheduler):

@@ -44,8 +44,9 @@ class ScriptedTier(SecondaryTierManager):
     def on_new_request(self, req_context):
         return RequestOffloadingContext()
 
-    def end(self, job, failed=()):
-        self.ended.append(TierJobResult(job.job_id, success=not failed, failed_keys=frozenset(failed)))
+    def end(self, job, failed=(), seconds=0.001):
+        result = TierJobResult(job.job_id, success=not failed, failed_keys=frozenset(failed), seconds=seconds)
+        self.ended.append(result)
 
 
 def key(number: int) -> bytes:
@@ -64,7 +65,16 @@ class Stack:
         self.region.unlink_name()
         primary = CPUPrimaryTierOffloadingManager(ROWS, self.region)
         parsed = ConnectorConfig.parse({"num_cpu_blocks": ROWS, **config})
-        self.manager = SpillwayTieringManager(primary, [self.tier], ROWS, parsed, enable_events=False, clock=self.clock)
+        self.manager = SpillwayTieringManager(
+            primary,
+            [self.tier],
+            ROWS,
+            parsed,
+            enable_events=False,
+            chunk_tokens=128,
+            chunk_bytes=4096,
+            clock=self.clock,
+        )
 
     def step(self) -> None:
         self.manager.on_schedule_end()
@@ -159,6 +169,33 @@ def test_one_request_cannot_promote_over_its_own_head(stack: Stack):
             stack.tier.end(job)
     assert promoted == 6  # three quarters of 8 rows
     assert [stack.manager.lookup(key(n), context) for n in range(7)] == [True] * 6 + [False]
+
+
+def promote(stack: Stack, name: str, number: int, seconds: float) -> bool | None:
+    """What the first lookup of a chunk says; if it starts a promotion, let that end after `seconds`."""
+    context = request(name)
+    stack.manager.on_new_request(context)
+    stack.tier.holds = {key(number): True}
+    answer = stack.manager.lookup(key(number), context)
+    stack.step()
+    while stack.tier.loads:
+        stack.tier.end(stack.tier.loads.pop(), seconds=seconds)
+    stack.step()
+    return answer
+
+
+@pytest.mark.parametrize("stack", [{"prefill_tokens_per_second": 1280.0}], indirect=True)  # a chunk in 100 ms
+def test_a_tier_slower_than_recomputing_is_left_alone_but_for_a_probe(stack: Stack):
+    assert promote(stack, "first", 1, seconds=0.2) is None
+    assert promote(stack, "probe", 2, seconds=0.2) is None
+    assert promote(stack, "third", 3, seconds=0.2) is False
+    assert promote(stack, "first-again", 1, seconds=0.2) is True  # what the CPU tier holds is served all the same
+    stack.clock.advance(31)
+    assert promote(stack, "second-probe", 4, seconds=0.001) is None
+    stack.clock.advance(60)
+    assert promote(stack, "third-probe", 5, seconds=0.001) is None  # the slow past has faded
+    assert promote(stack, "open-again", 6, seconds=0.001) is None
+    assert stack.manager.take_stats().reduce()["tier_not_worth|scripted"] == 1
 
 
 def test_a_failed_device_copy_never_becomes_a_hit_nor_a_cascade(stack: Stack):

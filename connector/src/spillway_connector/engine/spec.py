@@ -93,7 +93,13 @@ class SpillwayOffloadingSpec(OffloadingSpec):
             view = primary.get_kv_memoryview()
             tiers = [self._create_tier(config, view) for config in self.secondary_tier_configs]
             self._manager = SpillwayTieringManager(
-                primary, tiers, self.num_blocks, self.config, enable_events=enable_events
+                primary,
+                tiers,
+                self.num_blocks,
+                self.config,
+                enable_events=enable_events,
+                chunk_tokens=self.gpu_block_size[0] * self.config.blocks_per_chunk,
+                chunk_bytes=self.geometry.payload_bytes,
             )
             logger.info(
                 "Spillway: CPU tier of %d chunks of %d bytes; shared tiers: %s",

@@ -39,6 +39,7 @@ class TierJobResult(JobResult):
     """A job's end, key by key: one lost chunk does not take the others of its job with it."""
 
     failed_keys: frozenset[bytes] = field(default_factory=frozenset)
+    seconds: float = 0.0  # from the submission to the last chunk that was moved, by the thread that moved it
 
 
 class SharedTierAdapter(SecondaryTierManager):
@@ -74,7 +75,12 @@ class SharedTierAdapter(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [
-            TierJobResult(outcome.job_id, success=not outcome.failed, failed_keys=frozenset(outcome.failed))
+            TierJobResult(
+                outcome.job_id,
+                success=outcome.success,
+                failed_keys=frozenset(outcome.failed),
+                seconds=outcome.seconds,
+            )
             for outcome in self._shared.finished()
         ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
@@ -14,6 +14,7 @@ from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.stats import SpillwayStats
 from spillway_connector.engine.tier_adapter import SharedTierAdapter, TierJobResult
+from spillway_connector.plan.worth import LoadGate, RateMeter, WorthPolicy
 
 
 @dataclass(slots=True)
@@ -36,8 +37,8 @@ class SpillwayTieringManager(TieringOffloadingManager):
     """Runs in the EngineCore process on the scheduler thread; nothing here may block.
 
     Beyond upstream: a request's waiting has one deadline over all its lookups (vllm#49829, #53087), promotions are
-    bounded in flight and per request (vllm#49902), a promotion keeps its good chunks when others fail, a failed
-    device copy never becomes a hit, and a reset leaves no row pending for ever.
+    bounded in flight and per request (vllm#49902) and made only while they beat recomputing, a promotion keeps its
+    good chunks when others fail, a failed device copy never becomes a hit, and a reset leaves no row pending for ever.
     """
 
     def __init__(
@@ -48,10 +49,20 @@ class SpillwayTieringManager(TieringOffloadingManager):
         config: ConnectorConfig,
         *,
         enable_events: bool,
+        chunk_tokens: int,
+        chunk_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(primary_tier, secondary_tiers, enable_events)
         self._num_rows = num_rows
+        self._chunk_bytes = chunk_bytes
+        policy = WorthPolicy()
+        self.prefill_rate = RateMeter(policy.half_life_seconds, config.prefill_tokens_per_second)
+        self._gates = {
+            tier: LoadGate(policy, chunk_tokens, chunk_bytes, RateMeter(policy.half_life_seconds))
+            for tier in secondary_tiers
+        }
+        self._not_worth: dict[str, int] = {}
         self._wait_seconds = config.request_wait_seconds
         self._clock = clock
         self._bounds = _PromotionBounds(
@@ -78,6 +89,9 @@ class SpillwayTieringManager(TieringOffloadingManager):
         """None: a tier holds it (promotion queued) or is still looking. False: no tier holds it."""
         looking = False
         for tier in self.secondary_tiers:
+            if not self._gates[tier].passes(req_context.req_id, self.prefill_rate, self._clock()):
+                self._not_worth[tier.tier_type] = self._not_worth.get(tier.tier_type, 0) + 1
+                continue
             held = tier.lookup(key, req_context)
             if held:
                 return None if self._initiate_promotion(tier, key, req_context) else False
@@ -98,9 +112,9 @@ class SpillwayTieringManager(TieringOffloadingManager):
     def _process_finished_jobs(self) -> None:
         for tier in self.secondary_tiers:
             for result in tier.get_finished_jobs():
-                self._complete(result)
+                self._complete(tier, result)
 
-    def _complete(self, result: JobResult) -> None:
+    def _complete(self, tier: SecondaryTierManager, result: JobResult) -> None:
         job = self._transfer_jobs.pop(result.job_id)
         if not job.is_promotion:
             self.primary_tier.complete_read(job.keys, job.req_context)
@@ -109,6 +123,7 @@ class SpillwayTieringManager(TieringOffloadingManager):
         arrived: Collection[OffloadKey] = job.keys if result.success else ()
         if isinstance(result, TierJobResult):
             arrived = [key for key in job.keys if key not in result.failed_keys]
+            self._gates[tier].load_rate.add(len(arrived) * self._chunk_bytes, result.seconds, self._clock())
         lost = [key for key in job.keys if key not in set(arrived)]
         self.primary_tier.complete_write(arrived, job.req_context, True)
         self.primary_tier.complete_write(lost, job.req_context, False)
@@ -155,9 +170,12 @@ class SpillwayTieringManager(TieringOffloadingManager):
         free = self.primary_tier._get_num_free_blocks()
         stats.add(metrics.CPU_TIER_BLOCKS, self._num_rows - free, "used")
         stats.add(metrics.CPU_TIER_BLOCKS, self._num_rows, "total")
-        for tier in self._adapters():
-            tier.add_stats(stats)
+        if self.prefill_rate.per_second is not None:
+            stats.add(metrics.PREFILL_RATE, self.prefill_rate.per_second)
+        for tier in self.secondary_tiers:
+            if isinstance(tier, SharedTierAdapter):
+                tier.add_stats(stats)
+            if (load_rate := self._gates[tier].load_rate.per_second) is not None:
+                stats.add(metrics.TIER_LOAD_RATE, load_rate, tier.tier_type)
+            stats.add(metrics.TIER_NOT_WORTH, self._not_worth.pop(tier.tier_type, 0), tier.tier_type)
         return stats
-
-    def _adapters(self) -> Iterable[SharedTierAdapter]:
-        return (tier for tier in self.secondary_tiers if isinstance(tier, SharedTierAdapter))

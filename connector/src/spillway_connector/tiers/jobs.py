@@ -36,6 +36,7 @@ class JobOutcome:
     operation: Operation
     done: tuple[bytes, ...]
     failed: dict[bytes, TierError]
+    seconds: float = 0.0  # from the submission to the last key that was moved, whenever that is told; 0: none was
 
     @property
     def success(self) -> bool:
@@ -82,6 +83,7 @@ class TransferJob:
     open_items: int = 0
     done: list[bytes] = field(default_factory=list)
     failed: dict[bytes, TierError] = field(default_factory=dict)
+    last_moved_at: float | None = None
 
     def add(self, key: bytes, row: int) -> TransferItem:
         item = TransferItem(self, key, row)
@@ -126,7 +128,8 @@ class TransferJob:
         return voided
 
     def outcome(self) -> JobOutcome:
-        return JobOutcome(self.job_id, self.operation, tuple(self.done), self.failed)
+        seconds = self.last_moved_at - self.queued_at if self.last_moved_at is not None else 0.0
+        return JobOutcome(self.job_id, self.operation, tuple(self.done), self.failed, seconds)
 
 
 def check_shape(keys: Sequence[bytes], rows: Sequence[int], rows_total: int) -> None:
