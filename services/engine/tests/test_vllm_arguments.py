@@ -1,13 +1,17 @@
 import json
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
-from spillway_engine.settings import EngineSettings
+from spillway_engine.settings import EngineSettings, ModelSettings
 from spillway_engine.settings_reader import read_settings
 from spillway_engine.vllm_arguments import (
     cpu_thread_environment,
+    kv_events_config,
     kv_transfer_config,
     public_configuration,
     server_arguments,
@@ -54,8 +58,8 @@ def test_the_whole_command_line_of_a_cpu_engine() -> None:
         "--enforce-eager",
         "--kv-cache-memory-bytes", "235929600",
         "--kv-events-config",
-        '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://127.0.0.1:8200",'
-        '"replay_endpoint":"tcp://127.0.0.1:8300","topic":"kv-events"}',
+        '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://[::ffff:127.0.0.1]:8200",'
+        '"replay_endpoint":"tcp://[::ffff:127.0.0.1]:8300","topic":"kv-events"}',
         "--kv-transfer-config",
         '{"kv_connector":"SpillwayConnector","kv_connector_module_path":"spillway_connector.engine.connector",'
         '"kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{'
@@ -137,3 +141,20 @@ def test_what_is_shown_holds_no_value_of_the_environment() -> None:
 
     assert "HF_TOKEN" in shown
     assert "hf_secret" not in shown
+
+
+@pytest.mark.parametrize(
+    ("host", "endpoint"),
+    [
+        ("127.0.0.1", "tcp://[::ffff:127.0.0.1]:8200"),
+        ("::1", "tcp://[::1]:8200"),
+        ("0.0.0.0", "tcp://*:8200"),
+        ("engine-0.pods", "tcp://*:8200"),
+    ],
+)
+def test_event_endpoints_are_ones_that_vllm_binds(host: str, endpoint: str) -> None:
+    """It connects, silently and for ever, to an endpoint without `*` or `::`."""
+    settings = replace(EngineSettings(model=ModelSettings(path="/m")), host=host)
+    found = kv_events_config(settings)["endpoint"]
+    assert found == endpoint
+    assert "*" in found or "::" in found

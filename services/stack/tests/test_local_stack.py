@@ -243,11 +243,10 @@ def test_the_table_says_why_something_is_not_ready(stack: LocalStack) -> None:
     stack.wait_ready(DEADLINE_SECONDS)
     ready = render_status(stack.status())
     (stack.status()[0].identity or supervisor(stack)).signal(signal.SIGKILL)
-    wait_until(lambda: any(not status.ready for status in stack.status()))
-    broken = render_status(stack.status())
+    # Seen in one look: a moment later the supervisor has started it again.
+    wait_until(lambda: "valkey: ended" in render_status(stack.status()))
 
     assert ready.splitlines()[0].split() == ["component", "state", "pid", "port", "memory", "uptime", "restarts"]
-    assert "valkey: ended" in broken
 
 
 def test_state_of_a_folder_without_a_stack(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -76,7 +77,11 @@ def cpu_thread_environment(machine: Machine) -> dict[str, str]:
 
 
 def kv_events_config(settings: EngineSettings) -> dict[str, Any]:
-    """Endpoints are bound by the engine; `replay` answers a gateway that missed some."""
+    """Endpoints are bound by the engine; `replay` answers a gateway that missed some.
+
+    vLLM binds an endpoint with `*` or `::` in it and *connects* to any other, whoever may be listening there; so one
+    address of this host is written as the IPv4-mapped IPv6 address that it also is.
+    """
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -168,7 +173,13 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def _bind_host(settings: EngineSettings) -> str:
-    return "*" if settings.host in ("0.0.0.0", "::", "") else settings.host  # noqa: S104  compared, not bound
+    if settings.host in ("0.0.0.0", "::", ""):  # noqa: S104  compared, not bound
+        return "*"
+    try:
+        address = ipaddress.ip_address(settings.host)
+    except ValueError:
+        return "*"  # a name, which a bound socket cannot carry
+    return f"[::ffff:{address}]" if address.version == 4 else f"[{address}]"
 
 
 def _compact(value: dict[str, Any]) -> str:

@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, rest = parser.parse_known_args(arguments)
     if given.command == "demo":
         # Imported here alone: it brings a plotting library that no other command needs.
-        return int(importlib.import_module("spillway_stack.demo").main(rest) or 0)
+        demo = importlib.import_module("spillway_stack.demo")
+        return int(demo.main(["--state-dir", str(given.state_dir), *rest]))
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     folder = StateFolder(given.state_dir.resolve())

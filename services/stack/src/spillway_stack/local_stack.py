@@ -314,7 +314,7 @@ def _status(name: str, record: dict[str, Any]) -> ComponentStatus:
         detail,
         int(record["restarts"]),
         float(record["started_at"]),
-        int(record["exit_count"]),
+        int(record.get("exit_count", len(exits))),
         exits,
     )
 

@@ -11,8 +11,10 @@ TEXT = """\
 # TYPE vllm:prompt_tokens_total counter
 vllm:prompt_tokens_total{engine="0",model_name="m"} 4131.0
 vllm:prompt_tokens_created{engine="0",model_name="m"} 1.7952663495911968e+09
-vllm:prefix_cache_hits_total{engine="0",model_name="m"} 4096.0
-vllm:external_prefix_cache_hits_total{engine="0",model_name="m"} 1.2288e+04
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_compute"} 35.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_cache_hit"} 4096.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} 1.2288e+04
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 9999.0
 spillway_device_copy_bytes_total{direction="load",engine="0",model_name="m"} 9.437184e+07
 spillway_device_copy_bytes_total{direction="store",engine="0",model_name="m"} 1.0
 spillway_tier_read_bytes_total{engine="0",model_name="m",tier="nvme"} 2949120.0

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import StackError
-from .sizing import ANSWER_TOKENS
+from spillway_stack.demo.sizing import ANSWER_TOKENS
+from spillway_stack.errors import StackError
 
 TIMEOUT_SECONDS = 300.0
 # The fact that was asked for stands before either; what a small model says after it is chance.

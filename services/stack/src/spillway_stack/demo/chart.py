@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter
 
-from .phases import COMPUTED, CPU, DEVICE
-from .report import Row
-from .table import duration
+from spillway_stack.demo.phases import COMPUTED, CPU, DEVICE
+from spillway_stack.demo.report import Row
+from spillway_stack.demo.table import duration
 
 # Bars are honest from zero. Only where the short ones would vanish beside the cold one is the axis logarithmic.
 LOG_SCALE_FROM_RATIO = 200.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .phases import Phase
-from .report import Row
-from .table import duration
+from spillway_stack.demo.phases import Phase
+from spillway_stack.demo.report import Row
+from spillway_stack.demo.table import duration
 
 
 def closing_sentences(rows: Sequence[Row], bytes_per_token: int, platform: str) -> list[str]:
@@ -30,7 +30,7 @@ def closing_sentences(rows: Sequence[Row], bytes_per_token: int, platform: str) 
         )
     else:
         limits = (
-            "The engines and the shared tier are on one machine here: over a network, the last two rows cost what the "
+            "The engines and the shared tier are on one machine here: over a network, the shared tier costs what the "
             "network costs on top."
         )
     return [figures, limits]

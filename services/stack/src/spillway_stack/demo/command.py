@@ -8,16 +8,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import StackError
-from .chart import draw_chart
-from .closing import closing_sentences
-from .narrator import Narrator
-from .phases import Phase
-from .report import Row, write_report
-from .run import Demo
-from .running_stack import RunningStack, find_stack
-from .sizing import DOCUMENTS
-from .table import footnotes, header, line
+from spillway_stack.demo.chart import draw_chart
+from spillway_stack.demo.closing import closing_sentences
+from spillway_stack.demo.narrator import Narrator
+from spillway_stack.demo.phases import Phase
+from spillway_stack.demo.report import Row, write_report
+from spillway_stack.demo.run import Demo
+from spillway_stack.demo.running_stack import RunningStack, find_stack
+from spillway_stack.demo.sizing import DOCUMENTS
+from spillway_stack.demo.table import footnotes, header, line
+from spillway_stack.errors import StackError
 
 REPORT_NAME, CHART_NAME = "report.json", "ttft.png"
 

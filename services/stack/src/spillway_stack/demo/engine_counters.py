@@ -7,10 +7,14 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from ..errors import StackError
-from ..http_probe import get
+from spillway_stack.errors import StackError
+from spillway_stack.http_probe import get
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+)")
+# Once per prompt, at its prefill. The prefix-cache hit counters beside it count a request again each time the scheduler
+# asks anew while a tier is still looking or loading.
+_BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+_DIVIDING = ("tier", "direction", "source")
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 
@@ -40,19 +44,19 @@ class EngineCounters:
 
 def parse_counters(text: str) -> EngineCounters:
     """From Prometheus text format. A counter that is absent has counted nothing yet."""
-    totals: dict[tuple[str, str], float] = defaultdict(float)
+    totals: dict[tuple[str, str], float] = defaultdict(float)  # name and the label that divides it, if any
     for line in text.splitlines():
         if match := _SAMPLE.match(line):
             found: dict[str, str] = dict(_LABEL.findall(match[2] or ""))
-            totals[match[1], found.get("tier", found.get("direction", ""))] += float(match[3])
+            totals[match[1], next((found[label] for label in _DIVIDING if label in found), "")] += float(match[3])
 
     def per_tier(name: str) -> dict[str, int]:
         return {tier: int(total) for (metric, tier), total in totals.items() if metric == name}
 
     return EngineCounters(
         prompt_tokens=int(totals["vllm:prompt_tokens_total", ""]),
-        device_hit_tokens=int(totals["vllm:prefix_cache_hits_total", ""]),
-        external_hit_tokens=int(totals["vllm:external_prefix_cache_hits_total", ""]),
+        device_hit_tokens=int(totals[_BY_SOURCE, "local_cache_hit"]),
+        external_hit_tokens=int(totals[_BY_SOURCE, "external_kv_transfer"]),
         device_load_bytes=int(totals["spillway_device_copy_bytes_total", "load"]),
         device_store_bytes=int(totals["spillway_device_copy_bytes_total", "store"]),
         tier_read_bytes=per_tier("spillway_tier_read_bytes_total"),

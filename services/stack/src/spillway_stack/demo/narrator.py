@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import threading
 import time
@@ -44,7 +45,9 @@ class Narrator:
     def _draw(self, text: str, over: threading.Event) -> None:
         started = time.monotonic()
         while True:
-            self._out.write(f"{_CLEAR_LINE}  {text} ({time.monotonic() - started:.0f} s)")
+            line = f"  {text} ({time.monotonic() - started:.0f} s)"
+            # A line that wrapped could not be cleared again.
+            self._out.write(_CLEAR_LINE + line[: shutil.get_terminal_size().columns - 1])
             self._out.flush()
             if over.wait(REDRAW_SECONDS):
                 return

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from .asking import Answer
-from .engine_counters import EngineCounters
-from .sizing import EngineLimits
+from spillway_stack.demo.asking import Answer
+from spillway_stack.demo.engine_counters import EngineCounters
+from spillway_stack.demo.sizing import EngineLimits
 
 COMPUTED, DEVICE, CPU, MIXED = "none", "device", "cpu", "mixed"
 
@@ -17,10 +17,10 @@ class Phase(enum.Enum):
 
     COLD = "cold"
     DEVICE_HIT = "device hit"
-    GATEWAY = "device hit, through the gateway"
     CPU_TIER = "CPU tier, after eviction"
     OTHER_ENGINE = "shared tier, on the other engine"
     RESTARTED = "shared tier, after a restart"
+    GATEWAY = "device hit, through the gateway"
 
     def expected_tier(self, shared_tier: str) -> str:
         return {

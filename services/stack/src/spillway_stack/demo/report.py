@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from .phases import MIXED, Phase, Sample
-from .sizing import EngineLimits
+from spillway_stack.demo.phases import MIXED, Phase, Sample
+from spillway_stack.demo.sizing import EngineLimits
 
 COLD_REFERENCE, DEVICE_REFERENCE = "cold", "device hit"
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..errors import StackError
-from ..http_probe import get
-from ..local_stack import LocalStack
-from ..settings import VALKEY_MAX_BYTES, StackSettings
-from ..state_folder import StateFolder
-from .sizing import EngineLimits
+from spillway_stack.demo.sizing import EngineLimits
+from spillway_stack.errors import StackError
+from spillway_stack.http_probe import get
+from spillway_stack.local_stack import LocalStack
+from spillway_stack.settings import VALKEY_MAX_BYTES, StackSettings
+from spillway_stack.state_folder import StateFolder
 
 
 @dataclass(frozen=True, slots=True)

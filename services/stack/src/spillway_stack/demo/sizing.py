@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import StackError
+from spillway_stack.errors import StackError
 
 DOCUMENTS = 3  # each goes through every phase once; a phase's figure is the median over them
 LENGTHS = (8192, 4096, 2048, 1024, 512, 256)  # tokens of a document's prefix

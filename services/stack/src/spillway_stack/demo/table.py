@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .phases import COMPUTED
-from .report import DEVICE_REFERENCE, Row
+from spillway_stack.demo.phases import COMPUTED
+from spillway_stack.demo.report import DEVICE_REFERENCE, Row
 
 _FORMAT = "{:<33} {:<9} {:<11} {:>7} {:>7} {:>9} {:>8}  {}"
 
@@ -19,7 +19,7 @@ def line(row: Row) -> str:
     tier = "computed" if row.tier == COMPUTED else row.tier
     return _FORMAT.format(
         row.phase,
-        row.engine,
+        "several" if "," in row.engine else row.engine,
         tier if row.served_as_planned else f"{tier} (!)",
         f"{row.prompt_tokens:,}",
         f"{row.cached_tokens:,}",
