@@ -18,6 +18,16 @@ from spillway_connector.transfers import TransferLimits
 _VLLM_KEYS = frozenset({"spec_name", "spec_module_path", "offload_prompt_only", "secondary_tiers"})
 EVICTION_POLICIES = ("lru", "arc")
 BATCH_MEMCPY_MODES = ("auto", "on", "off")
+TRANSPORTS = ("auto", "cpu", "npu")
+
+
+@dataclass(frozen=True, slots=True)
+class EncryptionConfig:
+    """AES-GCM at rest. The key, 16 or 32 bytes in hex or base64, comes from a file or an environment variable."""
+
+    key_id: str  # names the key in public; another id, another store
+    key_file: str | None = None
+    key_env: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +35,30 @@ class NvmeTierConfig:
     """A directory on a local disk or a shared file system."""
 
     path: Path
-    max_bytes: int | None = None  # None: four fifths of what the file system has free when the tier opens
+    max_bytes: int | None = None  # None: four fifths of what the file system can give, measured anew every 5 minutes
+    encryption: EncryptionConfig | None = None
     limits: TransferLimits = field(default_factory=TransferLimits)
 
 
 @dataclass(frozen=True, slots=True)
 class RedisTierConfig:
-    """Any Redis or Valkey server of version 7 or newer. Credentials come from the named environment variables."""
+    """Any Redis or Valkey of version 7 or newer: one server, Sentinel or Cluster, as the URL's scheme says.
+
+    Credentials come from the named environment variables, or from a file that is read anew for each login, so that a
+    rotated secret takes effect without a restart.
+    """
 
     url: str
     username_env: str | None = None
     password_env: str | None = None
+    password_file: str | None = None
     tls_ca_file: str | None = None  # None: the system's authorities
+    tls_certificate_file: str | None = None  # with tls_key_file, where the server asks clients for one
+    tls_key_file: str | None = None
     ttl_seconds: int = 86_400
     connections: int = 4
+    payload_connections: int = 1  # for the stripes of one block; more may pay on a network with long round trips
+    encryption: EncryptionConfig | None = None
     limits: TransferLimits = field(default_factory=TransferLimits)
 
 
@@ -51,6 +71,9 @@ class ConnectorConfig:
     blocks_per_chunk: int = 1  # device blocks moved and keyed together
     eviction_policy: str = "lru"
     batch_memcpy: str = "auto"
+    transport: str = "auto"  # by platform; naming one is for tests on the ACL emulator
+    acl_library_path: str | None = None  # None: libascendcl.so, where CANN's set_env.sh put it
+    max_copy_descriptors: int = 4096  # pieces of one batched call to an NPU
     # Bounds on promotion (shared tier -> CPU tier), as fractions of the CPU tier: in flight at once, so that
     # stores always find room (vllm#49902), and per request, so that one long prompt cannot evict its own head.
     promotion_in_flight_fraction: float = 0.5
@@ -71,12 +94,13 @@ class ConnectorConfig:
                 "set exactly one of num_cpu_blocks (chunks) and cpu_bytes_to_use (bytes); "
                 f"given num_cpu_blocks={config.num_cpu_blocks}, cpu_bytes_to_use={config.cpu_bytes_to_use}"
             )
-        for name in ("num_cpu_blocks", "cpu_bytes_to_use", "blocks_per_chunk"):
+        for name in ("num_cpu_blocks", "cpu_bytes_to_use", "blocks_per_chunk", "max_copy_descriptors"):
             value = getattr(config, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}: {value!r} is not a whole number of at least 1")
         _require_choice("eviction_policy", config.eviction_policy, EVICTION_POLICIES)
         _require_choice("batch_memcpy", config.batch_memcpy, BATCH_MEMCPY_MODES)
+        _require_choice("transport", config.transport, TRANSPORTS)
         for name in ("promotion_in_flight_fraction", "promotion_per_request_fraction"):
             if not 0.0 < getattr(config, name) <= 1.0:
                 raise ConfigError(f"{name}: {getattr(config, name)!r} is not between 0 and 1")
@@ -102,13 +126,29 @@ def parse_tier(tier_type: str, options: Mapping[str, Any]) -> NvmeTierConfig | R
     except TypeError as error:
         needed = "path" if kind is NvmeTierConfig else "url"
         raise ConfigError(f"{where} needs `{needed}`; given keys: {', '.join(sorted(options)) or 'none'}") from error
+    config = replace(config, encryption=_parse_encryption(options.get("encryption"), where))
     if isinstance(config, NvmeTierConfig):
-        config = replace(config, path=Path(config.path))
-    if isinstance(config, NvmeTierConfig) and config.max_bytes is not None:
-        _require_positive(f"{where}: max_bytes", config.max_bytes)
-    if isinstance(config, RedisTierConfig):
-        _require_positive(f"{where}: ttl_seconds", config.ttl_seconds)
-        _require_positive(f"{where}: connections", config.connections)
+        if config.max_bytes is not None:
+            _require_positive(f"{where}: max_bytes", config.max_bytes)
+        return replace(config, path=Path(config.path))
+    _require_positive(f"{where}: ttl_seconds", config.ttl_seconds)
+    _require_positive(f"{where}: connections", config.connections)
+    _require_positive(f"{where}: payload_connections", config.payload_connections)
+    if config.password_env is not None and config.password_file is not None:
+        raise ConfigError(f"{where}: password_env and password_file are both set; remove one")
+    return config
+
+
+def _parse_encryption(options: Any, where: str) -> EncryptionConfig | None:
+    if options is None:
+        return None
+    where = f"{where}: encryption"
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{where}: {options!r} is not a mapping with key_id and key_file or key_env")
+    _refuse_unknown(options, {f.name for f in fields(EncryptionConfig)}, where)
+    config = EncryptionConfig(options.get("key_id", ""), options.get("key_file"), options.get("key_env"))
+    if not config.key_id or (config.key_file is None) == (config.key_env is None):
+        raise ConfigError(f"{where} needs key_id and exactly one of key_file and key_env; given {sorted(options)}")
     return config
 
 

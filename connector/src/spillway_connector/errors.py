@@ -56,6 +56,7 @@ class CorruptReason(StrEnum):
     KEY = "key"
     LENGTH = "length"  # an intact frame of another payload size
     PAYLOAD = "payload"  # the payload's checksum
+    SEAL = "seal"  # encrypted with another key, or changed by someone without it
 
 
 class RefusedReason(StrEnum):

@@ -1,11 +1,23 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_connector.errors import CorruptReason, TierCorrupt
-from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES, build_header, read_header, verify
+from spillway_connector.tiers.frame import (
+    HEADER_BYTES,
+    PAGE_BYTES,
+    PARTS_MAX,
+    Part,
+    build_header,
+    digest_of_parts,
+    digest_of_payload,
+    read_header,
+    verify,
+)
 
 NAMESPACE = bytes(range(16))
 KEY = bytes(range(100, 136))
@@ -99,7 +111,30 @@ def test_the_layout_is_a_promise() -> None:
     assert header[176:192].hex() == "d3d2aeb4d59feccc5dc448a4d2d8400f"
 
 
+def test_a_part_says_which_part_it_is_and_passes_for_no_other() -> None:
+    part = Part(2, 5, digest_of_parts([b"0" * 16, b"1" * 16]))
+    header = build_header(NAMESPACE, KEY, PAYLOAD, created_ms=1, part=part, payload_digest=digest_of_payload(PAYLOAD))
+    assert header[98:102].hex() == "02000500"
+    assert header[136:152].hex() == "28e03a081a5158d424182e335bc0c398"
+    assert read_header(header).part == part
+    expected = {"namespace": NAMESPACE, "key": KEY, "payload_bytes": len(PAYLOAD)}
+    verify(header, PAYLOAD, **expected, part_index=2, part_count=5)  # type: ignore[arg-type]
+    for index, count in ((0, 1), (1, 5), (2, 4), (2, 6)):
+        with pytest.raises(TierCorrupt) as caught:
+            verify(header, PAYLOAD, **expected, part_index=index, part_count=count)  # type: ignore[arg-type]
+        assert caught.value.reason == CorruptReason.KEY
+
+
+@given(st.lists(st.binary(min_size=16, max_size=16), min_size=2, max_size=6), st.randoms())
+def test_a_set_digest_tells_order_and_contents(digests: list[bytes], lots: random.Random) -> None:
+    others = lots.sample(digests, len(digests))
+    assert (digest_of_parts(others) == digest_of_parts(digests)) == (others == digests)
+
+
 def test_wrong_sizes_of_our_own_are_said_at_once() -> None:
+    for part in (Part(1, 1), Part(-1, 2), Part(0, PARTS_MAX + 1), Part(0, 2, b"short")):
+        with pytest.raises(ValueError, match="set digest"):
+            build_header(NAMESPACE, KEY, PAYLOAD, created_ms=1, part=part)
     for namespace, key in ((b"short", KEY), (NAMESPACE, b""), (NAMESPACE, bytes(65))):
         with pytest.raises(ValueError, match="needed"):
             build_header(namespace, key, PAYLOAD, created_ms=1)

@@ -77,7 +77,8 @@ def test_a_peer_that_stops_reading_within_a_value(close: bool) -> None:
     # The value is larger than all socket buffers together; after its first piece the peer reads no more.
     answers = [*READY, [b":0\r\n"], [None] if close else []]
     with SickServer(answers, later_answers=[PONG, [None]], commands_max=None if close else 4) as server:
-        big = RedisTier(NAMESPACE, 64 << 20, RedisEndpoint(port=server.port), connections=1)
+        endpoint = RedisEndpoint(port=server.port)
+        big = RedisTier(NAMESPACE, 64 << 20, endpoint, connections=1, stripe_bytes_max=64 << 20)
         try:
             big.prepare(soon())
             source = memoryview(bytearray(64 << 20))
@@ -147,14 +148,23 @@ def test_a_value_in_many_pieces_is_put_together(tier_on: MakeTier) -> None:
     ],
 )
 def test_an_error_reply_is_a_refusal_with_its_reason(tier_on: MakeTier, line: bytes, reason: RefusedReason) -> None:
-    with SickServer([*READY, [line + b"\r\n"]]) as server:
+    later = [PONG, [line + b"\r\n"]]
+    with SickServer([*READY, [line + b"\r\n"]], later_answers=later) as server:
         tier = tier_on(server)
         error = error_of(lambda: _load(tier, soon()))
         assert isinstance(error, TierRefused)
         assert error.reason == reason
-    with SickServer([*READY, [b":0\r\n"], [line + b"\r\n"]]) as server:
+    with SickServer([*READY, [b":0\r\n"], [line + b"\r\n"]], later_answers=later) as server:
         tier = tier_on(server)
         assert error_of(lambda: tier.store(key_of(1), payload_of(1), soon())).reason == reason
+
+
+def test_a_login_that_counts_no_more_is_made_again(tier_on: MakeTier) -> None:
+    refused: list[list[bytes | None]] = [[b"-NOAUTH Authentication required.\r\n"]]
+    with SickServer([*READY, *refused], later_answers=[PONG, [VALUE]]) as server:
+        tier = tier_on(server)
+        assert load(tier, key_of(1)) == payload_of(1)
+        assert server.accepted == 2
 
 
 def test_after_a_refusal_the_connection_goes_on(tier_on: MakeTier) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
@@ -128,15 +129,41 @@ class SharedTierAdapter(SecondaryTierManager):
 
 def open_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, payload_bytes: int) -> Tier:
     """The backend of one configured tier. A store that is away now is not an error: its breaker waits for it."""
+    if config.encryption is None:
+        return _open_plain_tier(config, namespace, payload_bytes)
+    # Imported here alone: it needs the package `cryptography`, which an engine without encryption may lack.
+    from spillway_connector.tiers.sealed import SEAL_BYTES, SealedTier, SealKey, sealed_namespace
+
+    wanted = config.encryption
+    if wanted.key_file is not None:
+        key = SealKey.from_file(wanted.key_id, Path(wanted.key_file))
+    else:
+        assert wanted.key_env is not None
+        key = SealKey.from_environment(wanted.key_id, wanted.key_env)
+    sealed = sealed_namespace(namespace, key)
+    return SealedTier(_open_plain_tier(config, sealed, payload_bytes + SEAL_BYTES), sealed, payload_bytes, key)
+
+
+def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, payload_bytes: int) -> Tier:
     if isinstance(config, NvmeTierConfig):
         return NvmeTier(namespace, payload_bytes, config.path, max_bytes=config.max_bytes)
     endpoint = RedisEndpoint.from_url(
         config.url,
         username=_secret(config.username_env),
         password=_secret(config.password_env),
+        password_file=config.password_file,
         tls_ca_file=config.tls_ca_file,
+        tls_certificate_file=config.tls_certificate_file,
+        tls_key_file=config.tls_key_file,
     )
-    return RedisTier(namespace, payload_bytes, endpoint, ttl_seconds=config.ttl_seconds, connections=config.connections)
+    return RedisTier(
+        namespace,
+        payload_bytes,
+        endpoint,
+        ttl_seconds=config.ttl_seconds,
+        connections=config.connections,
+        payload_connections=config.payload_connections,
+    )
 
 
 def _secret(variable: str | None) -> str | None:

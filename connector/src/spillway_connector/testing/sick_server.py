@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 
@@ -26,6 +26,7 @@ class SickServer:
         self._first_answers = list(answers)
         self._later_answers = self._first_answers if later_answers is None else list(later_answers)
         self._commands_max = commands_max
+        self._answer: Callable[[bytes], list[bytes | None]] | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._stop = threading.Event()
         self._connections: list[socket.socket] = []
@@ -34,6 +35,10 @@ class SickServer:
         self.commands: list[bytes] = []
         self.received = threading.Event()  # set at every command
         self.accepted = 0
+
+    def answer_by(self, answer: Callable[[bytes], list[bytes | None]]) -> None:
+        """From now on answer every command by what ``answer`` makes of it."""
+        self._answer = answer
 
     def send_to_all(self, piece: bytes) -> None:
         """Send something to every connection, asked or not. Raises OSError where one is gone."""
@@ -73,7 +78,7 @@ class SickServer:
             while command := connection.recv(65536):
                 self.commands.append(command)
                 self.received.set()
-                answer = answers[min(step, len(answers) - 1)]
+                answer = self._answer(command) if self._answer else answers[min(step, len(answers) - 1)]
                 step += 1
                 for piece in answer:
                     if piece is None:

@@ -10,13 +10,14 @@ Layout, little-endian; the fixed part is 192 bytes, then zero padding up to ``he
         16    16  namespace digest
         32    64  key, zero padded
         96     2  key_bytes
-        98     2  part index, 0 in this version
-       100     2  part count, 1 in this version
+        98     2  part index
+       100     2  part count: 1 where the frame is the whole block, more where a block is stored as several values
        102     2  zero
-       104     8  payload_bytes
+       104     8  payload_bytes, of this part
        112    16  xxh3_128 of the payload, canonical (big-endian) form
        128     8  created_ms, wall clock
-       136    40  zero
+       136    16  set digest: which parts belong together (see digest_of_parts); zero where the part count is 1
+       152    24  zero
        176    16  xxh3_128 of all header bytes before and after this field, padding included
 
 Every byte is covered: the header by its own checksum, the payload by the one in the header. xxh3 guards against
@@ -26,6 +27,7 @@ damage, not against forgery: whoever can write to the store is trusted.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -38,8 +40,11 @@ HEADER_BYTES = 192
 PAGE_BYTES = 4096  # header size on NVMe; also the alignment that direct I/O needs
 KEY_BYTES_MAX = 64
 NAMESPACE_BYTES = 16
+PARTS_MAX = 0xFFFF
 
-_FIELDS = struct.Struct("<8sHHI16s64sHHHHQ16sQ40s")
+NO_SET = bytes(16)
+
+_FIELDS = struct.Struct("<8sHHI16s64sHHHHQ16sQ16s24s")
 _CHECKSUM_BYTES = 16
 _CHECKSUM_AT = HEADER_BYTES - _CHECKSUM_BYTES
 assert _FIELDS.size == _CHECKSUM_AT
@@ -55,17 +60,52 @@ class FrameHeader:
     payload_bytes: int
     payload_digest: bytes
     created_ms: int
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which piece of a block a frame holds. ``set_digest``: 16 bytes, equal in all parts of one block."""
+
+    index: int = 0
+    count: int = 1
+    set_digest: bytes = NO_SET
+
+
+WHOLE = Part()
+
+
+def digest_of_payload(payload: memoryview | bytes) -> bytes:
+    """The 16 bytes that stand for a payload's contents in its header."""
+    return xxhash.xxh3_128_digest(payload)
+
+
+def digest_of_parts(payload_digests: Sequence[bytes]) -> bytes:
+    """The set digest of a block stored in parts: xxh3_128 over the parts' payload digests, in order.
+
+    It follows from the contents, so that parts of two writers go together exactly when they wrote the same bytes.
+    """
+    return xxhash.xxh3_128_digest(b"".join(payload_digests))
 
 
 def build_header(
-    namespace: bytes, key: bytes, payload: memoryview | bytes, *, created_ms: int, header_bytes: int = HEADER_BYTES
+    namespace: bytes,
+    key: bytes,
+    payload: memoryview | bytes,
+    *,
+    created_ms: int,
+    header_bytes: int = HEADER_BYTES,
+    part: Part = WHOLE,
+    payload_digest: bytes | None = None,
 ) -> bytes:
     """Pack the header of a frame; reads the whole payload once for its checksum (about 30 GB/s, without the GIL).
 
-    namespace: 16 bytes. key: 1 to 64 bytes. header_bytes: 192 to 65535, the padded size.
-    Raises ValueError on a wrong size: these come from our own code, not from a store.
+    namespace: 16 bytes. key: 1 to 64 bytes. header_bytes: 192 to 65535, the padded size. payload_digest: where the
+    caller has it already. Raises ValueError on a wrong size: these come from our own code, not from a store.
     """
     _check_names(namespace, key)
+    if not 0 <= part.index < part.count <= PARTS_MAX or len(part.set_digest) != len(NO_SET):
+        raise ValueError(f"{part}: needed are 0 <= index < count <= {PARTS_MAX} and a set digest of 16 bytes")
     if not HEADER_BYTES <= header_bytes <= 0xFFFF:
         raise ValueError(f"header_bytes: {header_bytes} is outside {HEADER_BYTES}..65535")
     payload_bytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
@@ -77,12 +117,13 @@ def build_header(
         namespace,
         key,
         len(key),
-        0,
-        1,
+        part.index,
+        part.count,
         0,
         payload_bytes,
-        xxhash.xxh3_128_digest(payload),
+        payload_digest or digest_of_payload(payload),
         created_ms,
+        part.set_digest,
         b"",
     )
     padding = bytes(header_bytes - HEADER_BYTES)
@@ -111,6 +152,7 @@ def read_header(header: memoryview | bytes) -> FrameHeader:
         payload_bytes,
         digest,
         created_ms,
+        set_digest,
         reserved,
     ) = _FIELDS.unpack_from(raw)
     if magic != MAGIC:
@@ -122,18 +164,27 @@ def read_header(header: memoryview | bytes) -> FrameHeader:
     checksum = raw[_CHECKSUM_AT:HEADER_BYTES]
     if xxhash.xxh3_128_digest(raw[:_CHECKSUM_AT] + raw[HEADER_BYTES:]) != checksum:
         raise TierCorrupt(CorruptReason.HEADER, "the header's checksum does not match its bytes")
-    if flags or part_index or part_count != 1 or zero or any(reserved) or not 1 <= key_bytes <= KEY_BYTES_MAX:
+    if flags or zero or any(reserved) or part_index >= part_count or not 1 <= key_bytes <= KEY_BYTES_MAX:
         # Intact, so written by a program that knows more than this one.
         raise TierCorrupt(CorruptReason.VERSION, "the frame uses fields that this program does not know")
-    return FrameHeader(header_bytes, namespace, padded_key[:key_bytes], payload_bytes, digest, created_ms)
+    part = Part(part_index, part_count, set_digest)
+    return FrameHeader(header_bytes, namespace, padded_key[:key_bytes], payload_bytes, digest, created_ms, part)
 
 
 def verify(
-    header: memoryview | bytes, payload: memoryview | bytes, *, namespace: bytes, key: bytes, payload_bytes: int
+    header: memoryview | bytes,
+    payload: memoryview | bytes,
+    *,
+    namespace: bytes,
+    key: bytes,
+    payload_bytes: int,
+    part_index: int = 0,
+    part_count: int = 1,
 ) -> FrameHeader:
     """Prove that header and payload are the whole, undamaged frame of ``key`` in ``namespace``.
 
-    payload: what was read, to be compared with ``payload_bytes``, the size this engine expects.
+    payload: what was read, to be compared with ``payload_bytes``, the size this engine expects. Of a block in parts
+    each frame is proven on its own; that they belong together is for the caller to compare (see digest_of_parts).
     Raises TierCorrupt with the first reason found; returns the header otherwise.
     """
     _check_names(namespace, key)
@@ -144,6 +195,11 @@ def verify(
         )
     if found.key != key:
         raise TierCorrupt(CorruptReason.KEY, f"the frame holds key {found.key.hex()}, not {key.hex()}")
+    if (found.part.index, found.part.count) != (part_index, part_count):
+        raise TierCorrupt(
+            CorruptReason.KEY,
+            f"the frame holds part {found.part.index + 1} of {found.part.count}, not {part_index + 1} of {part_count}",
+        )
     if found.payload_bytes != payload_bytes:
         raise TierCorrupt(
             CorruptReason.LENGTH, f"the frame holds {found.payload_bytes} payload bytes, {payload_bytes} are needed"

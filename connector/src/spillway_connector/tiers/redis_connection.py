@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from typing import Any
 
 from spillway_connector.errors import (
     CorruptReason,
@@ -19,7 +20,7 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
-from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_connector.tiers.redis_endpoint import Address, RedisEndpoint
 from spillway_connector.tiers.resp import (
     ErrorReply,
     Incomplete,
@@ -55,8 +56,27 @@ _REFUSALS = {
 }
 
 
+class Redirected(TierRefused):
+    """The key lives on ``address`` now (MOVED), or this once (``ask``: its slot is on its way there)."""
+
+    def __init__(self, slot: int, address: Address, *, ask: bool, message: str) -> None:
+        super().__init__(RefusedReason.MOVED, message)
+        self.slot = slot
+        self.address = address
+        self.ask = ask
+
+
 def refusal(endpoint: RedisEndpoint, error: ErrorReply) -> TierRefused:
     """The tier error that stands for an error reply."""
+    if error.code in ("MOVED", "ASK"):
+        match error.message.split(" "):
+            case [_, slot, place] if slot.isascii() and slot.isdigit():
+                host, _, port = place.rpartition(":")
+                if port.isascii() and port.isdigit() and int(port) < 1 << 16:
+                    # An empty host means: the one you are asking.
+                    address = Address(host or endpoint.host, int(port))
+                    ask = error.code == "ASK"
+                    return Redirected(int(slot), address, ask=ask, message=f"{endpoint}: {error.message}")
     return TierRefused(_REFUSALS.get(error.code, RefusedReason.OTHER), f"{endpoint}: {error.message}")
 
 
@@ -160,38 +180,70 @@ class RedisConnection:
         try:
             if endpoint.unix_path is not None:
                 plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                try:
-                    plain.settimeout(self._remaining(deadline))
-                    plain.connect(endpoint.unix_path)
-                except BaseException:
-                    plain.close()
-                    raise
-                return plain
-            plain = socket.create_connection((endpoint.host, endpoint.port), timeout=self._remaining(deadline))
-            try:
-                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                # SO_RCVBUF is left alone: setting it ends the kernel's own tuning and gained nothing (3.0 GB/s).
-                if not endpoint.tls:
-                    return plain
-                plain.settimeout(self._remaining(deadline))
-                context = ssl.create_default_context(cafile=endpoint.tls_ca_file)
-                return context.wrap_socket(plain, server_hostname=endpoint.host)
-            except BaseException:
-                plain.close()
-                raise
+                return self._reach(plain, endpoint.unix_path, deadline)
+            plain = self._connect_tcp(deadline)
+            return self._encrypt(plain, deadline) if endpoint.tls else plain
         except TimeoutError as error:
             raise TierTimeout(f"{endpoint}: no connection before the deadline") from error
-        except ssl.SSLError as error:
-            raise TierUnreachable(UnreachableReason.TLS, f"{endpoint}: {error}") from error
         except OSError as error:
             raise TierUnreachable(UnreachableReason.CONNECT, f"{endpoint}: {error.strerror or error}") from error
 
+    def _connect_tcp(self, deadline: float) -> socket.socket:
+        # Not socket.create_connection: that gives every address of a name the whole time anew.
+        self._remaining(deadline)
+        refused: OSError | None = None
+        host, port = self.endpoint.host, self.endpoint.port
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                plain = self._reach(socket.socket(family, kind, protocol), address, deadline)
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                # SO_RCVBUF is left alone: setting it ends the kernel's own tuning and gained nothing (3.0 GB/s).
+                return plain
+            except TimeoutError:
+                raise
+            except OSError as error:
+                refused = error
+        raise refused or OSError(f"{host} has no address")
+
+    def _reach(self, plain: socket.socket, address: Any, deadline: float) -> socket.socket:
+        try:
+            plain.settimeout(self._remaining(deadline))
+            plain.connect(address)
+        except BaseException:
+            plain.close()
+            raise
+        return plain
+
+    def _encrypt(self, plain: socket.socket, deadline: float) -> ssl.SSLSocket:
+        endpoint = self.endpoint
+        try:
+            plain.settimeout(self._remaining(deadline))
+            # Files are read for every connection, so that renewed certificates are picked up without a restart.
+            context = ssl.create_default_context(cafile=endpoint.tls_ca_file)
+            if endpoint.tls_certificate_file is not None:
+                context.load_cert_chain(endpoint.tls_certificate_file, endpoint.tls_key_file)
+            return context.wrap_socket(plain, server_hostname=endpoint.host)
+        except TimeoutError:
+            plain.close()
+            raise
+        except ssl.SSLCertVerificationError as error:
+            plain.close()
+            raise TierUnreachable(
+                UnreachableReason.TLS,
+                f"{endpoint}: the server's certificate is not accepted: {error.verify_message}; "
+                f"authorities: {endpoint.tls_ca_file or 'those of the system'} (tlsCaFile)",
+            ) from error
+        except OSError as error:  # a file of ours, the peer's answer, or a peer that speaks no TLS
+            plain.close()
+            raise TierUnreachable(UnreachableReason.TLS, f"{endpoint}: TLS: {error}") from error
+
     def _log_in(self, deadline: float) -> None:
         commands: list[tuple[bytes, ...]] = []
-        if self.endpoint.password is not None:
+        password = self.endpoint.current_password()
+        if password is not None:
             user = () if self.endpoint.username is None else (self.endpoint.username.encode(),)
-            commands.append((b"AUTH", *user, self.endpoint.password.encode()))
+            commands.append((b"AUTH", *user, password.encode()))
         if self.endpoint.database:
             commands.append((b"SELECT", b"%d" % self.endpoint.database))
         commands.append((b"PING",))
@@ -203,14 +255,10 @@ class RedisConnection:
     def _send(self, parts: list[bytes | memoryview], deadline: float) -> None:
         views = [memoryview(part) for part in parts if len(part)]
         try:
-            if isinstance(self._socket, ssl.SSLSocket):  # has no sendmsg; it copies into its records anyway
-                for view in views:
-                    self._socket.settimeout(self._remaining(deadline))
-                    self._socket.sendall(view)
-                return
+            encrypted = isinstance(self._socket, ssl.SSLSocket)  # has no sendmsg; it copies into its records anyway
             while views:
                 self._socket.settimeout(self._remaining(deadline))
-                sent = self._socket.sendmsg(views)
+                sent = self._socket.send(views[0]) if encrypted else self._socket.sendmsg(views)
                 while views and sent >= views[0].nbytes:
                     sent -= views.pop(0).nbytes
                 if sent:

@@ -54,9 +54,11 @@ def encode_command(*words: bytes) -> bytes:
     return b"".join(parts)
 
 
-def encode_set(key: bytes, value_bytes: int, ttl_ms: int | None) -> tuple[bytes, bytes]:
-    """What surrounds the value of ``SET key value [PX ttl_ms] NX``; the value itself is sent from where it lies."""
-    options = [b"NX"] if ttl_ms is None else [b"PX", b"%d" % ttl_ms, b"NX"]
+def encode_set(key: bytes, value_bytes: int, ttl_ms: int | None, *, only_if_absent: bool = True) -> tuple[bytes, bytes]:
+    """What surrounds the value of ``SET key value [PX ttl_ms] [NX]``; the value itself is sent from where it lies."""
+    options = [] if ttl_ms is None else [b"PX", b"%d" % ttl_ms]
+    if only_if_absent:
+        options.append(b"NX")
     head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(key), key, value_bytes)
     tail = _CRLF + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)
     return head, tail

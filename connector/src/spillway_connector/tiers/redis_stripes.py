@@ -1,0 +1,56 @@
+"""How a block becomes one or several Redis values: names and ranges, without I/O.
+
+A value of 20 MB would hold up every other client of a single-threaded server while it is moved, and no eviction could
+free less than all of it; so a block above STRIPE_BYTES_MAX is cut into stripes of nearly equal size, each a frame of
+its own. The last one bears the block's plain name and is written last: it is the commit record that lookups ask for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spillway_connector.errors import CorruptReason, TierCorrupt
+from spillway_connector.tiers.frame import FrameHeader, digest_of_parts
+
+STRIPE_BYTES_MAX = 4 * 1024 * 1024
+_STRIPE_STEP_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StripePlan:
+    """Where each stripe of a payload starts and ends; the last is the commit record."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, payload_bytes: int, stripe_bytes_max: int = STRIPE_BYTES_MAX) -> StripePlan:
+        """Cut ``payload_bytes`` into the fewest stripes of at most ``stripe_bytes_max`` (a multiple of 4096)."""
+        if payload_bytes <= stripe_bytes_max:
+            return cls(((0, payload_bytes),))
+        count = -(-payload_bytes // stripe_bytes_max)
+        step = -(-payload_bytes // (count * _STRIPE_STEP_BYTES)) * _STRIPE_STEP_BYTES
+        return cls(tuple((at, min(at + step, payload_bytes)) for at in range(0, payload_bytes, step)))
+
+    @property
+    def count(self) -> int:
+        return len(self.ranges)
+
+    @property
+    def commit_index(self) -> int:
+        return len(self.ranges) - 1
+
+    def names(self, block_name: bytes) -> list[bytes]:
+        """The Redis key of every stripe: ``<block>:<index>``, and ``<block>`` itself for the commit record."""
+        return [b"%b:%d" % (block_name, index) for index in range(self.commit_index)] + [block_name]
+
+    def check_together(self, headers: list[FrameHeader]) -> None:
+        """Prove that the stripes, each verified, are of one block. Raises TierCorrupt.
+
+        Two engines may compute the same block to different bits and write at the same time; then the stripes of both
+        can lie side by side, and the set digests show it.
+        """
+        if self.count == 1:
+            return
+        whole = digest_of_parts([header.payload_digest for header in headers])
+        if any(header.part.set_digest != whole for header in headers):
+            raise TierCorrupt(CorruptReason.PAYLOAD, "the stripes are whole, but not of one block: two writers met")

@@ -1,0 +1,209 @@
+"""Encryption at rest: a wrapper around any tier that seals payloads with AES-GCM before they leave this process.
+
+A sealed payload, which is what the wrapped tier stores in its frame; the ciphertext comes first so that it lies page
+aligned where the payload did:
+
+    ciphertext (payload_bytes) | tag (16) | nonce (12) | key check (4)
+
+Authenticated beside it: the namespace digest, the block's key and the payload's size. So a block under another name, of
+another engine layout, or written by someone without the key does not open, whatever its checksums say. What stays
+visible to whoever can read the store: names, sizes and times.
+
+One key per namespace is derived from the master key (HKDF-SHA256, salted with the namespace digest). Nonces are random:
+with 2**32 blocks written under one namespace the chance that two share a nonce is below 2**-32 (NIST SP 800-38D, 8.3);
+at 1000 blocks per second that is 49 days, after which a new key id starts over. Needs the package `cryptography`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blake3 import blake3
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from spillway_connector.errors import ConfigError, CorruptReason, TierCorrupt
+from spillway_connector.namespace import NAMESPACE_DIGEST_BYTES, Namespace
+from spillway_connector.tiers.tier import StoreOutcome, Tier
+
+TAG_BYTES = 16
+NONCE_BYTES = 12
+CHECK_BYTES = 4
+SEAL_BYTES = TAG_BYTES + NONCE_BYTES + CHECK_BYTES
+PAYLOAD_BYTES_MAX = 2**31 - 1 - SEAL_BYTES  # of one AES-GCM call in OpenSSL
+KEY_FILE_BYTES_MAX = 4096
+_KEY_BYTES = (16, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class SealKey:
+    """A master key of 16 (AES-128) or 32 bytes (AES-256). ``key_id`` names it in public; another id, another store."""
+
+    key_id: str
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def parse(cls, key_id: str, text: str, where: str) -> SealKey:
+        """``text``: the key in hex or base64. ``where`` it comes from, for the message. Raises ConfigError."""
+        if not key_id or not key_id.isascii() or not key_id.isprintable():
+            raise ConfigError(f"encryption.keyId: {key_id!r} is not a name; use letters, digits and dashes")
+        compact = "".join(text.split())
+        for decode in (bytes.fromhex, lambda given: base64.b64decode(given, validate=True)):
+            try:
+                secret = decode(compact)
+            except (ValueError, binascii.Error):
+                continue
+            if len(secret) in _KEY_BYTES:
+                return cls(key_id, secret)
+        raise ConfigError(
+            f"{where}: holds no key of 16 or 32 bytes in hex or base64 ({len(compact)} characters given); "
+            "make one with: openssl rand -hex 32"
+        )
+
+    @classmethod
+    def from_file(cls, key_id: str, path: Path) -> SealKey:
+        """Raises ConfigError when the file cannot be read or holds no key."""
+        try:
+            with path.open("rb") as file:
+                text = file.read(KEY_FILE_BYTES_MAX).decode("ascii")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"encryption.keyFile: {path} cannot be read as text: {error}") from error
+        return cls.parse(key_id, text, f"encryption.keyFile {path}")
+
+    @classmethod
+    def from_environment(cls, key_id: str, variable: str) -> SealKey:
+        """Raises ConfigError when the variable is not set or holds no key."""
+        if variable not in os.environ:
+            raise ConfigError(f"encryption.keyEnv: the environment variable {variable} is not set")
+        return cls.parse(key_id, os.environ[variable], f"encryption.keyEnv {variable}")
+
+    @property
+    def cipher(self) -> str:
+        return f"AES-{len(self.secret) * 8}-GCM"
+
+    def derive(self, salt: bytes, purpose: bytes, size: int) -> bytes:
+        """HKDF-SHA256 of the master key."""
+        return HKDF(algorithm=SHA256(), length=size, salt=salt, info=b"spillway " + purpose).derive(self.secret)
+
+
+@dataclass(frozen=True, slots=True)
+class SealedNamespace(Namespace):
+    """A namespace whose blocks are sealed.
+
+    Cipher and key id change its digest: another key id is another store, and rotating a key means giving it a new id.
+    The key check is in the document but not in the digest, so the wrong key under a known id meets the document of the
+    right one and is refused.
+    """
+
+    identity: bytes  # the document without the key check
+
+    @property
+    def digest16(self) -> bytes:
+        return blake3(self.identity).digest(length=NAMESPACE_DIGEST_BYTES)
+
+
+def sealed_namespace(namespace: Namespace, key: SealKey) -> SealedNamespace:
+    """The namespace of the same blocks, sealed with ``key``: give it to the tier that SealedTier wraps."""
+    facts = json.loads(namespace.document)
+    codec = {"cipher": key.cipher, "key_id": key.key_id}
+    identity = Namespace.of({**facts, "codec": codec})
+    check = key.derive(identity.digest16, b"key check", 8).hex()
+    document = Namespace.of({**facts, "codec": {**codec, "key_check": check}}).document
+    return SealedNamespace(document, identity.document)
+
+
+class SealedTier:
+    """Seals what goes into ``tier`` and opens what comes out. See tier.Tier for the contract.
+
+    tier: opened for ``namespace`` with ``payload_bytes + SEAL_BYTES``, and owned from here on.
+    Each operation needs a buffer of that size; as many are kept as operations ever ran at once.
+    """
+
+    def __init__(self, tier: Tier, namespace: SealedNamespace, payload_bytes: int, key: SealKey) -> None:
+        if tier.payload_bytes != payload_bytes + SEAL_BYTES:
+            raise ValueError(f"payload_bytes: the tier has {tier.payload_bytes}, {payload_bytes} + {SEAL_BYTES} needed")
+        if payload_bytes > PAYLOAD_BYTES_MAX:
+            raise ConfigError(
+                f"encryption: a block of {payload_bytes} bytes cannot be sealed, at most {PAYLOAD_BYTES_MAX}; "
+                "lower blocks_per_chunk"
+            )
+        self.payload_bytes = payload_bytes
+        self.tier = tier
+        digest = namespace.digest16
+        self._cipher = AESGCM(key.derive(digest, b"blocks", len(key.secret)))
+        self._check = key.derive(digest, b"key check", 8)[:CHECK_BYTES]
+        self._context = b"spillway sealed block 1" + digest + payload_bytes.to_bytes(8, "little")
+        self._buffers: list[memoryview] = []
+        self._buffers_lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
+
+    @property
+    def evicted_frames(self) -> int:
+        return int(getattr(self.tier, "evicted_frames", 0))
+
+    def prepare(self, deadline: float) -> None:
+        self.tier.prepare(deadline)
+
+    def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        return self.tier.contains(keys, deadline)
+
+    def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        buffer = self._take_buffer()
+        try:
+            self.tier.load(key, buffer, deadline)
+            sealed_bytes = self.payload_bytes + TAG_BYTES
+            nonce = buffer[sealed_bytes : sealed_bytes + NONCE_BYTES]
+            if buffer[sealed_bytes + NONCE_BYTES :] != self._check:
+                raise TierCorrupt(CorruptReason.SEAL, "the block is sealed with another key")
+            try:
+                self._cipher.decrypt_into(nonce, buffer[:sealed_bytes], self._context + key, target)
+            except InvalidTag:
+                raise TierCorrupt(
+                    CorruptReason.SEAL, "the block does not open: it was changed, moved or forged"
+                ) from None
+        finally:
+            self._return_buffer(buffer)
+
+    def store(self, key: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+        buffer = self._take_buffer()
+        try:
+            sealed_bytes = self.payload_bytes + TAG_BYTES
+            nonce = os.urandom(NONCE_BYTES)
+            self._cipher.encrypt_into(nonce, source, self._context + key, buffer[:sealed_bytes])
+            buffer[sealed_bytes:] = nonce + self._check
+            return self.tier.store(key, buffer, deadline)
+        finally:
+            self._return_buffer(buffer)
+
+    def discard(self, key: bytes, deadline: float) -> None:
+        self.tier.discard(key, deadline)
+
+    def resident_bytes(self, deadline: float) -> int:
+        return self.tier.resident_bytes(deadline)
+
+    def close(self) -> None:
+        self.tier.close()
+
+    def _take_buffer(self) -> memoryview:
+        with self._buffers_lock:
+            if self._buffers:
+                return self._buffers.pop()
+        # mmap for its page alignment, which direct I/O needs.
+        return memoryview(mmap.mmap(-1, self.payload_bytes + SEAL_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+    def _return_buffer(self, buffer: memoryview) -> None:
+        with self._buffers_lock:
+            self._buffers.append(buffer)

@@ -1,0 +1,58 @@
+"""From one configured tier to an open backend."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from spillway_connector.config import parse_tier
+from spillway_connector.engine.tier_adapter import open_tier
+from spillway_connector.errors import ConfigError
+from spillway_connector.namespace import Namespace
+
+PAYLOAD_BYTES = 8192
+NAMESPACE = Namespace.of({"model": "test"})
+KEY = b"k" * 32 + b"\0" * 4
+
+
+def round_trip(tier, payload: bytes) -> bytes:
+    deadline = time.monotonic() + 10
+    tier.store(KEY, memoryview(payload), deadline)
+    target = memoryview(bytearray(PAYLOAD_BYTES))
+    tier.load(KEY, target, deadline)
+    return bytes(target)
+
+
+def test_a_directory(tmp_path: Path):
+    tier = open_tier(parse_tier("nvme", {"path": str(tmp_path)}), NAMESPACE, PAYLOAD_BYTES)
+    payload = os.urandom(PAYLOAD_BYTES)
+    assert round_trip(tier, payload) == payload
+    tier.close()
+
+
+def test_an_encrypted_directory_holds_no_plain_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SEAL", "ab" * 32)
+    options = {"path": str(tmp_path / "kv"), "encryption": {"key_id": "2026-a", "key_env": "SEAL"}}
+    tier = open_tier(parse_tier("nvme", options), NAMESPACE, PAYLOAD_BYTES)
+    payload = b"a conversation  " * (PAYLOAD_BYTES // 16)
+    assert round_trip(tier, payload) == payload
+    tier.close()
+    stored = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert stored
+    assert not any(b"conversation" in content for content in stored)
+
+
+def test_a_login_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CACHE_PASSWORD", raising=False)
+    config = parse_tier("redis", {"url": "redis://127.0.0.1:1/0", "password_env": "CACHE_PASSWORD"})
+    with pytest.raises(ConfigError, match="CACHE_PASSWORD"):
+        open_tier(config, NAMESPACE, PAYLOAD_BYTES)
+
+
+def test_a_server_that_is_away_is_no_error_at_the_start():
+    tier = open_tier(parse_tier("redis", {"url": "redis://127.0.0.1:1/0"}), NAMESPACE, PAYLOAD_BYTES)
+    assert tier.name == "redis"
+    tier.close()
