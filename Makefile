@@ -48,6 +48,10 @@ check: $(STAMP) ## Style and types, no engine needed
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy $(DISTRIBUTIONS:%=%/src)
 
+.PHONY: bench-first-token
+bench-first-token: $(STAMP) ## Time to first token by tier, beside recomputing and upstream's fs tier. About ten minutes
+	@$(BIN)/python bench/first_token.py
+
 .PHONY: install
 install: $(STAMP) ## The environment in .venv/local, and nothing else
 

@@ -95,6 +95,13 @@ class EngineDisconnected(UpstreamError):
     """The engine closed or broke the connection before the reply was whole."""
 
 
+class EngineFailed(UpstreamError):
+    """The engine's HTTP server answered that its core is dead, before anything of use."""
+
+    code = "engine_failed"
+    reason = "failed"
+
+
 class EngineFirstByteTimeout(UpstreamError):
     status = 504
     code = "engine_timeout"

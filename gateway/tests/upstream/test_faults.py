@@ -173,6 +173,35 @@ async def test_an_error_object_of_the_engine_passes_as_it_is(start_engine: Any, 
     assert through == direct
 
 
+async def test_a_core_that_died_before_the_first_token_costs_nothing(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    """vLLM's server has said 200 by then; the error event in place of a token is worth another engine."""
+    engines = await pair(start_engine)
+    async with running_gateway(gateway_config(engines)) as running:
+        _, headers, _ = await ask(client, running, stream=True)
+        chosen = next(engine for engine in engines if engine.name == headers["x-spillway-engine"])
+        chosen.fault = ErrorInStream(0)
+        status, headers, body = await ask(client, running, stream=True)
+        assert_idle(running)
+
+    assert (status, headers["x-spillway-route"]) == (200, "retry")
+    assert headers["x-spillway-engine"] != chosen.name
+    assert body.endswith(b"data: [DONE]\n\n") and b"EngineCore died" not in body
+
+
+async def test_a_core_that_died_on_the_only_engine_is_502(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    engine = await start_engine()
+    engine.fault = ErrorInStream(0)
+    async with running_gateway(gateway_config([engine])) as running:
+        status, _, body = await ask(client, running, stream=True)
+        assert_idle(running)
+
+    error = json.loads(body)["error"]
+    assert (status, error["code"]) == (502, "engine_failed")
+    assert "EngineCore died" in error["message"]
+
+
 async def test_the_last_engine_s_503_passes_as_it_is(start_engine: Any, client: aiohttp.ClientSession) -> None:
     engines = await pair(start_engine)
     for engine in engines:

@@ -5,7 +5,47 @@ Nothing is retried once a body byte has reached the client: a second generation 
 
 from __future__ import annotations
 
+import msgspec
+
 RETRYABLE_STATUSES = frozenset({502, 503, 504})
+_ERROR_EVENT = b'data: {"error"'
+_DEAD_CORE = "EngineCore encountered an issue"  # vLLM 0.23's EngineDeadError, whatever status it comes with
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: int | str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+_decoder = msgspec.json.Decoder(_ErrorBody)
+
+
+def stream_failure(first_chunk: bytes) -> str | None:
+    """The engine's own words when a stream begins with a server error instead of a token, else None.
+
+    vLLM answers 200 before it computes; when its core dies, that is all its server can still say.
+    """
+    if not first_chunk.startswith(_ERROR_EVENT):
+        return None
+    error = _error_of(first_chunk.partition(b"\n")[0].removeprefix(b"data: "))
+    return error.message if error is not None and isinstance(error.code, int) and error.code >= 500 else None
+
+
+def plain_failure(status: int, body: bytes) -> str | None:
+    """The same for a plain reply. A 500 alone may be the request's own fault and is passed on."""
+    error = _error_of(body) if status == 500 else None
+    return error.message if error is not None and _DEAD_CORE in error.message else None
+
+
+def _error_of(body: bytes) -> _Error | None:
+    try:
+        return _decoder.decode(body).error
+    except (msgspec.MsgspecError, RecursionError):
+        return None
 
 
 class RetryBudget:

@@ -23,6 +23,7 @@ from spillway_gateway.error_bodies import body_of, event_of, headers_of
 from spillway_gateway.errors import (
     EngineBadReply,
     EngineDisconnected,
+    EngineFailed,
     EngineFirstByteTimeout,
     EngineIdleTimeout,
     EngineRefused,
@@ -37,7 +38,7 @@ from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.upstream.connection import EngineConnection, Headers
 from spillway_gateway.upstream.forward import header, reply_headers, request_head
 from spillway_gateway.upstream.pool import ConnectionPool
-from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, RetryBudget, may_retry
+from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, RetryBudget, may_retry, plain_failure, stream_failure
 from spillway_gateway.upstream.usage import cached_tokens
 
 logger = logging.getLogger(__name__)
@@ -281,6 +282,8 @@ class Relay:
         metrics = self._services.metrics
         idle_seconds = self._services.timeouts.idle_seconds
         chunk = await connection.chunk()
+        if (failure := stream_failure(chunk)) is not None:
+            raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
         now = perf_counter()
         lease.first_byte(time.monotonic(), measures_prefill=True)
         lease.engine.waiting.discard(self)
@@ -309,6 +312,8 @@ class Relay:
     async def _relay_plain(self, lease: Lease, connection: EngineConnection) -> None:
         buffer_bytes = self._services.limits.plain_reply_buffer_bytes
         body = await self._collect(connection, buffer_bytes)
+        if (failure := plain_failure(connection.status, body)) is not None:
+            raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
         now = perf_counter()
         lease.first_byte(time.monotonic(), measures_prefill=False)
         headers = reply_headers(connection.headers)

@@ -25,7 +25,7 @@ from spillway_engine.byte_sizes import format_byte_count
 from spillway_engine.exit_report import OutputTail, exit_code_of, explain_exit
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
 from spillway_engine.settings import LifecycleSettings
-from spillway_engine.shared_memory import group_members, sweep_stale_regions
+from spillway_engine.shared_memory import files_of_group, group_members, sweep_stale_regions
 from spillway_engine.warden import dismiss_warden, end_group, is_resource_tracker, start_warden
 
 SELF_CHECK_EXIT_CODE = 4
@@ -104,6 +104,7 @@ class _Pod:
         self._self_check_failure: str | None = None
         self._tail = OutputTail()
         self._messages = MessageBuffer()
+        self._shared_memory: set[Path] = set()  # of the whole group; nobody can say whose files are once it is dead
         self._control, theirs = socket.socketpair()
         with theirs:
             brief = dataclasses.replace(command.brief, control_fd=theirs.fileno())
@@ -140,7 +141,7 @@ class _Pod:
 
     def close(self) -> None:
         """End whatever is left of the group; harmless when nothing is."""
-        end_group(self._group_id)
+        end_group(self._group_id, self._shared_memory)
         self._engine.wait()
         self._reap_orphans()
         dismiss_warden(self._warden)
@@ -175,6 +176,8 @@ class _Pod:
 
     def _on_event(self, message: dict[str, Any]) -> None:
         event = message["event"]
+        # Every process of the engine has its queues by now, before the first answer.
+        self._shared_memory |= files_of_group(self._group_id)
         if event == "serving" and self._phase is Phase.STARTING:
             self._phase = Phase.SERVING
             if self._asked_to_stop:
@@ -253,7 +256,7 @@ class _Pod:
 
     def _kill(self) -> None:
         self._deadline = None
-        end_group(self._group_id)
+        end_group(self._group_id, self._shared_memory)
 
     def _reap_orphans(self) -> None:
         """Collect dead descendants that became our children; the engine and the warden are waited for elsewhere."""
@@ -270,7 +273,7 @@ class _Pod:
     def _conclude(self) -> int:
         self._read_rest()
         strays = sum(not is_resource_tracker(pid) for pid in group_members(self._group_id))
-        removed = end_group(self._group_id)
+        removed = end_group(self._group_id, self._shared_memory)
         if strays:
             self._say(f"ended {strays} processes that vLLM left running, removed {len(removed)} shared-memory files")
         # vLLM removes its region on a clean stop only; with the group dead, an unmapped one is ours or nobody's.

@@ -59,6 +59,8 @@ class OffloadSettings:
     blocks_per_chunk: int = 1
     eviction_policy: Literal["lru", "arc"] = "lru"
     batch_memcpy: Literal["auto", "on", "off"] = "auto"
+    # The connector loads only while that beats recomputing; a number here replaces the prefill rate that it measures.
+    prefill_tokens_per_second: float | None = None
     shared_tier: SharedTierSettings = field(default_factory=SharedTierSettings)
     extra_tiers: tuple[
         dict[str, Any], ...
@@ -127,6 +129,7 @@ def _check_numbers(settings: EngineSettings) -> None:
         ("offload.numCpuBlocks", settings.offload.num_cpu_blocks, 1),
         ("offload.cpuBytes", settings.offload.cpu_bytes, 1),
         ("offload.blocksPerChunk", settings.offload.blocks_per_chunk, 1),
+        ("offload.prefillTokensPerSecond", settings.offload.prefill_tokens_per_second, 0.001),
         ("offload.sharedTier.lookupTimeoutSeconds", settings.offload.shared_tier.lookup_timeout_seconds, 0.001),
         ("offload.sharedTier.loadTimeoutSeconds", settings.offload.shared_tier.load_timeout_seconds, 0.001),
         ("offload.sharedTier.storeTimeoutSeconds", settings.offload.shared_tier.store_timeout_seconds, 0.001),

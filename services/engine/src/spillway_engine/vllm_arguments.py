@@ -111,6 +111,7 @@ def kv_transfer_config(settings: EngineSettings) -> dict[str, Any]:
             "blocks_per_chunk": offload.blocks_per_chunk,
             "eviction_policy": offload.eviction_policy,
             "batch_memcpy": offload.batch_memcpy,
+            **({"prefill_tokens_per_second": rate} if (rate := offload.prefill_tokens_per_second) is not None else {}),
             "secondary_tiers": [*secondary_tiers(offload.shared_tier), *offload.extra_tiers],
         },
     }

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from spillway_engine.shared_memory import files_of_group, group_members, paths_in_use
@@ -48,13 +49,14 @@ def dismiss_warden(warden: subprocess.Popen[bytes]) -> None:
         warden.wait()
 
 
-def end_group(group_id: int) -> list[Path]:
+def end_group(group_id: int, known_files: Iterable[Path] = ()) -> list[Path]:
     """SIGKILL every member and remove the shared-memory files they had mapped; returns the removed files.
 
-    Files are noted before the kill: afterwards nothing says whose they were. Python's resource trackers are killed
-    last: left alone they unlink the semaphores and queues of the dead, then end by themselves.
+    Files are noted before the kill: afterwards nothing says whose they were. `known_files`: noted earlier, for a group
+    that somebody else has killed. Python's resource trackers are killed last: left alone they unlink the semaphores and
+    queues of the dead, then end by themselves.
     """
-    files = files_of_group(group_id)
+    files = files_of_group(group_id) | set(known_files)
     begun = time.monotonic()
     while members := group_members(group_id):
         elapsed_seconds = time.monotonic() - begun

@@ -1,0 +1,80 @@
+"""One stack at a time, one start per configuration: tests ask for `stack` and run once per tier they name.
+
+- `pytest.mark.tiers("nvme")`: which tiers; both without it
+- `pytest.mark.ends_stack`: takes the stack down itself, so it runs after every other test of that tier
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from stack_driver.deadlines import eventually
+from stack_driver.known_answers import KnownAnswers
+from stack_driver.prompts import make_prompts
+from stack_driver.reference_pass import PROMPTS_ENV, identity_prompts, reference_answers
+from stack_driver.running_stack import RunningStack
+
+TIERS = ("nvme", "redis")
+# A test that comes first pays for the start: minutes on two slow cores. The full identity proof takes its own time.
+TIMEOUT_SECONDS = 3600 if os.environ.get(PROMPTS_ENV) else 900
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "tiers(*names): shared tiers whose stack a test runs on")
+    config.addinivalue_line("markers", "ends_stack: takes the stack down, so it runs last on it")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "stack" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("tiers")
+        metafunc.parametrize("stack", marker.args if marker else TIERS, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests without a stack first, then tier by tier: one stack ends where the next one starts."""
+    items.sort(key=_turn)
+    for item in items:
+        if _turn(item) > (0, False):
+            item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
+
+
+def _turn(item: pytest.Item) -> tuple[int, bool]:
+    callspec = getattr(item, "callspec", None)
+    tier = callspec.params.get("stack") if callspec is not None else None
+    turn = TIERS.index(tier) + 1 if tier in TIERS else 0
+    return turn, item.get_closest_marker("ends_stack") is not None
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KnownAnswers]:
+    """Prompt name -> its answers on an engine without any offload, started and ended here."""
+    running = RunningStack.start("off", tmp_path_factory.mktemp("off"), engines=1, gateway=False)
+    try:
+        return reference_answers(running.a, make_prompts(identity_prompts(running.blocks)))
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    if any("references" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        # The engine without offload runs before this stack, never beside it: two cores, 12 GB.
+        request.getfixturevalue("references")
+    running = RunningStack.start(request.param, tmp_path_factory.mktemp(request.param))
+    try:
+        yield running
+    finally:
+        running.close()
+        # Gigabytes that nobody reads again; the logs stay.
+        shutil.rmtree(running.local.folder.nvme, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def everything_is_up(request: pytest.FixtureRequest) -> None:
+    """A test that failed with an engine down must not take the next ones with it."""
+    if "stack" in request.fixturenames:
+        running: RunningStack = request.getfixturevalue("stack")
+        eventually("every component is ready", lambda: all(status.ready for status in running.local.status()), 300.0)

@@ -1,0 +1,35 @@
+"""An engine that is told to stop finishes its streams; its successor finds everything in the shared tier."""
+
+from __future__ import annotations
+
+import pytest
+from stack_driver.deadlines import eventually
+from stack_driver.running_stack import RunningStack
+from stack_driver.streams import StreamCrowd
+
+STREAMS = 6
+ANSWER_TOKENS = 48
+
+
+@pytest.mark.tiers("nvme")
+def test_sigterm_lets_streams_finish_and_the_successor_hits_the_shared_tier(stack: RunningStack) -> None:
+    known = stack.learn_and_store(stack.b)
+    restarts = stack.component("engine-1").restarts
+    crowd = StreamCrowd(
+        stack.local.gateway_url, stack.model, [stack.new_prompt(1) for _ in range(STREAMS)], ANSWER_TOKENS
+    )
+    eventually(
+        "every stream has begun, one of them on engine-1",
+        lambda: all(s.tokens for s in crowd.streams) and any(s.engine == "engine-1" for s in crowd.streams),
+    )
+    assert not all(stream.ended.is_set() for stream in crowd.streams if stream.engine == "engine-1")
+    stack.local.restart_engine(1)
+    for stream in crowd.join():
+        assert stream.complete and stream.tokens == ANSWER_TOKENS, str(stream)
+    status = stack.component("engine-1")
+    assert status.restarts == restarts + 1
+    assert status.exits[-1]["code"] == 0, "an asked-for stop is no failure"
+    answer = stack.b.ask(known.prompt.tokens)
+    assert answer.source == "shared"
+    assert answer.cached_tokens == known.prompt.reusable_tokens
+    known.check(answer)

@@ -1,0 +1,48 @@
+"""Tiers on or off, the same tokens: greedy answers of many prompts with shared beginnings, compared with an engine that
+has no offload at all. What "the same" is compared with is explained in stack_driver/known_answers.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from stack_driver.engine_client import Answer, EngineClient
+from stack_driver.known_answers import KnownAnswers
+from stack_driver.running_stack import RunningStack
+
+ATTEMPTS = 3  # a lookup whose deadline passes on a busy machine costs the hit, never the answer
+
+
+def test_identical_with_and_without_tiers(
+    stack: RunningStack, references: dict[str, KnownAnswers], record_property: pytest.Function
+) -> None:
+    hits: Counter[str] = Counter()
+    for known in references.values():
+        stored = stack.store.frames()
+        answer = stack.a.ask(known.prompt.tokens)
+        known.check(answer)
+        hits[answer.source] += 1
+        own_blocks = known.prompt.blocks - answer.cached_tokens // 128
+        stack.wait_stored(stored + own_blocks, stack.a)
+        hits["cpu"] += _hit(stack.a, known, "cpu")
+        hits["shared"] += _hit(stack.b, known, "shared")
+    for source, count in hits.items():
+        record_property(source, count)
+    rounded = sum(known.rounding_differs for known in references.values())
+    record_property("prompts whose cold and cached answers differ by rounding", rounded)
+    total = len(references)
+    assert hits["cpu"] >= 0.95 * total, hits
+    assert hits["shared"] >= 0.95 * total, hits
+
+
+def _hit(engine: EngineClient, known: KnownAnswers, source: str) -> bool:
+    """One full hit of `source`, identical; every answer on the way there is checked as well."""
+    answer: Answer | None = None
+    for _ in range(ATTEMPTS):
+        engine.forget(cpu_tier=source == "shared")
+        answer = engine.ask(known.prompt.tokens)
+        if answer.cached_tokens in known.by_cached_tokens:
+            known.check(answer)
+        if (answer.source, answer.cached_tokens) == (source, known.prompt.reusable_tokens):
+            return True
+    return False

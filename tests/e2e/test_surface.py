@@ -1,0 +1,177 @@
+"""What an OpenAI client sees through the gateway, against real engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from stack_driver.deadlines import eventually
+from stack_driver.engine_client import EngineClient
+from stack_driver.engine_metrics import Reading
+from stack_driver.running_stack import MAX_LENGTH, RunningStack
+
+pytestmark = pytest.mark.tiers("nvme")
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture
+def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
+    # Without the client's own retries: a failure is to be seen.
+    with openai.OpenAI(base_url=f"{stack.local.gateway_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_models(stack: RunningStack, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [stack.model]
+
+
+def test_chat(stack: RunningStack, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=stack.model, messages=QUESTION, temperature=0, max_completion_tokens=16
+    )
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.model == stack.model
+
+
+def test_streaming_chat_says_what_plain_chat_says(stack: RunningStack, client: openai.OpenAI) -> None:
+    asked = {"model": stack.model, "messages": QUESTION, "temperature": 0, "max_completion_tokens": 16}
+    plain = client.chat.completions.create(**asked)
+    events = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    text = "".join(choice.delta.content or "" for event in events for choice in event.choices)
+    assert text == plain.choices[0].message.content
+    assert len(events) > 3, "a stream comes in pieces"
+    assert events[-1].usage is not None and events[-1].usage.completion_tokens == plain.usage.completion_tokens
+
+
+def test_max_completion_tokens_bounds_the_answer(stack: RunningStack, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=stack.model,
+        messages=[{"role": "user", "content": "Tell a long story about the sea."}],
+        max_completion_tokens=5,
+        temperature=0,
+    )
+    assert answer.usage.completion_tokens == 5
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_completions_with_text_and_with_token_ids(stack: RunningStack, client: openai.OpenAI) -> None:
+    text = client.completions.create(model=stack.model, prompt="The capital of France is", max_tokens=4, temperature=0)
+    assert "Paris" in text.choices[0].text
+    tokens = client.completions.create(model=stack.model, prompt=[504, 3575, 282], max_tokens=4, temperature=0)
+    assert tokens.usage.prompt_tokens == 3 and tokens.usage.completion_tokens == 4
+
+
+def test_fields_the_gateway_does_not_know_reach_the_engine(stack: RunningStack, client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=stack.model,
+        prompt="One two three",
+        max_tokens=3,
+        logprobs=2,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    assert len(answer.choices[0].logprobs.tokens) == 3
+    assert len(answer.choices[0].model_extra["token_ids"]) == 3
+
+
+def test_unknown_model_is_not_found_in_openai_shape(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="no-such-model", messages=QUESTION)
+    assert caught.value.code == "model_not_found"
+    assert caught.value.param == "model"
+    assert "no-such-model" in caught.value.body["message"]
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"model": 7}', b'{"messages": "hello"', b"\xff\xfe"])
+def test_malformed_body_is_bad_request(stack: RunningStack, body: bytes) -> None:
+    response = httpx.post(
+        f"{stack.local.gateway_url}/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] and error["message"]
+
+
+def test_wrong_field_is_refused_by_the_engine_and_passed_on(stack: RunningStack, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=stack.model, messages=QUESTION, max_completion_tokens=-3)
+    assert caught.value.response.headers["x-spillway-engine"].startswith("engine-")
+
+
+def test_prompt_longer_than_the_context_is_bad_request(stack: RunningStack, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=stack.model, prompt=[1000] * (MAX_LENGTH + 1), max_tokens=1)
+    assert str(MAX_LENGTH) in caught.value.body["message"]
+
+
+def test_disconnect_ends_the_work_on_the_engine(stack: RunningStack, client: openai.OpenAI) -> None:
+    def running() -> int:
+        return sum(engine.running() for engine in stack.engines)
+
+    before = _disconnects(stack)
+    stream = client.completions.create(
+        model=stack.model, prompt="Once", max_tokens=MAX_LENGTH - 10, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert running() == 1
+    stream.close()
+    eventually("no request runs any more", lambda: running() == 0, 15.0)
+    assert _disconnects(stack) == before + 1
+
+
+def test_headers_name_the_engine_and_the_overhead(stack: RunningStack, client: openai.OpenAI) -> None:
+    raw = client.with_raw_response.completions.create(
+        model=stack.model, prompt="Hello", max_tokens=1, extra_headers={"x-request-id": "asked-by-me"}
+    )
+    assert raw.headers["x-spillway-engine"] in ("engine-0", "engine-1")
+    assert 0 <= float(raw.headers["x-spillway-overhead-ms"]) < 60_000
+    assert raw.headers["x-spillway-route"] in ("prefix", "load", "rendezvous")
+    assert raw.headers["x-request-id"] == "asked-by-me"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_repeated_prefix_goes_to_the_engine_that_has_it(stack: RunningStack, client: openai.OpenAI, index: int) -> None:
+    """Computed behind the gateway's back, so only the engine's KV events can have told it."""
+    engine, name = stack.engines[index], f"engine-{index}"
+    # What an earlier test left in the devices must not tip the scales.
+    prompt = stack.new_prompt()
+    heard = _event_batches(stack, name)
+    engine.ask(prompt.tokens, 1)
+    eventually("the gateway hears of the new blocks", lambda: _event_batches(stack, name) > heard, 15.0)
+    raw = client.with_raw_response.completions.create(model=stack.model, prompt=list(prompt.tokens), max_tokens=1)
+    assert raw.headers["x-spillway-engine"] == name
+    assert raw.headers["x-spillway-route"] == "prefix"
+    assert int(raw.headers["x-spillway-prefix-tokens"]) == prompt.reusable_tokens
+    assert raw.parse().usage.prompt_tokens_details.cached_tokens == prompt.reusable_tokens
+
+
+def test_health_ready_and_metrics(stack: RunningStack) -> None:
+    for path in ("/health", "/ready", "/metrics"):
+        assert httpx.get(f"{stack.local.gateway_url}{path}").status_code == 200
+    assert _gateway(stack).total("spillway_gateway_requests_total") > 0 or _ask_once(stack)
+
+
+def _ask_once(stack: RunningStack) -> bool:
+    httpx.post(f"{stack.local.gateway_url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60)
+    return _gateway(stack).total("spillway_gateway_requests_total") == 1
+
+
+def _gateway(stack: RunningStack) -> Reading:
+    return Reading.parse(httpx.get(f"{stack.local.gateway_url}/metrics").text)
+
+
+def _disconnects(stack: RunningStack) -> float:
+    return _gateway(stack).total("spillway_gateway_client_disconnects_total")
+
+
+def _event_batches(stack: RunningStack, engine: str) -> float:
+    return _gateway(stack).total("spillway_gateway_event_batches_total", engine=engine)
+
+
+def test_engine_says_when_it_is_ready_and_what_it_runs(stack: RunningStack) -> None:
+    engine: EngineClient
+    for engine in stack.engines:
+        assert httpx.get(f"{engine.url}/ready").json() == {"ready": True}
+        assert engine.configuration()["servedName"] == stack.model

@@ -1,0 +1,80 @@
+"""Where a prefix can come from, told by the engines' own counters, with the same answer every time."""
+
+from __future__ import annotations
+
+from stack_driver.known_answers import learn
+from stack_driver.running_stack import DEVICE_BLOCKS, RunningStack
+
+
+def test_shared_tier_hit_on_the_other_engine(stack: RunningStack) -> None:
+    known = stack.learn_and_store(stack.a)
+    answer = stack.b.ask(known.prompt.tokens)
+    assert answer.source == "shared"
+    assert answer.cached_tokens == known.prompt.reusable_tokens
+    assert answer.tier_read_bytes == known.prompt.blocks * stack.block_bytes
+    known.check(answer)
+    again = stack.b.ask(known.prompt.tokens)
+    assert again.source == "device"
+    known.check(again)
+
+
+def test_cpu_tier_hit_after_eviction_from_the_device(stack: RunningStack) -> None:
+    """Evicted by other prompts, as in life; the device holds too few blocks for all of them."""
+    known = stack.learn_and_store(stack.a)
+    for _ in range(-(-DEVICE_BLOCKS // stack.blocks)):
+        stack.a.complete(stack.new_prompt().tokens, 1)
+    answer = stack.a.ask(known.prompt.tokens)
+    assert answer.source == "cpu"
+    assert answer.cached_tokens == known.prompt.reusable_tokens
+    assert answer.device_load_bytes == known.prompt.blocks * stack.block_bytes
+    known.check(answer)
+
+
+def test_part_of_a_prefix_on_the_device_and_the_rest_in_a_tier(stack: RunningStack) -> None:
+    known = stack.learn_and_store(stack.a)
+    prompt = known.prompt
+    stack.b.complete(prompt.tokens[: 128 + 1], 1)
+    answer = stack.b.ask(prompt.tokens)
+    assert answer.source in ("shared", "cpu")
+    assert answer.cached_tokens == prompt.reusable_tokens
+    known.check(answer)
+
+
+def test_prompt_of_whole_blocks_is_hit_whole(stack: RunningStack) -> None:
+    """The device never reuses a prompt's last token, so not its last block; a tier may hand over all of it. There is no
+    device hit of that length to compare with, so the tiers and engines are compared with each other."""
+    prompt = stack.new_prompt()
+    whole = prompt.tokens[: prompt.blocks * 128]
+    stored = stack.store.frames()
+    stack.a.complete(whole, 1)
+    stack.wait_stored(stored + prompt.blocks, stack.a)
+    shared = stack.b.ask(whole)
+    assert (shared.source, shared.cached_tokens) == ("shared", len(whole))
+    for engine in stack.engines:
+        engine.forget(cpu_tier=False)
+        answer = engine.ask(whole)
+        assert (answer.source, answer.cached_tokens) == ("cpu", len(whole))
+        assert answer.tokens == shared.tokens
+
+
+def test_answers_do_not_depend_on_what_else_runs_on_the_shared_tier(stack: RunningStack) -> None:
+    """Each engine reads what the other wrote, in both directions."""
+    from_a, from_b = stack.learn_and_store(stack.a), stack.learn_and_store(stack.b)
+    for engine, known in ((stack.b, from_a), (stack.a, from_b)):
+        answer = engine.ask(known.prompt.tokens)
+        assert answer.source == "shared"
+        known.check(answer)
+
+
+def test_a_longer_prompt_reuses_what_a_shorter_one_left(stack: RunningStack) -> None:
+    known = stack.learn_and_store(stack.a)
+    longer = known.prompt.tokens[: known.prompt.reusable_tokens] + stack.new_prompt(1).tokens
+    answer = stack.b.ask(longer)
+    assert answer.source == "shared"
+    assert answer.cached_tokens == known.prompt.reusable_tokens
+
+
+def test_first_answer_is_cold(stack: RunningStack) -> None:
+    """The counters tell hits from work: a prompt nobody has seen is no hit of anything."""
+    known = learn(stack.a, stack.new_prompt(2))
+    assert set(known.by_cached_tokens) == {0, known.prompt.reusable_tokens}

@@ -1,0 +1,73 @@
+"""kill -9 of an engine under twenty streams: nobody who had not yet got a byte notices, the others are told."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+from stack_driver.deadlines import eventually
+from stack_driver.engine_processes import engine_core, kill_group, shared_memory_of, vllm_group
+from stack_driver.running_stack import RunningStack
+from stack_driver.streams import Stream, StreamCrowd
+
+STREAMS = 20
+ANSWER_TOKENS = 40
+VICTIM = "engine-0"
+
+
+@pytest.mark.tiers("redis")
+def test_whole_engine_killed(stack: RunningStack) -> None:
+    """The API server, the engine core and the worker at once, as the kernel's out-of-memory killer or a lost node."""
+    _kill_under_streams(stack, kill_group)
+
+
+@pytest.mark.tiers("nvme")
+def test_engine_core_alone_killed(stack: RunningStack) -> None:
+    """The HTTP server survives for some seconds and answers for an engine that is no more."""
+    _kill_under_streams(stack, lambda group: engine_core(group).signal(signal.SIGKILL))
+
+
+def _kill_under_streams(stack: RunningStack, kill: Callable[[int], None]) -> None:
+    known = stack.learn_and_store(stack.a)
+    before = stack.process(VICTIM)
+    restarts = stack.component(VICTIM).restarts
+    group = vllm_group(before)
+    shared_memory = shared_memory_of(group)
+
+    # Prompts longer than what one engine step takes: some streams have begun while others still wait.
+    prompts = [stack.new_prompt(stack.blocks) for _ in range(STREAMS)]
+    crowd = StreamCrowd(stack.local.gateway_url, stack.model, prompts, ANSWER_TOKENS)
+    begun = eventually("some streams of the victim have begun, others wait", lambda: _begun(stack, crowd), 120.0)
+    kill(group)
+
+    streams = crowd.join()
+    interrupted = [stream for stream in streams if not stream.complete]
+    for stream in interrupted:
+        assert stream in begun or stream.tokens > 0, f"had no byte and failed: {stream}"
+        assert stream.engine == VICTIM, f"was not on the killed engine: {stream}"
+        assert stream.error_is_clear, f"ended without a clear error: {stream}"
+    assert interrupted, "the kill came too late to interrupt anything"
+    survivors = [stream for stream in streams if stream.complete]
+    assert all(stream.tokens == ANSWER_TOKENS for stream in survivors)
+    assert any(stream not in begun for stream in survivors)
+
+    stack.local.wait_engine_ready(0, not_process=before)
+    status = stack.component(VICTIM)
+    assert status.restarts == restarts + 1
+    assert status.exits[-1]["code"] != 0, "a killed engine is a failure"
+    answer = stack.a.ask(known.prompt.tokens)
+    assert answer.source == "shared"
+    assert answer.cached_tokens == known.prompt.reusable_tokens
+    known.check(answer)
+    left = [file for file in shared_memory if file.exists()]
+    assert left == [], "shared memory of the killed engine"
+
+
+def _begun(stack: RunningStack, crowd: StreamCrowd) -> list[Stream] | None:
+    """Streams with a byte, once the victim has some of them and other requests beside them."""
+    begun = [stream for stream in crowd.streams if stream.tokens]
+    on_victim = sum(stream.engine == VICTIM and not stream.ended.is_set() for stream in begun)
+    if on_victim == 0 or stack.a.running() <= on_victim + 1:
+        return None
+    return begun

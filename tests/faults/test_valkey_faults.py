@@ -1,0 +1,112 @@
+"""A sick server costs recomputation, never an answer: killed, away, silent, full, emptied, holding damaged values."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import redis
+from stack_driver.deadlines import eventually
+from stack_driver.engine_metrics import new_failures
+from stack_driver.known_answers import learn
+from stack_driver.running_stack import RunningStack
+from stack_driver.shared_stores import ValkeyStore
+
+from spillway_stack.processes import wait_gone
+
+pytestmark = pytest.mark.tiers("redis")
+
+BLOCK_BYTES_LEAST = 1 << 20  # less than what is stored, more than the server's own ups and downs
+AWAY = {"connect", "disconnected", "timeout"}
+
+
+def test_killed_and_started_again(stack: RunningStack) -> None:
+    known = stack.learn_and_store(stack.a)
+    with _supervisor_paused(stack):
+        valkey = stack.process("valkey")
+        valkey.signal(signal.SIGKILL)
+        assert not wait_gone([valkey], 10.0)
+        assert stack.ask_shared(stack.b, known).source == "none"
+        learn(stack.a, stack.new_prompt(2))
+        _wait_failure(stack, AWAY)
+    eventually("the supervisor starts Valkey again", lambda: stack.component("valkey").ready, 30.0)
+    stack.wait_shared_tier_works()
+
+
+def test_silent_server(stack: RunningStack) -> None:
+    """Stopped, so connections are accepted by the kernel and never answered: only deadlines help."""
+    known = stack.learn_and_store(stack.a)
+    valkey = stack.process("valkey")
+    valkey.signal(signal.SIGSTOP)
+    try:
+        stack.ask_shared(stack.b, known)
+        learn(stack.a, stack.new_prompt(2))
+        _wait_failure(stack, {"timeout"})
+    finally:
+        valkey.signal(signal.SIGCONT)
+    stack.wait_shared_tier_works()
+
+
+def test_full_server_that_evicts_nothing(stack: RunningStack) -> None:
+    known = stack.learn_and_store(stack.a)
+    server = _server(stack)
+    limits = {name: server.config_get(name)[name] for name in ("maxmemory", "maxmemory-policy")}
+    server.config_set("maxmemory-policy", "noeviction")
+    server.config_set("maxmemory", server.info("memory")["used_memory"] - BLOCK_BYTES_LEAST)
+    try:
+        with pytest.raises(redis.ResponseError, match="maxmemory"):
+            server.set("one more", "value")
+        stack.ask_shared(stack.b, known)
+        learn(stack.a, stack.new_prompt(2))
+        _wait_failure(stack, {"out_of_memory"})
+    finally:
+        for name, value in limits.items():
+            server.config_set(name, value)
+    stack.wait_shared_tier_works()
+
+
+def test_emptied_server(stack: RunningStack) -> None:
+    known = stack.learn_and_store(stack.a)
+    _server(stack).flushall()
+    assert stack.ask_shared(stack.b, known).source == "none"
+    stack.wait_shared_tier_works()
+
+
+def test_damaged_values_are_recomputed_and_never_served(stack: RunningStack) -> None:
+    store = stack.store
+    assert isinstance(store, ValkeyStore)
+    old = set(store.keys())
+    known = stack.learn_and_store(stack.a)
+    for number, key in enumerate(sorted(set(store.keys()) - old)):
+        offset = [100, 192, store.server.strlen(key) - 1][number % 3]
+        byte = store.server.getrange(key, offset, offset)[0]
+        store.server.setrange(key, offset, bytes([byte ^ 0x10]))
+    before = stack.b.failures()
+    assert stack.ask_shared(stack.b, known).source == "none", "damaged blocks were used"
+    assert new_failures(before, stack.b.failures(), "load") == {"header", "payload"}
+
+
+def _server(stack: RunningStack) -> redis.Redis:
+    store = stack.store
+    assert isinstance(store, ValkeyStore)
+    return store.server
+
+
+@contextmanager
+def _supervisor_paused(stack: RunningStack) -> Iterator[None]:
+    """Nobody starts Valkey again for as long as the block lasts."""
+    supervisor = stack.supervisor
+    supervisor.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        supervisor.signal(signal.SIGCONT)
+
+
+def _wait_failure(stack: RunningStack, reasons: set[str]) -> None:
+    def counted() -> set[str]:
+        return {reason for (_, reason), count in stack.a.failures().items() if count}
+
+    eventually(f"an operation fails for one of {sorted(reasons)}", lambda: counted() & reasons, 30.0)

@@ -1,0 +1,22 @@
+"""Waiting for what another process will do: a condition and a deadline, never a blind pause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Value = TypeVar("Value")
+POLL_SECONDS = 0.05
+
+
+def eventually(what: str, probe: Callable[[], Value | None], timeout_seconds: float = 60.0) -> Value:
+    """The first truthy answer of `probe`. Raises AssertionError with `what` and the last answer at the deadline."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        answer = probe()
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {timeout_seconds:g} s; the last answer was {answer!r}")
+        time.sleep(POLL_SECONDS)

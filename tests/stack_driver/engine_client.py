@@ -1,0 +1,97 @@
+"""One engine, asked directly: prompts are token ids, answers tell tokens and how much was cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from .engine_metrics import Reading, device_loads_bytes, tier_failures, tier_reads_bytes
+
+ANSWER_TOKENS = 12
+REQUEST_SECONDS = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    source: str  # "none", "device", "cpu" or "shared": the deepest tier that took part
+    device_load_bytes: int = 0
+    tier_read_bytes: int = 0
+
+
+class EngineClient:
+    """For one thread; the engine must be otherwise idle where `source` is looked at."""
+
+    def __init__(self, url: str, model: str, tier: str) -> None:
+        self.url = url
+        self._model = model
+        self._tier = tier
+        self._http = httpx.Client(base_url=url, timeout=REQUEST_SECONDS)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def ask(self, prompt: Sequence[int], answer_tokens: int = ANSWER_TOKENS) -> Answer:
+        """Greedy completion of a token prompt. Raises httpx.HTTPStatusError unless the engine answers 200."""
+        before = self.metrics()
+        body = self.complete(prompt, answer_tokens)
+        after = self.metrics()
+        choice, usage = body["choices"][0], body["usage"]
+        loaded = int(device_loads_bytes(after) - device_loads_bytes(before))
+        read = int(tier_reads_bytes(after, self._tier) - tier_reads_bytes(before, self._tier))
+        cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        source = "shared" if read else "cpu" if loaded else "device" if cached else "none"
+        return Answer(tuple(choice["token_ids"]), int(usage["prompt_tokens"]), cached, source, loaded, read)
+
+    def complete(self, prompt: Sequence[int], answer_tokens: int) -> dict[str, Any]:
+        return self._post(
+            "/v1/completions",
+            {
+                "model": self._model,
+                "prompt": list(prompt),
+                "max_tokens": answer_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            },
+        )
+
+    def nudge(self) -> None:
+        """One engine step that touches no full block: pending news of the tiers is taken in and counted."""
+        self.complete([7, 7, 7], 1)
+
+    def forget(self, *, cpu_tier: bool) -> None:
+        """Empty the device's prefix cache, and the CPU tier too if asked; the shared tier keeps everything."""
+        self.nudge()
+        response = self._http.post("/reset_prefix_cache", params={"reset_external": str(cpu_tier).lower()})
+        response.raise_for_status()
+
+    def metrics(self) -> Reading:
+        response = self._http.get("/metrics")
+        response.raise_for_status()
+        return Reading.parse(response.text)
+
+    def failures(self) -> dict[tuple[str, str], float]:
+        """Failures of the shared tier so far by (operation, reason), those of work that just ended included."""
+        self.nudge()
+        return tier_failures(self.metrics(), self._tier)
+
+    def running(self) -> int:
+        """Requests that the engine computes or holds in its queue."""
+        reading = self.metrics()
+        return int(reading.total("vllm:num_requests_running") + reading.total("vllm:num_requests_waiting"))
+
+    def configuration(self) -> dict[str, Any]:
+        response = self._http.get("/spillway/config")
+        response.raise_for_status()
+        return dict(response.json())
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = self._http.post(path, json=body)
+        response.raise_for_status()
+        return dict(response.json())

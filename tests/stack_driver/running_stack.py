@@ -1,0 +1,176 @@
+"""A started stack and everything a test asks of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from spillway_stack.local_stack import ComponentStatus, LocalStack
+from spillway_stack.ports import is_free
+from spillway_stack.processes import ProcessIdentity
+from spillway_stack.settings import StackSettings
+
+from .deadlines import eventually
+from .engine_client import Answer, EngineClient
+from .known_answers import KnownAnswers, learn
+from .prompts import BLOCK_TOKENS, Prompt, make_prompt
+from .shared_stores import NvmeStore, SharedStore, ValkeyStore
+
+# Small on purpose: a handful of prompts evicts one from the device.
+DEVICE_BLOCKS = 48
+CPU_BLOCKS = 64
+MAX_LENGTH = 4096
+# A cold prompt costs about this long on whatever machine this is.
+COLD_SECONDS = 1.2
+BLOCKS_LEAST, BLOCKS_MOST = 4, 8
+# A machine under test is busy: with the product's 0.2 s a hit would be a matter of luck. Failures stay bounded by it.
+PATIENCE = ("offload.sharedTier.lookupTimeoutSeconds=2", "offload.sharedTier.loadTimeoutSeconds=5")
+# Nor may a slow moment of the disk make the engine decide that loading does not pay.
+ALWAYS_LOAD = "offload.prefillTokensPerSecond=1"
+# vLLM's endpoint for emptying caches is there in its development mode alone.
+DEVELOPMENT_MODE = 'extraEnv.VLLM_SERVER_DEV_MODE="1"'
+
+
+def stack_settings(tier: str, *, engines: int = 2, gateway: bool = True) -> StackSettings:
+    """tier: "nvme", "redis", or "off" for engines without any offload."""
+    return StackSettings(
+        port=free_base_port(),
+        engines=engines,
+        model=os.environ.get("MODEL", ""),
+        shared_tier="none" if tier == "off" else tier,
+        offload=tier != "off",
+        num_cpu_blocks=CPU_BLOCKS,
+        device_blocks=DEVICE_BLOCKS,
+        max_length=MAX_LENGTH,
+        gateway=gateway,
+        engine_overrides=(DEVELOPMENT_MODE, *((*PATIENCE, ALWAYS_LOAD) if tier != "off" else ())),
+    )
+
+
+def free_base_port() -> int:
+    """A port whose whole family (see StackSettings) is free, below the range of outgoing connections."""
+    for port in random.sample(range(11_000, 31_000, 10), 200):
+        family = [port, port + 100, port + 101, port + 200, port + 201, port + 300, port + 301, port + 400]
+        if all(is_free(member) for member in family):
+            return port
+    raise AssertionError("no free family of ports between 11000 and 31400")
+
+
+@dataclass
+class RunningStack:
+    """`engines` are in order; `a` computes, `b` never saw what `a` computed unless a test says so."""
+
+    tier: str
+    local: LocalStack
+    blocks: int = BLOCKS_LEAST  # of a usual prompt here
+    engines: list[EngineClient] = field(default_factory=list)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    @classmethod
+    def start(cls, tier: str, folder: Path, *, engines: int = 2, gateway: bool = True) -> RunningStack:
+        local = LocalStack(stack_settings(tier, engines=engines, gateway=gateway), folder)
+        local.__enter__()
+        running = cls(tier, local)
+        try:
+            model = local.model.served_name
+            running.engines = [EngineClient(handle.url, model, tier) for handle in local.engines]
+            running._measure()
+        except BaseException:
+            running.close()
+            raise
+        return running
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+        self.local.close()
+
+    @property
+    def a(self) -> EngineClient:
+        return self.engines[0]
+
+    @property
+    def b(self) -> EngineClient:
+        return self.engines[1]
+
+    @property
+    def model(self) -> str:
+        return self.local.model.served_name
+
+    @property
+    def store(self) -> SharedStore:
+        if self.tier == "nvme":
+            return NvmeStore(self.local.folder.nvme)
+        return ValkeyStore(self.local.valkey_url)
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.a.configuration()["memory"]["bytes_per_block"])
+
+    def new_prompt(self, blocks: int | None = None) -> Prompt:
+        """One that nobody has seen."""
+        return make_prompt(f"{self.tier} {next(self._numbers)}", blocks or self.blocks)
+
+    def learn_and_store(self, engine: EngineClient, blocks: int | None = None) -> KnownAnswers:
+        """A new prompt, its answers, and the certainty that all its blocks are in the shared tier."""
+        prompt = self.new_prompt(blocks)
+        stored = self.store.frames()
+        known = learn(engine, prompt)
+        self.wait_stored(stored + prompt.blocks, engine)
+        return known
+
+    def wait_stored(self, frames: int, engine: EngineClient) -> None:
+        eventually(f"{frames} blocks in the {self.tier} tier", lambda: self.store.frames() >= frames, 30.0)
+        engine.nudge()  # lets the engine hear of it and release the rows
+
+    def ask_shared(self, engine: EngineClient, known: KnownAnswers) -> Answer:
+        """Ask an engine whose own tiers are emptied first; checked against what is known, wherever it came from."""
+        engine.forget(cpu_tier=True)
+        answer = engine.ask(known.prompt.tokens)
+        known.check(answer)
+        return answer
+
+    def wait_shared_tier_works(self, timeout_seconds: float = 90.0) -> None:
+        """What one engine writes the other reads, in both directions, whatever was broken before."""
+
+        def round_trip(writer: EngineClient, reader: EngineClient) -> bool:
+            prompt = self.new_prompt(2)
+            stored = self.store.frames()
+            known = learn(writer, prompt)
+            deadline = time.monotonic() + 5.0
+            while self.store.frames() < stored + prompt.blocks:
+                if time.monotonic() > deadline:
+                    return False
+            writer.nudge()
+            return self.ask_shared(reader, known).source == "shared"
+
+        for writer, reader in ((self.a, self.b), (self.b, self.a)):
+            eventually(f"the {self.tier} tier is used again", partial(round_trip, writer, reader), timeout_seconds)
+
+    def component(self, name: str) -> ComponentStatus:
+        return next(status for status in self.local.status() if status.name == name)
+
+    def process(self, name: str) -> ProcessIdentity:
+        return eventually(f"{name} runs", lambda: self.component(name).identity)
+
+    @property
+    def supervisor(self) -> ProcessIdentity:
+        state = self.local.folder.read_state()
+        assert state is not None, "the stack was taken down"
+        identity = ProcessIdentity.from_record(state["supervisor"])
+        assert identity is not None
+        return identity
+
+    def _measure(self) -> None:
+        # The very first prefill pays for what is made on first use.
+        self.a.complete(make_prompt(f"{self.tier} first", 1).tokens, 1)
+        probe = make_prompt(f"{self.tier} probe", BLOCKS_LEAST)
+        begun = time.monotonic()
+        self.a.complete(probe.tokens, 1)
+        tokens_per_second = len(probe.tokens) / (time.monotonic() - begun)
+        self.blocks = max(BLOCKS_LEAST, min(BLOCKS_MOST, int(tokens_per_second * COLD_SECONDS / BLOCK_TOKENS)))
