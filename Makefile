@@ -52,6 +52,10 @@ check: $(STAMP) ## Style and types, no engine needed
 bench-first-token: $(STAMP) ## Time to first token by tier, beside recomputing and upstream's fs tier. About ten minutes
 	@$(BIN)/python bench/first_token.py
 
+.PHONY: bench-tiers
+bench-tiers: $(STAMP) ## Shared tiers beside fio, vLLM's fs tier and redis-py. BENCH="--only disk" narrows it
+	@$(BIN)/python bench/tiers.py $(BENCH)
+
 .PHONY: install
 install: $(STAMP) ## The environment in .venv/local, and nothing else
 

@@ -57,6 +57,7 @@ def test_tiers():
         ("redis", {"url": "u", "connections": -1}, "connections"),
         ("redis", {"url": "u", "payload_connections": 0}, "payload_connections"),
         ("redis", {"url": "u", "password_env": "A", "password_file": "b"}, "both set"),
+        ("nvme", {"path": "/d", "mode": "slabs"}, "not one of files, slab, auto"),
         ("nvme", {"path": "/d", "encryption": True}, "not a mapping"),
         ("nvme", {"path": "/d", "encryption": {"key_id": "a"}}, "exactly one of key_file and key_env"),
         ("nvme", {"path": "/d", "encryption": {"key_id": "a", "keyfile": "b"}}, "did you mean 'key_file'"),

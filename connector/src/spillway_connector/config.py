@@ -18,6 +18,7 @@ from spillway_connector.transfers import TransferLimits
 _VLLM_KEYS = frozenset({"spec_name", "spec_module_path", "offload_prompt_only", "secondary_tiers"})
 EVICTION_POLICIES = ("lru", "arc")
 BATCH_MEMCPY_MODES = ("auto", "on", "off")
+NVME_MODES = ("files", "slab", "auto")
 TRANSPORTS = ("auto", "cpu", "npu")
 
 
@@ -36,6 +37,9 @@ class NvmeTierConfig:
 
     path: Path
     max_bytes: int | None = None  # None: four fifths of what the file system can give, measured anew every 5 minutes
+    # files: one file per frame, for any file system. slab: preallocated slots and one index, for local disks.
+    # auto: the layout the directory has, else slab where the file system is local.
+    mode: str = "files"
     encryption: EncryptionConfig | None = None
     limits: TransferLimits = field(default_factory=TransferLimits)
 
@@ -128,6 +132,7 @@ def parse_tier(tier_type: str, options: Mapping[str, Any]) -> NvmeTierConfig | R
         raise ConfigError(f"{where} needs `{needed}`; given keys: {', '.join(sorted(options)) or 'none'}") from error
     config = replace(config, encryption=_parse_encryption(options.get("encryption"), where))
     if isinstance(config, NvmeTierConfig):
+        _require_choice(f"{where}: mode", config.mode, NVME_MODES)
         if config.max_bytes is not None:
             _require_positive(f"{where}: max_bytes", config.max_bytes)
         return replace(config, path=Path(config.path))

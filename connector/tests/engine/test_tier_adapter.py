@@ -26,8 +26,9 @@ def round_trip(tier, payload: bytes) -> bytes:
     return bytes(target)
 
 
-def test_a_directory(tmp_path: Path):
-    tier = open_tier(parse_tier("nvme", {"path": str(tmp_path)}), NAMESPACE, PAYLOAD_BYTES)
+@pytest.mark.parametrize("mode", ["files", "slab", "auto"])
+def test_a_directory(tmp_path: Path, mode: str):
+    tier = open_tier(parse_tier("nvme", {"path": str(tmp_path), "mode": mode}), NAMESPACE, PAYLOAD_BYTES)
     payload = os.urandom(PAYLOAD_BYTES)
     assert round_trip(tier, payload) == payload
     tier.close()

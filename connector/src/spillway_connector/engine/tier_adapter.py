@@ -22,6 +22,8 @@ from spillway_connector.tiers.lookups import Lookup
 from spillway_connector.tiers.nvme import NvmeTier
 from spillway_connector.tiers.redis import RedisTier
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_connector.tiers.slab import SlabTier
+from spillway_connector.tiers.slab_mode import suitable_mode
 from spillway_connector.tiers.stats import TierStats
 from spillway_connector.tiers.tier import Tier
 from spillway_connector.transfers import SharedTier
@@ -146,7 +148,9 @@ def open_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, pa
 
 def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, payload_bytes: int) -> Tier:
     if isinstance(config, NvmeTierConfig):
-        return NvmeTier(namespace, payload_bytes, config.path, max_bytes=config.max_bytes)
+        mode = suitable_mode(config.path) if config.mode == "auto" else config.mode
+        kind = SlabTier if mode == "slab" else NvmeTier
+        return kind(namespace, payload_bytes, config.path, max_bytes=config.max_bytes)
     endpoint = RedisEndpoint.from_url(
         config.url,
         username=_secret(config.username_env),

@@ -94,25 +94,34 @@ class FrameFiles:
 
         Raises FileNotFoundError, OSError, TierCorrupt(SHORT or LENGTH), TierTimeout. Nothing is verified.
         """
-        header, tail = self._thread_pages()
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | self._direct_flag(target))
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | self.direct_flag(target))
         try:
             size = os.fstat(descriptor).st_size
             if size != self.frame_bytes:
                 reason = CorruptReason.SHORT if size < self.frame_bytes else CorruptReason.LENGTH
                 raise TierCorrupt(reason, f"{path}: {size} bytes, a frame has {self.frame_bytes}")
-            views = [header, target[: self._whole_bytes]]
-            if self._tail_bytes:
-                views.append(tail)
-            self._move(os.preadv, descriptor, views, deadline)
-            if self._tail_bytes:
-                target[self._whole_bytes :] = tail[: self._tail_bytes]
+            header = self.read_at(descriptor, 0, target, deadline)
             try:
                 self.renew(descriptor)
             except OSError:
                 pass  # a read-only file system keeps its order
         finally:
             os.close(descriptor)
+        return header
+
+    def read_at(self, descriptor: int, offset: int, target: memoryview, deadline: float) -> memoryview:
+        """Fill ``target`` from the frame at ``offset`` in one call of the kernel; returns the header page.
+
+        The page is valid until this thread's next call. Raises OSError, TierCorrupt(SHORT), TierTimeout. Nothing is
+        verified.
+        """
+        header, tail = self._thread_pages()
+        views = [header, target[: self._whole_bytes]]
+        if self._tail_bytes:
+            views.append(tail)
+        self._move(os.preadv, descriptor, views, deadline, offset)
+        if self._tail_bytes:
+            target[self._whole_bytes :] = tail[: self._tail_bytes]
         return header
 
     def renew(self, file: int | str) -> None:
@@ -125,11 +134,16 @@ class FrameFiles:
 
     def create(self, path: str, source: memoryview) -> int:
         """Open a new file for :meth:`write`, exclusively. Raises OSError."""
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | self._direct_flag(source)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | self.direct_flag(source)
         return os.open(path, flags, 0o600)
 
     def write(self, descriptor: int, header: bytes, source: memoryview, deadline: float) -> None:
         """Write a whole frame. Raises OSError, TierTimeout; the file's contents are then undefined."""
+        self.write_at(descriptor, 0, header, source, deadline)
+        self.renew(descriptor)
+
+    def write_at(self, descriptor: int, offset: int, header: bytes, source: memoryview, deadline: float) -> None:
+        """Write a frame at ``offset`` in one call of the kernel. Raises as :meth:`write` does."""
         page, tail = self._thread_pages()
         page[:] = header
         views = [page, source[: self._whole_bytes]]
@@ -137,8 +151,7 @@ class FrameFiles:
             tail[: self._tail_bytes] = source[self._whole_bytes :]
             tail[self._tail_bytes :] = bytes(PAGE_BYTES - self._tail_bytes)
             views.append(tail)
-        self._move(os.pwritev, descriptor, views, deadline)
-        self.renew(descriptor)
+        self._move(os.pwritev, descriptor, views, deadline, offset)
 
     def _move(
         self,
@@ -146,17 +159,20 @@ class FrameFiles:
         descriptor: int,
         views: list[memoryview],
         deadline: float,
+        offset: int = 0,
     ) -> None:
         """Repeat a vectored call until all views are done: a signal or a full device ends it early."""
         views = [view for view in views if view.nbytes]
-        offset = 0
+        refused = False
         while views:
             if self._clock() >= deadline:
                 raise TierTimeout("the deadline passed between two parts of a file transfer")
             try:
                 moved = call(descriptor, views, offset)
             except OSError as error:
-                if error.errno == errno.EINVAL and self._leave_direct(descriptor):
+                # Another thread may have met the same refusal and taken the flag from the descriptor we share.
+                if error.errno == errno.EINVAL and (self._leave_direct(descriptor) or not refused):
+                    refused = True
                     continue
                 raise
             if moved == 0:
@@ -167,7 +183,8 @@ class FrameFiles:
             if moved:
                 views[0] = views[0][moved:]
 
-    def _direct_flag(self, payload: memoryview) -> int:
+    def direct_flag(self, payload: memoryview) -> int:
+        """O_DIRECT where the file system takes it and ``payload`` lies on a page boundary, else 0."""
         aligned = np.frombuffer(payload, np.uint8).ctypes.data % PAGE_BYTES == 0 if payload.nbytes else False
         return os.O_DIRECT if self.direct and aligned else 0
 

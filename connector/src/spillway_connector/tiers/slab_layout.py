@@ -1,0 +1,173 @@
+"""How slab files and their index lie on disk: sizes, names and the index header. Pure arithmetic, no I/O.
+
+A *slot* holds one frame (header page, payload, zero padding to a page). Slots of one size form a *pool*; a pool's slots
+live in *chunks*, files of ``slots_per_chunk`` slots each, so slot ``s`` is slot ``s % slots_per_chunk`` of chunk
+``s // slots_per_chunk``. The index of a pool is one file: a header page, then one array per field (``COLUMNS``), each
+aligned to 64 bytes. docs/formats.md states the same for other programs.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from spillway_connector.tiers.frame import PAGE_BYTES
+
+SLAB_FOLDER = "slab"
+LOCK_NAME = "lock"
+INDEX_NAME = "index"
+WRITERS_FOLDER = "writers"
+INDEX_MAGIC = b"SPILLSLB"
+INDEX_VERSION = 1
+SLOTS_MAX = 1 << 31  # slot numbers, plus one, are kept in 32 bits
+WAYS = 8  # entries of one hash bucket
+
+_HEADER = struct.Struct("<8sHHIQII")  # magic, version, zero, slots per chunk, slot bytes, chunks, zero
+_CHUNK_NAME = re.compile(r"(\d{6})-(\d{8})\.slab")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One array of the index: ``per`` "slot", "chunk", "entry" (of the hash table), or "pool": one element."""
+
+    name: str
+    dtype: str
+    per: str
+
+    @property
+    def item_bytes(self) -> int:
+        return int(self.dtype[-1])
+
+
+COLUMNS = (
+    Column("dirty", "<u8", "pool"),  # not 0: a holder of the lock is at work, or was when it was killed
+    Column("next_order", "<u8", "pool"),
+    Column("used", "<u8", "pool"),  # slots in use, those being written included
+    Column("small_used", "<u8", "pool"),  # those of the small queue
+    Column("evictions", "<u8", "pool"),
+    Column("chunk_changes", "<u8", "pool"),
+    Column("key_low", "<u8", "slot"),  # the 128-bit fingerprint of namespace and key, see slab_fingerprint.py
+    Column("key_high", "<u8", "slot"),
+    Column("namespace", "<u8", "slot"),  # first 8 bytes of the namespace digest
+    Column("tenant", "<u8", "slot"),  # the tenant's tag, 0 for none
+    Column("owner", "<u8", "slot"),  # who wrote or writes the slot
+    Column("order", "<u8", "slot"),  # place in its queue: lowest is oldest
+    Column("generation", "<u4", "slot"),  # grows with every claim of the slot
+    Column("used_s", "<u4", "slot"),  # wall clock seconds of the last use
+    Column("check", "<u4", "slot"),  # over the fields that do not change while the slot is in use
+    Column("state", "u1", "slot"),
+    Column("queue", "u1", "slot"),
+    Column("frequency", "u1", "slot"),  # hits since the entry was last considered for eviction, at most 3
+    Column("ghost", "<u8", "slot"),  # remembered evictions: tag in the high half, eviction number in the low
+    Column("chunk_epoch", "<u4", "chunk"),  # 0: the chunk does not exist; else part of its file name
+    Column("bucket_tag", "<u4", "entry"),
+    Column("bucket_slot", "<u4", "entry"),  # slot number plus one; 0: empty
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """slot_bytes: a whole number of pages. chunks: as many as the index has room for, whether they exist or not."""
+
+    slot_bytes: int
+    slots_per_chunk: int
+    chunks: int
+
+    def __post_init__(self) -> None:
+        if self.slot_bytes < 2 * PAGE_BYTES or self.slot_bytes % PAGE_BYTES:
+            raise ValueError(f"slot_bytes: {self.slot_bytes} is no header page and whole pages of payload")
+        if not (self.slots_per_chunk > 0 and 0 < self.chunks <= 999_999 and self.slots <= SLOTS_MAX):
+            raise ValueError(f"{self.chunks} chunks of {self.slots_per_chunk} slots cannot be numbered")
+
+    @property
+    def slots(self) -> int:
+        return self.slots_per_chunk * self.chunks
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.slots_per_chunk * self.slot_bytes
+
+    @property
+    def buckets(self) -> int:
+        """Two entries per slot: at a load of one half a second choice of bucket practically never fails."""
+        return -(-2 * self.slots // WAYS)
+
+    def rows(self, column: Column) -> int:
+        return {"slot": self.slots, "chunk": self.chunks, "entry": self.buckets * WAYS, "pool": 1}[column.per]
+
+    def offsets(self) -> tuple[dict[str, int], int]:
+        """Where each column starts in the index file, and the file's size."""
+        offsets, position = {}, PAGE_BYTES
+        for column in COLUMNS:
+            offsets[column.name] = position
+            position = -(-(position + column.item_bytes * self.rows(column)) // 64) * 64
+        return offsets, -(-position // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def index_bytes(self) -> int:
+        return self.offsets()[1]
+
+    def pack(self) -> bytes:
+        """The fixed part of the index header."""
+        fields = _HEADER.pack(INDEX_MAGIC, INDEX_VERSION, 0, self.slots_per_chunk, self.slot_bytes, self.chunks, 0)
+        return fields + xxhash.xxh3_64_digest(fields)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> PoolShape | None:
+        """The shape an index header describes; None where it is not one of ours, whole and of this version."""
+        if len(raw) < HEADER_FIXED_BYTES:
+            return None
+        fields, checksum = raw[: _HEADER.size], raw[_HEADER.size : HEADER_FIXED_BYTES]
+        magic, version, _, slots_per_chunk, slot_bytes, chunks, _ = _HEADER.unpack(fields)
+        if magic != INDEX_MAGIC or version != INDEX_VERSION or xxhash.xxh3_64_digest(fields) != checksum:
+            return None
+        try:
+            return cls(slot_bytes, slots_per_chunk, chunks)
+        except ValueError:
+            return None
+
+    def chunk_of(self, slot: int) -> int:
+        return slot // self.slots_per_chunk
+
+    def offset_of(self, slot: int) -> int:
+        """Of a slot within its chunk's file, in bytes."""
+        return slot % self.slots_per_chunk * self.slot_bytes
+
+
+HEADER_FIXED_BYTES = _HEADER.size + 8
+
+
+def chunk_target_bytes(limit_bytes: int) -> int:
+    """How much a pool grows at a time: 1/64 of a small bound, 1 GiB of a large one (a thousand files per TB)."""
+    return min(max(limit_bytes // 256, min(limit_bytes // 64, 64 << 20)), 1 << 30)
+
+
+def plan_shape(slot_bytes: int, limit_bytes: int) -> PoolShape | None:
+    """The pool that may fill ``limit_bytes`` alone, index included; None where not even one slot fits."""
+    chunk_slots = max(1, chunk_target_bytes(limit_bytes) // slot_bytes)
+    chunks = min(limit_bytes // (chunk_slots * slot_bytes), SLOTS_MAX // chunk_slots, 999_999)
+    while chunks > 0:
+        shape = PoolShape(slot_bytes, chunk_slots, chunks)
+        over = chunks * shape.chunk_bytes + shape.index_bytes - limit_bytes
+        if over <= 0:
+            return shape
+        chunks -= max(1, over // (shape.chunk_bytes + shape.index_bytes // chunks + 1))
+    return None
+
+
+def slot_bytes_of(payload_bytes: int) -> int:
+    """A header page and the payload in whole pages."""
+    return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def chunk_name(chunk: int, epoch: int) -> str:
+    """The epoch makes a name that is never used twice, so an open file is never mistaken for its successor."""
+    return f"{chunk:06d}-{epoch:08d}.slab"
+
+
+def parse_chunk_name(name: str) -> tuple[int, int] | None:
+    match = _CHUNK_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
