@@ -122,6 +122,12 @@ def test_the_hash_seed_is_nobodys_choice() -> None:
     assert "HF_HUB_OFFLINE" not in server_environment(settings, CPU, model_is_folder=False)
 
 
+def test_a_cpu_engine_needs_no_compiler() -> None:
+    settings = read_settings(EngineSettings, TREE)
+    assert server_environment(settings, CPU, model_is_folder=True)["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in server_environment(settings, NPU, model_is_folder=True)
+
+
 def test_a_small_machine_computes_on_every_core() -> None:
     assert cpu_thread_environment(CPU) == {"VLLM_CPU_OMP_THREADS_BIND": "0,1"}
     assert cpu_thread_environment(NPU) == {}

@@ -60,6 +60,9 @@ def server_environment(settings: EngineSettings, machine: Machine, model_is_fold
         environment["HF_HUB_OFFLINE"] = "1"
     if machine.platform == "cpu":
         environment |= cpu_thread_environment(machine)
+        # Even with --enforce-eager some small functions are compiled at the first call, by a C++ compiler that a
+        # machine need not have (the engine then dies with InvalidCxxCompiler) and at the price of a slower start.
+        environment["TORCH_COMPILE_DISABLE"] = "1"
     # The chain of block hashes starts from this seed; two engines with different seeds never share a block.
     return {**environment, **settings.extra_env, "PYTHONHASHSEED": "0"}
 
