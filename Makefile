@@ -12,6 +12,10 @@ VENV := .venv/local
 BIN := $(VENV)/bin
 UV := .venv/bootstrap/bin/uv
 DISTRIBUTIONS := connector gateway services/engine services/stack
+VERSION := 0.1.0
+CONTAINER ?= $(firstword $(foreach c,docker podman,$(if $(shell command -v $(c)),$(c))))
+REGISTRY ?=
+ASCEND_VARIANTS ?= default
 REQUIREMENTS := requirements/uv.txt requirements/local.txt
 NEEDS_INSTALL := { [ -x $(BIN)/python ] || { echo "nothing is installed here, so nothing runs; start with make up"; exit 1; }; }
 STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) $(DISTRIBUTIONS:%=%/pyproject.toml) | sha256sum | cut -c1-16)
@@ -64,9 +68,31 @@ requirements: $(UV) ## Compile requirements/*.txt anew from *.in. UPGRADE=1 take
 	@cd requirements && export UV_CUSTOM_COMPILE_COMMAND="make requirements" && \
 	compile="../$(UV) pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url $(if $(UPGRADE),--upgrade)" && \
 	$$compile --override overrides.txt local.in --output-file local.txt && \
-	$$compile --constraint local.txt gateway.in --output-file gateway.txt && \
+	for name in gateway build engine tools; do \
+	  $$compile --constraint local.txt $$name.in --output-file $$name.txt || exit 1; done && \
+	$$compile --constraint local.txt --override overrides.txt engine-cpu.in --output-file engine-cpu.txt && \
 	$$compile uv.in --output-file uv.txt
 	@! grep -nE '[a-z]+://' requirements/*.txt
+
+##@ Package
+.PHONY: images
+images: ## Build the images with docker or podman. REGISTRY=host/path/ ASCEND_VARIANTS="default a3 310p openeuler"
+	@[ -n "$(CONTAINER)" ] || { echo "neither docker nor podman is installed; install one, or set CONTAINER="; exit 1; }
+	@build() { $(CONTAINER) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) "$$@" .; }; \
+	build -f docker/gateway.Dockerfile -t $(REGISTRY)spillway-gateway:$(VERSION); \
+	build -f docker/tools.Dockerfile -t $(REGISTRY)spillway-tools:$(VERSION); \
+	build -f docker/engine-cpu.Dockerfile -t $(REGISTRY)spillway-engine:$(VERSION)-cpu; \
+	for variant in $(ASCEND_VARIANTS); do \
+	  suffix=$${variant#default}; suffix=$${suffix:+-$$suffix}; \
+	  build --build-arg BASE=quay.io/ascend/vllm-ascend:v0.23.0$$suffix \
+	    -f docker/engine-ascend.Dockerfile -t $(REGISTRY)spillway-engine:$(VERSION)-ascend$$suffix; \
+	done
+
+.PHONY: sbom
+sbom: ## CycloneDX lists of what the images hold, in build/sbom/. Needs syft
+	@mkdir -p build/sbom
+	@for image in gateway:$(VERSION) tools:$(VERSION) engine:$(VERSION)-cpu; do \
+	  syft $(REGISTRY)spillway-$$image -o cyclonedx-json > build/sbom/$${image%%:*}.json; done
 
 .PHONY: clean
 clean: ## Remove the environment, caches and build results (not the state of a running stack)

@@ -1,0 +1,175 @@
+"""What `helm test` runs: is the service that was asked for the service that runs?
+
+Three questions per model, with the standard library alone: does a chat through the gateway get an answer, does every
+engine obey the values, and is a prefix that one engine computed served from a tier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+REQUEST_SECONDS = 120.0
+POLL_SECONDS = 1.0
+WORDS = ("the", "house", "and", "the", "water", "of", "one", "day")
+# Shown by engines by name alone, or with secrets replaced.
+NOT_COMPARED = ("extraEnv", "extraArgs")
+
+
+class CheckFailed(Exception):
+    """What was expected and what was seen."""
+
+
+def main(arguments: list[str]) -> int:
+    expected = json.loads(Path(arguments[0]).read_text())
+    deadline = time.monotonic() + float(expected["timeoutSeconds"]) * 0.9
+    failures = 0
+    for model in expected["models"]:
+        key = os.environ.get(model.get("apiKeyEnv", ""), "")
+        for check in (check_chat, check_settings, check_tier):
+            try:
+                said = check(expected["gateway"], model, key, deadline)
+                print(f"ok    {model['name']}: {said}", flush=True)
+            except (CheckFailed, OSError, ValueError, KeyError) as error:
+                failures += 1
+                print(f"FAILED {model['name']}, {check.__name__}: {error}", flush=True)
+    return 1 if failures else 0
+
+
+def check_chat(gateway: str, model: Mapping[str, Any], key: str, deadline: float) -> str:
+    body = {
+        "model": model["name"],
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    answer, headers = ask(f"{gateway}/v1/chat/completions", key, body)
+    text = answer["choices"][0]["message"].get("content")
+    if not text:
+        raise CheckFailed(f"the chat's answer is empty: {answer}")
+    return f"chat answered by {headers.get('x-spillway-engine', 'an unnamed engine')}: {text!r}"
+
+
+def check_settings(gateway: str, model: Mapping[str, Any], key: str, deadline: float) -> str:
+    """Every value that the chart wrote, as the running engine has resolved it."""
+    engines = ready_engines(model)
+    wrong = []
+    for engine in engines:
+        resolved, _ = ask(f"{engine}/spillway/config", key)
+        wrong += [f"{engine}: {line}" for line in differences(model["settings"], resolved["settings"])]
+    if wrong:
+        raise CheckFailed("engines run with other settings than these values: " + "; ".join(wrong))
+    return f"{len(engines)} of {len(model['engines'])} engines ready, all with the settings of these values"
+
+
+def check_tier(gateway: str, model: Mapping[str, Any], key: str, deadline: float) -> str:
+    """One engine computes a prefix; where a tier is shared, another one must find it there."""
+    if not model["offload"]:
+        return "offload is off, no tier to check"
+    engines = ready_engines(model)
+    first, prompt = engines[0], long_prompt(model)
+    stored = "spillway_device_copy_bytes_total"
+    before = series_sum(first, stored, direction="store"), series_sum(first, "spillway_tier_written_bytes_total")
+    complete(first, model, key, prompt)
+    copied = wait_for_growth(first, model, key, deadline, before[0], stored, direction="store")
+    if not (model["shared"] and len(engines) > 1):
+        return f"{copied:,.0f} bytes of KV spilled to the CPU tier"
+    wait_for_growth(first, model, key, deadline, before[1], "spillway_tier_written_bytes_total")
+    second = engines[1]
+    hits = series_sum(second, "spillway_tier_lookups_total", outcome="hit")
+    complete(second, model, key, prompt)
+    found = wait_for_growth(second, model, key, deadline, hits, "spillway_tier_lookups_total", outcome="hit")
+    return f"{found:.0f} chunks that {first} computed were served to {second} from the shared tier"
+
+
+def differences(expected: Any, actual: Any, path: str = "") -> Iterator[str]:
+    """Leaves of `expected` that `actual` lacks or holds otherwise; what else `actual` holds does not matter."""
+    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
+        for name, value in expected.items():
+            if not (path == "" and name in NOT_COMPARED):
+                yield from differences(value, actual.get(name), f"{path}.{name}" if path else name)
+    elif expected != actual:
+        yield f"{path} is {actual!r}, not {expected!r}"
+
+
+def ready_engines(model: Mapping[str, Any]) -> list[str]:
+    ready = [engine for engine in model["engines"] if is_ready(engine)]
+    if not ready:
+        raise CheckFailed(f"none of {', '.join(model['engines'])} is ready")
+    return ready
+
+
+def is_ready(engine: str) -> bool:
+    try:
+        with open_url(f"{engine}/ready", 5.0):
+            return True
+    except OSError:
+        return False
+
+
+def long_prompt(model: Mapping[str, Any]) -> str:
+    """New text of at least two chunks: common words are one token each, in every tokenizer."""
+    words = min(2 * model["chunkTokens"] + 64, model["maxLength"] // 2)
+    return f"{uuid.uuid4()} " + " ".join(WORDS[number % len(WORDS)] for number in range(words))
+
+
+def complete(engine: str, model: Mapping[str, Any], key: str, prompt: str) -> None:
+    ask(f"{engine}/v1/completions", key, {"model": model["name"], "prompt": prompt, "max_tokens": 1})
+
+
+def wait_for_growth(  # noqa: PLR0917
+    engine: str, model: Mapping[str, Any], key: str, deadline: float, before: float, name: str, **labels: str
+) -> float:
+    """Until a counter has grown and stands still; small requests in between, as counters move with engine steps."""
+    last = before
+    while time.monotonic() < deadline:
+        complete(engine, model, key, f"{uuid.uuid4()}")
+        now = series_sum(engine, name, **labels)
+        if now > before and now == last:
+            return now - before
+        last = now
+        time.sleep(POLL_SECONDS)
+    raise CheckFailed(f"{name} {labels or ''} of {engine} did not grow from {before:g}; it is {last:g}")
+
+
+def series_sum(engine: str, name: str, **labels: str) -> float:
+    """The sum over all series of one metric that carry these labels; 0 while there is none."""
+    with open_url(f"{engine}/metrics", REQUEST_SECONDS) as reply:
+        text = reply.read().decode()
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted)
+    )
+
+
+def ask(url: str, key: str, body: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], Mapping[str, str]]:
+    headers = {"content-type": "application/json"}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    try:
+        with open_url(url, REQUEST_SECONDS, None if body is None else json.dumps(body).encode(), headers) as reply:
+            return json.load(reply), reply.headers
+    except urllib.error.HTTPError as error:
+        raise CheckFailed(f"{url} answered {error.code}: {error.read(500).decode(errors='replace')}") from error
+
+
+def open_url(
+    url: str, timeout_seconds: float, body: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> Any:
+    # The addresses are the chart's own, http alone.
+    request = urllib.request.Request(url, data=body, headers=dict(headers or {}))  # noqa: S310
+    return urllib.request.urlopen(request, timeout=timeout_seconds)  # noqa: S310
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,222 @@
+{{/* Contradictions that a schema cannot see, each with what to change. */}}
+
+{{/* (root, item, problems) */}}
+{{- define "spillway.engineChecks" -}}
+{{- $root := .root -}}{{- $item := .item -}}{{- $problems := .problems -}}
+{{- $engine := $item.engine -}}{{- $path := $item.path -}}{{- $offload := $engine.offload -}}{{- $tier := $offload.sharedTier -}}
+{{- $texts := list -}}
+
+{{- if $offload.enabled -}}
+{{- if and $offload.numCpuBlocks $offload.cpuBytes -}}
+{{- $texts = append $texts (printf "%s.offload: numCpuBlocks: %d and cpuBytes: %v both size the CPU tier; set one of them to null" $path (int64 $offload.numCpuBlocks) $offload.cpuBytes) -}}
+{{- else if not (or $offload.numCpuBlocks $offload.cpuBytes) -}}
+{{- $texts = append $texts (printf "%s.offload: the CPU tier has no size; set numCpuBlocks (or cpuBytes), or offload.enabled: false" $path) -}}
+{{- end -}}
+{{- else if ne $tier.type "none" -}}
+{{- $texts = append $texts (printf "%s.offload.sharedTier.type: %s, but offload.enabled is false; a shared tier is filled from the CPU tier: enable offload or set type: none" $path $tier.type) -}}
+{{- end -}}
+
+{{- $ports := dict -}}
+{{- $holders := dict "port" $engine.port -}}
+{{- if $engine.kvEvents.enabled -}}{{- $_ := set $holders "kvEvents.port" $engine.kvEvents.port -}}{{- $_ = set $holders "kvEvents.replayPort" $engine.kvEvents.replayPort -}}{{- end -}}
+{{- range $key, $port := $holders -}}
+{{- $text := toString (int64 $port) -}}
+{{- if hasKey $ports $text -}}{{- $texts = append $texts (printf "%s.%s: %s is also %s; give each its own port" $path $key $text (get $ports $text)) -}}{{- end -}}
+{{- $_ := set $ports $text $key -}}
+{{- end -}}
+
+{{- if and $engine.autoscaling.enabled (gt (int64 $engine.autoscaling.minReplicas) (int64 $engine.autoscaling.maxReplicas)) -}}
+{{- $texts = append $texts (printf "%s.autoscaling: minReplicas: %d is more than maxReplicas: %d" $path (int64 $engine.autoscaling.minReplicas) (int64 $engine.autoscaling.maxReplicas)) -}}
+{{- end -}}
+{{- if and $engine.autoscaling.enabled (not ($root.Capabilities.APIVersions.Has "keda.sh/v1alpha1/ScaledObject")) -}}
+{{- $texts = append $texts (printf "%s.autoscaling.enabled: this cluster has no keda.sh/v1alpha1 ScaledObject; install KEDA first (with helm template: -a keda.sh/v1alpha1/ScaledObject)" $path) -}}
+{{- end -}}
+
+{{- /* Devices. */ -}}
+{{- $preset := $engine.accelerator.preset -}}
+{{- $resource := $item.accelerator.resourceName -}}
+{{- if $item.accelerator.needsCount -}}
+{{- if not $resource -}}
+{{- $texts = append $texts (printf "%s.accelerator.resourceName is empty; preset: custom needs the name that your device plugin advertises (kubectl describe node)" $path) -}}
+{{- end -}}
+{{- if lt (int64 $item.accelerator.count) (int64 $engine.tensorParallelSize) -}}
+{{- $texts = append $texts (printf "%s.accelerator.count: %d devices for tensorParallelSize: %d ranks; each rank needs one: set count >= %d or null" $path (int64 $item.accelerator.count) (int64 $engine.tensorParallelSize) (int64 $engine.tensorParallelSize)) -}}
+{{- end -}}
+{{- $variantIs310 := hasPrefix "310p" $engine.image.variant -}}
+{{- $resourceIs310 := or (contains "310P" $resource) (hasSuffix "ascend-310" $resource) -}}
+{{- if and (ne $variantIs310 $resourceIs310) (not $engine.image.tag) (not $engine.image.digest) -}}
+{{- $texts = append $texts (printf "%s.image.variant: %q does not fit accelerator.resourceName: %s; the 310P boards need a 310p variant and only they do" $path $engine.image.variant $resource) -}}
+{{- end -}}
+{{- else -}}
+{{- if or $engine.accelerator.resourceName $engine.accelerator.count -}}
+{{- $texts = append $texts (printf "%s.accelerator: preset: cpu takes no devices; remove resourceName and count, or choose another preset" $path) -}}
+{{- end -}}
+{{- if or $engine.accelerator.driverMounts $engine.accelerator.roceMounts $engine.accelerator.privileged $engine.accelerator.visibleDevices.mode -}}
+{{- $texts = append $texts (printf "%s.accelerator: driverMounts, roceMounts, privileged and visibleDevices mean nothing with preset: cpu; remove them" $path) -}}
+{{- end -}}
+{{- if $engine.image.variant -}}
+{{- $texts = append $texts (printf "%s.image.variant: %q is an Ascend image; preset: cpu has no variants" $path $engine.image.variant) -}}
+{{- end -}}
+{{- end -}}
+{{- $mode := $item.accelerator.visibleDevices -}}
+{{- if and (eq $mode "literal") (not $engine.accelerator.visibleDevices.value) -}}
+{{- $texts = append $texts (printf "%s.accelerator.visibleDevices.value is empty; mode: literal needs one, e.g. \"0,1\"" $path) -}}
+{{- end -}}
+{{- if and (ne $mode "literal") $engine.accelerator.visibleDevices.value -}}
+{{- $texts = append $texts (printf "%s.accelerator.visibleDevices.value: %q is read with mode: literal alone; the mode is %s" $path $engine.accelerator.visibleDevices.value $mode) -}}
+{{- end -}}
+{{- if and $item.shape.kvHeads (not $item.shape.latentDim) -}}
+{{- $heads := int64 $item.shape.kvHeads -}}{{- $ranks := int64 $engine.tensorParallelSize -}}
+{{- if and (lt $ranks $heads) (mod $heads $ranks) -}}
+{{- $texts = append $texts (printf "%s.tensorParallelSize: %d does not divide the model's %d KV heads; vLLM needs a divisor, or a multiple of it" $path $ranks $heads) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Where the model lies. */ -}}
+{{- $volume := $engine.model.volume -}}
+{{- $isFolder := hasPrefix "/" $engine.model.path -}}
+{{- if and $isFolder (eq $volume.type "none") -}}
+{{- $texts = append $texts (printf "%s.model.path: %s is a folder, but no volume brings it; set model.volume.type to existingClaim, hostPath or nfs, or to image when the engine image holds it" $path $engine.model.path) -}}
+{{- end -}}
+{{- if and (not $isFolder) (ne $volume.type "none") -}}
+{{- $texts = append $texts (printf "%s.model.path: %s is a hub name, but model.volume.type is %s; write the folder below %s, or type: none" $path $engine.model.path $volume.type $volume.mountPath) -}}
+{{- end -}}
+{{- if and $isFolder (has $volume.type (list "existingClaim" "hostPath" "nfs")) (not (hasPrefix (printf "%s/" (trimSuffix "/" $volume.mountPath)) (printf "%s/" $engine.model.path))) -}}
+{{- $texts = append $texts (printf "%s.model.path: %s does not lie below model.volume.mountPath: %s" $path $engine.model.path $volume.mountPath) -}}
+{{- end -}}
+{{- if and (not $isFolder) (not (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$" $engine.model.path)) -}}
+{{- $texts = append $texts (printf "%s.model.path: %q is neither an absolute folder nor a hub name such as Qwen/Qwen3-8B" $path $engine.model.path) -}}
+{{- end -}}
+{{- range $need := list (list "existingClaim" "claimName") (list "hostPath" "hostPath") -}}
+{{- if and (eq $volume.type (index $need 0)) (not (get $volume (index $need 1))) -}}
+{{- $texts = append $texts (printf "%s.model.volume.%s is empty; type: %s needs it" $path (index $need 1) (index $need 0)) -}}
+{{- end -}}
+{{- if and (eq $engine.model.cache.type (index $need 0)) (not (get $engine.model.cache (index $need 1))) -}}
+{{- $texts = append $texts (printf "%s.model.cache.%s is empty; type: %s needs it" $path (index $need 1) (index $need 0)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq $volume.type "nfs") (not (and $volume.nfs.server $volume.nfs.path)) -}}
+{{- $texts = append $texts (printf "%s.model.volume.nfs: type: nfs needs server and path" $path) -}}
+{{- end -}}
+{{- $tokenizer := $engine.model.tokenizer -}}
+{{- if and (eq $tokenizer "volume") (not (has $volume.type (list "existingClaim" "hostPath" "nfs"))) -}}
+{{- $texts = append $texts (printf "%s.model.tokenizer: volume needs model.volume.type existingClaim (ReadOnlyMany or ReadWriteMany), hostPath or nfs; it is %s" $path $volume.type) -}}
+{{- end -}}
+{{- if and (not (has $tokenizer (list "none" "volume"))) (not (hasPrefix "/" $tokenizer)) -}}
+{{- $texts = append $texts (printf "%s.model.tokenizer: %q is none of none, volume and an absolute folder" $path $tokenizer) -}}
+{{- end -}}
+
+{{- /* Shared tier. */ -}}
+{{- if and $offload.enabled (eq $tier.type "redis") -}}
+{{- if not (or $tier.redis.url $root.Values.redis.enabled) -}}
+{{- $texts = append $texts (printf "%s.offload.sharedTier.redis.url is empty; give one (redis://host:6379/0), or redis.enabled: true for the embedded trial server" $path) -}}
+{{- end -}}
+{{- if contains "@" $tier.redis.url -}}
+{{- $texts = append $texts (printf "%s.offload.sharedTier.redis.url holds credentials; put them into a Secret and name it in redis.existingSecret" $path) -}}
+{{- else if and $tier.redis.url (not (regexMatch "^rediss?://[^/]+(/[0-9]*)?$" $tier.redis.url)) -}}
+{{- $texts = append $texts (printf "%s.offload.sharedTier.redis.url: %q is no address; write redis://host:6379/0, or rediss:// for TLS" $path $tier.redis.url) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $offload.enabled (eq $tier.type "nvme") -}}
+{{- $nvme := $tier.nvme -}}
+{{- if not (hasPrefix "/" $nvme.path) -}}
+{{- $texts = append $texts (printf "%s.offload.sharedTier.nvme.path: %q is no absolute folder" $path $nvme.path) -}}
+{{- end -}}
+{{- if and (eq $nvme.volume.type "hostPath") (not (hasPrefix "/" $nvme.volume.hostPath)) -}}
+{{- $texts = append $texts (printf "%s.offload.sharedTier.nvme.volume.hostPath: %q is no absolute folder of the node" $path $nvme.volume.hostPath) -}}
+{{- end -}}
+{{- if and (eq $nvme.volume.type "existingClaim") (not $nvme.volume.claimName) -}}
+{{- $texts = append $texts (printf "%s.offload.sharedTier.nvme.volume.claimName is empty; type: existingClaim needs it" $path) -}}
+{{- end -}}
+{{- if and $nvme.maxBytes (has $nvme.volume.type (list "emptyDir" "perPodClaim" "sharedClaim")) -}}
+{{- $max := int64 (include "spillway.bytes" (dict "value" $nvme.maxBytes "path" "" "problems" dict)) -}}
+{{- $size := int64 (include "spillway.bytes" (dict "value" $nvme.volume.size "path" (printf "%s.offload.sharedTier.nvme.volume.size" $path) "problems" $problems)) -}}
+{{- if gt $max $size -}}
+{{- $texts = append $texts (printf "%s.offload.sharedTier.nvme.maxBytes: %s does not fit into the volume of %s; set maxBytes <= %s or enlarge volume.size" $path (include "spillway.bytesText" $max) (include "spillway.bytesText" $size) $nvme.volume.size) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Secrets and duplicates in the environment. */ -}}
+{{- range $name, $value := $engine.extraEnv -}}
+{{- if regexMatch "(?i)(token|password|secret|api_?key|credential)" $name -}}
+{{- $texts = append $texts (printf "%s.extraEnv.%s would lie in a ConfigMap in plain text; use extraEnvVars with valueFrom.secretKeyRef" $path $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if hasKey (default dict $engine.extraEnv) "PYTHONHASHSEED" -}}
+{{- $texts = append $texts (printf "%s.extraEnv: PYTHONHASHSEED is the chart's own, equal on all engines; with another value no engine finds what others stored" $path) -}}
+{{- end -}}
+{{- $seen := dict -}}
+{{- $reserved := list "POD_NAME" "POD_IP" "PYTHONHASHSEED" "HF_HOME" "HF_TOKEN" "VLLM_API_KEY" "VLLM_HOST_IP" "SPILLWAY_REDIS_USERNAME" "SPILLWAY_REDIS_PASSWORD" "SPILLWAY_VISIBLE_DEVICES" "HOME" -}}
+{{- range $engine.extraEnvVars -}}
+{{- if has .name $reserved -}}{{- $texts = append $texts (printf "%s.extraEnvVars: %s is set by the chart" $path .name) -}}{{- end -}}
+{{- if hasKey $seen .name -}}{{- $texts = append $texts (printf "%s.extraEnvVars: %s is listed twice" $path .name) -}}{{- end -}}
+{{- $_ := set $seen .name true -}}
+{{- end -}}
+{{- range $engine.extraArgs -}}
+{{- $argument := first (splitList "=" .) -}}
+{{- if has $argument (list "--kv-transfer-config" "--kv-events-config" "--model" "--port" "--host" "--tensor-parallel-size" "--block-size" "--max-model-len" "--served-model-name" "--prefix-caching-hash-algo" "--kv-offloading-size") -}}
+{{- $texts = append $texts (printf "%s.extraArgs: %s is written by the chart from its own values; change those instead" $path $argument) -}}
+{{- else if has $argument (list "--api-key" "--hf-token") -}}
+{{- $texts = append $texts (printf "%s.extraArgs: %s would show a secret in a ConfigMap; use apiKeySecret or model.hubTokenSecret" $path $argument) -}}
+{{- end -}}
+{{- end -}}
+{{- range $texts -}}{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}{{- end -}}
+{{- end -}}
+
+{{/* (root, engines, problems) */}}
+{{- define "spillway.releaseChecks" -}}
+{{- $root := .root -}}{{- $values := $root.Values -}}{{- $problems := .problems -}}
+{{- $texts := list -}}
+{{- $served := dict -}}
+{{- $names := dict -}}
+{{- $redisUsed := false -}}
+{{- range $item := .engines -}}
+{{- range $name := concat (list $item.servedName) (default list $item.engine.model.aliases) -}}
+{{- if hasKey $served $name -}}
+{{- $texts = append $texts (printf "%s: the name %q is already served by %s; give one of them another model.servedName or alias" $item.path $name (get $served $name)) -}}
+{{- end -}}
+{{- $_ := set $served $name $item.path -}}
+{{- end -}}
+{{- if and $item.engine.offload.enabled (eq $item.engine.offload.sharedTier.type "redis") (not $item.engine.offload.sharedTier.redis.url) -}}{{- $redisUsed = true -}}{{- end -}}
+{{- end -}}
+{{- if and $values.redis.enabled (not $redisUsed) -}}
+{{- $texts = append $texts "redis.enabled: true, but no engine uses it; set engine.offload.sharedTier.type: redis with an empty url, or redis.enabled: false" -}}
+{{- end -}}
+{{- if $values.gateway.autoscaling.enabled -}}
+{{- if gt (int64 $values.gateway.autoscaling.minReplicas) (int64 $values.gateway.autoscaling.maxReplicas) -}}
+{{- $texts = append $texts (printf "gateway.autoscaling: minReplicas: %d is more than maxReplicas: %d" (int64 $values.gateway.autoscaling.minReplicas) (int64 $values.gateway.autoscaling.maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $values.gateway.service.nodePort (eq $values.gateway.service.type "ClusterIP") -}}
+{{- $texts = append $texts (printf "gateway.service.nodePort: %d needs type: NodePort or LoadBalancer; it is ClusterIP" (int64 $values.gateway.service.nodePort)) -}}
+{{- end -}}
+{{- if and $values.gateway.httpRoute.enabled (not $values.gateway.httpRoute.parentRefs) -}}
+{{- $texts = append $texts "gateway.httpRoute.parentRefs is empty; name the Gateway that the route attaches to, e.g. [{name: public}]" -}}
+{{- end -}}
+{{- if and $values.gateway.resources.requests.memory $values.gateway.resources.limits.memory -}}
+{{- $request := int64 (include "spillway.bytes" (dict "value" $values.gateway.resources.requests.memory "path" "gateway.resources.requests.memory" "problems" dict)) -}}
+{{- $limit := int64 (include "spillway.bytes" (dict "value" $values.gateway.resources.limits.memory "path" "gateway.resources.limits.memory" "problems" dict)) -}}
+{{- if gt $request $limit -}}
+{{- $texts = append $texts (printf "gateway.resources: requests.memory %s is more than limits.memory %s" (include "spillway.bytesText" $request) (include "spillway.bytesText" $limit)) -}}
+{{- end -}}
+{{- /* The interpreter, tokenizers and buffers of running requests beside the index. */ -}}
+{{- $index := int64 (include "spillway.bytes" (dict "value" $values.gateway.index.bytesMax "path" "" "problems" dict)) -}}
+{{- $needed := add (mul $index (len .engines)) 402653184 -}}
+{{- if lt $limit $needed -}}
+{{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s x %d models and 384 MiB for the process; set it to %s or more, or lower index.bytesMax" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.quantity" $needed)) -}}
+{{- end -}}
+{{- end -}}
+{{- $needs := list
+  (list $values.gateway.httpRoute.enabled "gateway.httpRoute.enabled" "gateway.networking.k8s.io/v1/HTTPRoute" "the Gateway API")
+  (list $values.monitoring.podMonitor.enabled "monitoring.podMonitor.enabled" "monitoring.coreos.com/v1/PodMonitor" "the Prometheus operator")
+  (list $values.monitoring.serviceMonitor.enabled "monitoring.serviceMonitor.enabled" "monitoring.coreos.com/v1/ServiceMonitor" "the Prometheus operator")
+  (list $values.monitoring.alerts.enabled "monitoring.alerts.enabled" "monitoring.coreos.com/v1/PrometheusRule" "the Prometheus operator")
+-}}
+{{- range $need := $needs -}}
+{{- if and (index $need 0) (not ($root.Capabilities.APIVersions.Has (index $need 2))) -}}
+{{- $texts = append $texts (printf "%s: this cluster has no %s; install %s first (with helm template: -a %s)" (index $need 1) (index $need 2) (index $need 3) (index $need 2)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $texts -}}{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}{{- end -}}
+{{- end -}}

@@ -1,0 +1,160 @@
+{{/* The parts of an engine pod that have arithmetic or cases in them. */}}
+
+{{/* (root, item): the files of an engine's ConfigMap; their hash restarts the pods, and only these. */}}
+{{- define "spillway.engineFiles" -}}
+engine.yaml: |
+  # Written by the chart; read by spillway_engine, which adds the pod's name.
+  {{- toYaml .item.settings | nindent 2 }}
+memory.json: |
+  {{ toPrettyJson (omit .item.memory "arithmetic") | nindent 2 | trim }}
+{{- if eq .item.platform "npu" }}
+start-engine.sh: |
+  {{- .root.Files.Get "files/start-ascend.sh" | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* item -> seconds from SIGTERM's decision to SIGKILL: every phase of spillway_engine.launch, and some to spare. */}}
+{{- define "spillway.engineGraceSeconds" -}}
+{{- $lifecycle := .engine.lifecycle -}}
+{{- /* 10: the drain's own answer, 10: reaping and removing shared memory. */ -}}
+{{ ceil (addf $lifecycle.preStopSeconds $lifecycle.drainDelaySeconds $lifecycle.drainTimeoutSeconds $lifecycle.stopTimeoutSeconds 20) | int64 }}
+{{- end -}}
+
+{{/* (root, item) -> environment of the engine container. */}}
+{{- define "spillway.engineEnvironment" -}}
+{{- $engine := .item.engine -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- {name: VLLM_HOST_IP, value: $(POD_IP)}
+# Block hashes start from this seed: one value for all engines, or nobody finds what another one stored.
+- {name: PYTHONHASHSEED, value: "0"}
+- {name: HOME, value: /var/lib/spillway/home}
+- {name: HF_HOME, value: /var/lib/spillway/hub}
+{{- range $name, $value := .item.accelerator.env }}
+{{- if not (hasKey (default dict $engine.extraEnv) $name) }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end }}
+{{- if eq .item.platform "npu" }}
+- {name: SPILLWAY_VISIBLE_DEVICES, value: {{ .item.accelerator.visibleDevices }}}
+{{- if eq .item.accelerator.visibleDevices "literal" }}
+- {name: ASCEND_RT_VISIBLE_DEVICES, value: {{ $engine.accelerator.visibleDevices.value | quote }}}
+{{- end }}
+{{- end }}
+{{- with $engine.model.hubTokenSecret }}
+{{- if .name }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}
+{{- end }}
+{{- end }}
+{{- with $engine.apiKeySecret }}
+{{- if .name }}
+- name: VLLM_API_KEY
+  valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}
+{{- end }}
+{{- end }}
+{{- with .item.redisSecret }}
+{{- if .name }}
+{{- if .usernameKey }}
+- name: SPILLWAY_REDIS_USERNAME
+  valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .usernameKey | quote }}}}
+{{- end }}
+- name: SPILLWAY_REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .passwordKey | quote }}}}
+{{- end }}
+{{- end }}
+{{- with $engine.extraEnvVars }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* item -> is there a folder for the shared tier in the pod? */}}
+{{- define "spillway.usesNvme" -}}
+{{- if and .engine.offload.enabled (eq .engine.offload.sharedTier.type "nvme") -}}true{{- end -}}
+{{- end -}}
+
+{{/* (root, item) -> name of the claim that the chart makes for a sharedClaim. */}}
+{{- define "spillway.nvmeClaim" -}}
+{{- include "spillway.fit" (dict "text" (printf "%s-kv" .item.name) "max" 63) -}}
+{{- end -}}
+
+{{/* (root, item) -> volumeMounts of the engine container. */}}
+{{- define "spillway.engineMounts" -}}
+{{- $engine := .item.engine -}}
+- {name: config, mountPath: /etc/spillway, readOnly: true}
+# vLLM's queues and the CPU tier.
+- {name: shared-memory, mountPath: /dev/shm}
+- {name: scratch, mountPath: /tmp, subPath: tmp}
+- {name: scratch, mountPath: /var/lib/spillway/home, subPath: home}
+{{- if hasPrefix "/" $engine.model.path }}
+{{- if has $engine.model.volume.type (list "existingClaim" "hostPath" "nfs") }}
+- {name: model, mountPath: {{ $engine.model.volume.mountPath | quote }}, readOnly: true}
+{{- end }}
+{{- else }}
+- {name: hub, mountPath: /var/lib/spillway/hub}
+{{- end }}
+{{- if include "spillway.usesNvme" .item }}
+- {name: kv, mountPath: {{ $engine.offload.sharedTier.nvme.path | quote }}}
+{{- end }}
+{{- range (include "spillway.driverMounts" . | fromYamlArray) }}
+- {name: {{ .name }}, mountPath: {{ .path }}, readOnly: true}
+{{- end }}
+{{- with $engine.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* (root, item) -> the host files to mount, as a YAML list. */}}
+{{- define "spillway.driverMounts" -}}
+{{- $known := .root.Files.Get "files/driver-mounts.yaml" | fromYaml -}}
+{{- $mounts := list -}}
+{{- if .item.engine.accelerator.driverMounts -}}{{- $mounts = concat $mounts $known.driver -}}{{- end -}}
+{{- if .item.engine.accelerator.roceMounts -}}{{- $mounts = concat $mounts $known.roce -}}{{- end -}}
+{{- toYaml $mounts -}}
+{{- end -}}
+
+{{/* (root, item) -> volumes of an engine pod. */}}
+{{- define "spillway.engineVolumes" -}}
+{{- $engine := .item.engine -}}
+- name: config
+  configMap: {name: {{ .item.name }}}
+- name: shared-memory
+  emptyDir: {medium: Memory, sizeLimit: {{ include "spillway.quantity" .item.memory.sharedMemoryBytes }}}
+- name: scratch
+  emptyDir: {}
+{{- if hasPrefix "/" $engine.model.path }}
+{{- $volume := $engine.model.volume }}
+{{- if has $volume.type (list "existingClaim" "hostPath" "nfs") }}
+- name: model
+  {{ include "spillway.volumeSource" (merge (dict "readOnly" true) $volume) }}
+{{- end }}
+{{- else }}
+{{- $cache := deepCopy $engine.model.cache }}
+{{- with $cache.sizeLimit }}
+{{- $_ := set $cache "sizeLimit" (include "spillway.quantity" (include "spillway.bytes" (dict "value" . "path" "model.cache.sizeLimit" "problems" dict))) }}
+{{- end }}
+- name: hub
+  {{ include "spillway.volumeSource" $cache }}
+{{- end }}
+{{- if include "spillway.usesNvme" .item }}
+{{- $volume := deepCopy $engine.offload.sharedTier.nvme.volume }}
+{{- $_ := set $volume "sizeLimit" (include "spillway.quantity" (include "spillway.bytes" (dict "value" $volume.size "path" "nvme.volume.size" "problems" dict))) }}
+{{- if eq $volume.type "sharedClaim" }}
+{{- $_ = set $volume "type" "existingClaim" }}
+{{- $_ = set $volume "claimName" (include "spillway.nvmeClaim" .) }}
+{{- end }}
+{{- if ne $volume.type "perPodClaim" }}
+- name: kv
+  {{ include "spillway.volumeSource" $volume }}
+{{- end }}
+{{- end }}
+{{- range (include "spillway.driverMounts" . | fromYamlArray) }}
+- name: {{ .name }}
+  hostPath: {path: {{ .path }}, type: {{ .type }}}
+{{- end }}
+{{- with $engine.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

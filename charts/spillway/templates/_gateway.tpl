@@ -1,0 +1,33 @@
+{{/* The parts of a gateway pod that have cases in them. */}}
+
+{{/* (root, plan): the files of the gateway's ConfigMap. */}}
+{{- define "spillway.gatewayFiles" -}}
+{{- $settings := dict -}}
+{{- include "spillway.gatewaySettings" (dict "root" .root "engines" .plan.engines "problems" dict "out" $settings) -}}
+gateway.yaml: |
+  # Written by the chart; read by spillway_gateway.
+  {{- toYaml $settings | nindent 2 }}
+{{- end -}}
+
+{{/* seconds from the decision to end a pod to SIGKILL; 10: the last error events and the process's own end. */}}
+{{- define "spillway.gatewayGraceSeconds" -}}
+{{- with .Values.gateway.lifecycle -}}
+{{ ceil (addf .preStopSeconds .drainDelaySeconds .drainTimeoutSeconds 10) | int64 }}
+{{- end -}}
+{{- end -}}
+
+{{/* item -> where a model's volume lies in the gateway: a folder of its own, as several models may share a mountPath. */}}
+{{- define "spillway.tokenizerRoot" -}}
+/var/lib/spillway/models/{{ .model }}
+{{- end -}}
+
+{{/* plan -> list of {name, mountPath, volume}: models whose tokenizer the gateway reads from the model's own volume. */}}
+{{- define "spillway.tokenizerVolumes" -}}
+{{- $found := list -}}
+{{- range $item := .engines -}}
+{{- if eq $item.engine.model.tokenizer "volume" -}}
+{{- $found = append $found (dict "name" (include "spillway.fit" (dict "text" (printf "model-%s" $item.model) "max" 63)) "mountPath" (include "spillway.tokenizerRoot" $item) "volume" (merge (dict "readOnly" true) $item.engine.model.volume)) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end -}}

@@ -1,0 +1,141 @@
+{{/*
+The arithmetic of services/engine/src/spillway_engine/memory_budget.py, told before anything is scheduled; a test
+compares the two. On top of it the pod's own share: processes, staging, page cache and margin.
+*/}}
+
+{{/* (engine, path, root, problems, out): the model's shape, from values or files/model-shapes.yaml, into out. */}}
+{{- define "spillway.shape" -}}
+{{- $model := .engine.model -}}
+{{- $given := $model.shape -}}
+{{- $known := .root.Files.Get "files/model-shapes.yaml" | fromYaml -}}
+{{- $file := base $model.path | lower -}}
+{{- $name := regexReplaceAll "(-instruct|-chat|-base|-it|-hf|-bf16|-v0\\.[0-9]+|-[0-9]{4})+$" (trimPrefix "meta-" $file) "" -}}
+{{- if hasKey $known $file -}}{{- $name = $file -}}{{- end -}}
+{{- $name = default $name $given.preset -}}
+{{- if and $given.preset (not (hasKey $known $name)) -}}
+{{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s.model.shape.preset: %q is no known model; give layers, kvHeads and headDim from its config.json, or one of: %s" .path $name (keys $known | sortAlpha | join ", "))) -}}
+{{- end -}}
+{{- include "spillway.overlay" (dict "base" .out "over" (dict "dtype" "bfloat16" "weightBytes" 0)) -}}
+{{- include "spillway.overlay" (dict "base" .out "over" (get $known $name | default dict)) -}}
+{{- range $key := list "layers" "kvHeads" "headDim" "latentDim" "dtype" "weightBytes" -}}
+{{- $value := get $given $key -}}
+{{- if not (or (kindIs "invalid" $value) (eq (toString $value) "")) -}}
+{{- $_ := set $.out $key $value -}}
+{{- if or (eq $key "kvHeads") (eq $key "headDim") -}}{{- $_ = unset $.out "latentDim" -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if not (and .out.layers (or .out.latentDim (and .out.kvHeads .out.headDim))) -}}
+{{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s.model.path: %q is no model the chart knows, so its KV cache has no known size; set %s.model.shape.layers, kvHeads and headDim (or latentDim for MLA) from its config.json, or shape.preset" .path $model.path .path)) -}}
+{{- include "spillway.overlay" (dict "base" .out "over" (dict "layers" 1 "kvHeads" 1 "headDim" 1)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (engine, path, platform, shape, problems, out): every figure of one replica's memory into out. */}}
+{{- define "spillway.memory" -}}
+{{- $engine := .engine -}}{{- $shape := .shape -}}{{- $out := .out -}}{{- $problems := .problems -}}{{- $path := .path -}}
+{{- $onCpu := eq .platform "cpu" -}}
+{{- $elementBytes := dict "bfloat16" 2 "float16" 2 "float32" 4 -}}
+{{- $dtype := $engine.model.dtype -}}
+{{- if eq $dtype "auto" -}}
+{{- /* A CPU engine takes bfloat16 where the core has it: reckon with the larger. */ -}}
+{{- $dtype = ternary "float32" (ternary $shape.dtype "bfloat16" (has $shape.dtype (list "bfloat16" "float16"))) $onCpu -}}
+{{- end -}}
+{{- $element := get $elementBytes $dtype -}}
+{{- $ranks := int64 $engine.tensorParallelSize -}}
+{{- $rankTokenBytes := 0 -}}
+{{- if $shape.latentDim -}}
+{{- $rankTokenBytes = mul (int64 $shape.layers) (int64 $shape.latentDim) $element -}}
+{{- else -}}
+{{- $heads := max 1 (div (int64 $shape.kvHeads) $ranks) -}}
+{{- $rankTokenBytes = mul 2 (int64 $shape.layers) $heads (int64 $shape.headDim) $element -}}
+{{- end -}}
+{{- $tokenBytes := mul $rankTokenBytes $ranks -}}
+{{- $blockSize := int64 $engine.blockSize -}}
+{{- $blockBytes := mul $tokenBytes $blockSize -}}
+{{- $maxLength := int64 $engine.model.maxLength -}}
+{{- $longestBlocks := div (add $maxLength (sub $blockSize 1)) $blockSize -}}
+
+{{- /* Device cache. A CPU engine is told a number, because its device memory is this pod's. */ -}}
+{{- $deviceBlocks := $engine.deviceBlocks -}}
+{{- if and $onCpu (not $deviceBlocks) -}}{{- $deviceBlocks = add1 (mul 4 $longestBlocks) -}}{{- end -}}
+{{- if $deviceBlocks -}}
+{{- $deviceBlocks = int64 $deviceBlocks -}}
+{{- if lt $deviceBlocks (add1 $longestBlocks) -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.deviceBlocks: %d blocks of %d tokens hold no prompt of model.maxLength %d; set deviceBlocks >= %d or model.maxLength <= %d" $path $deviceBlocks $blockSize $maxLength (add1 $longestBlocks) (mul (sub $deviceBlocks 1) $blockSize))) -}}
+{{- end -}}
+{{- $_ := set $out "deviceBlocks" $deviceBlocks -}}
+{{- end -}}
+{{- $deviceBytes := ternary (mul (default 0 $deviceBlocks) $blockBytes) 0 $onCpu -}}
+{{- $weightBytes := 0 -}}
+{{- if $onCpu -}}
+{{- $weightBytes = div (mul (int64 (include "spillway.bytes" (dict "value" $shape.weightBytes "path" (printf "%s.model.shape.weightBytes" $path) "problems" $problems))) $element) (get $elementBytes $shape.dtype | default 2) -}}
+{{- end -}}
+
+{{- /* CPU tier: rows of one chunk over all ranks, rounded up to a page. */ -}}
+{{- $offload := $engine.offload -}}
+{{- $chunkTokens := mul $blockSize (int64 $offload.blocksPerChunk) -}}
+{{- $rowBytes := mul (div (add (mul $blockBytes (int64 $offload.blocksPerChunk)) 4095) 4096) 4096 -}}
+{{- $chunks := 0 -}}
+{{- $tierKey := "offload.numCpuBlocks" -}}
+{{- if $offload.enabled -}}
+{{- if $offload.numCpuBlocks -}}{{- $chunks = int64 $offload.numCpuBlocks -}}
+{{- else if $offload.cpuBytes -}}
+{{- $tierKey = "offload.cpuBytes" -}}
+{{- $tierGiven := int64 (include "spillway.bytes" (dict "value" $offload.cpuBytes "path" (printf "%s.offload.cpuBytes" $path) "problems" $problems)) -}}
+{{- $chunks = div $tierGiven $rowBytes -}}
+{{- if eq $chunks 0 -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.offload.cpuBytes: %s holds no chunk of %s (%d tokens x %d B); set it to %d or more, or lower blocksPerChunk" $path (include "spillway.bytesText" $tierGiven) (include "spillway.bytesText" $rowBytes) $chunkTokens $tokenBytes $rowBytes)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $tierBytes := mul $chunks $rowBytes -}}
+{{- /* vLLM's own queues: about 40 MiB for the server and each rank are ever touched, 160 + 240 per rank are mapped. */ -}}
+{{- $queueBytes := mul 41943040 (add1 $ranks) -}}
+{{- $sharedNeeded := add $tierBytes $queueBytes -}}
+{{- $sharedComfortable := div (mul (add $tierBytes 167772160 (mul 251658240 $ranks)) 110) 100 -}}
+{{- $shared := $sharedComfortable -}}
+{{- if $engine.memory.sharedMemory -}}
+{{- $shared = int64 (include "spillway.bytes" (dict "value" $engine.memory.sharedMemory "path" (printf "%s.memory.sharedMemory" $path) "problems" $problems)) -}}
+{{- if and (lt $shared $sharedNeeded) (not $engine.memory.force) -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.memory.sharedMemory: %s cannot hold the CPU tier of %s (%d chunks x %s) and queues of %s; set it to %s or more, null to have it computed, or %s <= %s" $path (include "spillway.bytesText" $shared) (include "spillway.bytesText" $tierBytes) $chunks (include "spillway.bytesText" $rowBytes) (include "spillway.bytesText" $queueBytes) (include "spillway.quantity" $sharedNeeded) $tierKey (include "spillway.tierFitting" (dict "key" $tierKey "rowBytes" $rowBytes "free" (sub $shared $queueBytes))))) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* What the engine itself reckons with at its start, and what this pod reserves. */ -}}
+{{- $engineNeeds := add (mul 2411724800 $ranks) $sharedNeeded $deviceBytes $weightBytes -}}
+{{- $processText := ternary "2560MiB" "8GiB" $onCpu -}}
+{{- $processBytes := mul $ranks (int64 (include "spillway.bytes" (dict "value" (default $processText $engine.memory.processPerRank) "path" (printf "%s.memory.processPerRank" $path) "problems" $problems))) -}}
+{{- $tier := $offload.sharedTier -}}
+{{- $stagingBytes := 0 -}}
+{{- if and $offload.enabled (ne $tier.type "none") -}}
+{{- $threads := ternary $tier.redis.connections $tier.nvme.ioThreads (eq $tier.type "redis") -}}
+{{- $stagingBytes = mul (int64 $threads) (mul 2 $rowBytes) -}}
+{{- if eq $tier.type "nvme" -}}
+{{- $stagingBytes = add $stagingBytes (int64 (include "spillway.bytes" (dict "value" $engine.memory.pageCache "path" (printf "%s.memory.pageCache" $path) "problems" $problems))) -}}
+{{- end -}}
+{{- end -}}
+{{- $sum := add $sharedNeeded $processBytes $deviceBytes $weightBytes $stagingBytes -}}
+{{- $needed := max $engineNeeds (div (mul $sum (add 100 (int64 $engine.memory.marginPercent))) 100) -}}
+{{- $arithmetic := printf "CPU tier %s (%d chunks x %s) + queues %s + processes %s (%d ranks)" (include "spillway.bytesText" $tierBytes) $chunks (include "spillway.bytesText" $rowBytes) (include "spillway.bytesText" $queueBytes) (include "spillway.bytesText" $processBytes) $ranks -}}
+{{- if $onCpu -}}{{- $arithmetic = printf "%s + device blocks %s + weights %s" $arithmetic (include "spillway.bytesText" $deviceBytes) (include "spillway.bytesText" $weightBytes) -}}{{- end -}}
+{{- if $stagingBytes -}}{{- $arithmetic = printf "%s + shared tier's buffers %s" $arithmetic (include "spillway.bytesText" $stagingBytes) -}}{{- end -}}
+{{- $arithmetic = printf "%s + %d %% margin = %s" $arithmetic (int64 $engine.memory.marginPercent) (include "spillway.bytesText" $needed) -}}
+{{- $limit := $needed -}}
+{{- if $engine.memory.limit -}}
+{{- $limit = int64 (include "spillway.bytes" (dict "value" $engine.memory.limit "path" (printf "%s.memory.limit" $path) "problems" $problems)) -}}
+{{- if and (lt $limit $needed) (not $engine.memory.force) -}}
+{{- $rest := sub (div (mul $limit 100) (add 100 (int64 $engine.memory.marginPercent))) (sub $sum $tierBytes) -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.memory.limit: %s is too little: %s; set memory.limit >= %s, null to have it computed, or %s <= %s" $path (include "spillway.bytesText" $limit) $arithmetic (include "spillway.quantity" $needed) $tierKey (include "spillway.tierFitting" (dict "key" $tierKey "rowBytes" $rowBytes "free" $rest)))) -}}
+{{- end -}}
+{{- end -}}
+
+{{- range $key, $value := dict "dtype" $dtype "bytesPerToken" $tokenBytes "bytesPerBlock" $blockBytes "chunkTokens" $chunkTokens "cpuChunks" $chunks "cpuRowBytes" $rowBytes "cpuTierBytes" $tierBytes "cpuTierTokens" (mul $chunks $chunkTokens) "sharedMemoryNeededBytes" $sharedNeeded "sharedMemoryBytes" $shared "engineNeedsBytes" $engineNeeds "podNeedsBytes" $needed "memoryLimitBytes" $limit "arithmetic" $arithmetic -}}
+{{- $_ := set $out $key $value -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (key, rowBytes, free) -> the largest tier that fits into `free` bytes, in the unit of `key`. */}}
+{{- define "spillway.tierFitting" -}}
+{{- $chunks := max 0 (div (int64 .free) (int64 .rowBytes)) -}}
+{{- if eq .key "offload.cpuBytes" -}}{{ mul $chunks (int64 .rowBytes) }}{{- else -}}{{ $chunks }}{{- end -}}
+{{- end -}}

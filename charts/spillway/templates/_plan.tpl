@@ -1,0 +1,195 @@
+{{/*
+What will be rendered, decided in one place before any object is: every group of engines with its defaults laid out,
+its accelerator, its memory arithmetic and the YAML that its pods will read, and what is wrong with the values.
+
+(root, plan): fills plan with
+  engines   list of dicts: key, path, name, headless, engine, accelerator, platform, memory, shape, servedName, pods,
+            settings (the engine service's own configuration)
+  problems  dict of texts, in order
+*/}}
+{{- define "spillway.plan" -}}
+{{- $root := .root -}}{{- $plan := .plan -}}
+{{- $problems := dict -}}
+{{- $presets := $root.Files.Get "files/accelerators.yaml" | fromYaml -}}
+{{- $engines := list -}}
+{{- $groups := dict -}}
+{{- range $key, $over := $root.Values.engines -}}
+{{- $engine := deepCopy $root.Values.engine -}}
+{{- $overOffload := default dict (default dict $over).offload -}}
+{{- /* An entry that names one of the two ways to size the CPU tier replaces the other. */ -}}
+{{- if and (hasKey $overOffload "cpuBytes") (not (hasKey $overOffload "numCpuBlocks")) -}}{{- $_ := unset $engine.offload "numCpuBlocks" -}}{{- end -}}
+{{- if and (hasKey $overOffload "numCpuBlocks") (not (hasKey $overOffload "cpuBytes")) -}}{{- $_ := unset $engine.offload "cpuBytes" -}}{{- end -}}
+{{- include "spillway.overlay" (dict "base" $engine "over" (deepCopy (default dict $over))) -}}
+{{- $_ := set $groups $key $engine -}}
+{{- end -}}
+{{- if not $groups -}}
+{{- $_ := set $groups "" (deepCopy $root.Values.engine) -}}
+{{- end -}}
+{{- range $key := keys $groups | sortAlpha -}}
+{{- $engine := get $groups $key -}}
+{{- $path := ternary (printf "engines.%s" $key) "engine" (ne $key "") -}}
+{{- include "spillway.wholeNumbers" $engine -}}
+{{- $name := include "spillway.name" (dict "root" $root "suffix" (ternary (printf "engine-%s" $key) "engine" (ne $key ""))) -}}
+{{- $accelerator := deepCopy (get $presets $engine.accelerator.preset) -}}
+{{- include "spillway.accelerator" (dict "engine" $engine "accelerator" $accelerator) -}}
+{{- $shape := dict -}}
+{{- include "spillway.shape" (dict "engine" $engine "path" $path "root" $root "problems" $problems "out" $shape) -}}
+{{- $memory := dict -}}
+{{- include "spillway.memory" (dict "engine" $engine "path" $path "platform" $accelerator.platform "shape" $shape "problems" $problems "out" $memory) -}}
+{{- $servedName := default (base $engine.model.path) $engine.model.servedName -}}
+{{- $pods := int64 $engine.replicas -}}
+{{- if $engine.autoscaling.enabled -}}{{- $pods = int64 $engine.autoscaling.maxReplicas -}}{{- end -}}
+{{- $item := dict "key" $key "path" $path "name" $name "headless" (include "spillway.fit" (dict "text" (printf "%s-pods" $name) "max" 63)) "model" (default "default" $key) "engine" $engine "accelerator" $accelerator "platform" $accelerator.platform "memory" $memory "shape" $shape "servedName" $servedName "pods" $pods -}}
+{{- include "spillway.engineSettings" (dict "root" $root "item" $item "problems" $problems) -}}
+{{- include "spillway.engineChecks" (dict "root" $root "item" $item "problems" $problems) -}}
+{{- $engines = append $engines $item -}}
+{{- end -}}
+{{- include "spillway.releaseChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
+{{- $_ := set $plan "engines" $engines -}}
+{{- $_ = set $plan "problems" $problems -}}
+{{- end -}}
+
+{{/* Fails with everything that is wrong. (problems) */}}
+{{- define "spillway.requireNoProblem" -}}
+{{- with .problems -}}
+{{- $texts := list -}}
+{{- $all := . -}}
+{{- range keys . | sortAlpha -}}{{- $texts = append $texts (get $all .) -}}{{- end -}}
+{{- fail (printf "\n\nThese values cannot work:\n- %s\n" (join "\n- " $texts)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (engine, accelerator): lays what the values say over the preset. */}}
+{{- define "spillway.accelerator" -}}
+{{- $given := .engine.accelerator -}}
+{{- $chosen := .accelerator -}}
+{{- if $given.resourceName -}}{{- $_ := set $chosen "resourceName" $given.resourceName -}}{{- end -}}
+{{- if not (kindIs "invalid" $given.count) -}}{{- $_ := set $chosen "count" (int64 $given.count) -}}
+{{- else -}}{{- $_ := set $chosen "count" (int64 .engine.tensorParallelSize) -}}
+{{- end -}}
+{{- if $given.visibleDevices.mode -}}{{- $_ := set $chosen "visibleDevices" $given.visibleDevices.mode -}}{{- end -}}
+{{- if not (kindIs "invalid" .engine.schedulerName) -}}{{- $_ := set $chosen "schedulerName" .engine.schedulerName -}}{{- end -}}
+{{- if $given.lockMemory -}}
+{{- $capabilities := default dict $chosen.securityContext.capabilities -}}
+{{- $_ := set $chosen.securityContext "capabilities" (dict "drop" (default list $capabilities.drop) "add" (append (default list $capabilities.add) "IPC_LOCK")) -}}
+{{- end -}}
+{{- if $given.privileged -}}
+{{- $_ := set $chosen "securityContext" (dict "runAsUser" 0 "privileged" true) -}}
+{{- end -}}
+{{- if .engine.podSecurityContext -}}{{- $_ := set $chosen "podSecurityContext" .engine.podSecurityContext -}}{{- end -}}
+{{- if .engine.securityContext -}}{{- $_ := set $chosen "securityContext" .engine.securityContext -}}{{- end -}}
+{{- end -}}
+
+{{/* The embedded Valkey's address. */}}
+{{- define "spillway.redisUrl" -}}
+redis://{{ include "spillway.name" (dict "root" . "suffix" "redis") }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:{{ int64 .Values.redis.port }}/0
+{{- end -}}
+
+{{/* Which Secret holds the engines' Redis credentials: (root, tier) -> out {name, usernameKey, passwordKey}. */}}
+{{- define "spillway.redisSecret" -}}
+{{- $secret := .tier.redis.existingSecret -}}
+{{- if and (not $secret.name) (not .tier.redis.url) .root.Values.redis.enabled -}}
+{{- $own := .root.Values.redis.existingSecret -}}
+{{- $secret = dict "name" $own.name "usernameKey" "" "passwordKey" $own.passwordKey -}}
+{{- end -}}
+{{- include "spillway.overlay" (dict "base" .out "over" $secret) -}}
+{{- end -}}
+
+{{/* (root, item, problems): sets item.settings, the YAML of `python -m spillway_engine --config`. */}}
+{{- define "spillway.engineSettings" -}}
+{{- $engine := .item.engine -}}
+{{- $problems := .problems -}}
+{{- $offload := $engine.offload -}}
+{{- $tier := $offload.sharedTier -}}
+{{- $settings := dict
+  "model" (dict "path" $engine.model.path "servedName" .item.servedName "dtype" $engine.model.dtype "maxLength" $engine.model.maxLength "seed" $engine.model.seed)
+  "host" .root.Values.listenAddress
+  "port" $engine.port
+  "blockSize" $engine.blockSize
+  "tensorParallelSize" $engine.tensorParallelSize
+  "platform" .item.platform
+  "kvEvents" (dict "enabled" $engine.kvEvents.enabled "port" $engine.kvEvents.port "replayPort" $engine.kvEvents.replayPort)
+  "extraArgs" $engine.extraArgs
+  "extraEnv" (default dict $engine.extraEnv)
+-}}
+{{- with .item.memory.deviceBlocks -}}{{- $_ := set $settings "deviceBlocks" . -}}{{- end -}}
+{{- $rendered := dict "enabled" $offload.enabled -}}
+{{- if $offload.enabled -}}
+{{- $_ := set $rendered "blocksPerChunk" $offload.blocksPerChunk -}}
+{{- $_ = set $rendered "evictionPolicy" $offload.evictionPolicy -}}
+{{- $_ = set $rendered "batchMemcpy" (include "spillway.onOff" $offload.batchMemcpy) -}}
+{{- if $offload.numCpuBlocks -}}{{- $_ = set $rendered "numCpuBlocks" $offload.numCpuBlocks -}}
+{{- else -}}{{- $_ = set $rendered "cpuBytes" (int64 (include "spillway.bytes" (dict "value" (default 0 $offload.cpuBytes) "path" (printf "%s.offload.cpuBytes" .item.path) "problems" dict))) -}}
+{{- end -}}
+{{- $shared := dict "type" $tier.type -}}
+{{- if ne $tier.type "none" -}}
+{{- range $key := list "lookupTimeoutSeconds" "loadTimeoutSeconds" "storeTimeoutSeconds" -}}{{- $_ := set $shared $key (get $tier $key) -}}{{- end -}}
+{{- end -}}
+{{- if eq $tier.type "nvme" -}}
+{{- $nvme := dict "path" $tier.nvme.path "ioThreads" $tier.nvme.ioThreads -}}
+{{- if $tier.nvme.maxBytes -}}
+{{- $_ := set $nvme "maxBytes" (int64 (include "spillway.bytes" (dict "value" $tier.nvme.maxBytes "path" (printf "%s.offload.sharedTier.nvme.maxBytes" .item.path) "problems" $problems))) -}}
+{{- end -}}
+{{- $_ := set $shared "nvme" $nvme -}}
+{{- else if eq $tier.type "redis" -}}
+{{- $url := $tier.redis.url -}}
+{{- if and (not $url) .root.Values.redis.enabled -}}{{- $url = include "spillway.redisUrl" .root -}}{{- end -}}
+{{- $redis := dict "url" $url "ttlSeconds" $tier.redis.ttlSeconds "connections" $tier.redis.connections -}}
+{{- $secret := dict -}}
+{{- include "spillway.redisSecret" (dict "root" .root "tier" $tier "out" $secret) -}}
+{{- if $secret.name -}}
+{{- $_ := set $redis "passwordEnv" "SPILLWAY_REDIS_PASSWORD" -}}
+{{- if $secret.usernameKey -}}{{- $_ = set $redis "usernameEnv" "SPILLWAY_REDIS_USERNAME" -}}{{- end -}}
+{{- end -}}
+{{- $_ := set .item "redisSecret" $secret -}}
+{{- $_ = set $shared "redis" $redis -}}
+{{- end -}}
+{{- $_ = set $rendered "sharedTier" $shared -}}
+{{- with $offload.extraTiers -}}{{- $_ := set $rendered "extraTiers" . -}}{{- end -}}
+{{- end -}}
+{{- $_ := set $settings "offload" $rendered -}}
+{{- $lifecycle := $engine.lifecycle -}}
+{{- $_ = set $settings "lifecycle" (dict "drainDelaySeconds" $lifecycle.drainDelaySeconds "drainTimeoutSeconds" $lifecycle.drainTimeoutSeconds "stopTimeoutSeconds" $lifecycle.stopTimeoutSeconds "selfCheck" (ternary "auto" (include "spillway.onOff" $lifecycle.selfCheck) (eq (toString $lifecycle.selfCheck) "true")) "selfCheckTimeoutSeconds" $lifecycle.selfCheckTimeoutSeconds) -}}
+{{- $_ = set .item "settings" $settings -}}
+{{- end -}}
+
+{{/* item -> the group's addresses: http://POD.HEADLESS.NAMESPACE.svc.DOMAIN. (root, item, index) -> host */}}
+{{- define "spillway.engineHost" -}}
+{{ .item.name }}-{{ .index }}.{{ .item.headless }}.{{ .root.Release.Namespace }}.svc.{{ .root.Values.clusterDomain }}
+{{- end -}}
+
+{{/* (root, engines, problems, out): the YAML of `python -m spillway_gateway --config` into out. */}}
+{{- define "spillway.gatewaySettings" -}}
+{{- $root := .root -}}
+{{- $gateway := deepCopy $root.Values.gateway -}}
+{{- include "spillway.wholeNumbers" $gateway -}}
+{{- $problems := .problems -}}
+{{- $models := list -}}
+{{- range $item := .engines -}}
+{{- $engines := list -}}
+{{- range $index := until (int $item.pods) -}}
+{{- $host := include "spillway.engineHost" (dict "root" $root "item" $item "index" $index) -}}
+{{- $engine := dict "name" (printf "%s-%d" $item.name $index) "url" (printf "http://%s:%d" $host (int64 $item.engine.port)) -}}
+{{- if $item.engine.kvEvents.enabled -}}
+{{- $_ := set $engine "kvEvents" (printf "tcp://%s:%d" $host (int64 $item.engine.kvEvents.port)) -}}
+{{- $_ = set $engine "kvReplay" (printf "tcp://%s:%d" $host (int64 $item.engine.kvEvents.replayPort)) -}}
+{{- end -}}
+{{- $engines = append $engines $engine -}}
+{{- end -}}
+{{- $model := dict "name" $item.servedName "aliases" (default list $item.engine.model.aliases) "engines" $engines -}}
+{{- $tokenizer := $item.engine.model.tokenizer -}}
+{{- if eq $tokenizer "volume" -}}
+{{- $tokenizer = printf "%s%s" (include "spillway.tokenizerRoot" $item) (trimPrefix (trimSuffix "/" $item.engine.model.volume.mountPath) $item.engine.model.path) -}}
+{{- end -}}
+{{- if ne $tokenizer "none" -}}{{- $_ := set $model "tokenizer" $tokenizer -}}{{- end -}}
+{{- $models = append $models $model -}}
+{{- end -}}
+{{- $_ := set .out "listen" (dict "host" $root.Values.listenAddress "port" $gateway.port) -}}
+{{- range $section := list "timeouts" "health" "limits" "routing" "index" "log" -}}{{- $_ := set $.out $section (get $gateway $section) -}}{{- end -}}
+{{- range $pair := list (list "limits" "bodyBytesMax") (list "limits" "plainReplyBufferBytes") (list "index" "bytesMax") -}}
+{{- $section := get $.out (index $pair 0) -}}
+{{- $_ := set $section (index $pair 1) (int64 (include "spillway.bytes" (dict "value" (get $section (index $pair 1)) "path" (printf "gateway.%s.%s" (index $pair 0) (index $pair 1)) "problems" $problems))) -}}
+{{- end -}}
+{{- $_ = set .out "shutdown" (dict "drainDelaySeconds" $gateway.lifecycle.drainDelaySeconds "drainTimeoutSeconds" $gateway.lifecycle.drainTimeoutSeconds) -}}
+{{- $_ = set .out "models" $models -}}
+{{- end -}}

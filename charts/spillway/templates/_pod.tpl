@@ -1,0 +1,97 @@
+{{/* What the pod specs of several components share. */}}
+
+{{/* (root, component, model, section): where a pod may run, and who pulls its images. */}}
+{{- define "spillway.scheduling" -}}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .section.priorityClassName }}
+priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with .schedulerName }}
+schedulerName: {{ . | quote }}
+{{- end }}
+{{- with .section.runtimeClassName }}
+runtimeClassName: {{ . | quote }}
+{{- end }}
+{{- $selector := dict }}
+{{- $_ := include "spillway.overlay" (dict "base" $selector "over" (default dict .nodeSelector)) }}
+{{- $_ = include "spillway.overlay" (dict "base" $selector "over" (default dict .section.nodeSelector)) }}
+{{- with $selector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with concat (default list .tolerations) (default list .section.tolerations) }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .section.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .section.topologySpread }}
+{{- if .enabled }}
+topologySpreadConstraints:
+  - topologyKey: {{ .topologyKey | quote }}
+    maxSkew: {{ int64 .maxSkew }}
+    whenUnsatisfiable: {{ .whenUnsatisfiable }}
+    labelSelector:
+      matchLabels:
+        {{- include "spillway.selectorLabels" $ | nindent 8 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* (root, seconds): a hook that waits. Kubernetes' own from 1.30 on, the image's sleep before. */}}
+{{- define "spillway.preStop" -}}
+{{- if gt (int64 .seconds) 0 }}
+lifecycle:
+  preStop:
+    {{- if semverCompare ">=1.30-0" .root.Capabilities.KubeVersion.Version }}
+    sleep: {seconds: {{ int64 .seconds }}}
+    {{- else }}
+    exec: {command: [sleep, "{{ int64 .seconds }}"]}
+    {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* (startupSeconds, startupPeriodSeconds[, startupPath]): loading is the startup probe's; after it /ready decides on traffic and /health on life. */}}
+{{- define "spillway.probes" -}}
+startupProbe:
+  httpGet: {path: {{ default "/ready" .startupPath }}, port: http}
+  periodSeconds: {{ .startupPeriodSeconds }}
+  timeoutSeconds: 5
+  failureThreshold: {{ div (add (int64 .startupSeconds) (sub .startupPeriodSeconds 1)) .startupPeriodSeconds }}
+readinessProbe:
+  httpGet: {path: /ready, port: http}
+  periodSeconds: 2
+  timeoutSeconds: 5
+  failureThreshold: 3
+livenessProbe:
+  httpGet: {path: /health, port: http}
+  periodSeconds: 10
+  timeoutSeconds: 10
+  failureThreshold: 6
+{{- end -}}
+
+{{/* (type, claimName, hostPath, nfs, sizeLimit, readOnly) -> the source of a volume. */}}
+{{- define "spillway.volumeSource" -}}
+{{- if eq .type "existingClaim" -}}
+persistentVolumeClaim: {claimName: {{ .claimName | quote }}{{ if .readOnly }}, readOnly: true{{ end }}}
+{{- else if eq .type "hostPath" -}}
+hostPath: {path: {{ .hostPath | quote }}, type: {{ ternary "Directory" "DirectoryOrCreate" (default false .readOnly) }}}
+{{- else if eq .type "nfs" -}}
+nfs: {server: {{ .nfs.server | quote }}, path: {{ .nfs.path | quote }}, readOnly: true}
+{{- else if eq .type "emptyDir" -}}
+emptyDir: {{ if .sizeLimit }}{sizeLimit: {{ .sizeLimit }}}{{ else }}{}{{ end }}
+{{- end -}}
+{{- end -}}
+
+{{/* Egress rule of a NetworkPolicy: names. */}}
+{{- define "spillway.dnsEgress" -}}
+- to: [{namespaceSelector: {}}]
+  ports:
+    - {protocol: UDP, port: 53}
+    - {protocol: TCP, port: 53}
+{{- end -}}

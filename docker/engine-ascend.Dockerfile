@@ -1,0 +1,37 @@
+# An engine on Ascend: vllm-ascend's own image plus the connector and the engine service.
+# Build from the repository's root, once for each board:
+#   docker build -f docker/engine-ascend.Dockerfile -t spillway-engine:0.1.0-ascend-a3 \
+#     --build-arg BASE=quay.io/ascend/vllm-ascend:v0.23.0-a3 .
+# Tags of BASE: v0.23.0 (Atlas A2), -a3, -310p, -a5, each also with -openeuler.
+ARG BASE=quay.io/ascend/vllm-ascend:v0.23.0
+
+FROM ${BASE} AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /src
+COPY requirements/build.txt requirements/
+RUN python3 -m venv /opt/build && /opt/build/bin/pip install --require-hashes -r requirements/build.txt
+COPY connector connector
+COPY services/engine services/engine
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./services/engine
+
+FROM ${BASE}
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="spillway-engine" \
+      org.opencontainers.image.description="vLLM on Ascend with KV offload to CPU memory, NVMe and Redis" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY requirements/engine.txt /tmp/engine.txt
+COPY --from=build /wheels /tmp/wheels
+# Without dependencies: vLLM, torch and numpy of the base must stay what they are. The last line fails the build when
+# one of them no longer suits.
+RUN pip install --no-cache-dir --no-deps --require-hashes -r /tmp/engine.txt \
+    && pip install --no-cache-dir --no-deps --no-index /tmp/wheels/*.whl \
+    && rm -rf /tmp/engine.txt /tmp/wheels \
+    && python3 -c "import spillway_engine, spillway_connector.config, blake3, hiredis, redis, xxhash, yaml, numpy"
+# CANN's driver and the base's own files expect root; charts/spillway takes every capability but one away.
+ENV PYTHONUNBUFFERED=1
+COPY --chmod=0755 charts/spillway/files/start-ascend.sh /usr/local/bin/start-engine
+ENTRYPOINT ["/usr/local/bin/start-engine"]
+CMD ["--config", "/etc/spillway/engine.yaml"]

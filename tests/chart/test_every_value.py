@@ -1,0 +1,276 @@
+"""No value is accepted and ignored: changing any leaf of values.yaml changes what is rendered.
+
+A leaf that means something only together with others is changed on top of those, which CONTEXTS names.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from chart.rendering import CHART, laid_over, nested, pod_spec, render, require_valid
+
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+OBJECT = {"some": "thing"}
+
+# Everything on that can be on together.
+RICH = yaml.safe_load("""
+engine:
+  model:
+    path: /models/Qwen3-8B
+    volume: {type: existingClaim, claimName: models}
+    hubTokenSecret: {name: hub}
+  offload:
+    sharedTier: {type: redis, redis: {url: "redis://r:6379/0", existingSecret: {name: cache, usernameKey: user}}}
+  apiKeySecret: {name: keys}
+  topologySpread: {enabled: true}
+gateway:
+  ingress: {enabled: true, host: a.example, tlsSecret: tls}
+  httpRoute: {enabled: true, parentRefs: [{name: public}]}
+networkPolicy: {restrictEgress: true, gatewayFrom: [{podSelector: {}}]}
+monitoring:
+  podMonitor: {enabled: true}
+  serviceMonitor: {enabled: true}
+  alerts: {enabled: true}
+  dashboards: {enabled: true}
+""")
+
+HUB = nested("engine.model", {"path": "Qwen/Qwen3-8B", "volume": {"type": "none"}})
+NVME = nested("engine.offload.sharedTier.type", "nvme")
+EMBEDDED = laid_over(
+    nested("redis", {"enabled": True, "existingSecret": {"name": "valkey"}}),
+    nested("engine.offload.sharedTier.redis", {"url": "", "existingSecret": {"name": ""}}),
+)
+ON_CPU = nested("engine.accelerator.preset", "cpu")
+
+
+def nvme_volume(kind: str) -> dict[str, Any]:
+    return laid_over(NVME, nested("engine.offload.sharedTier.nvme.volume.type", kind))
+
+
+# Path or its beginning -> what has to be set for it to matter. The longest match counts.
+CONTEXTS: dict[str, dict[str, Any]] = {
+    "engine.model.shape.weightBytes": ON_CPU,
+    "engine.model.volume.hostPath": nested("engine.model.volume", {"type": "hostPath", "hostPath": "/data"}),
+    "engine.model.volume.nfs": nested("engine.model.volume", {"type": "nfs", "nfs": {"server": "s", "path": "/p"}}),
+    "engine.model.cache": HUB,
+    "engine.model.cache.claimName": laid_over(
+        HUB, nested("engine.model.cache", {"type": "existingClaim", "claimName": "c"})
+    ),
+    "engine.model.cache.hostPath": laid_over(HUB, nested("engine.model.cache", {"type": "hostPath", "hostPath": "/c"})),
+    "engine.accelerator.visibleDevices.value": nested(
+        "engine.accelerator.visibleDevices", {"mode": "literal", "value": "0"}
+    ),
+    "engine.offload.cpuBytes": nested("engine.offload", {"numCpuBlocks": None, "cpuBytes": "20GiB"}),
+    "engine.offload.enabled": nested("engine.offload.sharedTier.type", "none"),
+    "engine.offload.sharedTier.nvme": NVME,
+    "engine.offload.sharedTier.nvme.volume.size": nvme_volume("sharedClaim"),
+    "engine.offload.sharedTier.nvme.volume.storageClassName": nvme_volume("perPodClaim"),
+    "engine.offload.sharedTier.nvme.volume.claimName": laid_over(
+        nvme_volume("existingClaim"), nested("engine.offload.sharedTier.nvme.volume.claimName", "kv")
+    ),
+    "engine.memory.pageCache": NVME,
+    "engine.memory.force": nested("engine.memory.limit", "20GiB"),
+    "engine.autoscaling": nested("engine.autoscaling.enabled", True),
+    "engine.autoscaling.enabled": {},
+    "gateway.autoscaling": nested("gateway.autoscaling.enabled", True),
+    "gateway.autoscaling.enabled": {},
+    "gateway.service.nodePort": nested("gateway.service.type", "NodePort"),
+    "redis": EMBEDDED,
+    "redis.enabled": nested("engine.offload.sharedTier.redis.existingSecret.name", ""),
+}
+
+# What a leaf is changed to, where its present value does not suggest it.
+CHANGES: dict[str, Any] = {
+    "image.pullSecrets": [{"name": "other"}],
+    "image.pullPolicy": "Always",
+    "listenAddress": "::",
+    "engine.model.path": "/models/Qwen3-4B",
+    "engine.model.aliases": ["other"],
+    "engine.model.dtype": "float32",
+    "engine.model.shape.preset": "qwen3-14b",
+    "engine.model.shape.dtype": "float16",
+    "engine.model.shape.weightBytes": "20GiB",
+    "engine.model.shape.layers": 40,
+    "engine.model.shape.kvHeads": 4,
+    "engine.model.shape.headDim": 64,
+    "engine.model.shape.latentDim": 576,
+    "engine.model.volume.type": "nfs",
+    "engine.model.volume.mountPath": "/models/Qwen3-8B",
+    "engine.model.cache.type": "hostPath",
+    "engine.model.cache.sizeLimit": "50GiB",
+    "engine.model.tokenizer": "volume",
+    "engine.accelerator.preset": "cce",
+    "engine.accelerator.resourceName": "huawei.com/Ascend910B4",
+    "engine.accelerator.count": 4,
+    "engine.accelerator.visibleDevices.mode": "unset",
+    "engine.blockSize": 64,
+    "engine.deviceBlocks": 4000,
+    "engine.offload.numCpuBlocks": 4096,
+    "engine.offload.cpuBytes": "10GiB",
+    "engine.offload.evictionPolicy": "arc",
+    "engine.offload.batchMemcpy": "on",
+    "engine.offload.sharedTier.type": "nvme",
+    "engine.offload.sharedTier.nvme.path": "/kv",
+    "engine.offload.sharedTier.nvme.maxBytes": "100GiB",
+    "engine.offload.sharedTier.nvme.volume.type": "emptyDir",
+    "engine.offload.sharedTier.nvme.volume.hostPath": "/other",
+    "engine.offload.sharedTier.nvme.volume.size": "700GiB",
+    "engine.offload.sharedTier.nvme.volume.storageClassName": "fast",
+    "engine.offload.sharedTier.redis.url": "redis://other:6379/0",
+    "engine.offload.extraTiers": [{"type": "fs", "root_dir": "/x"}],
+    "engine.memory.limit": "200GiB",
+    "engine.memory.sharedMemory": "100GiB",
+    "engine.memory.processPerRank": "10GiB",
+    "engine.memory.pageCache": "4GiB",
+    "engine.cpu.limit": "16",
+    "engine.lifecycle.selfCheck": "off",
+    "engine.image.variant": "openeuler",
+    "engine.image.digest": "sha256:" + "a" * 64,
+    "engine.image.registry": "other.example",
+    "engine.schedulerName": "default-scheduler",
+    "engine.podSecurityContext": {"fsGroup": 1},
+    "engine.securityContext": {"runAsUser": 1},
+    "engine.extraArgs": ["--enforce-eager"],
+    "engines": {"a": {"replicas": 1}},
+    "gateway.service.type": "LoadBalancer",
+    "gateway.service.nodePort": 30000,
+    "gateway.limits.bodyBytesMax": "1MiB",
+    "gateway.limits.plainReplyBufferBytes": "1MiB",
+    "gateway.index.bytesMax": "1MiB",
+    "gateway.routing.boundedLoadFactor": 2,
+    "gateway.log.level": "debug",
+    "gateway.resources.requests.memory": "1.5GiB",
+    "gateway.resources.limits.memory": "3GiB",
+    "gateway.resources.limits.cpu": "4",
+    "gateway.ingress.path": "/llm",
+    "gateway.httpRoute.parentRefs": [{"name": "other"}],
+    "gateway.httpRoute.hostnames": ["h.example"],
+    "gateway.image.registry": "other.example",
+    "gateway.image.digest": "sha256:" + "a" * 64,
+    "redis.image.digest": "sha256:" + "a" * 64,
+    "redis.memory": "4GiB",
+    "redis.cpu.limit": "4",
+    "networkPolicy.gatewayFrom": [{"namespaceSelector": {}}],
+}
+LISTS = {
+    "extraEnvVars": [{"name": "A", "value": "b"}],
+    "tolerations": [{"operator": "Exists"}],
+    "extraVolumes": [{"name": "v", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
+    "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}}],
+}
+OTHER_WORDS = {"whenUnsatisfiable": "DoNotSchedule"}
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict) and tree and path.rsplit(".", 1)[-1] not in ("podSecurityContext", "securityContext"):
+        for key, value in tree.items():
+            yield from leaves(value, f"{path}.{key}" if path else key)
+    else:
+        yield path, tree
+
+
+def changed(path: str, value: Any) -> Any:
+    leaf = path.rsplit(".", 1)[-1]
+    if path in CHANGES:
+        return CHANGES[path]
+    if leaf in OTHER_WORDS:
+        return OTHER_WORDS[leaf]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value / 2
+    if isinstance(value, str):
+        return str(int(value) + 1) if value.isdigit() else f"{value}x"
+    if isinstance(value, list):
+        return LISTS.get(leaf, [OBJECT])
+    if isinstance(value, dict):
+        return {**value, "fsGroup": 7} if value else {"A": "b"}
+    raise AssertionError(f"{path}: {value!r} needs an entry in CHANGES")
+
+
+def context_of(path: str) -> dict[str, Any]:
+    fitting = [key for key in CONTEXTS if path == key or path.startswith(f"{key}.")]
+    return CONTEXTS[max(fitting, key=len)] if fitting else {}
+
+
+@pytest.fixture(scope="module")
+def rendered_before():
+    known: dict[str, str] = {}
+
+    def before(values: dict[str, Any]) -> str:
+        key = repr(values)
+        if key not in known:
+            known[key] = render(values=values).text
+        return known[key]
+
+    return before
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), list(leaves(VALUES)), ids=lambda item: item if isinstance(item, str) else ""
+)
+def test_changing_a_leaf_changes_the_render(path, value, rendered_before):
+    base = laid_over(RICH, context_of(path))
+    if path == "redis.enabled":
+        base = laid_over(base, nested("engine.offload.sharedTier.redis.url", ""))
+        after = render(values=laid_over(base, nested("redis.enabled", True)))
+        assert after.of_kind("StatefulSet", "redis")
+        return
+    if path == "engine.memory.force":  # without it the same values are refused, see test_mistakes.py
+        assert render(values=laid_over(base, nested(path, True)))
+        return
+    change = nested(path, changed(path, present(base, path, value)))
+    if path == "engine.model.volume.type":
+        change = laid_over(change, nested("engine.model.volume.nfs", {"server": "s", "path": "/p"}))
+    if path == "engine.model.cache.type":
+        change = laid_over(change, nested("engine.model.cache.hostPath", "/c"))
+
+    assert render(values=laid_over(base, change)).text != rendered_before(base)
+
+
+def present(values: dict[str, Any], path: str, default: Any) -> Any:
+    """What `values` hold at a path, else the chart's default."""
+    here: Any = values
+    for key in path.split("."):
+        if not isinstance(here, dict) or key not in here:
+            return default
+        here = here[key]
+    return here
+
+
+# Names that other parts of the values must agree with, or that have a form of their own.
+FORMED = (
+    *("listenAddress", "image.pullPolicy", "engine.model.path", "engine.model.dtype", "engine.model.tokenizer"),
+    *(
+        "engine.model.volume.type",
+        "engine.model.volume.mountPath",
+        "engine.model.cache.type",
+        "engine.accelerator.preset",
+    ),
+    *("engine.accelerator.visibleDevices.value", "engine.offload.evictionPolicy", "engine.offload.batchMemcpy"),
+    *("engine.offload.sharedTier.type", "engine.offload.sharedTier.nvme", "engine.offload.sharedTier.redis.url"),
+    *("engine.memory", "engine.cpu", "engine.lifecycle", "engine.image.variant", "engine.image.digest", "redis.memory"),
+    *("whenUnsatisfiable", "gateway.service.type", "gateway.limits", "gateway.index", "gateway.log.level", "redis.cpu"),
+    *("gateway.resources", "gateway.ingress.path", "gateway.image.digest", "redis.image.digest", "labels"),
+)
+
+
+@pytest.mark.parametrize("word", ["on", "1e3", "0x10", "null", "123"])
+def test_text_stays_text(word):
+    """Whatever YAML would make of it: every object keeps the types that Kubernetes' schemas demand."""
+    texts = [path for path, value in leaves(VALUES) if isinstance(value, str) and not is_formed(path)]
+    values = laid_over(RICH, *(nested(path, word) for path in texts), nested("engine.model.servedName", word))
+
+    rendered = render(values=values)
+
+    assert len(texts) > 30
+    require_valid(rendered, "1.32")
+    assert pod_spec(rendered.one("StatefulSet", "engine"))["priorityClassName"] == word
+
+
+def is_formed(path: str) -> bool:
+    return any(path == known or path.startswith(f"{known}.") or path.rsplit(".", 1)[-1] == known for known in FORMED)

@@ -1,0 +1,77 @@
+"""Dockerfiles and chart agree: names, versions, users, pinned and hash-checked installs, files that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from chart.helm_binaries import ROOT
+from chart.rendering import CHART, pod_spec, render
+
+DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+each = pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
+
+
+def instructions(file: Path) -> list[str]:
+    text = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("#"))
+    return [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+@each
+def test_what_is_copied_exists(file):
+    for line in instructions(file):
+        if line.startswith("COPY") and "--from" not in line:
+            *sources, _ = [word for word in line.split()[1:] if not word.startswith("--")]
+            assert all((ROOT / source).exists() for source in sources), line
+
+
+@each
+def test_everything_from_an_index_is_checked_by_hash(file):
+    installs = [part for line in instructions(file) for part in line.split("&&") if "pip install" in part]
+
+    assert installs
+    for install in installs:
+        assert "--require-hashes -r" in install or "--no-index" in install, install
+
+
+@each
+def test_bases_are_arguments_with_a_version(file):
+    lines = instructions(file)
+
+    assert re.fullmatch(r"ARG BASE=\S+:v?\d+\.\d+\.\d+\S*", lines[0])
+    stages = {line.split(" AS ")[1] for line in lines if line.startswith("FROM") and " AS " in line}
+    assert all(line.split()[1] in {"${BASE}", *stages} for line in lines if line.startswith("FROM"))
+
+
+@each
+def test_version_is_the_charts(file):
+    assert f"ARG VERSION={VERSION}" in instructions(file)
+
+
+@pytest.mark.parametrize("name", ["gateway", "engine-cpu", "tools"])
+def test_images_run_as_the_user_that_the_chart_demands(name):
+    assert "USER 10001:10001" in instructions(ROOT / "docker" / f"{name}.Dockerfile")
+
+
+def test_chart_asks_for_the_images_that_are_built():
+    cpu = render(CHART / "values-cpu.yaml")
+
+    assert pod_spec(cpu.one("StatefulSet", "engine"))["containers"][0]["image"] == f"spillway-engine:{VERSION}-cpu"
+    assert pod_spec(cpu.one("Deployment", "gateway"))["containers"][0]["image"] == f"spillway-gateway:{VERSION}"
+    a3 = render(values={"engine": {"image": {"variant": "a3-openeuler"}}})
+    assert (
+        pod_spec(a3.one("StatefulSet", "engine"))["containers"][0]["image"]
+        == f"spillway-engine:{VERSION}-ascend-a3-openeuler"
+    )
+
+
+def test_an_image_is_named_as_the_values_say():
+    def image(**values):
+        rendered = render(values={"image": {"registry": "a.example/x"}, "gateway": {"image": values}})
+        return pod_spec(rendered.one("Deployment", "gateway"))["containers"][0]["image"]
+
+    digest = "sha256:" + "b" * 64
+    assert image() == f"a.example/x/spillway-gateway:{VERSION}"
+    assert image(registry="b.example", tag="t") == "b.example/spillway-gateway:t"
+    assert image(registry="", tag="t", digest=digest) == f"spillway-gateway@{digest}"

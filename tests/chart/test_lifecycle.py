@@ -1,0 +1,113 @@
+"""Start, drain and restart: probes, grace periods from the processes' own deadlines, and who is rolled by what."""
+
+import math
+
+import pytest
+from chart.rendering import laid_over, nested, pod_spec, render
+
+from spillway_engine.launch import DRAIN_REPLY_SECONDS
+from spillway_gateway.server import AFTER_DRAIN_SECONDS
+
+CONFIG = "checksum/config"
+
+
+def probes(workload):
+    return pod_spec(workload)["containers"][0]
+
+
+@pytest.mark.parametrize(
+    ("delay", "timeout", "stop", "pre_stop"), [(5, 300, 20, 2), (0, 0, 1, 0), (2.5, 1800, 45.5, 10)]
+)
+def test_grace_period_covers_every_phase_of_the_engine(delay, timeout, stop, pre_stop):
+    lifecycle = {
+        "drainDelaySeconds": delay,
+        "drainTimeoutSeconds": timeout,
+        "stopTimeoutSeconds": stop,
+        "preStopSeconds": pre_stop,
+    }
+    pod = pod_spec(render(values=nested("engine.lifecycle", lifecycle)).one("StatefulSet", "engine"))
+
+    longest = pre_stop + delay + timeout + DRAIN_REPLY_SECONDS + stop
+    assert longest + 5 <= pod["terminationGracePeriodSeconds"] <= math.ceil(longest) + 15
+
+
+@pytest.mark.parametrize(("delay", "timeout", "pre_stop"), [(1, 300, 5), (0, 0, 0), (2.5, 3600, 20)])
+def test_grace_period_covers_every_phase_of_the_gateway(delay, timeout, pre_stop):
+    lifecycle = {"drainDelaySeconds": delay, "drainTimeoutSeconds": timeout, "preStopSeconds": pre_stop}
+    pod = pod_spec(render(values=nested("gateway.lifecycle", lifecycle)).one("Deployment", "gateway"))
+
+    longest = pre_stop + delay + timeout + AFTER_DRAIN_SECONDS
+    assert longest < pod["terminationGracePeriodSeconds"] <= math.ceil(longest) + 10
+
+
+def test_loading_a_model_may_take_as_long_as_the_values_say():
+    engine = probes(render(values=nested("engine.lifecycle.startupTimeoutSeconds", 1805)).one("StatefulSet", "engine"))
+
+    startup = engine["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 1805
+    assert startup["httpGet"]["path"] == engine["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert engine["livenessProbe"]["httpGet"]["path"] == "/health"
+
+
+def test_gateway_lives_while_engines_load():
+    """Its /ready needs an engine, so only its /health may decide on restarts."""
+    gateway = probes(render().one("Deployment", "gateway"))
+
+    assert gateway["startupProbe"]["httpGet"]["path"] == gateway["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert gateway["readinessProbe"]["httpGet"]["path"] == "/ready"
+
+
+@pytest.mark.parametrize(
+    ("version", "hook"), [("1.29", {"exec": {"command": ["sleep", "2"]}}), ("1.30", {"sleep": {"seconds": 2}})]
+)
+def test_waiting_before_the_end_suits_the_cluster(version, hook):
+    assert probes(render(kubernetes=version).one("StatefulSet", "engine"))["lifecycle"]["preStop"] == hook
+
+
+def test_rolling_updates_need_no_spare_device_and_leave_no_gap():
+    rendered = render()
+
+    assert rendered.one("Deployment", "gateway")["spec"]["strategy"]["rollingUpdate"] == {
+        "maxUnavailable": 0,
+        "maxSurge": 1,
+    }
+    assert rendered.one("StatefulSet", "engine")["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
+
+
+TWO = {"engines": {"a": {"model": {"servedName": "a"}}, "b": {"model": {"servedName": "b"}}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "rolled"),
+    [
+        (nested("engines.a.offload.numCpuBlocks", 999), {"a"}),
+        (nested("engines.b.offload.batchMemcpy", "off"), {"b"}),
+        (nested("engine.lifecycle.drainTimeoutSeconds", 9), {"a", "b"}),
+        (nested("engines.a.replicas", 5), {"gateway"}),  # its list of engines
+        (nested("gateway.timeouts.idleSeconds", 9), {"gateway"}),
+        (nested("engines.a.model.aliases", ["x"]), {"gateway"}),
+        (nested("gateway.replicas", 5), set()),
+        (nested("monitoring.alerts.enabled", True), set()),
+        (nested("networkPolicy.enabled", False), set()),
+    ],
+    ids=str,
+)
+def test_a_change_rolls_the_pods_that_read_it_and_no_others(change, rolled):
+    before, after = templates(render(values=TWO)), templates(render(values=laid_over(TWO, change)))
+
+    assert {name for name in before if before[name] != after[name]} == rolled
+
+
+def test_a_new_chart_version_alone_restarts_nothing():
+    """Labels that carry versions stay out of pod templates and selectors."""
+    for workload in [*render().of_kind("StatefulSet"), *render().of_kind("Deployment")]:
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert not {"helm.sh/chart", "app.kubernetes.io/version"} & set(labels)
+        assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def templates(rendered):
+    return {
+        **{key: rendered.named("StatefulSet", f"chat-spillway-engine-{key}")["spec"]["template"] for key in ("a", "b")},
+        "gateway": rendered.one("Deployment", "gateway")["spec"]["template"],
+    }

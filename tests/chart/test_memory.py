@@ -1,0 +1,187 @@
+"""The chart's arithmetic is the engine service's own, for many shapes and sizes; one render holds many engines."""
+
+import json
+from itertools import islice, product
+from typing import Any
+
+import pytest
+import yaml
+from chart.rendering import CHART, pod_spec, quantity_bytes, render
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from spillway_engine.machine import Machine
+from spillway_engine.memory_budget import plan_memory
+from spillway_engine.model_shape import ModelShape
+from spillway_engine.settings import EngineSettings, check_settings
+from spillway_engine.settings_reader import read_settings
+
+SHAPES = yaml.safe_load((CHART / "files" / "model-shapes.yaml").read_text())
+TIB = 1 << 40
+
+
+def given_engine(
+    key: int, preset: str, ranks: int, blocks: int | str, per_chunk: int, block_size: int, platform: str, dtype: str
+):
+    size = {"numCpuBlocks": blocks} if isinstance(blocks, int) else {"cpuBytes": blocks}
+    return {
+        "model": {"shape": {"preset": preset}, "servedName": f"m{key}", "dtype": dtype, "maxLength": 4096},
+        "tensorParallelSize": ranks,
+        "blockSize": block_size,
+        "offload": {**size, "blocksPerChunk": per_chunk},
+        "accelerator": {"preset": "cpu" if platform == "cpu" else "cce"},
+    }
+
+
+def require_agreement(engines: dict[str, dict[str, Any]]) -> None:
+    rendered = render(values={"engines": engines, "gateway": {"resources": {"limits": {"memory": None}}}})
+    for key, values in engines.items():
+        name = f"chat-spillway-engine-{key}"
+        files = rendered.named("ConfigMap", name)["data"]
+        chart, resolved = json.loads(files["memory.json"]), yaml.safe_load(files["engine.yaml"])
+        pod = pod_spec(rendered.named("StatefulSet", name))
+        shared = next(volume for volume in pod["volumes"] if volume["name"] == "shared-memory")["emptyDir"]["sizeLimit"]
+        limit = quantity_bytes(pod["containers"][0]["resources"]["limits"]["memory"])
+
+        budget = plan_memory(
+            check_settings(read_settings(EngineSettings, resolved)),
+            shape_of(values["model"]["shape"]["preset"]),
+            machine(resolved["platform"], limit, quantity_bytes(shared)),
+        )
+
+        seen = {
+            "bytesPerToken": budget.bytes_per_token,
+            "bytesPerBlock": budget.bytes_per_block,
+            "cpuChunks": budget.cpu_chunks,
+            "cpuRowBytes": budget.cpu_row_bytes,
+            "cpuTierBytes": budget.cpu_tier_bytes,
+            "cpuTierTokens": budget.cpu_tier_tokens,
+            "sharedMemoryNeededBytes": budget.shared_memory_needed_bytes,
+            "engineNeedsBytes": budget.memory_needed_bytes,
+            "dtype": budget.dtype,
+            "deviceBlocks": budget.device_blocks,
+        }
+        assert {name: chart.get(name) for name in seen} == seen, values
+        assert budget.fits, budget.problems
+
+
+def shape_of(preset: str) -> ModelShape:
+    known = SHAPES[preset]
+    return ModelShape(
+        layers=known["layers"],
+        kv_heads=known.get("kvHeads", 1),
+        head_dim=known.get("headDim", 1),
+        latent_dim=known.get("latentDim"),
+        dtype=known["dtype"],
+        max_length=None,
+        weight_bytes=known["weightBytes"],
+    )
+
+
+def machine(platform: str, memory_bytes: int, shared_bytes: int) -> Machine:
+    return Machine(
+        platform=platform,
+        cpu_flags=frozenset(),
+        cores=(0,),
+        memory_available_bytes=memory_bytes,
+        memory_limit_source="cgroup limit",
+        shared_memory_free_bytes=shared_bytes,
+        shared_memory_total_bytes=shared_bytes,
+    )
+
+
+def test_agreement_over_every_known_model():
+    combinations = product(SHAPES, (1, 2), (700, "90GiB"))
+    require_agreement(
+        {
+            f"m{key}": given_engine(
+                key,
+                preset,
+                ranks if SHAPES[preset].get("kvHeads", 2) % ranks == 0 else 1,
+                blocks,
+                1 + key % 3,
+                128,
+                "npu",
+                "auto",
+            )
+            for key, (preset, ranks, blocks) in enumerate(combinations)
+        }
+    )
+
+
+engine_values = st.tuples(
+    st.sampled_from(sorted(SHAPES)),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.one_of(
+        st.integers(1, 40_000),
+        st.integers(600, 3000).map(lambda size: f"{size}GiB"),
+        st.sampled_from(["1.5TiB", "2000GB"]),
+    ),
+    st.integers(1, 16),
+    st.sampled_from([16, 64, 128, 256]),
+    st.sampled_from(["npu", "cpu"]),
+    st.sampled_from(["auto", "bfloat16", "float32"]),
+).filter(
+    lambda chosen: (
+        "kvHeads" not in SHAPES[chosen[0]]
+        or chosen[1] >= SHAPES[chosen[0]]["kvHeads"]
+        or not SHAPES[chosen[0]]["kvHeads"] % chosen[1]
+    )
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(engine_values, min_size=20, max_size=30))
+def test_agreement_over_any_values(chosen):
+    require_agreement({f"m{key}": given_engine(key, *values) for key, values in enumerate(chosen)})
+
+
+@pytest.mark.parametrize(
+    ("preset", "ranks", "blocks", "gibibytes"),
+    [
+        ("qwen3-14b", 4, 1000, 19.53),
+        ("qwen3-32b", 8, 1000, 31.25),
+        ("llama-3.1-8b", 1, 1000, 15.63),
+        ("deepseek-v3", 8, 1000, 67.0),
+    ],
+)
+def test_worked_examples(preset, ranks, blocks, gibibytes):
+    values = {"model": {"shape": {"preset": preset}}, "tensorParallelSize": ranks, "offload": {"numCpuBlocks": blocks}}
+
+    memory = json.loads(render(values={"engine": values}).one("ConfigMap", "engine")["data"]["memory.json"])
+
+    assert memory["cpuTierBytes"] / 2**30 == pytest.approx(gibibytes, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("path", "preset"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-70B-Instruct", "llama-3.1-70b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "deepseek-r1-distill-qwen-32b"),
+        ("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek-v2-lite"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m"),
+    ],
+)
+def test_models_are_recognised_by_their_path(path, preset):
+    memory = json.loads(
+        render(values={"engine": {"model": {"path": path}}}).one("ConfigMap", "engine")["data"]["memory.json"]
+    )
+
+    assert memory["bytesPerToken"] == shape_of(preset).bytes_per_token("bfloat16")
+
+
+def test_numbers_by_hand_win_over_a_preset():
+    shape = {"layers": 10, "kvHeads": 2, "headDim": 64}
+
+    memory = json.loads(
+        render(values={"engine": {"model": {"path": "acme/new-model", "shape": shape}}}).one("ConfigMap", "engine")[
+            "data"
+        ]["memory.json"]
+    )
+
+    assert memory["bytesPerToken"] == 2 * 10 * 2 * 64 * 2
+    assert list(islice(memory, 1)) == ["bytesPerBlock"]

@@ -1,0 +1,255 @@
+"""Mistakes that operators make, and the message each gets: what is wrong, what was given, what to do instead."""
+
+from typing import Any
+
+import pytest
+import yaml
+from chart.helm_binaries import helms
+from chart.rendering import RenderRefused, render
+
+# (values, words of the message); a word may be alternatives of the two Helm majors, separated by |.
+MISTAKES: dict[str, tuple[str, list[str]]] = {
+    "misspelt section": ("engine: {offlaod: {enabled: true}}", ["offlaod", "not allowed"]),
+    "misspelt setting": ("engine: {offload: {numCPUBlocks: 4}}", ["numCPUBlocks", "not allowed"]),
+    "setting one level too high": ("numCpuBlocks: 4", ["numCpuBlocks", "not allowed"]),
+    "misspelt in one of several models": ("engines: {a: {modle: {}}}", ["modle", "not allowed"]),
+    "text for a number": ("engine: {replicas: two}", ["replicas", "integer"]),
+    "number with a unit": ("engine: {blockSize: 128tokens}", ["blockSize", "integer"]),
+    "negative replicas": ("gateway: {replicas: -1}", ["replicas", "1"]),
+    "odd block size": ("engine: {blockSize: 100}", ["blockSize", "16"]),
+    "unknown word": ("engine: {offload: {batchMemcpy: always}}", ["batchMemcpy", "auto", "on", "off"]),
+    "unknown tier": ("engine: {offload: {sharedTier: {type: s3}}}", ["none", "nvme", "redis"]),
+    "unknown preset": ("engine: {accelerator: {preset: nvidia}}", ["mindcluster", "cce", "hami", "custom", "cpu"]),
+    "unknown dtype": ("engine: {model: {dtype: fp8}}", ["dtype", "bfloat16"]),
+    "unknown image variant": ("engine: {image: {variant: a2}}", ["variant", "a3-openeuler"]),
+    "tag in the digest": ("engine: {image: {digest: v1.0}}", ["digest", "pattern"]),
+    "a default taken away": ("engine: {lifecycle: null}", ["lifecycle", "required|missing"]),
+    "number as label": ("commonLabels: {cost: 5}", ["cost", "string"]),
+    "number as environment variable": ("engine: {extraEnv: {OMP_NUM_THREADS: 8}}", ["OMP_NUM_THREADS", "string"]),
+    "port out of range": ("engine: {port: 70000}", ["port", "65535|65,535"]),
+    "capital letters in a model's key": ("engines: {Chat: {}}", ["Chat", "pattern"]),
+    "node port too": (
+        "gateway: {service: {nodePort: 30000}}",
+        ["gateway.service.nodePort: 30000 needs type: NodePort or LoadBalancer; it is ClusterIP"],
+    ),
+    "size with an unknown unit": (
+        "engine: {offload: {numCpuBlocks: null, cpuBytes: 10gigs}}",
+        ['engine.offload.cpuBytes: "10gigs" is no size; write for example 512MiB'],
+    ),
+    "CPU tier said twice": (
+        "engine: {offload: {numCpuBlocks: 100, cpuBytes: 1GiB}}",
+        ["numCpuBlocks: 100 and cpuBytes: 1GiB both size the CPU tier; set one of them to null"],
+    ),
+    "CPU tier without a size": (
+        "engine: {offload: {numCpuBlocks: null}}",
+        ["the CPU tier has no size; set numCpuBlocks (or cpuBytes), or offload.enabled: false"],
+    ),
+    "CPU tier smaller than a chunk": (
+        "engine: {offload: {numCpuBlocks: null, cpuBytes: 1MiB}}",
+        ["1.0 MiB holds no chunk of 18.0 MiB (128 tokens x 147456 B); set it to 18874368 or more"],
+    ),
+    "memory that cannot hold it": (
+        "engine: {memory: {limit: 20GiB}}",
+        [
+            "engine.memory.limit: 20.0 GiB is too little: CPU tier 36.0 GiB (2048 chunks x 18.0 MiB)",
+            "+ 15 % margin = 50.7 GiB; set memory.limit >= 51907Mi, null to have it computed",
+            "offload.numCpuBlocks <= 529",
+        ],
+    ),
+    "/dev/shm that cannot hold it": (
+        "engine: {memory: {sharedMemory: 64MiB}}",
+        ["engine.memory.sharedMemory: 64.0 MiB cannot hold the CPU tier of 36.0 GiB", "set it to 36944Mi or more"],
+    ),
+    "device blocks for no prompt": (
+        "engine: {deviceBlocks: 100}",
+        ["deviceBlocks: 100 blocks of 128 tokens hold no prompt of model.maxLength 32768; set deviceBlocks >= 257"],
+    ),
+    "unknown model": (
+        "engine: {model: {path: acme/secret-7b}}",
+        ['"acme/secret-7b" is no model the chart knows', "set engine.model.shape.layers, kvHeads and headDim"],
+    ),
+    "unknown shape preset": ("engine: {model: {shape: {preset: gpt-9}}}", ['"gpt-9" is no known model', "qwen3-8b"]),
+    "folder without a volume": (
+        "engine: {model: {path: /models/Qwen3-8B}}",
+        ["/models/Qwen3-8B is a folder, but no volume brings it; set model.volume.type"],
+    ),
+    "hub name with a volume": (
+        "engine: {model: {volume: {type: existingClaim, claimName: m}}}",
+        ["Qwen/Qwen3-8B is a hub name, but model.volume.type is existingClaim"],
+    ),
+    "folder outside the volume": (
+        "engine: {model: {path: /data/Qwen3-8B, volume: {type: hostPath, hostPath: /m}}}",
+        ["/data/Qwen3-8B does not lie below model.volume.mountPath: /models"],
+    ),
+    "volume without a claim": (
+        "engine: {model: {path: /models/Qwen3-8B, volume: {type: existingClaim}}}",
+        ["model.volume.claimName is empty; type: existingClaim needs it"],
+    ),
+    "relative model folder": (
+        "engine: {model: {path: ./Qwen3-8B}}",
+        ['"./Qwen3-8B" is neither an absolute folder nor a hub name'],
+    ),
+    "tokenizer without a volume": (
+        "engine: {model: {tokenizer: volume}}",
+        ["engine.model.tokenizer: volume needs model.volume.type existingClaim"],
+    ),
+    "tokenizer by name": (
+        "engine: {model: {tokenizer: qwen}}",
+        ['"qwen" is none of none, volume and an absolute folder'],
+    ),
+    "tensor parallel size that does not divide": (
+        "engine: {tensorParallelSize: 3}",
+        ["tensorParallelSize: 3 does not divide the model's 8 KV heads"],
+    ),
+    "fewer devices than ranks": (
+        "engine: {tensorParallelSize: 4, accelerator: {count: 2}}",
+        ["accelerator.count: 2 devices for tensorParallelSize: 4 ranks", "set count >= 4 or null"],
+    ),
+    "custom devices without a name": (
+        "engine: {accelerator: {preset: custom}}",
+        ["accelerator.resourceName is empty; preset: custom needs the name"],
+    ),
+    "devices on a CPU engine": (
+        "engine: {accelerator: {preset: cpu, count: 1}}",
+        ["preset: cpu takes no devices; remove resourceName and count"],
+    ),
+    "driver mounts on a CPU engine": (
+        "engine: {accelerator: {preset: cpu, driverMounts: true}}",
+        ["mean nothing with preset: cpu"],
+    ),
+    "Ascend image on a CPU engine": (
+        "engine: {accelerator: {preset: cpu}, image: {variant: a3}}",
+        ['image.variant: "a3" is an Ascend image; preset: cpu has no variants'],
+    ),
+    "310P boards with the wrong image": (
+        "engine: {accelerator: {resourceName: huawei.com/Ascend310P}}",
+        ["does not fit accelerator.resourceName: huawei.com/Ascend310P; the 310P boards need a 310p variant"],
+    ),
+    "literal devices without any": (
+        "engine: {accelerator: {visibleDevices: {mode: literal}}}",
+        ["visibleDevices.value is empty; mode: literal needs one"],
+    ),
+    "devices that nobody reads": (
+        "engine: {accelerator: {visibleDevices: {value: '0'}}}",
+        ["is read with mode: literal alone; the mode is plugin"],
+    ),
+    "Redis tier without a server": (
+        "engine: {offload: {sharedTier: {type: redis}}}",
+        ["sharedTier.redis.url is empty; give one (redis://host:6379/0), or redis.enabled: true"],
+    ),
+    "Redis server that nobody uses": ("redis: {enabled: true}", ["redis.enabled: true, but no engine uses it"]),
+    "password in the address": (
+        "engine: {offload: {sharedTier: {type: redis, redis: {url: 'redis://:pw@r:6379/0'}}}}",
+        ["redis.url holds credentials; put them into a Secret"],
+    ),
+    "address of another protocol": (
+        "engine: {offload: {sharedTier: {type: redis, redis: {url: 'http://r:6379'}}}}",
+        ["is no address; write redis://host:6379/0"],
+    ),
+    "tier without offload": (
+        "engine: {offload: {enabled: false, sharedTier: {type: nvme}}}",
+        ["sharedTier.type: nvme, but offload.enabled is false"],
+    ),
+    "tier larger than its volume": (
+        "engine: {offload: {sharedTier: {type: nvme, nvme: {maxBytes: 2TiB, volume: {type: emptyDir, size: 1TiB}}}}}",
+        ["nvme.maxBytes: 2.0 TiB does not fit into the volume of 1.0 TiB"],
+    ),
+    "tier's claim without a name": (
+        "engine: {offload: {sharedTier: {type: nvme, nvme: {volume: {type: existingClaim}}}}}",
+        ["nvme.volume.claimName is empty; type: existingClaim needs it"],
+    ),
+    "relative tier folder": (
+        "engine: {offload: {sharedTier: {type: nvme, nvme: {path: kv}}}}",
+        ['nvme.path: "kv" is no absolute folder'],
+    ),
+    "one port twice": ("engine: {kvEvents: {port: 8100}}", ["8100 is also", "give each its own port"]),
+    "secret in plain text": (
+        "engine: {extraEnv: {MY_TOKEN: abc}}",
+        ["engine.extraEnv.MY_TOKEN would lie in a ConfigMap in plain text; use extraEnvVars"],
+    ),
+    "API key as an argument": (
+        "engine: {extraArgs: [--api-key=x]}",
+        ["would show a secret in a ConfigMap; use apiKeySecret"],
+    ),
+    "argument that the chart writes": (
+        "engine: {extraArgs: ['--kv-transfer-config={}']}",
+        ["--kv-transfer-config is written by the chart from its own values"],
+    ),
+    "hash seed of one's own": ("engine: {extraEnv: {PYTHONHASHSEED: '1'}}", ["PYTHONHASHSEED is the chart's own"]),
+    "variable that the chart sets": (
+        "engine: {extraEnvVars: [{name: HF_HOME, value: /x}]}",
+        ["HF_HOME is set by the chart"],
+    ),
+    "variable twice": (
+        "engine: {extraEnvVars: [{name: A, value: b}, {name: A, value: c}]}",
+        ["extraEnvVars: A is listed twice"],
+    ),
+    "two models of one name": (
+        "engines: {a: {model: {servedName: chat}}, b: {model: {servedName: chat}}}",
+        ['engines.b: the name "chat" is already served by engines.a'],
+    ),
+    "alias of another model": (
+        "engines: {a: {model: {servedName: x}}, b: {model: {servedName: y, aliases: [x]}}}",
+        ['the name "x" is already served by engines.a'],
+    ),
+    "fewest replicas above most": (
+        "gateway: {autoscaling: {enabled: true, minReplicas: 9, maxReplicas: 3}}",
+        ["gateway.autoscaling: minReplicas: 9 is more than maxReplicas: 3"],
+    ),
+    "route without a parent": ("gateway: {httpRoute: {enabled: true}}", ["gateway.httpRoute.parentRefs is empty"]),
+    "request above the limit": (
+        "gateway: {resources: {requests: {memory: 4GiB}, limits: {memory: 2GiB}}}",
+        ["requests.memory 4.0 GiB is more than limits.memory 2.0 GiB"],
+    ),
+    "index larger than the gateway": (
+        "gateway: {index: {bytesMax: 8GiB}}",
+        ["limits.memory: 2.0 GiB cannot hold gateway.index.bytesMax 8.0 GiB x 1 models"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_message(mistake):
+    text, words = MISTAKES[mistake]
+
+    for helm in helms():
+        message = refusal(yaml.safe_load(text), helm=helm)
+        for word in words:
+            assert any(option in message for option in word.split("|")), message
+
+
+def test_every_mistake_is_told_at_once():
+    message = refusal(yaml.safe_load("engine: {tensorParallelSize: 3, memory: {limit: 1GiB}, extraEnv: {A_TOKEN: x}}"))
+
+    assert message.count("\n- ") == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ("engine: {autoscaling: {enabled: true}}", "keda.sh/v1alpha1/ScaledObject"),
+        ("monitoring: {podMonitor: {enabled: true}}", "monitoring.coreos.com/v1/PodMonitor"),
+        ("monitoring: {serviceMonitor: {enabled: true}}", "monitoring.coreos.com/v1/ServiceMonitor"),
+        ("monitoring: {alerts: {enabled: true}}", "monitoring.coreos.com/v1/PrometheusRule"),
+        ("gateway: {httpRoute: {enabled: true, parentRefs: [{name: a}]}}", "gateway.networking.k8s.io/v1/HTTPRoute"),
+    ],
+)
+def test_kinds_that_the_cluster_lacks(values, kind):
+    message = refusal(yaml.safe_load(values), kinds=())
+
+    assert "install" in message and f"-a {kind}" in message
+    assert render(values=yaml.safe_load(values), kinds=[kind]).of_kind(kind.rsplit("/", 1)[1])
+
+
+def test_force_takes_numbers_that_are_too_small():
+    values = yaml.safe_load("engine: {memory: {limit: 20GiB, sharedMemory: 1GiB, force: true}}")
+
+    engine = render(values=values).one("StatefulSet", "engine")
+
+    assert engine["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"] == "20480Mi"
+
+
+def refusal(values: dict[str, Any], **options: Any) -> str:
+    with pytest.raises(RenderRefused) as refused:
+        render(values=values, **options)
+    return str(refused.value)

@@ -1,0 +1,102 @@
+"""The rendered command lines start the real processes: the gateway serves, the engine service resolves its settings."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from chart.rendering import CHART, nested, pod_spec, render
+
+START_SECONDS = 60
+SMOLLM2 = {
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 8192,
+}
+
+
+def command_of(workload: dict[str, Any], config: Path, name: str) -> list[str]:
+    """What the container runs, with this machine's interpreter and the ConfigMap's file where it lies here."""
+    container = pod_spec(workload)["containers"][0]
+    words = [*container["command"], *container["args"]]
+    assert words[0] == "python3"
+    return [
+        sys.executable,
+        *(
+            str(config) if word.startswith("/etc/spillway/") else word.replace("$(POD_NAME)", name)
+            for word in words[1:]
+        ),
+    ]
+
+
+def test_gateway_starts_and_says_what_it_lacks(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    rendered = render(CHART / "values-cpu.yaml", values=nested("gateway.port", port))
+    config = tmp_path / "gateway.yaml"
+    config.write_text(rendered.one("ConfigMap", "gateway")["data"]["gateway.yaml"])
+
+    process = subprocess.Popen(
+        command_of(rendered.one("Deployment", "gateway"), config, "gateway-0"), stderr=subprocess.PIPE, text=True
+    )
+    try:
+        for line in process.stderr:
+            if "listening on" in line:
+                break
+        assert status(port, "/health") == 200
+        assert status(port, "/ready") == 503  # no engine answers under these names here
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            assert 'engine="chat-spillway-engine-1"' in reply.read().decode()
+    finally:
+        process.terminate()
+        process.communicate(timeout=START_SECONDS)
+    assert process.returncode == 0
+
+
+def status(port: int, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_engine_service_resolves_what_the_chart_reckoned(tmp_path):
+    """float32 by name, since `auto` depends on the machine's core; the tier in Redis is only written down here."""
+    model = {"path": str(tmp_path), "dtype": "float32", "servedName": "smol", "shape": {"preset": "smollm2-135m"}}
+    values = nested(
+        "engine", {"model": model, "offload": {"numCpuBlocks": 8, "blocksPerChunk": 2}, "extraArgs": ["--seed=3"]}
+    )
+    rendered = render(CHART / "values-cpu.yaml", values=values)
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    files = rendered.one("ConfigMap", "engine")["data"]
+    config = tmp_path / "engine.yaml"
+    config.write_text(files["engine.yaml"])
+
+    done = subprocess.run(
+        [*command_of(rendered.one("StatefulSet", "engine"), config, "chat-spillway-engine-1"), "--print-config"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_SECONDS,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    )
+
+    resolved, reckoned = json.loads(done.stdout), json.loads(files["memory.json"])
+    assert resolved["settings"]["name"] == "chat-spillway-engine-1" and resolved["servedName"] == "smol"
+    assert resolved["memory"]["cpu_tier_bytes"] == reckoned["cpuTierBytes"] == 8 * 2 * 5_898_240
+    assert resolved["memory"]["device_blocks"] == reckoned["deviceBlocks"] == 65
+    assert resolved["memory"]["shared_memory_needed_bytes"] == reckoned["sharedMemoryNeededBytes"]
+    assert resolved["arguments"][-1] == "--seed=3"
+    transfer = json.loads(resolved["arguments"][resolved["arguments"].index("--kv-transfer-config") + 1])
+    extra = transfer["kv_connector_extra_config"]
+    assert (extra["num_cpu_blocks"], extra["blocks_per_chunk"]) == (8, 2)
+    assert extra["secondary_tiers"][0]["url"] == "redis://chat-spillway-redis.llm.svc.cluster.local:6379/0"

@@ -1,0 +1,109 @@
+"""Every values file of the chart: both Helm majors, all supported Kubernetes versions, reviewed output."""
+
+import os
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+from chart.helm_binaries import helms
+from chart.rendering import CHART, VALUES_FILES, Render, RenderRefused, render, require_valid
+
+GOLDEN = Path(__file__).parent / "golden"
+VERSIONS = [f"1.{minor}" for minor in range(28, 37)]
+named = pytest.mark.parametrize("file", VALUES_FILES, ids=lambda file: file.stem)
+
+
+@named
+def test_both_majors_render_the_same_objects(file):
+    helm3, helm4 = (render(file, helm=helm) for helm in helms())
+
+    assert _by_name(helm3) == _by_name(helm4)
+
+
+def _by_name(rendered: Render) -> dict[tuple[str, str], dict]:
+    found = {(item["kind"], item["metadata"]["name"]): item for item in rendered.objects}
+    assert len(found) == len(rendered.objects), "one kind and name twice"
+    return found
+
+
+@named
+def test_objects_are_valid_on_every_supported_version(file):
+    old, new = render(file, kubernetes="1.28"), render(file, kubernetes="1.36")
+
+    for version in VERSIONS:
+        require_valid(old if version < "1.30" else new, version)
+
+
+@named
+def test_output_is_as_reviewed(file):
+    """UPDATE_GOLDEN=1 writes the files anew; the difference is then for a person to read."""
+    text = render(file).text
+    golden = GOLDEN / f"{file.stem}.yaml"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text)
+
+    assert text == golden.read_text()
+
+
+def test_no_golden_file_is_left_over():
+    assert {file.name for file in GOLDEN.glob("*.yaml")} == {file.name for file in VALUES_FILES}
+
+
+@pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
+def test_lint_has_nothing_to_say(helm):
+    done = subprocess.run(
+        [helm.path, "lint", "--strict", CHART], capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert done.returncode == 0, done.stdout
+    assert "[WARNING]" not in done.stdout and "[ERROR]" not in done.stdout
+
+
+def test_package_enforces_the_schema(tmp_path):
+    helm = helms()[1].path
+    subprocess.run([helm, "package", CHART, "-d", tmp_path], check=True, capture_output=True, timeout=60)
+    package = next(tmp_path.glob("*.tgz"))
+
+    with tarfile.open(package) as archive:
+        names = archive.getnames()
+    assert "spillway/values.schema.json" in names
+    assert {"spillway/files/live_check.py", "spillway/templates/NOTES.txt"} <= set(names)
+    refused = subprocess.run(
+        [helm, "template", "x", package, "--set", "engine.offlaod.enabled=true"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert refused.returncode != 0 and "offlaod" in refused.stderr
+
+
+def test_old_kubernetes_is_refused():
+    with pytest.raises(RenderRefused, match=r"1\.27"):
+        render(kubernetes="1.27")
+
+
+def test_notes_name_the_real_objects():
+    """`helm template` leaves NOTES out; an install that only pretends shows them."""
+    done = subprocess.run(
+        [helms()[1].path, "install", "chat", CHART, "-n", "llm", "--dry-run=client", "-f", CHART / "values-cpu.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    notes = done.stdout.partition("NOTES:")[2]
+
+    assert "port-forward service/chat-spillway-gateway 8000:80" in notes
+    assert "smollm2-135m-instruct (chat-spillway-engine, 2 pods)" in notes
+    assert "128 chunks, 16384 tokens" in notes
+    assert "helm test chat -n llm" in notes
+
+
+def test_values_and_examples_are_tidy():
+    for file in VALUES_FILES:
+        text = file.read_text()
+        assert not any(line != line.rstrip() or len(line) > 120 for line in text.splitlines()), file
+        assert yaml.safe_load(text)

@@ -1,0 +1,82 @@
+"""The schema itself: a valid one, strict at every level, complete, and open only where Kubernetes reads on."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import yaml
+from chart.rendering import CHART, VALUES_FILES
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+# Read by Kubernetes or by vLLM, not by the chart.
+OPEN = {
+    *("affinity", "nodeSelector", "tolerations", "podSecurityContext", "securityContext", "sidecars", "initContainers"),
+    *("extraVolumes", "extraVolumeMounts", "extraObjects", "extraTiers", "extraMetrics", "valueFrom", "parentRefs"),
+    *("gatewayFrom", "prometheusFrom", "engineEgress", "gatewayEgress", "global"),
+    *("podLabels", "podAnnotations", "commonLabels", "commonAnnotations", "annotations", "labels", "extraEnv"),
+}
+
+
+def objects(schema: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, schema) of everything that may be a map."""
+    if isinstance(schema, dict):
+        kinds = schema.get("type", [])
+        if "object" in ([kinds] if isinstance(kinds, str) else kinds):
+            yield name, schema
+        for key, inner in schema.get("properties", {}).items():
+            yield from objects(inner, key)
+        if "items" in schema:
+            yield from objects(schema["items"], name)
+    if "$defs" in (schema or {}):
+        for key, inner in schema["$defs"].items():
+            yield from objects(inner, key)
+
+
+def test_schema_is_one():
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_every_level_refuses_what_it_does_not_know():
+    found = list(objects(SCHEMA))
+
+    assert len(found) > 60
+    loose = {name for name, schema in found if schema.get("additionalProperties") is not False}
+    assert loose - OPEN == {"engines"}  # whose entries are engines
+
+
+def test_schema_and_values_have_the_same_keys():
+    """A key that values.yaml does not show is one that nobody finds; `global` belongs to parent charts."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    def compare(schema: dict[str, Any], tree: dict[str, Any], path: str) -> None:
+        assert set(schema["properties"]) - {"global"} == set(tree), path
+        for key, value in tree.items():
+            inner = SCHEMA["$defs"]["engine"] if path == "" and key == "engine" else schema["properties"][key]
+            if isinstance(value, dict) and "properties" in inner:
+                compare(inner, value, f"{path}.{key}")
+
+    compare(SCHEMA, values, "")
+
+
+def test_schema_knows_no_words_that_helm_3_skips():
+    """Helm 3's validator is of draft 7: later keywords would be accepted and not enforced."""
+    text = json.dumps(SCHEMA)
+
+    for keyword in ("unevaluatedProperties", "dependentRequired", "dependentSchemas", "prefixItems", "minContains"):
+        assert f'"{keyword}"' not in text
+
+
+def test_values_files_obey_the_schema():
+    complete = yaml.safe_load((CHART / "values.yaml").read_text())
+    jsonschema.Draft202012Validator(SCHEMA).validate(complete)
+    # Helm lays the others over these, so alone they only have to know no unknown key.
+    partial = {**SCHEMA, "required": []}
+    partial["properties"] = {**SCHEMA["properties"], "engine": {"$ref": "#/$defs/engine"}}
+    for file in VALUES_FILES[1:]:
+        errors = [
+            error.message
+            for error in jsonschema.Draft202012Validator(partial).iter_errors(yaml.safe_load(file.read_text()))
+            if error.validator != "required"
+        ]
+        assert not errors, file

@@ -1,0 +1,137 @@
+"""Who may do what: rights in the cluster, who may talk to whom, what a pod may do, and where secrets are not."""
+
+import json
+
+import pytest
+from chart.rendering import CHART, EXAMPLES, environment, pod_spec, render
+
+PRODUCTION = CHART / "examples" / "production.yaml"
+RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+
+
+def test_the_gateway_may_watch_endpoint_slices_and_nothing_else():
+    rendered = render(PRODUCTION)
+    role, binding = rendered.one("Role"), rendered.one("RoleBinding")
+
+    assert role["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+    ]
+    gateway = pod_spec(rendered.one("Deployment", "gateway"))
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": gateway["serviceAccountName"], "namespace": "llm"}
+    ]
+    assert gateway["automountServiceAccountToken"] is True
+    assert not rendered.of_kind("ClusterRole") and not rendered.of_kind("ClusterRoleBinding")
+
+
+def test_without_rights_there_is_no_token():
+    rendered = render(CHART / "values-cpu.yaml")
+
+    assert not rendered.of_kind("Role")
+    for workload in [*rendered.of_kind("StatefulSet"), *rendered.of_kind("Deployment")]:
+        assert pod_spec(workload)["automountServiceAccountToken"] is False
+    assert all(account["automountServiceAccountToken"] is False for account in rendered.of_kind("ServiceAccount"))
+
+
+def test_pods_without_a_device_are_restricted():
+    """As Kubernetes' restricted Pod Security demands, and a read-only root file system on top."""
+    rendered = render(CHART / "values-cpu.yaml")
+    pods = [pod_spec(item) for kind in ("StatefulSet", "Deployment") for item in rendered.of_kind(kind)]
+    pods.append(rendered.one("Pod", "test")["spec"])
+
+    assert len(pods) == 4
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] >= 10_000
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert all(container["securityContext"] == RESTRICTED for container in pod["containers"])
+        assert not any("hostPath" in volume for volume in pod["volumes"])
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "expected"),
+    [
+        (
+            {},
+            {
+                "runAsUser": 0,
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"], "add": ["DAC_OVERRIDE"]},
+            },
+        ),
+        (
+            {"lockMemory": True},
+            {
+                "runAsUser": 0,
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"], "add": ["DAC_OVERRIDE", "IPC_LOCK"]},
+            },
+        ),
+        ({"privileged": True}, {"runAsUser": 0, "privileged": True}),
+    ],
+)
+def test_exceptions_for_devices_are_asked_for(accelerator, expected):
+    engine = pod_spec(render(values={"engine": {"accelerator": accelerator}}).one("StatefulSet", "engine"))
+
+    assert engine["containers"][0]["securityContext"] == expected
+
+
+def test_engines_are_closed_to_everyone_but_the_gateway():
+    rendered = render(PRODUCTION)
+    engine = next(
+        item for item in rendered.of_kind("NetworkPolicy") if item["metadata"]["name"] == "chat-spillway-engine"
+    )
+
+    first, *others = engine["spec"]["ingress"]
+    assert first["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+    assert {port["port"] for port in first["ports"]} == {"http", "kv-events", "kv-replay"}
+    assert [{port["port"] for port in rule["ports"]} for rule in others] == [{"http"}, {"http"}]
+    assert all("from" in rule for rule in engine["spec"]["ingress"])
+    assert "Egress" in engine["spec"]["policyTypes"]
+
+
+def test_redis_is_closed_to_everyone_but_engines():
+    policy = next(item for item in render(CHART / "values-cpu.yaml").of_kind("NetworkPolicy", "redis"))
+
+    assert len(policy["spec"]["ingress"]) == 1 and policy["spec"]["egress"] == []
+    assert (
+        policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "engine"
+    )
+
+
+def test_policies_select_real_ports_and_pods():
+    for file in EXAMPLES:
+        rendered = render(file)
+        workloads = [*rendered.of_kind("StatefulSet"), *rendered.of_kind("Deployment")]
+        for policy in rendered.of_kind("NetworkPolicy"):
+            wanted = policy["spec"]["podSelector"]["matchLabels"].items()
+            if policy["metadata"]["labels"]["app.kubernetes.io/component"] == "test":
+                assert policy["spec"]["ingress"] == []
+                continue
+            chosen = [item for item in workloads if wanted <= item["spec"]["template"]["metadata"]["labels"].items()]
+            assert len(chosen) == 1, policy["metadata"]["name"]
+            ports = {port["name"] for container in pod_spec(chosen[0])["containers"] for port in container["ports"]}
+            assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]} <= ports
+
+
+def test_secrets_are_only_referred_to():
+    """The chart makes no Secret, and no ConfigMap or argument holds one's content."""
+    for file in EXAMPLES:
+        rendered = render(file)
+        assert not rendered.of_kind("Secret")
+        for workload in [*rendered.of_kind("StatefulSet"), *rendered.of_kind("Deployment")]:
+            words = json.dumps([container.get("args") for container in pod_spec(workload)["containers"]]).lower()
+            assert "password" not in words and "key" not in words
+            for name, value in environment(workload).items():
+                if any(word in name for word in ("PASSWORD", "TOKEN", "KEY", "USERNAME")):
+                    assert "secretKeyRef" in value
+
+
+def test_requests_equal_limits_where_it_matters():
+    for file in EXAMPLES:
+        for workload in render(file).of_kind("StatefulSet", "engine"):
+            resources = pod_spec(workload)["containers"][0]["resources"]
+            requests, limits = resources["requests"], resources["limits"]
+            assert requests["memory"] == limits["memory"]
+            assert {name: value for name, value in requests.items() if "/" in name} == {
+                name: value for name, value in limits.items() if "/" in name
+            }
