@@ -28,6 +28,15 @@ DEVICE_COPY_SECONDS = Metric(
 DEVICE_COPY_FAILURES = Metric(
     "spillway_device_copy_failures", Kind.COUNTER, "Copies that failed; the request recomputed.", ("direction",)
 )
+DEVICE_COPY_PATH = Metric(
+    "spillway_device_copy_path", Kind.GAUGE, "1 for the way device copies go: batched calls or a loop.", ("path",)
+)
+HOST_MEMORY_PINNED = Metric(
+    "spillway_host_memory_pinned",
+    Kind.GAUGE,
+    "1 when the NPU runtime takes the CPU tier for page-locked; 0: each copy blocks the model.",
+    ("method",),
+)
 CPU_TIER_BLOCKS = Metric(
     "spillway_cpu_tier_blocks", Kind.GAUGE, "Chunks of the CPU tier, used and in total.", ("state",)
 )
@@ -78,6 +87,8 @@ ALL = (
     DEVICE_COPY_BYTES,
     DEVICE_COPY_SECONDS,
     DEVICE_COPY_FAILURES,
+    DEVICE_COPY_PATH,
+    HOST_MEMORY_PINNED,
     CPU_TIER_BLOCKS,
     TIER_LOOKUPS,
     TIER_READ_BYTES,

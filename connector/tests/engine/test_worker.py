@@ -5,11 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
-from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult
 
+from spillway_connector.device.pinned import PinMethod
+from spillway_connector.engine.ascend import AscendKVCaches
 from spillway_connector.engine.worker import SpillwayConnectorWorker, SpillwayWorkerMetadata
 
 
@@ -121,6 +125,38 @@ def test_one_failing_rank_fails_the_job():
     there = SpillwayWorkerMetadata(completed_jobs={1: 1}, failed_jobs={1})
     both = here.aggregate(there)
     assert (both.completed_jobs, both.failed_jobs) == ({1: 2, 2: 1}, {1})
+
+
+def test_ascend_layouts_are_not_given_to_vllms_check():
+    """vLLM 0.23 asserts one tensor a layer; a tuple never reaches that assertion."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    config = KVCacheConfig(
+        num_blocks=4,
+        kv_cache_tensors=[KVCacheTensor(size=4 * spec.page_size_bytes, shared_by=["l0"])],
+        kv_cache_groups=[KVCacheGroupSpec(["l0"], spec)],
+    )
+    given = []
+    worker = SpillwayConnectorWorker(
+        SimpleNamespace(kv_cache_config=config, get_handlers=lambda caches: given.append(caches) or [])
+    )
+    pair = tuple(torch.zeros(4, 16, 1, 8, dtype=torch.bfloat16) for _ in range(2))
+    worker.register_kv_caches({"l0": pair})
+    worker.register_kv_caches({"l0": torch.zeros(4, 512, dtype=torch.int8)})
+    assert [type(caches) for caches in given] == [AscendKVCaches, CanonicalKVCaches]
+    assert [tensor.tensor.data_ptr() for tensor in given[0].tensors] == [view.data_ptr() for view in pair]
+
+
+def test_the_npu_transports_state_is_exported():
+    transport = SimpleNamespace(
+        path=SimpleNamespace(name="batch"), pin=SimpleNamespace(pinned=True, method=PinMethod.ACL)
+    )
+    worker = SpillwayConnectorWorker(SimpleNamespace(npu_transport=transport))
+    first = worker.get_kv_connector_stats().reduce()
+    assert (first["device_copy_path|batch"], first["host_memory_pinned|acl"]) == (1, 1)
+    transport.path.name = "loop"  # fell back
+    samples = worker.get_kv_connector_stats().data["spillway"]
+    assert samples["spillway_device_copy_path|batch"] == 0  # or both would stay 1
+    assert samples["spillway_device_copy_path|loop"] == 1
 
 
 def test_stats_are_always_there_and_count_copies(worker_and_handler):

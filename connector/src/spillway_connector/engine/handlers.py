@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, CanonicalKVCaches, GPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
 
 from spillway_connector.device.copier import Copier, Direction
 from spillway_connector.device.host_region import HostRegion
+from spillway_connector.engine.ascend import AscendKVCaches
 from spillway_connector.plan.copies import CopyLayout, Segment, plan_copies
 from spillway_connector.plan.geometry import ChunkGeometry
 
@@ -18,15 +21,19 @@ def copy_layout(kv_caches: CanonicalKVCaches, region: HostRegion, geometry: Chun
     """Where each KV tensor's blocks lie on the device and in the rank's cell of a host row.
 
     A cell holds the canonical tensors one after another, each as `blocks_per_chunk` whole pages, the order in which
-    vLLM registered them: the layout upstream's tiers use, so that files of both can be compared.
+    vLLM registered them: the layout upstream's tiers use, so that files of both can be compared. Tensors of Ascend
+    layouts say themselves where they begin.
     """
-    offsets = []
-    offset = rank * geometry.rank_cell_bytes
-    for cache in kv_caches.tensors:
-        offsets.append(offset)
-        offset += cache.page_size_bytes * geometry.blocks_per_chunk
-    end_of_cell = (rank + 1) * geometry.rank_cell_bytes
-    assert offset <= end_of_cell, f"KV tensors take {offset} bytes of a row, the rank's cell ends at {end_of_cell}"
+    if isinstance(kv_caches, AscendKVCaches):
+        starts = kv_caches.row_offsets
+    else:
+        starts = list(itertools.accumulate((cache.page_size_bytes for cache in kv_caches.tensors), initial=0))[:-1]
+    cell = rank * geometry.rank_cell_bytes
+    offsets = [cell + start * geometry.blocks_per_chunk for start in starts]
+    end_of_cell = cell + geometry.rank_cell_bytes
+    for offset, cache in zip(offsets, kv_caches.tensors, strict=True):
+        end = offset + cache.page_size_bytes * geometry.blocks_per_chunk
+        assert end <= end_of_cell, f"a KV tensor ends at byte {end} of a row, the rank's cell at {end_of_cell}"
     groups = []
     for refs in kv_caches.group_data_refs:
         segments = []

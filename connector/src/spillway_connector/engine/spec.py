@@ -7,7 +7,7 @@ scheduler's process and one in each worker's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 from vllm.config import VllmConfig
@@ -21,9 +21,12 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler
 
 from spillway_connector.config import ConnectorConfig
+from spillway_connector.device.acl import Acl
 from spillway_connector.device.copier import Copier, Direction
 from spillway_connector.device.cpu import HostCopier
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.device.npu import NpuLimits
+from spillway_connector.device.npu_transport import NpuTransport, torch_npu_device
 from spillway_connector.engine.handlers import CopyHandler, copy_layout
 from spillway_connector.engine.namespace_fields import namespace_facts, require_shareable_hashes
 from spillway_connector.engine.tier_adapter import TIER_TYPES
@@ -66,6 +69,7 @@ class SpillwayOffloadingSpec(OffloadingSpec):
         self.cpu_page_size_per_worker = self.geometry.rank_cell_bytes
         self.eviction_policy = self.config.eviction_policy
         self._manager: SpillwayTieringManager | None = None
+        self.npu_transport: NpuTransport | None = None  # in a worker on an NPU, once its caches are registered
         self._handlers: list[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]] = []
 
     @cached_property
@@ -121,20 +125,33 @@ class SpillwayOffloadingSpec(OffloadingSpec):
             region = self._open_region()
             region.populate(0, region.size_bytes)
             layout = copy_layout(kv_caches, region, self.geometry, self.vllm_config.parallel_config.rank)
-            store = CopyHandler(Direction.STORE, layout, self._copier(Direction.STORE))
-            load = CopyHandler(Direction.LOAD, layout, self._copier(Direction.LOAD))
+            copier = self._open_transport(region)
+            store = CopyHandler(Direction.STORE, layout, copier(Direction.STORE))
+            load = CopyHandler(Direction.LOAD, layout, copier(Direction.LOAD))
             self._handlers = [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
             self._region = region  # keeps the mapping for the life of the worker
         yield from self._handlers
 
-    def _copier(self, direction: Direction) -> Copier:
-        if not current_platform.is_cpu():
+    def _open_transport(self, region: HostRegion) -> Callable[[Direction], Copier]:
+        """What makes this platform's copiers. Raises ConfigError when there is none, or batch_memcpy forbids it."""
+        platform = "cpu" if current_platform.is_cpu() else current_platform.device_type
+        transport = platform if self.config.transport == "auto" else self.config.transport
+        if transport == "npu":
+            device, compute_stream = torch_npu_device() if platform == "npu" else (0, lambda: 0)
+            acl = Acl(self.config.acl_library_path)
+            limits = NpuLimits(descriptors=self.config.max_copy_descriptors)
+            self.npu_transport = NpuTransport(
+                acl, region, device, compute_stream, self.config.batch_memcpy, limits=limits
+            )
+            return self.npu_transport.copier
+        if transport != "cpu" or platform != "cpu":
             raise ConfigError(
-                f"no transport for platform {current_platform.device_name!r} in this build; supported: cpu"
+                f"transport: {self.config.transport!r} does not serve platform {platform!r} in this build; "
+                "supported platforms: cpu, npu"
             )
         if self.config.batch_memcpy == "on":
             raise ConfigError("batch_memcpy: 'on' needs an NPU or GPU; on the CPU platform set 'auto' or 'off'")
-        return HostCopier(direction)
+        return HostCopier
 
     def _open_region(self) -> HostRegion:
         # instance_id is shared by data-parallel replicas, the rows are not.

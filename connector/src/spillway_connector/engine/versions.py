@@ -25,6 +25,7 @@ _SIGNATURES = (
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker",
         "OffloadingConnectorWorker",
         {
+            "register_kv_caches": ["self", "kv_caches"],
             "start_kv_transfers": ["self", "metadata"],
             "prepare_store_kv": ["self", "metadata"],
             "handle_preemptions": ["self", "kv_connector_metadata"],

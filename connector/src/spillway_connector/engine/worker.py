@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -15,7 +16,10 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec
 from vllm.v1.kv_offload.worker.worker import TransferSpec
 
 from spillway_connector import metrics
+from spillway_connector.device.acl_batch import BATCH, LOOP
 from spillway_connector.device.copier import Direction
+from spillway_connector.device.npu_transport import NpuTransport
+from spillway_connector.engine.ascend import canonical_kv_caches, has_ascend_layout
 from spillway_connector.engine.stats import SpillwayStats
 
 logger = logging.getLogger(__name__)
@@ -52,6 +56,12 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
         self._load_blocks: dict[int, list[int]] = {}
         self._invalid_blocks: set[int] = set()
         self._refused_loads: list[int] = []  # ended before they began; reported by the next get_finished
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
+        if has_ascend_layout(kv_caches):
+            self._register_handlers(canonical_kv_caches(kv_caches, self.spec.kv_cache_config))
+        else:
+            super().register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         self._submit_waiting_stores()
@@ -143,4 +153,9 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
     def get_kv_connector_stats(self) -> SpillwayStats:
         """Always an object, also when nothing was copied: without one, vLLM drops the scheduler's stats too."""
         stats, self.kv_connector_stats = self._stats, SpillwayStats()
+        npu: NpuTransport | None = getattr(self.spec, "npu_transport", None)
+        if npu is not None:
+            for path in (BATCH, LOOP):
+                stats.add(metrics.DEVICE_COPY_PATH, int(npu.path.name == path), path)
+            stats.add(metrics.HOST_MEMORY_PINNED, int(npu.pin.pinned), npu.pin.method.value)
         return stats

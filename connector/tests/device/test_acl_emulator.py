@@ -1,0 +1,58 @@
+"""The emulator itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from acl_emulator import build
+
+
+def test_its_own_test_under_sanitizers():
+    done = subprocess.run([build.selftest()], check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("without", "missing"),
+    [
+        (build.EVERYTHING, set()),
+        (build.CANN_8_3, {"aclrtMemcpyBatchAsync", "aclsysGetVersionStr", "aclrtHostRegisterV2"}),
+        (build.OLD_EVENTS, {"aclrtCreateEventExWithFlag", "aclrtSynchronizeEventWithTimeout", "aclrtStreamAbort"}),
+    ],
+)
+def test_variants_lack_what_old_runtimes_lack(without, missing):
+    listed = subprocess.run(
+        ["nm", "-D", "--defined-only", build.library(without)], check=False, capture_output=True, text=True
+    )
+    exported = {line.split()[-1] for line in listed.stdout.splitlines()}
+    everything = {"aclrtMemcpyBatchAsync", "aclsysGetVersionStr", "aclrtHostRegisterV2", "aclrtMemcpyAsync"}
+    everything |= {"aclrtCreateEventExWithFlag", "aclrtSynchronizeEventWithTimeout", "aclrtStreamAbort"}
+    assert everything - exported == missing
+
+
+def test_faults_can_come_from_the_environment():
+    """For engines in processes of their own, which no control call reaches."""
+    program = (
+        "import ctypes, sys; lib = ctypes.CDLL(sys.argv[1]); "
+        "print([lib.aclrtSetDevice(0) for _ in range(3)], [lib.aclrtGetVersion(*[ctypes.byref(ctypes.c_int())] * 3)])"
+    )
+    environment = os.environ | {"ACL_EMULATOR_FAULTS": "aclrtSetDevice:2:507899,aclrtGetVersion:1:100000"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, build.library()],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
+    assert done.stdout.split("\n")[0] == "[0, 507899, 0] [100000]"
+
+
+def test_the_log_tells_calls_in_order(emulator, acl):
+    acl.set_device(1)
+    acl.set_device(0)
+    assert emulator.log() == ["0 aclrtSetDevice device=0", "0 aclrtSetDevice device=1", "0 aclrtSetDevice device=0"]
+    assert emulator.calls("aclrtSetDevice") == 3

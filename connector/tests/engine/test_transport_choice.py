@@ -1,0 +1,75 @@
+"""Which transport a worker opens, by platform and settings."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+from acl_emulator import build
+from acl_emulator.control import Emulator
+
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.device.copier import Direction
+from spillway_connector.device.cpu import HostCopier
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.device.npu import NpuCopier
+from spillway_connector.engine.spec import SpillwayOffloadingSpec
+from spillway_connector.errors import ConfigError
+
+
+@pytest.fixture
+def region():
+    region = HostRegion(region_path(f"test-choice-{os.getpid()}"), 2, 4096)
+    yield region
+    region.cleanup()
+
+
+def opened(region, **settings):
+    spec = SimpleNamespace(config=ConnectorConfig.parse({"num_cpu_blocks": 1, **settings}), npu_transport=None)
+    return spec, SpillwayOffloadingSpec._open_transport(spec, region)
+
+
+@pytest.mark.parametrize("transport", ["auto", "cpu"])
+def test_the_cpu_platform_copies_on_a_thread(region, transport):
+    _, copier = opened(region, transport=transport)
+    made = copier(Direction.STORE)
+    assert isinstance(made, HostCopier)
+    made.close()
+
+
+def test_on_is_refused_where_there_is_nothing_to_batch(region):
+    with pytest.raises(ConfigError, match="needs an NPU or GPU"):
+        opened(region, batch_memcpy="on")
+
+
+def test_the_npu_transport_can_be_named(region):
+    emulator = Emulator(build.library())
+    emulator.reset()
+    spec, copier = opened(
+        region,
+        transport="npu",
+        acl_library_path=str(emulator.path),
+        batch_memcpy="off",
+        max_copy_descriptors=77,
+    )
+    made = copier(Direction.LOAD)
+    assert isinstance(made, NpuCopier)
+    assert made._limits.descriptors == 77
+    assert (spec.npu_transport.path.name, spec.npu_transport.pin.pinned) == ("loop", True)
+    made.close()
+    assert emulator.live().host_registrations == 0
+    emulator.reset()
+
+
+def test_an_npu_without_its_runtime_says_which_file_is_missing(region):
+    with pytest.raises(ConfigError, match=r"'/nowhere.so' cannot be loaded"):
+        opened(region, transport="npu", acl_library_path="/nowhere.so")
+
+
+@pytest.mark.parametrize("transport", ["auto", "cpu"])
+def test_a_platform_without_a_transport_is_refused(region, monkeypatch, transport):
+    platform = SimpleNamespace(is_cpu=lambda: False, device_type="tpu")
+    monkeypatch.setattr("spillway_connector.engine.spec.current_platform", platform)
+    with pytest.raises(ConfigError, match="does not serve platform 'tpu'"):
+        opened(region, transport=transport)
