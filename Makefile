@@ -11,7 +11,7 @@ PYTHON ?= python3.11
 VENV := .venv/local
 BIN := $(VENV)/bin
 UV := .venv/bootstrap/bin/uv
-DISTRIBUTIONS := connector gateway services/engine services/stack
+DISTRIBUTIONS := connector gateway services/engine services/simulator services/stack
 VERSION := 0.1.0
 CONTAINER ?= $(firstword $(foreach c,docker podman,$(if $(shell command -v $(c)),$(c))))
 REGISTRY ?=
@@ -59,6 +59,10 @@ bench-first-token: $(STAMP) ## Time to first token by tier, beside recomputing a
 .PHONY: bench-tiers
 bench-tiers: $(STAMP) ## Shared tiers beside fio, vLLM's fs tier and redis-py. BENCH="--only disk" narrows it
 	@$(BIN)/python bench/tiers.py $(BENCH)
+
+.PHONY: bench-routing
+bench-routing: $(STAMP) ## Routing policies over simulated engines, one run, virtual time. About four minutes
+	@$(BIN)/python bench/routing.py
 
 .PHONY: install
 install: $(STAMP) ## The environment in .venv/local, and nothing else

@@ -1,0 +1,73 @@
+"""What a policy sees and what it is told. Engines are positions 0..n-1."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import xxhash
+
+from spillway_simulator.model.events import KvEvent
+
+
+@dataclass(slots=True)
+class RoutedRequest:
+    """A prompt as routers see it; keys of any block size are made once."""
+
+    id: str
+    tokens: array[int]
+    _keys: dict[int, list[int]] = field(default_factory=dict)
+
+    def keys(self, block_tokens: int) -> list[int]:
+        """Chained hashes of the full blocks."""
+        known = self._keys.get(block_tokens)
+        if known is None:
+            data, size, key = self.tokens.tobytes(), block_tokens * 4, 0
+            known = self._keys[block_tokens] = []
+            for start in range(0, len(data) - size + 1, size):
+                key = xxhash.xxh3_64_intdigest(data[start : start + size], key)
+                known.append(key)
+        return known
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """An engine's /metrics as last read."""
+
+    waiting: int
+    running: int
+    kv_usage: float
+
+
+class Fleet(Protocol):
+    """in_flight: requests this router has sent and not seen end, by engine."""
+
+    @property
+    def in_flight(self) -> Sequence[int]: ...
+    def scrape(self, engine: int) -> Scrape: ...
+    @property
+    def now(self) -> float: ...
+
+
+class Policy:
+    """One router. Methods a policy has no use for do nothing."""
+
+    name = ""
+    note = ""
+
+    def start(self, fleet: Fleet, engines: int, seed: int) -> None:
+        raise NotImplementedError
+
+    def choose(self, request: RoutedRequest) -> int:
+        raise NotImplementedError
+
+    def first_token(self, request_id: str) -> None:
+        """The first byte of the answer passed the router."""
+
+    def finished(self, request_id: str) -> None:
+        """The answer is complete."""
+
+    def events(self, engine: int, events: list[KvEvent]) -> None:
+        """KV events of an engine arrived."""

@@ -1,0 +1,93 @@
+"""Spillway's own routing: the gateway's ModelFleet, PrefixIndex and plan_route, fed as the gateway feeds them."""
+
+from __future__ import annotations
+
+from routing_policies.policy import Fleet, Policy, RoutedRequest
+from spillway_gateway.config import EngineConfig, IndexConfig, ModelConfig, RoutingConfig
+from spillway_gateway.fleet import event_decoder
+from spillway_gateway.fleet.engines import EngineState, Lease, ModelFleet, PromptBlocks
+from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.routing.prefix import short_prompt_key, token_block_keys, token_bytes
+from spillway_simulator.model.events import BlocksRemoved, BlocksStored, KvEvent, Medium
+
+MODEL = "simulated"
+_TIERS = {
+    Medium.DEVICE: event_decoder.Tier.DEVICE,
+    Medium.CPU: event_decoder.Tier.CPU,
+    Medium.SHARED: event_decoder.Tier.SHARED,
+}
+
+
+class Spillway(Policy):
+    """events: follow KV events; without them prompts count as held where they were sent, as for engines without."""
+
+    name = "spillway"
+
+    def __init__(self, block_tokens: int, *, events: bool = True, routing: RoutingConfig | None = None) -> None:
+        self._block_tokens = block_tokens
+        self._events = events
+        self._routing = routing or RoutingConfig()
+        self.note = "gateway code, KV events" if events else "gateway code, no KV events"
+        if not events:
+            self.name = "spillway_without_events"
+
+    def start(self, fleet: Fleet, engines: int, seed: int) -> None:
+        self._fleet = fleet
+        bounds = IndexConfig()
+        self.index = PrefixIndex(
+            MODEL,
+            bytes_max=bounds.bytes_max,
+            orphans_max=bounds.orphans_max,
+            default_block_tokens=self._block_tokens,
+            clock=lambda: fleet.now,
+        )
+        configs = tuple(EngineConfig(f"engine-{at}", f"http://127.0.0.1:{8100 + at}") for at in range(engines))
+        self._names = {config.name: at for at, config in enumerate(configs)}
+        self.model = ModelFleet(ModelConfig(MODEL, configs), self._routing, self.index, clock=lambda: fleet.now)
+        for engine in self.model.engines.values():
+            engine.set_state(EngineState.READY, "ready")
+            engine.events_live = self._events
+        self._leases: dict[str, Lease] = {}
+        self.reasons: dict[str, int] = {}
+
+    def choose(self, request: RoutedRequest) -> int:
+        namespace = self.index.namespace()
+        keys = token_block_keys(namespace, request.tokens, self.index.block_tokens)
+        spread = keys[0] if keys else short_prompt_key(namespace, token_bytes(request.tokens))
+        blocks = PromptBlocks(keys, self.index.block_tokens, len(request.tokens), spread)
+        lease = self.model.choose(blocks, frozenset())
+        self._leases[request.id] = lease
+        reason = lease.decision.reason.value
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        return self._names[lease.engine.name]
+
+    def first_token(self, request_id: str) -> None:
+        self._leases[request_id].first_byte(self._fleet.now, measures_prefill=True)
+
+    def finished(self, request_id: str) -> None:
+        self._leases.pop(request_id).close()
+
+    def events(self, engine: int, events: list[KvEvent]) -> None:
+        if self._events:
+            for event in events:
+                self.index.apply(f"engine-{engine}", gateway_event(event, self._block_tokens))
+
+
+def gateway_event(event: KvEvent, block_tokens: int) -> event_decoder.KvEvent:
+    """The value that the gateway's decoder makes of this event's bytes."""
+    if isinstance(event, BlocksStored):
+        device = event.tokens is not None
+        return event_decoder.BlockStored(
+            block_hashes=list(event.keys),
+            parent_hash=event.parent,
+            token_ids=event.tokens.tolist() if event.tokens is not None else [],
+            block_tokens=block_tokens if device else 0,
+            tier=_TIERS[event.medium],
+            lora_name=None,
+            extra_keys=[[event.salt]] if event.salt is not None else [],
+            group=0,
+            spec_kind=None,
+        )
+    if isinstance(event, BlocksRemoved):
+        return event_decoder.BlockRemoved(list(event.keys), _TIERS[event.medium], 0)
+    return event_decoder.AllBlocksCleared()

@@ -1,0 +1,116 @@
+"""Made-up traces: multi-turn chat, shared system prompts, and prompts that share nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from traces.session import Segment, Session, Trace, Turn
+
+
+def _poisson(rng: random.Random, per_second: float) -> Iterator[float]:
+    at = 0.0
+    while True:
+        at += rng.expovariate(per_second)
+        yield at
+
+
+def _around(rng: random.Random, mean: int) -> int:
+    """Half to one and a half of the mean, so that blocks of different requests do not end alike."""
+    return rng.randint(max(1, mean // 2), mean + mean // 2)
+
+
+def multi_turn(
+    *,
+    seed: int = 1,
+    sessions: int = 600,
+    sessions_per_second: float = 6.0,
+    system_prompts: int = 8,
+    system_tokens: int = 1_000,
+    opening_tokens: int = 5_000,
+    turn_tokens: int = 400,
+    answer_tokens: int = 250,
+    turns_mean: int = 5,
+    pause_seconds: float = 8.0,
+) -> Trace:
+    """Chats that open with a long document of their own behind one of a few system prompts."""
+    rng = random.Random(seed)
+    starts = _poisson(rng, sessions_per_second)
+    made = []
+    for number in range(sessions):
+        name = f"chat-{seed}-{number}"
+        system = Segment(f"system-{seed}-{rng.randrange(system_prompts)}", system_tokens)
+        turns = []
+        for at in range(_around(rng, turns_mean)):
+            said = Segment(f"{name}-{at}", _around(rng, opening_tokens if at == 0 else turn_tokens))
+            turns.append(
+                Turn(
+                    (system, said) if at == 0 else (said,),
+                    Segment(f"{name}-answer-{at}", _around(rng, answer_tokens)),
+                    rng.expovariate(1 / pause_seconds) if at else 0.0,
+                )
+            )
+        made.append(Session(name, next(starts), tuple(turns)))
+    about = (
+        f"{sessions} chats, {sessions_per_second:g}/s, about {turns_mean} turns on {opening_tokens} tokens of their own"
+    )
+    return Trace("multi_turn", about, tuple(made))
+
+
+def shared_prompts(
+    *,
+    seed: int = 2,
+    name: str = "many_groups",
+    requests: int = 3_600,
+    requests_per_second: float = 60.0,
+    groups: int = 900,
+    group_tokens: int = 6_000,
+    question_tokens: int = 1_200,
+    answer_tokens: int = 200,
+) -> Trace:
+    """Groups of requests with one system prompt each; with many groups, more than the devices hold."""
+    rng = random.Random(seed)
+    starts = _poisson(rng, requests_per_second)
+    made = []
+    for number in range(requests):
+        group = rng.randrange(groups)
+        added = (
+            Segment(f"group-{seed}-{group}", group_tokens),
+            Segment(f"question-{seed}-{number}", _around(rng, question_tokens)),
+        )
+        answer = Segment(f"answer-{seed}-{number}", _around(rng, answer_tokens))
+        made.append(Session(f"{name}-{number}", next(starts), (Turn(added, answer),)))
+    about = f"{requests} requests, {requests_per_second:g}/s, {groups} system prompts of {group_tokens} tokens"
+    return Trace(name, about, tuple(made))
+
+
+def hot_group(*, seed: int = 3, requests: int = 3_600, requests_per_second: float = 100.0) -> Trace:
+    """One system prompt for everyone, at a rate that no single engine could serve."""
+    return shared_prompts(
+        seed=seed,
+        name="hot_group",
+        requests=requests,
+        requests_per_second=requests_per_second,
+        groups=1,
+        question_tokens=600,
+    )
+
+
+def unique_prompts(
+    *,
+    seed: int = 4,
+    requests: int = 2_400,
+    requests_per_second: float = 50.0,
+    prompt_tokens: int = 4_000,
+    answer_tokens: int = 200,
+) -> Trace:
+    """No prompt shares anything with another: prefix routing can only do harm."""
+    rng = random.Random(seed)
+    starts = _poisson(rng, requests_per_second)
+    made = []
+    for number in range(requests):
+        prompt = Segment(f"unique-{seed}-{number}", _around(rng, prompt_tokens))
+        answer = Segment(f"unique-answer-{seed}-{number}", _around(rng, answer_tokens))
+        made.append(Session(f"unique-{number}", next(starts), (Turn((prompt,), answer),)))
+    about = f"{requests} requests, {requests_per_second:g}/s, about {prompt_tokens} tokens, nothing shared"
+    return Trace("unique", about, tuple(made))

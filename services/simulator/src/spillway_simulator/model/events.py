@@ -1,0 +1,41 @@
+"""What an engine announces about its caches. Plain values; wire/kv_event_encoding.py turns them into bytes."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Medium(StrEnum):
+    """Names on the wire."""
+
+    DEVICE = "GPU"
+    CPU = "CPU"
+    SHARED = "STORAGE"
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """keys: consecutive blocks, in position order. parent: key before the first, None at the start of a prompt.
+    tokens: of all listed blocks, for the device; empty for the lower tiers, as vLLM 0.23 announces them."""
+
+    medium: Medium
+    keys: tuple[int, ...]
+    parent: int | None = None
+    tokens: array[int] | None = None
+    salt: str | None = None  # of a chain's first block
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    medium: Medium
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCleared:
+    """Every block of the device is forgotten; lower tiers keep theirs."""
+
+
+KvEvent = BlocksStored | BlocksRemoved | DeviceCleared

@@ -1,0 +1,1 @@
+"""Sockets and the wall clock around the engine model."""

@@ -1,0 +1,1 @@
+"""What engines put on the wire: KV events, metrics, OpenAI documents, tokens."""
