@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,22 +52,24 @@ class Fleet(Protocol):
     def now(self) -> float: ...
 
 
-class Policy:
+class Policy(ABC):
     """One router. Methods a policy has no use for do nothing."""
 
     name = ""
     note = ""
 
+    @abstractmethod
     def start(self, fleet: Fleet, engines: int, seed: int) -> None:
-        raise NotImplementedError
+        """Called once, before the first request."""
 
+    @abstractmethod
     def choose(self, request: RoutedRequest) -> int:
-        raise NotImplementedError
+        """The engine, 0 to engines - 1, for a request that is sent there at once."""
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, request_id: str) -> None:  # noqa: B027  nothing to do for most
         """The first byte of the answer passed the router."""
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str) -> None:  # noqa: B027
         """The answer is complete."""
 
     def events(self, engine: int, events: list[KvEvent]) -> None:
