@@ -72,5 +72,5 @@ class Policy(ABC):
     def finished(self, request_id: str) -> None:  # noqa: B027
         """The answer is complete."""
 
-    def events(self, engine: int, events: list[KvEvent]) -> None:
+    def events(self, engine: int, events: list[KvEvent]) -> None:  # noqa: B027
         """KV events of an engine arrived."""
