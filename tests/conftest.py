@@ -74,7 +74,8 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(autouse=True)
 def everything_is_up(request: pytest.FixtureRequest) -> None:
-    """A test that failed with an engine down must not take the next ones with it."""
+    """A test that failed with an engine down, or a store filled by others, must not take the next ones with it."""
     if "stack" in request.fixturenames:
         running: RunningStack = request.getfixturevalue("stack")
         eventually("every component is ready", lambda: all(status.ready for status in running.local.status()), 300.0)
+        running.store.make_room()

@@ -8,7 +8,7 @@ from stack_driver.running_stack import RunningStack
 from stack_driver.streams import StreamCrowd
 
 STREAMS = 6
-ANSWER_TOKENS = 48
+ANSWER_TOKENS = 96
 
 
 @pytest.mark.tiers("nvme")
@@ -18,11 +18,11 @@ def test_sigterm_lets_streams_finish_and_the_successor_hits_the_shared_tier(stac
     crowd = StreamCrowd(
         stack.local.gateway_url, stack.model, [stack.new_prompt(1) for _ in range(STREAMS)], ANSWER_TOKENS
     )
+    # Some may still wait in the engine's queue: they are promised their answer all the same.
     eventually(
-        "every stream has begun, one of them on engine-1",
-        lambda: all(s.tokens for s in crowd.streams) and any(s.engine == "engine-1" for s in crowd.streams),
+        "engine-1 is in the middle of a stream",
+        lambda: any(s.engine == "engine-1" and s.tokens and not s.ended.is_set() for s in crowd.streams),
     )
-    assert not all(stream.ended.is_set() for stream in crowd.streams if stream.engine == "engine-1")
     stack.local.restart_engine(1)
     for stream in crowd.join():
         assert stream.complete and stream.tokens == ANSWER_TOKENS, str(stream)

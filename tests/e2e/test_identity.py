@@ -17,7 +17,11 @@ def test_identical_with_and_without_tiers(
     stack: RunningStack, references: dict[str, KnownAnswers], record_property: pytest.Function
 ) -> None:
     hits: Counter[str] = Counter()
+    beginning: tuple[int, ...] = ()
     for known in references.values():
+        if known.prompt.tokens[: known.prompt.shared_tokens] != beginning:
+            beginning = known.prompt.tokens[: known.prompt.shared_tokens]
+            stack.store.make_room()  # what other groups stored is not asked for again
         stored = stack.store.frames()
         answer = stack.a.ask(known.prompt.tokens)
         known.check(answer)

@@ -24,6 +24,7 @@ from .shared_stores import NvmeStore, SharedStore, ValkeyStore
 # Small on purpose: a handful of prompts evicts one from the device.
 DEVICE_BLOCKS = 48
 CPU_BLOCKS = 64
+NVME_MAX_BYTES = 12 << 30  # 200 prompts in float32 are half of it
 MAX_LENGTH = 4096
 # A cold prompt costs about this long on whatever machine this is.
 COLD_SECONDS = 1.2
@@ -47,9 +48,15 @@ def stack_settings(tier: str, *, engines: int = 2, gateway: bool = True) -> Stac
         num_cpu_blocks=CPU_BLOCKS,
         device_blocks=DEVICE_BLOCKS,
         max_length=MAX_LENGTH,
+        nvme_max_bytes=NVME_MAX_BYTES,
         gateway=gateway,
-        engine_overrides=(DEVELOPMENT_MODE, *((*PATIENCE, ALWAYS_LOAD) if tier != "off" else ())),
+        engine_overrides=(DEVELOPMENT_MODE, *extra_overrides(), *((*PATIENCE, ALWAYS_LOAD) if tier != "off" else ())),
     )
+
+
+def extra_overrides() -> tuple[str, ...]:
+    """ENGINE_SET="model.dtype=float32 ..." runs all stack tests on such engines, the references too."""
+    return tuple(os.environ.get("ENGINE_SET", "").split())
 
 
 def free_base_port() -> int:
