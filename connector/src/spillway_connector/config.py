@@ -40,6 +40,8 @@ class NvmeTierConfig:
     # files: one file per frame, for any file system. slab: preallocated slots and one index, for local disks.
     # auto: the layout the directory has, else slab where the file system is local.
     mode: str = "files"
+    ttl_seconds: int | None = None  # of a frame since it was last stored or loaded; None: only max_bytes ends it
+    tenant_max_bytes: int | None = None  # of one tenant's frames; beyond it, that tenant's own oldest make room
     encryption: EncryptionConfig | None = None
     limits: TransferLimits = field(default_factory=TransferLimits)
 
@@ -62,6 +64,7 @@ class RedisTierConfig:
     ttl_seconds: int = 86_400
     connections: int = 4
     payload_connections: int = 1  # for the stripes of one block; more may pay on a network with long round trips
+    tenant_max_bytes: int | None = None  # of one tenant's values; beyond it, that tenant's own oldest make room
     encryption: EncryptionConfig | None = None
     limits: TransferLimits = field(default_factory=TransferLimits)
 
@@ -131,12 +134,12 @@ def parse_tier(tier_type: str, options: Mapping[str, Any]) -> NvmeTierConfig | R
         needed = "path" if kind is NvmeTierConfig else "url"
         raise ConfigError(f"{where} needs `{needed}`; given keys: {', '.join(sorted(options)) or 'none'}") from error
     config = replace(config, encryption=_parse_encryption(options.get("encryption"), where))
+    for name in ("max_bytes", "ttl_seconds", "tenant_max_bytes"):
+        if getattr(config, name, None) is not None:
+            _require_positive(f"{where}: {name}", getattr(config, name))
     if isinstance(config, NvmeTierConfig):
         _require_choice(f"{where}: mode", config.mode, NVME_MODES)
-        if config.max_bytes is not None:
-            _require_positive(f"{where}: max_bytes", config.max_bytes)
         return replace(config, path=Path(config.path))
-    _require_positive(f"{where}: ttl_seconds", config.ttl_seconds)
     _require_positive(f"{where}: connections", config.connections)
     _require_positive(f"{where}: payload_connections", config.payload_connections)
     if config.password_env is not None and config.password_file is not None:
