@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import pytest
 from acl_emulator import build
 from acl_emulator.control import Emulator
+from cuda_double import CudaDouble
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cpu import HostCopier
+from spillway_connector.device.cuda import CudaCopier
+from spillway_connector.device.cuda_driver import CudaDriver
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.device.npu import NpuCopier
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
@@ -26,7 +29,7 @@ def region():
 
 
 def opened(region, **settings):
-    spec = SimpleNamespace(config=ConnectorConfig.parse({"num_cpu_blocks": 1, **settings}), npu_transport=None)
+    spec = SimpleNamespace(config=ConnectorConfig.parse({"num_cpu_blocks": 1, **settings}), device_transport=None)
     return spec, SpillwayOffloadingSpec._open_transport(spec, region)
 
 
@@ -56,10 +59,25 @@ def test_the_npu_transport_can_be_named(region):
     made = copier(Direction.LOAD)
     assert isinstance(made, NpuCopier)
     assert made._limits.descriptors == 77
-    assert (spec.npu_transport.path.name, spec.npu_transport.pin.pinned) == ("loop", True)
+    assert (spec.device_transport.path.name, spec.device_transport.pin.pinned) == ("loop", True)
     made.close()
     assert emulator.live().host_registrations == 0
     emulator.reset()
+
+
+def test_the_cuda_platform_copies_through_the_driver(region, monkeypatch):
+    double = CudaDouble()
+    platform = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+    monkeypatch.setattr("spillway_connector.engine.spec.current_platform", platform)
+    monkeypatch.setattr("spillway_connector.engine.spec.torch_cuda_device", lambda: (0, lambda: 0))
+    monkeypatch.setattr(CudaDriver, "load", lambda path: CudaDriver(double.proc_address))
+    spec, copier = opened(region, copy_table={}, max_copy_descriptors=77)
+    made = copier(Direction.LOAD)
+    assert isinstance(made, CudaCopier)
+    assert made._limits.descriptors == 77
+    assert (spec.device_transport.path.name, spec.device_transport.pin.method.value) == ("batch", "cuda")
+    made.close()
+    assert double.live() == (0, 0, 0, 0)
 
 
 def test_an_npu_without_its_runtime_says_which_file_is_missing(region):

@@ -150,7 +150,7 @@ def test_the_npu_transports_state_is_exported():
     transport = SimpleNamespace(
         path=SimpleNamespace(name="batch"), pin=SimpleNamespace(pinned=True, method=PinMethod.ACL)
     )
-    worker = SpillwayConnectorWorker(SimpleNamespace(npu_transport=transport))
+    worker = SpillwayConnectorWorker(SimpleNamespace(device_transport=transport))
     first = worker.get_kv_connector_stats().reduce()
     assert (first["device_copy_path|batch"], first["host_memory_pinned|acl"]) == (1, 1)
     transport.path.name = "loop"  # fell back

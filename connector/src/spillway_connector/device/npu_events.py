@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from spillway_connector.device.acl import Acl, AclError
+from typing import Protocol
+
+from spillway_connector.errors import DeviceCopyError
+
+
+class EventRuntime(Protocol):
+    """Both methods raise DeviceCopyError."""
+
+    @property
+    def events_are_reusable(self) -> bool: ...
+    def create_event(self, flag: int) -> int: ...
+    def destroy_event(self, event: int) -> None: ...
 
 
 class EventPool:
     """Events of one flag. Bounded by the jobs in flight, as each job takes a fixed number."""
 
-    def __init__(self, acl: Acl, flag: int) -> None:
-        self._acl = acl
+    def __init__(self, runtime: EventRuntime, flag: int) -> None:
+        self._runtime = runtime
         self._flag = flag
         self._idle: list[int] = []
         self._retired: list[int] = []
 
     def take(self) -> int:
-        """Raises AclError."""
-        return self._idle.pop() if self._idle else self._acl.create_event(self._flag)
+        """Raises DeviceCopyError."""
+        return self._idle.pop() if self._idle else self._runtime.create_event(self._flag)
 
     def give_back(self, event: int) -> None:
         """Only when nothing on the device waits for it any more."""
-        if self._acl.events_are_reusable:
+        if self._runtime.events_are_reusable:
             self._idle.append(event)
         else:
             # An older runtime's event must be reset on a stream before it is recorded again; a new one is cheaper.
@@ -28,7 +39,7 @@ class EventPool:
 
     def retire(self, event: int) -> None:
         """It may still be waited for: keep it until `close`, when the stream is gone."""
-        if self._acl.events_are_reusable:
+        if self._runtime.events_are_reusable:
             self._idle.append(event)  # a wait keeps the record it saw, so recording it anew is safe
         else:
             self._retired.append(event)
@@ -40,6 +51,6 @@ class EventPool:
 
     def _destroy(self, event: int) -> None:
         try:
-            self._acl.destroy_event(event)
-        except AclError:
+            self._runtime.destroy_event(event)
+        except DeviceCopyError:
             pass  # of a device that is gone; nothing is left to free

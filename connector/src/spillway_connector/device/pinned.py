@@ -1,4 +1,4 @@
-"""Page-lock the CPU tier for the NPU runtime: without it every "asynchronous" copy waits for its stream and blocks.
+"""Page-lock the CPU tier for the device: without it every "asynchronous" copy waits for its stream and blocks.
 
 The ways, best first: aclrtHostRegisterV2, torch_npu's hook for the same call, mlock alone, nothing. Only the first
 two make copies asynchronous; mlock merely keeps the pages in memory. Registration is tried in chunks, because
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spillway_connector.device.acl import HOST_REGISTER_PINNED, Acl, AclError
+from spillway_connector.errors import DeviceCopyError
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +32,14 @@ _libc.mlock.argtypes = _libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_
 class PinMethod(enum.Enum):
     ACL = "acl"
     TORCH_NPU = "torch_npu"
+    CUDA = "cuda"
     MLOCK = "mlock"
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Registrar:
-    """One way to register a host range with the runtime. Both raise AclError."""
+    """One way to register a host range with the runtime. Both raise DeviceCopyError."""
 
     method: PinMethod
     register: Callable[[int, int], None]  # address, bytes
@@ -101,7 +103,7 @@ def pin_host_memory(
         if failure is None:
             locked, why = _lock(chunks)
             if not locked:
-                logger.info("Spillway: CPU tier registered with the NPU runtime; mlock beside it failed: %s", why)
+                logger.info("Spillway: CPU tier registered with the runtime; mlock beside it failed: %s", why)
             logger.info("Spillway: CPU tier pinned by %s in %d chunks", registrar.method.value, len(chunks))
             return HostPin(registrar.method, chunks, registrar, locked)
         failures.append(f"{registrar.method.value}: {failure}")
@@ -109,8 +111,8 @@ def pin_host_memory(
     if not locked:
         failures.append(f"mlock: {why}")
     logger.error(
-        "Spillway: the CPU tier of %d bytes is not pinned for the NPU (%s), so each copy blocks the model until it is "
-        "done; CANN >= 8.5, a kernel above 5.10 and an unlimited memlock limit (IPC_LOCK) are needed",
+        "Spillway: the CPU tier of %d bytes is not pinned (%s), so each copy blocks the model until it is done; an "
+        "unlimited memlock limit (IPC_LOCK) is needed, and on an NPU CANN >= 8.5 and a kernel above 5.10",
         num_rows * row_bytes,
         "; ".join(failures) or "no way to register it",
     )
@@ -156,7 +158,7 @@ def _register(registrar: Registrar, chunks: tuple[Chunk, ...]) -> str | None:
     for position, chunk in enumerate(chunks):
         try:
             registrar.register(chunk.address, chunk.size_bytes)
-        except AclError as error:
+        except DeviceCopyError as error:
             _unregister(registrar, chunks[:position])
             return f"chunk {position} of {len(chunks)}: {error}"
     return None
@@ -166,7 +168,7 @@ def _unregister(registrar: Registrar, chunks: tuple[Chunk, ...]) -> None:
     for chunk in reversed(chunks):
         try:
             registrar.unregister(chunk.address)
-        except AclError as error:
+        except DeviceCopyError as error:
             logger.warning("Spillway: a range of the CPU tier stays registered: %s", error)
 
 

@@ -1,0 +1,357 @@
+"""Time to the first token of a long prompt on one CUDA device, by where its KV comes from: Spillway beside upstream.
+
+    python bench/gpu.py [--phase none|upstream-cpu|spillway-cpu|upstream-fs|spillway-nvme|disk|report] [--runs 3]
+
+A Qwen3-14B-shaped model with dummy weights, bf16, blocks of 128 tokens, vLLM's offline engine without CUDA graphs, one
+request at a time. Each phase is a process of its own and writes build/bench/gpu/<phase>.json; `report` (the end of a
+run without --phase) merges what is there into build/bench/gpu.json and prints the table. Times are from the call to the
+first token, medians over `--runs` prompts after one that does not count.
+
+    none, *-cpu    each prompt is computed, asked again (device hit), and, behind a reset of the device's prefix cache,
+                   asked once more (CPU tier)
+    *-fs, *-nvme   all prompts are computed until the CPU tier has dropped the first; then each is asked again, with the
+                   device's prefix cache reset and the page cache dropped (needs root, said in the report)
+    disk           what the disk gives to O_DIRECT reads of 2 MiB, the bound of the NVMe rows
+
+Every hit must cover all whole blocks but at most the last, or the phase fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+BLOCK_TOKENS = 128
+LENGTHS = (2048, 8192, 32_000)
+DEVICE_BLOCKS = 640
+CPU_BYTES = 14 << 30  # 716 blocks of 20.97 MB: two of the longest prompts and a half
+STEP_TOKENS = 8192
+NVME_BYTES = 32 << 30
+IO_THREADS = 8
+SETTLE_SECONDS = 90.0
+OUTPUT = Path("build/bench/gpu.json")
+PARTS = Path("build/bench/gpu")
+PHASES = ("disk", "none", "upstream-cpu", "spillway-cpu", "upstream-fs", "spillway-nvme")
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 17_408,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+    "torch_dtype": "bfloat16",
+}
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+class BenchError(Exception):
+    """A figure would not mean what its row says."""
+
+
+def transfer_config(phase: str, folder: Path) -> dict[str, Any] | None:
+    """vLLM's kv_transfer_config of a phase; both sides have the same CPU bytes, chunks of one block and I/O threads."""
+    if phase == "none":
+        return None
+    ours = phase.startswith("spillway")
+    extra: dict[str, Any] = {"cpu_bytes_to_use": CPU_BYTES}
+    if phase == "upstream-fs":
+        extra["spec_name"] = "TieringOffloadingSpec"
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(folder / "fs")}]
+    if not ours:
+        return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    extra |= {"spec_name": "SpillwayOffloadingSpec", "spec_module_path": "spillway_connector.engine.spec"}
+    if phase == "spillway-nvme":
+        # The cost of a load is the question, so it may not be declined for being slow.
+        extra |= {"prefill_tokens_per_second": 1.0, "request_wait_seconds": 20.0}
+        tier = {"type": "nvme", "path": str(folder / "nvme"), "max_bytes": NVME_BYTES, "io_threads": IO_THREADS}
+        limits = {"lookup_timeout_seconds": 2.0, "load_timeout_seconds": 20.0, "store_timeout_seconds": 60.0}
+        # A step of 8,192 tokens is 1.3 GB; nothing may be dropped for coming too fast.
+        queue = {"store_queue_bytes_max": 8 << 30, "store_queue_seconds_max": 60.0}
+        extra["secondary_tiers"] = [tier | limits | queue]
+    return {
+        "kv_connector": "SpillwayConnector",
+        "kv_connector_module_path": "spillway_connector.engine.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+class Engine:
+    """vLLM's offline engine with one request at a time."""
+
+    def __init__(self, phase: str, folder: Path) -> None:
+        model = folder / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(MODEL))
+        from vllm import LLM, SamplingParams  # noqa: PLC0415 - not for the phases without an engine
+
+        self._sampling = SamplingParams
+        config = transfer_config(phase, folder)
+        self._llm = LLM(
+            model=str(model),
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            block_size=BLOCK_TOKENS,
+            max_model_len=LENGTHS[-1] + 2 * BLOCK_TOKENS,
+            max_num_batched_tokens=STEP_TOKENS,
+            max_num_seqs=16,
+            num_gpu_blocks_override=DEVICE_BLOCKS,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256_cbor",
+            disable_log_stats=True,
+            seed=0,
+            **({"kv_transfer_config": config} if config is not None else {}),
+        )
+
+    def ask(self, prompt: list[int], answer_tokens: int = 1) -> tuple[float, int, list[int]]:
+        """(seconds to the first token, cached tokens, the answer)"""
+        sampling = self._sampling(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        (output,) = self._llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        return time.perf_counter() - started, output.num_cached_tokens or 0, list(output.outputs[0].token_ids)
+
+    def tick(self) -> None:
+        """A few engine steps without a whole block: finished transfers are noticed in steps."""
+        self.ask(make_prompt(f"tick {time.monotonic_ns()}", 8), answer_tokens=3)
+
+    def settle(self, stored: Callable[[], bool] = lambda: True) -> None:
+        """Until what was computed is in the tiers."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        for _ in range(3):
+            self.tick()
+            time.sleep(0.1)
+        while not stored():
+            if time.monotonic() > deadline:
+                raise BenchError(f"stores took longer than {SETTLE_SECONDS:.0f} s")
+            self.tick()
+            time.sleep(0.2)
+        self.tick()
+
+    def forget_device_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise BenchError("the device's prefix cache could not be reset")
+
+
+def make_prompt(name: str, tokens: int) -> list[int]:
+    chance = random.Random(name)
+    return [chance.randrange(1_000, 150_000) for _ in range(tokens)]
+
+
+def require_hit(row: str, tokens: int, cached: int) -> None:
+    if cached < tokens - BLOCK_TOKENS:
+        raise BenchError(f"{row}: {cached} of {tokens} tokens were cached")
+
+
+def measure_cpu_tier(phase: str, runs: int, folder: Path) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = defaultdict(list)
+    engine = Engine(phase, folder)
+    differing = 0
+    for tokens in LENGTHS:
+        for number in range(runs + 1):
+            prompt = make_prompt(f"{tokens} {number}", tokens)
+            cold, cached, first = engine.ask(prompt)
+            if cached:
+                raise BenchError(f"a new prompt had {cached} cached tokens")
+            engine.settle()
+            hit, cached, _ = engine.ask(prompt)
+            require_hit("device hit", tokens, cached)
+            seconds[f"recompute_{tokens}"].append(cold)
+            seconds[f"device_hit_{tokens}"].append(hit)
+            if phase != "none":
+                engine.settle()
+                engine.forget_device_cache()
+                loaded, cached, again = engine.ask(prompt)
+                require_hit("CPU tier", tokens, cached)
+                differing += again != first
+                seconds[f"cpu_tier_{tokens}"].append(loaded)
+        print(f"{phase}: {tokens} tokens done", flush=True)
+    seconds["answers_differing"] = [float(differing)]
+    return seconds
+
+
+def measure_disk_tier(phase: str, runs: int, folder: Path) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = defaultdict(list)
+    engine = Engine(phase, folder)
+    prompts = [(tokens, make_prompt(f"{tokens} {n}", tokens)) for tokens in LENGTHS for n in range(runs + 1)]
+    answers = []
+    for tokens, prompt in prompts:
+        cold, cached, first = engine.ask(prompt)
+        if cached:
+            raise BenchError(f"a new prompt had {cached} cached tokens")
+        seconds[f"recompute_{tokens}"].append(cold)
+        answers.append(first)
+        engine.settle(stable_folder(folder / ("fs" if phase == "upstream-fs" else "nvme")))
+    print(f"{phase}: {len(prompts)} prompts stored", flush=True)
+    differing = 0
+    for (tokens, prompt), first in zip(prompts, answers, strict=True):
+        engine.forget_device_cache()
+        seconds["page_cache_dropped"] = [float(drop_page_cache())]
+        loaded, cached, again = engine.ask(prompt)
+        print(f"{phase}: {tokens} tokens, {cached} cached, {loaded:.3f} s", flush=True)
+        seconds[f"cached_tokens_{tokens}"].append(float(cached))
+        differing += again != first
+        seconds[f"disk_tier_{tokens}"].append(loaded)
+        engine.settle()
+    seconds["answers_differing"] = [float(differing)]
+    return seconds
+
+
+def stable_folder(root: Path) -> Callable[[], bool]:
+    """Whether the folder's bytes on disk are what they were a moment before."""
+    seen: list[tuple[int, int]] = []
+
+    def stored() -> bool:
+        written = sum(int(line.split()[9]) for line in Path("/proc/diskstats").read_text().splitlines())
+        # Preallocated files do not grow, and what the page cache takes reaches the disk later: both must rest.
+        seen.append((written, sum(f.stat().st_blocks for f in root.rglob("*") if f.is_file())))
+        return len(seen) > 3 and len(set(seen[-3:])) == 1
+
+    return stored
+
+
+def drop_page_cache() -> bool:
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def measure_disk(folder: Path) -> dict[str, list[float]]:
+    """GB/s of O_DIRECT reads by as many threads as the tiers have."""
+    path, piece, pieces = folder / "disk-probe", 2 << 20, 2048
+    buffers = [mmap.mmap(-1, piece) for _ in range(IO_THREADS)]
+    for buffer in buffers:
+        buffer.write(os.urandom(piece))
+
+    def each(descriptor: int, move: Callable[[int, list[Any], int], int]) -> float:
+        def part(thread: int) -> None:
+            for index in range(thread, pieces, IO_THREADS):
+                move(descriptor, [buffers[thread]], index * piece)
+
+        started = time.perf_counter()
+        with ThreadPoolExecutor(IO_THREADS) as pool:
+            list(pool.map(part, range(IO_THREADS)))
+        return piece * pieces / (time.perf_counter() - started) / 1e9
+
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
+    try:
+        written = each(descriptor, os.pwritev)
+        drop_page_cache()
+        read = [each(descriptor, os.preadv) for _ in range(3)]
+    finally:
+        os.close(descriptor)
+        path.unlink()
+    return {"disk_read_gb_per_s": read, "disk_write_gb_per_s": [written]}
+
+
+def run_phase(phase: str, runs: int, folder: Path) -> None:
+    os.environ.update(ENVIRONMENT)
+    started = time.perf_counter()
+    if phase == "disk":
+        measured = measure_disk(folder)
+    elif phase in ("upstream-fs", "spillway-nvme"):
+        measured = measure_disk_tier(phase, runs, folder)
+    else:
+        measured = measure_cpu_tier(phase, runs, folder)
+    for tier in ("fs", "nvme"):
+        shutil.rmtree(folder / tier, ignore_errors=True)
+    PARTS.mkdir(parents=True, exist_ok=True)
+    (PARTS / f"{phase}.json").write_text(json.dumps(measured, indent=2) + "\n")
+    print(f"{phase}: {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def make_report() -> dict[str, Any]:
+    """Medians in milliseconds by phase and row; the first prompt of each does not count."""
+    report: dict[str, Any] = {}
+    for phase in PHASES:
+        part = PARTS / f"{phase}.json"
+        if not part.exists():
+            continue
+        for row, values in json.loads(part.read_text()).items():
+            if row.rpartition("_")[2].isdigit() and "cached_tokens" not in row:
+                report[f"{phase}_{row}_ms"] = round(statistics.median(values[1:] or values) * 1e3, 1)
+            else:
+                report[f"{phase}_{row}"] = round(statistics.median(values), 3)
+    return report
+
+
+def render(report: dict[str, Any]) -> str:
+    rows = [
+        ("recompute, no connector", "none_recompute"),
+        ("recompute, upstream", "upstream-cpu_recompute"),
+        ("recompute, Spillway", "spillway-cpu_recompute"),
+        ("device hit, no connector", "none_device_hit"),
+        ("device hit, upstream", "upstream-cpu_device_hit"),
+        ("device hit, Spillway", "spillway-cpu_device_hit"),
+        ("CPU tier, upstream", "upstream-cpu_cpu_tier"),
+        ("CPU tier, Spillway", "spillway-cpu_cpu_tier"),
+        ("disk tier, upstream fs", "upstream-fs_disk_tier"),
+        ("disk tier, Spillway NVMe", "spillway-nvme_disk_tier"),
+    ]
+    lines = ["| ms to the first token | " + " | ".join(f"{n:,}" for n in LENGTHS) + " |", "| --- |" + " --- |" * 3]
+    for label, key in rows:
+        cells = [str(report.get(f"{key}_{tokens}_ms", "-")) for tokens in LENGTHS]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    lines += [f"{key}: {value}" for key, value in report.items() if not key.endswith("_ms")]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time to first token on one CUDA device, by tier.")
+    parser.add_argument("--phase", choices=(*PHASES, "report"))
+    parser.add_argument("--runs", type=int, default=3, help="prompts per figure (default 3)")
+    parser.add_argument("--folder", type=Path, default=PARTS / "work", help="for the model and the disk tiers")
+    given = parser.parse_args(arguments)
+    folder = given.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if given.phase is None:
+        for phase in PHASES:
+            command = [sys.executable, __file__, "--phase", phase, "--runs", str(given.runs), "--folder", str(folder)]
+            subprocess.run(command, check=True)
+    elif given.phase != "report":
+        run_phase(given.phase, given.runs, folder)
+        return 0
+    report = make_report()
+    print(render(report))
+    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
+    OUTPUT.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,338 @@
+"""Copies on a device stream of our own, ordered against the computation by events. One direction, any runtime.
+
+    compute stream   ... kernels that write KV ... [barrier]
+                                                      |
+    copy stream                              wait for barrier [start] copies [end]
+
+The wait is in both directions: a store must see what the last kernel wrote (vllm#45704), a load must not overwrite
+what an earlier kernel still reads or zeroes (vllm#47282). The model thread only enqueues and asks; it never
+synchronises the device, except in `wait` and `close`, whose callers want that.
+
+What a platform adds: its runtime's calls (`StreamRuntime`), and how the copies of a job are enqueued (`_enqueue`).
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from spillway_connector.device.copier import CopyResult, Direction
+from spillway_connector.errors import DeviceCopyError
+from spillway_connector.plan.copies import Addresses, CopyPlan
+
+logger = logging.getLogger(__name__)
+
+
+class StreamRuntime(Protocol):
+    """Streams and events of one runtime, as integers. Every method raises DeviceCopyError."""
+
+    def set_device(self, device: int) -> None: ...
+    def create_stream(self) -> int: ...
+    def destroy_stream(self, stream: int) -> None: ...
+    def discard_stream(self, stream: int) -> None: ...
+    def stream_wait_event(self, stream: int, event: int) -> None: ...
+    def record_event(self, event: int, stream: int) -> None: ...
+    def event_complete(self, event: int) -> bool: ...
+    def elapsed_seconds(self, start: int, end: int) -> float: ...
+
+
+class Events(Protocol):
+    """Events of one sort, for reuse."""
+
+    def take(self) -> int: ...
+    def give_back(self, event: int) -> None: ...
+    def retire(self, event: int) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CopyLimits:
+    """Bounds of one direction."""
+
+    descriptors: int = 4096  # a call
+    jobs: int = 1024  # in flight; further ones are refused, and their requests recompute
+    job_seconds: float = 60.0  # behind the computation it waits for; then something is very wrong
+    check_seconds: float = 1.0  # after this long a job is suspected
+
+
+@dataclass(slots=True)
+class StreamJob:
+    """A job in flight."""
+
+    job_id: int
+    plan: CopyPlan  # its arrays may be read by the runtime until the end event
+    barrier: int
+    start: int
+    end: int
+    submitted_at: float
+    keep: list[object] = field(default_factory=list)  # what else must live until the end event
+    error: DeviceCopyError | None = None
+    overdue: bool = False
+
+
+class StreamCopier(abc.ABC):
+    """One direction's jobs, in order. All methods are called on the model thread."""
+
+    def __init__(  # noqa: PLR0917 - what a subclass puts together
+        self,
+        direction: Direction,
+        runtime: StreamRuntime,
+        device: int,
+        compute_stream: Callable[[], int],
+        barriers: Events,
+        timers: Events,
+        *,
+        host_boundaries: tuple[int, ...],
+        limits: CopyLimits,
+        on_close: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """compute_stream: asked at every submit, never kept; the engine may compute on another one by then.
+        host_boundaries: addresses inside the host memory that no single copy may cross (ends of registrations).
+        on_close: called once, when nothing of this direction touches memory any more.
+        Raises DeviceCopyError.
+        """
+        self._direction = direction
+        self._runtime = runtime
+        self._device = device
+        self._compute_stream = compute_stream
+        self._barriers, self._timers = barriers, timers
+        self._host_boundaries = host_boundaries
+        self._limits = limits
+        self._on_close = on_close
+        self._clock = clock
+        self._thread = 0
+        self._jobs: dict[int, StreamJob] = {}  # in the order of their submission, which is the stream's
+        self._ended: list[CopyResult] = []
+        self._last_end = self._last_check = clock()
+        self._closed = False
+        self._enter_device()
+        self._stream: int | None = runtime.create_stream()
+
+    # -- what a platform adds
+
+    @abc.abstractmethod
+    def _enqueue(self, job: StreamJob, stream: int) -> None:
+        """Every copy of the job, so that what is recorded on `stream` afterwards comes behind all of them.
+
+        Also after an exception: copies that went out before it still end before whatever follows on `stream`.
+        """
+
+    @abc.abstractmethod
+    def _await_event(self, event: int) -> bool:
+        """Block for at most `check_seconds`; False when the event has not come, or the runtime cannot tell."""
+
+    def _stream_failure(self, stream: int) -> DeviceCopyError | None:
+        """Why a task of the stream has failed, where events do not say."""
+        return None
+
+    def _forget(self, job: StreamJob) -> None:  # noqa: B027 - optional
+        """The job has ended: what it kept may be used again."""
+
+    def _release(self) -> None:  # noqa: B027 - optional
+        """Nothing of this direction runs any more: free what `__init__` took beyond the stream."""
+
+    # Whether `discard_stream` also stops what is queued. Where it does not, a job that is late cannot be reported
+    # as ended: the device might write to its blocks after they were given to another request.
+    _discard_stops_copies = False
+
+    # -- the copier's contract
+
+    def submit(self, job_id: int, plan: CopyPlan) -> None:
+        self._enter_device()
+        stream = self._require_stream()
+        if job_id in self._jobs:
+            raise DeviceCopyError(f"{self._direction.value} job {job_id} is in flight already")
+        if len(self._jobs) >= self._limits.jobs:
+            self._collect()
+            if len(self._jobs) >= self._limits.jobs:
+                raise DeviceCopyError(f"{self._limits.jobs} {self._direction.value} jobs are in flight")
+        if len(plan) == 0:
+            self._ended.append(CopyResult(job_id, 0, 0.0))
+            return
+        job = self._open_job(job_id, split_at(plan, self._host_boundaries), stream)
+        try:
+            self._enqueue(job, stream)
+        except DeviceCopyError as error:
+            job.error = error
+        except Exception as error:  # whatever it is, copies may be in flight
+            job.error = DeviceCopyError(f"{self._direction.value} job {job_id}: {error!r}")
+        try:
+            # Also behind a copy that was refused: those before it are in flight, and their memory is in use until
+            # this event has come. Only then is the job reported as failed.
+            self._runtime.record_event(job.end, stream)
+        except DeviceCopyError as error:
+            self._jobs[job_id] = job
+            self._give_up_stream(job.error or error)
+            self._take_back(job_id)
+            raise (job.error or error) from error
+        self._jobs[job_id] = job
+
+    def finished(self) -> list[CopyResult]:
+        if self._jobs:
+            self._enter_device()
+            self._collect()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        newest = next((job for job in reversed(self._jobs.values()) if job.job_id in job_ids), None)
+        if newest is None:
+            return
+        self._enter_device()
+        while newest.job_id in self._jobs:
+            in_time = self._await_event(newest.end)
+            self._collect(suspect=not in_time)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._enter_device()
+        self.wait(set(self._jobs))
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            try:
+                self._runtime.destroy_stream(stream)
+            except DeviceCopyError as error:
+                logger.warning("closing the %s stream: %s", self._direction.value, error)
+        self._release()
+        self._barriers.close()
+        self._timers.close()
+        self._on_close()
+
+    # -- submitting
+
+    def _enter_device(self) -> None:
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self._runtime.set_device(self._device)
+            self._thread = thread
+
+    def _require_stream(self) -> int:
+        if self._closed:
+            raise DeviceCopyError(f"the {self._direction.value} transport is closed")
+        if self._stream is None:
+            try:
+                self._stream = self._runtime.create_stream()
+            except DeviceCopyError as error:
+                raise DeviceCopyError(f"no new {self._direction.value} stream after a failure: {error}") from error
+        return self._stream
+
+    def _open_job(self, job_id: int, plan: CopyPlan, stream: int) -> StreamJob:
+        """Everything before the first copy; what fails here has touched no memory."""
+        taken: list[tuple[Events, int]] = []
+        try:
+            for pool in (self._barriers, self._timers, self._timers):
+                taken.append((pool, pool.take()))
+            barrier, start, end = (event for _, event in taken)
+            self._runtime.record_event(barrier, self._compute_stream())
+            self._runtime.stream_wait_event(stream, barrier)
+            self._runtime.record_event(start, stream)
+        except Exception:
+            for pool, event in taken:
+                pool.retire(event)
+            raise
+        return StreamJob(job_id, plan, barrier, start, end, self._clock())
+
+    # -- ending
+
+    def _collect(self, suspect: bool = False) -> None:
+        """Move ended jobs to the results. `suspect`: look for a dead stream now."""
+        while self._jobs:
+            job = next(iter(self._jobs.values()))
+            try:
+                if self._runtime.event_complete(job.end):
+                    self._end(job)
+                    continue
+            except DeviceCopyError as error:
+                self._give_up_stream(error)
+                return
+            trouble = self._trouble(job, suspect)
+            if trouble is not None:
+                self._give_up_stream(trouble)
+            return
+
+    def _end(self, job: StreamJob) -> None:
+        del self._jobs[job.job_id]
+        self._last_end = self._clock()
+        try:
+            seconds = self._runtime.elapsed_seconds(job.start, job.end)
+        except DeviceCopyError:
+            seconds = self._last_end - job.submitted_at
+        self._ended.append(CopyResult(job.job_id, job.plan.total_bytes, seconds, job.error))
+        self._barriers.give_back(job.barrier)
+        self._timers.give_back(job.start)
+        self._timers.give_back(job.end)
+        self._forget(job)
+
+    def _trouble(self, oldest: StreamJob, suspect: bool) -> DeviceCopyError | None:
+        """Why the oldest job will never end, if so."""
+        now = self._clock()
+        waited = now - max(oldest.submitted_at, self._last_end)
+        if waited > self._limits.job_seconds:
+            late = DeviceCopyError(
+                f"{self._direction.value} job {oldest.job_id} ({oldest.plan.total_bytes} bytes) has not ended "
+                f"after {waited:.0f} s"
+            )
+            if self._discard_stops_copies:
+                return late
+            if not oldest.overdue:
+                oldest.overdue = True
+                logger.error("Spillway: %s; its blocks stay in use until the device answers", late)
+        overdue = waited > self._limits.check_seconds and now - self._last_check > self._limits.check_seconds
+        if not (suspect or overdue):
+            return None
+        self._last_check = now
+        assert self._stream is not None
+        return self._stream_failure(self._stream)
+
+    def _give_up_stream(self, cause: DeviceCopyError) -> None:
+        """The stream is in error or stuck: nothing on it runs after this, and its unfinished jobs have failed."""
+        logger.error("Spillway: the %s stream is given up: %s", self._direction.value, cause)
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            try:
+                self._runtime.discard_stream(stream)
+            except DeviceCopyError as error:
+                logger.error("destroying it: %s", error)
+        for job in list(self._jobs.values()):
+            try:
+                complete = self._runtime.event_complete(job.end)
+            except DeviceCopyError:
+                complete = False
+            if not complete:
+                job.error = job.error or DeviceCopyError(f"its stream was given up: {cause}")
+            self._end(job)
+
+    def _take_back(self, job_id: int) -> None:
+        """A submit that raises reports its job by that alone."""
+        self._ended = [result for result in self._ended if result.job_id != job_id]
+
+
+def split_at(plan: CopyPlan, host_boundaries: tuple[int, ...]) -> CopyPlan:
+    """The plan with every span that crosses a boundary of the host memory cut in two there."""
+    for boundary in host_boundaries:
+        host, sizes = plan.host_addresses, plan.sizes_bytes
+        crossing = np.flatnonzero((host < boundary) & (host + sizes > boundary))
+        if not len(crossing):
+            continue
+        heads = boundary - host[crossing]
+        plan = CopyPlan(
+            np.insert(plan.device_addresses, crossing + 1, plan.device_addresses[crossing] + heads),
+            np.insert(host, crossing + 1, boundary),
+            _insert_tails(sizes, crossing, heads),
+        )
+    return plan
+
+
+def _insert_tails(sizes: Addresses, crossing: Addresses, heads: Addresses) -> Addresses:
+    cut = sizes.copy()
+    cut[crossing] = heads
+    return np.insert(cut, crossing + 1, sizes[crossing] - heads)
