@@ -40,15 +40,16 @@ def _reason(*args: object, **kwargs: object) -> str:
     payload=st.binary(max_size=300),
     created_ms=st.integers(0, 2**63),
     header_bytes=st.sampled_from([HEADER_BYTES, HEADER_BYTES + 1, PAGE_BYTES, 65535]),
+    tenant=st.binary(min_size=8, max_size=8),
 )
 def test_what_is_packed_is_read(
-    namespace: bytes, key: bytes, payload: bytes, created_ms: int, header_bytes: int
+    namespace: bytes, key: bytes, payload: bytes, created_ms: int, header_bytes: int, tenant: bytes
 ) -> None:
-    header = build_header(namespace, key, payload, created_ms=created_ms, header_bytes=header_bytes)
+    header = build_header(namespace, key, payload, created_ms=created_ms, header_bytes=header_bytes, tenant=tenant)
     assert len(header) == header_bytes
     found = verify(header, payload, namespace=namespace, key=key, payload_bytes=len(payload))
     assert (found.namespace, found.key, found.created_ms) == (namespace, key, created_ms)
-    assert (found.header_bytes, found.payload_bytes) == (header_bytes, len(payload))
+    assert (found.header_bytes, found.payload_bytes, found.tenant) == (header_bytes, len(payload), tenant)
 
 
 @pytest.mark.parametrize("header_bytes", [HEADER_BYTES, PAGE_BYTES])
@@ -109,6 +110,8 @@ def test_the_layout_is_a_promise() -> None:
     assert header[128:136].hex() == "0807060504030201"
     assert header[136:176] == bytes(40)
     assert header[176:192].hex() == "d3d2aeb4d59feccc5dc448a4d2d8400f"
+    whose = build_header(NAMESPACE, KEY, b"payload", created_ms=0x0102030405060708, tenant=b"tenant-8")
+    assert whose[136:176] == bytes(16) + b"tenant-8" + bytes(16)
 
 
 def test_a_part_says_which_part_it_is_and_passes_for_no_other() -> None:
@@ -138,5 +141,7 @@ def test_wrong_sizes_of_our_own_are_said_at_once() -> None:
     for namespace, key in ((b"short", KEY), (NAMESPACE, b""), (NAMESPACE, bytes(65))):
         with pytest.raises(ValueError, match="needed"):
             build_header(namespace, key, PAYLOAD, created_ms=1)
+    with pytest.raises(ValueError, match="tenant: 5 bytes"):
+        build_header(NAMESPACE, KEY, PAYLOAD, created_ms=1, tenant=b"short")
     with pytest.raises(ValueError, match="header_bytes"):
         build_header(NAMESPACE, KEY, PAYLOAD, created_ms=1, header_bytes=100)

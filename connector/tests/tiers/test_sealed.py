@@ -25,7 +25,7 @@ from spillway_connector.testing.contracts import (
     payload_of,
     soon,
 )
-from spillway_connector.tiers.frame import HEADER_BYTES, build_header
+from spillway_connector.tiers.frame import HEADER_BYTES, build_header, read_header
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.nvme import NvmeTier
 from spillway_connector.tiers.redis import RedisTier
@@ -39,7 +39,7 @@ from spillway_connector.tiers.sealed import (
     SealKey,
     sealed_namespace,
 )
-from spillway_connector.tiers.tier import Tier
+from spillway_connector.tiers.tier import NO_TENANT, Tier
 
 KEY = SealKey("test", bytes(range(32)))
 OTHER_SECRET = SealKey("test", bytes(range(1, 33)))
@@ -68,7 +68,7 @@ class _Mediums:
         def __init__(self, port: int) -> None:
             self.port = port
             self.client = redis.Redis(port=port)
-            self.client.flushall()
+            self.client.execute_command("FLUSHALL", "SYNC")  # memory freed later would be counted as ours
 
         def open(self, namespace: Namespace, payload_bytes: int) -> Tier:
             return RedisTier(namespace, payload_bytes, RedisEndpoint(port=self.port))
@@ -265,3 +265,22 @@ def test_sizes_that_cannot_work_are_said_at_once() -> None:
     too_large = PAYLOAD_BYTES_MAX + 1
     with pytest.raises(ConfigError, match="blocks_per_chunk"):
         SealedTier(MemoryTier(sealed_in, too_large + SEAL_BYTES, MemoryStore(1)), sealed_in, too_large, KEY)
+
+
+def test_the_tenant_and_the_state_of_the_store_pass_through() -> None:
+    class PressedTier(MemoryTier):
+        under_pressure = False
+        evicted_frames = 0
+
+    sealed_in = sealed_namespace(NAMESPACE, KEY)
+    store = MemoryStore(1 << 20)
+    inner = PressedTier(sealed_in, 100 + SEAL_BYTES, store)
+    tier = SealedTier(inner, sealed_in, 100, KEY)
+    tier.store(key_of(1), payload_of(1, 100), soon(), b"a-tenant")
+    tier.store(key_of(2), payload_of(2, 100), soon())
+    tenants = [read_header(bytes(store.frames[sealed_in.digest16, key_of(seed)])[:HEADER_BYTES]).tenant
+               for seed in (1, 2)]  # fmt: skip
+    assert tenants == [b"a-tenant", NO_TENANT]
+    for pressed, evicted in ((True, 3), (False, 4)):
+        inner.under_pressure, inner.evicted_frames = pressed, evicted
+        assert (tier.under_pressure, tier.evicted_frames) == (pressed, evicted)

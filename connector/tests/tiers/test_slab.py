@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from spillway_connector.errors import (
     CorruptReason,
@@ -18,6 +19,7 @@ from spillway_connector.errors import (
     UnreachableReason,
 )
 from spillway_connector.namespace import Namespace
+from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.contracts import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -29,13 +31,16 @@ from spillway_connector.testing.contracts import (
     payload_of,
     soon,
 )
+from spillway_connector.tiers.nvme_age import boot_tag
+from spillway_connector.tiers.nvme_space import EvictionReason
 from spillway_connector.tiers.slab import SlabTier
 from spillway_connector.tiers.slab_fingerprint import fingerprints, namespace_words
-from spillway_connector.tiers.slab_index import SlabIndex
+from spillway_connector.tiers.slab_index import SlabIndex, tenant_place
 from spillway_connector.tiers.slab_layout import COLUMNS, chunk_name
 from spillway_connector.tiers.tier import StoreOutcome
 
 SLOT_BYTES = 5 * 4096  # header page, three whole pages, one padded page
+NEVER = 1e7  # a deadline for tiers on a stepped clock
 MakeTier = Callable[..., SlabTier]
 
 
@@ -115,16 +120,25 @@ def test_the_layout_on_disk_is_a_promise(make_tier: MakeTier, medium: SlabMedium
     names = {str(path.relative_to(medium.root)) for path in medium.root.rglob("*") if path.is_file()}
     assert names == {
         f"{NAMESPACE.hex}/namespace.json",
+        f"clock.{boot_tag()}",
         "slab/lock",
         f"slab/writers/{tier._pool.badge.number:016x}",
         "slab/20480/index",
+        "slab/20480/headers",
         "slab/20480/000000-00000001.slab",
     }
     raw = (medium.root / "slab" / "20480" / "index").read_bytes()
-    assert raw[:12] == b"SPILLSLB\x01\x00\x00\x00"
+    assert raw[:12] == b"SPILLSLB\x02\x00\x00\x00"
+    table = (medium.root / "slab" / "20480" / "headers").read_bytes()
+    assert table[:12] == b"SPILLHDR\x02\x00\x00\x00"
+    frame = medium.read_frame(NAMESPACE, bytes(range(36)))
+    at = 4096 + 200 * medium.slot(NAMESPACE, bytes(range(36)))
+    assert table[at : at + 192] == frame[:192]
+    assert table[at + 192 : at + 200] == xxhash.xxh3_64_digest(frame[:192])
     slots_per_chunk, slot_bytes, chunks = struct.unpack_from("<IQI", raw, 12)
     assert slot_bytes == SLOT_BYTES
-    assert slots_per_chunk * slot_bytes * chunks + len(raw) <= 64 << 20
+    assert slots_per_chunk * slot_bytes * chunks + len(raw) + len(table) <= 64 << 20
+    assert len(table) == 4096 + 200 * slots_per_chunk * chunks
     assert (medium.root / "slab/20480/000000-00000001.slab").stat().st_size == slots_per_chunk * slot_bytes
 
 
@@ -171,15 +185,15 @@ def test_a_raised_bound_gives_more_room_and_keeps_what_is_there(make_tier: MakeT
 
 
 def test_a_lowered_bound_drops_what_went_unused_for_longest(make_tier: MakeTier, medium: SlabMedium) -> None:
-    now = [1_000_000.0]
-    large = make_tier(max_bytes=100 * SLOT_BYTES, wall_clock=lambda: now[0])
+    clock = SteppedClock()
+    large = make_tier(max_bytes=100 * SLOT_BYTES, clock=clock)
     for seed in range(60):
-        now[0] += 1
-        large.store(key_of(seed), payload_of(seed), soon())
-    small = make_tier(max_bytes=40 * SLOT_BYTES, wall_clock=lambda: now[0])
-    small.store(key_of(60), payload_of(60), soon())
+        clock.advance(1)
+        large.store(key_of(seed), payload_of(seed), NEVER)
+    small = make_tier(max_bytes=40 * SLOT_BYTES, clock=clock)
+    small.store(key_of(60), payload_of(60), NEVER)
     assert medium.bytes_on_disk() <= 40 * SLOT_BYTES
-    assert small.contains([key_of(0), key_of(59), key_of(60)], soon()) == [False, True, True]
+    assert small.contains([key_of(0), key_of(59), key_of(60)], NEVER) == [False, True, True]
 
 
 def test_blocks_that_are_asked_for_outlive_a_flood_of_others(make_tier: MakeTier) -> None:
@@ -207,51 +221,146 @@ def test_a_namespace_nobody_uses_makes_room(make_tier: MakeTier) -> None:
 
 
 def test_blocks_of_another_size_share_the_bound_and_the_staler_ones_go(make_tier: MakeTier, medium: SlabMedium) -> None:
-    now = [1_000_000.0]
+    clock = SteppedClock()
     max_bytes = 64 * SLOT_BYTES
-    options: dict[str, Any] = {"max_bytes": max_bytes, "wall_clock": lambda: now[0]}
+    options: dict[str, Any] = {"max_bytes": max_bytes, "clock": clock}
     old = make_tier(**options)
     for seed in range(60):
-        now[0] += 1
-        old.store(key_of(seed), payload_of(seed), soon())
+        clock.advance(1)
+        old.store(key_of(seed), payload_of(seed), NEVER)
     larger = Namespace.of({"size": 40_000})
     new = make_tier(larger, 40_000, **options)
+    target = memoryview(bytearray(40_000))
     for seed in range(40):
-        now[0] += 10
-        assert new.store(key_of(seed), payload_of(seed, 40_000), soon()) is StoreOutcome.STORED
+        clock.advance(10)
+        assert new.store(key_of(seed), payload_of(seed, 40_000), NEVER) is StoreOutcome.STORED
         assert medium.bytes_on_disk() <= max_bytes
-        assert load(new, key_of(seed)) == payload_of(seed, 40_000)
-    assert sum(new.contains([key_of(seed) for seed in range(40)], soon())) >= 12
+        new.load(key_of(seed), target, NEVER)
+        assert target == payload_of(seed, 40_000)
+    assert sum(new.contains([key_of(seed) for seed in range(40)], NEVER)) >= 12
+    target = memoryview(bytearray(PAYLOAD_BYTES))
     for seed in range(60):
         try:
-            assert load(old, key_of(seed)) == payload_of(seed)
+            old.load(key_of(seed), target, NEVER)
+            assert target == payload_of(seed)
         except TierMiss:
             pass
 
 
 def test_a_tenant_makes_room_for_itself(make_tier: MakeTier) -> None:
-    tier = make_tier(tenant_of=lambda key: key[:1] * 8, tenant_max_bytes=5 * SLOT_BYTES)
-    quiet = [b"q" + key_of(seed) for seed in range(4)]
-    loud = [b"l" + key_of(seed) for seed in range(30)]
-    for number, key in enumerate(quiet + loud):
-        tier.store(key, payload_of(number), soon())
-    assert all(tier.contains(quiet, soon()))
-    assert sum(tier.contains(loud, soon())) == 5
-    assert tier.contains(loud[-5:], soon()) == [True] * 5
+    tiers = [make_tier(tenant_max_bytes=5 * SLOT_BYTES) for _ in range(2)]
+    quiet, loud, salted = range(4), range(100, 130), range(200, 230)
+    for seed in quiet:
+        tiers[0].store(key_of(seed), payload_of(seed), soon(), b"quiet---")
+    for first, second in zip(loud, salted, strict=True):  # two engines take turns, and the bound is one for both
+        tiers[first % 2].store(key_of(first), payload_of(first), soon())
+        tiers[second % 2].store(key_of(second), payload_of(second), soon(), b"loud----")
+        for seeds in (loud, salted):
+            assert sum(tiers[0].contains([key_of(seed) for seed in seeds], soon())) <= 5
+    for seeds in (loud, salted):
+        assert tiers[1].contains([key_of(seed) for seed in seeds], soon()) == [False] * 25 + [True] * 5
+    assert all(tiers[0].contains([key_of(seed) for seed in quiet], soon()))
+    assert sum(tier.evictions[EvictionReason.TENANT] for tier in tiers) == 50
+    assert all(tier.evictions[EvictionReason.ROOM] == 0 and not tier.under_pressure for tier in tiers)
+
+
+def test_what_a_tenant_uses_stays_and_what_it_once_used_does_not(make_tier: MakeTier) -> None:
+    clock = SteppedClock()
+    tier = make_tier(tenant_max_bytes=4 * SLOT_BYTES, clock=clock)
+    target = memoryview(bytearray(PAYLOAD_BYTES))
+    for seed in range(4):
+        tier.store(key_of(seed), payload_of(seed), NEVER, b"tenant-a")
+        for _ in range(3):
+            tier.load(key_of(seed), target, NEVER)
+    for seed in range(4, 10):
+        clock.advance(10)
+        tier.load(key_of(0), target, NEVER)
+        clock.advance(10)
+        tier.store(key_of(seed), payload_of(seed), NEVER, b"tenant-a")
+    assert tier.contains([key_of(seed) for seed in range(10)], NEVER) == [True, *[False] * 6, True, True, True]
+
+
+def test_a_quota_counts_blocks_of_every_size(make_tier: MakeTier) -> None:
+    quota = 6 * SLOT_BYTES
+    small = make_tier(tenant_max_bytes=quota)
+    large = make_tier(Namespace.of({"size": 40_000}), 40_000, tenant_max_bytes=quota)
+    for seed in range(6):
+        small.store(key_of(seed), payload_of(seed), soon(), b"tenant-a")
+    for seed in range(2):
+        large.store(key_of(seed), payload_of(seed, 40_000), soon(), b"tenant-a")
+        assert load(large, key_of(seed)) == payload_of(seed, 40_000)
+    assert sum(small.contains([key_of(seed) for seed in range(6)], soon())) == 1  # 5 slots made room for 2 of 11 pages
+    for seed in range(10, 13):
+        assert small.store(key_of(seed), payload_of(seed), soon(), b"tenant-a") is StoreOutcome.STORED
+        assert sum(small.contains([key_of(seed) for seed in range(20)], soon())) * SLOT_BYTES <= quota
+
+
+def test_a_quota_that_holds_no_frame_is_refused_with_the_remedy(make_tier: MakeTier) -> None:
+    tier = make_tier(tenant_max_bytes=SLOT_BYTES - 1)
+    error = error_of(lambda: tier.store(key_of(1), payload_of(1), soon(), b"tenant-a"))
+    assert error.reason == RefusedReason.NO_SPACE
+    assert "raise tenant_max_bytes" in str(error)
+
+
+def test_quotas_outlive_a_crash_and_the_loss_of_the_index(make_tier: MakeTier, medium: SlabMedium) -> None:
+    for seed in range(8):
+        make_tier().store(key_of(seed), payload_of(seed), soon(), b"tenant-a" if seed % 2 else b"tenant-b")
+    medium.index().put("dirty", 0, 1)
+    tag = int.from_bytes(b"tenant-a", "little")
+    for loss in (lambda: None, (medium.root / "slab" / str(SLOT_BYTES) / "index").unlink):
+        medium.index().put("tenant_used", tenant_place(tag), 77)
+        loss()
+        make_tier().prepare(soon())
+        assert medium.index().tenant_bytes_at_most(tag) == 4 * SLOT_BYTES
+    tier = make_tier(tenant_max_bytes=4 * SLOT_BYTES)
+    tier.store(key_of(9), payload_of(9), soon(), b"tenant-a")
+    assert sum(tier.contains([key_of(seed) for seed in (1, 3, 5, 7)], soon())) == 3
+    assert all(tier.contains([key_of(seed) for seed in (0, 2, 4, 6, 9)], soon()))
 
 
 def test_an_entry_expires_after_its_last_use(make_tier: MakeTier) -> None:
-    now = [1_000_000.0]
-    tier = make_tier(ttl_seconds=100, wall_clock=lambda: now[0])
-    tier.store(key_of(1), payload_of(1), soon())
-    tier.store(key_of(2), payload_of(2), soon())
-    now[0] += 80
-    load(tier, key_of(1))
-    now[0] += 80
-    assert tier.contains([key_of(1), key_of(2)], soon()) == [True, False]
-    assert isinstance(error_of(lambda: load(tier, key_of(2))), TierMiss)
-    assert tier.store(key_of(2), payload_of(3), soon()) is StoreOutcome.STORED
-    assert load(tier, key_of(2)) == payload_of(3)
+    clock = SteppedClock()
+    tier = make_tier(ttl_seconds=100, clock=clock)
+    target = memoryview(bytearray(PAYLOAD_BYTES))
+    for seed in (1, 2, 3):
+        tier.store(key_of(seed), payload_of(seed), NEVER)
+    clock.advance(80)
+    tier.load(key_of(1), target, NEVER)
+    clock.advance(80)
+    keys = [key_of(seed) for seed in (1, 2, 3)]
+    assert tier.contains(keys, NEVER) == tier.contains_now(keys) == [True, False, False]
+    assert isinstance(error_of(lambda: tier.load(key_of(2), target, NEVER)), TierMiss)
+    assert tier.store(key_of(2), payload_of(2), NEVER) is StoreOutcome.STORED
+    tier.load(key_of(2), target, NEVER)
+    assert target == payload_of(2)
+    assert tier.evictions[EvictionReason.TTL] == 2  # the one stored anew, and the other by that store's housekeeping
+    assert tier.resident_bytes(NEVER) == 2 * SLOT_BYTES
+
+
+def test_the_answer_from_memory_is_the_answer(make_tier: MakeTier, medium: SlabMedium) -> None:
+    tier = make_tier()
+    keys = [key_of(seed) for seed in range(30)]
+    assert tier.contains_now(keys) is None
+    for seed in range(0, 30, 2):
+        make_tier().store(key_of(seed), payload_of(seed), soon())
+    tier.prepare(soon())
+    shutil.move(medium.root, medium.root.with_name("away"))  # nothing on the disk is looked at
+    assert tier.contains_now(keys) == [seed % 2 == 0 for seed in range(30)]
+    tier.close()
+    assert tier.contains_now(keys) is None
+
+
+def test_a_tier_says_when_it_is_short_of_room(make_tier: MakeTier) -> None:
+    clock = SteppedClock()
+    tier = make_tier(max_bytes=12 * SLOT_BYTES, clock=clock)
+    seeds = iter(range(100))
+    while not tier.evicted_frames:
+        assert not tier.under_pressure
+        seed = next(seeds)
+        tier.store(key_of(seed), payload_of(seed), NEVER)
+    assert tier.under_pressure
+    clock.advance(5.1)
+    assert not tier.under_pressure
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -367,9 +476,10 @@ def test_a_truncated_chunk_loses_only_what_was_cut_off(make_tier: MakeTier, medi
         assert load(tier, key_of(seed)) == payload_of(seed)
 
 
+@pytest.mark.parametrize("table", ["whole", "lost", "of another shape"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "other version", "header bit", "noise"])
-def test_an_index_that_is_lost_is_made_again_from_the_slots(
-    make_tier: MakeTier, medium: SlabMedium, damage: str
+def test_an_index_that_is_lost_is_made_again_from_the_headers(
+    make_tier: MakeTier, medium: SlabMedium, damage: str, table: str
 ) -> None:
     tier = make_tier()
     for seed in range(20):
@@ -379,6 +489,11 @@ def test_an_index_that_is_lost_is_made_again_from_the_slots(
     path = medium.root / "slab" / str(SLOT_BYTES) / "index"
     whole = path.read_bytes()
     path.unlink()
+    headers = path.with_name("headers")
+    if table == "lost":
+        headers.unlink()
+    elif table == "of another shape":
+        headers.write_bytes(headers.read_bytes()[:12] + bytes(100))
     damaged = {
         "empty": b"",
         "cut": whole[:-4096],
@@ -389,6 +504,7 @@ def test_an_index_that_is_lost_is_made_again_from_the_slots(
     if damage in damaged:
         path.write_bytes(damaged[damage])
     for reader in (tier, make_tier()):
+        reader.prepare(soon())
         assert reader.contains([key_of(seed) for seed in range(20)], soon()) == [seed != 7 for seed in range(20)]
         assert all(load(reader, key_of(seed)) == payload_of(seed) for seed in range(20) if seed != 7)
     assert load(make_tier(OTHER_NAMESPACE), key_of(1)) == payload_of(99)
@@ -468,23 +584,40 @@ def test_a_file_in_the_place_of_the_directory_is_named(make_tier: MakeTier, tmp_
 
 
 def test_a_jumping_clock_loses_no_byte_and_keeps_no_entry_for_ever(make_tier: MakeTier) -> None:
-    wall, steady = [1_000_000_000.0], [100.0]
-    options: dict[str, Any] = {"ttl_seconds": 1000, "wall_clock": lambda: wall[0], "clock": lambda: steady[0]}
+    wall, clock = [1_000_000_000.0], SteppedClock()
+    options: dict[str, Any] = {"ttl_seconds": 1000, "wall_clock": lambda: wall[0], "clock": clock}
     tier = make_tier(**options)
-    soon = 1e9
-    for seed, jump in enumerate((0, 10**8, -(10**9), 5 * 10**8, -(5 * 10**8))):
+    target = memoryview(bytearray(PAYLOAD_BYTES))
+    jumps = (0, 10**8, -(10**9), 5 * 10**8, -(5 * 10**8), 6 * 3600, -6 * 3600)
+    for seed, jump in enumerate(jumps):
         wall[0] = max(0.0, wall[0] + jump)
-        tier.store(key_of(seed), payload_of(seed), soon)
-        target = memoryview(bytearray(PAYLOAD_BYTES))
-        tier.load(key_of(seed), target, soon)
+        clock.advance(61)  # the next store also looks at ages
+        later = make_tier(**options)  # a process started after the jump tells ages as the one before it does
+        for user in (tier, later):
+            user.store(key_of(seed), payload_of(seed), NEVER)
+            assert all(user.contains([key_of(other) for other in range(seed + 1)], NEVER))
+        tier.load(key_of(seed), target, NEVER)
         assert target == payload_of(seed)
-    steady[0] += 61  # the next store also looks at ages
-    tier.store(key_of(50), payload_of(50), soon)
-    wall[0] += 1001
-    assert not any(tier.contains([key_of(seed) for seed in range(51)], soon))
-    steady[0] += 61
-    tier.store(key_of(51), payload_of(51), soon)
-    assert tier.resident_bytes(soon) == SLOT_BYTES
+    clock.advance(1001)
+    assert not any(tier.contains([key_of(seed) for seed in range(len(jumps))], NEVER))
+    tier.store(key_of(51), payload_of(51), NEVER)
+    assert tier.resident_bytes(NEVER) == SLOT_BYTES
+
+
+@pytest.mark.parametrize(("off_seconds", "lives_on"), [(600, True), (5000, False), (-(10**6), True)])
+def test_time_passes_while_the_node_is_off_and_never_backwards(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, off_seconds: int, lives_on: bool
+) -> None:
+    wall = 2_000_000.0
+    options: dict[str, Any] = {"ttl_seconds": 1000}
+    make_tier(clock=SteppedClock(), wall_clock=lambda: wall, **options).store(key_of(1), payload_of(1), NEVER)
+    monkeypatch.setattr("spillway_connector.tiers.nvme_age.boot_tag", lambda: "0123456789abcdef")
+    clock = SteppedClock(5.0)  # counts from the boot
+    tier = make_tier(clock=clock, wall_clock=lambda: wall + off_seconds, **options)
+    assert tier.contains([key_of(1)], NEVER) == [lives_on]
+    tier.store(key_of(2), payload_of(2), NEVER)  # brings stamps of the future back to now
+    clock.advance(1001)
+    assert tier.contains([key_of(1), key_of(2)], NEVER) == [False, False]
 
 
 def test_a_chunk_removed_while_in_use_costs_its_blocks_and_one_store(make_tier: MakeTier, medium: SlabMedium) -> None:

@@ -8,12 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway_connector.tiers.slab_fingerprint import fingerprints, fingerprints_of_padded, namespace_words
+from spillway_connector.tiers.slab_fingerprint import (
+    fingerprint_of,
+    fingerprints,
+    fingerprints_of_padded,
+    namespace_words,
+)
 from spillway_connector.tiers.slab_index import SlabIndex
 from spillway_connector.tiers.slab_layout import PoolShape, chunk_name, parse_chunk_name, plan_shape, slot_bytes_of
 from spillway_connector.tiers.slab_policy import FREE
 
 WORDS = namespace_words(bytes(range(16)))
+PAIR = (int(WORDS[0]), int(WORDS[1]))
 keys = st.binary(min_size=1, max_size=64)
 
 
@@ -27,8 +33,9 @@ def test_a_planned_pool_stays_within_its_bound_and_uses_most_of_it(payload_bytes
     if shape is None:
         assert limit_bytes < slot_bytes + 8192 + 2 * max(limit_bytes // 64, slot_bytes)
         return
-    assert shape.slots * slot_bytes + shape.index_bytes <= limit_bytes
-    assert limit_bytes - shape.slots * slot_bytes - shape.index_bytes <= 3 * shape.chunk_bytes + shape.index_bytes
+    beside_bytes = shape.index_bytes + shape.table_bytes
+    assert shape.slots * slot_bytes + beside_bytes <= limit_bytes
+    assert limit_bytes - shape.slots * slot_bytes - beside_bytes <= 3 * shape.chunk_bytes + beside_bytes
     assert PoolShape.unpack(shape.pack()) == shape
 
 
@@ -68,6 +75,7 @@ def test_a_key_has_one_fingerprint_whatever_comes_with_it(batch: list[bytes]) ->
     together = fingerprints(batch, WORDS)
     for key, row in zip(batch, together.tolist()):
         assert fingerprints([key], WORDS).tolist() == [row]
+        assert list(fingerprint_of(key, PAIR)) == row
     padded = np.frombuffer(b"".join(key.ljust(64, b"\x00") for key in batch), np.uint8).reshape(-1, 64)
     lengths = np.array([len(key) for key in batch], np.uint16)
     namespaces = np.broadcast_to(WORDS, (len(batch), 2))
@@ -96,6 +104,8 @@ def test_keys_that_differ_in_one_bit_spread_over_all_buckets() -> None:
 def test_a_key_of_a_wrong_length_is_refused(batch: list[bytes]) -> None:
     with pytest.raises(ValueError, match="1 to 64 bytes"):
         fingerprints(batch, WORDS)
+    with pytest.raises(ValueError, match="1 to 64 bytes"):
+        fingerprint_of(min(batch, key=len) if b"" in batch else batch[0], PAIR)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -109,8 +119,12 @@ def new_index(folder: str, chunks: int = 4) -> SlabIndex:
 
 
 def claim(index: SlabIndex, slot: int, number: int) -> None:
-    index.claim(slot, key(number)[0], namespace=1, tenant=0, owner=1, now_s=5)
+    index.claim(slot, pair(number), namespace=1, tenant=0, owner=1, now_s=5)
     index.publish(slot)
+
+
+def pair(number: int) -> tuple[int, int]:
+    return fingerprint_of(number.to_bytes(36, "big"), PAIR)
 
 
 def key(number: int) -> np.ndarray:
@@ -150,6 +164,8 @@ def test_the_index_answers_as_a_dictionary_would(actions: list[tuple[str, int]])
             assert index.used == len(model)
         found = index.find(np.concatenate([key(number) for number in range(100)]))
         assert found.tolist() == [model.get(number, -1) for number in range(100)]
+        assert found.tolist() == [index.find_one(pair(number)) for number in range(100)]
+        assert all(index.holds(slot, pair(number)) for number, slot in model.items())
 
 
 def test_a_full_index_holds_every_key() -> None:
@@ -161,6 +177,7 @@ def test_a_full_index_holds_every_key() -> None:
             claim(index, number, number)
         batch = fingerprints([number.to_bytes(36, "big") for number in range(20_000)], WORDS)
         assert index.find(batch).tolist() == list(range(20_000))
+        assert [index.find_one(pair(number)) for number in range(20_000)] == list(range(20_000))
         assert index.recover() == 20_000
         assert index.find(batch).tolist() == list(range(20_000))
 
@@ -181,10 +198,12 @@ def test_recovery_makes_sense_of_any_noise(seed: int, share: float) -> None:
         raw[hit] = lots.integers(0, 256, len(hit), dtype=np.uint8)
         with path.open("r+b") as file:
             file.write(raw.tobytes())
+        for number, slot in before.items():  # damage is met before it is put right
+            assert index.find_one(pair(number)) in (slot, -1)
         index.recover()
         assert index.used == np.count_nonzero(index.state != FREE)
         for number, slot in before.items():
-            assert index.find(key(number)).tolist()[0] in (slot, -1)
+            assert index.find(key(number)).tolist()[0] == index.find_one(pair(number)) in (slot, -1)
         while (victim := index.victim()) is not None:
             index.evict(victim)
 

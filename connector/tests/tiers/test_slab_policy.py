@@ -124,17 +124,20 @@ def test_an_entry_being_written_is_never_the_victim() -> None:
     assert policy.victim(4) == 3
 
 
-def test_a_tenant_gives_up_its_least_hit_then_oldest_entry() -> None:
+def test_a_tenant_gives_up_what_it_used_last_the_longest_ago() -> None:
     arrays = make_arrays()
     policy = make_policy(arrays)
     tenants = np.array([7, 7, 7, 8] + [0] * (SLOTS - 4), np.uint64)
     for slot in range(4):
         policy.enter(slot, SMALL)
         arrays.state[slot] = LIVE
-    arrays.frequency[0] = 1
-    assert tenant_victim(arrays, tenants, 7) == 1
-    assert tenant_victim(arrays, tenants, 8) == 3
-    assert tenant_victim(arrays, tenants, 9) is None
+    arrays.frequency[1] = 3  # hits of long ago count for nothing
+    used_s = np.array([60, 50, 50, 10] + [0] * (SLOTS - 4), np.uint32)
+    assert tenant_victim(arrays, tenants, used_s, 7) == 1
+    used_s[1] = 70
+    assert tenant_victim(arrays, tenants, used_s, 7) == 2
+    assert tenant_victim(arrays, tenants, used_s, 8) == 3
+    assert tenant_victim(arrays, tenants, used_s, 9) is None
 
 
 @given(fingerprint=st.integers(1, 2**64 - 1), eviction=st.integers(0, 2**40), later=st.integers(1, 2**31 - 1))

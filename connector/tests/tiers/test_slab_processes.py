@@ -15,7 +15,7 @@ from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_o
 from spillway_connector.tiers.slab import SlabTier
 from spillway_connector.tiers.slab_index import SlabIndex
 from spillway_connector.tiers.slab_policy import WRITING
-from spillway_connector.tiers.tier import StoreOutcome
+from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome
 
 SLOT_BYTES = 5 * 4096
 MAX_BYTES = 24 * SLOT_BYTES
@@ -165,7 +165,7 @@ def test_the_slot_of_a_dead_writer_is_taken_back_and_that_of_a_living_one_is_not
     living = SlabTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=MAX_BYTES)
     dead = SlabTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=MAX_BYTES)
     for tier, seed in ((living, 1), (dead, 2)):
-        assert tier._claim(key_of(seed), soon()) is not None
+        assert tier._claim(key_of(seed), NO_TENANT, soon()) is not None
     other = SlabTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=MAX_BYTES)
     for seed in (1, 2):  # both writers live: whoever comes second leaves it to them
         assert other.store(key_of(seed), payload_of(seed), soon()) is StoreOutcome.PRESENT

@@ -11,7 +11,7 @@ from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.stats import Operation
-from spillway_connector.tiers.tier import Clock, StoreOutcome, Tier
+from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, Tier
 
 ALL_OPERATIONS = frozenset(Operation)
 
@@ -47,9 +47,9 @@ class TierWrapper:
         self._enter(Operation.LOAD)
         self.tier.load(key, target, deadline)
 
-    def store(self, key: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         self._enter(Operation.STORE)
-        return self.tier.store(key, source, deadline)
+        return self.tier.store(key, source, deadline, tenant)
 
     def discard(self, key: bytes, deadline: float) -> None:
         self.tier.discard(key, deadline)
@@ -167,8 +167,8 @@ class CorruptingTier(MemoryTier):
         self._random = random.Random(seed)  # noqa: S311 - reproducible, not secret
         self._corrupt_ratio = corrupt_ratio
 
-    def store(self, key: bytes, source: memoryview, deadline: float) -> StoreOutcome:
-        outcome = super().store(key, source, deadline)
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        outcome = super().store(key, source, deadline, tenant)
         with self.medium.lock:
             frame = self.medium.frames.get((self._digest, key))
             if outcome is StoreOutcome.STORED and frame is not None and self._random.random() < self._corrupt_ratio:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from types import TracebackType
+
+RECEIVE_BYTES = 65536
+
+
+class Gesture(Enum):
+    """Something a server does to a connection other than sending."""
+
+    HALF_CLOSE = "no more will be sent, but what comes is still read"
+
+
+Piece = bytes | Gesture | None
 
 
 class SickServer:
@@ -14,19 +26,25 @@ class SickServer:
     An answer is a list of pieces sent one after the other; None among them closes the connection at that point. An
     empty list is silence. ``later_answers`` are for all connections but the first. Commands are not parsed: one receive
     is taken for one command. After ``commands_max`` of them a connection stays open but is not read any more.
+    ``before_each_receive`` is called ahead of each receive, ``trickle`` after each byte of an answer, which then goes
+    out byte by byte: with a stepped clock they make a server as slow as one likes in no time.
     """
 
     def __init__(
         self,
-        answers: Iterable[list[bytes | None]],
+        answers: Iterable[Sequence[Piece]],
         *,
-        later_answers: Iterable[list[bytes | None]] | None = None,
+        later_answers: Iterable[Sequence[Piece]] | None = None,
         commands_max: int | None = None,
+        before_each_receive: Callable[[], None] | None = None,
+        trickle: Callable[[], None] | None = None,
     ) -> None:
         self._first_answers = list(answers)
         self._later_answers = self._first_answers if later_answers is None else list(later_answers)
         self._commands_max = commands_max
-        self._answer: Callable[[bytes], list[bytes | None]] | None = None
+        self._before_each_receive = before_each_receive
+        self._trickle = trickle
+        self._answer: Callable[[bytes], Sequence[Piece]] | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._stop = threading.Event()
         self._connections: list[socket.socket] = []
@@ -36,7 +54,7 @@ class SickServer:
         self.received = threading.Event()  # set at every command
         self.accepted = 0
 
-    def answer_by(self, answer: Callable[[bytes], list[bytes | None]]) -> None:
+    def answer_by(self, answer: Callable[[bytes], Sequence[Piece]]) -> None:
         """From now on answer every command by what ``answer`` makes of it."""
         self._answer = answer
 
@@ -72,10 +90,10 @@ class SickServer:
             self._connections.append(connection)
             threading.Thread(target=self._serve, args=(connection, answers), daemon=True).start()
 
-    def _serve(self, connection: socket.socket, answers: list[list[bytes | None]]) -> None:
+    def _serve(self, connection: socket.socket, answers: list[Sequence[Piece]]) -> None:
         step = 0
         try:
-            while command := connection.recv(65536):
+            while command := self._receive(connection):
                 self.commands.append(command)
                 self.received.set()
                 answer = self._answer(command) if self._answer else answers[min(step, len(answers) - 1)]
@@ -84,8 +102,23 @@ class SickServer:
                     if piece is None:
                         connection.close()
                         return
-                    connection.sendall(piece)
+                    self._send(connection, piece)
                 if step == self._commands_max:
                     self._stop.wait()
         except OSError:
             return
+
+    def _receive(self, connection: socket.socket) -> bytes:
+        if self._before_each_receive is not None:
+            self._before_each_receive()
+        return connection.recv(RECEIVE_BYTES)
+
+    def _send(self, connection: socket.socket, piece: bytes | Gesture) -> None:
+        if isinstance(piece, Gesture):
+            connection.shutdown(socket.SHUT_WR)
+        elif self._trickle is None:
+            connection.sendall(piece)
+        else:
+            for position in range(len(piece)):
+                connection.sendall(piece[position : position + 1])
+                self._trickle()

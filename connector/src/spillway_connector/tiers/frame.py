@@ -17,7 +17,8 @@ Layout, little-endian; the fixed part is 192 bytes, then zero padding up to ``he
        112    16  xxh3_128 of the payload, canonical (big-endian) form
        128     8  created_ms, wall clock
        136    16  set digest: which parts belong together (see digest_of_parts); zero where the part count is 1
-       152    24  zero
+       152     8  tenant: the first 8 bytes of the blake3 of the request's cache salt; zero for none
+       160    16  zero
        176    16  xxh3_128 of all header bytes before and after this field, padding included
 
 Every byte is covered: the header by its own checksum, the payload by the one in the header. xxh3 guards against
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 import xxhash
 
 from spillway_connector.errors import CorruptReason, TierCorrupt
+from spillway_connector.tiers.tier import NO_TENANT, TENANT_BYTES
 
 MAGIC = b"SPILLKV\n"
 FORMAT_VERSION = 1
@@ -44,7 +46,7 @@ PARTS_MAX = 0xFFFF
 
 NO_SET = bytes(16)
 
-_FIELDS = struct.Struct("<8sHHI16s64sHHHHQ16sQ16s24s")
+_FIELDS = struct.Struct("<8sHHI16s64sHHHHQ16sQ16s8s16s")
 _CHECKSUM_BYTES = 16
 _CHECKSUM_AT = HEADER_BYTES - _CHECKSUM_BYTES
 assert _FIELDS.size == _CHECKSUM_AT
@@ -61,6 +63,7 @@ class FrameHeader:
     payload_digest: bytes
     created_ms: int
     part: Part
+    tenant: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +100,19 @@ def build_header(
     header_bytes: int = HEADER_BYTES,
     part: Part = WHOLE,
     payload_digest: bytes | None = None,
+    tenant: bytes = NO_TENANT,
 ) -> bytes:
     """Pack the header of a frame; reads the whole payload once for its checksum (about 30 GB/s, without the GIL).
 
     namespace: 16 bytes. key: 1 to 64 bytes. header_bytes: 192 to 65535, the padded size. payload_digest: where the
-    caller has it already. Raises ValueError on a wrong size: these come from our own code, not from a store.
+    caller has it already. tenant: 8 bytes. Raises ValueError on a wrong size: these come from our own code, not from a
+    store.
     """
     _check_names(namespace, key)
     if not 0 <= part.index < part.count <= PARTS_MAX or len(part.set_digest) != len(NO_SET):
         raise ValueError(f"{part}: needed are 0 <= index < count <= {PARTS_MAX} and a set digest of 16 bytes")
+    if len(tenant) != TENANT_BYTES:
+        raise ValueError(f"tenant: {len(tenant)} bytes given, {TENANT_BYTES} needed")
     if not HEADER_BYTES <= header_bytes <= 0xFFFF:
         raise ValueError(f"header_bytes: {header_bytes} is outside {HEADER_BYTES}..65535")
     payload_bytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
@@ -124,6 +131,7 @@ def build_header(
         payload_digest or digest_of_payload(payload),
         created_ms,
         part.set_digest,
+        tenant,
         b"",
     )
     padding = bytes(header_bytes - HEADER_BYTES)
@@ -153,6 +161,7 @@ def read_header(header: memoryview | bytes) -> FrameHeader:
         digest,
         created_ms,
         set_digest,
+        tenant,
         reserved,
     ) = _FIELDS.unpack_from(raw)
     if magic != MAGIC:
@@ -168,7 +177,7 @@ def read_header(header: memoryview | bytes) -> FrameHeader:
         # Intact, so written by a program that knows more than this one.
         raise TierCorrupt(CorruptReason.VERSION, "the frame uses fields that this program does not know")
     part = Part(part_index, part_count, set_digest)
-    return FrameHeader(header_bytes, namespace, padded_key[:key_bytes], payload_bytes, digest, created_ms, part)
+    return FrameHeader(header_bytes, namespace, padded_key[:key_bytes], payload_bytes, digest, created_ms, part, tenant)
 
 
 def verify(

@@ -4,9 +4,11 @@ The one promise: once a job has been given up, no worker reads or writes its row
 first and says :meth:`end_copy` after; giving up succeeds at once unless a copy (memory to memory, at most a few
 milliseconds) is under way, and then it succeeds at the next attempt. I/O never happens between the two calls.
 
-    load:   QUEUED -> (tier to bounce buffer, verified) -> COPYING -> SETTLED
+    load:   QUEUED -> (tier to bounce buffer, verified) -> COPYING -> COPIED -> SETTLED
     store:  QUEUED -> COPYING -> COPIED -> (bounce buffer to tier) -> SETTLED
     both:   QUEUED or COPIED -> DEAD when the job is given up
+
+A job is two lists and a byte per item, so that submitting one costs the scheduler the same whatever its size.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum
 
 from spillway_connector.errors import TierError
 from spillway_connector.tiers.stats import Operation
+from spillway_connector.tiers.tier import NO_TENANT
 
 
-class ItemState(Enum):
-    QUEUED = auto()
-    COPYING = auto()
-    COPIED = auto()  # the row is no longer needed, the outcome not known yet
-    SETTLED = auto()
-    DEAD = auto()
+class ItemState(IntEnum):
+    QUEUED = 0
+    COPYING = 1
+    COPIED = 2  # the row is no longer needed, the outcome not known yet
+    SETTLED = 3
+    DEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,58 +48,76 @@ class JobOutcome:
 
 @dataclass(slots=True, eq=False)
 class TransferItem:
-    """One key and its row."""
+    """One key and its row, in a worker's hands."""
 
     job: TransferJob
-    key: bytes
-    row: int
-    state: ItemState = ItemState.QUEUED
+    index: int
+
+    @property
+    def key(self) -> bytes:
+        return self.job.keys[self.index]
+
+    @property
+    def row(self) -> int:
+        return self.job.rows[self.index]
 
     def begin_copy(self) -> bool:
         """Worker: may the row be touched now? If so, end_copy must follow, soon."""
         with self.job.lock:
-            if self.state is not ItemState.QUEUED:
+            if self.job.states[self.index] != ItemState.QUEUED:
                 return False
-            self.state = ItemState.COPYING
+            self.job.states[self.index] = ItemState.COPYING
             return True
 
     def end_copy(self) -> None:
         """Worker: the row will not be touched again."""
         with self.job.lock:
-            self.state = ItemState.COPIED
+            self.job.states[self.index] = ItemState.COPIED
 
     @property
     def dead(self) -> bool:
-        return self.state is ItemState.DEAD
+        return self.job.states[self.index] == ItemState.DEAD
 
 
 @dataclass(slots=True, eq=False)
 class TransferJob:
-    """The scheduler thread owns everything but the states of items, which ``lock`` guards."""
+    """``states`` and ``taken`` are guarded by locks, the job's and the movers'; the rest is the scheduler thread's."""
 
     job_id: int
     operation: Operation
     queued_at: float
     deadline: float
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    items: list[TransferItem] = field(default_factory=list)
+    tenant: bytes = NO_TENANT
+    keys: list[bytes] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    states: bytearray = field(default_factory=bytearray)
+    taken: int = 0  # items that workers have taken, from the front
     open_items: int = 0
     done: list[bytes] = field(default_factory=list)
     failed: dict[bytes, TierError] = field(default_factory=dict)
     last_moved_at: float | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, key: bytes, row: int) -> TransferItem:
-        item = TransferItem(self, key, row)
-        self.items.append(item)
-        self.open_items += 1
-        return item
+    def fill(self, keys: list[bytes], rows: list[int]) -> None:
+        """What is to be moved; once, before any worker sees the job."""
+        self.keys, self.rows, self.states = keys, rows, bytearray(len(keys))
+        self.open_items = len(keys)
+
+    def take(self) -> TransferItem | None:
+        """Movers: the next item that still stands; None when there is none left."""
+        while self.taken < len(self.keys):
+            index = self.taken
+            self.taken += 1
+            if self.states[index] == ItemState.QUEUED:
+                return TransferItem(self, index)
+        return None
 
     def settle(self, item: TransferItem, error: TierError | None) -> bool:
         """Scheduler: take in a worker's report. False when the item had been given up: the report is void."""
-        with self.lock:
-            if item.state in (ItemState.DEAD, ItemState.SETTLED):
-                return False
-            item.state = ItemState.SETTLED
+        # Without the lock: a worker lets go of an item before it reports, and giving up is this thread's, too.
+        if self.states[item.index] >= ItemState.SETTLED:
+            return False
+        self.states[item.index] = ItemState.SETTLED
         self.open_items -= 1
         if error is None:
             self.done.append(item.key)
@@ -104,27 +125,24 @@ class TransferJob:
             self.failed[item.key] = error
         return True
 
-    def give_up(self, error: TierError) -> list[TransferItem]:
+    def give_up(self, error: TierError) -> list[bytes]:
         """Scheduler: void every item that no worker is copying or has loaded. Never blocks.
 
-        Returns the items voided by this call; the job can be reported once ``open_items`` is 0.
+        Returns the keys voided by this call; the job can be reported once ``open_items`` is 0.
         """
         if not self.lock.acquire(blocking=False):
             return []  # a worker is between two states; the next poll will do
         voided = []
         try:
-            for item in self.items:
-                voidable = item.state is ItemState.QUEUED or (
-                    # A loaded item is COPIED with its report on the way: it is good, let it arrive.
-                    item.state is ItemState.COPIED and self.operation is Operation.STORE
-                )
-                if voidable:
-                    item.state = ItemState.DEAD
-                    self.failed[item.key] = error
-                    self.open_items -= 1
-                    voided.append(item)
+            for index, state in enumerate(self.states):
+                # A loaded item is COPIED with its report on the way: it is good, let it arrive.
+                if state == ItemState.QUEUED or (state == ItemState.COPIED and self.operation is Operation.STORE):
+                    self.states[index] = ItemState.DEAD
+                    voided.append(self.keys[index])
         finally:
             self.lock.release()
+        self.open_items -= len(voided)
+        self.failed.update(dict.fromkeys(voided, error))
         return voided
 
     def outcome(self) -> JobOutcome:
@@ -136,6 +154,5 @@ def check_shape(keys: Sequence[bytes], rows: Sequence[int], rows_total: int) -> 
     """Raises ValueError when keys and rows do not pair up within the region: a defect of the caller."""
     if len(keys) != len(rows):
         raise ValueError(f"{len(keys)} keys for {len(rows)} rows")
-    for row in rows:
-        if not 0 <= row < rows_total:
-            raise ValueError(f"row {row} is outside 0..{rows_total - 1}")
+    if rows and (min(rows) < 0 or max(rows) >= rows_total):
+        raise ValueError(f"rows {min(rows)} to {max(rows)} are not all within 0..{rows_total - 1}")

@@ -6,14 +6,17 @@ deque, whose append and popleft are atomic.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, UnreachableReason
+from spillway_connector.plan.changes import ChangeLog
 from spillway_connector.tiers.breaker import Breaker
 from spillway_connector.tiers.presence import PresenceIndex
 from spillway_connector.tiers.stats import LookupOutcome, Operation, TierCounters
@@ -22,6 +25,9 @@ from spillway_connector.tiers.tier import Clock, Tier
 ASKED_KEYS_MAX = 65_536  # waiting for an answer; more are answered MISS
 WAITING_REQUESTS_MAX = 16_384
 RESIDENT_SECONDS = 10.0  # between two readings of the tier's size
+
+ContainsNow = Callable[[Sequence[bytes]], "list[bool] | None"]
+"""An optional `contains_now(keys)` of a tier whose index is in memory: answers without waiting, or None."""
 
 
 class Lookup(Enum):
@@ -32,7 +38,14 @@ class Lookup(Enum):
     PENDING = "pending"
 
 
-@dataclass(slots=True)
+class Answers(NamedTuple):
+    """About a batch of keys, in order, up to and including the first MISS: who needs a prefix asks no further."""
+
+    found: list[Lookup]
+    good_until: float  # PENDING and MISS may change by the passing of time alone from here on
+
+
+@dataclass(slots=True, eq=False)
 class _Wait:
     """How long one request may still wait for answers, over its whole life."""
 
@@ -40,16 +53,21 @@ class _Wait:
     since: float = 0.0
     keys: set[bytes] = field(default_factory=set)
 
-    def expired(self, now: float) -> bool:
-        return self.left_seconds - (now - self.since if self.keys else 0.0) <= 0
+    def expires_at(self, now: float) -> float:
+        return (self.since if self.keys else now) + self.left_seconds
 
-    def begin(self, key: bytes, now: float) -> None:
+    def expired(self, now: float) -> bool:
+        return now >= self.expires_at(now)
+
+    def begin(self, keys: Collection[bytes], now: float) -> None:
         if not self.keys:
             self.since = now
-        self.keys.add(key)
+        self.keys.update(keys)
 
-    def end(self, key: bytes, now: float) -> None:
-        self.keys.discard(key)
+    def end(self, keys: Collection[bytes], now: float) -> None:
+        if self.keys.isdisjoint(keys):
+            return
+        self.keys.difference_update(keys)
         if not self.keys:
             self.left_seconds -= now - self.since
 
@@ -62,7 +80,10 @@ class _Batch:
 
 
 class LookupDesk:
-    """Questions about keys of one tier. ``timeout_seconds`` bounds a batch and the total wait of one request."""
+    """Questions about keys of one tier. ``timeout_seconds`` bounds a batch and the total wait of one request.
+
+    ``changes`` lists the keys whose PENDING has ended.
+    """
 
     def __init__(
         self,
@@ -75,9 +96,11 @@ class LookupDesk:
         timeout_seconds: float,
         clock: Clock,
         progress: Callable[[], None],
+        changes: ChangeLog,
     ) -> None:
         self.resident_bytes = 0
         self._tier = tier
+        self._contains_now: ContainsNow | None = getattr(tier, "contains_now", None)
         self._presence = presence
         self._counters = counters
         self._lookup_breaker = lookup_breaker
@@ -85,8 +108,10 @@ class LookupDesk:
         self._timeout_seconds = timeout_seconds
         self._clock = clock
         self._progress = progress
+        self._changes = changes
         self._waits: dict[str, _Wait] = {}
-        self._asked: dict[bytes, list[_Wait]] = {}  # keys without an answer, and who waits for them
+        self._waiting: set[_Wait] = set()  # those with keys to be answered
+        self._asked: set[bytes] = set()  # keys without an answer
         self._unsent: list[bytes] = []
         self._batches: dict[int, _Batch] = {}  # in the order of their deadlines
         self._next_number = 0
@@ -99,36 +124,96 @@ class LookupDesk:
     def has_work(self) -> bool:
         return bool(self._asked)
 
+    @property
+    def open(self) -> bool:
+        """Whether anything is asked at all: not while what it would lead to rests."""
+        return self._lookup_breaker.would_allow() and self._load_breaker.would_allow()
+
     def lookup(self, key: bytes, request_id: str) -> Lookup:
         """Never blocks. A PENDING key is asked for at the next :meth:`flush`."""
-        if not (self._lookup_breaker.would_allow() and self._load_breaker.would_allow()):
+        return self.lookup_batch((key,), request_id).found[0]
+
+    def lookup_batch(self, keys: Sequence[bytes], request_id: str) -> Answers:
+        """At least one key of one request, as :meth:`lookup` would answer one after the other up to the first MISS."""
+        if not self.open:
             return self._miss(LookupOutcome.REFUSED)
         if self._answers:
             self.collect()
         now = self._clock()
-        present = self._presence.get(key, now)
-        if present is not None:
-            if not present:
-                return self._miss(LookupOutcome.MISS)
-            self._counters.lookups[LookupOutcome.HIT] += 1
-            return Lookup.HIT
+        expiries = self._known(keys, now)
+        if expiries.count(None) == len(keys) and len(self._asked) + len(keys) <= ASKED_KEYS_MAX:
+            return self._ask_all(keys, self._wait_of(request_id), now)
+        wait: _Wait | None = None
+        found: list[Lookup] = []
+        pending: list[bytes] = []
+        ended_by: LookupOutcome | None = None
+        good_until = math.inf
+        for key, expiry in zip(keys, expiries, strict=True):
+            if expiry is not None and now < abs(expiry):
+                if expiry < 0:
+                    ended_by, good_until = LookupOutcome.MISS, -expiry
+                    break
+                found.append(Lookup.HIT)
+                continue
+            wait = wait or self._wait_of(request_id)
+            if wait.expired(now):
+                ended_by = LookupOutcome.EXPIRED
+                break
+            if key not in self._asked:
+                if len(self._asked) >= ASKED_KEYS_MAX:
+                    ended_by, good_until = LookupOutcome.REFUSED, now  # there may be room at any time
+                    break
+                self._asked.add(key)
+                self._unsent.append(key)
+            pending.append(key)
+            found.append(Lookup.PENDING)
+        if wait is not None and pending:
+            wait.begin(pending, now)
+            self._waiting.add(wait)
+            good_until = min(good_until, wait.expires_at(now))
+        if len(found) > len(pending):
+            self._counters.lookups[LookupOutcome.HIT] += len(found) - len(pending)
+        if ended_by is not None:
+            self._counters.count_lookup(ended_by)
+            found.append(Lookup.MISS)
+        return Answers(found, good_until)
+
+    def _ask_all(self, keys: Sequence[bytes], wait: _Wait, now: float) -> Answers:
+        """Nothing is known of any of them: the usual new prompt, without a loop."""
+        if wait.expired(now):
+            return self._miss(LookupOutcome.EXPIRED)
+        self._unsent += keys if self._asked.isdisjoint(keys) else [key for key in keys if key not in self._asked]
+        self._asked.update(keys)
+        wait.begin(keys, now)
+        self._waiting.add(wait)
+        return Answers([Lookup.PENDING] * len(keys), wait.expires_at(now))
+
+    def _known(self, keys: Sequence[bytes], now: float) -> list[float | None]:
+        """Per key what presence.get_many says, after asking a tier that can answer at once."""
+        expiries = self._presence.get_many(keys)
+        if self._contains_now is None:
+            return expiries
+        unknown = [key for key, expiry in zip(keys, expiries, strict=True) if expiry is None or now >= abs(expiry)]
+        # The first alone, then the others: of a prompt that nobody has seen, the first says all.
+        for asked in (unknown[:1], unknown[1:]):
+            answers = self._contains_now(asked) if asked else None
+            if answers is None:
+                break
+            for present in (True, False):
+                answered = [key for key, answer in zip(asked, answers, strict=True) if bool(answer) is present]
+                if answered:
+                    self._presence.put_many(answered, present)
+            if not answers[0]:
+                break
+        return self._presence.get_many(keys)
+
+    def _wait_of(self, request_id: str) -> _Wait:
         wait = self._waits.get(request_id)
         if wait is None:
             while len(self._waits) >= WAITING_REQUESTS_MAX:
                 del self._waits[next(iter(self._waits))]
             wait = self._waits[request_id] = _Wait(self._timeout_seconds)
-        if wait.expired(now):
-            return self._miss(LookupOutcome.EXPIRED)
-        waiting = self._asked.get(key)
-        if waiting is None:
-            if len(self._asked) >= ASKED_KEYS_MAX:
-                return self._miss(LookupOutcome.REFUSED)
-            waiting = self._asked[key] = []
-            self._unsent.append(key)
-        if key not in wait.keys:
-            wait.begin(key, now)
-            waiting.append(wait)
-        return Lookup.PENDING
+        return wait
 
     def flush(self) -> None:
         """Send what was asked since the last call, as one batch."""
@@ -156,8 +241,10 @@ class LookupDesk:
                 answer = [False] * len(batch.keys)
             else:
                 self._lookup_breaker.record_success()
-            for key, present in zip(batch.keys, answer, strict=True):
-                self._presence.put(key, present)
+            for present in (True, False):
+                answered = [key for key, found in zip(batch.keys, answer, strict=True) if bool(found) is present]
+                if answered:
+                    self._presence.put_many(answered, present)
         if self._batches:
             now = self._clock()
             while self._batches:
@@ -167,6 +254,7 @@ class LookupDesk:
                 del self._batches[batch.number]
                 self._end_waits(batch.keys)
                 self._counters.failures[Operation.LOOKUP, UnreachableReason.TIMEOUT] += 1
+                self._counters.expiries[Operation.LOOKUP] += 1
                 self._lookup_breaker.record_failure()
 
     def forget(self, request_id: str) -> None:
@@ -181,13 +269,16 @@ class LookupDesk:
 
     def _end_waits(self, keys: list[bytes]) -> None:
         now = self._clock()
-        for key in keys:
-            for wait in self._asked.pop(key, ()):
-                wait.end(key, now)
+        self._asked.difference_update(keys)
+        self._changes.add(keys)
+        for wait in list(self._waiting):
+            wait.end(keys, now)
+            if not wait.keys:
+                self._waiting.discard(wait)
 
-    def _miss(self, outcome: LookupOutcome) -> Lookup:
-        self._counters.lookups[outcome] += 1
-        return Lookup.MISS
+    def _miss(self, outcome: LookupOutcome) -> Answers:
+        self._counters.count_lookup(outcome)
+        return Answers([Lookup.MISS], math.inf)
 
     def _answer(self) -> None:
         """The lookup thread."""

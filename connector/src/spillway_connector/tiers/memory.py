@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from spillway_connector.errors import RefusedReason, TierMiss, TierRefused, TierTimeout
 from spillway_connector.namespace import Namespace, explain_difference
 from spillway_connector.tiers.frame import HEADER_BYTES, build_header, verify
-from spillway_connector.tiers.tier import Clock, StoreOutcome, WallClock
+from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
 
 
 class MemoryStore:
@@ -81,9 +81,9 @@ class MemoryTier:
         )
         target[:] = payload
 
-    def store(self, key: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         self.prepare(deadline)
-        header = build_header(self._digest, key, source, created_ms=int(self._wall_clock() * 1000))
+        header = build_header(self._digest, key, source, created_ms=int(self._wall_clock() * 1000), tenant=tenant)
         frame = bytearray(header + source)
         with self.medium.lock:
             frames = self.medium.frames

@@ -1,6 +1,8 @@
 """The NVMe tier: a directory with one file per frame.
 
-    ROOT/space.ledger                         how full the directory is (nvme_space.py)
+    ROOT/space.ledger                         how full the directory is (nvme_ledger.py)
+    ROOT/clock.<boot>                         what ages are told by on one node (nvme_age.py)
+    ROOT/tenants/<tenant>/                    who has what, where there are quotas (nvme_tenants.py)
     ROOT/<namespace hex>/namespace.json       the namespace document in full
     ROOT/<namespace hex>/partial/             files being written
     ROOT/<namespace hex>/ab/cd/<key hex>.kv   frames; ab and cd are the key's first two bytes
@@ -14,10 +16,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spillway_connector.errors import (
@@ -31,14 +34,17 @@ from spillway_connector.errors import (
 )
 from spillway_connector.namespace import Namespace, explain_difference
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
+from spillway_connector.tiers.nvme_age import AgeClock
 from spillway_connector.tiers.nvme_io import FrameFiles, supports_direct, tier_error
-from spillway_connector.tiers.nvme_space import FRAME_SUFFIX, PARTIAL_NAME, Space
-from spillway_connector.tiers.tier import Clock, StoreOutcome, WallClock
+from spillway_connector.tiers.nvme_space import PARTIAL_NAME, EvictionReason, Space, frame_path
+from spillway_connector.tiers.nvme_tenants import TenantQuotas
+from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
 
 _log = logging.getLogger(__name__)
 
 DOCUMENT_NAME = "namespace.json"
 HOUSEKEEPING_SECONDS = 300.0  # between scans that correct the ledger and measure the file system again
+SCAN_SECONDS_MIN = 30.0  # scans come sooner where frames expire sooner, but not sooner than this
 HOUSEKEEPING_DEADLINE_SECONDS = 60.0
 _LINK_ATTEMPTS = 4  # a folder may vanish between mkdir and link when another process evicts its last frame
 
@@ -47,6 +53,9 @@ class NvmeTier:
     """A tier in the directory ``root``. See tier.Tier for the contract.
 
     max_bytes: bound for all namespaces and processes together; None takes 80 % of what the file system can give.
+    ttl_seconds: how long a frame stays without being used, told by a clock of the node's own (nvme_age.py); None for
+    ever. tenant_max_bytes: the most that each tenant may hold, those without a cache salt together being one; beyond
+    it the tenant's own oldest frames make room.
     Nothing is touched before the first operation.
     """
 
@@ -59,6 +68,8 @@ class NvmeTier:
         root: Path,
         *,
         max_bytes: int | None = None,
+        ttl_seconds: float | None = None,
+        tenant_max_bytes: int | None = None,
         clock: Clock = time.monotonic,
         wall_clock: WallClock = time.time,
     ) -> None:
@@ -68,11 +79,15 @@ class NvmeTier:
         self._root = root
         self._folder = root / namespace.hex
         self._partial = self._folder / PARTIAL_NAME
-        self._prefix = f"{self._folder}/"
         self._clock = clock
         self._wall_clock = wall_clock
-        self._files = FrameFiles(payload_bytes, direct=False, clock=clock, wall_clock=wall_clock)
-        self._space = Space(root, max_bytes, clock)
+        self._ages = AgeClock(root, clock, wall_clock)
+        self._files = FrameFiles(payload_bytes, direct=False, clock=clock, wall_clock=self._ages.now)
+        self._space = Space(root, max_bytes, clock, ttl_seconds=ttl_seconds, now_ns=self._ages.now_ns)
+        self._quotas: TenantQuotas | None = None
+        if tenant_max_bytes is not None:
+            self._quotas = TenantQuotas(root, tenant_max_bytes, self._space, clock, self._ages.now_ns)
+        self._scan_seconds = min(HOUSEKEEPING_SECONDS, max(ttl_seconds or HOUSEKEEPING_SECONDS, SCAN_SECONDS_MIN))
         self._numbers = itertools.count()
         self._prepare_lock = threading.Lock()
         self._prepared = False
@@ -87,8 +102,18 @@ class NvmeTier:
 
     @property
     def evicted_frames(self) -> int:
-        """Frames that this process removed to make room."""
-        return self._space.evicted_frames
+        """Frames that this process removed, for whatever reason but damage."""
+        return self._space.evictions.total()
+
+    @property
+    def evictions(self) -> Mapping[EvictionReason, int]:
+        """The same by reason."""
+        return self._space.evictions
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether frames were evicted, or refused, for want of room within the last seconds."""
+        return self._space.under_pressure
 
     def prepare(self, deadline: float) -> None:
         self._check(deadline)
@@ -105,27 +130,33 @@ class NvmeTier:
     def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         self._prepare_for_reading(deadline)
         found = []
+        oldest_ns = self._space.oldest_ns()
         for key in keys:
             self._check(deadline)
             try:
-                found.append(os.stat(self._path(key)).st_size == self._files.frame_bytes)
+                status = os.stat(self._path(key))
+                found.append(status.st_size == self._files.frame_bytes and status.st_mtime_ns >= oldest_ns)
             except (FileNotFoundError, NotADirectoryError):
                 found.append(False)
             except OSError as error:
                 raise tier_error(error, f"{self._root}: looking for a frame") from error
         return found
 
+    def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """None: other nodes may write here at any time, so only the file system knows."""
+        return None
+
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
         self._prepare_for_reading(deadline)
         try:
-            header = self._files.read(self._path(key), target, deadline)
+            header = self._files.read(self._path(key), target, deadline, self._space.oldest_ns())
         except (FileNotFoundError, NotADirectoryError):
             raise TierMiss from None
         except OSError as error:
             raise tier_error(error, f"{self._root}: reading a frame") from error
         verify(header, target, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
 
-    def store(self, key: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         self.prepare(deadline)
         path = self._path(key)
         try:
@@ -136,10 +167,15 @@ class NvmeTier:
         except OSError as error:
             raise tier_error(error, f"{self._root}: renewing a frame") from error
         header = build_header(
-            self._digest, key, source, created_ms=int(self._wall_clock() * 1000), header_bytes=PAGE_BYTES
+            self._digest,
+            key,
+            source,
+            created_ms=int(self._wall_clock() * 1000),
+            header_bytes=PAGE_BYTES,
+            tenant=tenant,
         )
         try:
-            return self._write(path, header, source, deadline)
+            return self._write(key, tenant, header, source, deadline)
         except FileNotFoundError as error:
             self._prepared = False  # someone removed our folders: make them again next time
             raise TierUnreachable(
@@ -148,6 +184,7 @@ class NvmeTier:
         except OSError as error:
             refused = tier_error(error, f"{self._root}: writing a frame")
             if refused.reason == RefusedReason.NO_SPACE:
+                self._space.note_pressure()
                 self._space.forget_limit()  # others took our share: the next store measures again and evicts
             raise refused from error
 
@@ -177,12 +214,15 @@ class NvmeTier:
             self._housekeeper.join(timeout=1.0)
         if self._housekeeper is None or not self._housekeeper.is_alive():
             self._space.close()
+            if self._quotas is not None:
+                self._quotas.close()
 
     def _prepare(self) -> None:
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             self._partial.mkdir(parents=True, exist_ok=True)
             self._compare_document(write=True)
+            self._ages.share()
             self._files.direct = supports_direct(self._partial)
         except FileExistsError as error:
             raise TierRefused(
@@ -204,6 +244,7 @@ class NvmeTier:
                 raise
             try:
                 self._compare_document(write=False)
+                self._ages.share()
             except OSError as error:
                 raise tier_error(error, f"{self._root}: reading the namespace document") from error
 
@@ -231,7 +272,23 @@ class NvmeTier:
                 )
             return
 
-    def _write(self, path: str, header: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+    def _write(self, key: bytes, tenant: bytes, header: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+        quotas, size = self._quotas, self._files.frame_bytes
+        if quotas is None:
+            return self._write_within_quota(self._path(key), header, source, deadline)
+        quotas.take(tenant, self._namespace.hex, key, size, deadline)
+        outcome = None
+        try:
+            outcome = self._write_within_quota(self._path(key), header, source, deadline)
+        finally:
+            if outcome is not StoreOutcome.STORED:
+                try:
+                    quotas.give_back(tenant, size, deadline)
+                except (TierError, OSError):
+                    pass  # as in _give_back
+        return outcome
+
+    def _write_within_quota(self, path: str, header: bytes, source: memoryview, deadline: float) -> StoreOutcome:
         partial = f"{self._partial}/{self._unique()}"
         size = self._files.frame_bytes
         descriptor = self._space.take(size, lambda: self._files.create(partial, source), deadline)
@@ -256,25 +313,26 @@ class NvmeTier:
             pass  # the ledger stays too high until the next scan; the first failure is the one to report
 
     def _keep_house(self) -> None:
-        next_scan = self._clock() + HOUSEKEEPING_SECONDS
+        next_scan = self._clock() + self._scan_seconds
         while not self._closed:
-            self._wake.wait(timeout=HOUSEKEEPING_SECONDS)
+            self._wake.wait(timeout=self._scan_seconds)
             self._wake.clear()
             if self._closed:
                 return
             deadline = self._clock() + HOUSEKEEPING_DEADLINE_SECONDS
             try:
                 if self._clock() >= next_scan:
-                    next_scan = self._clock() + HOUSEKEEPING_SECONDS
+                    next_scan = self._clock() + self._scan_seconds
                     self._space.rescan(deadline)
+                    while self._space.remove_expired(deadline) and not self._closed:
+                        pass
                 if self._space.above_high_watermark(deadline):
                     self._space.make_room(0, deadline)
             except (TierError, OSError) as error:
                 _log.warning("NVMe tier %s: housekeeping failed: %s", self._root, error)
 
     def _path(self, key: bytes) -> str:
-        name = key.hex()
-        return f"{self._prefix}{name[:2]}/{name[2:4] or '00'}/{name}{FRAME_SUFFIX}"
+        return frame_path(self._folder, key.hex())
 
     def _unique(self) -> str:
         # The random part tells apart processes that share the directory from different process id namespaces.
@@ -298,7 +356,9 @@ def _link(partial: str, path: str) -> bool:
         except FileNotFoundError:
             if attempt == _LINK_ATTEMPTS - 1:
                 raise
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            # Another engine that evicts may take an outer folder away between makedirs' own two steps: tried again.
+            with contextlib.suppress(FileNotFoundError):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
         except PermissionError:
             # File systems without hard links (some FUSE and SMB mounts) answer EPERM; renaming is as atomic, it only
             # cannot tell whether it replaced an equal frame.

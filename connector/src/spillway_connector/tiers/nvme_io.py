@@ -17,6 +17,7 @@ from spillway_connector.errors import (
     RefusedReason,
     TierCorrupt,
     TierError,
+    TierMiss,
     TierRefused,
     TierTimeout,
     TierUnreachable,
@@ -78,6 +79,7 @@ class FrameFiles:
     """Reads and writes files of the form: header page, payload, zero padding to a whole page.
 
     payload_bytes: of every frame. direct: start with O_DIRECT; turned off for good by the first EINVAL.
+    wall_clock: what frames' ages are told by.
     """
 
     def __init__(self, payload_bytes: int, *, direct: bool, clock: Clock, wall_clock: WallClock) -> None:
@@ -89,14 +91,18 @@ class FrameFiles:
         self.frame_bytes = PAGE_BYTES + self._whole_bytes + (PAGE_BYTES if self._tail_bytes else 0)
         self._pages = threading.local()
 
-    def read(self, path: str, target: memoryview, deadline: float) -> memoryview:
+    def read(self, path: str, target: memoryview, deadline: float, oldest_ns: int = 0) -> memoryview:
         """Fill ``target`` and return the header page (valid until this thread's next call); renews the mtime.
 
-        Raises FileNotFoundError, OSError, TierCorrupt(SHORT or LENGTH), TierTimeout. Nothing is verified.
+        oldest_ns: a frame last used before is expired. Raises TierMiss (expired), FileNotFoundError, OSError,
+        TierCorrupt(SHORT or LENGTH), TierTimeout. Nothing is verified.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | self.direct_flag(target))
         try:
-            size = os.fstat(descriptor).st_size
+            status = os.fstat(descriptor)
+            if status.st_mtime_ns < oldest_ns:
+                raise TierMiss("the frame has expired")
+            size = status.st_size
             if size != self.frame_bytes:
                 reason = CorruptReason.SHORT if size < self.frame_bytes else CorruptReason.LENGTH
                 raise TierCorrupt(reason, f"{path}: {size} bytes, a frame has {self.frame_bytes}")

@@ -1,12 +1,8 @@
-"""How full a directory is, who leaves when room is needed, and how several processes agree on both.
+"""How full a directory is, and who leaves when room is needed or for its age.
 
-All processes that share a root keep one ledger file in it: the bytes of all frames and partial files. Room is taken in
-the ledger *before* a file is written, so the sum of all processes stays within the bound. A crash can only leave the
-ledger too high (room is given back after the file is gone), and every scan corrects it:
-
-    ledger = bytes seen by the scan + bytes added by anyone since the scan began
-
-which never counts too little, because a file is unlinked and subtracted under the same lock.
+All processes that share a root keep one ledger in it (nvme_ledger.py): the bytes of all frames and partial files. Room
+is taken in the ledger before a file is written, so the sum of all processes stays within the bound; a file is unlinked
+and subtracted under the same lock, so a scan never counts too little.
 """
 
 from __future__ import annotations
@@ -14,32 +10,38 @@ from __future__ import annotations
 import fcntl
 import heapq
 import os
-import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
-import xxhash
-
 from spillway_connector.errors import RefusedReason, TierRefused, TierTimeout
+from spillway_connector.tiers.nvme_age import FUTURE_SLACK_SECONDS
+from spillway_connector.tiers.nvme_ledger import Balance, Ledger
 from spillway_connector.tiers.tier import Clock
 
 LEDGER_NAME = "space.ledger"
 PARTIAL_NAME = "partial"  # folder of files being written, inside each namespace folder
+TENANTS_FOLDER = "tenants"  # who has what, see nvme_tenants.py
 FRAME_SUFFIX = ".kv"
 FREE_FRACTION = 0.8  # of what the file system could give us; the rest is for its other users
 HIGH_WATERMARK = 0.95  # above this share of the bound the housekeeper makes room in advance
 LOW_WATERMARK = 0.90  # down to which it does
 CANDIDATES_MAX = 4096  # oldest frames remembered from one scan: bounds memory, about 1 MB
 UNLINKS_PER_LOCK = 16  # frames removed while others wait for the ledger
+PRESSURE_SECONDS = 5.0  # how long an eviction or refusal for want of room counts as pressure
 
-_LEDGER = struct.Struct("<8sQQ")
-_LEDGER_MAGIC = b"SPILLSPC"
-_LOCK_RETRY_SECONDS = 0.001
+
+class EvictionReason(StrEnum):
+    """Why a frame that nothing is wrong with was removed."""
+
+    ROOM = "room"  # for others, within max_bytes or what the file system gives
+    TENANT = "tenant"  # for the same tenant's next frame, within its quota
+    TTL = "ttl"  # it had not been used for ttl_seconds
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,30 +51,48 @@ class _Candidate:
     path: str
 
 
-@dataclass(slots=True)
-class _Ledger:
-    resident_bytes: int
-    added_bytes: int  # ever; lets a scan see what was added behind its back
-
-
 class Space:
     """The room below ``root``, shared with other threads and processes.
 
-    max_bytes: the configured bound, or None for the file system's share alone. Raises TierError from every method
-    that takes a deadline; OSError is left to the caller.
+    max_bytes: the configured bound, or None for the file system's share alone. ttl_seconds: how long a frame stays
+    without being used, None for ever. now_ns: the clock that frames' ages are told by. Raises TierError from every
+    method that takes a deadline; OSError is left to the caller.
     """
 
-    def __init__(self, root: Path, max_bytes: int | None, clock: Clock) -> None:
+    def __init__(
+        self,
+        root: Path,
+        max_bytes: int | None,
+        clock: Clock,
+        *,
+        ttl_seconds: float | None = None,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
         self._root = root
         self._max_bytes = max_bytes
         self._clock = clock
+        self._ttl_ns = None if ttl_seconds is None else int(ttl_seconds * 1e9)
+        self._now_ns = now_ns
+        self._ledger = Ledger(root / LEDGER_NAME, clock)
+        self._expired: deque[_Candidate] = deque()
+        self._pressed_until = 0.0
         self._limit_bytes: int | None = None  # unknown before the first scan
         self._candidates: deque[_Candidate] = deque()
-        self._thread_lock = threading.Lock()
         self._room_lock = threading.Lock()
-        self._descriptor: int | None = None
-        self.evicted_frames = 0
+        self.evictions: Counter[EvictionReason] = Counter()
         self.scans = 0
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether frames were evicted, or refused, for want of room within the last seconds."""
+        return self._clock() < self._pressed_until
+
+    def note_pressure(self) -> None:
+        self._pressed_until = self._clock() + PRESSURE_SECONDS
+
+    def oldest_ns(self) -> int:
+        """A frame last used before this has expired."""
+        return 0 if self._ttl_ns is None else self._now_ns() - self._ttl_ns
 
     def take(self, size: int, create: Callable[[], int], deadline: float) -> int:
         """Take ``size`` bytes in the ledger, evicting if needed, then call ``create`` while others wait.
@@ -95,8 +115,8 @@ class Space:
                     f"{FREE_FRACTION:.0%} of what the file system can give) holds no frame of {size} bytes; "
                     f"raise max_bytes or free space",
                 )
-            with self._locked(deadline) as ledger:
-                if ledger is not None and ledger.resident_bytes + size <= limit_bytes:
+            with self._ledger.locked(deadline) as balance:
+                if balance is not None and balance.resident_bytes + size <= limit_bytes:
                     descriptor = create()
                     try:
                         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,35 +124,43 @@ class Space:
                     except OSError:
                         os.close(descriptor)  # unlocked and tiny: the next sweep takes it
                         raise
-                    ledger.resident_bytes += size
-                    ledger.added_bytes += size
-                    self._write(ledger)
+                    self._ledger.add(balance, size)
                     return descriptor
             self.make_room(size, deadline)
 
     def give_back(self, size: int, deadline: float, remove: Callable[[], object] = lambda: None) -> None:
         """Call ``remove`` and subtract ``size`` under the ledger's lock. An OSError of ``remove`` passes through."""
-        with self._locked(deadline) as ledger:
+        with self._ledger.locked(deadline) as balance:
             remove()
-            if ledger is not None:
-                ledger.resident_bytes = max(0, ledger.resident_bytes - size)
-                self._write(ledger)
+            self._ledger.subtract(balance, size)
+
+    def remove_unused(self, path: str, mtime_ns: int, reason: EvictionReason, deadline: float) -> int | None:
+        """Remove a frame unless it was used since ``mtime_ns``: then None. Returns its bytes, 0 where it had gone."""
+        with self._ledger.locked(deadline) as balance:
+            size = self._unlink_unused(path, mtime_ns, reason)
+            self._ledger.subtract(balance, size or 0)
+            return size
+
+    def remove_expired(self, deadline: float) -> bool:
+        """Remove some of the frames that the last scan found expired; False when none are left."""
+        self._remove(self._expired, UNLINKS_PER_LOCK, None, EvictionReason.TTL, deadline)
+        return bool(self._expired)
 
     def resident_bytes(self, deadline: float) -> int:
-        with self._locked(deadline) as ledger:
-            if ledger is not None:
-                return ledger.resident_bytes
+        with self._ledger.locked(deadline) as balance:
+            if balance is not None:
+                return balance.resident_bytes
         with self._room(deadline):
             self._scan(deadline)
-        with self._locked(deadline) as ledger:
-            return ledger.resident_bytes if ledger is not None else 0
+        with self._ledger.locked(deadline) as balance:
+            return balance.resident_bytes if balance is not None else 0
 
     def above_high_watermark(self, deadline: float) -> bool:
-        with self._locked(deadline) as ledger:
+        with self._ledger.locked(deadline) as balance:
             limit_bytes = self._limit_bytes
-            if ledger is None or limit_bytes is None:
+            if balance is None or limit_bytes is None:
                 return True
-            return ledger.resident_bytes > limit_bytes * HIGH_WATERMARK
+            return balance.resident_bytes > limit_bytes * HIGH_WATERMARK
 
     def forget_limit(self) -> None:
         """Measure the file system again before the next frame: it gave less than it promised."""
@@ -151,19 +179,21 @@ class Space:
         with self._room(deadline):
             scanned = False
             while True:
-                with self._locked(deadline) as ledger:
-                    resident = None if ledger is None else ledger.resident_bytes
+                with self._ledger.locked(deadline) as balance:
+                    resident = None if balance is None else balance.resident_bytes
                 limit_bytes = self._limit_bytes
                 if resident is not None and limit_bytes is not None:
                     low = max(0, min(limit_bytes - size, int(limit_bytes * LOW_WATERMARK)))
                     if resident <= low:
                         return
                     if self._candidates:
-                        self._evict(resident - low, deadline)
+                        self.note_pressure()
+                        self._remove(self._candidates, UNLINKS_PER_LOCK, resident - low, EvictionReason.ROOM, deadline)
                         continue
                     if scanned:
                         if resident + size <= limit_bytes:
                             return
+                        self.note_pressure()
                         raise TierRefused(
                             RefusedReason.NO_SPACE,
                             f"{resident} of {limit_bytes} bytes are in use and none can be evicted",
@@ -172,36 +202,46 @@ class Space:
                 scanned = True
 
     def close(self) -> None:
-        with self._thread_lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+        self._ledger.close()
 
-    def _evict(self, needed_bytes: int, deadline: float) -> None:
+    def _remove(
+        self,
+        candidates: deque[_Candidate],
+        count: int,
+        needed_bytes: int | None,
+        reason: EvictionReason,
+        deadline: float,
+    ) -> None:
+        """Remove up to ``count`` of the candidates while others wait, and no more than ``needed_bytes`` ask for."""
         freed = 0
-        with self._locked(deadline) as ledger:
-            for _ in range(UNLINKS_PER_LOCK):
-                if freed >= needed_bytes or not self._candidates:
+        with self._ledger.locked(deadline) as balance:
+            for _ in range(count):
+                if not candidates or (needed_bytes is not None and freed >= needed_bytes):
                     break
-                candidate = self._candidates.popleft()
-                try:
-                    if os.stat(candidate.path).st_mtime_ns != candidate.mtime_ns:
-                        continue  # used since the scan; the next scan ranks it anew
-                    os.unlink(candidate.path)
-                except FileNotFoundError:
-                    continue  # another process was quicker
-                freed += candidate.size
-                self.evicted_frames += 1
-                _remove_empty_parents(candidate.path)
-            if ledger is not None and freed:
-                ledger.resident_bytes = max(0, ledger.resident_bytes - freed)
-                self._write(ledger)
+                candidate = candidates.popleft()
+                freed += self._unlink_unused(candidate.path, candidate.mtime_ns, reason) or 0
+            self._ledger.subtract(balance, freed)
+
+    def _unlink_unused(self, path: str, mtime_ns: int, reason: EvictionReason) -> int | None:
+        """The bytes of a frame that was removed; 0 where it had gone, None where it was used. Under the lock."""
+        try:
+            status = os.stat(path)
+            if status.st_mtime_ns != mtime_ns:
+                return None  # the next scan ranks it anew
+            os.unlink(path)
+        except FileNotFoundError:
+            return 0  # another process was quicker
+        self.evictions[reason] += 1
+        _remove_empty_parents(path)
+        return status.st_size
 
     def _scan(self, deadline: float) -> None:
-        with self._locked(deadline) as ledger:
-            added_before = 0 if ledger is None else ledger.added_bytes
+        with self._ledger.locked(deadline) as balance:
+            added_before = 0 if balance is None else balance.added_bytes
             self._sweep_partial_files()
         seen_bytes = 0
+        now_ns, oldest_ns = self._now_ns(), self.oldest_ns()
+        expired: deque[_Candidate] = deque()
 
         def candidates() -> Iterator[_Candidate]:
             nonlocal seen_bytes
@@ -211,7 +251,14 @@ class Space:
                 except FileNotFoundError:
                     continue
                 seen_bytes += status.st_size
-                yield _Candidate(status.st_mtime_ns, status.st_size, entry.path)
+                candidate = _Candidate(status.st_mtime_ns, status.st_size, entry.path)
+                if candidate.mtime_ns > now_ns + FUTURE_SLACK_SECONDS * 10**9:
+                    _set_back(candidate, now_ns)  # else a clock that ran ahead once would keep it for ever
+                elif candidate.mtime_ns < oldest_ns:
+                    if len(expired) < CANDIDATES_MAX:
+                        expired.append(candidate)
+                else:
+                    yield candidate
 
         oldest = heapq.nsmallest(CANDIDATES_MAX, candidates())
         for entry in self._partial_files():
@@ -219,19 +266,20 @@ class Space:
                 seen_bytes += entry.stat(follow_symlinks=False).st_size
             except FileNotFoundError:
                 continue
-        with self._locked(deadline) as ledger:
-            added_bytes = 0 if ledger is None else ledger.added_bytes
+        with self._ledger.locked(deadline) as balance:
+            added_bytes = 0 if balance is None else balance.added_bytes
             # A ledger that was replaced meanwhile counts from zero again: then nothing is known to have been added.
             resident = seen_bytes + max(0, added_bytes - added_before)
-            self._write(_Ledger(resident, added_bytes))
-        self._candidates = deque(oldest)
+            self._ledger.write(Balance(resident, added_bytes))
+        self._candidates = deque([*expired, *oldest])
+        self._expired = expired
         self.scans += 1
         volume = os.statvfs(self._root)
         share = int(FREE_FRACTION * (volume.f_bavail * volume.f_frsize + resident))
         self._limit_bytes = share if self._max_bytes is None else min(self._max_bytes, share)
 
     def _frames(self) -> Iterator[os.DirEntry[str]]:
-        for namespace in _folders(self._root):
+        for namespace in self._namespaces():
             for first in _folders(namespace.path):
                 if first.name == PARTIAL_NAME:
                     continue
@@ -240,8 +288,11 @@ class Space:
                         if entry.name.endswith(FRAME_SUFFIX):
                             yield entry
 
+    def _namespaces(self) -> Iterator[os.DirEntry[str]]:
+        return (entry for entry in _folders(self._root) if entry.name != TENANTS_FOLDER)
+
     def _partial_files(self) -> Iterator[os.DirEntry[str]]:
-        for namespace in _folders(self._root):
+        for namespace in self._namespaces():
             yield from _entries(f"{namespace.path}/{PARTIAL_NAME}")
 
     def _sweep_partial_files(self) -> None:
@@ -273,57 +324,17 @@ class Space:
         finally:
             self._room_lock.release()
 
-    @contextmanager
-    def _locked(self, deadline: float) -> Iterator[_Ledger | None]:
-        """Hold the ledger against all threads and processes; yields None when it holds nothing believable."""
-        if not self._thread_lock.acquire(timeout=max(0.0, deadline - self._clock())):
-            raise TierTimeout("another thread held the space ledger")
-        try:
-            descriptor = self._open_ledger()
-            self._flock(descriptor, deadline)
-            try:
-                yield self._read(descriptor)
-            finally:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        finally:
-            self._thread_lock.release()
 
-    def _open_ledger(self) -> int:
-        path = self._root / LEDGER_NAME
-        if self._descriptor is not None:
-            # A ledger that was removed or replaced under us would be locked by nobody else.
-            try:
-                on_disk, held = os.stat(path), os.fstat(self._descriptor)
-                if (on_disk.st_dev, on_disk.st_ino) == (held.st_dev, held.st_ino):
-                    return self._descriptor
-            except FileNotFoundError:
-                pass
-            os.close(self._descriptor)
-            self._descriptor = None
-        self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        return self._descriptor
+def frame_path(namespace_folder: str | os.PathLike[str], key_hex: str) -> str:
+    """Where the frame of a key lies: below two folders named after the key's first two bytes."""
+    return f"{namespace_folder}/{key_hex[:2]}/{key_hex[2:4] or '00'}/{key_hex}{FRAME_SUFFIX}"
 
-    def _flock(self, descriptor: int, deadline: float) -> None:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if self._clock() >= deadline:
-                    raise TierTimeout("another process held the space ledger") from None
-                time.sleep(_LOCK_RETRY_SECONDS)  # flock has no timeout of its own
 
-    def _read(self, descriptor: int) -> _Ledger | None:
-        raw = os.pread(descriptor, _LEDGER.size + 8, 0)
-        if len(raw) != _LEDGER.size + 8 or xxhash.xxh3_64_digest(raw[: _LEDGER.size]) != raw[_LEDGER.size :]:
-            return None
-        magic, resident_bytes, added_bytes = _LEDGER.unpack_from(raw)
-        return _Ledger(resident_bytes, added_bytes) if magic == _LEDGER_MAGIC else None
-
-    def _write(self, ledger: _Ledger) -> None:
-        assert self._descriptor is not None
-        fields = _LEDGER.pack(_LEDGER_MAGIC, ledger.resident_bytes, ledger.added_bytes % (1 << 64))
-        os.pwrite(self._descriptor, fields + xxhash.xxh3_64_digest(fields), 0)
+def _set_back(candidate: _Candidate, now_ns: int) -> None:
+    try:
+        os.utime(candidate.path, ns=(now_ns, now_ns))
+    except OSError:
+        pass  # gone, or read-only
 
 
 def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from spillway_connector.tiers.tier import Clock
 
 PRESENT_SECONDS = 30.0  # another engine may evict; a wrong "present" costs one failed load
 ABSENT_SECONDS = 5.0  # another engine may store; a wrong "absent" costs one recomputation
-KEYS_MAX = 200_000  # about 35 MB with 36-byte keys
+KEYS_MAX = 200_000  # about 30 MB with 36-byte keys
 
 
 class PresenceIndex:
@@ -24,29 +26,49 @@ class PresenceIndex:
         self._keys_max = keys_max
         self._present_seconds = present_seconds
         self._absent_seconds = absent_seconds
-        self._expiry: dict[bytes, tuple[bool, float]] = {}
+        # When an answer expires; negative for "absent". One float a key keeps batches inside the dict's own loops.
+        self._expiry: dict[bytes, float] = {}
 
     def __len__(self) -> int:
         return len(self._expiry)
 
     def get(self, key: bytes, now: float) -> bool | None:
         """True, False, or None where nothing is known at ``now``."""
-        entry = self._expiry.get(key)
-        if entry is None:
+        expiry = self._expiry.get(key)
+        if expiry is None:
             return None
-        present, expires = entry
-        if now < expires:
-            return present
+        if now < abs(expiry):
+            return expiry > 0
         del self._expiry[key]
         return None
 
+    def get_many(self, keys: Iterable[bytes]) -> list[float | None]:
+        """Per key: None, or when its answer expires, negative where the answer is "absent"; the caller compares."""
+        return list(map(self._expiry.get, keys))
+
+    def present_of(self, keys: Collection[bytes], now: float) -> set[bytes]:
+        """Those of ``keys`` believed to be there at ``now``."""
+        if self._expiry.keys().isdisjoint(keys):
+            return set()
+        expiries = self.get_many(keys)
+        return {key for key, expiry in zip(keys, expiries, strict=True) if expiry is not None and expiry > now}
+
     def put(self, key: bytes, present: bool) -> None:
         """Believe this from now on."""
-        self._expiry.pop(key, None)  # so that it becomes the youngest
-        while len(self._expiry) >= self._keys_max:
-            del self._expiry[next(iter(self._expiry))]
+        self.put_many((key,), present)
+
+    def put_many(self, keys: Collection[bytes], present: bool) -> None:
+        """Believe this of all of them from now on."""
+        entries = self._expiry
+        for known in entries.keys() & keys if len(keys) > 1 else keys:
+            entries.pop(known, None)  # so that it becomes the youngest
+        for _ in range(len(entries) + len(keys) - self._keys_max):
+            if not entries:
+                break
+            del entries[next(iter(entries))]
         good_for = self._present_seconds if present else self._absent_seconds
-        self._expiry[key] = (present, self._clock() + good_for)
+        expiry = self._clock() + good_for
+        entries.update(dict.fromkeys(keys, expiry if present else -expiry))
 
     def clear(self) -> None:
         self._expiry.clear()

@@ -3,6 +3,7 @@
     spillway1:<namespace hex>:<key hex>            a frame: 192-byte header, payload; or the last stripe of a block
     spillway1:<namespace hex>:<key hex>:<index>    the other stripes
     spillway1:<namespace hex>:document             the namespace document in full
+    spillway1:<namespace hex>:tenant:<tenant hex>  which blocks a tenant has, where tenants have a quota
 
 Entries have a time to live that slides on every hit. The servers bound their own memory (``maxmemory`` with an eviction
 policy); this side bounds only the age of entries.
@@ -10,10 +11,9 @@ policy); this side bounds only the age of entries.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from spillway_connector.errors import CorruptReason, RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused
 from spillway_connector.namespace import Namespace, explain_difference
@@ -27,14 +27,18 @@ from spillway_connector.tiers.frame import (
     digest_of_payload,
     verify,
 )
-from spillway_connector.tiers.redis_connection import RedisConnection, refusal
-from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_connector.tiers.redis_connection import RedisConnection, WrongType, refusal
+from spillway_connector.tiers.redis_endpoint import RedisEndpoint, Topology
+from spillway_connector.tiers.redis_info import used_memory_bytes
+from spillway_connector.tiers.redis_lanes import Lanes
+from spillway_connector.tiers.redis_names import RedisNames
+from spillway_connector.tiers.redis_pressure import Pressure
 from spillway_connector.tiers.redis_router import RedisRouter
 from spillway_connector.tiers.redis_stripes import STRIPE_BYTES_MAX, StripePlan
+from spillway_connector.tiers.redis_tenants import TenantShares
 from spillway_connector.tiers.resp import ErrorReply, ProtocolError, Reply, encode_set
-from spillway_connector.tiers.tier import Clock, StoreOutcome, WallClock
+from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
 
-KEY_PREFIX = "spillway1"  # the number is the version of this key layout
 STRIPE_GRACE_MS = 60_000  # the commit record expires first; stripes without it are only garbage, never a torn block
 DOCUMENT_SECONDS = 60.0  # how often a storing engine looks whether the document is still there
 
@@ -43,8 +47,11 @@ class RedisTier:
     """A tier on one server, on the primary that sentinels name, or on a cluster. See tier.Tier for the contract.
 
     ttl_seconds: renewed by every load and every repeated store; None keeps entries until the server evicts them.
-    connections: the most that are open at once to one server; a thread that finds none free waits within its deadline.
+    connections: the most that move blocks to or from one server at once; a thread that finds none free waits within its
+    deadline. One more is opened for lookups when all are busy.
     payload_connections: over how many of them the stripes of one block are spread.
+    tenant_max_bytes: the most that each tenant may hold of this namespace, headers included; beyond it its own oldest
+    blocks make room (see redis_tenants). Blocks of no tenant are not bounded by it. None costs no extra command.
     stripe_bytes_max: engines that share blocks must agree on it; only tests have reason to change it.
     Nothing is connected before the first operation.
     """
@@ -60,6 +67,7 @@ class RedisTier:
         ttl_seconds: float | None = 86400.0,
         connections: int = 4,
         payload_connections: int = 1,
+        tenant_max_bytes: int | None = None,
         stripe_bytes_max: int = STRIPE_BYTES_MAX,
         clock: Clock = time.monotonic,
         wall_clock: WallClock = time.time,
@@ -69,72 +77,125 @@ class RedisTier:
         self._digest = namespace.digest16
         self._endpoint = endpoint
         self._ttl_ms = None if ttl_seconds is None else max(1, int(ttl_seconds * 1000))
-        self._prefix = f"{KEY_PREFIX}:{namespace.hex}:".encode("ascii")
+        self._names = RedisNames(namespace.hex)
         self._clock = clock
         self._wall_clock = wall_clock
         self._plan = StripePlan.of(payload_bytes, stripe_bytes_max)
         self._router = RedisRouter(endpoint, connections, clock)
-        self._lanes = min(payload_connections, connections, self._plan.count)
-        self._helpers = ThreadPoolExecutor(connections, "spillway-redis-stripe") if self._lanes > 1 else None
+        lanes = min(payload_connections, connections, self._plan.count)
+        self._lanes = Lanes(lanes, connections)
+        # All stripes of a block on one server and one connection: asked for ahead. On a cluster they lie apart.
+        self._one_stream = lanes == 1 and endpoint.topology is not Topology.CLUSTER
         self._prepared_at: float | None = None
+        self._pressure = Pressure(self._router, clock)
+        self._shares = None
+        if tenant_max_bytes is not None:
+            block_bytes = payload_bytes + self._plan.count * HEADER_BYTES
+            self._shares = TenantShares(
+                self._names, block_bytes, tenant_max_bytes, self._ttl_ms, clock=clock, wall_clock=wall_clock
+            )
+        self._evicted_lock = threading.Lock()
+        self.evicted_frames = 0  # blocks that this process removed because their tenant was above its share
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether, within the last half minute, a server refused a store for want of room or evicted on its own."""
+        return self._pressure.high
 
     def prepare(self, deadline: float) -> None:
         if self._prepared_at is not None:
             return
-        stored = self._router.run(self._prefix + b"document", self._stored_document, deadline)
+        stored = self._router.run(self._names.document, self._stored_document, deadline)
         if stored != self._namespace.document:
             raise TierRefused(
                 RefusedReason.NAMESPACE,
-                f"{self._endpoint}: {self._prefix.decode()}document describes another layout: "
+                f"{self._endpoint}: {self._names.document.decode()} describes another layout: "
                 f"{explain_difference(self._namespace.document, stored)}; delete it and its blocks if no longer wanted",
             )
         self._prepared_at = self._clock()
 
     def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         self.prepare(deadline)
-        replies = self._router.batch([(b"EXISTS", self._name(key)) for key in keys], deadline)
-        return [self._integer(reply) == 1 for reply in replies]
+        questions: list[tuple[bytes, ...]] = [(b"EXISTS", self._names.block(key)) for key in keys]
+        uses = self._shares.uses_due() if self._shares is not None else []
+        if not uses:
+            return [self._integer(reply) == 1 for reply in self._router.batch(questions, deadline)]
+        answers = self._router.attempt([*questions, *uses], deadline)
+        return [self._integer(_reply(answer)) == 1 for answer in answers[: len(keys)]]
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
         self.prepare(deadline)
-        names = self._plan.names(self._name(key))
+        names = self._plan.names(self._names.block(key))
         headers: list[FrameHeader | None] = [None] * self._plan.count
         commit = self._plan.commit_index
 
-        def receive(index: int) -> None:
-            start, end = self._plan.ranges[index]
-            raw = memoryview(bytearray(HEADER_BYTES))
-            self._receive(names[index], self._ttl_of(index), [raw, target[start:end]], deadline)
-            headers[index] = verify(
-                raw,
-                target[start:end],
-                namespace=self._digest,
-                key=key,
-                payload_bytes=end - start,
-                part_index=index,
-                part_count=self._plan.count,
-            )
+        raws = [memoryview(bytearray(HEADER_BYTES)) for _ in names]
+
+        def receive(indices: Sequence[int]) -> None:
+            """On one connection, each proven while the next is on its way."""
+
+            def prove(place: int) -> None:
+                index = indices[place]
+                start, end = self._plan.ranges[index]
+                headers[index] = verify(
+                    raws[index],
+                    target[start:end],
+                    namespace=self._digest,
+                    key=key,
+                    payload_bytes=end - start,
+                    part_index=index,
+                    part_count=self._plan.count,
+                )
+
+            targets = [[raws[index], target[slice(*self._plan.ranges[index])]] for index in indices]
+            self._receive([(names[index], self._ttl_of(index)) for index in indices], targets, prove, deadline)
 
         try:
-            self._in_lanes([commit, *range(commit)], receive)
+            order = [commit, *range(commit)]
+            if self._one_stream:
+                receive(order)
+            else:
+                self._lanes.run(order, lambda index: receive([index]))
         except TierMiss:
             if headers[commit] is None:
                 raise  # no block, or one that is being written just now
             raise TierCorrupt(CorruptReason.SHORT, f"{self._endpoint}: stripes of the block are gone") from None
-        self._plan.check_together([header for header in headers if header is not None])
+        found = [header for header in headers if header is not None]
+        self._plan.check_together(found)
+        if self._shares is not None:
+            self._shares.use(key, found[commit].tenant)
 
-    def store(self, key: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         if self._prepared_at is not None and self._clock() - self._prepared_at > DOCUMENT_SECONDS:
             self._prepared_at = None  # it may have gone with all else: FLUSHALL, or a restart without persistence
         self.prepare(deadline)
-        names = self._plan.names(self._name(key))
+        names = self._plan.names(self._names.block(key))
         # A block that another engine has stored costs one small round trip instead of megabytes.
-        present = [self._integer(reply) == 1 for reply in self._router.batch(self._renewals(names), deadline)]
+        shares = self._shares if tenant != NO_TENANT else None
+        counting = [] if shares is None else shares.count(key, tenant)
+        answers = self._router.attempt([*self._renewals(names), *counting], deadline)
+        present = [self._integer(_reply(answer)) == 1 for answer in answers[: len(names)]]
         if all(present):
             return StoreOutcome.PRESENT
-        if present[-1] and len(names) > 1:
-            self._router.batch([(b"UNLINK", names[-1])], deadline)  # it commits nothing any more
-        headers = self._headers(key, source)
+        try:
+            if shares is not None:
+                counted = [_reply(answer) for answer in answers[len(names) :]]
+                self._make_room(shares, shares.victims(key, counted), tenant, deadline)
+            if present[-1] and len(names) > 1:
+                self._router.batch([(b"UNLINK", names[-1])], deadline)  # it commits nothing any more
+            outcome = self._write(names, self._headers(key, source, tenant), source, deadline)
+        except TierRefused as refused:
+            if refused.reason == RefusedReason.OUT_OF_MEMORY:
+                self._pressure.refused()
+            if shares is not None and refused.reason != RefusedReason.CLOSED:
+                # Where something else than a set lies at its name, it makes way; the next store begins to count anew.
+                wrong = isinstance(refused, WrongType)
+                self._in_passing([shares.drop(tenant) if wrong else shares.forget([key], tenant)], deadline)
+            raise
+        self._pressure.sample(deadline)
+        return outcome
+
+    def _write(self, names: list[bytes], headers: list[bytes], source: memoryview, deadline: float) -> StoreOutcome:
         commit = self._plan.commit_index
 
         def send(index: int) -> None:
@@ -143,34 +204,33 @@ class RedisTier:
             self._send(names[index], self._ttl_of(index), headers[index], source[start:end], deadline)
 
         try:
-            self._in_lanes(range(commit), send)
+            self._lanes.run(range(commit), send)
             start, end = self._plan.ranges[commit]
             written = self._send(
                 names[commit], self._ttl_ms, headers[commit], source[start:end], deadline, only_if_absent=True
             )
         except TierRefused as refused:
             if refused.reason != RefusedReason.CLOSED and commit:
-                self._clean_up(names[:commit], deadline)
+                self._in_passing([(b"UNLINK", name) for name in names[:commit]], deadline)
             raise
         # NX: another engine may have stored the block just now.
         return StoreOutcome.STORED if written else StoreOutcome.PRESENT
 
     def discard(self, key: bytes, deadline: float) -> None:
-        names = self._plan.names(self._name(key))
+        names = self._plan.names(self._names.block(key))
         for reply in self._router.batch([(b"UNLINK", name) for name in reversed(names)], deadline):
             self._integer(reply)
 
     def resident_bytes(self, deadline: float) -> int:
         """The servers' ``used_memory``: their other users included, and their own overhead."""
-        return sum(self._router.each_server(self._used_memory, deadline))
+        return sum(self._router.each_server(used_memory_bytes, deadline))
 
     def close(self) -> None:
         self._router.close()
-        if self._helpers is not None:
-            self._helpers.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
 
     def _stored_document(self, connection: RedisConnection, deadline: float) -> bytes:
-        name = self._prefix + b"document"
+        name = self._names.document
         ours = self._namespace.document
         # Without a time to live: a few hundred bytes per layout, and an operator can always read what was there.
         written = connection.command(b"SET", name, ours, b"NX", deadline=deadline)
@@ -185,23 +245,38 @@ class RedisTier:
             # Full or read-only, and never written: nothing contradicts us, and reads may still be of use.
             return ours
         if isinstance(stored, ErrorReply):
-            raise refusal(connection.endpoint, stored)
+            error = refusal(connection.endpoint, stored)
+            if isinstance(error, WrongType):
+                raise TierRefused(
+                    RefusedReason.NAMESPACE,
+                    f"{self._endpoint}: {name.decode()} is not a string, so another program uses it; delete it",
+                )
+            raise error
         raise ProtocolError(f"{self._endpoint}: GET was answered with {type(stored).__name__}")
 
-    def _receive(self, name: bytes, ttl_ms: int | None, targets: list[memoryview], deadline: float) -> None:
+    def _receive(
+        self,
+        values: list[tuple[bytes, int | None]],
+        targets: list[list[memoryview]],
+        received: Callable[[int], None],
+        deadline: float,
+    ) -> None:
+        """Values, each with its name and time to live, that one server has."""
+        reads = [(b"GET", name) for name, _ in values]
+        renewing = [
+            (b"GET", name) if ttl_ms is None else (b"GETEX", name, b"PX", b"%d" % ttl_ms) for name, ttl_ms in values
+        ]
+
         def receive(connection: RedisConnection, deadline: float) -> None:
-            if ttl_ms is None:
-                connection.receive_value((b"GET", name), targets, deadline)
-                return
             try:
-                connection.receive_value((b"GETEX", name, b"PX", b"%d" % ttl_ms), targets, deadline)
+                connection.receive_values(renewing, targets, deadline, received)
             except TierRefused as refused:
                 # GETEX counts as a write: a replica or a user without write permission can still read.
-                if refused.reason not in (RefusedReason.READ_ONLY, RefusedReason.PERMISSION):
+                if renewing == reads or refused.reason not in (RefusedReason.READ_ONLY, RefusedReason.PERMISSION):
                     raise
-                connection.receive_value((b"GET", name), targets, deadline)
+                connection.receive_values(reads, targets, deadline, received)
 
-        self._router.run(name, receive, deadline)
+        self._router.run(values[0][0], receive, deadline)
 
     def _send(
         self,
@@ -226,7 +301,7 @@ class RedisTier:
 
         return self._router.run(name, send, deadline)
 
-    def _headers(self, key: bytes, source: memoryview) -> list[bytes]:
+    def _headers(self, key: bytes, source: memoryview, tenant: bytes) -> list[bytes]:
         payloads = [source[start:end] for start, end in self._plan.ranges]
         digests = [digest_of_payload(payload) for payload in payloads]
         together = digest_of_parts(digests)
@@ -240,6 +315,7 @@ class RedisTier:
                 created_ms=created_ms,
                 part=WHOLE if count == 1 else Part(index, count, together),
                 payload_digest=digests[index],
+                tenant=tenant,
             )
             for index, payload in enumerate(payloads)
         ]
@@ -256,58 +332,30 @@ class RedisTier:
             return self._ttl_ms
         return self._ttl_ms + STRIPE_GRACE_MS
 
-    def _in_lanes(self, indices: Sequence[int], act: Callable[[int], None]) -> None:
-        """Do ``act`` for every index, begun in order, here and in helper threads that are free right now.
+    def _make_room(self, shares: TenantShares, victims: list[bytes], tenant: bytes, deadline: float) -> None:
+        if not victims:
+            return
+        blocks = [self._plan.names(self._names.block(victim)) for victim in victims]
+        # Commit records first; and the members last, so that nothing that may still be there is ever uncounted.
+        self._router.batch([(b"UNLINK", name) for names in blocks for name in reversed(names)], deadline)
+        self._router.batch([shares.forget(victims, tenant)], deadline)
+        with self._evicted_lock:
+            self.evicted_frames += len(victims)
 
-        Returns or raises the first error only when no thread is at it any more: they work in the caller's memory.
-        """
-        waiting = deque(indices)
-        errors: list[Exception] = []
-
-        def lane() -> None:
-            while waiting and not errors:
-                try:
-                    index = waiting.popleft()
-                except IndexError:
-                    return
-                try:
-                    act(index)
-                except Exception as error:
-                    errors.append(error)
-
-        helpers = []
-        if self._helpers is not None and len(indices) > 1:
-            try:
-                helpers = [self._helpers.submit(lane) for _ in range(min(self._lanes, len(indices)) - 1)]
-            except RuntimeError:
-                pass  # closed meanwhile: the router says so
-        lane()
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
-        if errors:
-            raise errors[0]
-
-    def _clean_up(self, names: list[bytes], deadline: float) -> None:
+    def _in_passing(self, commands: list[tuple[bytes, ...]], deadline: float) -> None:
+        """Tidy up after a store that was refused. If that fails too, what is left over expires."""
         try:
-            self._router.batch([(b"UNLINK", name) for name in names], deadline)
+            self._router.attempt(commands, deadline)
         except TierError:
-            pass  # they expire; the refusal of the store is the error to report
-
-    def _used_memory(self, connection: RedisConnection, deadline: float) -> int:
-        reply = connection.command(b"INFO", b"memory", deadline=deadline)
-        if isinstance(reply, ErrorReply):
-            raise refusal(connection.endpoint, reply)
-        for line in reply.splitlines() if isinstance(reply, bytes) else ():
-            name, _, value = line.partition(b":")
-            if name == b"used_memory" and value.isdigit():
-                return int(value)
-        raise ProtocolError(f"{connection.endpoint}: INFO memory names no used_memory")
+            pass  # the refusal of the store is the error to report
 
     def _integer(self, reply: Reply) -> int:
         if not isinstance(reply, int):
             raise ProtocolError(f"{self._endpoint}: an integer was expected, not {reply!r:.64}")
         return reply
 
-    def _name(self, key: bytes) -> bytes:
-        return self._prefix + key.hex().encode("ascii")
+
+def _reply(answer: Reply | TierError) -> Reply:
+    if isinstance(answer, TierError):
+        raise answer
+    return answer

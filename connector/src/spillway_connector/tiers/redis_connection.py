@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from spillway_connector.errors import (
@@ -21,6 +22,7 @@ from spillway_connector.errors import (
     UnreachableReason,
 )
 from spillway_connector.tiers.redis_endpoint import Address, RedisEndpoint
+from spillway_connector.tiers.redis_resolve import SYSTEM
 from spillway_connector.tiers.resp import (
     ErrorReply,
     Incomplete,
@@ -66,6 +68,13 @@ class Redirected(TierRefused):
         self.ask = ask
 
 
+class WrongType(TierRefused):
+    """Something other than a string lies at the key: a list, a hash, a sorted set."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(RefusedReason.OTHER, message)
+
+
 def refusal(endpoint: RedisEndpoint, error: ErrorReply) -> TierRefused:
     """The tier error that stands for an error reply."""
     if error.code in ("MOVED", "ASK"):
@@ -77,6 +86,8 @@ def refusal(endpoint: RedisEndpoint, error: ErrorReply) -> TierRefused:
                     address = Address(host or endpoint.host, int(port))
                     ask = error.code == "ASK"
                     return Redirected(int(slot), address, ask=ask, message=f"{endpoint}: {error.message}")
+    if error.code == "WRONGTYPE":
+        return WrongType(f"{endpoint}: {error.message}")
     return TierRefused(_REFUSALS.get(error.code, RefusedReason.OTHER), f"{endpoint}: {error.message}")
 
 
@@ -136,11 +147,41 @@ class RedisConnection:
     def receive_value(self, command: tuple[bytes, ...], targets: list[memoryview], deadline: float) -> None:
         """Send a command whose reply is one bulk string and receive it straight into ``targets``, filling all.
 
-        Raises TierMiss for null, TierRefused for an error reply, TierCorrupt(SHORT or LENGTH) when the value has
-        another size than the targets together (the connection is then closed rather than drained).
+        Raises TierMiss for null, TierRefused for an error reply, TierCorrupt: SHORT or LENGTH when the value has
+        another size than the targets together (the connection is then closed rather than drained), MAGIC when what
+        lies there is not a string.
+        """
+        self.receive_values([command], [targets], deadline)
+
+    def receive_values(
+        self,
+        commands: Sequence[tuple[bytes, ...]],
+        targets: Sequence[list[memoryview]],
+        deadline: float,
+        received: Callable[[int], None] = lambda place: None,
+    ) -> None:
+        """The same for several values; the next one is asked for as soon as one is known to be there and to fit.
+
+        So the server goes on sending while ``received`` looks at what has just arrived, and of an absent value only one
+        is ever asked for. Where ``received`` raises, an answer is under way and the connection is not usable any more.
         """
         self._begin()
-        self._send([encode_command(*command)], deadline)
+        self._send([encode_command(*commands[0])], deadline)
+        for place, parts in enumerate(targets):
+            self._expect_value(sum(part.nbytes for part in parts), deadline)
+            if place + 1 < len(commands):
+                self._send([encode_command(*commands[place + 1])], deadline)
+            for part in parts:
+                self._fill(part, deadline)
+            end = bytearray(2)
+            self._fill(memoryview(end), deadline)
+            if end != b"\r\n":
+                raise ProtocolError(f"{self.endpoint}: a value without its end")
+            self.usable = place + 1 == len(commands)
+            received(place)
+
+    def _expect_value(self, needed: int, deadline: float) -> None:
+        """Read the announcement of a value of ``needed`` bytes. Raises what :meth:`receive_value` raises."""
         line = self._line(deadline)
         if line[:1] != b"$":
             self._received[:0] = line + b"\r\n"  # not a value: let the general parser say what it is
@@ -149,23 +190,18 @@ class RedisConnection:
             if reply is None:
                 raise TierMiss
             if isinstance(reply, ErrorReply):
-                raise refusal(self.endpoint, reply)
+                error = refusal(self.endpoint, reply)
+                if isinstance(error, WrongType):
+                    raise TierCorrupt(CorruptReason.MAGIC, str(error)) from error
+                raise error
             raise ProtocolError(f"{self.endpoint}: a value was expected, not {type(reply).__name__}")
         length = parse_length(line[1:], _VALUE_BYTES_MAX)
         if length < 0:
             self.usable = True
             raise TierMiss
-        needed = sum(target.nbytes for target in targets)
         if length != needed:
             reason = CorruptReason.SHORT if length < needed else CorruptReason.LENGTH
             raise TierCorrupt(reason, f"{self.endpoint}: the value has {length} bytes, a frame has {needed}")
-        for target in targets:
-            self._fill(target, deadline)
-        end = bytearray(2)
-        self._fill(memoryview(end), deadline)
-        if end != b"\r\n":
-            raise ProtocolError(f"{self.endpoint}: a value without its end")
-        self.usable = True
 
     def _begin(self) -> None:
         if not self.usable:
@@ -192,8 +228,8 @@ class RedisConnection:
         # Not socket.create_connection: that gives every address of a name the whole time anew.
         self._remaining(deadline)
         refused: OSError | None = None
-        host, port = self.endpoint.host, self.endpoint.port
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        host = Address(self.endpoint.host, self.endpoint.port)
+        for family, kind, protocol, address in SYSTEM.resolve(host, self._clock, deadline):
             try:
                 plain = self._reach(socket.socket(family, kind, protocol), address, deadline)
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -204,7 +240,7 @@ class RedisConnection:
                 raise
             except OSError as error:
                 refused = error
-        raise refused or OSError(f"{host} has no address")
+        raise refused or OSError(f"{host.host} has no address")
 
     def _reach(self, plain: socket.socket, address: Any, deadline: float) -> socket.socket:
         try:

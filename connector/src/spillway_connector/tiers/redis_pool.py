@@ -15,12 +15,17 @@ _Result = TypeVar("_Result")
 
 
 class RedisPool:
-    """A thread that finds no connection free waits for one within its deadline. Nothing is connected before use."""
+    """A thread that finds no connection free waits for one within its deadline. Nothing is connected before use.
+
+    One connection more than ``connections`` is kept for ``brief`` operations while all others are busy: a lookup waits
+    behind other lookups at most, never behind megabytes.
+    """
 
     def __init__(self, endpoint: RedisEndpoint, connections: int, clock: Clock) -> None:
         self.endpoint = endpoint
         self._clock = clock
         self._slots = threading.BoundedSemaphore(connections)
+        self._reserve = threading.BoundedSemaphore(1)
         self._lock = threading.Lock()
         self._idle: list[RedisConnection] = []
         self._busy: set[RedisConnection] = set()
@@ -33,14 +38,15 @@ class RedisPool:
         deadline: float,
         *,
         connect_deadline: float | None = None,
+        brief: bool = False,
     ) -> _Result:
         """Run ``operation`` on a pooled connection; once more on a fresh one if an idle one turns out to be dead.
 
         All operations here may be repeated safely. At most two attempts, within the one deadline.
         connect_deadline: for establishing a connection, where time is to be left for another server.
+        brief: it moves few bytes.
         """
-        if not self._slots.acquire(timeout=max(0.0, deadline - self._clock())):
-            raise TierTimeout(f"{self.endpoint}: all connections were busy until the deadline")
+        slot = self._slot(brief, deadline)
         connect_until = deadline if connect_deadline is None else min(deadline, connect_deadline)
         try:
             connection, fresh = self._take(connect_until)
@@ -59,7 +65,7 @@ class RedisPool:
             finally:
                 self._release(connection)
         finally:
-            self._slots.release()
+            slot.release()
 
     def close_idle(self) -> None:
         with self._lock:
@@ -80,6 +86,15 @@ class RedisPool:
             self._idle.clear()
         for connection in open_connections:
             connection.close()
+
+    def _slot(self, brief: bool, deadline: float) -> threading.Semaphore:
+        """The slot that was taken."""
+        if brief and self._slots.acquire(blocking=False):
+            return self._slots
+        slot = self._reserve if brief else self._slots
+        if not slot.acquire(timeout=max(0.0, deadline - self._clock())):
+            raise TierTimeout(f"{self.endpoint}: all connections were busy until the deadline")
+        return slot
 
     def _take(self, deadline: float) -> tuple[RedisConnection, bool]:
         with self._lock:

@@ -21,7 +21,10 @@ _Result = TypeVar("_Result")
 
 
 class RedisRouter:
-    """One pool of at most ``connections`` per server. Everything sent through it may be repeated safely."""
+    """One pool of at most ``connections`` per server. Everything sent through it may be repeated safely.
+
+    Batches, and what is asked of a server as such, are brief: one more connection is there for them (see RedisPool).
+    """
 
     def __init__(self, endpoint: RedisEndpoint, connections: int, clock: Clock) -> None:
         self._endpoint = endpoint
@@ -52,34 +55,48 @@ class RedisRouter:
 
         One pipeline per server. Raises the first error reply, TierUnreachable, TierTimeout.
         """
-        replies: list[Reply] = [None] * len(commands)
+        replies: list[Reply] = []
+        for outcome in self.attempt(commands, deadline):
+            if isinstance(outcome, TierError):
+                raise outcome
+            replies.append(outcome)
+        return replies
+
+    def attempt(self, commands: Sequence[tuple[bytes, ...]], deadline: float) -> list[Reply | TierError]:
+        """The same, but an error stands in the place of the reply that it is about. Raises only what routing raises."""
+        outcomes: list[Reply | TierError] = [None] * len(commands)
         routes = {index: self._guide.locate(words[1], deadline) for index, words in enumerate(commands)}
         for _ in range(REDIRECTS_MAX + 1):
-            failures: dict[int, TierError] = {}
-            asked = routes
+            asked, routes = routes, {}
             for route, indices in _by_route(asked).items():
                 for start in range(0, len(indices), BATCH_COMMANDS):
                     chunk = indices[start : start + BATCH_COMMANDS]
-                    outcomes = self._pipeline(route, [commands[index] for index in chunk], deadline)
-                    for index, outcome in zip(chunk, outcomes, strict=True):
-                        if isinstance(outcome, TierError):
-                            failures[index] = outcome
-                        else:
-                            replies[index] = outcome
-            routes = {}
-            for index, error in failures.items():
-                onward = self._onward(commands[index][1], asked[index], error, deadline)
-                if onward is None:
-                    raise error
-                routes[index] = onward
+                    answers = self._pipeline(route, [commands[index] for index in chunk], deadline)
+                    for index, answer in zip(chunk, answers, strict=True):
+                        outcomes[index] = answer
+            for index, route in asked.items():
+                error = outcomes[index]
+                if isinstance(error, TierError):
+                    onward = self._onward(commands[index][1], route, error, deadline)
+                    if onward is not None:
+                        routes[index] = onward
             if not routes:
-                return replies
-        raise failures[next(iter(failures))]
+                break
+        return outcomes
+
+    def servers(self, deadline: float) -> list[Address]:
+        """Every server that holds keys."""
+        return self._guide.servers(deadline)
+
+    def run_at(
+        self, server: Address, operation: Callable[[RedisConnection, float], _Result], deadline: float
+    ) -> _Result:
+        """Run ``operation`` on a connection to ``server``, wherever its answer may point."""
+        return self._run_at(Route(server), operation, deadline, brief=True)
 
     def each_server(self, operation: Callable[[RedisConnection, float], _Result], deadline: float) -> list[_Result]:
         """Run ``operation`` once on every server that holds keys."""
-        servers = self._guide.servers(deadline)
-        return [self._run_at(Route(address), operation, deadline) for address in servers]
+        return [self.run_at(server, operation, deadline) for server in self.servers(deadline)]
 
     def close(self) -> None:
         """Also ends the waits of other threads at once. Twice is harmless."""
@@ -94,7 +111,10 @@ class RedisRouter:
         words = [word for command in commands for word in ((b"ASKING",), command)] if route.ask else commands
         try:
             answers = self._run_at(
-                Route(route.address), lambda connection, deadline: connection.pipeline(words, deadline), deadline
+                Route(route.address),
+                lambda connection, deadline: connection.pipeline(words, deadline),
+                deadline,
+                brief=True,
             )
         except (TierRefused, TierUnreachable) as error:
             return [error] * len(commands)
@@ -104,7 +124,14 @@ class RedisRouter:
             for answer in (answers[1::2] if route.ask else answers)
         ]
 
-    def _run_at(self, route: Route, operation: Callable[[RedisConnection, float], _Result], deadline: float) -> _Result:
+    def _run_at(
+        self,
+        route: Route,
+        operation: Callable[[RedisConnection, float], _Result],
+        deadline: float,
+        *,
+        brief: bool = False,
+    ) -> _Result:
         def ask_first(connection: RedisConnection, deadline: float) -> _Result:
             reply = connection.command(b"ASKING", deadline=deadline)
             if isinstance(reply, ErrorReply):
@@ -117,7 +144,7 @@ class RedisRouter:
             now = self._clock()
             connect_deadline = now + (deadline - now) / 2
         return self._pool(route.address).run(
-            ask_first if route.ask else operation, deadline, connect_deadline=connect_deadline
+            ask_first if route.ask else operation, deadline, connect_deadline=connect_deadline, brief=brief
         )
 
     def _onward(self, name: bytes, route: Route, error: TierError, deadline: float) -> Route | None:
@@ -148,6 +175,9 @@ class RedisRouter:
 
 
 def _by_route(routes: dict[int, Route]) -> dict[Route, list[int]]:
+    first = next(iter(routes.values()), None)
+    if first is not None and all(route is first for route in routes.values()):
+        return {first: list(routes)}  # always so with one server; spares a hash per command
     groups: dict[Route, list[int]] = {}
     for index, route in routes.items():
         groups.setdefault(route, []).append(index)

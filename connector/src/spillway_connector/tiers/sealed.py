@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from spillway_connector.errors import ConfigError, CorruptReason, TierCorrupt
 from spillway_connector.namespace import NAMESPACE_DIGEST_BYTES, Namespace
-from spillway_connector.tiers.tier import StoreOutcome, Tier
+from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome, Tier
 
 TAG_BYTES = 16
 NONCE_BYTES = 12
@@ -154,6 +154,15 @@ class SealedTier:
     def evicted_frames(self) -> int:
         return int(getattr(self.tier, "evicted_frames", 0))
 
+    @property
+    def under_pressure(self) -> bool:
+        return bool(getattr(self.tier, "under_pressure", False))
+
+    def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """Keys are not sealed, so the store's own index answers, where it has one in memory."""
+        answer = getattr(self.tier, "contains_now", None)
+        return None if answer is None else answer(keys)
+
     def prepare(self, deadline: float) -> None:
         self.tier.prepare(deadline)
 
@@ -177,14 +186,14 @@ class SealedTier:
         finally:
             self._return_buffer(buffer)
 
-    def store(self, key: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         buffer = self._take_buffer()
         try:
             sealed_bytes = self.payload_bytes + TAG_BYTES
             nonce = os.urandom(NONCE_BYTES)
             self._cipher.encrypt_into(nonce, source, self._context + key, buffer[:sealed_bytes])
             buffer[sealed_bytes:] = nonce + self._check
-            return self.tier.store(key, buffer, deadline)
+            return self.tier.store(key, buffer, deadline, tenant)
         finally:
             self._return_buffer(buffer)
 

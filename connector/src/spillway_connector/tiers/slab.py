@@ -1,9 +1,11 @@
 """The NVMe tier on a local disk: frames in fixed slots of preallocated files, shared by the processes of one node.
 
     ROOT/<namespace hex>/namespace.json        the namespace document in full
+    ROOT/clock.<boot>                          what ages are told by (nvme_age.py)
     ROOT/slab/lock                             held while the shared index or the set of files changes
     ROOT/slab/writers/<number>                 locked by a process as long as it lives
     ROOT/slab/<slot bytes>/index               which slot holds which key (slab_index.py)
+    ROOT/slab/<slot bytes>/headers             every slot's header once more, for a rebuild (slab_headers.py)
     ROOT/slab/<slot bytes>/<chunk>-<epoch>.slab  slots (slab_layout.py)
 
 Store: claim a slot under the lock, write header and payload without it in one call, publish under the lock. Load: look
@@ -18,7 +20,7 @@ it counts only if its key and both checksums match.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,17 +39,17 @@ from spillway_connector.errors import (
 )
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
+from spillway_connector.tiers.nvme_age import AgeClock
 from spillway_connector.tiers.nvme_io import FrameFiles, tier_error
-from spillway_connector.tiers.slab_fingerprint import fingerprints, namespace_words
+from spillway_connector.tiers.nvme_space import EvictionReason
+from spillway_connector.tiers.slab_fingerprint import fingerprint_of, fingerprints, namespace_words
 from spillway_connector.tiers.slab_index import SlabIndex
 from spillway_connector.tiers.slab_layout import SLAB_FOLDER, slot_bytes_of
-from spillway_connector.tiers.slab_policy import FREE, LIVE, WRITING, tenant_victim
+from spillway_connector.tiers.slab_policy import LIVE, WRITING
 from spillway_connector.tiers.slab_pool import SlabPool
-from spillway_connector.tiers.slab_space import Pool, SlabSpace, resident_bytes
-from spillway_connector.tiers.tier import Clock, StoreOutcome, WallClock
-
-TenantOf = Callable[[bytes], bytes]
-"""The 8-byte tag of the tenant a key belongs to; eight zero bytes for none."""
+from spillway_connector.tiers.slab_quota import make_tenant_room
+from spillway_connector.tiers.slab_space import Pool, SlabSpace, pool_folders, resident_bytes
+from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,9 @@ class SlabTier:
     """A tier in the directory ``root`` on a local file system. See tier.Tier for the contract.
 
     max_bytes: bound for all files below the root, all namespaces and processes together; None takes 80 % of what the
-    file system can give. ttl_seconds: how long an entry stays without being used; None for ever. tenant_of,
-    tenant_max_bytes: who a key belongs to, and the most that each tenant may hold; both or neither.
+    file system can give. ttl_seconds: how long an entry stays without being used; None for ever.
+    Ages are told by a clock of the node's own, see nvme_age.py. tenant_max_bytes: the most that each tenant may hold,
+    those without a cache salt together being one; beyond it the tenant's own oldest entries make room.
     Nothing is touched before the first operation.
     """
 
@@ -77,26 +80,25 @@ class SlabTier:
         *,
         max_bytes: int | None = None,
         ttl_seconds: float | None = None,
-        tenant_of: TenantOf | None = None,
         tenant_max_bytes: int | None = None,
         clock: Clock = time.monotonic,
         wall_clock: WallClock = time.time,
     ) -> None:
-        if (tenant_of is None) != (tenant_max_bytes is None):
-            raise ValueError("tenant_of and tenant_max_bytes: give both or neither")
         self.payload_bytes = payload_bytes
         self._digest = namespace.digest16
         self._words = namespace_words(self._digest)
+        self._pair = (int(self._words[0]), int(self._words[1]))
         self._root = root
         self._slot_bytes = slot_bytes_of(payload_bytes)
         self._folder = root / SLAB_FOLDER / str(self._slot_bytes)
         self._max_bytes = max_bytes
         self._ttl_seconds = ttl_seconds
-        self._tenant_of = tenant_of
         self._tenant_max_bytes = tenant_max_bytes
         self._clock = clock
         self._wall_clock = wall_clock
-        self._files = FrameFiles(payload_bytes, direct=False, clock=clock, wall_clock=wall_clock)
+        self._ages = AgeClock(root, clock, wall_clock)
+        self._files = FrameFiles(payload_bytes, direct=False, clock=clock, wall_clock=self._ages.now)
+        self._now_s = self._ages.now_s
         self._space = SlabSpace(
             root,
             self._folder,
@@ -106,14 +108,26 @@ class SlabTier:
             clock=clock,
             now_s=self._now_s,
         )
-        self._pool = SlabPool(namespace, self._slot_bytes, root, files=self._files, space=self._space, clock=clock)
+        self._pool = SlabPool(
+            namespace, self._slot_bytes, root, files=self._files, space=self._space, ages=self._ages, clock=clock
+        )
         self._abandoned: list[_Claim] = []
         self._closed = False
 
     @property
     def evicted_frames(self) -> int:
-        """Frames that this process removed to make room."""
-        return self._space.evicted_frames
+        """Frames that this process removed, for whatever reason but damage."""
+        return self._space.evictions.total()
+
+    @property
+    def evictions(self) -> Mapping[EvictionReason, int]:
+        """The same by reason."""
+        return self._space.evictions
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether frames were evicted, or refused, for want of room within the last seconds."""
+        return self._space.under_pressure
 
     @property
     def uses_direct_io(self) -> bool:
@@ -129,13 +143,17 @@ class SlabTier:
         pool = self._pool.readable(deadline)
         if pool is None or not keys:
             return [False] * len(keys)
-        index = pool.index
-        slots = index.find(fingerprints(keys, self._words))
-        live = (slots >= 0) & (index.state.take(slots, mode="wrap") == LIVE)
-        if self._ttl_seconds is not None:
-            live &= index.used_s.take(slots, mode="wrap").astype(np.int64) >= self._now_s() - self._ttl_seconds
-        answer: list[bool] = live.tolist()
-        return answer
+        return self._live(pool.index, keys)
+
+    def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """What :meth:`contains` would say, from memory alone and without waiting for anything.
+
+        None before the directory has been prepared. A pool that another process replaced a moment ago is seen late.
+        """
+        pool = self._pool.at_hand()
+        if self._closed or pool is None:
+            return None
+        return self._live(pool.index, keys)
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
         self._check(deadline)
@@ -143,10 +161,10 @@ class SlabTier:
         if pool is None:
             raise TierMiss
         index = pool.index
-        fingerprint = fingerprints([key], self._words)
-        slot = int(index.find(fingerprint)[0])
+        fingerprint = fingerprint_of(key, self._pair)
+        slot = index.find_one(fingerprint)
         generation = int(index.generation[slot])
-        if slot < 0 or not index.holds(slot, fingerprint[0]):  # asked after the generation, so that it is this entry's
+        if slot < 0 or not index.holds(slot, fingerprint):  # asked after the generation, so that it is this entry's
             raise TierMiss
         now_s = self._now_s()
         if self._ttl_seconds is not None and int(index.used_s[slot]) < now_s - self._ttl_seconds:
@@ -169,7 +187,7 @@ class SlabTier:
         except OSError:
             pass  # a disk that no longer takes writes keeps its order
 
-    def store(self, key: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         self._check(deadline)
         pool = self._pool.writable(deadline)
         try:
@@ -178,11 +196,16 @@ class SlabTier:
                 pool.index.note_hit(slot, self._now_s())
                 return StoreOutcome.PRESENT
             header = build_header(
-                self._digest, key, source, created_ms=int(self._wall_clock() * 1000), header_bytes=PAGE_BYTES
+                self._digest,
+                key,
+                source,
+                created_ms=int(self._wall_clock() * 1000),
+                header_bytes=PAGE_BYTES,
+                tenant=tenant,
             )
-            claim = self._claim(key, deadline)
+            claim = self._claim(key, tenant, deadline)
         except OSError as error:
-            raise tier_error(error, f"{self._folder}: making room for a frame") from error
+            raise self._refused(error, "making room for a frame") from error
         if claim is None:
             return StoreOutcome.PRESENT
         try:
@@ -195,11 +218,11 @@ class SlabTier:
             ) from error
         except OSError as error:
             self._give_up(claim, deadline)
-            raise tier_error(error, f"{self._folder}: writing a frame") from error
+            raise self._refused(error, "writing a frame") from error
         except BaseException:
             self._give_up(claim, deadline)
             raise
-        self._publish(claim, deadline)
+        self._publish(claim, header, deadline)
         return StoreOutcome.STORED
 
     def discard(self, key: bytes, deadline: float) -> None:
@@ -235,47 +258,45 @@ class SlabTier:
 
     # --- storing ------------------------------------------------------------------------------------------------------
 
-    def _claim(self, key: bytes, deadline: float) -> _Claim | None:
+    def _claim(self, key: bytes, tenant: bytes, deadline: float) -> _Claim | None:
         """A slot to write to; None when the key is there, or being written by someone alive."""
-        fingerprint = fingerprints([key], self._words)
-        tenant = 0 if self._tenant_of is None else int.from_bytes(self._tenant_of(key)[:8], "little")
+        fingerprint = fingerprint_of(key, self._pair)
         with self._locked(deadline) as pool:
             index = pool.index
             if self._space.keep_house(pool):
                 self._pool.take_back_from_the_dead(index)
-            slot = int(index.find(fingerprint)[0])
+            slot = index.find_one(fingerprint)
             if slot >= 0:
                 if index.state[slot] == LIVE and not self._expired(index, slot):
                     return None
                 if index.state[slot] == WRITING and self._pool.badge.is_alive(int(index.owner[slot])):
                     return None
-                index.release(slot)
-            slot = self._slot_for(pool, tenant)
+                if index.state[slot] == LIVE:
+                    self._space.expire(index, slot)
+                else:
+                    index.release(slot)
+            tenant_tag = int.from_bytes(tenant, "little")
+            slot = self._slot_for(pool, tenant_tag)
             generation = index.claim(
                 slot,
-                fingerprint[0],
-                namespace=int(self._words[0]),
-                tenant=tenant,
+                fingerprint,
+                namespace=self._pair[0],
+                tenant=tenant_tag,
                 owner=self._pool.badge.number,
                 now_s=self._now_s(),
             )
+            pool.chunks.headers.forget(slot)
             return _Claim(pool, slot, generation, int(index.chunk_epoch[index.shape.chunk_of(slot)]))
 
     def _slot_for(self, pool: Pool, tenant: int) -> int:
         """A FREE slot, by whatever it takes. Under the lock."""
         index = pool.index
         victim: int | None
-        if tenant and self._tenant_max_bytes is not None:
-            held = int(np.count_nonzero((index.state != FREE) & (index.tenant == np.uint64(tenant))))
-            if (held + 1) * self._slot_bytes > self._tenant_max_bytes:
-                victim = tenant_victim(index.queues, index.tenant, tenant)
-                if victim is None:
-                    raise TierRefused(
-                        RefusedReason.NO_SPACE,
-                        f"tenant_max_bytes: {self._tenant_max_bytes} holds no frame of {self._slot_bytes} bytes",
-                    )
-                self._space.evict(index, victim)
-                return victim
+        if self._tenant_max_bytes is not None:
+            others = [folder for folder in pool_folders(self._root) if folder != self._folder]
+            given_up = make_tenant_room(index, tenant, self._tenant_max_bytes, others, self._space.evict_of_tenant)
+            if given_up is not None:
+                return given_up
         slot = index.free_slot()
         if slot is None and self._space.may_grow() and self._space.grow(pool):
             slot = index.free_slot()
@@ -287,6 +308,7 @@ class SlabTier:
             slot = index.free_slot()
             if slot is not None:
                 return slot
+            self._space.note_pressure()
             raise TierRefused(
                 RefusedReason.NO_SPACE,
                 f"max_bytes: {self._max_bytes} leaves no slot of {self._slot_bytes} bytes that is not being written; "
@@ -295,11 +317,12 @@ class SlabTier:
         self._space.evict(index, victim)
         return victim
 
-    def _publish(self, claim: _Claim, deadline: float) -> None:
+    def _publish(self, claim: _Claim, header: bytes, deadline: float) -> None:
         """Let readers have a written slot. A claim that is no longer ours (its chunk was dropped) is let go."""
         try:
             with self._locked(deadline) as pool:
                 if self._is_ours(pool.index, claim):
+                    pool.chunks.headers.note(claim.slot, header)
                     pool.index.publish(claim.slot)
         except OSError as error:
             self._abandoned.append(claim)
@@ -340,14 +363,25 @@ class SlabTier:
 
     # --- small things -------------------------------------------------------------------------------------------------
 
+    def _live(self, index: SlabIndex, keys: Sequence[bytes]) -> list[bool]:
+        slots = index.find(fingerprints(keys, self._words))
+        live = (slots >= 0) & (index.state.take(slots, mode="wrap") == LIVE)
+        if self._ttl_seconds is not None:
+            live &= index.used_s.take(slots, mode="wrap").astype(np.int64) >= self._now_s() - self._ttl_seconds
+        answer: list[bool] = live.tolist()
+        return answer
+
+    def _refused(self, error: OSError, doing: str) -> TierError:
+        refused = tier_error(error, f"{self._folder}: {doing}")
+        if refused.reason == RefusedReason.NO_SPACE:
+            self._space.note_pressure()
+        return refused
+
     def _find(self, index: SlabIndex, key: bytes) -> int:
-        return int(index.find(fingerprints([key], self._words))[0])
+        return index.find_one(fingerprint_of(key, self._pair))
 
     def _expired(self, index: SlabIndex, slot: int) -> bool:
         return self._ttl_seconds is not None and int(index.used_s[slot]) < self._now_s() - self._ttl_seconds
-
-    def _now_s(self) -> int:
-        return max(0, min(int(self._wall_clock()), (1 << 32) - 1))
 
     def _check(self, deadline: float) -> None:
         if self._closed:

@@ -1,4 +1,7 @@
-"""The chunk files of a pool: making, opening and dropping them, and moving one frame to or from a slot."""
+"""The chunk files of a pool: making, opening and dropping them, and moving one frame to or from a slot.
+
+``Chunks.headers`` is the pool's header table.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 from spillway_connector.errors import CorruptReason, TierCorrupt
 from spillway_connector.tiers.frame import PAGE_BYTES
 from spillway_connector.tiers.nvme_io import FrameFiles
+from spillway_connector.tiers.slab_headers import HeaderTable
 from spillway_connector.tiers.slab_layout import PoolShape, chunk_name, parse_chunk_name
 
 OPEN_FILES_MAX = 256
@@ -32,6 +36,7 @@ class Chunks:
     """The files of one pool in ``folder``. ``files`` moves the frames and decides about direct I/O."""
 
     def __init__(self, folder: Path, shape: PoolShape, files: FrameFiles, *, writable: bool) -> None:
+        self.headers = HeaderTable(folder, shape)
         self._folder = folder
         self._shape = shape
         self._files = files
@@ -61,6 +66,7 @@ class Chunks:
 
     def blank(self, slot: int, epoch: int) -> None:
         """Overwrite a slot's header, so that a rebuilt index does not find a frame that was proven wrong."""
+        self.headers.forget(slot)
         file = self._file(self._shape.chunk_of(slot), epoch, _ZEROS)  # directly: a dirty page would stall later writes
         os.pwritev(file.descriptor, [_ZEROS], self._shape.offset_of(slot))
 

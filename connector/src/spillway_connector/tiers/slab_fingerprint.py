@@ -11,6 +11,8 @@ share a fingerprint by chance once in 2**128; the frame holds the whole key, so 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
+from struct import unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,9 @@ def _constants(count: int) -> U64:
 
 
 _LENGTH, _FACTORS = np.split(_constants(2 * (_WORDS_MAX + 1)).reshape(_WORDS_MAX + 1, 2), [1])
+_LENGTHS: list[int] = _LENGTH[0].tolist()
+_FACTORS_BY_HALF: list[list[int]] = _FACTORS.T.tolist()
+_U64 = (1 << 64) - 1
 _MIX_SHIFT = np.uint64(32)
 _MIX_FACTOR = np.uint64(0xD6E8FEB86659FD93)
 
@@ -41,6 +46,19 @@ _MIX_FACTOR = np.uint64(0xD6E8FEB86659FD93)
 def namespace_words(digest: bytes) -> U64:
     """The part of a namespace (16 bytes) in its keys' fingerprints, shape (2,)."""
     return np.frombuffer(digest, "<u8", 2).astype(np.uint64)
+
+
+def fingerprint_of(key: bytes, namespace: tuple[int, int]) -> tuple[int, int]:
+    """The same for one key, in a tenth of the time that arrays of one element take. Raises ValueError."""
+    if not 0 < len(key) <= KEY_BYTES_MAX:
+        raise ValueError(f"key: 1 to {KEY_BYTES_MAX} bytes needed")
+    count = len(key) + 3 >> 2
+    words = unpack(f"<{count}I", key.ljust(count * 4, b"\x00"))
+    low, high = (
+        mixed_one(part + len(key) * length + sum(map(mul, words, factors)) & _U64)
+        for part, length, factors in zip(namespace, _LENGTHS, _FACTORS_BY_HALF, strict=True)
+    )
+    return low, high
 
 
 def fingerprints(keys: Sequence[bytes], namespace: U64) -> U64:
@@ -78,3 +96,11 @@ def mixed(sums: U64) -> U64:
         sums *= _MIX_FACTOR
     sums ^= sums >> _MIX_SHIFT
     return sums
+
+
+def mixed_one(value: int) -> int:
+    """:func:`mixed` for one number below 2**64."""
+    for _ in range(2):
+        value ^= value >> 32
+        value = value * 0xD6E8FEB86659FD93 & _U64
+    return value ^ value >> 32

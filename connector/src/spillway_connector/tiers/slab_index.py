@@ -17,13 +17,21 @@ import ctypes
 import mmap
 import os
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from spillway_connector.errors import RefusedReason, TierRefused
-from spillway_connector.tiers.slab_fingerprint import U64, mixed
-from spillway_connector.tiers.slab_layout import COLUMNS, HEADER_FIXED_BYTES, INDEX_NAME, WAYS, PoolShape
+from spillway_connector.tiers.slab_fingerprint import U64, mixed, mixed_one
+from spillway_connector.tiers.slab_layout import (
+    COLUMNS,
+    HEADER_FIXED_BYTES,
+    INDEX_NAME,
+    TENANT_PLACES,
+    WAYS,
+    PoolShape,
+)
 from spillway_connector.tiers.slab_policy import (
     FREE,
     FREQUENCY_MAX,
@@ -41,6 +49,8 @@ _ORDER_MAX = 1 << 62  # no pool lives to see it; a larger number is damage
 _FREE_BATCH = 1024
 _HALF = np.uint64(32)
 _ONE = np.uint32(1)
+_TENANT_BITS = TENANT_PLACES.bit_length() - 1
+_TENANT_FACTOR = 0x9E3779B97F4A7C15
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -78,6 +88,15 @@ class SlabIndex:
         self._tags: npt.NDArray[np.uint32] = arrays["bucket_tag"].reshape(-1, WAYS)
         self._slots: npt.NDArray[np.uint32] = arrays["bucket_slot"].reshape(-1, WAYS)
         self._slots_flat: npt.NDArray[np.uint32] = arrays["bucket_slot"]
+        # Single elements are read through these: a number from an array costs several times as much.
+        view = memoryview(mapped)
+
+        def elements(name: str, kind: Literal["B", "I", "Q"]) -> memoryview[int]:
+            return view[offsets[name] : offsets[name] + arrays[name].nbytes].cast(kind)
+
+        self._tag_view, self._slot_view = elements("bucket_tag", "I"), elements("bucket_slot", "I")
+        self._low_view, self._high_view = elements("key_low", "Q"), elements("key_high", "Q")
+        self._state_view = elements("state", "B")
         self._bucket_count = shape.buckets
         self._buckets = np.uint64(shape.buckets)
         self._last_slot = np.uint32(shape.slots - 1)
@@ -136,10 +155,23 @@ class SlabIndex:
             slots[missing] = self._probe(low[missing], high[missing], self._bucket(high[missing]))
         return slots
 
-    def holds(self, slot: int, key: U64) -> bool:
-        """Whether a slot has a LIVE entry of ``key`` (2,) at this moment."""
-        same = self.key_low[slot] == key[0] and self.key_high[slot] == key[1]
-        return bool(same and self.state[slot] == LIVE)
+    def find_one(self, key: tuple[int, int]) -> int:
+        """:meth:`find` for one fingerprint."""
+        tag = key[0] & 0xFFFFFFFF | 1
+        for half in key:
+            first = self._bucket_of(half) * WAYS
+            tags = self._tag_view[first : first + WAYS].tolist()
+            if tag in tags:
+                for found, entry in zip(tags, self._slot_view[first : first + WAYS].tolist(), strict=True):
+                    # An empty entry or damage: as in _probe, the key of the last slot decides.
+                    slot = min(entry - 1 & 0xFFFFFFFF, self.shape.slots - 1)
+                    if found == tag and self._is_of(slot, key) and self._state_view[slot] != FREE:
+                        return slot
+        return -1
+
+    def holds(self, slot: int, key: tuple[int, int]) -> bool:
+        """Whether a slot has a LIVE entry of ``key`` at this moment."""
+        return self._is_of(slot, key) and self._state_view[slot] == LIVE
 
     def note_hit(self, slot: int, now_s: int) -> None:
         """Count a use for eviction and renew the age. A race with another process loses one count at worst."""
@@ -148,6 +180,10 @@ class SlabIndex:
             if hits < FREQUENCY_MAX:
                 self.put("frequency", slot, hits + 1)
             self.put("used_s", slot, now_s)
+
+    def tenant_bytes_at_most(self, tenant: int) -> int:
+        """What ``tenant`` and those that share its place in the table have in use."""
+        return int(self._arrays["tenant_used"][tenant_place(tenant)]) * self.shape.slot_bytes
 
     def counter(self, name: str) -> int:
         """One of the columns of a single element."""
@@ -201,9 +237,9 @@ class SlabIndex:
                 self.put("used", 0, self.present_slots)  # the count was wrong: a damaged header
                 return None
 
-    def claim(self, slot: int, key: U64, *, namespace: int, tenant: int, owner: int, now_s: int) -> int:
-        """Make a FREE slot the WRITING entry of ``key`` (2,), which must not be there. Returns its generation."""
-        low, high = int(key[0]), int(key[1])
+    def claim(self, slot: int, key: tuple[int, int], *, namespace: int, tenant: int, owner: int, now_s: int) -> int:
+        """Make a FREE slot the WRITING entry of ``key``, which must not be there. Returns its generation."""
+        low, high = key
         came_back = remembered(self.ghost, high, self.counter("evictions"), self.used)
         generation = int(self.generation[slot]) + 1 & 0xFFFFFFFF
         self.put("generation", slot, generation)
@@ -211,9 +247,10 @@ class SlabIndex:
         self.put("key_high", slot, high)
         self.put("namespace", slot, namespace)
         self.put("tenant", slot, tenant)
+        self._count_tenant(tenant, 1)
         self.put("owner", slot, owner)
         self.put("used_s", slot, now_s)
-        self.put("check", slot, int(self._checks(np.array([slot]))[0]))
+        self.put("check", slot, _check(slot, low, high, namespace, tenant))
         self.policy.enter(slot, MAIN if came_back else SMALL)
         self._link(slot, low, high)
         self.put("state", slot, WRITING)
@@ -228,11 +265,13 @@ class SlabIndex:
         """Make an entry's slot FREE."""
         self.put("state", slot, FREE)
         self.put("used", 0, max(0, self.used - 1))
+        self._count_tenant(int(self.tenant[slot]), -1)
         self.policy.leave(slot)
         for key in (int(self.key_low[slot]), int(self.key_high[slot])):
             bucket = self._bucket_of(key)
-            for way in np.flatnonzero(self._slots[bucket] == slot + 1).tolist():
-                self._clear_entry(bucket * WAYS + way)
+            for entry in range(bucket * WAYS, (bucket + 1) * WAYS):
+                if self._slot_view[entry] == slot + 1:
+                    self._clear_entry(entry)
 
     def evict(self, slot: int) -> None:
         """Release a slot to make room, and remember its key in case it comes back."""
@@ -274,14 +313,24 @@ class SlabIndex:
         self.put("next_order", 0, int(self.order[slots].max()) + 1 if len(slots) else 0)
         self.put("used", 0, len(slots))
         self.put("small_used", 0, int(np.count_nonzero(self.queue[slots] == SMALL)))
+        places = (self.tenant[slots] * np.uint64(_TENANT_FACTOR)) >> np.uint64(64 - _TENANT_BITS)
+        self.put_all("tenant_used", np.bincount(places.astype(np.int64), minlength=TENANT_PLACES))
         self._free = []
         return len(slots)
 
-    def fill(self, slots: npt.NDArray[np.int64], keys: U64, namespaces: U64, used_s: npt.NDArray[np.uint32]) -> None:
+    def fill(
+        self,
+        slots: npt.NDArray[np.int64],
+        keys: U64,
+        namespaces: U64,
+        tenants: U64,
+        used_s: npt.NDArray[np.uint32],
+    ) -> None:
         """Enter what a scan of the slots found, all at once; the oldest first. For an index that is empty."""
         self.put_at("key_low", slots, keys[:, 0])
         self.put_at("key_high", slots, keys[:, 1])
         self.put_at("namespace", slots, namespaces)
+        self.put_at("tenant", slots, tenants)
         self.put_at("used_s", slots, used_s)
         self.put_at("order", slots, np.arange(len(slots), dtype=np.uint64))
         self.put_at("queue", slots, MAIN)
@@ -305,6 +354,9 @@ class SlabIndex:
     def _bucket_of(self, half: int) -> int:
         return (half >> 32) * self._bucket_count >> 32
 
+    def _is_of(self, slot: int, key: tuple[int, int]) -> bool:
+        return self._low_view[slot] == key[0] and self._high_view[slot] == key[1]
+
     def _probe(self, low: U64, high: U64, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         same = self._tags.take(buckets, 0) == _tags(low)[:, None]
         entries = same.argmax(1)
@@ -318,12 +370,16 @@ class SlabIndex:
 
     def _link(self, slot: int, low: int, high: int) -> None:
         buckets = self._bucket_of(low), self._bucket_of(high)
-        vacancies = [np.flatnonzero(self._slots[bucket] == 0) for bucket in buckets]
+        vacancies = [[way for way in range(WAYS) if self._slot_view[bucket * WAYS + way] == 0] for bucket in buckets]
         first = 0 if len(vacancies[0]) > WAYS // 4 or len(vacancies[0]) >= len(vacancies[1]) else 1
         bucket = buckets[first]
-        way = int(vacancies[first][0]) if len(vacancies[first]) else self._vacate(bucket)
+        way = vacancies[first][0] if vacancies[first] else self._vacate(bucket)
         self.put("bucket_tag", bucket * WAYS + way, low & 0xFFFFFFFF | 1)
         self.put("bucket_slot", bucket * WAYS + way, slot + 1)
+
+    def _count_tenant(self, tenant: int, more: int) -> None:
+        place = tenant_place(tenant)
+        self.put("tenant_used", place, max(0, int(self._arrays["tenant_used"][place]) + more))
 
     def _clear_entry(self, entry: int) -> None:
         self.put("bucket_slot", entry, 0)
@@ -378,6 +434,19 @@ class SlabIndex:
         sums = mixed(sums ^ self.key_high[slots])
         sums = mixed(sums ^ self.namespace[slots])
         return (mixed(sums ^ self.tenant[slots]) >> _HALF).astype(np.uint32)
+
+
+def _check(slot: int, low: int, high: int, namespace: int, tenant: int) -> int:
+    """SlabIndex._checks for one entry."""
+    total = mixed_one(low + slot & 0xFFFFFFFFFFFFFFFF)
+    for field in (high, namespace, tenant):
+        total = mixed_one(total ^ field)
+    return total >> 32
+
+
+def tenant_place(tenant: int) -> int:
+    """Where the tenants' table counts the slots of ``tenant``."""
+    return (tenant * _TENANT_FACTOR & 0xFFFFFFFFFFFFFFFF) >> 64 - _TENANT_BITS
 
 
 def _tags(low: U64) -> npt.NDArray[np.uint32]:

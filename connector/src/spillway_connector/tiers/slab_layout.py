@@ -14,16 +14,20 @@ from dataclasses import dataclass
 
 import xxhash
 
-from spillway_connector.tiers.frame import PAGE_BYTES
+from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES
 
 SLAB_FOLDER = "slab"
 LOCK_NAME = "lock"
 INDEX_NAME = "index"
+TABLE_NAME = "headers"
+RECORD_BYTES = HEADER_BYTES + 8  # of the file that repeats every slot's header: the header and its xxh3_64
 WRITERS_FOLDER = "writers"
 INDEX_MAGIC = b"SPILLSLB"
-INDEX_VERSION = 1
+TABLE_MAGIC = b"SPILLHDR"
+INDEX_VERSION = 2  # 1 had no tenant_used
 SLOTS_MAX = 1 << 31  # slot numbers, plus one, are kept in 32 bits
 WAYS = 8  # entries of one hash bucket
+TENANT_PLACES = 1024  # of the table that counts slots by tenant
 
 _HEADER = struct.Struct("<8sHHIQII")  # magic, version, zero, slots per chunk, slot bytes, chunks, zero
 _CHUNK_NAME = re.compile(r"(\d{6})-(\d{8})\.slab")
@@ -31,7 +35,8 @@ _CHUNK_NAME = re.compile(r"(\d{6})-(\d{8})\.slab")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One array of the index: ``per`` "slot", "chunk", "entry" (of the hash table), or "pool": one element."""
+    """One array of the index: ``per`` "slot", "chunk", "entry" (of the hash table), "tenant" (place in
+    the tenants' table), or "pool": one element."""
 
     name: str
     dtype: str
@@ -62,6 +67,7 @@ COLUMNS = (
     Column("queue", "u1", "slot"),
     Column("frequency", "u1", "slot"),  # hits since the entry was last considered for eviction, at most 3
     Column("ghost", "<u8", "slot"),  # remembered evictions: tag in the high half, eviction number in the low
+    Column("tenant_used", "<u4", "tenant"),  # slots in use of all tenants of that place
     Column("chunk_epoch", "<u4", "chunk"),  # 0: the chunk does not exist; else part of its file name
     Column("bucket_tag", "<u4", "entry"),
     Column("bucket_slot", "<u4", "entry"),  # slot number plus one; 0: empty
@@ -96,7 +102,14 @@ class PoolShape:
         return -(-2 * self.slots // WAYS)
 
     def rows(self, column: Column) -> int:
-        return {"slot": self.slots, "chunk": self.chunks, "entry": self.buckets * WAYS, "pool": 1}[column.per]
+        rows = {
+            "slot": self.slots,
+            "chunk": self.chunks,
+            "entry": self.buckets * WAYS,
+            "tenant": TENANT_PLACES,
+            "pool": 1,
+        }
+        return rows[column.per]
 
     def offsets(self) -> tuple[dict[str, int], int]:
         """Where each column starts in the index file, and the file's size."""
@@ -110,19 +123,24 @@ class PoolShape:
     def index_bytes(self) -> int:
         return self.offsets()[1]
 
-    def pack(self) -> bytes:
-        """The fixed part of the index header."""
-        fields = _HEADER.pack(INDEX_MAGIC, INDEX_VERSION, 0, self.slots_per_chunk, self.slot_bytes, self.chunks, 0)
+    @property
+    def table_bytes(self) -> int:
+        """Of the file that repeats every slot's header, see slab_headers.py."""
+        return PAGE_BYTES + self.slots * RECORD_BYTES
+
+    def pack(self, magic: bytes = INDEX_MAGIC) -> bytes:
+        """The fixed part of the header of the index, or of the header table."""
+        fields = _HEADER.pack(magic, INDEX_VERSION, 0, self.slots_per_chunk, self.slot_bytes, self.chunks, 0)
         return fields + xxhash.xxh3_64_digest(fields)
 
     @classmethod
-    def unpack(cls, raw: bytes) -> PoolShape | None:
-        """The shape an index header describes; None where it is not one of ours, whole and of this version."""
+    def unpack(cls, raw: bytes, wanted_magic: bytes = INDEX_MAGIC) -> PoolShape | None:
+        """The shape such a header describes; None where it is not one of ours, whole and of this version."""
         if len(raw) < HEADER_FIXED_BYTES:
             return None
         fields, checksum = raw[: _HEADER.size], raw[_HEADER.size : HEADER_FIXED_BYTES]
         magic, version, _, slots_per_chunk, slot_bytes, chunks, _ = _HEADER.unpack(fields)
-        if magic != INDEX_MAGIC or version != INDEX_VERSION or xxhash.xxh3_64_digest(fields) != checksum:
+        if magic != wanted_magic or version != INDEX_VERSION or xxhash.xxh3_64_digest(fields) != checksum:
             return None
         try:
             return cls(slot_bytes, slots_per_chunk, chunks)
@@ -146,15 +164,17 @@ def chunk_target_bytes(limit_bytes: int) -> int:
 
 
 def plan_shape(slot_bytes: int, limit_bytes: int) -> PoolShape | None:
-    """The pool that may fill ``limit_bytes`` alone, index included; None where not even one slot fits."""
+    """The pool that may fill ``limit_bytes`` alone, index and header table included; None where not even one
+    slot fits."""
     chunk_slots = max(1, chunk_target_bytes(limit_bytes) // slot_bytes)
     chunks = min(limit_bytes // (chunk_slots * slot_bytes), SLOTS_MAX // chunk_slots, 999_999)
     while chunks > 0:
         shape = PoolShape(slot_bytes, chunk_slots, chunks)
-        over = chunks * shape.chunk_bytes + shape.index_bytes - limit_bytes
+        beside_bytes = shape.index_bytes + shape.table_bytes
+        over = chunks * shape.chunk_bytes + beside_bytes - limit_bytes
         if over <= 0:
             return shape
-        chunks -= max(1, over // (shape.chunk_bytes + shape.index_bytes // chunks + 1))
+        chunks -= max(1, over // (shape.chunk_bytes + beside_bytes // chunks + 1))
     return None
 
 

@@ -124,12 +124,17 @@ def oldest_entries(arrays: QueueArrays, queue: int, count: int) -> list[tuple[in
     return list(zip(slots[ranks].tolist(), orders[ranks].tolist(), strict=True))
 
 
-def tenant_victim(arrays: QueueArrays, tenants: npt.NDArray[np.uint64], tenant: int) -> int | None:
-    """What a tenant gives up for its own next entry: of its least often hit entries the oldest."""
+def tenant_victim(
+    arrays: QueueArrays, tenants: npt.NDArray[np.uint64], used_s: npt.NDArray[np.uint32], tenant: int
+) -> int | None:
+    """What a tenant gives up for its own next entry: the one that has gone unused for longest.
+
+    By age alone: where counts of hits decided too, what a tenant once used often would never leave its quota.
+    """
     slots = np.flatnonzero((arrays.state == LIVE) & (tenants == np.uint64(tenant)))
     if not len(slots):
         return None
-    return int(slots[np.lexsort((arrays.order[slots], arrays.frequency[slots]))[0]])
+    return int(slots[np.lexsort((arrays.order[slots], used_s[slots]))[0]])
 
 
 def ghost_of(fingerprint: int, eviction: int) -> int:

@@ -17,8 +17,10 @@ import numpy as np
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierTimeout
 from spillway_connector.namespace import Namespace, explain_difference
+from spillway_connector.tiers.nvme_age import AgeClock
 from spillway_connector.tiers.nvme_io import FrameFiles, supports_direct, tier_error
 from spillway_connector.tiers.slab_chunks import Chunks, chunks_on_disk
+from spillway_connector.tiers.slab_headers import HeaderTable
 from spillway_connector.tiers.slab_index import SlabIndex
 from spillway_connector.tiers.slab_layout import (
     INDEX_NAME,
@@ -45,7 +47,15 @@ class SlabPool:
     """The pool of slots of ``slot_bytes`` in ``root``, for the frames of one namespace. Safe from several threads."""
 
     def __init__(
-        self, namespace: Namespace, slot_bytes: int, root: Path, *, files: FrameFiles, space: SlabSpace, clock: Clock
+        self,
+        namespace: Namespace,
+        slot_bytes: int,
+        root: Path,
+        *,
+        files: FrameFiles,
+        space: SlabSpace,
+        ages: AgeClock,
+        clock: Clock,
     ) -> None:
         self.space = space
         self.badge = WriterBadge(root / SLAB_FOLDER / WRITERS_FOLDER)
@@ -55,6 +65,7 @@ class SlabPool:
         self._folder = root / SLAB_FOLDER / str(slot_bytes)
         self._index_path = str(self._folder / INDEX_NAME)
         self._files = files
+        self._ages = ages
         self._clock = clock
         self._lock = RootLock(root / SLAB_FOLDER / LOCK_NAME, clock)
         self._prepare_lock = threading.Lock()
@@ -97,10 +108,15 @@ class SlabPool:
             return pool
         try:
             self._compare_document(write=False)
+            self._ages.share()
             index = SlabIndex.open(self._folder, writable=False)
         except OSError as error:
             raise tier_error(error, f"{self._folder}: opening the index") from error
         self._pool = None if index is None else self._open_chunks(index)
+        return self._pool
+
+    def at_hand(self) -> Pool | None:
+        """The pool as it was last used, without a look at the disk."""
         return self._pool
 
     def replaced(self, index: SlabIndex) -> bool:
@@ -135,6 +151,7 @@ class SlabPool:
             (self._root / SLAB_FOLDER / WRITERS_FOLDER).mkdir(exist_ok=True)
             (self._root / self._namespace.hex).mkdir(exist_ok=True)
             self._compare_document(write=True)
+            self._ages.share()
             with self._lock.held(deadline):
                 self.badge.wear()
                 self.badge.sweep()
@@ -166,10 +183,10 @@ class SlabPool:
             )
         found = chunks_on_disk(self._folder)
         shape = plan_from_chunks(self._slot_bytes, found, wanted)
-        while self.space.measure().left_bytes < shape.index_bytes:
+        while self.space.measure().left_bytes < shape.index_bytes + shape.table_bytes:
             if not self.space.drop_stalest(None):
                 break
-        index = rebuild(self._folder, shape)
+        index = rebuild(self._folder, shape, self._ages.now_s())
         SlabIndex.publish_file(self._folder)
         if found:
             _log.warning("NVMe tier %s: the index was rebuilt: %d entries", self._folder, index.used)
@@ -181,10 +198,11 @@ class SlabPool:
         if chunks <= index.shape.chunks * 5 // 4:
             return index
         shape = PoolShape(index.shape.slot_bytes, index.shape.slots_per_chunk, chunks)
-        if room.left_bytes < shape.index_bytes:
+        if room.left_bytes < shape.index_bytes + shape.table_bytes - index.shape.table_bytes:
             return index
         larger = SlabIndex.create(self._folder, shape)
         larger.adopt(index)
+        HeaderTable(self._folder, index.shape).grow(shape)
         SlabIndex.publish_file(self._folder)
         return larger
 
@@ -209,7 +227,7 @@ class SlabPool:
         for owner in np.unique(owners).tolist():
             if not self.badge.is_alive(owner):
                 for slot in writing[owners == owner].tolist():
-                    index.release(slot)
+                    index.release(slot)  # its record in the header table has been empty since it was claimed
 
     @contextmanager
     def locked(self, deadline: float) -> Iterator[Pool]:

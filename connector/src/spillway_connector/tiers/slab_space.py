@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from spillway_connector.tiers.nvme_age import FUTURE_SLACK_SECONDS
 from spillway_connector.tiers.nvme_io import FrameFiles
-from spillway_connector.tiers.nvme_space import FREE_FRACTION
+from spillway_connector.tiers.nvme_space import FREE_FRACTION, PRESSURE_SECONDS, EvictionReason
 from spillway_connector.tiers.slab_chunks import Chunks
 from spillway_connector.tiers.slab_index import SlabIndex
 from spillway_connector.tiers.slab_layout import HEADER_FIXED_BYTES, INDEX_NAME, SLAB_FOLDER, PoolShape
@@ -23,7 +25,6 @@ _log = logging.getLogger(__name__)
 UPKEEP_SECONDS = 60.0  # between looks at the file system and at expired entries
 GROW_RETRY_SECONDS = 10.0  # a full pool asks for more room again this often, or after a chunk's worth of evictions
 EXPIRED_MAX = 4096  # entries removed in one go for their age: bounds the time the lock is held
-CLOCK_SLACK_SECONDS = 3600  # an entry used further in the future than this was stamped by a wrong clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class SlabSpace:
         clock: Clock,
         now_s: Callable[[], int],
     ) -> None:
-        self.evicted_frames = 0
+        self.evictions: Counter[EvictionReason] = Counter()
         self.max_bytes = max_bytes
         self._root = root
         self._folder = folder
@@ -136,15 +137,35 @@ class SlabSpace:
         self._next_upkeep = 0.0
         self._next_growth = 0.0
         self._growth_pause = 0
+        self._pressed_until = 0.0
 
     def measure(self) -> Room:
         return measure_room(self._root, self.max_bytes)
 
+    @property
+    def under_pressure(self) -> bool:
+        """Whether entries were evicted, or refused, for want of room within the last seconds."""
+        return self._clock() < self._pressed_until
+
+    def note_pressure(self) -> None:
+        self._pressed_until = self._clock() + PRESSURE_SECONDS
+
     def evict(self, index: SlabIndex, slot: int) -> None:
         """Give up one entry to make room for another."""
         index.evict(slot)
-        self.evicted_frames += 1
+        self.evictions[EvictionReason.ROOM] += 1
         self._growth_pause -= 1
+        self.note_pressure()
+
+    def evict_of_tenant(self, index: SlabIndex, slot: int) -> None:
+        """Give up one entry of a tenant that has reached its quota."""
+        index.evict(slot)
+        self.evictions[EvictionReason.TENANT] += 1
+
+    def expire(self, index: SlabIndex, slot: int) -> None:
+        """Remove an entry for its age."""
+        index.release(slot)
+        self.evictions[EvictionReason.TTL] += 1
 
     def may_grow(self) -> bool:
         """Whether it is time to ask for another chunk again."""
@@ -163,6 +184,7 @@ class SlabSpace:
                 break
             epoch = index.counter("chunk_changes") % 99_999_998 + 1
             try:
+                pool.chunks.headers.forget_chunk(int(absent[0]))
                 pool.chunks.make(int(absent[0]), epoch)
             except OSError as error:
                 if not index.used:
@@ -200,7 +222,8 @@ class SlabSpace:
         before = pool.index.used
         pool.index.set_chunk(chunk, 0)
         pool.chunks.unlink(chunk, epoch)
-        self.evicted_frames += before - pool.index.used
+        self.evictions[EvictionReason.ROOM] += before - pool.index.used
+        self.note_pressure()
 
     def keep_house(self, pool: Pool) -> bool:
         """Now and then: stay within a bound that has moved, and remove what has expired. Under the lock.
@@ -221,9 +244,9 @@ class SlabSpace:
         now_s = self._now_s()
         used_s = index.used_s.astype(np.int64)
         live = index.state == LIVE
-        ahead = np.flatnonzero(live & (used_s > now_s + CLOCK_SLACK_SECONDS))
+        ahead = np.flatnonzero(live & (used_s > now_s + FUTURE_SLACK_SECONDS))
         if len(ahead):
             index.put_at("used_s", ahead, now_s)  # else a clock that ran ahead once would keep them for ever
         if self._ttl_seconds is not None:
             for slot in np.flatnonzero(live & (used_s < now_s - self._ttl_seconds))[:EXPIRED_MAX].tolist():
-                index.release(slot)
+                self.expire(index, slot)

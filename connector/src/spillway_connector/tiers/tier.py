@@ -13,6 +13,11 @@ WallClock = Callable[[], float]
 """Seconds since the epoch, only ever written down, never compared with a deadline."""
 
 
+TENANT_BYTES = 8
+NO_TENANT = bytes(TENANT_BYTES)
+"""Whose a block is that was computed without a cache salt. Other tenants: the first 8 bytes of the salt's blake3."""
+
+
 class StoreOutcome(Enum):
     """STORED: written by this call. PRESENT: an entry of that key was there already, and its age was renewed."""
 
@@ -59,10 +64,12 @@ class Tier(Protocol):
         """
         ...
 
-    def store(self, key: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         """Write a frame around ``source`` (flat, ``payload_bytes`` long) unless the key is there already.
 
-        All or nothing: readers never see a part. Raises TierRefused, TierUnreachable, TierTimeout.
+        All or nothing: readers never see a part. tenant: 8 bytes, written into the frame and counted against the
+        tenant's quota where the tier has one; who may read is decided by the key alone, which the tenant's salt is in.
+        Raises TierRefused, TierUnreachable, TierTimeout.
         """
         ...
 

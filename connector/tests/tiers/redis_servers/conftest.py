@@ -189,7 +189,7 @@ class Cluster:
 
     def flush(self) -> None:
         for node in self.nodes:
-            node.client.flushall()
+            node.client.execute_command("FLUSHALL", "SYNC")  # memory freed later would be counted as ours
 
 
 @pytest.fixture(scope="session")
@@ -315,13 +315,19 @@ class Authority:
 
 
 class Front:
-    """Passes bytes between clients and a server on loopback; ``wrap`` makes of each accepted socket what is spoken."""
+    """Passes bytes between clients and a server on loopback; ``wrap`` makes of each accepted socket what is spoken.
+
+    While ``trickling`` is set, what the server sends goes on byte by byte with pauses.
+    """
 
     def __init__(self, target_port: int, wrap: Callable[[socket.socket], socket.socket]) -> None:
         self._target_port = target_port
         self._wrap = wrap
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
+        self._slow: list[socket.socket] = []
+        self._closed = threading.Event()
+        self.trickling = threading.Event()
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -341,13 +347,20 @@ class Front:
             return
         server = socket.create_connection(("127.0.0.1", self._target_port))
         self._open += [client, server]
+        self._slow.append(server)
         threading.Thread(target=self._pass, args=(server, client), daemon=True).start()
         self._pass(client, server)
 
     def _pass(self, source: socket.socket, target: socket.socket) -> None:
         try:
             while piece := source.recv(1 << 16):
-                target.sendall(piece)
+                if source in self._slow and self.trickling.is_set():
+                    for position in range(len(piece)):
+                        target.sendall(piece[position : position + 1])
+                        if self._closed.wait(0.005):
+                            return
+                else:
+                    target.sendall(piece)
         except OSError:
             pass
         for side in (source, target):
@@ -357,6 +370,7 @@ class Front:
                 pass
 
     def close(self) -> None:
+        self._closed.set()
         for one in (self._listener, *self._open):
             try:
                 one.shutdown(socket.SHUT_RDWR)
@@ -366,13 +380,13 @@ class Front:
 
 
 @pytest.fixture
-def front(valkey: ValkeyServer) -> Iterator[Callable[[Callable[[socket.socket], socket.socket]], Front]]:
+def front(valkey: ValkeyServer) -> Iterator[Callable[..., Front]]:
     """Puts something between a tier and the real server. The bundled server has no TLS of its own."""
     fronts: list[Front] = []
-    redis.Redis(port=valkey.port).flushall()
+    redis.Redis(port=valkey.port).execute_command("FLUSHALL", "SYNC")
 
-    def start(wrap: Callable[[socket.socket], socket.socket]) -> Front:
-        fronts.append(Front(valkey.port, wrap))
+    def start(wrap: Callable[[socket.socket], socket.socket], target_port: int | None = None) -> Front:
+        fronts.append(Front(target_port or valkey.port, wrap))
         return fronts[-1]
 
     yield start

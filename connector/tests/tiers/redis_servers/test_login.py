@@ -11,10 +11,13 @@ from spillway_connector.errors import RefusedReason, TierMiss, TierRefused
 from spillway_connector.testing.contracts import error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.redis import RedisTier
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_connector.tiers.redis_inspect import RedisInspector, StoredBlock
 from spillway_connector.tiers.tier import StoreOutcome
 
 MakeTier = Callable[..., RedisTier]
 STRIPED_BYTES = 5 * 65536
+TENANT = b"a-tenant"
+QUOTA = {"tenant_max_bytes": STRIPED_BYTES + 5 * 192}
 FORMATS = next(
     path for folder in Path(__file__).resolve().parents if (path := folder / "docs" / "formats.md").is_file()
 )
@@ -27,10 +30,18 @@ def documented_rules(heading: str) -> list[str]:
     return line.split()[2:]
 
 
+def documented_operator() -> list[str]:
+    line = next(line for line in FORMATS.read_text().splitlines() if line.startswith("user spillway-operator "))
+    return line.split()[2:]
+
+
 def _exercise(tier: RedisTier) -> None:
     """Everything a tier ever asks of a server."""
     assert tier.store(key_of(1), payload_of(1, STRIPED_BYTES), soon()) is StoreOutcome.STORED
     assert tier.store(key_of(1), payload_of(1, STRIPED_BYTES), soon()) is StoreOutcome.PRESENT
+    for seed in range(3, 6):
+        assert tier.store(key_of(seed), payload_of(seed, STRIPED_BYTES), soon(), TENANT) is StoreOutcome.STORED
+    assert tier.evicted_frames == 2
     assert load(tier, key_of(1)) == payload_of(1, STRIPED_BYTES)
     assert tier.contains([key_of(1), key_of(2)], soon()) == [True, False]
     tier.discard(key_of(1), soon())
@@ -46,7 +57,7 @@ def test_the_documented_user_suffices(
     admin = redis.Redis(port=port)
     admin.execute_command("ACL", "SETUSER", "spillway", *documented_rules("One server or sentinels:"))
     login = {"username": "spillway", "password": "PASSWORD"}
-    options = {"ttl_seconds": ttl_seconds, "stripe_bytes_max": 65536}
+    options = {"ttl_seconds": ttl_seconds, "stripe_bytes_max": 65536, **QUOTA}
     _exercise(tier_on(RedisEndpoint(port=port, database=1, **login), STRIPED_BYTES, **options))
 
     user = redis.Redis(port=port, **login)
@@ -62,7 +73,7 @@ def test_the_documented_user_suffices_on_a_cluster(cluster, tier_on: MakeTier) -
         node.client.execute_command("ACL", "SETUSER", "spillway", *rules)
     endpoint = RedisEndpoint.from_url(str(cluster.endpoint), username="spillway", password="PASSWORD")
     try:
-        _exercise(tier_on(endpoint, STRIPED_BYTES, stripe_bytes_max=65536))
+        _exercise(tier_on(endpoint, STRIPED_BYTES, stripe_bytes_max=65536, **QUOTA))
     finally:
         for node in cluster.nodes:
             node.client.acl_deluser("spillway")
@@ -115,3 +126,52 @@ def test_sentinels_with_a_login_are_asked_with_ours(watched, tier_on: MakeTier) 
     tier = tier_on(endpoint, 100)
     tier.store(key_of(1), payload_of(1, 100), soon())
     assert load(tier, key_of(1)) == payload_of(1, 100)
+
+
+def _look(inspector: RedisInspector) -> list[StoredBlock]:
+    """Everything an operator asks without changing anything."""
+    [namespace] = inspector.namespaces(soon())
+    blocks = list(inspector.blocks(namespace.hex, soon()))
+    for block in blocks:
+        inspector.verify(block, soon())
+    assert inspector.used_memory_bytes(soon()) > 0
+    return blocks
+
+
+def test_the_documented_operator_may_look_and_with_one_more_command_purge(
+    own_valkey: Callable[..., ValkeyServer], tier_on: MakeTier
+) -> None:
+    port = own_valkey().port
+    tier = tier_on(RedisEndpoint(port=port), STRIPED_BYTES, stripe_bytes_max=65536)
+    tier.store(key_of(1), payload_of(1, STRIPED_BYTES), soon())
+    admin = redis.Redis(port=port)
+    admin.execute_command("ACL", "SETUSER", "spillway-operator", *documented_operator())
+    with RedisInspector(RedisEndpoint(port=port, username="spillway-operator", password="PASSWORD")) as inspector:
+        blocks = _look(inspector)
+        assert len(blocks) == 1
+        assert error_of(lambda: inspector.remove(blocks, soon())).reason == RefusedReason.PERMISSION
+        assert admin.acl_log(count=1)[0]["object"] == "unlink"  # and nothing else was refused
+        assert len(admin.acl_log()) == 1
+        admin.execute_command("ACL", "SETUSER", "spillway-operator", "+unlink")
+        assert inspector.remove(blocks, soon()).values == 5
+    assert tier.contains([key_of(1)], soon()) == [False]
+
+
+def test_the_documented_operator_may_look_at_a_cluster(cluster, tier_on: MakeTier) -> None:
+    for seed in range(10):
+        tier_on(cluster.endpoint, 100).store(key_of(seed), payload_of(seed, 100), soon())
+    for node in cluster.nodes:
+        node.client.execute_command("ACL", "SETUSER", "spillway-operator", *documented_operator())
+    try:
+        login = {"username": "spillway-operator", "password": "PASSWORD"}
+        with RedisInspector(RedisEndpoint.from_url(str(cluster.endpoint), **login)) as inspector:
+            assert len(_look(inspector)) == 10
+    finally:
+        for node in cluster.nodes:
+            node.client.acl_deluser("spillway-operator")
+
+
+def test_an_operator_finds_the_primary_through_the_sentinel(watched, tier_on: MakeTier) -> None:
+    tier_on(watched.endpoint, 100).store(key_of(1), payload_of(1, 100), soon())
+    with RedisInspector(watched.endpoint) as inspector:
+        assert len(_look(inspector)) == 1

@@ -96,3 +96,17 @@ def test_silence_within_the_handshake_is_a_timeout(front, tier_on: MakeTier) -> 
         assert isinstance(error_of(lambda: tier.prepare(time.monotonic() + 0.2)), TierTimeout)
     finally:
         listener.close()
+
+
+def test_an_encrypted_trickle_does_not_move_the_deadline(front, authority, tier_on: MakeTier) -> None:
+    # One record of 16 KiB would take a minute and a half at this pace: a wait within one read of the TLS library.
+    encrypted = front(_behind(authority.issue()))
+    slow = front(lambda client: client, encrypted.port)
+    tier = tier_on(_endpoint(slow.port, authority.file), LARGE_BYTES)
+    tier.store(key_of(1), payload_of(1, LARGE_BYTES), soon())
+    slow.trickling.set()
+    target = memoryview(bytearray(LARGE_BYTES))
+    assert isinstance(error_of(lambda: tier.load(key_of(1), target, time.monotonic() + 0.3)), TierTimeout)
+    slow.trickling.clear()
+    tier.load(key_of(1), target, soon())
+    assert target == payload_of(1, LARGE_BYTES)

@@ -1,0 +1,83 @@
+"""A million ways to damage a stored block, and how many wrong bytes are served: the answer has to be none.
+
+    python bench/corruption.py [--count N] [--seed S] [--directory DIR]
+
+Damages frames of the memory, file and slab tiers, and of blocks stored in parts, loads them through the real tiers and
+compares every byte that comes back. Prints a table by kind of damage and outcome, writes build/bench/corruption.json,
+and exits with 1 if a single wrong byte was served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from spillway_connector.testing.corruption import SERVED, WRONG, Outcomes, run, shelves
+
+RESULT = Path("build/bench/corruption.json")
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--count", type=int, default=1_000_000, help="damaged stores in all")
+    arguments.add_argument("--seed", type=int, default=1, help="of all lots: the same seed does the same damage")
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    arguments.add_argument("--directory", type=Path, default=memory, help="where the tiers' files go while it runs")
+    given = arguments.parse_args()
+    began = time.monotonic()
+
+    def tell(done: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done:,} of {given.count:,}", end="", file=sys.stderr, flush=True)
+
+    with (
+        tempfile.TemporaryDirectory(prefix="spillway-corruption-", dir=given.directory) as folder,
+        shelves(Path(folder)) as on,
+    ):
+        outcomes = run(on, given.count, given.seed, tell)
+    seconds = time.monotonic() - began
+    print_table(outcomes)
+    wrong = sum(times for (_, _, outcome), times in outcomes.items() if outcome == WRONG)
+    print(f"\n{given.count:,} damaged stores in {seconds:.0f} s, seed {given.seed}: {wrong} loads with wrong bytes")
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(as_json(outcomes, given.count, given.seed, seconds, wrong), indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+def print_table(outcomes: Outcomes) -> None:
+    """A row per kind of damage; what became of its loads, the most frequent first."""
+    kinds: dict[tuple[str, str], Counter[str]] = {}
+    for (shelf, kind, outcome), times in outcomes.items():
+        kinds.setdefault((shelf, kind), Counter())[outcome] += times
+    print(f"{'stored in':<10}{'damage':<24}{'loads':>10}  outcome")
+    for (shelf, kind), by_outcome in sorted(kinds.items()):
+        told = ", ".join(f"{outcome} {times:,}" for outcome, times in by_outcome.most_common())
+        print(f"{shelf:<10}{kind:<24}{by_outcome.total():>10,}  {told}")
+
+
+def as_json(outcomes: Outcomes, count: int, seed: int, seconds: float, wrong: int) -> dict[str, object]:
+    totals: Counter[str] = Counter()
+    table: dict[str, dict[str, dict[str, int]]] = {}
+    for (shelf, kind, outcome), times in sorted(outcomes.items()):
+        totals[outcome] += times
+        table.setdefault(shelf, {}).setdefault(kind, {})[outcome] = times
+    return {
+        "corruptions": count,
+        "seed": seed,
+        "seconds": round(seconds, 1),
+        "loads": totals.total(),
+        "loads_with_wrong_bytes": wrong,
+        "loads_served_whole": totals[SERVED],
+        "loads_by_outcome": dict(sorted(totals.items())),
+        "loads_by_store_damage_and_outcome": table,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

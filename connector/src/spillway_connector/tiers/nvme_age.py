@@ -1,0 +1,113 @@
+"""How old entries are, whatever happens to the wall clock.
+
+Ages are told by a clock that is set once per boot of a node, to the wall clock, and from then on runs with the kernel's
+monotonic clock. The node's processes share that setting through a small file in the directory, ``clock.<boot>``. So a
+wall clock that is set forward or back by hours while the node runs neither expires anything nor keeps anything alive.
+What happens while a node is down only the wall clock can tell: it is believed when it moved forward; entries that then
+lie in the future are taken for used just now, so that they end like all others.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import xxhash
+
+from spillway_connector.tiers.tier import Clock, WallClock
+
+CLOCK_PREFIX = "clock."
+FUTURE_SLACK_SECONDS = 3600  # an entry used further ahead than this was stamped by a wrong clock
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_OTHERS_KEPT_SECONDS = 90 * 86_400.0
+_SETTING = struct.Struct("<8sqq")  # magic, age clock at some moment, monotonic clock at that moment; nanoseconds
+_MAGIC = b"SPILLCLK"
+
+
+def boot_tag() -> str | None:
+    """16 hex digits that stand for this boot of this node; None where the kernel does not tell."""
+    try:
+        return xxhash.xxh3_64_hexdigest(_BOOT_ID.read_bytes())
+    except OSError:
+        return None
+
+
+class AgeClock:
+    """Seconds and nanoseconds since 1970, as far as the wall clock was right when the clock was set.
+
+    Of its own until :meth:`share`. Safe from several threads.
+    """
+
+    def __init__(self, root: Path, clock: Clock, wall_clock: WallClock) -> None:
+        self._root = root
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._ahead_ns = self._wall_ns() - self._clock_ns()
+
+    def now(self) -> float:
+        """Seconds, to a fraction of a microsecond."""
+        return self.now_ns() / 1e9
+
+    def now_ns(self) -> int:
+        return max(0, self._clock_ns() + self._ahead_ns)
+
+    def now_s(self) -> int:
+        """Fits 32 unsigned bits."""
+        return min(self.now_ns() // 10**9, (1 << 32) - 1)
+
+    def share(self) -> None:
+        """Go by the node's setting, or make ours the node's. Where the directory cannot be written to, keep ours."""
+        boot = boot_tag()
+        if boot is None:
+            return
+        path = self._root / f"{CLOCK_PREFIX}{boot}"
+        try:
+            found = self._read(path)
+            if found is None:
+                self._write(path)
+                found = self._read(path)
+        except OSError:
+            return
+        if found is not None:
+            self._ahead_ns = found
+
+    def _read(self, path: Path) -> int | None:
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if len(raw) != _SETTING.size + 8 or xxhash.xxh3_64_digest(raw[: _SETTING.size]) != raw[_SETTING.size :]:
+            path.unlink(missing_ok=True)
+            return None
+        magic, age_ns, clock_ns = _SETTING.unpack_from(raw)
+        # A monotonic clock that is behind the setting belongs to another time namespace or a restored machine.
+        return age_ns - clock_ns if magic == _MAGIC and self._clock_ns() >= clock_ns else self._ahead_ns
+
+    def _write(self, path: Path) -> None:
+        fields = _SETTING.pack(_MAGIC, self.now_ns(), self._clock_ns())
+        partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
+        partial.write_bytes(fields + xxhash.xxh3_64_digest(fields))
+        try:
+            os.link(partial, path)  # the first of several processes sets the clock
+        except FileExistsError:
+            pass
+        except PermissionError:
+            os.replace(partial, path)  # no hard links here
+        finally:
+            partial.unlink(missing_ok=True)
+        self._sweep(path)
+
+    def _sweep(self, ours: Path) -> None:
+        for path in self._root.glob(f"{CLOCK_PREFIX}*"):
+            try:
+                if path != ours and self.now_ns() / 1e9 - path.stat().st_mtime > _OTHERS_KEPT_SECONDS:
+                    path.unlink()
+            except OSError:
+                continue
+
+    def _clock_ns(self) -> int:
+        return int(self._clock() * 1e9)
+
+    def _wall_ns(self) -> int:
+        return int(self._wall_clock() * 1e9)
