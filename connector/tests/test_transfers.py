@@ -32,7 +32,7 @@ from spillway_connector.testing.faults import (
 )
 from spillway_connector.tiers.breaker import BreakerPolicy, BreakerState
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.stats import LookupOutcome, Operation
+from spillway_connector.tiers.stats import LookupOutcome, MissReason, Operation, SkipReason
 from spillway_connector.tiers.tier import Tier
 from spillway_connector.transfers import JobOutcome, Lookup, SharedTier, TransferLimits
 
@@ -543,3 +543,124 @@ def test_jobs_that_make_no_sense_are_refused_at_once(rig: Rig, job_keys: list[by
     with pytest.raises(ValueError, match="row"):
         shared.submit_load(1, job_keys, rows)
     assert shared.finished() == []
+
+
+# --- admission, tenants, weights, figures --------------------------------------------------------------------------
+
+
+class PressedTier(TierWrapper):
+    """A tier that is short of room."""
+
+    under_pressure = True
+
+
+def test_a_tier_short_of_room_takes_only_what_was_asked_for_before(rig: Rig) -> None:
+    tier = PressedTier(rig.memory())
+    shared = rig.start(tier)
+    shared.count_request(keys(range(8)))
+    shared.count_request(keys(range(4)))
+    shared.submit_store(1, keys(range(8)), range(8))
+    outcome = rig.outcome(1)
+    assert outcome.success
+    assert rig.memory().contains(keys(range(8)), rig.clock() + 1) == [True] * 4 + [False] * 4
+    assert shared.snapshot().skipped == {SkipReason.ADMISSION: 4}
+    assert rig.answer(key_of(7)) is Lookup.MISS, "what was not admitted is not taken for stored"
+    tier.under_pressure = False
+    shared.submit_store(2, keys(range(8)), range(8))
+    assert rig.outcome(2).success
+    assert all(rig.memory().contains(keys(range(8)), rig.clock() + 1))
+
+
+class TenantTier(TierWrapper):
+    """Writes down for whom it stored what."""
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier)
+        self.tenants: dict[bytes, bytes] = {}
+
+    def store(self, key, source, deadline, tenant=bytes(8)):
+        self.tenants[key] = tenant
+        return super().store(key, source, deadline, tenant)
+
+
+def test_a_store_says_whose_it_is(rig: Rig) -> None:
+    tier = TenantTier(rig.memory())
+    shared = rig.start(tier)
+    shared.submit_store(1, keys([1]), [1], tenant=b"tenant-1")
+    shared.submit_store(2, keys([2]), [2])
+    rig.outcome(1)
+    rig.outcome(2)
+    assert tier.tenants == {key_of(1): b"tenant-1", key_of(2): bytes(8)}
+
+
+def test_when_the_weights_change_nothing_is_served_or_stored_any_more(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    rig.fill(range(4))
+    tier = hang(Operation.LOAD)
+    shared = rig.start(tier)
+    rig.clear_rows()
+    assert rig.answer(key_of(0)) is Lookup.HIT
+    shared.submit_load(1, keys([0]), [0])
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    since = shared.changes.position
+    shared.weights_changed()
+    assert shared.changes.touches(since, frozenset(keys([3])))
+    assert not shared.open
+    assert not rig.outcome(1).success
+    tier.release()
+    while not shared.snapshot().late_completions:
+        assert shared.wait_for_progress(REAL_SECONDS)
+        shared.finished()
+    assert not rig.rows[0, :PAYLOAD].any()
+    assert shared.lookup(key_of(0), "r") is Lookup.MISS
+    shared.submit_load(2, keys([1]), [1])
+    assert not rig.outcome(2).success
+    shared.submit_store(3, keys([9]), [9])
+    assert rig.outcome(3).success
+    assert rig.memory().contains(keys([9]), rig.clock() + 1) == [False]
+    stats = shared.snapshot()
+    assert stats.skipped == {SkipReason.WEIGHTS_CHANGED: 1}
+    assert stats.misses[MissReason.WEIGHTS_CHANGED] == 1
+    assert stats.weights_changed
+
+
+def test_what_expired_and_what_waits_is_counted(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    rig.fill(range(2))
+    tier = hang(*Operation)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys([8]), [8])
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    shared.submit_store(2, keys([9, 10]), [9, 10])
+    shared.submit_load(3, keys([0, 1]), [0, 1])
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    shared.lookup(key_of(5), "r")
+    shared.step_end()
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    rig.clock.advance(3.0)
+    assert shared.snapshot().oldest_store_seconds == 3.0
+    shared.finished()
+    stats = shared.snapshot()
+    assert stats.expiries == {Operation.LOOKUP: 1, Operation.LOAD: 1}
+    assert stats.misses == {MissReason.LOAD_DEADLINE: 2}
+    assert shared.lookup(key_of(6), "r") is Lookup.MISS
+    assert shared.snapshot().misses[MissReason.LOOKUP_DEADLINE] == 1
+    rig.clock.advance(7.0)
+    shared.finished()
+    assert shared.snapshot().expiries == {Operation.LOOKUP: 1, Operation.LOAD: 1, Operation.STORE: 2}
+    tier.release()
+    assert shared.drain(REAL_SECONDS)
+    while shared.snapshot().oldest_store_seconds:
+        shared.submit_store(4, keys([11]), [11])
+        rig.outcome(4)
+        rig.reported.clear()
+
+
+def test_the_chunks_that_are_there_are_loaded_when_others_are_corrupt_or_gone_and_each_is_counted(rig: Rig) -> None:
+    tier = CorruptingTier(NAMESPACE, PAYLOAD, rig.medium, seed=7, corrupt_ratio=0.5, clock=rig.clock)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys(range(16)), range(16))
+    assert rig.outcome(1).success
+    shared.submit_load(2, keys(range(18)), range(18))
+    rig.outcome(2)
+    assert shared.snapshot().misses == {MissReason.CORRUPT: len(tier.corrupted), MissReason.GONE: 2}

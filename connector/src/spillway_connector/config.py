@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from spillway_connector.device.cuda_paths import H200_TABLE, CopyTable
 from spillway_connector.errors import ConfigError
 from spillway_connector.transfers import TransferLimits
 
@@ -19,7 +20,7 @@ _VLLM_KEYS = frozenset({"spec_name", "spec_module_path", "offload_prompt_only", 
 EVICTION_POLICIES = ("lru", "arc")
 BATCH_MEMCPY_MODES = ("auto", "on", "off")
 NVME_MODES = ("files", "slab", "auto")
-TRANSPORTS = ("auto", "cpu", "npu")
+TRANSPORTS = ("auto", "cpu", "npu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,17 @@ class ConnectorConfig:
     batch_memcpy: str = "auto"
     transport: str = "auto"  # by platform; naming one is for tests on the ACL emulator
     acl_library_path: str | None = None  # None: libascendcl.so, where CANN's set_env.sh put it
-    max_copy_descriptors: int = 4096  # pieces of one batched call to an NPU
+    cuda_library_path: str | None = None  # None: libcuda.so.1 of the driver
+    max_copy_descriptors: int = 4096  # pieces of one batched call to an NPU or GPU
+    # CUDA: which way pieces of which size go, as bench-copy measured it on one H200; another machine may differ.
+    copy_table: CopyTable = H200_TABLE
     # Bounds on promotion (shared tier -> CPU tier), as fractions of the CPU tier: in flight at once, so that
     # stores always find room (vllm#49902), and per request, so that one long prompt cannot evict its own head.
     promotion_in_flight_fraction: float = 0.5
     promotion_per_request_fraction: float = 0.75
     request_wait_seconds: float = 3.0  # over all lookups and loads of one request; then it recomputes
+    # Part of the namespace where it is set: say another one after changing weights in place, and nothing old is hit.
+    weights_version: str | None = None
     # Loads are made only while they beat recomputing, from rates measured while serving. A number here replaces the
     # measured prefill rate, for tests and for fleets whose rate is known.
     prefill_tokens_per_second: float | None = None
@@ -95,7 +101,10 @@ class ConnectorConfig:
         """Raises ConfigError naming the key, what it holds and what to set instead."""
         known = {f.name for f in fields(cls)}
         _refuse_unknown(extra_config, known | _VLLM_KEYS, "kv_connector_extra_config")
-        config = cls(**{key: value for key, value in extra_config.items() if key in known})
+        values = {key: value for key, value in extra_config.items() if key in known}
+        if "copy_table" in values:
+            values["copy_table"] = CopyTable.parse(values["copy_table"])
+        config = cls(**values)
         if (config.num_cpu_blocks is None) == (config.cpu_bytes_to_use is None):
             raise ConfigError(
                 "set exactly one of num_cpu_blocks (chunks) and cpu_bytes_to_use (bytes); "

@@ -34,7 +34,7 @@ DEVICE_COPY_PATH = Metric(
 HOST_MEMORY_PINNED = Metric(
     "spillway_host_memory_pinned",
     Kind.GAUGE,
-    "1 when the NPU runtime takes the CPU tier for page-locked; 0: each copy blocks the model.",
+    "1 when the device's runtime takes the CPU tier for page-locked; 0: each copy blocks the model.",
     ("method",),
 )
 CPU_TIER_BLOCKS = Metric(
@@ -73,6 +73,34 @@ TIER_QUEUE_BYTES = Metric(
     "spillway_tier_queue_bytes", Kind.GAUGE, "Bytes waiting to be stored in a shared tier.", ("tier",)
 )
 
+TIER_QUEUE_AGE = Metric(
+    "spillway_tier_queue_age_seconds", Kind.GAUGE, "How long the oldest store has waited for a thread.", ("tier",)
+)
+TIER_DEADLINES_EXPIRED = Metric(
+    "spillway_tier_deadlines_expired",
+    Kind.COUNTER,
+    "Lookup batches, load jobs and store jobs that were given up at their deadline.",
+    ("tier", "operation"),
+)
+TIER_MISSES = Metric(
+    "spillway_tier_misses",
+    Kind.COUNTER,
+    "Chunks that were wanted and did not come from a shared tier, by reason; of a prefix, the first.",
+    ("tier", "reason"),
+)
+TIER_STORES_SKIPPED = Metric(
+    "spillway_tier_stores_skipped",
+    Kind.COUNTER,
+    "Chunks not handed to a shared tier although nothing failed, by reason.",
+    ("tier", "reason"),
+)
+TIER_WEIGHTS_CHANGED = Metric(
+    "spillway_tier_weights_changed",
+    Kind.GAUGE,
+    "1 while a shared tier rests because the model's weights were changed in place.",
+    ("tier",),
+)
+
 PREFILL_RATE = Metric(
     "spillway_prefill_tokens_per_second", Kind.GAUGE, "Measured prefill rate, against which loads are judged."
 )
@@ -100,6 +128,11 @@ ALL = (
     TIER_BREAKER_OPEN,
     TIER_EVICTED_FRAMES,
     TIER_QUEUE_BYTES,
+    TIER_QUEUE_AGE,
+    TIER_DEADLINES_EXPIRED,
+    TIER_MISSES,
+    TIER_STORES_SKIPPED,
+    TIER_WEIGHTS_CHANGED,
     PREFILL_RATE,
     TIER_LOAD_RATE,
     TIER_NOT_WORTH,

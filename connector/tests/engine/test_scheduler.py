@@ -11,12 +11,14 @@ import torch
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.cpu_tier import LruCpuTier
 from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.tenancy import tenant_of, tenant_of_context
 from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.engine.worker import SpillwayWorkerMetadata
 from spillway_connector.testing.clock import SteppedClock
@@ -33,6 +35,7 @@ class FakeRequest(SimpleNamespace):
         super().__init__(
             request_id=request_id,
             kv_transfer_params=None,
+            cache_salt=None,
             block_hashes=hashes,
             num_tokens=TOKENS,
             num_prompt_tokens=TOKENS,
@@ -50,7 +53,7 @@ def scheduler() -> Iterator[SpillwayConnectorScheduler]:
     region.unlink_name()
     config = ConnectorConfig.parse({"num_cpu_blocks": ROWS})
     manager = SpillwayTieringManager(
-        CPUPrimaryTierOffloadingManager(ROWS, region),
+        LruCpuTier(ROWS, region),
         [],
         ROWS,
         config,
@@ -165,3 +168,86 @@ def test_a_preempted_request_waits_for_its_own_stores(scheduler):
     assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     report(scheduler, {job: 2})
     assert scheduler.get_num_new_matched_tokens(request, 0) == (TOKENS, True)
+
+
+def test_a_request_that_waits_is_answered_without_looking_again(scheduler):
+    compute_and_store(scheduler, "writer")  # on its way to the CPU tier
+    request, matched = ask(scheduler, "reader")
+    assert matched == (None, False)
+    prefix = scheduler._req_status["reader"].prefix
+    build_meta(scheduler)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert scheduler._req_status["reader"].prefix is prefix
+
+
+def test_keys_grow_with_the_request(scheduler):
+    request, _ = ask(scheduler, "reader")
+    state = scheduler._req_status["reader"].group_states[0]
+    assert state.offload_keys == [make_offload_key(block_hash, 0) for block_hash in request.block_hashes]
+    request.block_hashes.append(bytes([9]) * 32)
+    scheduler._req_status["reader"].update_offload_keys()
+    assert state.offload_keys[BLOCKS:] == [make_offload_key(bytes([9]) * 32, 0)]
+
+
+def test_a_partly_computed_request_loads_the_rest(scheduler):
+    job = compute_and_store(scheduler, "writer")
+    report(scheduler, {job: 2})
+    request, _ = ask(scheduler, "reader")
+    assert scheduler.get_num_new_matched_tokens(request, BLOCK_TOKENS) == (TOKENS - BLOCK_TOKENS, True)
+    assert scheduler.get_num_new_matched_tokens(request, TOKENS - 1) == (0, False)
+
+
+def test_blocks_that_another_request_loads_are_waited_for(scheduler):
+    job = compute_and_store(scheduler, "writer")
+    report(scheduler, {job: 2})
+    request, matched = ask(scheduler, "first")
+    assert matched == (TOKENS, True)
+    blocks = KVCacheBlocks(([KVCacheBlock(block_id) for block_id in (5, 6, 7, 8)],))
+    scheduler.update_state_after_alloc(request, blocks, TOKENS)
+    assert ask(scheduler, "second")[1] == (None, False)
+    (load_job,) = build_meta(scheduler).load_jobs
+    report(scheduler, {load_job: 2})
+    second = scheduler._req_status["second"].req
+    assert scheduler.get_num_new_matched_tokens(second, 0) == (TOKENS, True)
+
+
+def test_a_request_s_tenant_comes_from_its_salt(scheduler):
+    request = FakeRequest("salted")
+    request.cache_salt = "alice"
+    scheduler.on_new_request(request)
+    assert tenant_of_context(scheduler._req_status["salted"].req_context) == tenant_of("alice")
+
+
+def test_when_the_weights_change_the_offloaded_is_forgotten_and_running_requests_offload_no_more(scheduler, caplog):
+    job = compute_and_store(scheduler, "writer")
+    report(scheduler, {job: 2})
+    scheduler.weights_changing("reload_weights")
+    scheduler.weights_changing("update_weights")
+    assert sum("restart the engine" in record.getMessage() for record in caplog.records) == 1
+    assert scheduler.manager.primary_tier.used_rows() == 0
+    assert ask(scheduler, "reader")[1] == (0, False)
+    build_meta(scheduler, {"writer": TOKENS})
+    assert not scheduler._jobs, "what runs was computed with the old weights"
+    assert build_meta(scheduler, {"reader": TOKENS}, {"reader": [5, 6, 7, 8]}).store_jobs
+
+
+def test_a_reset_leaves_no_request_waiting_for_jobs_that_are_no_more(scheduler):
+    compute_and_store(scheduler, "writer")
+    gone = compute_and_store_distinct(scheduler)
+    request = scheduler._req_status["writer"].req
+    scheduler.reset_cache()
+    assert gone not in scheduler._req_status
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def compute_and_store_distinct(scheduler) -> str:
+    """A request with chunks of its own that ends while its store is under way; its name."""
+    request = FakeRequest("gone")
+    request.block_hashes = [bytes([100 + n]) * 32 for n in range(BLOCKS)]
+    scheduler.on_new_request(request)
+    scheduler.get_num_new_matched_tokens(request, 0)
+    assert build_meta(scheduler, {"gone": TOKENS}, {"gone": [11, 12, 13, 14]}).store_jobs
+    request.finished = True
+    scheduler.request_finished(request)
+    assert "gone" in scheduler._req_status
+    return "gone"

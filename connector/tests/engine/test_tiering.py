@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
-from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.cpu_tier import LruCpuTier
 from spillway_connector.engine.tier_adapter import TierJobResult
 from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.testing.clock import SteppedClock
@@ -63,7 +63,7 @@ class Stack:
         self.tier = ScriptedTier()
         self.region = HostRegion(region_path(f"test-tiering-{os.getpid()}"), ROWS, 4096)
         self.region.unlink_name()
-        primary = CPUPrimaryTierOffloadingManager(ROWS, self.region)
+        primary = LruCpuTier(ROWS, self.region)
         parsed = ConnectorConfig.parse({"num_cpu_blocks": ROWS, **config})
         self.manager = SpillwayTieringManager(
             primary,

@@ -16,6 +16,7 @@ from spillway_connector.engine.logs import join_engine_logging
 from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.stats import SpillwayPromMetrics, SpillwayStats
 from spillway_connector.engine.versions import require_supported_vllm
+from spillway_connector.engine.weights import listen_for_weight_changes
 from spillway_connector.engine.worker import SpillwayConnectorWorker
 from spillway_connector.errors import ConfigError
 
@@ -37,7 +38,14 @@ class SpillwayConnector(OffloadingConnector):
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         spec = OffloadingSpecFactory.create_spec(vllm_config, kv_cache_config)
         self.connector_scheduler = SpillwayConnectorScheduler(spec) if role == KVConnectorRole.SCHEDULER else None
+        if role == KVConnectorRole.SCHEDULER:
+            listen_for_weight_changes()
         self.connector_worker = SpillwayConnectorWorker(spec) if role == KVConnectorRole.WORKER else None
+
+    def weights_changing(self, cause: str) -> None:
+        """See engine/weights.py; called in the scheduler's process, between steps."""
+        assert isinstance(self.connector_scheduler, SpillwayConnectorScheduler)
+        self.connector_scheduler.weights_changing(cause)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         assert self.connector_worker is not None

@@ -17,16 +17,19 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadSto
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.acl import Acl
 from spillway_connector.device.copier import Copier, Direction
 from spillway_connector.device.cpu import HostCopier
+from spillway_connector.device.cuda_driver import CudaDriver
+from spillway_connector.device.cuda_transport import CudaTransport, torch_cuda_device
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.device.npu import NpuLimits
 from spillway_connector.device.npu_transport import NpuTransport, torch_npu_device
+from spillway_connector.device.stream_copier import CopyLimits
+from spillway_connector.engine.cpu_tier import make_cpu_tier
 from spillway_connector.engine.handlers import CopyHandler, copy_layout
 from spillway_connector.engine.namespace_fields import namespace_facts, require_shareable_hashes
 from spillway_connector.engine.tier_adapter import TIER_TYPES
@@ -69,7 +72,8 @@ class SpillwayOffloadingSpec(OffloadingSpec):
         self.cpu_page_size_per_worker = self.geometry.rank_cell_bytes
         self.eviction_policy = self.config.eviction_policy
         self._manager: SpillwayTieringManager | None = None
-        self.npu_transport: NpuTransport | None = None  # in a worker on an NPU, once its caches are registered
+        # In a worker on an NPU or GPU, once its caches are registered.
+        self.device_transport: NpuTransport | CudaTransport | None = None
         self._handlers: list[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]] = []
 
     @cached_property
@@ -77,6 +81,9 @@ class SpillwayOffloadingSpec(OffloadingSpec):
         """Of the chunks this engine shares. Raises ConfigError when sharing them could not be safe or useful."""
         require_shareable_hashes(self.vllm_config)
         facts = namespace_facts(self.vllm_config, self.kv_cache_config, self.geometry, self.hash_block_size)
+        weights_version = self.config.weights_version
+        if weights_version is not None:  # absent where it is not set, so that namespaces stay what they were
+            facts["weights_version"] = weights_version
         return Namespace.of(facts)
 
     def get_manager(self) -> SpillwayTieringManager:
@@ -88,12 +95,7 @@ class SpillwayOffloadingSpec(OffloadingSpec):
             region.unlink_name()
             events = self.vllm_config.kv_events_config
             enable_events = events is not None and events.enable_kv_cache_events
-            primary = CPUPrimaryTierOffloadingManager(
-                num_blocks=self.num_blocks,
-                mmap_region=region,  # type: ignore[arg-type] # it has what the manager calls
-                cache_policy=self.eviction_policy,
-                enable_events=enable_events,
-            )
+            primary = make_cpu_tier(self.num_blocks, region, self.eviction_policy, enable_events)
             view = primary.get_kv_memoryview()
             tiers = [self._create_tier(config, view) for config in self.secondary_tier_configs]
             self._manager = SpillwayTieringManager(
@@ -140,14 +142,26 @@ class SpillwayOffloadingSpec(OffloadingSpec):
             device, compute_stream = torch_npu_device() if platform == "npu" else (0, lambda: 0)
             acl = Acl(self.config.acl_library_path)
             limits = NpuLimits(descriptors=self.config.max_copy_descriptors)
-            self.npu_transport = NpuTransport(
+            self.device_transport = NpuTransport(
                 acl, region, device, compute_stream, self.config.batch_memcpy, limits=limits
             )
-            return self.npu_transport.copier
+            return self.device_transport.copier
+        if transport == "cuda" and platform == "cuda":
+            device, compute_stream = torch_cuda_device()
+            self.device_transport = CudaTransport(
+                CudaDriver.load(self.config.cuda_library_path),
+                region,
+                device,
+                compute_stream,
+                self.config.batch_memcpy,
+                table=self.config.copy_table,
+                limits=CopyLimits(descriptors=self.config.max_copy_descriptors),
+            )
+            return self.device_transport.copier
         if transport != "cpu" or platform != "cpu":
             raise ConfigError(
                 f"transport: {self.config.transport!r} does not serve platform {platform!r} in this build; "
-                "supported platforms: cpu, npu"
+                "supported platforms: cpu, cuda, npu"
             )
         if self.config.batch_memcpy == "on":
             raise ConfigError("batch_memcpy: 'on' needs an NPU or GPU; on the CPU platform set 'auto' or 'off'")

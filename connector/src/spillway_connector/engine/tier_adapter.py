@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +17,13 @@ from vllm.v1.kv_offload.tiering.base import JobMetadata, JobResult, SecondaryTie
 from spillway_connector import metrics
 from spillway_connector.config import NvmeTierConfig, RedisTierConfig, parse_tier
 from spillway_connector.engine.stats import SpillwayStats
+from spillway_connector.engine.tenancy import tenant_of_context
 from spillway_connector.errors import ConfigError
+from spillway_connector.metrics import Metric
 from spillway_connector.namespace import Namespace
+from spillway_connector.plan.changes import ChangeLog
 from spillway_connector.tiers.breaker import BreakerState
-from spillway_connector.tiers.lookups import Lookup
+from spillway_connector.tiers.lookups import Answers, Lookup
 from spillway_connector.tiers.nvme import NvmeTier
 from spillway_connector.tiers.redis import RedisTier
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TIER_TYPES = ("nvme", "redis")
+IDLE_SECONDS = 1.0  # between two looks at the figures of a tier that nobody uses
 _ANSWER = {Lookup.HIT: True, Lookup.MISS: False, Lookup.PENDING: None}
 
 
@@ -45,7 +51,22 @@ class TierJobResult(JobResult):
     seconds: float = 0.0  # from the submission to the last chunk that was moved, by the thread that moved it
 
 
-class SharedTierAdapter(SecondaryTierManager):
+class PrefixTier(SecondaryTierManager):
+    """A tier that answers about a whole prefix at once, and says what has changed since."""
+
+    changes: ChangeLog
+
+    @property
+    @abstractmethod
+    def open(self) -> bool:
+        """Whether a lookup is worth asking now."""
+
+    @abstractmethod
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
+        """What lookup() would say of each of `keys` (at least one), up to and including the first MISS."""
+
+
+class SharedTierAdapter(PrefixTier):
     """Built by vLLM's tier factory for `{"type": "nvme" | "redis", ...}`; called on the scheduler thread only."""
 
     def __init__(
@@ -64,14 +85,35 @@ class SharedTierAdapter(SecondaryTierManager):
             limits=config.limits,
         )
         self._drain_seconds = max(config.limits.load_timeout_seconds, config.limits.store_timeout_seconds)
+        self.changes = self._shared.changes
         self._reported: TierStats | None = None
+        self._gauges: dict[tuple[str, ...], float] = {}
+        self._looked_at = float("-inf")  # time.monotonic seconds
         logger.info("Shared tier %s: namespace %s", tier_type, offloading_spec.namespace.hex)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return _ANSWER[self._shared.lookup(key, req_context.req_id)]
 
+    @property
+    def open(self) -> bool:
+        return self._shared.open
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
+        return self._shared.lookup_prefix(keys, req_context.req_id)
+
+    def count_request(self, keys: Sequence[OffloadKey]) -> None:
+        self._shared.count_request(keys)
+
+    def weights_changed(self) -> None:
+        self._shared.weights_changed()
+
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._shared.submit_store(job_metadata.job_id, list(job_metadata.keys), job_metadata.block_ids.tolist())
+        self._shared.submit_store(
+            job_metadata.job_id,
+            list(job_metadata.keys),
+            job_metadata.block_ids.tolist(),
+            tenant=tenant_of_context(job_metadata.req_context),
+        )
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         self._shared.submit_load(job_metadata.job_id, list(job_metadata.keys), job_metadata.block_ids.tolist())
@@ -101,28 +143,56 @@ class SharedTierAdapter(SecondaryTierManager):
         self._shared.drain(self._drain_seconds)
 
     def add_stats(self, stats: SpillwayStats) -> None:
-        """What this tier did since the last call."""
+        """What this tier did since the last call: every series the first time, then those that moved."""
+        looked_at = time.monotonic()
+        # What moves by itself (a breaker, the bytes other engines store) may be a second late.
+        if not self._shared.moved and looked_at - self._looked_at < IDLE_SECONDS:
+            return
+        self._shared.moved, self._looked_at = False, looked_at
         now, before = self._shared.snapshot(), self._reported
         self._reported = now
         tier = self.tier_type
         for outcome, count in now.lookups.items():
-            more = count - (before.lookups.get(outcome, 0) if before else 0)
-            stats.add(metrics.TIER_LOOKUPS, more, tier, outcome.value)
-        for (operation, reason), count in now.failures.items():
-            more = count - (before.failures.get((operation, reason), 0) if before else 0)
-            stats.add(metrics.TIER_FAILURES, more, tier, operation.value, reason)
-        for metric, total, reported in (
-            (metrics.TIER_READ_BYTES, now.read_bytes, before.read_bytes if before else 0),
-            (metrics.TIER_READ_SECONDS, now.read_seconds, before.read_seconds if before else 0),
-            (metrics.TIER_WRITTEN_BYTES, now.written_bytes, before.written_bytes if before else 0),
-            (metrics.TIER_WRITE_SECONDS, now.write_seconds, before.write_seconds if before else 0),
-            (metrics.TIER_EVICTED_FRAMES, now.evicted_frames, before.evicted_frames if before else 0),
+            self._count(stats, metrics.TIER_LOOKUPS, count, before and before.lookups.get(outcome), outcome.value)
+        for miss, count in now.misses.items():
+            self._count(stats, metrics.TIER_MISSES, count, before and before.misses.get(miss), miss.value)
+        for skip, count in now.skipped.items():
+            self._count(stats, metrics.TIER_STORES_SKIPPED, count, before and before.skipped.get(skip), skip.value)
+        for operation, count in now.expiries.items():
+            reported = before and before.expiries.get(operation)
+            self._count(stats, metrics.TIER_DEADLINES_EXPIRED, count, reported, operation.value)
+        for failure, count in now.failures.items():
+            operation, reason = failure
+            reported = before and before.failures.get(failure)
+            self._count(stats, metrics.TIER_FAILURES, count, reported, operation.value, reason)
+        for metric, total, reported_total in (
+            (metrics.TIER_READ_BYTES, now.read_bytes, before and before.read_bytes),
+            (metrics.TIER_READ_SECONDS, now.read_seconds, before and before.read_seconds),
+            (metrics.TIER_WRITTEN_BYTES, now.written_bytes, before and before.written_bytes),
+            (metrics.TIER_WRITE_SECONDS, now.write_seconds, before and before.write_seconds),
+            (metrics.TIER_EVICTED_FRAMES, now.evicted_frames, before and before.evicted_frames),
         ):
-            stats.add(metric, total - reported, tier)
-        stats.add(metrics.TIER_RESIDENT_BYTES, now.resident_bytes, tier)
-        stats.add(metrics.TIER_QUEUE_BYTES, now.queued_store_bytes, tier)
+            self._count(stats, metric, total, reported_total)
+        self._gauge(stats, metrics.TIER_RESIDENT_BYTES, now.resident_bytes, tier)
+        self._gauge(stats, metrics.TIER_QUEUE_BYTES, now.queued_store_bytes, tier)
+        self._gauge(stats, metrics.TIER_QUEUE_AGE, now.oldest_store_seconds, tier)
+        self._gauge(stats, metrics.TIER_WEIGHTS_CHANGED, float(now.weights_changed), tier)
         for operation, state in now.breakers.items():
-            stats.add(metrics.TIER_BREAKER_OPEN, float(state is not BreakerState.CLOSED), tier, operation.value)
+            resting = float(state is not BreakerState.CLOSED)
+            self._gauge(stats, metrics.TIER_BREAKER_OPEN, resting, tier, operation.value)
+
+    def _count(
+        self, stats: SpillwayStats, metric: Metric, total: float, reported: float | TierStats | None, *labels: str
+    ) -> None:
+        assert not isinstance(reported, TierStats)
+        if reported is None or total != reported:
+            stats.add(metric, total - (reported or 0), self.tier_type, *labels)
+
+    def _gauge(self, stats: SpillwayStats, metric: Metric, value: float, *labels: str) -> None:
+        series = (metric.name, *labels)
+        if self._gauges.get(series) != value:
+            self._gauges[series] = value
+            stats.add(metric, value, *labels)
 
     def shutdown(self) -> None:
         self._shared.close()
@@ -150,7 +220,14 @@ def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namesp
     if isinstance(config, NvmeTierConfig):
         mode = suitable_mode(config.path) if config.mode == "auto" else config.mode
         kind = SlabTier if mode == "slab" else NvmeTier
-        return kind(namespace, payload_bytes, config.path, max_bytes=config.max_bytes)
+        return kind(
+            namespace,
+            payload_bytes,
+            config.path,
+            max_bytes=config.max_bytes,
+            ttl_seconds=config.ttl_seconds,
+            tenant_max_bytes=config.tenant_max_bytes,
+        )
     endpoint = RedisEndpoint.from_url(
         config.url,
         username=_secret(config.username_env),
@@ -167,6 +244,7 @@ def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namesp
         ttl_seconds=config.ttl_seconds,
         connections=config.connections,
         payload_connections=config.payload_connections,
+        tenant_max_bytes=config.tenant_max_bytes,
     )
 
 

@@ -2,19 +2,64 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
-from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.manager import PendingPromotion, TieringOffloadingManager
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
+from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.stats import SpillwayStats
-from spillway_connector.engine.tier_adapter import SharedTierAdapter, TierJobResult
+from spillway_connector.engine.tier_adapter import PrefixTier, SharedTierAdapter, TierJobResult
+from spillway_connector.plan.changes import ChangeLog
 from spillway_connector.plan.worth import LoadGate, RateMeter, WorthPolicy
+from spillway_connector.tiers.lookups import Lookup
+from spillway_connector.tiers.stats import MissReason
+
+_PREFIXES_MAX = 8  # of one request: one per KV group and length asked for lately
+
+
+class _Verdict(NamedTuple):
+    """About asking the shared tier: whether loading from it pays (or this request probes it), whether it answers."""
+
+    passes: bool
+    open: bool
+
+
+@dataclass(slots=True)
+class _View:
+    """One reading of the clock and of everything that answers rest on, for a whole step."""
+
+    now: float
+    positions: list[int]  # in the change logs
+    verdict: _Verdict  # for requests in general
+
+
+@dataclass(slots=True)
+class Prefix:
+    """The last answer about one prefix, and what it rests on."""
+
+    keys: Sequence[OffloadKey]
+    answer: int | None
+    good_until: float
+    verdict: _Verdict | None  # None: no shared tier was asked
+    positions: list[int]
+    members: frozenset[OffloadKey] | None = None  # of `keys`, once it is needed
+
+
+class _Asked(NamedTuple):
+    """What the tiers said of chunks that the CPU tier lacks."""
+
+    stop: OffloadKey | None  # the first that no tier can give
+    good_until: float
+    verdict: _Verdict | None
 
 
 @dataclass(slots=True)
@@ -23,6 +68,7 @@ class _Wait:
 
     deadline: float | None = None  # from the first answer that made it wait
     rows_promoted: int = 0
+    prefixes: dict[OffloadKey, Prefix] = field(default_factory=dict)  # by first key
 
 
 @dataclass(slots=True)
@@ -39,11 +85,14 @@ class SpillwayTieringManager(TieringOffloadingManager):
     Beyond upstream: a request's waiting has one deadline over all its lookups (vllm#49829, #53087), promotions are
     bounded in flight and per request (vllm#49902) and made only while they beat recomputing, a promotion keeps its
     good chunks when others fail, a failed device copy never becomes a hit, and a reset leaves no row pending for ever.
+    A whole prefix is asked about at once, and again only when something it rests on has changed.
     """
+
+    primary_tier: CpuTier
 
     def __init__(
         self,
-        primary_tier: CPUPrimaryTierOffloadingManager,
+        primary_tier: CpuTier,
         secondary_tiers: list[SecondaryTierManager],
         num_rows: int,
         config: ConnectorConfig,
@@ -62,7 +111,16 @@ class SpillwayTieringManager(TieringOffloadingManager):
             tier: LoadGate(policy, chunk_tokens, chunk_bytes, RateMeter(policy.half_life_seconds))
             for tier in secondary_tiers
         }
-        self._not_worth: dict[str, int] = {}
+        self._not_worth: dict[str, int] = {tier.tier_type: 0 for tier in secondary_tiers}
+        self._reported_rows = -1
+        self._reported_rates: dict[str, float] = {}  # by tier; "" is the prefill's
+        self._misses: dict[tuple[str, MissReason], int] = {}
+        only = secondary_tiers[0] if len(secondary_tiers) == 1 else None
+        self._prefix_tier = only if isinstance(only, PrefixTier) else None
+        self._view: _View | None = None  # of this step
+        self._logs: list[ChangeLog] = [primary_tier.changes]
+        if self._prefix_tier is not None:
+            self._logs.append(self._prefix_tier.changes)
         self._wait_seconds = config.request_wait_seconds
         self._clock = clock
         self._bounds = _PromotionBounds(
@@ -77,7 +135,7 @@ class SpillwayTieringManager(TieringOffloadingManager):
         in_cpu_tier = self.primary_tier.lookup(key, req_context)
         if in_cpu_tier:
             return True
-        wait = self._bounds.waits.setdefault(req_context.req_id, _Wait())
+        wait = self._wait_of(req_context)
         if wait.deadline is not None and self._clock() >= wait.deadline:
             return False
         answer = None if in_cpu_tier is None else self._ask_tiers(key, req_context)
@@ -85,12 +143,142 @@ class SpillwayTieringManager(TieringOffloadingManager):
             wait.deadline = self._clock() + self._wait_seconds
         return answer
 
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
+        """How many chunks from the first on are in the CPU tier; None while more are on their way: ask again.
+
+        As :meth:`lookup` of one after the other up to the first that cannot be had.
+        """
+        if not keys:
+            return 0
+        wait = self._wait_of(req_context)
+        known = wait.prefixes.get(keys[0])
+        if known is None or len(known.keys) != len(keys) or not self.last_answer(known, req_context):
+            known = self.look_up(keys, req_context)
+            if len(wait.prefixes) >= _PREFIXES_MAX:
+                wait.prefixes.clear()
+            wait.prefixes[keys[0]] = known
+        return known.answer
+
+    def look_up(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Prefix:
+        """:meth:`lookup_prefix` of at least one chunk, with what :meth:`last_answer` needs."""
+        view = self._view or self._look_around()
+        answer, good_until, verdict = self._answer(keys, req_context, self._wait_of(req_context), view)
+        if self._pending_load_submissions:
+            self._flush_pending_promotions()  # now, not at the end of the step: the threads can begin
+        view.positions = self._positions()
+        return Prefix(keys, answer, good_until, verdict, view.positions)
+
+    def _wait_of(self, req_context: ReqContext) -> _Wait:
+        wait = self._bounds.waits.get(req_context.req_id)
+        if wait is None:
+            wait = self._bounds.waits[req_context.req_id] = _Wait()
+        return wait
+
+    def last_answer(self, prefix: Prefix, req_context: ReqContext) -> bool:
+        """Whether `prefix.answer` is still what lookup_prefix would say of it: cheap, for requests that wait."""
+        view = self._view or self._look_around()
+        if view.now >= prefix.good_until:
+            return False
+        if view.positions != prefix.positions and not self._untouched(prefix, view.positions):
+            return False
+        # Last, because a verdict may make this request the probe of a slow tier.
+        return prefix.verdict is None or prefix.verdict == self._verdict(req_context, view)
+
+    def _look_around(self) -> _View:
+        """What all questions of this step have in common."""
+        self._maybe_process_finished_jobs()  # type: ignore[no-untyped-call]
+        tier = self._prefix_tier
+        pays = tier is not None and self._gates[tier].pays(self.prefill_rate)
+        self._view = _View(self._clock(), self._positions(), _Verdict(pays, tier is not None and tier.open))
+        return self._view
+
+    def _positions(self) -> list[int]:
+        return [log.position for log in self._logs]
+
+    def _untouched(self, prefix: Prefix, positions: list[int]) -> bool:
+        """Whether nothing that has changed since concerns the prefix."""
+        if prefix.members is None:
+            prefix.members = frozenset(prefix.keys)
+        for log, since in zip(self._logs, prefix.positions, strict=True):
+            if log.touches(since, prefix.members):
+                return False
+        prefix.positions = positions
+        return True
+
+    def _verdict(self, req_context: ReqContext, view: _View) -> _Verdict:
+        if view.verdict.passes or self._prefix_tier is None:
+            return view.verdict
+        passes = self._gates[self._prefix_tier].passes(req_context.req_id, self.prefill_rate, view.now)
+        return _Verdict(passes, view.verdict.open)
+
+    def _answer(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, wait: _Wait, view: _View
+    ) -> tuple[int | None, float, _Verdict | None]:
+        """(what lookup_prefix says, until when it is good, the verdict it rests on)."""
+        ready = self.primary_tier.ready
+        if ready.issuperset(keys):
+            return len(keys), math.inf, None
+        first = list(map(ready.__contains__, keys)).index(False)
+        if wait.deadline is not None and view.now >= wait.deadline:
+            self._count_miss(MissReason.REQUEST_DEADLINE)
+            return first, math.inf, None
+        resident = self.primary_tier.resident
+        missing = [key for key in keys[first:] if key not in resident]
+        asked = self._ask_for(missing, req_context, wait, view) if missing else _Asked(None, math.inf, None)
+        if asked.stop == keys[first]:
+            return first, asked.good_until, asked.verdict
+        if wait.deadline is None:
+            wait.deadline = view.now + self._wait_seconds
+        return None, min(asked.good_until, wait.deadline), asked.verdict
+
+    def _ask_for(self, missing: Sequence[OffloadKey], req_context: ReqContext, wait: _Wait, view: _View) -> _Asked:
+        """Have the chunks looked for and promoted, up to the first that no tier can give."""
+        tier = self._prefix_tier
+        if tier is None:  # several tiers, or one of vLLM's own: one chunk after the other, and never remembered
+            stop = next((key for key in missing if self._ask_tiers(key, req_context) is False), None)
+            return _Asked(stop, -math.inf, None)
+        verdict = self._verdict(req_context, view)
+        if not verdict.passes:
+            self._count_not_worth(tier.tier_type)
+            return _Asked(missing[0], math.inf, verdict)
+        found, good_until = tier.lookup_prefix(missing, req_context)
+        hits = [key for key, answer in zip(missing, found, strict=False) if answer is Lookup.HIT]
+        promoted = self._promote(tier, hits, req_context, wait) if hits else 0
+        if promoted < len(hits):
+            self._count_miss(MissReason.NO_ROOM)
+            return _Asked(hits[promoted], -math.inf, verdict)  # there may be room at any time
+        stop = missing[len(found) - 1] if found[-1] is Lookup.MISS else None
+        return _Asked(stop, good_until, verdict)
+
+    def _promote(self, tier: SecondaryTierManager, keys: list[OffloadKey], req_context: ReqContext, wait: _Wait) -> int:
+        """Give as many of `keys`, from the first on, rows and queue their loads as the bounds allow; how many."""
+        bounds = self._bounds
+        room = min(
+            bounds.in_flight_rows_max - bounds.rows_in_flight, bounds.request_rows_max - wait.rows_promoted, len(keys)
+        )
+        if room <= 0:
+            return 0
+        written = self.primary_tier.prepare_write(keys[:room], req_context)
+        if written is None:  # not for all of them: then for as many as there is room for
+            promoted = 0
+            while promoted < room and self._initiate_promotion(tier, keys[promoted], req_context):
+                promoted += 1
+            return promoted
+        assert isinstance(written.store_spec, CPULoadStoreSpec)
+        pending = self._pending_load_submissions.setdefault(tier, {})
+        entry = pending.setdefault(req_context.req_id, PendingPromotion(req_context=req_context))
+        entry.keys += written.keys_to_store
+        entry.block_ids += written.store_spec.block_ids.tolist()
+        bounds.rows_in_flight += room
+        wait.rows_promoted += room
+        return room
+
     def _ask_tiers(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """None: a tier holds it (promotion queued) or is still looking. False: no tier holds it."""
         looking = False
         for tier in self.secondary_tiers:
             if not self._gates[tier].passes(req_context.req_id, self.prefill_rate, self._clock()):
-                self._not_worth[tier.tier_type] = self._not_worth.get(tier.tier_type, 0) + 1
+                self._count_not_worth(tier.tier_type)
                 continue
             held = tier.lookup(key, req_context)
             if held:
@@ -100,7 +288,7 @@ class SpillwayTieringManager(TieringOffloadingManager):
 
     def _initiate_promotion(self, tier: SecondaryTierManager, key: OffloadKey, req_context: ReqContext) -> bool:
         bounds = self._bounds
-        wait = bounds.waits.setdefault(req_context.req_id, _Wait())
+        wait = self._wait_of(req_context)
         if bounds.rows_in_flight >= bounds.in_flight_rows_max or wait.rows_promoted >= bounds.request_rows_max:
             return False
         if not super()._initiate_promotion(tier, key, req_context):
@@ -108,6 +296,31 @@ class SpillwayTieringManager(TieringOffloadingManager):
         bounds.rows_in_flight += 1
         wait.rows_promoted += 1
         return True
+
+    def _count_not_worth(self, tier_type: str) -> None:
+        self._not_worth[tier_type] = self._not_worth.get(tier_type, 0) + 1
+        self._count_miss(MissReason.NOT_WORTH)
+
+    def _count_miss(self, reason: MissReason) -> None:
+        if self._prefix_tier is not None:
+            entry = (self._prefix_tier.tier_type, reason)
+            self._misses[entry] = self._misses.get(entry, 0) + 1
+
+    def count_request(self, keys: Sequence[OffloadKey]) -> None:
+        """The chunks of a request that is new, once, for what a full tier admits."""
+        for tier in self.secondary_tiers:
+            if isinstance(tier, SharedTierAdapter):
+                tier.count_request(keys)
+
+    def on_schedule_end(self) -> None:
+        super().on_schedule_end()
+        self._view = None
+
+    def weights_changed(self) -> None:
+        """What the shared tiers hold belongs to a model that is no more: they are neither read nor written again."""
+        for tier in self.secondary_tiers:
+            if isinstance(tier, SharedTierAdapter):
+                tier.weights_changed()
 
     def _process_finished_jobs(self) -> None:
         for tier in self.secondary_tiers:
@@ -121,12 +334,24 @@ class SpillwayTieringManager(TieringOffloadingManager):
             return
         self._bounds.rows_in_flight -= len(job.keys)
         arrived: Collection[OffloadKey] = job.keys if result.success else ()
+        lost: Collection[OffloadKey] = () if result.success else job.keys
         if isinstance(result, TierJobResult):
-            arrived = [key for key in job.keys if key not in result.failed_keys]
+            if result.failed_keys:
+                arrived = [key for key in job.keys if key not in result.failed_keys]
+                lost = [key for key in job.keys if key in result.failed_keys]
             self._gates[tier].load_rate.add(len(arrived) * self._chunk_bytes, result.seconds, self._clock())
-        lost = [key for key in job.keys if key not in set(arrived)]
-        self.primary_tier.complete_write(arrived, job.req_context, True)
-        self.primary_tier.complete_write(lost, job.req_context, False)
+        if arrived:
+            self.primary_tier.complete_write(arrived, job.req_context, True)
+        if lost:
+            self.primary_tier.complete_write(lost, job.req_context, False)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        # Upstream polls for ended jobs here, too, and takes that for the next step's poll: what ends in between would
+        # be seen a step late.
+        polled = self._processed_jobs_this_step
+        output = super().prepare_store(keys, req_context)
+        self._processed_jobs_this_step = polled
+        return output
 
     def distrust_store(self, keys: Collection[OffloadKey]) -> None:
         """The device copy of these chunks failed: the coming complete_store must free their rows."""
@@ -161,21 +386,32 @@ class SpillwayTieringManager(TieringOffloadingManager):
         self._process_finished_jobs()
         self._distrusted.clear()
         self._bounds.waits.clear()
+        self._view = None
         self.primary_tier.reset_cache()
 
     def take_stats(self) -> SpillwayStats:
         """What happened since the last call, as vLLM's stats; called once per engine step."""
         stats = SpillwayStats()
-        # Upstream keeps the pool's counts private; both fields exist in 0.23 and versions.py guards the class.
-        free = self.primary_tier._get_num_free_blocks()
-        stats.add(metrics.CPU_TIER_BLOCKS, self._num_rows - free, "used")
-        stats.add(metrics.CPU_TIER_BLOCKS, self._num_rows, "total")
-        if self.prefill_rate.per_second is not None:
-            stats.add(metrics.PREFILL_RATE, self.prefill_rate.per_second)
+        used = self.primary_tier.used_rows()
+        if used != self._reported_rows:
+            self._reported_rows = used
+            stats.add(metrics.CPU_TIER_BLOCKS, used, "used")
+            stats.add(metrics.CPU_TIER_BLOCKS, self._num_rows, "total")
+        if (rate := self.prefill_rate.per_second) is not None and rate != self._reported_rates.get(""):
+            self._reported_rates[""] = rate
+            stats.add(metrics.PREFILL_RATE, rate)
         for tier in self.secondary_tiers:
             if isinstance(tier, SharedTierAdapter):
                 tier.add_stats(stats)
-            if (load_rate := self._gates[tier].load_rate.per_second) is not None:
-                stats.add(metrics.TIER_LOAD_RATE, load_rate, tier.tier_type)
-            stats.add(metrics.TIER_NOT_WORTH, self._not_worth.pop(tier.tier_type, 0), tier.tier_type)
+            rate = self._gates[tier].load_rate.per_second
+            if rate is not None and rate != self._reported_rates.get(tier.tier_type):
+                self._reported_rates[tier.tier_type] = rate
+                stats.add(metrics.TIER_LOAD_RATE, rate, tier.tier_type)
+        for tier_type, count in self._not_worth.items():
+            if count:
+                stats.add(metrics.TIER_NOT_WORTH, count, tier_type)
+                self._not_worth[tier_type] = 0
+        for (tier_type, reason), count in self._misses.items():
+            stats.add(metrics.TIER_MISSES, count, tier_type, reason.value)
+        self._misses.clear()
         return stats

@@ -34,12 +34,30 @@ _SIGNATURES = (
         },
     ),
     (
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
+        "OffloadingConnectorScheduler",
+        {
+            "_lookup": ["self", "req_status"],
+            "_maximal_prefix_lookup": ["self", "keys", "req_context"],
+            "_touch": ["self", "req_status"],
+            "on_new_request": ["self", "request"],
+        },
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
+        "RequestOffloadState",
+        {"update_offload_keys": ["self"]},
+    ),
+    ("vllm.v1.engine.core", "EngineCore", {"collective_rpc": ["self", "method", "timeout", "args", "kwargs"]}),
+    (
         "vllm.v1.kv_offload.tiering.manager",
         "TieringOffloadingManager",
         {
             "lookup": ["self", "key", "req_context"],
             "complete_store": ["self", "keys", "req_context", "success"],
+            "_flush_pending_promotions": ["self"],
             "_process_finished_jobs": ["self"],
+            "prepare_store": ["self", "keys", "req_context"],
             "_initiate_promotion": ["self", "tier", "key", "req_context"],
         },
     ),

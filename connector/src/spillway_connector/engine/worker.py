@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.worker.worker import TransferSpec
 from spillway_connector import metrics
 from spillway_connector.device.acl_batch import BATCH, LOOP
 from spillway_connector.device.copier import Direction
+from spillway_connector.device.cuda_transport import CudaTransport
 from spillway_connector.device.npu_transport import NpuTransport
 from spillway_connector.engine.ascend import canonical_kv_caches, has_ascend_layout
 from spillway_connector.engine.stats import SpillwayStats
@@ -153,9 +154,9 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
     def get_kv_connector_stats(self) -> SpillwayStats:
         """Always an object, also when nothing was copied: without one, vLLM drops the scheduler's stats too."""
         stats, self.kv_connector_stats = self._stats, SpillwayStats()
-        npu: NpuTransport | None = getattr(self.spec, "npu_transport", None)
-        if npu is not None:
+        transport: NpuTransport | CudaTransport | None = getattr(self.spec, "device_transport", None)
+        if transport is not None:
             for path in (BATCH, LOOP):
-                stats.add(metrics.DEVICE_COPY_PATH, int(npu.path.name == path), path)
-            stats.add(metrics.HOST_MEMORY_PINNED, int(npu.pin.pinned), npu.pin.method.value)
+                stats.add(metrics.DEVICE_COPY_PATH, int(transport.path.name == path), path)
+            stats.add(metrics.HOST_MEMORY_PINNED, int(transport.pin.pinned), transport.pin.method.value)
         return stats

@@ -77,12 +77,15 @@ class LoadGate:
         self._probed_at: float | None = None
         self._probing_request: str | None = None
 
-    def passes(self, request_id: str, prefill_rate: RateMeter, now: float) -> bool:
-        """Whether this request may load from the tier now."""
-        pays = loading_pays(
+    def pays(self, prefill_rate: RateMeter) -> bool:
+        """Whether any request may load from the tier now."""
+        return loading_pays(
             self._tokens, self._bytes, prefill_rate.per_second, self.load_rate.per_second, self._policy.margin
         )
-        if pays:
+
+    def passes(self, request_id: str, prefill_rate: RateMeter, now: float) -> bool:
+        """Whether this request may load from the tier now."""
+        if self.pays(prefill_rate):
             self._probing_request = None
             return True
         if request_id == self._probing_request:

@@ -1,0 +1,190 @@
+"""The CPU tier's rows: which chunk lies where, which may leave, answered for whole prefixes at once.
+
+Upstream's manager keeps one ctypes object per row and walks them in Python, several times per request and step. Here a
+row is a number, a pin is an entry of an array, and "which of these are ready" is one set operation. What it decides
+(order of rows, order of eviction, what is refused) is upstream's LRU, and a test holds the two against each other.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingEvent, OffloadKey, PrepareStoreOutput, ReqContext
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+
+from spillway_connector.device.host_region import HostRegion
+from spillway_connector.plan.changes import ChangeLog
+
+_EVICTION_LOOKAHEAD = 32  # rows looked at beyond those wanted, for the pinned ones among them
+
+
+class CpuTier(CPUPrimaryTierOffloadingManager):
+    """What the tiering manager needs beyond upstream's interface.
+
+    ready: chunks that may be read. resident: those and the ones still being written. changes: chunks that came, became
+    ready or left.
+    """
+
+    ready: set[OffloadKey]
+    resident: Collection[OffloadKey]
+    changes: ChangeLog
+
+    def used_rows(self) -> int:
+        return len(self.resident)
+
+
+def make_cpu_tier(num_rows: int, region: HostRegion, policy: str, enable_events: bool) -> CpuTier:
+    """policy: "lru" or "arc"."""
+    kind = LruCpuTier if policy == "lru" else ArcCpuTier
+    return kind(num_rows, region, enable_events=enable_events)
+
+
+class LruCpuTier(CpuTier):
+    """The least recently used ready chunk that nobody reads leaves first."""
+
+    def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
+        # The region has what upstream's manager calls.
+        super().__init__(num_rows, region, cache_policy="lru", enable_events=enable_events)  # type: ignore[arg-type]
+        self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
+        self._readers = np.zeros(num_rows, np.int32)  # by row
+        self.ready = set()
+        self.resident = self._rows.keys()
+        self.changes = ChangeLog()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """True: ready. None: being written. False: not here."""
+        return True if key in self.ready else (None if key in self._rows else False)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        ordered = keys if isinstance(keys, list | tuple) else list(keys)
+        # The head of a prefix becomes the youngest: a prefix without its head is worth nothing.
+        deque(map(self._rows.move_to_end, filter(self._rows.__contains__, reversed(ordered))), maxlen=0)
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Pins the rows. Every key must be ready."""
+        assert self.ready.issuperset(keys), "a chunk that is not ready cannot be read"
+        rows = self._rows_of(keys)
+        np.add.at(self._readers, rows, 1)
+        spec = CPULoadStoreSpec([])
+        spec.block_ids = rows
+        return spec
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        rows = self._rows_of(keys)
+        np.subtract.at(self._readers, rows, 1)
+        assert not rows.size or self._readers[rows].min() >= 0, "a chunk was let go more often than it was pinned"
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Rows for those of `keys` that are not here; None when too few can be freed, and then nothing has changed."""
+        wanted = [key for key in keys if key not in self._rows]
+        evicted = self._evict(len(wanted) - self._get_num_free_blocks(), keys) if wanted else []
+        if evicted is None:
+            return None
+        if evicted:
+            self._free_list += [self._rows.pop(key) for key in evicted]
+            self.ready.difference_update(evicted)
+            self._announce(evicted, removed=True)
+        rows = self._allocate(len(wanted))
+        self._rows.update(zip(wanted, rows, strict=True))
+        self.changes.add(evicted)
+        self.changes.add(wanted)
+        return PrepareStoreOutput(wanted, CPULoadStoreSpec(rows), evicted)
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        written = [key for key in keys if key in self._rows and key not in self.ready]
+        if success:
+            self.ready.update(written)
+            self._announce(written, removed=False)
+        else:
+            self._free_list += [self._rows.pop(key) for key in written]
+        self.changes.add(written)
+
+    def reset_cache(self) -> None:
+        self._rows.clear()
+        self.ready.clear()
+        self._readers[:] = 0
+        self._free_list.clear()
+        self._num_allocated_blocks = 0
+        self.changes.add_all()
+
+    def _rows_of(self, keys: Collection[OffloadKey]) -> npt.NDArray[np.int64]:
+        return np.fromiter(map(self._rows.__getitem__, keys), np.int64, len(keys))
+
+    def _allocate(self, count: int) -> list[int]:
+        fresh = min(count, self._num_blocks - self._num_allocated_blocks)
+        rows = list(range(self._num_allocated_blocks, self._num_allocated_blocks + fresh))
+        self._num_allocated_blocks += fresh
+        reused = count - fresh
+        if reused:
+            rows += self._free_list[: -reused - 1 : -1]
+            del self._free_list[-reused:]
+        return rows
+
+    def _evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
+        """The `count` oldest chunks that may leave; None when there are fewer."""
+        if count <= 0:
+            return []
+        if len(self.ready) - np.count_nonzero(self._readers) < count:
+            return None  # without a search: in a full tier whose rows are all being read, this is every step
+        kept = set(protected)
+        victims: list[OffloadKey] = []
+        oldest_first = iter(self._rows.items())
+        while len(victims) < count:
+            batch = list(islice(oldest_first, count + _EVICTION_LOOKAHEAD))
+            if not batch:
+                return None
+            readers = self._readers[[row for _, row in batch]].tolist()
+            victims += [
+                key
+                for (key, _), reading in zip(batch, readers, strict=True)
+                if not reading and key in self.ready and key not in kept
+            ]
+        return victims[:count]
+
+    def _announce(self, keys: Sequence[OffloadKey], removed: bool) -> None:
+        if keys and self.events is not None:
+            self.events.append(OffloadingEvent(keys=list(keys), medium=self.medium, removed=removed))
+
+
+class ArcCpuTier(CpuTier):
+    """Upstream's ARC, with the two sets beside it."""
+
+    def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
+        super().__init__(num_rows, region, cache_policy="arc", enable_events=enable_events)  # type: ignore[arg-type]
+        self.ready = set()
+        self._resident: set[OffloadKey] = set()
+        self.resident = self._resident
+        self.changes = ChangeLog()
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        output = super().prepare_store(keys, req_context)
+        if output is not None:
+            for gone in (self._resident, self.ready):
+                gone.difference_update(output.evicted_keys)
+            self._resident.update(output.keys_to_store)
+            self._log(output.evicted_keys, output.keys_to_store)
+        return output
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        written = [key for key in keys if key in self._resident and key not in self.ready]
+        super().complete_store(keys, req_context, success)
+        if success:
+            self.ready.update(written)
+        else:
+            self._resident.difference_update(written)
+        self._log(written)
+
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        self.ready.clear()
+        self._resident.clear()
+        self.changes.add_all()
+
+    def _log(self, *changed: Iterable[OffloadKey]) -> None:
+        for keys in changed:
+            self.changes.add(keys)

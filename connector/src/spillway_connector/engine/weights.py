@@ -1,0 +1,76 @@
+"""Noticing that the model's weights are about to change in place.
+
+A namespace names the weights that the engine was started with. vLLM 0.23 can change them afterwards: `reload_weights`,
+`start_weight_update` / `update_weights` (trainers), or any function that a caller sends to the workers. All of these
+reach the engine as `EngineCore.collective_rpc`, on the scheduler's thread and between two steps, so that is where to
+listen: what is known not to touch weights passes, everything else is taken for a change before it runs.
+
+Not seen: code that changes parameters from inside a worker process without an RPC.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+# RPCs of vLLM itself that leave the weights alone. LoRA adapters are part of a block's key.
+HARMLESS = frozenset(
+    {
+        "add_lora",
+        "check_health",
+        "execute_dummy_batch",
+        "get_cache_block_size_bytes",
+        "get_kv_cache_spec",
+        "get_kv_connector_handshake_metadata",
+        "get_supported_tasks",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "update_max_model_len",
+    }
+)
+
+
+_MARK = "_spillway_listens"
+
+
+@runtime_checkable
+class WeightsListener(Protocol):
+    """A connector that wants to know."""
+
+    def weights_changing(self, cause: str) -> None:
+        """Called before the change, on the scheduler's thread, between steps. `cause`: the RPC's name."""
+        ...
+
+
+def may_change_weights(method: str | Callable[..., Any]) -> bool:
+    """Whether an RPC to the workers must be taken for a change of weights: all but those known to be harmless."""
+    return not isinstance(method, str) or method not in HARMLESS
+
+
+def listen_for_weight_changes() -> None:
+    """From now on, tell each engine's connector of this process. Twice is harmless."""
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.collective_rpc
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def collective_rpc(self: Any, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if may_change_weights(method):
+            connector = getattr(getattr(self, "scheduler", None), "connector", None)
+            if isinstance(connector, WeightsListener):
+                cause = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+                connector.weights_changing(cause)
+        return original(self, method, *args, **kwargs)
+
+    setattr(collective_rpc, _MARK, True)
+    EngineCore.collective_rpc = collective_rpc  # type: ignore[method-assign]

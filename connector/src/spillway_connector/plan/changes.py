@@ -1,0 +1,39 @@
+"""Which keys' answers may have changed since someone last looked, so that who waits asks again only when it helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+
+KEYS_MAX = 32_768
+
+
+class ChangeLog:
+    """Changed keys in order, the oldest forgotten. Readers keep a position and ask what came after it."""
+
+    def __init__(self, keys_max: int = KEYS_MAX) -> None:
+        self._keys_max = keys_max
+        self._keys: list[bytes] = []
+        self._begin = 0  # the position of the first key still remembered
+
+    @property
+    def position(self) -> int:
+        """Of the next change."""
+        return self._begin + len(self._keys)
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        self._keys.extend(keys)
+        if len(self._keys) > self._keys_max:
+            forgotten = len(self._keys) - self._keys_max // 2
+            del self._keys[:forgotten]
+            self._begin += forgotten
+
+    def add_all(self) -> None:
+        """Everything may have changed."""
+        self._begin += len(self._keys) + 1
+        self._keys.clear()
+
+    def touches(self, position: int, keys: Set[bytes] | frozenset[bytes]) -> bool:
+        """Whether any of `keys` may have changed since `position`: true, too, when that is too long ago to tell."""
+        if position < self._begin:
+            return True
+        return not keys.isdisjoint(self._keys[position - self._begin :])

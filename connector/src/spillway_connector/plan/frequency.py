@@ -1,0 +1,81 @@
+"""How often keys have been asked for lately, in half a megabyte: what a tier under pressure should keep.
+
+A count-min sketch with conservative update: four rows of counters that saturate at 15. A key's estimate is the least of
+its four counters, so keys that share some of them can only make it too high. After ``adds_max`` additions every counter
+is halved: what was asked for once is then forgotten, which also bounds how full the rows get. At the moment of ageing a
+key that was never added is taken for one that was with a chance below 0.1 % (4 counters, each in use with a chance of
+at most 1 - exp(-1/4)), and seen twice far more rarely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+ROWS = 4
+COUNTERS_PER_ROW = 1 << 17  # one byte each
+ADDS_MAX = COUNTERS_PER_ROW // 4
+COUNT_MAX = 15
+_HASH_BYTES = 32  # of a key that is used: a block hash is uniform as it is
+
+
+class FrequencySketch:
+    """For one thread. Keys are block hashes of at least 32 bytes, or anything shorter, which is hashed first."""
+
+    def __init__(self, counters_per_row: int = COUNTERS_PER_ROW, adds_max: int = ADDS_MAX) -> None:
+        if counters_per_row & (counters_per_row - 1) or counters_per_row < 1:
+            raise ValueError(f"counters_per_row: {counters_per_row} is not a power of two")
+        self._mask = np.uint64(counters_per_row - 1)
+        self._adds_max = adds_max
+        self._adds = 0
+        self._counters = np.zeros(ROWS * counters_per_row, np.uint8)
+        self._row_starts = (np.arange(ROWS, dtype=np.int64) * counters_per_row)[:, None]
+
+    @property
+    def size_bytes(self) -> int:
+        return self._counters.nbytes
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Count each key once more; a key that is there twice counts once."""
+        if not keys:
+            return
+        places = self._places(keys)
+        counts = self._counters[places]
+        raised = np.minimum(counts.min(axis=0) + 1, COUNT_MAX).astype(np.uint8)
+        # Conservative: only the counters that hold the estimate down move. `maximum.at`, for keys that share a counter.
+        np.maximum.at(self._counters, places.ravel(), np.tile(raised, ROWS))
+        self._adds += len(keys)
+        if self._adds >= self._adds_max:
+            self._counters >>= 1
+            self._adds //= 2
+
+    def estimate(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+        """(len(keys),) counts of 0 to 15: at least how often each was added since it was last halved away."""
+        if not keys:
+            return np.zeros(0, np.uint8)
+        estimates: npt.NDArray[np.uint8] = self._counters[self._places(keys)].min(axis=0)
+        return estimates
+
+    def _places(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
+        """(ROWS, len(keys)) indices into the counters."""
+        if any(length < _HASH_BYTES for length in set(map(len, keys))):
+            keys = [key if len(key) >= _HASH_BYTES else _stretched(key) for key in keys]
+        length = len(keys[0])
+        if set(map(len, keys)) != {length}:
+            return np.concatenate([self._places([key]) for key in keys], axis=1)
+        table = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), length)
+        words = np.ascontiguousarray(table[:, :_HASH_BYTES]).view(np.uint64)
+        # The rest of a key (its KV group) moves all of its counters.
+        rest = np.zeros(len(keys), np.uint64)
+        for column in range(_HASH_BYTES, length):
+            rest = rest * np.uint64(257) + table[:, column]
+        words = words ^ (rest * np.uint64(0x9E3779B97F4A7C15))[:, None]
+        places: npt.NDArray[np.int64] = (words & self._mask).T.astype(np.int64) + self._row_starts
+        return places
+
+
+def _stretched(key: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(key, 0) + xxhash.xxh3_128_digest(key, 1)

@@ -1,0 +1,129 @@
+"""Our rows against upstream's manager: the same operations, the same answers, the same rows, the same evictions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.cpu_tier import CpuTier, make_cpu_tier
+
+ROWS = 6
+CONTEXT = ReqContext(req_id="r")
+ACTIONS = ("lookup", "touch", "store", "written", "lost", "read", "let go")
+steps = st.lists(
+    st.tuples(st.sampled_from(ACTIONS), st.lists(st.integers(0, 11), unique=True, min_size=1, max_size=4)), max_size=60
+)
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * 36
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    region = HostRegion(region_path(f"test-cpu-tier-{os.getpid()}"), ROWS, 4096)
+    region.unlink_name()
+    yield region
+    region.cleanup()
+
+
+class Twin:
+    """Both managers, driven as the scheduler may drive them."""
+
+    def __init__(self, region: HostRegion, policy: str) -> None:
+        self.ours: CpuTier = make_cpu_tier(ROWS, region, policy, enable_events=True)
+        self.theirs = CPUOffloadingManager(ROWS, policy, enable_events=True)
+        self.writing: set[bytes] = set()
+        self.reading: list[bytes] = []
+
+    def do(self, action: str, keys: list[bytes]) -> None:
+        if action == "lookup":
+            for key in keys:
+                assert self.ours.lookup(key, CONTEXT) is self.theirs.lookup(key, CONTEXT)
+        elif action == "touch":
+            self.ours.touch(keys, CONTEXT)
+            self.theirs.touch(keys, CONTEXT)
+        elif action == "store":
+            mine, other = self.ours.prepare_store(keys, CONTEXT), self.theirs.prepare_store(keys, CONTEXT)
+            assert (mine is None) == (other is None)
+            if mine is not None and other is not None:
+                assert mine.keys_to_store == other.keys_to_store
+                assert mine.evicted_keys == other.evicted_keys
+                assert mine.store_spec.block_ids.tolist() == other.store_spec.block_ids.tolist()
+                self.writing.update(mine.keys_to_store)
+        elif action in ("written", "lost"):
+            done = [key for key in keys if key in self.writing]
+            self.writing.difference_update(done)
+            self.ours.complete_store(done, CONTEXT, action == "written")
+            self.theirs.complete_store(done, CONTEXT, action == "written")
+        elif action == "read":
+            ready = [key for key in keys if self.theirs.lookup(key, CONTEXT)]
+            mine, other = self.ours.prepare_load(ready, CONTEXT), self.theirs.prepare_load(ready, CONTEXT)
+            assert mine.block_ids.tolist() == other.block_ids.tolist()
+            assert mine.block_ids.dtype == other.block_ids.dtype
+            self.reading += ready
+        else:
+            done = [key for key in keys if key in self.reading]
+            for key in done:
+                self.reading.remove(key)
+            self.ours.complete_load(done, CONTEXT)
+            self.theirs.complete_load(done, CONTEXT)
+
+    def check(self) -> None:
+        everyone = [key(number) for number in range(12)]
+        answers = [self.theirs.lookup(one, CONTEXT) for one in everyone]
+        assert [self.ours.lookup(one, CONTEXT) for one in everyone] == answers
+        assert self.ours.ready == {one for one, answer in zip(everyone, answers, strict=True) if answer}
+        resident = {one for one, answer in zip(everyone, answers, strict=True) if answer is not False}
+        assert set(self.ours.resident) == resident
+        assert self.ours._get_num_free_blocks() == self.theirs._get_num_free_blocks()
+        assert self.ours.used_rows() == ROWS - self.theirs._get_num_free_blocks()
+        assert list(self.ours.take_events()) == list(self.theirs.take_events())
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=steps)
+def test_it_decides_as_upstream_does(region: HostRegion, policy: str, steps: list[tuple[str, list[int]]]):
+    twin = Twin(region, policy)
+    for action, numbers in steps:
+        twin.do(action, [key(number) for number in numbers])
+    twin.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_every_change_of_an_answer_is_logged(region: HostRegion, policy: str):
+    tier = make_cpu_tier(ROWS, region, policy, enable_events=False)
+
+    def changed_by(action) -> set[int]:
+        since = tier.changes.position
+        action()
+        return {number for number in range(12) if tier.changes.touches(since, frozenset([key(number)]))}
+
+    first = [key(number) for number in range(ROWS)]
+    assert changed_by(lambda: tier.prepare_store(first, CONTEXT)) == set(range(ROWS))
+    assert changed_by(lambda: tier.complete_store(first, CONTEXT)) == set(range(ROWS))
+    assert changed_by(lambda: tier.touch(first, CONTEXT)) == set()
+    assert changed_by(lambda: tier.prepare_store([key(9)], CONTEXT)) == {ROWS - 1, 9}  # the tail of the prefix left
+    assert changed_by(lambda: tier.complete_store([key(9)], CONTEXT, False)) == {9}
+    assert changed_by(tier.reset_cache) == set(range(12))
+    assert tier.used_rows() == 0
+
+
+def test_a_chunk_that_is_not_ready_cannot_be_read(region: HostRegion):
+    tier = make_cpu_tier(ROWS, region, "lru", enable_events=False)
+    tier.prepare_store([key(1)], CONTEXT)
+    with pytest.raises(AssertionError, match="not ready"):
+        tier.prepare_load([key(1)], CONTEXT)
+    tier.complete_store([key(1)], CONTEXT)
+    tier.prepare_load([key(1)], CONTEXT)
+    tier.complete_load([key(1)], CONTEXT)
+    with pytest.raises(AssertionError, match="more often"):
+        tier.complete_load([key(1)], CONTEXT)

@@ -1,0 +1,236 @@
+"""Asking about a whole prefix, with its memory of the last answer, against asking about one chunk after the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, make_offload_key
+
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.cpu_tier import LruCpuTier
+from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
+from spillway_connector.engine.tiering import SpillwayTieringManager
+from spillway_connector.plan.changes import ChangeLog
+from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.tiers.lookups import Answers, Lookup
+
+ROWS, CHUNKS, PROMPTS = 20, 6, 3  # all prompts fit, so a look-up evicts none of the chunks it asks about
+FILLERS = [bytes([200 + number]) * 36 for number in range(10)]
+
+
+def prompt_keys(prompt: int) -> list[bytes]:
+    """The first two chunks are common to all prompts."""
+    return [make_offload_key(bytes([0 if at < 2 else prompt, at]) * 16, 0) for at in range(CHUNKS)]
+
+
+class ScriptedTier(PrefixTier):
+    """Answers at once from `holds` (absent: miss; None: still looking) and ends jobs when the test says."""
+
+    def __init__(self) -> None:
+        self.tier_type = "scripted"
+        self.changes = ChangeLog()
+        self.holds: dict[bytes, bool | None] = {}
+        self.resting = False
+        self.questions = 0
+        self.loads, self.stores, self.ended = [], [], []
+
+    @property
+    def open(self) -> bool:
+        return not self.resting
+
+    def lookup(self, key, req_context):
+        self.questions += 1
+        return False if self.resting else self.holds.get(key, False)
+
+    def lookup_prefix(self, keys: Sequence[bytes], req_context) -> Answers:
+        found = []
+        for key in keys:
+            held = self.lookup(key, req_context)
+            found.append(Lookup.PENDING if held is None else Lookup.HIT if held else Lookup.MISS)
+            if held is False:
+                break
+        return Answers(found, float("inf"))
+
+    def learn(self, keys: Sequence[bytes], held: bool | None) -> None:
+        self.holds.update(dict.fromkeys(keys, held))
+        self.changes.add(keys)
+
+    def submit_store(self, job_metadata):
+        self.stores.append(job_metadata)
+
+    def submit_load(self, job_metadata):
+        self.loads.append(job_metadata)
+
+    def get_finished_jobs(self):
+        ended, self.ended = self.ended, []
+        return ended
+
+    def on_new_request(self, req_context):
+        return RequestOffloadingContext()
+
+
+class Stack:
+    def __init__(self, name: str, tiers: int = 1) -> None:
+        self.clock = SteppedClock()
+        self.tiers = [ScriptedTier() for _ in range(tiers)]
+        self.tier = self.tiers[0]
+        self.region = HostRegion(region_path(f"test-prefix-{name}-{os.getpid()}"), ROWS, 4096)
+        self.region.unlink_name()
+        self.manager = SpillwayTieringManager(
+            LruCpuTier(ROWS, self.region),
+            list(self.tiers),
+            ROWS,
+            ConnectorConfig.parse(
+                {
+                    "num_cpu_blocks": ROWS,
+                    "prefill_tokens_per_second": 1280.0,
+                    "promotion_in_flight_fraction": 5 / ROWS,
+                    "promotion_per_request_fraction": 0.3,
+                }
+            ),
+            enable_events=False,
+            chunk_tokens=128,
+            chunk_bytes=4096,
+            clock=self.clock,
+        )
+        self.requests: dict[str, ReqContext] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        self.manager.reset_cache()
+        for prompt in range(PROMPTS):
+            self.requests[f"r{prompt}"] = ReqContext(req_id=f"r{prompt}")
+            self.manager.on_new_request(self.requests[f"r{prompt}"])
+
+    def naive(self, keys: Sequence[bytes], request: str) -> int | None:
+        """Upstream's search."""
+        hits, deferred = 0, False
+        for key in keys:
+            answer = self.manager.lookup(key, self.requests[request])
+            if answer is False:
+                break
+            deferred |= answer is None
+            hits += 1
+        return None if deferred else hits
+
+    def apply(self, action: str, prompt: int, number: int) -> None:
+        keys = prompt_keys(prompt)
+        context = self.requests[f"r{prompt}"]
+        if action == "hold":
+            self.tier.learn(keys[: number + 1], True)
+        elif action == "look":
+            self.tier.learn(keys[number:], None)
+        elif action == "lose":
+            self.tier.learn(keys[number:], False)
+        elif action == "rest":
+            self.tier.resting = not self.tier.resting
+        elif action == "store":
+            output = self.manager.prepare_store(keys[number : number + 2], context)
+            if output is not None and output.keys_to_store:
+                self.manager.complete_store(output.keys_to_store, context, number % 2 == 0)
+        elif action == "end":
+            for jobs in (self.tier.loads, self.tier.stores):
+                for job in jobs[: number + 1]:
+                    failed = [key for at, key in enumerate(job.keys) if job.is_promotion and at % 3 == 1 and number > 3]
+                    for key in failed:
+                        self.tier.holds[key] = False
+                    self.tier.changes.add(failed)
+                    self.tier.ended.append(
+                        TierJobResult(job.job_id, not failed, failed_keys=frozenset(failed), seconds=0.05 * number)
+                    )
+                del jobs[: number + 1]
+        elif action == "evict":
+            output = self.manager.prepare_store(FILLERS[: 2 * number], context)
+            if output is not None and output.keys_to_store:
+                self.manager.complete_store(output.keys_to_store, context)
+            for other in range(PROMPTS):  # the fillers are the first to leave
+                self.manager.touch(prompt_keys(other), context)
+        elif action == "wait":
+            self.clock.advance(0.5 * number)
+        elif action == "again":
+            self.manager.on_request_finished(context)
+            self.manager.on_new_request(context)
+        self.manager.on_schedule_end()
+
+
+ACTIONS = ("hold", "hold", "look", "lose", "rest", "store", "end", "end", "evict", "wait", "again", "nothing")
+schedules = st.lists(
+    st.tuples(st.sampled_from(ACTIONS), st.integers(0, PROMPTS - 1), st.integers(0, CHUNKS - 1)), max_size=40
+)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one tier", "two tiers"])
+def stacks(request: pytest.FixtureRequest) -> Iterator[int]:
+    yield request.param
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schedule=schedules)
+def test_a_prefix_is_answered_as_its_chunks_one_by_one(stacks: int, schedule: list[tuple[str, int, int]]):
+    whole, single = Stack("whole", stacks), Stack("single", stacks)
+    try:
+        for action, prompt, number in schedule:
+            for prompt_asked in range(PROMPTS):
+                keys, name = prompt_keys(prompt_asked), f"r{prompt_asked}"
+                assert whole.manager.lookup_prefix(keys, whole.requests[name]) == single.naive(keys, name)
+            for stack in (whole, single):
+                stack.manager.on_schedule_end()
+                stack.apply(action, prompt, number)
+            for ours, theirs in zip(whole.tiers, single.tiers, strict=True):
+                promoted = [sorted(key for job in tier.loads for key in job.keys) for tier in (ours, theirs)]
+                assert promoted[0] == promoted[1]
+            assert whole.manager.primary_tier.ready == single.manager.primary_tier.ready
+            assert set(whole.manager.primary_tier.resident) == set(single.manager.primary_tier.resident)
+    finally:
+        for stack in (whole, single):
+            stack.region.cleanup()
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    stack = Stack("one")
+    yield stack
+    stack.region.cleanup()
+
+
+def test_a_request_that_waits_asks_the_tier_only_when_something_has_changed(stack: Stack):
+    keys, context = prompt_keys(1), stack.requests["r1"]
+    stack.tier.learn(keys, None)
+    for _ in range(5):
+        assert stack.manager.lookup_prefix(keys, context) is None
+        stack.apply("nothing", 0, 0)
+    assert stack.tier.questions == CHUNKS
+    stack.tier.learn(prompt_keys(2)[2:], True)  # of no concern to it
+    assert stack.manager.lookup_prefix(keys, context) is None
+    stack.apply("nothing", 0, 0)
+    assert stack.tier.questions == CHUNKS
+    stack.tier.learn(keys[:1], True)
+    assert stack.manager.lookup_prefix(keys, context) is None
+    assert stack.tier.questions == 2 * CHUNKS
+    assert [list(job.keys) for job in stack.tier.loads] == [keys[:1]], "loaded at once, not at the end of the step"
+
+
+def test_the_chunks_of_a_request_are_promoted_as_one_job(stack: Stack):
+    keys = prompt_keys(1)[:5]
+    stack.tier.learn(keys, True)
+    assert stack.manager.lookup_prefix(keys, stack.requests["r1"]) is None
+    (job,) = stack.tier.loads
+    assert job.keys == keys
+    assert sorted(job.block_ids.tolist()) == list(range(5))
+
+
+def test_what_a_prefix_ended_at_is_counted_by_reason(stack: Stack):
+    keys = prompt_keys(1)
+    stack.tier.learn(keys, True)
+    stack.manager.lookup_prefix(keys, stack.requests["r1"])  # 5 of 6: a quarter of 20 rows may be in flight
+    stack.clock.advance(3.1)
+    stack.apply("nothing", 0, 0)
+    assert stack.manager.lookup_prefix(keys, stack.requests["r1"]) == 0
+    figures = stack.manager.take_stats().reduce()
+    assert figures["tier_misses|scripted|no_room"] == 1
+    assert figures["tier_misses|scripted|request_deadline"] == 1
