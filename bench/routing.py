@@ -1,6 +1,7 @@
 """Routing policies on the same traces over simulated engines, in virtual time and without sockets.
 
-    python bench/routing.py [--engines 16] [--traces multi_turn ...] [--policies spillway ...] [--fleets tiers device]
+    python bench/routing.py [--engines 16] [--traces multi_turn ...] [--policies spillway ...]
+                            [--fleets tiers device one_link]
                             [--scale 1.0] [--mooncake FILE.jsonl] [--seed 0]
 
 SIMULATED: no figure here is of a real engine. Engines keep time by the rates of a preset of services/simulator, which
@@ -19,7 +20,7 @@ import json
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,12 +37,13 @@ from traces.mooncake import generate_mooncake, mooncake_trace, read_mooncake
 from traces.session import Session, Trace
 from traces.synthetic import hot_group, multi_turn, shared_prompts, unique_prompts
 
+from spillway_gateway.config import RoutingConfig
 from spillway_simulator.fast_forward import FastForward
 from spillway_simulator.model.engine import EngineShape, SimulatedEngine
 from spillway_simulator.model.events import KvEvent
 from spillway_simulator.model.presets import PRESETS
 from spillway_simulator.model.request import EngineRequest, Progress
-from spillway_simulator.model.tiers import LruTier, SharedTier
+from spillway_simulator.model.tiers import LoadLink, LruTier, SharedTier
 
 BLOCK_TOKENS = 128
 EVENT_DELAY_SECONDS = 0.002  # from an engine's step to the router's index
@@ -50,9 +52,24 @@ PRESET = "h200-qwen3-14b-redis"
 DEVICE_BLOCKS = 2_400  # 307,200 tokens of KV per engine
 OUTPUT = Path("build/bench/routing.json")
 
-FLEETS: dict[str, tuple[EngineShape, int]] = {  # shape, blocks of the shared tier
-    "tiers": (EngineShape(BLOCK_TOKENS, DEVICE_BLOCKS, 2 * DEVICE_BLOCKS), 100_000),
-    "device": (EngineShape(BLOCK_TOKENS, DEVICE_BLOCKS, 0), 0),
+
+@dataclass(frozen=True, slots=True)
+class FleetShape:
+    """shared_blocks: of the shared tier. one_link: the store is the limit, so all engines' loads queue for one link of
+    one engine's rate; its blocks are announced, as a router could not price what it does not know of."""
+
+    engine: EngineShape
+    shared_blocks: int = 0
+    one_link: bool = False
+
+
+_TIERED = EngineShape(BLOCK_TOKENS, DEVICE_BLOCKS, 2 * DEVICE_BLOCKS)
+FLEETS = {
+    "tiers": FleetShape(_TIERED, 100_000),
+    "device": FleetShape(EngineShape(BLOCK_TOKENS, DEVICE_BLOCKS, 0)),
+    "one_link": FleetShape(
+        EngineShape(BLOCK_TOKENS, DEVICE_BLOCKS, DEVICE_BLOCKS // 4, announce_shared=True), 100_000, one_link=True
+    ),
 }
 
 
@@ -60,6 +77,12 @@ def _policies() -> dict[str, Callable[[], Policy]]:
     return {
         "spillway": lambda: Spillway(BLOCK_TOKENS),
         "spillway_without_events": lambda: Spillway(BLOCK_TOKENS, events=False),
+        # The store's rate is known to whoever runs it; only the fleet with one link differs.
+        "spillway_store_rate": lambda: Spillway(
+            BLOCK_TOKENS,
+            routing=RoutingConfig(shared_store_tokens_per_second=PRESETS[PRESET].shared.load_tokens_per_second),
+        ),
+        "spillway_without_rates": lambda: Spillway(BLOCK_TOKENS, engine_rates=False),
         "round_robin": RoundRobin,
         "random": Random,
         "least_loaded": LeastLoaded,
@@ -70,21 +93,33 @@ def _policies() -> dict[str, Callable[[], Policy]]:
     }
 
 
-def _traces(scale: float, mooncake: Path | None) -> dict[str, Callable[[], Trace]]:
+def _traces(scale: float, mooncake: Path | None, engines: int, seed: int) -> dict[str, Callable[[], Trace]]:
+    """Traces for 16 engines, made larger or smaller with the fleet. seed: added to each trace's own."""
+    size = engines / 16
+
     def count(full: int) -> int:
-        return max(1, round(full * scale))
+        return max(1, round(full * scale * size))
 
     def from_mooncake() -> Trace:
         if mooncake is not None:
             with mooncake.open(encoding="utf-8") as lines:
                 return mooncake_trace(read_mooncake(lines))
-        return mooncake_trace(generate_mooncake(requests=count(2_400)))
+        return mooncake_trace(
+            generate_mooncake(
+                seed=5 + seed,
+                requests=count(2_400),
+                requests_per_second=44.0 * size,
+                conversations_open=round(400 * size),
+            )
+        )
 
     return {
-        "multi_turn": lambda: multi_turn(sessions=count(600)),
-        "many_groups": lambda: shared_prompts(requests=count(3_600)),
-        "hot_group": lambda: hot_group(requests=count(3_600)),
-        "unique": lambda: unique_prompts(requests=count(2_400)),
+        "multi_turn": lambda: multi_turn(seed=1 + seed, sessions=count(600), sessions_per_second=6.0 * size),
+        "many_groups": lambda: shared_prompts(
+            seed=2 + seed, requests=count(3_600), requests_per_second=60.0 * size, groups=round(900 * size)
+        ),
+        "hot_group": lambda: hot_group(seed=3 + seed, requests=count(3_600), requests_per_second=100.0 * size),
+        "unique": lambda: unique_prompts(seed=4 + seed, requests=count(2_400), requests_per_second=50.0 * size),
         "mooncake": from_mooncake,
     }
 
@@ -127,11 +162,10 @@ class _Open:
 class Experiment:
     """One policy on one trace. Implements policy.Fleet."""
 
-    def __init__(
-        self, policy: Policy, trace: Trace, engines: int, *, shape: EngineShape, shared_blocks: int, seed: int
-    ):
+    def __init__(self, policy: Policy, trace: Trace, engines: int, *, fleet: FleetShape, seed: int):
         rates = PRESETS[PRESET]
-        shared = SharedTier(shared_blocks) if shared_blocks else None
+        shape, shared_blocks = fleet.engine, fleet.shared_blocks
+        shared = SharedTier(shared_blocks, LoadLink() if fleet.one_link else None) if shared_blocks else None
         self.engines = [SimulatedEngine(f"engine-{at}", shape, rates, shared) for at in range(engines)]
         self.in_flight = [0] * engines
         self.totals = Totals(sent_to=[0] * engines)
@@ -154,8 +188,22 @@ class Experiment:
     def scrape(self, engine: int) -> Scrape:
         if not self._scrapes or self.now - self._scraped_at >= SCRAPE_SECONDS:
             self._scraped_at = self.now
-            self._scrapes = [Scrape(e.waiting_requests, e.running_requests, e.kv_usage) for e in self.engines]
+            self._scrapes = [self._read(engine) for engine in self.engines]
         return self._scrapes[engine]
+
+    def scrape_now(self, engine: int) -> Scrape:
+        return self._read(self.engines[engine])
+
+    @staticmethod
+    def _read(engine: SimulatedEngine) -> Scrape:
+        return Scrape(
+            engine.waiting_requests,
+            engine.running_requests,
+            engine.kv_usage,
+            engine.shape.device_blocks * engine.shape.block_tokens,
+            engine.prefill_meter.per_second,
+            engine.rates.shared.load_tokens_per_second,
+        )
 
     def run(self) -> Totals:
         for session in self._trace.sessions:
@@ -273,37 +321,39 @@ def _heading() -> str:
     )
 
 
+def _fitting(policies: Iterable[str], shape: FleetShape) -> list[str]:
+    """A store's rate is a setting only where one store is the limit."""
+    return [name for name in policies if shape.one_link or name != "spillway_store_rate"]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=16)
     parser.add_argument("--fleets", nargs="+", choices=sorted(FLEETS), default=["tiers", "device"])
-    parser.add_argument("--traces", nargs="+", choices=sorted(_traces(1.0, None)))
+    parser.add_argument("--traces", nargs="+", choices=sorted(_traces(1.0, None, 16, 0)))
     parser.add_argument("--policies", nargs="+", choices=sorted(_policies()))
     parser.add_argument("--scale", type=float, default=1.0, help="share of each trace's requests")
     parser.add_argument("--mooncake", type=Path, help="a trace file in Mooncake's format instead of the generated one")
     parser.add_argument("--announce-shared", action="store_true", help="engines announce the shared tier's blocks too")
-    parser.add_argument("--seed", type=int, default=0, help="of policies that draw lots")
+    parser.add_argument("--seed", type=int, default=0, help="of traces, and of policies that draw lots")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
-    traces = _traces(options.scale, options.mooncake)
+    traces = _traces(options.scale, options.mooncake, options.engines, options.seed)
     policies = _policies()
     report: dict[str, float | str] = {"simulated": "true", "preset": PRESET, "engines": options.engines}
     for source, text in PRESETS[PRESET].sources:
         report[f"rates_{source.replace(' ', '_').replace(',', '')}"] = text
     print(f"SIMULATED: {options.engines} engines, rates of preset {PRESET}; rivals re-implemented from descriptions")
     for fleet in options.fleets:
-        shape, shared_blocks = FLEETS[fleet]
-        shape = replace(shape, announce_shared=options.announce_shared)
+        shape = FLEETS[fleet]
+        if options.announce_shared:
+            shape = replace(shape, engine=replace(shape.engine, announce_shared=True))
         for trace_name in options.traces or traces:
             trace = traces[trace_name]()
             print(f"\n{fleet}: {trace.name}: {trace.about}\n{_heading()}")
-            for policy_name in options.policies or policies:
+            for policy_name in options.policies or _fitting(policies, shape):
                 policy = policies[policy_name]()
-                values = figures(
-                    Experiment(
-                        policy, trace, options.engines, shape=shape, shared_blocks=shared_blocks, seed=options.seed
-                    ).run()
-                )
+                values = figures(Experiment(policy, trace, options.engines, fleet=shape, seed=options.seed).run())
                 print(_row(policy_name, values), flush=True)
                 for key, value in values.items():
                     report[f"{fleet}_{trace_name}_{policy_name}_{key}"] = round(value, 6)

@@ -40,6 +40,9 @@ class Scrape:
     waiting: int
     running: int
     kv_usage: float
+    kv_capacity_tokens: int
+    prefill_tokens_per_second: float | None
+    shared_load_tokens_per_second: float
 
 
 class Fleet(Protocol):
@@ -47,7 +50,8 @@ class Fleet(Protocol):
 
     @property
     def in_flight(self) -> Sequence[int]: ...
-    def scrape(self, engine: int) -> Scrape: ...
+    def scrape(self, engine: int) -> Scrape: ...  # of the last common round
+    def scrape_now(self, engine: int) -> Scrape: ...
     @property
     def now(self) -> float: ...
 

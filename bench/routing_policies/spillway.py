@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from routing_policies.policy import Fleet, Policy, RoutedRequest
-from spillway_gateway.config import EngineConfig, IndexConfig, ModelConfig, RoutingConfig
+from spillway_gateway.config import EngineConfig, HealthConfig, IndexConfig, ModelConfig, RoutingConfig
 from spillway_gateway.fleet import event_decoder
+from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.engines import EngineState, Lease, ModelFleet, PromptBlocks
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.prefix import short_prompt_key, token_block_keys, token_bytes
 from spillway_simulator.model.events import BlocksRemoved, BlocksStored, KvEvent, Medium
 
 MODEL = "simulated"
+SCRAPE_SECONDS = HealthConfig().metrics_period_seconds
 _TIERS = {
     Medium.DEVICE: event_decoder.Tier.DEVICE,
     Medium.CPU: event_decoder.Tier.CPU,
@@ -19,17 +21,31 @@ _TIERS = {
 
 
 class Spillway(Policy):
-    """events: follow KV events; without them prompts count as held where they were sent, as for engines without."""
+    """events: follow KV events; without them prompts count as held where they were sent, as for engines without.
+    engine_rates: engines report their measured rates, as those with Spillway's connector do; without, rates are learnt
+    from replies."""
 
     name = "spillway"
 
-    def __init__(self, block_tokens: int, *, events: bool = True, routing: RoutingConfig | None = None) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        *,
+        events: bool = True,
+        engine_rates: bool = True,
+        routing: RoutingConfig | None = None,
+    ) -> None:
+        self._engine_rates = engine_rates
         self._block_tokens = block_tokens
         self._events = events
         self._routing = routing or RoutingConfig()
-        self.note = "gateway code, KV events" if events else "gateway code, no KV events"
+        self.note = (
+            "gateway code" + (", KV events" if events else "") + (", engines' own rates" if engine_rates else "")
+        )
         if not events:
             self.name = "spillway_without_events"
+        elif not engine_rates:
+            self.name = "spillway_without_rates"
 
     def start(self, fleet: Fleet, engines: int, seed: int) -> None:
         self._fleet = fleet
@@ -48,9 +64,11 @@ class Spillway(Policy):
             engine.set_state(EngineState.READY, "ready")
             engine.events_live = self._events
         self._leases: dict[str, Lease] = {}
+        self._observed_at = float("-inf")
         self.reasons: dict[str, int] = {}
 
     def choose(self, request: RoutedRequest) -> int:
+        self._observe()
         namespace = self.index.namespace()
         keys = token_block_keys(namespace, request.tokens, self.index.block_tokens)
         spread = keys[0] if keys else short_prompt_key(namespace, token_bytes(request.tokens))
@@ -61,11 +79,29 @@ class Spillway(Policy):
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
         return self._names[lease.engine.name]
 
+    def _observe(self) -> None:
+        """What the gateway reads of engines once a second; here between two requests."""
+        if self._fleet.now - self._observed_at < SCRAPE_SECONDS:
+            return
+        self._observed_at = self._fleet.now
+        for at, engine in enumerate(self.model.engines.values()):
+            scrape = self._fleet.scrape_now(at)
+            reading = EngineReading(
+                scrape.waiting,
+                scrape.running,
+                scrape.kv_usage,
+                scrape.kv_capacity_tokens,
+                scrape.prefill_tokens_per_second if self._engine_rates else None,
+                None,
+                scrape.shared_load_tokens_per_second if self._engine_rates else None,
+            )
+            engine.observed(reading, engine.own_work())
+
     def first_token(self, request_id: str) -> None:
         self._leases[request_id].first_byte(self._fleet.now, measures_prefill=True)
 
     def finished(self, request_id: str) -> None:
-        self._leases.pop(request_id).close()
+        self._leases.pop(request_id).close(self._fleet.now)
 
     def events(self, engine: int, events: list[KvEvent]) -> None:
         if self._events:

@@ -9,11 +9,12 @@ import spillway_gateway
 
 ROOT = Path(spillway_gateway.__file__).parent
 ALLOWED = {
+    "access": set(),
     "routing": set(),
     "fleet": {"routing"},
     "tokens": {"fleet", "routing"},
-    "upstream": {"fleet", "routing"},
-    "api": {"fleet", "routing", "tokens", "upstream"},
+    "upstream": {"access", "fleet", "routing"},
+    "api": {"access", "fleet", "routing", "tokens", "upstream"},
 }
 
 

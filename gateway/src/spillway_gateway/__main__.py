@@ -8,6 +8,7 @@ import logging
 import sys
 from pathlib import Path
 
+from spillway_gateway.access.keys import hash_key
 from spillway_gateway.app import Gateway
 from spillway_gateway.config import GatewayConfig, load_config
 from spillway_gateway.errors import ConfigError
@@ -17,9 +18,16 @@ from spillway_gateway.server import GatewayServer, PortInUse, bind
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 after a clean end, 1 with one sentence on stderr otherwise."""
     parser = argparse.ArgumentParser(prog="spillway_gateway", description="Spillway's OpenAI-compatible gateway.")
-    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="YAML configuration")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    parser.add_argument(
+        "--hash-key", action="store_true", help="read an API key from stdin, print its line for auth.keysFile, and exit"
+    )
     options = parser.parse_args(arguments)
+    if options.hash_key:
+        return _hash_key()
+    if options.config is None:
+        parser.error("the following arguments are required: --config")
     try:
         config = load_config(options.config)
     except ConfigError as error:
@@ -35,12 +43,28 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"spillway-gateway: {error}", file=sys.stderr)
         return 1
 
-    server = GatewayServer(Gateway(config))
+    try:
+        gateway = Gateway(config)
+    except ConfigError as error:
+        listener.close()
+        print(f"spillway-gateway: {error}", file=sys.stderr)
+        return 1
+    server = GatewayServer(gateway)
     host, port = listener.getsockname()[:2]
     logging.getLogger("spillway_gateway").info("listening on http://%s:%d", host, port)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(server.serve(sockets=[listener]))
     return 0 if server.started else 1
+
+
+def _hash_key() -> int:
+    """The key comes by stdin: arguments are shown to every user of the machine."""
+    try:
+        print(hash_key(sys.stdin.readline().strip()))
+    except ConfigError as error:
+        print(f"spillway-gateway: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:

@@ -16,12 +16,15 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from spillway_gateway.access.admission import Admission
+from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.api import chat, completions
 from spillway_gateway.api.inference import InferenceEndpoint, Lifecycle, ServedModel
 from spillway_gateway.api.models import ModelList
-from spillway_gateway.api.state import live_families, state_router
+from spillway_gateway.api.state import access_families, live_families, state_router
 from spillway_gateway.config import GatewayConfig
-from spillway_gateway.error_bodies import error_body
+from spillway_gateway.error_bodies import body_of, error_body
+from spillway_gateway.errors import GatewayError
 from spillway_gateway.fleet.engines import Engine, EngineState, ModelFleet
 from spillway_gateway.fleet.health import HealthPoller
 from spillway_gateway.fleet.kv_events import EventFollower
@@ -47,6 +50,7 @@ class Gateway:
         self.lifecycle = Lifecycle()
         self.metrics = GatewayMetrics()
         self.running: set[Relay] = set()
+        self.gatekeeper = Gatekeeper(config.auth)
         self._executor = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self.models: dict[str, ServedModel] = {}
         self.fleets: list[ModelFleet] = []
@@ -58,7 +62,7 @@ class Gateway:
                 default_block_tokens=config.routing.default_block_tokens,
                 clock=time.monotonic,
             )
-            fleet = ModelFleet(model, config.routing, index)
+            fleet = ModelFleet(model, config.routing, index, breaker=config.breaker)
             tokenizer = load_tokenizer(model.name, model.tokenizer)
             if model.tokenizer is not None:
                 self.metrics.tokenizer_usable.labels(model.name).set(tokenizer is not None)
@@ -66,7 +70,9 @@ class Gateway:
             self.fleets.append(fleet)
             for name in (model.name, *model.aliases):
                 self.models[name] = served
+        self.admissions = {fleet.name: self._admission(fleet) for fleet in self.fleets}
         self.metrics.watch(lambda: live_families(self.fleets))
+        self.metrics.watch(lambda: access_families(self.admissions, self.gatekeeper))
         self.services = UpstreamServices(
             pool=ConnectionPool(
                 config.limits.upstream_connections_max, config.timeouts.connect_seconds, time.monotonic
@@ -76,8 +82,20 @@ class Gateway:
             timeouts=config.timeouts,
             limits=config.limits,
             running=self.running,
+            admissions=self.admissions,
         )
         self.app = self._build_app()
+
+    def _admission(self, fleet: ModelFleet) -> Admission:
+        """Room in proportion to the ready engines; without any, requests pass and are told so by routing."""
+        each = self.config.admission.requests_per_engine_max
+        engines = fleet.engines.values()
+        admission = Admission(
+            self.config.admission, lambda: each * (sum(engine.routable for engine in engines) or len(engines))
+        )
+        for engine in engines:
+            engine.on_state.append(lambda _: admission.wake())
+        return admission
 
     def _build_app(self) -> FastAPI:
         app = FastAPI(
@@ -87,7 +105,14 @@ class Gateway:
         routes = [
             Route(
                 module_path,
-                InferenceEndpoint(module_path, parse, self.models, self.services, self.lifecycle),
+                InferenceEndpoint(
+                    module_path,
+                    parse,
+                    self.models,
+                    services=self.services,
+                    lifecycle=self.lifecycle,
+                    gatekeeper=self.gatekeeper,
+                ),
                 methods=["POST"],
             )
             for module_path, parse in (
@@ -99,8 +124,16 @@ class Gateway:
         app.include_router(state_router(self.fleets, self.lifecycle, self.metrics))
 
         @app.get("/v1/models")
-        async def models() -> JSONResponse:
-            return JSONResponse(await self.model_list.read())
+        async def models(request: Request) -> Response:
+            try:
+                tenant = self.gatekeeper.tenant_of(request.headers.raw)
+            except GatewayError as error:
+                return Response(body_of(error), error.status, media_type="application/json")
+            listed = await self.model_list.read()
+            listed["data"] = [
+                card for card in listed["data"] if tenant.may_use(card["id"]) or tenant.may_use(str(card.get("parent")))
+            ]
+            return JSONResponse(listed)
 
         @app.exception_handler(HTTPException)
         async def http_error(request: Request, error: HTTPException) -> Response:
@@ -133,6 +166,7 @@ class Gateway:
             self.model_list = ModelList(self.fleets, session)
             tasks = await stack.enter_async_context(_cancelled_at_exit())
             tasks.append(asyncio.create_task(self._trim_pool()))
+            tasks.append(asyncio.create_task(_guarded(self.gatekeeper.follow(), "keys file")))
             for served in {id(served): served for served in self.models.values()}.values():
                 for engine in served.fleet.engines.values():
                     poller = HealthPoller(engine, session, self.config.health)

@@ -57,6 +57,7 @@ class TimeoutsConfig:
 class HealthConfig:
     period_seconds: float = 1.0
     timeout_seconds: float = 2.0
+    metrics_period_seconds: float = 1.0  # between two readings of an engine's /metrics, in the rounds of the polls
     timeouts_before_down: int = 3  # a refused connection counts at once; a slow answer may only mean a busy machine
 
 
@@ -78,11 +79,43 @@ class RoutingConfig:
     prefill_tokens_per_second: float = 5000.0
     cpu_load_tokens_per_second: float = 100_000.0
     shared_load_tokens_per_second: float = 40_000.0
+    shared_store_tokens_per_second: float | None = None  # what the shared tier can give all engines together, if known
     running_request_ms: float = 10.0  # what each request already on an engine adds for the next one
     bounded_load_factor: float = 1.25  # an engine never takes more than this multiple of the mean by hash alone
+    slow_start_seconds: float = 10.0  # after an engine has become ready again, until it counts at its full rate
     default_block_tokens: int = 128  # until the first event names the engine's own
     speculative_seconds: float = 60.0  # engines with events: how long a routed prefix counts as held before one comes
     approximate_seconds: float = 900.0  # engines without events: how long a routed prefix counts as held
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerConfig:
+    """When an engine that answers polls and fails requests is left alone; see fleet/breaker.py."""
+
+    failures: int = 5  # failed requests in a row
+    open_seconds: float = 5.0  # doubled with each failed probe
+    open_seconds_max: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class AuthConfig:
+    """API keys and tenants; see access/keys.py. Without a keys file anybody may ask, and salts are the clients' own."""
+
+    keys_file: str | None = None
+    salt_secret_file: str | None = None  # needed with keysFile: at least 32 random bytes, equal on every replica
+    engine_key_file: str | None = None  # the engines' own API key; a client's key never goes to an engine
+    reload_seconds: float = 2.0  # between two looks at the keys file
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """What happens when every engine of a model is full; see access/admission.py."""
+
+    requests_per_engine_max: int = 1024
+    waiting_requests_max: int = 1024  # per model; further ones are refused at once
+    high_wait_seconds: float = 60.0
+    normal_wait_seconds: float = 30.0
+    low_wait_seconds: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +144,9 @@ class GatewayConfig:
     health: HealthConfig = field(default_factory=HealthConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     index: IndexConfig = field(default_factory=IndexConfig)
     shutdown: ShutdownConfig = field(default_factory=ShutdownConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -219,17 +255,21 @@ def _check(config: GatewayConfig) -> None:
             _check_engine(model.name, engine)
     if not 0 <= config.listen.port <= 65535:
         raise ConfigError(f"listen.port: {config.listen.port} given, 0 to 65535 needed (0 lets the system choose)")
-    positive: dict[str, TimeoutsConfig | HealthConfig | LimitsConfig | RoutingConfig | IndexConfig] = {
+    positive: dict[str, Any] = {
         "timeouts": config.timeouts,
         "health": config.health,
         "limits": config.limits,
         "routing": config.routing,
+        "breaker": config.breaker,
+        "admission": config.admission,
         "index": config.index,
     }
     for section, values in positive.items():
         for item in dataclasses.fields(values):
             number = getattr(values, item.name)
-            zero_allowed = item.name in ("retry_ratio", "retry_burst", "running_request_ms")
+            if number is None:
+                continue
+            zero_allowed = item.name in ("retry_ratio", "retry_burst", "running_request_ms", "slow_start_seconds")
             if not (number > 0 or (zero_allowed and number == 0)) or number == float("inf"):
                 raise ConfigError(f"{section}.{_camel(item.name)}: {number} given, a finite number above 0 needed")
     if not config.routing.bounded_load_factor >= 1:
@@ -238,6 +278,11 @@ def _check(config: GatewayConfig) -> None:
         seconds = getattr(config.shutdown, item.name)
         if not 0 <= seconds < float("inf"):
             raise ConfigError(f"shutdown.{_camel(item.name)}: {seconds} given, a finite number from 0 needed")
+    auth = config.auth
+    if (auth.keys_file is None) != (auth.salt_secret_file is None):
+        raise ConfigError("auth: one of keysFile and saltSecretFile given; set both, or neither")
+    if not 0 < auth.reload_seconds < float("inf"):
+        raise ConfigError(f"auth.reloadSeconds: {auth.reload_seconds} given, a finite number above 0 needed")
     levels = ("debug", "info", "warning", "error")
     if config.log.level not in levels:
         raise ConfigError(f"log.level: {config.log.level!r} given, one of {', '.join(levels)} needed")

@@ -55,6 +55,46 @@ class ModelNotFound(GatewayError):
     param = "model"
 
 
+class KeyMissing(GatewayError):
+    status = 401
+    kind = "invalid_request_error"
+    code = "missing_api_key"
+
+
+class KeyUnknown(GatewayError):
+    status = 401
+    kind = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class ModelForbidden(GatewayError):
+    status = 403
+    kind = "invalid_request_error"
+    code = "model_not_allowed"
+    param = "model"
+
+
+class TenantLimited(GatewayError):
+    """A tenant's own limit; retry_after_seconds says when the same request may pass."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after_seconds: int) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class GatewayOverloaded(GatewayError):
+    """The engines are full for everybody."""
+
+    status = 503
+    kind = "service_unavailable"
+    code = "engines_full"
+    retry_after_seconds = 2
+
+
 class NoEngineReady(GatewayError):
     """No engine of the model can take a request; names the engines and what they answered."""
 

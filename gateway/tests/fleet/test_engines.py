@@ -1,22 +1,34 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.config import EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import NoEngineReady
-from spillway_gateway.fleet.engines import EngineState, Lease, ModelFleet, PromptBlocks
+from spillway_gateway.fleet.engine_metrics import EngineReading
+from spillway_gateway.fleet.engines import Engine, EngineState, Lease, ModelFleet, PromptBlocks
+from spillway_gateway.fleet.event_decoder import BlockStored, Tier
 from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.routing.fleet_view import NOTHING_HELD, EngineRates
+from spillway_gateway.routing.prefix import token_block_keys
 
 
-def fleet_of(names: list[str]) -> ModelFleet:
+def fleet_of(
+    names: list[str], clock: Callable[[], float] = lambda: 0.0, routing: RoutingConfig | None = None
+) -> ModelFleet:
     index = PrefixIndex("m", bytes_max=10_000_000, orphans_max=10, default_block_tokens=4, clock=lambda: 0.0)
     engines = tuple(EngineConfig(name, "http://127.0.0.1:1") for name in names)
-    fleet = ModelFleet(ModelConfig("m", engines), RoutingConfig(), index, clock=lambda: 0.0)
+    fleet = ModelFleet(ModelConfig("m", engines), routing or RoutingConfig(), index, clock=clock)
     for engine in fleet.engines.values():
         engine.set_state(EngineState.READY, "ready")
     return fleet
+
+
+def rates_of(prefill: float, cpu: float) -> EngineRates:
+    return EngineRates(prefill, cpu, 40_000, 10)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(1, 500)), max_size=80))
@@ -41,8 +53,10 @@ def test_counters_are_exact_and_never_negative(steps: list[tuple[int, int, int]]
 
 
 def test_the_next_request_sees_the_one_before() -> None:
-    """Equal prompts sent together wait for one computation instead of being computed twice."""
+    """On engines that compute without pause, equal prompts sent together wait for one computation."""
     fleet = fleet_of(["a", "b"])
+    for engine in fleet.engines.values():
+        engine.busy.add(60.0, 0.0)
     prompt = PromptBlocks(range(250), 4, 1000, 1)
 
     first = fleet.choose(prompt, frozenset())
@@ -50,6 +64,13 @@ def test_the_next_request_sees_the_one_before() -> None:
 
     assert first.engine is again.engine
     assert (again.decision.held.device_tokens, again.decision.uncached_tokens) == (1000, 1)
+
+
+def test_idle_engines_compute_the_same_prompt_side_by_side() -> None:
+    fleet = fleet_of(["a", "b"])
+    prompt = PromptBlocks(range(250), 4, 1000, 1)
+
+    assert fleet.choose(prompt, frozenset()).engine is not fleet.choose(prompt, frozenset()).engine
 
 
 def test_a_plain_request_leaves_the_queue_when_its_prefill_should_be_over() -> None:
@@ -65,12 +86,93 @@ def test_a_plain_request_leaves_the_queue_when_its_prefill_should_be_over() -> N
 
 def test_rates_follow_what_is_measured() -> None:
     fleet = fleet_of(["a"])
-    for _ in range(40):
-        lease = fleet.choose(PromptBlocks([], 4, 1000, 1), frozenset())
+    for _ in range(8):
+        lease = fleet.choose(PromptBlocks([], 4, 2000, 1), frozenset())
         lease.first_byte(2.0, measures_prefill=True)
         lease.close()
 
-    assert fleet.engines["a"].rates.prefill_tokens_per_second == pytest.approx(500, rel=0.01)
+    assert fleet.engines["a"].rates.prefill_tokens_per_second == 1000
+
+
+def test_an_engine_without_samples_is_taken_to_be_like_its_fleet() -> None:
+    fleet = fleet_of(["a", "b"])
+    for _ in range(8):
+        lease = fleet.choose(PromptBlocks([], 4, 2000, 1), frozenset({"b"}))
+        lease.first_byte(2.0, measures_prefill=True)
+        lease.close()
+
+    assert fleet.engines["b"].rates.prefill_tokens_per_second == 1000
+
+
+def test_an_engines_own_word_comes_first_and_may_be_withdrawn() -> None:
+    engine = fleet_of(["a"]).engines["a"]
+
+    engine.observed(EngineReading(prefill_tokens_per_second=20_000, cpu_load_tokens_per_second=7.0), engine.own_work())
+    assert engine.rates == rates_of(20_000, 7.0)
+
+    engine.observed(EngineReading(), engine.own_work())
+    assert engine.rates == rates_of(5_000, 100_000)
+
+
+def test_what_others_sent_counts_until_the_reading_is_stale() -> None:
+    fleet = fleet_of(["a", "b"])
+    busy = fleet.engines["a"]
+    busy.observed(EngineReading(waiting_requests=5, running_requests=20), busy.own_work())
+
+    assert fleet.choose(PromptBlocks([], 4, 100, 1), frozenset()).engine.name == "b"
+    assert busy.view(NOTHING_HELD, 0.0, ejected=False).running_requests == 25
+
+    busy.unobserved()
+    assert busy.view(NOTHING_HELD, 0.0, ejected=False).running_requests == 0
+
+
+def test_memory_in_use_follows_own_requests_between_two_readings() -> None:
+    fleet = fleet_of(["a"])
+    engine = fleet.engines["a"]
+    engine.observed(EngineReading(kv_usage=0.5, kv_capacity_tokens=10_000), engine.own_work())
+
+    lease = fleet.choose(PromptBlocks([], 4, 1_000, 1), frozenset())
+    assert engine.view(NOTHING_HELD, 0.0, ejected=False).kv_usage == pytest.approx(0.6)
+
+    lease.close(64.0)
+    view = engine.view(NOTHING_HELD, 0.0, ejected=False)
+    assert view.kv_usage == pytest.approx(0.5)
+    assert view.kv_token_ms == pytest.approx(0.1)  # a mean stay of 1 s, in a cache of 10,000 tokens
+
+
+def test_an_engine_that_came_back_is_taken_for_slow_at_first() -> None:
+    now = [0.0]
+    engine = Engine("m", EngineConfig("a", "http://127.0.0.1:1"), RoutingConfig(), clock=lambda: now[0])
+
+    engine.set_state(EngineState.READY, "ready")
+    assert engine.current_rates(0.0) == engine.rates  # who knows for how long it has been ready
+
+    engine.set_state(EngineState.DOWN, "gone")
+    engine.set_state(EngineState.READY, "ready")
+    rates = [engine.current_rates(at).prefill_tokens_per_second for at in (0.0, 5.0, 10.0)]
+    assert rates == [500, 2500, 5000]
+
+
+def test_an_open_breaker_keeps_requests_away_unless_nobody_else_is_left() -> None:
+    now = [0.0]
+    fleet = fleet_of(["a", "b"], clock=lambda: now[0])
+    for _ in range(5):
+        lease = fleet.choose(PromptBlocks([], 4, 1, 1), frozenset({"b"}))
+        lease.failed(now[0])
+        lease.close()
+    assert {fleet.choose(PromptBlocks([], 4, 1, key), frozenset()).engine.name for key in range(20)} == {"b"}
+    forced = fleet.choose(PromptBlocks([], 4, 1, 1), frozenset({"b"}))
+    assert forced.engine.name == "a"
+    forced.failed(now[0])
+    forced.close()
+
+    now[0] = 5.0
+    probe = fleet.choose(PromptBlocks([], 4, 1, 1), frozenset())
+    assert probe.engine.name == "a"  # idle, so cheapest
+    assert fleet.choose(PromptBlocks([], 4, 1, 1), frozenset()).engine.name == "b"  # one probe at a time
+
+    probe.succeeded()
+    assert fleet.engines["a"].breaker.closed
 
 
 def test_nobody_ready_is_said_with_names() -> None:
@@ -79,3 +181,21 @@ def test_nobody_ready_is_said_with_names() -> None:
 
     with pytest.raises(NoEngineReady, match=r"a: cannot connect .*; b: failed for this request"):
         fleet.choose(PromptBlocks([], 4, 1, 1), frozenset({"b"}))
+
+
+def test_loads_at_one_store_count_for_every_engine_until_the_first_byte() -> None:
+    routing = RoutingConfig(shared_store_tokens_per_second=1_000.0)
+    fleet = fleet_of(["a", "b"], routing=routing)
+    index = fleet.index
+    index.apply("a", BlockStored([1], None, [1, 2, 3, 4], 4, Tier.SHARED, None, [], 0, None))
+    prompt = PromptBlocks(token_block_keys(index.namespace(), [1, 2, 3, 4], 4), 4, 5, 1)
+
+    first = fleet.choose(prompt, frozenset())
+    assert first.decision.held.shared_tokens == 4
+    second = fleet.choose(PromptBlocks([], 4, 5, 1), frozenset())
+    assert [candidate.engine.store_wait_ms for candidate in second.decision.candidates] == [4.0, 4.0]
+    assert all(candidate.engine.shared_busy_share > 0 for candidate in second.decision.candidates)
+
+    first.close()
+    third = fleet.choose(PromptBlocks([], 4, 5, 1), frozenset())
+    assert [candidate.engine.store_wait_ms for candidate in third.decision.candidates] == [0.0, 0.0]

@@ -5,6 +5,7 @@ from typing import Any
 import aiohttp
 
 from spillway_gateway.config import EngineConfig, HealthConfig, RoutingConfig
+from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX
 from spillway_gateway.fleet.engines import Engine, EngineState
 from spillway_gateway.fleet.health import HealthPoller
 from spillway_gateway.testing.fake_engine import FakeEngine
@@ -56,3 +57,35 @@ async def test_a_slow_answer_counts_only_after_several(start_engine: Any) -> Non
             states.append(engine.state)
 
     assert states == [EngineState.READY, EngineState.READY, EngineState.DOWN]
+
+
+async def test_metrics_are_read_of_ready_engines_and_forgotten_when_stale(start_engine: Any) -> None:
+    fake = await start_engine()
+    fake.metrics_page = b"vllm:num_requests_running 4\nspillway_prefill_tokens_per_second 9000\n"
+    engine = watched(fake)
+    async with aiohttp.ClientSession() as session:
+        poller = HealthPoller(engine, session, HealthConfig(metrics_period_seconds=1e-9))
+        await poller.observe_once()
+        assert engine.foreign.requests == 0  # not ready yet, so not asked
+        await poller.poll_once()
+        await poller.observe_once()
+        assert engine.foreign.requests == 4
+        assert engine.rates.prefill_tokens_per_second == 9000
+        fake.metrics_page = None
+        await poller.observe_once()
+
+    assert engine.foreign.requests == 0
+    assert engine.rates.prefill_tokens_per_second == 9000
+    assert engine.state is EngineState.READY
+
+
+async def test_a_page_without_end_is_not_read_to_it(start_engine: Any) -> None:
+    fake = await start_engine()
+    fake.metrics_page = b"vllm:num_requests_running 4\n" + b"#" * PAGE_BYTES_MAX
+    engine = watched(fake)
+    async with aiohttp.ClientSession() as session:
+        poller = HealthPoller(engine, session, HealthConfig())
+        await poller.poll_once()
+        await poller.observe_once()
+
+    assert engine.foreign.requests == 0 and engine.state is EngineState.READY

@@ -13,7 +13,7 @@ from spillway_gateway.routing.fleet_view import (
     HeldPrefix,
     RouteRequest,
 )
-from spillway_gateway.routing.load import cost_of
+from spillway_gateway.routing.load import cost_of, crowding, uncached_tokens
 from spillway_gateway.routing.route import RouteReason, plan_route, usable_engines
 
 RATES = EngineRates(5000.0, 100_000.0, 40_000.0, 10.0)
@@ -130,3 +130,71 @@ def test_only_and_retry_are_named() -> None:
     assert once is not None and once.reason is RouteReason.ONLY
     assert again is not None and (again.engine_name, again.reason) == ("b", RouteReason.RETRY)
     assert plan_route(RouteRequest(10, 1, frozenset({"a", "b"})), view, FACTOR) is None
+
+
+shares = st.floats(-0.5, 3.0)
+
+
+@given(held_prefixes, st.integers(1, 20_000), shares, shares, st.floats(0, 1), st.integers(0, 10**6))
+def test_every_term_is_a_finite_time_and_crowding_is_bounded(
+    held: HeldPrefix, prompt_tokens: int, busy: float, usage: float, token_ms: float, link: int
+) -> None:
+    view = engine("a", held)._replace(
+        busy_share=busy,
+        shared_busy_share=busy,
+        kv_usage=usage,
+        kv_token_ms=token_ms,
+        cpu_link_tokens=link,
+        shared_link_tokens=link,
+    )
+    cost = cost_of(view, prompt_tokens)
+
+    assert all(0 <= part < float("inf") for part in (*cost, cost.total_ms))
+    assert (
+        cost.displaced_ms
+        <= 4 * (cost.load_ms + cost.prefill_ms + uncached_tokens(held, prompt_tokens) * token_ms) + 1e-6
+    )
+
+
+@given(shares, shares)
+def test_crowding_grows_with_the_share(one: float, other: float) -> None:
+    low, high = sorted((one, other))
+
+    assert crowding(low) <= crowding(high)
+    assert (crowding(0.0), crowding(0.5)) == (0, 1)
+
+
+def test_a_load_displaces_others_on_a_busy_link() -> None:
+    view = engine("a", HeldPrefix(0, 0, 4_000))
+    busy = view._replace(shared_busy_share=0.5)
+
+    assert cost_of(view, 4_001).displaced_ms == 0
+    assert cost_of(busy, 4_001).displaced_ms == cost_of(busy, 4_001).load_ms == 100
+
+
+def test_a_hot_prefix_spreads_while_engines_are_idle_and_stays_when_they_are_not() -> None:
+    held = HeldPrefix(4_000, 0, 0)
+    for busy, chosen in ((0.0, "b"), (0.9, "a")):
+        views = (engine("a", held, queued=4_200), engine("b"))
+        view = FleetView(tuple(item._replace(busy_share=busy) for item in views))
+        decision = plan_route(RouteRequest(4_010, 1), view, FACTOR)
+        assert decision is not None and decision.engine_name == chosen
+
+
+def test_a_queue_on_the_link_counts_for_those_who_load_alone() -> None:
+    loads = engine("a", HeldPrefix(0, 0, 4_000))._replace(shared_link_tokens=400_000)
+    other = engine("b", HeldPrefix(3_000, 0, 0))
+
+    assert cost_of(loads, 4_001).link_ms == 10_000
+    assert cost_of(loads._replace(held=NOTHING_HELD), 4_001).link_ms == 0
+    assert cost_of(loads._replace(shared_link_tokens=0, store_wait_ms=7.0), 4_001).link_ms == 7
+    decision = plan_route(RouteRequest(4_001, 1), FleetView((loads, other)), FACTOR)
+    assert decision is not None and decision.engine_name == "b"
+
+
+def test_an_unknown_prompt_waits_for_nobody() -> None:
+    """Whatever its hash prefers, it goes to one of the cheapest."""
+    for key in range(50):
+        view = FleetView((engine("a", queued=100), engine("b"), engine("c")))
+        decision = plan_route(RouteRequest(50_000, key), view, FACTOR)
+        assert decision is not None and decision.engine_name in "bc"

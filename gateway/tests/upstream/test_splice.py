@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.upstream.splice import replace_model
+from spillway_gateway.upstream.splice import insert_text, replace_text
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -27,7 +27,7 @@ def test_only_the_top_level_model_changes(
     document = {**fields, "model": alias, "last": {"model": alias}}
     body = json.dumps(document, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "surrogatepass")
 
-    replaced = replace_model(body, model)
+    replaced = replace_text(body, "model", model)
 
     expected = json.loads(body)
     expected["model"] = model
@@ -37,8 +37,30 @@ def test_only_the_top_level_model_changes(
 def test_every_other_byte_stays() -> None:
     body = b'{ "n": 1.50e+3, "model" : "alias","s":"\\u00e9 \\"model\\": \\"alias\\"" }'
 
-    assert replace_model(body, "real") == b'{ "n": 1.50e+3, "model" : "real","s":"\\u00e9 \\"model\\": \\"alias\\"" }'
+    assert (
+        replace_text(body, "model", "real")
+        == b'{ "n": 1.50e+3, "model" : "real","s":"\\u00e9 \\"model\\": \\"alias\\"" }'
+    )
 
 
 def test_escaped_keys_and_repeats_are_seen() -> None:
-    assert replace_model(b'{"m\\u006fdel":"a","model":"b"}', "r") == b'{"m\\u006fdel":"r","model":"r"}'
+    assert replace_text(b'{"m\\u006fdel":"a","model":"b"}', "model", "r") == b'{"m\\u006fdel":"r","model":"r"}'
+
+
+@given(st.dictionaries(st.text(), values, max_size=4), values, st.text(), st.sampled_from([None, 1]))
+def test_a_value_of_any_kind_is_replaced(fields: dict[str, object], old: object, salt: str, indent: int | None) -> None:
+    body = json.dumps({"cache_salt": old, **fields, "last": 1}, indent=indent).encode()
+
+    replaced = json.loads(replace_text(body, "cache_salt", salt))
+
+    assert replaced == {**json.loads(body), "cache_salt": salt}
+
+
+@given(st.dictionaries(st.text().filter(lambda name: name != "salt"), values, max_size=4), st.text())
+def test_an_inserted_text_comes_first_and_leaves_the_rest(fields: dict[str, object], salt: str) -> None:
+    body = b" \n" + json.dumps(fields).encode()
+
+    inserted = json.loads(insert_text(body, "salt", salt))
+
+    assert inserted == {"salt": salt, **json.loads(body)}
+    assert next(iter(inserted)) == "salt"

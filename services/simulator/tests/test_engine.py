@@ -7,8 +7,9 @@ import pytest
 from spillway_simulator.errors import RequestTooLong
 from spillway_simulator.model.engine import SimulatedEngine
 from spillway_simulator.model.events import BlocksRemoved, BlocksStored, Medium
+from spillway_simulator.model.prefill_meter import PrefillMeter
 from spillway_simulator.model.request import CachedTokens
-from spillway_simulator.model.tiers import SharedTier
+from spillway_simulator.model.tiers import LoadLink, SharedTier
 
 
 def finish(engine, until=1e9):
@@ -89,6 +90,32 @@ def test_what_left_the_device_comes_back_from_the_cpu_tier_and_then_the_shared_o
     assert done.seconds == pytest.approx(10_000.0 + 36 / 40 + 1.0)
     other.submit(ask("near", range(40)), 20_000.0)
     assert finish(other)["near"].cached == CachedTokens(device=36)
+
+
+def test_loads_of_different_engines_queue_where_the_store_is_the_limit(shape, rates, ask):
+    ends = []
+    for link in (None, LoadLink()):
+        shared = SharedTier(100, link)
+        filler = SimulatedEngine("filler", shape, rates, shared)
+        filler.submit(ask("a", range(40)), 0.0)
+        finish(filler)
+        engines = [SimulatedEngine(f"e{at}", shape, rates, shared) for at in range(2)]
+        for engine in engines:
+            engine.submit(ask("b", range(40)), 100.0)
+        ends.append([finish(engine)["b"].seconds for engine in engines])
+    load = 36 / 40
+    assert ends[0] == pytest.approx([101.0 + load] * 2)
+    assert ends[1] == pytest.approx([101.0 + load, 101.0 + 2 * load])
+
+
+def test_the_prefill_rate_is_that_of_whole_passes_and_fades():
+    meter = PrefillMeter()
+    meter.add(100, 5.0, 1.0)  # mostly decoding
+    assert meter.per_second is None
+    meter.add(1_000, 1.0, 2.0)
+    assert meter.per_second == 1_000
+    meter.add(1_000, 2.0, 12.0)  # a half-life later
+    assert meter.per_second == pytest.approx(1_500 / 2.5)
 
 
 def test_a_load_that_takes_longer_than_recomputing_is_not_made(shape, rates, ask):

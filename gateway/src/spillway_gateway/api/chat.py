@@ -18,7 +18,7 @@ class _ChatBody(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
     tools: Any = None
-    cache_salt: Any = None
+    cache_salt: Any = msgspec.UNSET
     add_generation_prompt: Any = True
     add_special_tokens: Any = False
     continue_final_message: Any = False
@@ -56,6 +56,7 @@ def parse_chat(body: bytes) -> ParsedBody:
     )
     return ParsedBody(
         model=fields.model,
+        names_salt=fields.cache_salt is not msgspec.UNSET,
         stream=bool(fields.stream),
         prompt=ChatPrompt(
             messages=fields.messages,

@@ -18,7 +18,7 @@ class _CompletionBody(msgspec.Struct):
     model: str | None = None
     prompt: str | list[Any] | None = None
     stream: bool | None = None
-    cache_salt: Any = None
+    cache_salt: Any = msgspec.UNSET
     add_special_tokens: Any = True
 
 
@@ -33,6 +33,7 @@ def parse_completion(body: bytes) -> ParsedBody:
         raise bad_body(error) from error
     return ParsedBody(
         model=fields.model,
+        names_salt=fields.cache_salt is not msgspec.UNSET,
         stream=bool(fields.stream),
         prompt=CompletionPrompt(
             prompt=_first_prompt(fields.prompt),

@@ -10,10 +10,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+from spillway_gateway.access.gatekeeper import Gatekeeper
+from spillway_gateway.access.keys import Tenant
 from spillway_gateway.config import LimitsConfig, TimeoutsConfig
 from spillway_gateway.error_bodies import body_of, headers_of
 from spillway_gateway.errors import (
@@ -27,7 +29,7 @@ from spillway_gateway.errors import (
 from spillway_gateway.fleet.engines import ModelFleet
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt, PromptReader
 from spillway_gateway.upstream.forward import header
-from spillway_gateway.upstream.splice import replace_model
+from spillway_gateway.upstream.splice import insert_text, replace_text
 from spillway_gateway.upstream.stream import OutboundRequest, Relay, UpstreamServices
 
 logger = logging.getLogger(__name__)
@@ -40,9 +42,11 @@ REQUEST_ID_BYTES_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """What routing needs of a body. model: None when the body names none."""
+    """What routing needs of a body. model: None when the body names none. names_salt: cache_salt is there, whatever
+    its value."""
 
     model: str | None
+    names_salt: bool
     stream: bool
     prompt: ChatPrompt | CompletionPrompt
 
@@ -69,9 +73,12 @@ class InferenceEndpoint:
         path: str,
         parse: Callable[[bytes], ParsedBody],
         models: Mapping[str, ServedModel],
+        *,
         services: UpstreamServices,
         lifecycle: Lifecycle,
+        gatekeeper: Gatekeeper,
     ) -> None:
+        self._gatekeeper = gatekeeper
         self._path = path.encode()
         self._parse = parse
         self._models = models  # by name and by alias
@@ -82,16 +89,21 @@ class InferenceEndpoint:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         request_id = (header(headers, b"x-request-id") or b"")[:REQUEST_ID_BYTES_MAX] or os.urandom(16).hex().encode()
         try:
-            outbound, served = await self._prepare(headers, receive, request_id)
+            tenant = self._gatekeeper.tenant_of(headers)
+            outbound, served = await self._prepare(tenant, headers, receive, request_id)
+            usage = self._gatekeeper.begin(tenant, outbound.prompt.prompt_tokens)
         except _ClientLeft:
             return
         except GatewayError as error:
             await send_error(send, error, request_id)
             return
-        await Relay(outbound, served.fleet, self._services, receive, send).run()
+        try:
+            await Relay(outbound, served.fleet, self._services, receive, send).run()
+        finally:
+            usage.end()
 
     async def _prepare(
-        self, headers: list[tuple[bytes, bytes]], receive: Receive, request_id: bytes
+        self, tenant: Tenant, headers: list[tuple[bytes, bytes]], receive: Receive, request_id: bytes
     ) -> tuple[OutboundRequest, ServedModel]:
         if self._lifecycle.closed:
             raise GatewayDraining("This gateway is shutting down; send the request again.")
@@ -100,9 +112,26 @@ class InferenceEndpoint:
         parsed = self._parse(body)
         served = self._served(parsed.model)
         if parsed.model is not None and parsed.model != served.fleet.name:
-            body = replace_model(body, served.fleet.name)
-        prompt = await served.reader.read(parsed.prompt)
-        outbound = OutboundRequest(self._path, headers, body, request_id, parsed.stream, prompt, received_at)
+            body = replace_text(body, "model", served.fleet.name)
+        gatekeeper = self._gatekeeper
+        gatekeeper.allow_model(tenant, served.fleet.name)
+        said = parsed.prompt
+        salt = gatekeeper.salt(tenant, said.cache_salt)
+        if salt is not None:
+            body = (replace_text if parsed.names_salt else insert_text)(body, "cache_salt", salt)
+            said = replace(said, cache_salt=salt)  # the engine hashes it into the first block, and so does routing
+        prompt = await served.reader.read(said)
+        outbound = OutboundRequest(
+            self._path,
+            gatekeeper.engine_headers(headers),
+            body,
+            request_id,
+            parsed.stream,
+            prompt,
+            received_at,
+            tenant.name,
+            tenant.priority,
+        )
         return outbound, served
 
     def _served(self, model: str | None) -> ServedModel:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from spillway_gateway.access.admission import Admission
+from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.api.inference import Lifecycle
 from spillway_gateway.fleet.engines import EngineState, ModelFleet
 from spillway_gateway.metrics import GatewayMetrics
@@ -56,6 +58,15 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
     live = GaugeMetricFamily(
         "spillway_gateway_events_connected", "1 when the engine's KV events are followed.", labels=by_engine
     )
+    ejected = GaugeMetricFamily(
+        "spillway_gateway_engine_ejected", "1 while the engine's breaker keeps requests away.", labels=by_engine
+    )
+    ejections = CounterMetricFamily(
+        "spillway_gateway_engine_ejections", "Times the engine's breaker opened.", labels=by_engine
+    )
+    foreign = GaugeMetricFamily(
+        "spillway_gateway_foreign_requests", "Requests on the engine that others sent, as last read.", labels=by_engine
+    )
     blocks = GaugeMetricFamily("spillway_gateway_index_blocks", "Blocks in the prefix index.", labels=("model",))
     size = GaugeMetricFamily("spillway_gateway_index_bytes", "Estimated size of the prefix index.", labels=("model",))
     evicted = CounterMetricFamily(
@@ -74,6 +85,9 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
             queued.add_metric(labels, engine.queued_tokens)
             rate.add_metric(labels, engine.rates.prefill_tokens_per_second)
             live.add_metric(labels, float(engine.events_live))
+            ejected.add_metric(labels, float(not engine.breaker.closed))
+            ejections.add_metric(labels, engine.breaker.opened_total)
+            foreign.add_metric(labels, engine.foreign.requests)
         index = fleet.index
         blocks.add_metric((fleet.name,), index.blocks)
         size.add_metric((fleet.name,), index.estimated_bytes)
@@ -81,4 +95,25 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
         ignored.add_metric((fleet.name, "orphan"), index.orphans_dropped_total)
         ignored.add_metric((fleet.name, "unknown"), index.unknown_blocks_total)
         ignored.add_metric((fleet.name, "block_size"), index.mismatched_blocks_total)
-    return (up, running, queued, rate, live, blocks, size, evicted, ignored)
+    return (up, running, queued, rate, live, ejected, ejections, foreign, blocks, size, evicted, ignored)
+
+
+def access_families(
+    admissions: Mapping[str, Admission], gatekeeper: Gatekeeper
+) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+    """The queue in front of full engines, and readings of the keys file. No label names a tenant."""
+    waiting = GaugeMetricFamily(
+        "spillway_gateway_admission_waiting_requests", "Requests waiting until an engine has room.", labels=("model",)
+    )
+    refused = CounterMetricFamily(
+        "spillway_gateway_admission_refused", "Requests refused because all engines were full.", labels=("model",)
+    )
+    for model, admission in admissions.items():
+        waiting.add_metric((model,), admission.waiting_requests)
+        refused.add_metric((model,), admission.refused_total)
+    reloads = CounterMetricFamily(
+        "spillway_gateway_keys_reloads", "Times the changed keys file was read.", labels=("outcome",)
+    )
+    reloads.add_metric(("read",), gatekeeper.reloads_total)
+    reloads.add_metric(("refused",), gatekeeper.failed_reloads_total)
+    return (waiting, refused, reloads)

@@ -8,20 +8,32 @@ restarted, old leases close against the old object and the new one never goes be
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from spillway_gateway.config import EngineConfig, ModelConfig, RoutingConfig
+from spillway_gateway.config import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import NoEngineReady
+from spillway_gateway.fleet.breaker import Breaker
+from spillway_gateway.fleet.busy_share import BusyShare
+from spillway_gateway.fleet.engine_metrics import EngineReading
+from spillway_gateway.fleet.foreign_work import NO_FOREIGN_WORK, ForeignWork, OwnWork, foreign_work
+from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, PrefillRate, RateSamples
 from spillway_gateway.fleet.prefix_index import PrefixIndex
-from spillway_gateway.routing.fleet_view import NOTHING_HELD, EngineRates, EngineView, FleetView, RouteRequest
-from spillway_gateway.routing.load import blend_rate
+from spillway_gateway.fleet.request_means import RequestMeans
+from spillway_gateway.routing.fleet_view import (
+    NOTHING_HELD,
+    EngineRates,
+    EngineView,
+    FleetView,
+    HeldPrefix,
+    RouteRequest,
+)
 from spillway_gateway.routing.route import Decision, plan_route
 
-RATE_SAMPLE_TOKENS_MIN = 256  # shorter prefills measure fixed costs, not a rate
+SLOW_START_SHARE = 0.1  # of its prefill rate, at the first moment
 
 
 class EngineState(StrEnum):
@@ -41,6 +53,16 @@ class PromptBlocks:
     spread_key: int
 
 
+class StoreView(NamedTuple):
+    """The one store behind the shared tier, where its rate is configured: loads ahead there, and its busy share."""
+
+    wait_ms: float
+    busy_share: float
+
+
+NO_STORE = StoreView(0.0, 0.0)
+
+
 class WaitingRequest(Protocol):
     """A request that could still be answered by another engine."""
 
@@ -50,7 +72,18 @@ class WaitingRequest(Protocol):
 class Engine:
     """One engine process as this gateway sees it. Lives on the event loop only."""
 
-    def __init__(self, model: str, config: EngineConfig, routing: RoutingConfig) -> None:
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig,
+        routing: RoutingConfig,
+        *,
+        fleet_samples: RateSamples | None = None,
+        means: RequestMeans | None = None,
+        breaker: BreakerConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """fleet_samples, means: shared by the engines of a model."""
         self.model = model
         self.name = config.name
         self.config = config
@@ -65,14 +98,31 @@ class Engine:
         self.host_header = (host if default_port else f"{host}:{self.port}").encode()
         self.state = EngineState.UNKNOWN
         self.answer = "no answer yet"  # what the engine last said, for error messages
-        self.rates = EngineRates(
+        self.breaker = Breaker(breaker or BreakerConfig())
+        self._clock = clock
+        self._slow_start_seconds = routing.slow_start_seconds
+        self._warm_at = float("-inf")  # when the slow start is over
+        self._default_rates = self._rates = EngineRates(
             prefill_tokens_per_second=routing.prefill_tokens_per_second,
             cpu_load_tokens_per_second=routing.cpu_load_tokens_per_second,
             shared_load_tokens_per_second=routing.shared_load_tokens_per_second,
             running_request_ms=routing.running_request_ms,
         )
+        self.prefill = PrefillRate(
+            RateSamples(FLEET_SAMPLES) if fleet_samples is None else fleet_samples, routing.prefill_tokens_per_second
+        )
+        self.busy = BusyShare()
+        self.shared_busy = BusyShare()  # of its own link to the shared tier
         self.running_requests = 0
         self.queued_tokens = 0
+        self.cpu_link_tokens = 0
+        self.shared_link_tokens = 0
+        self.foreign: ForeignWork = NO_FOREIGN_WORK
+        self.means = means if means is not None else RequestMeans()
+        self.resident_tokens = 0  # uncached prompt tokens of requests sent and not finished: what they take of the KV
+        self._kv_usage = 0.0  # of the device's KV cache when it was last read; 0..1
+        self._kv_capacity_tokens = 0  # 0: unknown
+        self._resident_at_reading = 0
         self.events_live = False  # KV events arrive, so the index follows this engine by itself
         self.on_state: list[Callable[[Engine], None]] = []
         self.waiting: set[WaitingRequest] = set()  # requests without a first byte
@@ -86,6 +136,9 @@ class Engine:
         self.answer = answer
         if state is self.state:
             return
+        # The first answer of all says nothing of how long the engine has been ready.
+        if state is EngineState.READY and self.state is not EngineState.UNKNOWN:
+            self._warm_at = self._clock() + self._slow_start_seconds
         self.state = state
         for listener in list(self.on_state):
             listener(self)
@@ -101,26 +154,94 @@ class Engine:
         for request in list(self.waiting):
             request.engine_went_down(self)
 
-    def measured_prefill(self, tokens: int, seconds: float) -> None:
-        if tokens >= RATE_SAMPLE_TOKENS_MIN and seconds > 0:
-            rate = blend_rate(self.rates.prefill_tokens_per_second, tokens / seconds)
-            self.rates = self.rates._replace(prefill_tokens_per_second=rate)
+    @property
+    def rates(self) -> EngineRates:
+        prefill = self.prefill.tokens_per_second
+        if prefill != self._rates.prefill_tokens_per_second:
+            self._rates = self._rates._replace(prefill_tokens_per_second=prefill)
+        return self._rates
+
+    def own_work(self) -> OwnWork:
+        return OwnWork(self.running_requests)
+
+    def observed(self, reading: EngineReading, before: OwnWork) -> None:
+        """A scrape came back. before: this gateway's own work when it was asked for."""
+        self.foreign = foreign_work(reading, before, self.own_work())
+        self._kv_usage = reading.kv_usage or 0.0
+        self._kv_capacity_tokens = reading.kv_capacity_tokens or 0
+        self._resident_at_reading = self.resident_tokens
+        self.prefill.reported = reading.prefill_tokens_per_second
+        default = self._default_rates
+        self._rates = self._rates._replace(
+            cpu_load_tokens_per_second=reading.cpu_load_tokens_per_second or default.cpu_load_tokens_per_second,
+            shared_load_tokens_per_second=reading.shared_load_tokens_per_second
+            or default.shared_load_tokens_per_second,
+        )
+
+    def unobserved(self) -> None:
+        """The last reading is too old to say anything about the present; rates stay, they change slowly."""
+        self.foreign = NO_FOREIGN_WORK
+        self._kv_capacity_tokens = 0
+
+    def current_rates(self, now: float) -> EngineRates:
+        """An engine that became ready a moment ago compiles and fills its caches: until it is warm its prefill counts
+        as slower than measured, so that it gets its share of requests step by step."""
+        rates = self.rates
+        if now >= self._warm_at:
+            return rates
+        warm = max(SLOW_START_SHARE, 1.0 - (self._warm_at - now) / self._slow_start_seconds)
+        return rates._replace(prefill_tokens_per_second=warm * rates.prefill_tokens_per_second)
+
+    def view(self, held: HeldPrefix, now: float, *, ejected: bool, store: StoreView = NO_STORE) -> EngineView:
+        """What routing may know now. ejected: its breaker keeps requests away."""
+        foreign = self.foreign
+        kv_usage = kv_token_ms = 0.0
+        if self._kv_capacity_tokens:
+            since = self.resident_tokens - self._resident_at_reading
+            kv_usage = self._kv_usage + since / self._kv_capacity_tokens
+            kv_token_ms = 1000.0 * self.means.seconds / self._kv_capacity_tokens
+        return EngineView(
+            self.name,
+            self.state is EngineState.READY and not ejected,
+            self.running_requests + foreign.requests,
+            self.queued_tokens + int(foreign.waiting_requests * self.means.uncached_tokens)
+            if foreign.waiting_requests
+            else self.queued_tokens,
+            self.current_rates(now) if now < self._warm_at else self.rates,
+            held,
+            self.busy.at(now) * foreign.share,
+            self.cpu_link_tokens,
+            self.shared_link_tokens,
+            store.wait_ms,
+            max(self.shared_busy.at(now), store.busy_share),
+            kv_usage,
+            kv_token_ms,
+        )
 
 
 class Lease:
     """One request on one engine. Counted from creation to close(); each method may be called more than once."""
 
-    __slots__ = ("_ahead_tokens", "_closed", "_queued", "_started", "decision", "engine")
+    __slots__ = ("_ahead_tokens", "_closed", "_held", "_probe", "_queued", "_started", "decision", "engine")
 
     def __init__(self, engine: Engine, decision: Decision, now: float) -> None:
         self.engine = engine
         self.decision = decision
         self._ahead_tokens = engine.queued_tokens
         self._queued = decision.uncached_tokens
+        self._held = decision.held
+        self._probe = engine.breaker.sent()
         self._started = now
         self._closed = False
         engine.running_requests += 1
         engine.queued_tokens += self._queued
+        engine.resident_tokens += self._queued
+        engine.means.sent(self._queued)
+        engine.cpu_link_tokens += self._held.cpu_tokens
+        engine.shared_link_tokens += self._held.shared_tokens
+        if self._held.shared_tokens:
+            engine.shared_busy.add(self._held.shared_tokens / engine.rates.shared_load_tokens_per_second, now)
+        engine.busy.add(self._queued / engine.rates.prefill_tokens_per_second, now)
 
     @property
     def expected_prefill_seconds(self) -> float:
@@ -136,19 +257,39 @@ class Lease:
         if not self._queued:
             return
         if measures_prefill:
-            self.engine.measured_prefill(self._ahead_tokens + self._queued, now - self._started)
+            self.engine.prefill.sample(self._ahead_tokens + self._queued, now - self._started)
         self._dequeue()
 
-    def close(self) -> None:
+    def succeeded(self) -> None:
+        """The engine answered this request properly, as far as it has come."""
+        self._probe = False
+        self.engine.breaker.succeeded()
+
+    def failed(self, now: float) -> None:
+        """The engine, not the request, is to blame."""
+        self.engine.breaker.failed(now)
+
+    def close(self, now: float | None = None) -> None:
+        """now: of a whole reply, which tells how long a request stays."""
         if self._closed:
             return
         self._closed = True
         self._dequeue()
-        self.engine.running_requests -= 1
+        engine = self.engine
+        if self._probe:
+            engine.breaker.probe_ended()
+        engine.running_requests -= 1
+        engine.resident_tokens -= self.decision.uncached_tokens
+        if now is not None:
+            engine.means.finished(now - self._started)
 
     def _dequeue(self) -> None:
-        self.engine.queued_tokens -= self._queued
+        engine = self.engine
+        engine.queued_tokens -= self._queued
+        engine.cpu_link_tokens -= self._held.cpu_tokens
+        engine.shared_link_tokens -= self._held.shared_tokens
         self._queued = 0
+        self._held = NOTHING_HELD
 
 
 class ModelFleet:
@@ -160,18 +301,31 @@ class ModelFleet:
         routing: RoutingConfig,
         index: PrefixIndex,
         clock: Callable[[], float] = time.monotonic,
+        breaker: BreakerConfig | None = None,
     ) -> None:
+        self._breaker = breaker
         self.config = config
         self.name = config.name
         self.index = index
         self._routing = routing
         self._clock = clock
+        self._samples = RateSamples(FLEET_SAMPLES)
+        self._means = RequestMeans()
+        self._store_busy = BusyShare()
         self.engines: dict[str, Engine] = {}
         for engine in config.engines:
             self.add_engine(engine)
 
     def add_engine(self, config: EngineConfig) -> Engine:
-        engine = Engine(self.name, config, self._routing)
+        engine = Engine(
+            self.name,
+            config,
+            self._routing,
+            fleet_samples=self._samples,
+            means=self._means,
+            breaker=self._breaker,
+            clock=self._clock,
+        )
         self.engines[config.name] = engine
         self.index.add_engine(config.name)
         return engine
@@ -182,33 +336,37 @@ class ModelFleet:
     def choose(self, prompt: PromptBlocks, tried: frozenset[str]) -> Lease:
         """Decide and count in one step. Raises NoEngineReady, naming the engines and what they answered."""
         held = self.index.match(prompt.keys, prompt.tokens_per_block)
-        view = FleetView(
-            tuple(
-                [
-                    EngineView(
-                        engine.name,
-                        engine.state is EngineState.READY,
-                        engine.running_requests,
-                        engine.queued_tokens,
-                        engine.rates,
-                        held.get(engine.name, NOTHING_HELD),
-                    )
-                    for engine in self.engines.values()
-                ]
-            )
-        )
+        now = self._clock()
         request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried)
-        decision = plan_route(request, view, self._routing.bounded_load_factor)
+        factor = self._routing.bounded_load_factor
+        decision = plan_route(request, self._view(held, now, breakers=True), factor)
+        if decision is None:  # every breaker is open: an engine that may fail is better than a certain refusal
+            decision = plan_route(request, self._view(held, now, breakers=False), factor)
         if decision is None:
             raise NoEngineReady(self.unavailable_message(tried))
         engine = self.engines[decision.engine_name]
-        now = self._clock()
         lease = Lease(engine, decision, now)
+        store_rate = self._routing.shared_store_tokens_per_second
+        if store_rate is not None and decision.held.shared_tokens:
+            self._store_busy.add(decision.held.shared_tokens / store_rate, now)
         if prompt.keys:
             live = engine.events_live
             seconds = self._routing.speculative_seconds if live else self._routing.approximate_seconds
             self.index.speculate(engine.name, prompt.keys, now + seconds)
         return lease
+
+    def _view(self, held: Mapping[str, HeldPrefix], now: float, *, breakers: bool) -> FleetView:
+        engines = self.engines.values()
+        store = NO_STORE
+        store_rate = self._routing.shared_store_tokens_per_second
+        if store_rate is not None:
+            ahead = sum(engine.shared_link_tokens for engine in engines)
+            store = StoreView(1000.0 * ahead / store_rate, self._store_busy.at(now))
+        views = []
+        for engine in engines:
+            ejected = breakers and not engine.breaker.closed and not engine.breaker.allows(now)
+            views.append(engine.view(held.get(engine.name, NOTHING_HELD), now, ejected=ejected, store=store))
+        return FleetView(tuple(views))
 
     def unavailable_message(self, tried: frozenset[str]) -> str:
         said = "; ".join(

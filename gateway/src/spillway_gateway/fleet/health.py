@@ -2,6 +2,10 @@
 
 A refused connection takes an engine out at once; a poll that times out does so only after several in a row, since a
 busy machine answers late. One good answer brings it back. A request that failed to connect asks for a poll at once.
+
+A ready engine's /metrics is read in the same round, over the same connection: what others sent there and the rates it
+measured. That never decides whether an engine is alive: a page that is late, too long or not there only makes routing
+rely on what this gateway sent itself.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ import aiohttp
 import msgspec
 
 from spillway_gateway.config import HealthConfig
+from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX, read_metrics
 from spillway_gateway.fleet.engines import Engine, EngineState
 
 logger = logging.getLogger(__name__)
+
+METRICS_STALE_PERIODS = 5  # without a reading, before the last one says nothing about the present
 
 
 class HealthPoller:
@@ -27,6 +34,8 @@ class HealthPoller:
         self._config = config
         self._path = "/ready"
         self._timeouts = 0
+        self._observed_at = float("-inf")
+        self._asked_at = float("-inf")
         self._wake = asyncio.Event()
         engine.poll_soon = self._wake.set
 
@@ -37,6 +46,7 @@ class HealthPoller:
             self._wake.clear()
             before = self._engine.state
             await self.poll_once()
+            await self.observe_once()
             if self._engine.state is not before:
                 logger.info("engine %s is %s: %s", self._engine.name, self._engine.state.value, self._engine.answer)
             pause = max(0.05, started + self._config.period_seconds - loop.time())
@@ -66,6 +76,40 @@ class HealthPoller:
             return
         self._timeouts = 0
         engine.set_state(state or EngineState.NOT_READY, answer)
+
+    async def observe_once(self) -> None:
+        """Read a ready engine's /metrics, at most once per metricsPeriodSeconds; never raises but on cancellation."""
+        engine, config = self._engine, self._config
+        now = asyncio.get_running_loop().time()
+        if engine.state is EngineState.READY and now - self._asked_at >= config.metrics_period_seconds:
+            self._asked_at = now
+            before = engine.own_work()
+            try:
+                page = await self._metrics_page()
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                logger.debug("engine %s: /metrics not read (%s)", engine.name, error.__class__.__name__)
+                page = None
+            if page is not None:
+                self._observed_at = asyncio.get_running_loop().time()
+                engine.observed(read_metrics(page), before)
+        if now - self._observed_at > METRICS_STALE_PERIODS * config.metrics_period_seconds:
+            engine.unobserved()
+
+    async def _metrics_page(self) -> bytes | None:
+        timeout = aiohttp.ClientTimeout(total=self._config.timeout_seconds)
+        url = self._engine.config.url.rstrip("/") + "/metrics"
+        async with self._session.get(url, timeout=timeout, allow_redirects=False) as reply:
+            if reply.status != 200:
+                return None
+            parts: list[bytes] = []
+            size = 0
+            async for part in reply.content.iter_any():
+                size += len(part)
+                if size > PAGE_BYTES_MAX:
+                    reply.close()
+                    return None
+                parts.append(part)
+            return b"".join(parts)
 
     async def _ask(self, path: str) -> tuple[EngineState | None, str]:
         timeout = aiohttp.ClientTimeout(total=self._config.timeout_seconds)

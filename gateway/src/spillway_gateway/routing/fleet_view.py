@@ -39,10 +39,17 @@ class EngineView(NamedTuple):
 
     name: str
     routable: bool
-    running_requests: int  # sent by this gateway and not finished
+    running_requests: int  # sent and not finished
     queued_tokens: int  # uncached prompt tokens sent and still without a first byte
     rates: EngineRates
     held: HeldPrefix = NOTHING_HELD
+    busy_share: float = 0.0  # of the last seconds, how much the engine's prefill was occupied; may exceed 1
+    cpu_link_tokens: int = 0  # being loaded from the CPU tier by requests still without a first byte
+    shared_link_tokens: int = 0  # the same for the shared tier
+    store_wait_ms: float = 0.0  # of loads of all engines ahead at the shared tier's store, where that is the limit
+    shared_busy_share: float = 0.0  # like busy_share, of the link or store that loads from the shared tier go through
+    kv_usage: float = 0.0  # of the device's KV cache by running requests; estimates may leave 0..1
+    kv_token_ms: float = 0.0  # time for which an average request takes one token's share of that cache; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

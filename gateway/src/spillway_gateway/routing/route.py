@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from spillway_gateway.routing.fleet_view import EngineView, FleetView, HeldPrefix, RouteRequest
 from spillway_gateway.routing.load import Cost, cost_of, uncached_tokens
@@ -22,12 +23,11 @@ class RouteReason(StrEnum):
     ONLY = "only"  # no other engine could take it
     PREFIX = "prefix"  # cheapest because it holds the longest prefix
     LOAD = "load"  # cheapest although another engine holds more of the prompt, or nobody holds any and loads differ
-    RENDEZVOUS = "rendezvous"  # nobody holds any of it: by hash of the first block, within the load bound
+    RENDEZVOUS = "rendezvous"  # nobody holds any of it: by hash of the first block among equally cheap engines
     RETRY = "retry"  # another engine failed before the first byte
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     engine: EngineView
     cost: Cost
 
@@ -65,7 +65,8 @@ def usable_engines(request: RouteRequest, view: FleetView) -> list[EngineView]:
 
 
 def score(request: RouteRequest, engines: list[EngineView]) -> tuple[Candidate, ...]:
-    return tuple([Candidate(engine, cost_of(engine, request.prompt_tokens)) for engine in engines])
+    prompt_tokens = request.prompt_tokens
+    return tuple([Candidate(engine, cost_of(engine, prompt_tokens)) for engine in engines])
 
 
 def pick(
@@ -94,15 +95,11 @@ def pick(
 def _pick_unknown(
     request: RouteRequest, candidates: tuple[Candidate, ...], cheapest_ms: float, bounded_load_factor: float
 ) -> tuple[Candidate, RouteReason]:
-    """Nobody holds any of it. The hash decides, unless its engine would make the request wait for more than the
-    request's own prefill: then the cheapest engine is better by a factor the later hits could not repay."""
-    by_name = {candidate.engine.name: candidate for candidate in candidates}
-    running = {name: candidate.engine.running_requests for name, candidate in by_name.items()}
-    hashed = by_name[pick_bounded(running, request.spread_key, bounded_load_factor)]
-    if hashed.cost.total_ms <= cheapest_ms + max(TIE_MS, hashed.cost.prefill_ms):
-        return hashed, RouteReason.RENDEZVOUS
-    cheapest = min(
-        candidates,
-        key=lambda candidate: (candidate.cost.total_ms, -weight(candidate.engine.name, request.spread_key)),
-    )
-    return cheapest, RouteReason.LOAD
+    """Nobody holds any of it. The hash decides among engines that cost the same: nobody waits for the sake of a hash,
+    and replicas of the gateway agree wherever they see equal load."""
+    tied = {
+        candidate.engine.name: candidate for candidate in candidates if candidate.cost.total_ms <= cheapest_ms + TIE_MS
+    }
+    running = {name: candidate.engine.running_requests for name, candidate in tied.items()}
+    chosen = tied[pick_bounded(running, request.spread_key, bounded_load_factor)]
+    return chosen, RouteReason.RENDEZVOUS if len(tied) > 1 else RouteReason.LOAD

@@ -79,6 +79,7 @@ class FakeEngine:
         self.publisher = publisher
         self.ready_route = ready_route
         self.tokenize_route = tokenize_route
+        self.metrics_page: bytes | None = None  # None: the route is not there
         self.ready: tuple[int, dict[str, Any]] = (200, {"ready": True})
         self.fault: Fault | None = None
         self.seen: list[Seen] = []
@@ -214,6 +215,8 @@ class _Connection(asyncio.Protocol):
             self._write(200, b"", b"application/json")
         elif path == "/ready" and self.engine.ready_route:
             self._json(*self.engine.ready)
+        elif path == "/metrics" and self.engine.metrics_page is not None:
+            self._write(200, self.engine.metrics_page, b"text/plain")
         elif path == "/v1/models":
             card = {"id": self.engine.model, "object": "model", "created": 1, "owned_by": "fake"}
             self._json(200, {"object": "list", "data": [{**card, "max_model_len": self.engine.max_model_len}]})

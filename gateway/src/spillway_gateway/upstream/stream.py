@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from spillway_gateway.access.admission import Admission
+from spillway_gateway.access.keys import Priority
 from spillway_gateway.config import LimitsConfig, TimeoutsConfig
 from spillway_gateway.error_bodies import body_of, event_of, headers_of
 from spillway_gateway.errors import (
@@ -71,7 +73,7 @@ class EngineAnsweredError(UpstreamError):
 
 @dataclass(frozen=True, slots=True)
 class UpstreamServices:
-    """What all requests share. running: requests in flight, which a shutdown may have to end."""
+    """What all requests share. running: requests here, which a shutdown may have to end."""
 
     pool: ConnectionPool
     budget: RetryBudget
@@ -79,6 +81,7 @@ class UpstreamServices:
     timeouts: TimeoutsConfig
     limits: LimitsConfig
     running: set[Relay]
+    admissions: Mapping[str, Admission]  # by model
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,8 @@ class OutboundRequest:
     stream: bool
     prompt: PromptBlocks
     received_at: float  # perf_counter() when the body was whole; a loop's own clock may tick in milliseconds
+    tenant: str = ""
+    priority: Priority = Priority.NORMAL
 
 
 class Relay:
@@ -126,8 +131,13 @@ class Relay:
         watcher = self._loop.create_task(self._watch_client())
         services.running.add(self)
         services.budget.earn()
+        admission = services.admissions[self._fleet.name]
         try:
-            await self._attempts()
+            await self._enter(admission)
+            try:
+                await self._attempts()
+            finally:
+                admission.leave()
         except ClientGone as gone:
             phase = "after_first_byte" if self.bytes_sent else "before_first_byte"
             services.metrics.disconnect(self._fleet.name, phase).inc()
@@ -154,6 +164,22 @@ class Relay:
         if not self.bytes_sent and any(other.routable for other in self._fleet.engines.values() if other is not engine):
             self.abort(EngineWentDown(f"Engine {engine.name} stopped answering"))
 
+    async def _enter(self, admission: Admission) -> None:
+        """Wait until the engines have room; an abort ends the wait as it ends one for an engine."""
+        if self._client_gone:
+            raise ClientGone
+        self._in_attempt = True
+        try:
+            await admission.enter(self._request.tenant, self._request.priority)
+        except asyncio.CancelledError:
+            cause, self._cause = self._cause, None
+            if cause is None or self._task is None:
+                raise
+            self._task.uncancel()
+            raise cause from None
+        finally:
+            self._in_attempt = False
+
     # -- attempts ----------------------------------------------------------------------------------------------------
 
     async def _attempts(self) -> None:
@@ -172,13 +198,14 @@ class Relay:
             self._decided = lease
             try:
                 await self._attempt(lease)
+                lease.close(time.monotonic())
                 return
             except UpstreamError as error:
                 failure = error
                 if type(error) in (EngineDisconnected, EngineBadReply):  # a connection does not know its engine
                     failure = type(error)(f"Engine {lease.engine.name} failed: {error.message}")
                     failure.__cause__ = error
-                self._engine_failed(lease.engine, error)
+                self._engine_failed(lease, error)
             finally:
                 lease.close()
             tried |= {lease.engine.name}
@@ -194,7 +221,9 @@ class Relay:
             services.metrics.retry(lease.engine.name, failure.reason).inc()
             logger.warning("request %s: %s; trying another engine", self._id(), failure.message)
 
-    def _engine_failed(self, engine: Engine, error: UpstreamError) -> None:
+    def _engine_failed(self, lease: Lease, error: UpstreamError) -> None:
+        engine = lease.engine
+        lease.failed(time.monotonic())
         if isinstance(error, EngineRefused):
             engine.refused(error.message)
         elif not isinstance(error, EngineAnsweredError):
@@ -286,6 +315,7 @@ class Relay:
             raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
         now = perf_counter()
         lease.first_byte(time.monotonic(), measures_prefill=True)
+        lease.succeeded()
         lease.engine.waiting.discard(self)
         metrics.first_byte(self._fleet.name, lease.engine.name).observe(now - self._request.received_at)
         self._expect_within(idle_seconds)
@@ -316,6 +346,8 @@ class Relay:
             raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
         now = perf_counter()
         lease.first_byte(time.monotonic(), measures_prefill=False)
+        if connection.status < 500:  # else the request or the engine may be to blame
+            lease.succeeded()
         headers = reply_headers(connection.headers)
         self._overhead += perf_counter() - now
         if connection.complete:

@@ -21,6 +21,7 @@ from spillway_simulator.model.blocks import block_keys
 from spillway_simulator.model.counters import EngineCounters
 from spillway_simulator.model.device_cache import DeviceCache
 from spillway_simulator.model.events import BlocksRemoved, BlocksStored, DeviceCleared, KvEvent, Medium
+from spillway_simulator.model.prefill_meter import PrefillMeter
 from spillway_simulator.model.rates import EngineRates
 from spillway_simulator.model.request import CachedTokens, EngineRequest, Progress, Sequence
 from spillway_simulator.model.tiering import LoadPlan, Tiering
@@ -52,6 +53,7 @@ class _Step:
     decoding: list[Sequence]
     prefilled: list[Sequence] = field(default_factory=list)  # prompts that are complete with this pass
     stores: list[int] = field(default_factory=list)  # keys computed by this pass
+    prefill_tokens: int = 0
     count: int = 1
     first_seconds: float = 0.0
     growth_seconds: float = 0.0
@@ -87,6 +89,7 @@ class SimulatedEngine:
         self.rates = rates
         self.slowdown = 1.0  # multiplies the time of every pass; a fault
         self.counters = EngineCounters()
+        self.prefill_meter = PrefillMeter()
         self.next_time: float | None = None  # when advance() has something to do
         self._shared = shared
         self._events: list[KvEvent] = []
@@ -185,6 +188,7 @@ class SimulatedEngine:
         The shared tier stays. Events of the old process that were not taken are lost with it."""
         self._events = []  # a new list: blocks the dead process left in the shared tier announce nothing to the new one
         self.counters = EngineCounters()
+        self.prefill_meter = PrefillMeter()
         self.device = DeviceCache(self.shape.device_blocks)
         self.tiers = self._new_tiers()
         self._arriving.clear()
@@ -325,6 +329,7 @@ class SimulatedEngine:
         seconds = self.rates.prefill_seconds(tokens, sequence.computed)
         before = sequence.published
         sequence.computed += tokens
+        step.prefill_tokens += tokens
         self._publish_prompt(sequence)
         step.stores.extend(sequence.keys[before : sequence.published])
         if sequence.computed == sequence.prompt_tokens:
@@ -335,6 +340,7 @@ class SimulatedEngine:
         self._step = None
         self.counters.steps += step.count
         self.counters.step_seconds += now - step.started
+        self.prefill_meter.add(step.prefill_tokens, now - step.started, now)
         self.tiers.store(step.stores, now)
         ended = False
         for sequence in step.prefilled:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from spillway_simulator.model.counters import EngineCounters
 from spillway_simulator.model.events import BlocksRemoved, BlocksStored, KvEvent, Medium
 from spillway_simulator.model.rates import EngineRates
-from spillway_simulator.model.tiers import LruTier, SharedTier
+from spillway_simulator.model.tiers import LoadLink, LruTier, SharedTier
 
 WORTH_RATIO = 0.9  # load from the shared tier only below this share of the time recomputing takes
 BACKLOG_SECONDS_MAX = 2.0  # stores that would wait longer for their link are dropped
@@ -62,7 +62,7 @@ class Tiering:
         self._shared_stores: deque[_Store] = deque()
         self._cpu_load_free_at = 0.0
         self._cpu_store_free_at = 0.0
-        self._shared_load_free_at = 0.0
+        self._shared_link = (shared.link if shared is not None else None) or LoadLink()
         self._shared_store_free_at = 0.0
 
     @property
@@ -113,7 +113,7 @@ class Tiering:
         if shared_blocks:
             link = self._rates.shared
             seconds = link.load_fixed_seconds + shared_blocks * self._block_tokens / link.load_tokens_per_second
-            ready = max(ready, max(now, self._shared_load_free_at) + seconds)
+            ready = max(ready, max(now, self._shared_link.free_at) + seconds)
         return ready
 
     def begin_load(self, plan: LoadPlan, now: float) -> None:
@@ -126,9 +126,9 @@ class Tiering:
             self._cpu_load_free_at = ends
         if plan.shared_keys:
             ends = self._ready_at(0, len(plan.shared_keys), now)
-            counters.shared_read_seconds += ends - max(now, self._shared_load_free_at)
+            counters.shared_read_seconds += ends - max(now, self._shared_link.free_at)
             counters.shared_read_tokens += len(plan.shared_keys) * self._block_tokens
-            self._shared_load_free_at = ends
+            self._shared_link.free_at = ends
 
     def end_load(self, plan: LoadPlan) -> None:
         """Blocks from the shared tier came through rows of the CPU tier and stay there."""

@@ -45,10 +45,21 @@ class LruTier:
         return stored, removed
 
 
-class SharedTier:
-    """The tier that all engines of a process read and write. Each block has one owner, which announces its removal."""
+class LoadLink:
+    """Carries one load after the other. free_at: when the last one under way is through."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+
+class SharedTier:
+    """The tier that all engines of a process read and write. Each block has one owner, which announces its removal.
+
+    link: the one that all engines' loads share, where the store is the limit; None: every engine has its own.
+    """
+
+    def __init__(self, capacity: int, link: LoadLink | None = None) -> None:
+        self.link = link
         self._tier = LruTier(capacity)
         self._owners: dict[int, Callable[[tuple[int, ...]], None]] = {}
 

@@ -61,7 +61,9 @@ def metrics_page(engine: SimulatedEngine, shared: SharedTier | None, model: str,
         page.add("counter", name, (tier, value))
     resident = len(shared) * shape.block_tokens * kv_bytes if shared is not None else 0
     page.add("gauge", "spillway_tier_resident_bytes", (tier, resident))
-    page.add("gauge", "spillway_prefill_tokens_per_second", ("", 1 / engine.rates.prefill_token_seconds))
+    measured = engine.prefill_meter.per_second
+    if measured is not None:
+        page.add("gauge", "spillway_prefill_tokens_per_second", ("", measured))
     page.add(
         "gauge", "spillway_tier_load_bytes_per_second", (tier, engine.rates.shared.load_tokens_per_second * kv_bytes)
     )

@@ -1,0 +1,150 @@
+"""Who is asking: from a request's headers to a tenant, its salt, and the headers an engine may see.
+
+Without a keys file everybody is NOBODY: no salt is set, and the client's own headers and salt pass as they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from spillway_gateway.access.keys import NOBODY, KeyRing, Tenant, read_keys
+from spillway_gateway.access.limits import TenantUsage
+from spillway_gateway.access.salt import SECRET_BYTES_MIN, tenant_salt
+from spillway_gateway.config import AuthConfig
+from spillway_gateway.errors import ConfigError, KeyMissing, KeyUnknown, ModelForbidden
+
+logger = logging.getLogger(__name__)
+
+Headers = list[tuple[bytes, bytes]]
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"api-key"})
+_BEARER = b"bearer "
+
+
+class Gatekeeper:
+    """Lives on the event loop. Raises ConfigError when it is made from files that cannot be used."""
+
+    def __init__(self, config: AuthConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._path = Path(config.keys_file) if config.keys_file is not None else None
+        self._ring: KeyRing | None = None
+        self._secret = b""
+        self._engine_key: bytes | None = None
+        self._usage: dict[str, TenantUsage] = {}
+        self._seen: tuple[int, int, int] | None = None
+        self.reloads_total = 0
+        self.failed_reloads_total = 0
+        if self._path is not None:
+            assert config.salt_secret_file is not None
+            self._secret = _secret(Path(config.salt_secret_file))
+            self._seen = _state(self._path)
+            self._ring = read_keys(self._path)
+        if config.engine_key_file is not None:
+            self._engine_key = _text(Path(config.engine_key_file), "auth.engineKeyFile")
+
+    @property
+    def enabled(self) -> bool:
+        return self._ring is not None
+
+    def tenant_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
+        """Raises KeyMissing or KeyUnknown. No message repeats what was sent."""
+        if self._ring is None:
+            return NOBODY
+        key = _key(headers)
+        if key is None:
+            raise KeyMissing("No API key given; send one as 'Authorization: Bearer KEY'")
+        tenant = self._ring.tenant_of(key)
+        if tenant is None:
+            raise KeyUnknown("This API key is not known here; check it, or ask for one")
+        return tenant
+
+    def allow_model(self, tenant: Tenant, model: str) -> None:
+        """Raises ModelForbidden."""
+        if not tenant.may_use(model):
+            raise ModelForbidden(f"This API key may not use the model {model!r}")
+
+    def salt(self, tenant: Tenant, client_salt: str | None) -> str | None:
+        """What the engine gets as cache_salt; None: the body stays as it is."""
+        return tenant_salt(self._secret, tenant.name, client_salt) if self._ring is not None else None
+
+    def engine_headers(self, headers: Headers) -> Headers:
+        """The caller's headers without its key, and with the engines' own."""
+        if self._ring is None and self._engine_key is None:
+            return headers
+        kept = [pair for pair in headers if pair[0] not in _CREDENTIALS]
+        if self._engine_key is not None:
+            kept.append((b"authorization", b"Bearer " + self._engine_key))
+        return kept
+
+    def begin(self, tenant: Tenant, prompt_tokens: int) -> TenantUsage:
+        """Count a request of this tenant in; end() of the answer counts it out. Raises TenantLimited."""
+        now = self._clock()
+        usage = self._usage.get(tenant.name)
+        if usage is None:
+            usage = self._usage[tenant.name] = TenantUsage(now)
+        usage.begin(tenant, prompt_tokens, now)
+        return usage
+
+    async def follow(self) -> None:
+        """Read the keys again whenever their file changes; a bad file is told of and the old keys stay."""
+        while self._path is not None:
+            await asyncio.sleep(self._config.reload_seconds)
+            await asyncio.to_thread(self.reload)
+
+    def reload(self) -> None:
+        """One look at the file. A mounted Secret changes by renaming a link, which the inode shows."""
+        assert self._path is not None
+        state = _state(self._path)
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            ring = read_keys(self._path)
+        except ConfigError as error:
+            self.failed_reloads_total += 1
+            logger.error("%s; the keys read before stay in use", error)
+            return
+        self._ring = ring
+        self.reloads_total += 1
+        logger.info("auth.keysFile %s: read again", self._path)
+
+
+def _key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == _BEARER:
+            return value[7:].strip() or None
+        if name == b"x-api-key":
+            return value.strip() or None
+    return None
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _secret(path: Path) -> bytes:
+    secret = _text(path, "auth.saltSecretFile")
+    if len(secret) < SECRET_BYTES_MIN:
+        raise ConfigError(
+            f"auth.saltSecretFile {path}: {len(secret)} bytes given, at least {SECRET_BYTES_MIN} needed; "
+            "make it with: openssl rand -base64 48"
+        )
+    return secret
+
+
+def _text(path: Path, setting: str) -> bytes:
+    try:
+        text = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"{setting} {path}: cannot be read ({error.strerror}); give a readable file") from error
+    if not text or len(text) > 4096 or b"\n" in text or b"\r" in text:
+        raise ConfigError(f"{setting} {path}: one line of 1 to 4096 bytes needed")
+    return text

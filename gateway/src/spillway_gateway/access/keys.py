@@ -1,0 +1,157 @@
+"""API keys and their tenants, read from a file that holds hashes only.
+
+    tenants:
+      - name: search
+        keys: ["sha256:<64 hex digits>"]   # of the key's UTF-8 bytes; python -m spillway_gateway --hash-key
+        models: [qwen3-14b]                # empty or absent: every model
+        priority: normal                   # high | normal | low: who waits less when engines are full
+        concurrentRequestsMax: 64          # absent: no limit
+        promptTokensPerMinute: 2000000     # absent: no limit
+
+A plain hash is enough because keys are random and long: there is no dictionary to try. Keys shorter than KEY_BYTES_MIN
+are refused when they are hashed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spillway_gateway.errors import ConfigError
+
+KEY_BYTES_MIN = 24
+KEY_BYTES_MAX = 512
+FILE_BYTES_MAX = 16 * 1024 * 1024
+_PREFIX = "sha256:"
+
+
+class Priority(IntEnum):
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """models: empty allows all. None: no limit."""
+
+    name: str
+    models: frozenset[str] = frozenset()
+    priority: Priority = Priority.NORMAL
+    concurrent_requests_max: int | None = None
+    prompt_tokens_per_minute: int | None = None
+
+    def may_use(self, model: str) -> bool:
+        return not self.models or model in self.models
+
+
+NOBODY = Tenant("")  # where no keys are configured: one tenant without a name, a salt or limits
+
+
+class KeyRing:
+    """Hashes of keys -> tenants. Buckets of the hash's start keep a look-up short; the whole hash is then compared in
+    constant time, so that the time of a refusal tells nothing of how much of a hash was right."""
+
+    def __init__(self, tenants: dict[bytes, Tenant]) -> None:
+        self._buckets: dict[bytes, list[tuple[bytes, Tenant]]] = {}
+        for digest, tenant in tenants.items():
+            self._buckets.setdefault(digest[:2], []).append((digest, tenant))
+
+    def tenant_of(self, key: bytes) -> Tenant | None:
+        if len(key) > KEY_BYTES_MAX:
+            return None
+        digest = hashlib.sha256(key).digest()
+        found: Tenant | None = None
+        for known, tenant in self._buckets.get(digest[:2], ()):
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+
+def hash_key(key: str) -> str:
+    """The form in which a key is written to the file. Raises ConfigError for keys that could be guessed."""
+    data = key.encode()
+    if not KEY_BYTES_MIN <= len(data) <= KEY_BYTES_MAX:
+        raise ConfigError(
+            f"key: {len(data)} bytes given, {KEY_BYTES_MIN} to {KEY_BYTES_MAX} needed; make one with: "
+            "python -c 'import secrets; print(\"sk-\" + secrets.token_urlsafe(32))'"
+        )
+    return _PREFIX + hashlib.sha256(data).hexdigest()
+
+
+def read_keys(path: Path) -> KeyRing:
+    """Raises ConfigError naming the file, the tenant and the remedy; no message shows a hash or a key."""
+    try:
+        if path.stat().st_size > FILE_BYTES_MAX:
+            raise ConfigError(f"auth.keysFile {path}: more than {FILE_BYTES_MAX} bytes; remove old tenants")
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"auth.keysFile {path}: cannot be read ({error.strerror}); give a readable file") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"auth.keysFile {path}: is not YAML text ({error.__class__.__name__})") from error
+    return parse_keys(document, f"auth.keysFile {path}")
+
+
+def parse_keys(document: object, where: str) -> KeyRing:
+    """Pure; raises ConfigError."""
+    rows = document.get("tenants") if isinstance(document, dict) and set(document) == {"tenants"} else None
+    if not isinstance(rows, list):
+        raise ConfigError(f"{where}: one key 'tenants' with a list needed")
+    keys: dict[bytes, Tenant] = {}
+    names: set[str] = set()
+    for at, row in enumerate(rows):
+        tenant, digests = _tenant(row, f"{where}: tenants[{at}]")
+        if tenant.name in names:
+            raise ConfigError(f"{where}: two tenants are named {tenant.name!r}; list both keys under one")
+        names.add(tenant.name)
+        for digest in digests:
+            if digest in keys:
+                raise ConfigError(f"{where}: {tenant.name!r} and {keys[digest].name!r} have the same key; make two")
+            keys[digest] = tenant
+    return KeyRing(keys)
+
+
+_FIELDS = frozenset({"name", "keys", "models", "priority", "concurrentRequestsMax", "promptTokensPerMinute"})
+
+
+def _tenant(row: Any, where: str) -> tuple[Tenant, list[bytes]]:
+    if not isinstance(row, dict) or not set(row) <= _FIELDS:
+        raise ConfigError(f"{where}: a mapping with no other settings than {', '.join(sorted(_FIELDS))} needed")
+    name = row.get("name")
+    if not isinstance(name, str) or not name or len(name) > 128 or not name.isprintable():
+        raise ConfigError(f"{where}.name: a text of 1 to 128 printable characters needed")
+    models = row.get("models") or []
+    if not isinstance(models, list) or not all(isinstance(model, str) for model in models):
+        raise ConfigError(f"{where}.models: a list of model names needed")
+    priority = row.get("priority", "normal")
+    if priority not in ("high", "normal", "low"):
+        raise ConfigError(f"{where}.priority: {priority!r} given; high, normal or low needed")
+    limits = [_limit(row.get(key), f"{where}.{key}") for key in ("concurrentRequestsMax", "promptTokensPerMinute")]
+    hashes = row.get("keys")
+    if not isinstance(hashes, list) or not hashes:
+        raise ConfigError(f"{where}.keys: a list of at least one 'sha256:...' needed")
+    digests = [_digest(text, f"{where}.keys[{at}]") for at, text in enumerate(hashes)]
+    return Tenant(name, frozenset(models), Priority[priority.upper()], *limits), digests
+
+
+def _limit(value: object, where: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{where}: a whole number above 0 needed, or leave it out")
+    return value
+
+
+def _digest(text: object, where: str) -> bytes:
+    if isinstance(text, str) and text.startswith(_PREFIX) and len(text) == len(_PREFIX) + 64:
+        try:
+            return bytes.fromhex(text.removeprefix(_PREFIX))
+        except ValueError:
+            pass
+    raise ConfigError(f"{where}: 'sha256:' and 64 hex digits needed; python -m spillway_gateway --hash-key makes them")

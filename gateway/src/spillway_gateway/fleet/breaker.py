@@ -1,0 +1,63 @@
+"""Takes an engine out that answers polls and fails requests, and lets it back by one request at a time.
+
+closed -> open after `failures` failed requests in a row. Open for `open_seconds`, doubled each time up to
+`open_seconds_max`; then half-open: one request goes there, and its fate closes or reopens the breaker. A verdict that
+never comes (the client left) frees the place for the next probe, so a breaker cannot stay open for want of news.
+"""
+
+from __future__ import annotations
+
+from spillway_gateway.config import BreakerConfig
+
+
+class Breaker:
+    """Of one engine. now: monotonic seconds."""
+
+    __slots__ = ("_config", "_failures", "_open_until", "_probing", "_times_opened", "opened_total")
+
+    def __init__(self, config: BreakerConfig) -> None:
+        self._config = config
+        self._failures = 0
+        self._times_opened = 0  # in a row, without a success between
+        self._open_until: float | None = None
+        self._probing = False
+        self.opened_total = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._open_until is None
+
+    def allows(self, now: float) -> bool:
+        """Whether a request may go there: always when closed, one at a time when half-open."""
+        return self._open_until is None or (now >= self._open_until and not self._probing)
+
+    def sent(self) -> bool:
+        """A request goes there. True when it is the probe, whose end has to be told."""
+        if self._open_until is None or self._probing:
+            return False
+        self._probing = True
+        return True
+
+    def succeeded(self) -> None:
+        self._failures = self._times_opened = 0
+        self._open_until = None
+        self._probing = False
+
+    def failed(self, now: float) -> None:
+        self._failures += 1
+        if self._open_until is not None:
+            if self._probing and now >= self._open_until:
+                self._open(now)
+        elif self._failures >= self._config.failures:
+            self._open(now)
+
+    def probe_ended(self) -> None:
+        """Without a verdict."""
+        self._probing = False
+
+    def _open(self, now: float) -> None:
+        seconds = min(self._config.open_seconds * 2.0**self._times_opened, self._config.open_seconds_max)
+        self._open_until = now + seconds
+        self._times_opened = min(self._times_opened + 1, 32)
+        self._probing = False
+        self.opened_total += 1

@@ -1,0 +1,97 @@
+"""What routing reads of an engine's /metrics page: work that others sent, and the engine's own measured rates.
+
+A page has hundreds of lines and is read every second, so only the wanted names are looked for. A data-parallel engine
+has one line per rank: requests, rates and totals add up, and the fullest rank tells how full the KV cache is.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from spillway_gateway.fleet.prefill_rate import usable_rate
+
+PAGE_BYTES_MAX = 4 * 1024 * 1024
+_BLOCK_TOKENS = re.compile(rb'[{,]block_size="(\d{1,9})"')
+_BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,12})"')
+
+
+class EngineReading(NamedTuple):
+    """One page. None: the page does not have it, or nothing was measured yet. Rates in tokens per second."""
+
+    waiting_requests: int = 0
+    running_requests: int = 0
+    kv_usage: float | None = None  # 0..1
+    kv_capacity_tokens: int | None = None
+    prefill_tokens_per_second: float | None = None
+    cpu_load_tokens_per_second: float | None = None
+    shared_load_tokens_per_second: float | None = None
+
+
+def read_metrics(page: bytes) -> EngineReading:
+    """Parse a page in Prometheus' text format; what is not there or not a number is left out. Pure."""
+    page = b"\n" + page
+    waiting = _values(page, b"vllm:num_requests_waiting")
+    running = _values(page, b"vllm:num_requests_running")
+    usage = _values(page, b"vllm:kv_cache_usage_perc")
+    prefill = _values(page, b"spillway_prefill_tokens_per_second")
+    bytes_per_token = _bytes_per_token(page)
+    cpu = shared = None
+    if bytes_per_token is not None:
+        seconds = sum(_values(page, b"spillway_device_copy_seconds_total", b'direction="load"'))
+        if seconds > 0:
+            cpu = _loaded_bytes(page) / seconds / bytes_per_token
+        links = _values(page, b"spillway_tier_load_bytes_per_second")
+        if links:
+            shared = max(links) / bytes_per_token
+    return EngineReading(
+        waiting_requests=_count(waiting),
+        running_requests=_count(running),
+        kv_usage=min(1.0, max(0.0, *usage)) if usage else None,
+        kv_capacity_tokens=_kv_capacity(page),
+        prefill_tokens_per_second=usable_rate(sum(prefill)),
+        cpu_load_tokens_per_second=usable_rate(cpu),
+        shared_load_tokens_per_second=usable_rate(shared),
+    )
+
+
+def _kv_capacity(page: bytes) -> int | None:
+    """Tokens of one rank's KV cache; ranks are alike."""
+    at = page.find(b"vllm:cache_config_info{")
+    line = page[at : page.find(b"\n", at)] if at >= 0 else b""
+    block_tokens, blocks = _BLOCK_TOKENS.search(line), _BLOCKS.search(line)
+    return int(block_tokens[1]) * int(blocks[1]) or None if block_tokens and blocks else None
+
+
+def _bytes_per_token(page: bytes) -> float | None:
+    """Every token found below the device was copied to it, so the two totals give the size of one."""
+    tokens = sum(_values(page, b"vllm:external_prefix_cache_hits_total"))
+    loaded = _loaded_bytes(page)
+    return loaded / tokens if tokens > 0 and loaded > 0 else None
+
+
+def _loaded_bytes(page: bytes) -> float:
+    return sum(_values(page, b"spillway_device_copy_bytes_total", b'direction="load"'))
+
+
+def _count(values: list[float]) -> int:
+    return int(min(max(0.0, sum(values)), 1e9))
+
+
+def _values(page: bytes, name: bytes, label: bytes = b"") -> list[float]:
+    """Finite values of the samples of exactly this name whose labels contain `label`."""
+    values: list[float] = []
+    at = page.find(b"\n" + name)
+    while at >= 0:
+        end = page.find(b"\n", at + 1)
+        rest = page[at + 1 + len(name) : end if end >= 0 else len(page)]
+        if rest[:1] in (b"{", b" ") and label in rest:
+            fields = rest.rpartition(b"}")[2].split()
+            try:
+                value = float(fields[0])
+            except (IndexError, ValueError):
+                value = float("nan")
+            if abs(value) < float("inf"):  # false for not-a-number too
+                values.append(value)
+        at = page.find(b"\n" + name, at + 1)
+    return values

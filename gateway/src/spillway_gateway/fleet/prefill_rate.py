@@ -1,0 +1,65 @@
+"""How fast an engine computes prompts, in tokens per second: its own word, else what replies show.
+
+A gateway sees only the time to the first byte, which also holds HTTP, tokenising, other requests' decoding and loads.
+All of these only ever make a sample slower, so the upper quartile is nearer the truth than the mean. Small prompts are
+left out: they measure fixed costs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+SAMPLE_TOKENS_MIN = 1_024
+ENGINE_SAMPLES = 32
+FLEET_SAMPLES = 64
+SAMPLES_TO_TRUST = 8  # below it an engine is taken to be like its fleet
+QUARTILE = 0.75
+RATE_MIN, RATE_MAX = 50.0, 10_000_000.0  # one odd sample must not make an engine look free or unusable
+
+
+class RateSamples:
+    """The last samples and their upper quartile; None without any."""
+
+    def __init__(self, samples_max: int) -> None:
+        self._samples: deque[float] = deque(maxlen=samples_max)
+        self.quartile: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, tokens_per_second: float) -> None:
+        self._samples.append(min(max(tokens_per_second, RATE_MIN), RATE_MAX))
+        ordered = sorted(self._samples)
+        self.quartile = ordered[int(QUARTILE * (len(ordered) - 1))]
+
+
+class PrefillRate:
+    """One engine's rate. fleet: samples of all engines of the model. default: until anything is known."""
+
+    def __init__(self, fleet: RateSamples, default_tokens_per_second: float) -> None:
+        self._fleet = fleet
+        self._own = RateSamples(ENGINE_SAMPLES)
+        self._default = default_tokens_per_second
+        self.reported: float | None = None  # by the engine, which times whole steps
+
+    def sample(self, tokens: int, seconds: float) -> None:
+        """tokens: computed by the engine between the request and its first byte, others' before it included."""
+        if tokens >= SAMPLE_TOKENS_MIN and seconds > 0:
+            self._own.add(tokens / seconds)
+            self._fleet.add(tokens / seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        if self.reported is not None:
+            return self.reported
+        own = self._own.quartile
+        if own is not None and len(self._own) >= SAMPLES_TO_TRUST:
+            return own
+        return self._fleet.quartile or own or self._default
+
+
+def usable_rate(reported: float | None) -> float | None:
+    """A reported rate within the bounds; None for zero, not-a-number and nothing."""
+    if reported is None or not reported > 0 or reported == float("inf"):
+        return None
+    return min(max(reported, RATE_MIN), RATE_MAX)

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from spillway_gateway.access.admission import Admission
+from spillway_gateway.access.keys import Priority
+from spillway_gateway.config import AdmissionConfig
+from spillway_gateway.errors import GatewayOverloaded
+
+
+async def queued(admission: Admission, tenant: str, order: list[str], priority: Priority = Priority.NORMAL) -> Any:
+    async def go() -> None:
+        await admission.enter(tenant, priority)
+        order.append(tenant)
+
+    task = asyncio.create_task(go())
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_tenants_take_turns_and_priorities_go_first() -> None:
+    admission = Admission(AdmissionConfig(), lambda: 1)
+    await admission.enter("first", Priority.NORMAL)
+    order: list[str] = []
+    tasks = [await queued(admission, "many", order) for _ in range(3)]
+    tasks += [await queued(admission, "few", order), await queued(admission, "late", order, Priority.LOW)]
+    tasks.append(await queued(admission, "urgent", order, Priority.HIGH))
+    for _ in tasks:
+        admission.leave()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+
+    assert order == ["urgent", "many", "few", "many", "many", "late"]
+    assert (admission.admitted_requests, admission.waiting_requests) == (1, 0)
+
+
+async def test_a_full_queue_refuses_at_once() -> None:
+    admission = Admission(AdmissionConfig(waiting_requests_max=1), lambda: 0)
+    waiting = await queued(admission, "a", [])
+    with pytest.raises(GatewayOverloaded, match="all engines are full and 1 requests wait"):
+        await admission.enter("b", Priority.HIGH)
+
+    assert admission.refused_total == 1
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert admission.waiting_requests == 0
+
+
+async def test_waiting_ends_at_its_deadline() -> None:
+    admission = Admission(AdmissionConfig(normal_wait_seconds=0.001), lambda: 0)
+    with pytest.raises(GatewayOverloaded, match=r"full for 0\.001 s"):
+        await admission.enter("a", Priority.NORMAL)
+
+    assert (admission.admitted_requests, admission.waiting_requests) == (0, 0)
+
+
+async def test_a_place_given_to_one_who_leaves_goes_to_the_next() -> None:
+    capacity = 0
+    admission = Admission(AdmissionConfig(), lambda: capacity)
+    order: list[str] = []
+    gone, next_one = await queued(admission, "a", order), await queued(admission, "b", order)
+    capacity = 1
+    admission.wake()  # the place is a's
+    gone.cancel()
+    await asyncio.gather(gone, next_one, return_exceptions=True)
+
+    assert order == ["b"]
+    assert (admission.admitted_requests, admission.waiting_requests) == (1, 0)
+
+
+async def test_one_who_left_in_the_same_turn_takes_no_place() -> None:
+    capacity = 0
+    admission = Admission(AdmissionConfig(), lambda: capacity)
+    order: list[str] = []
+    gone, next_one = await queued(admission, "a", order), await queued(admission, "b", order)
+    capacity = 1
+    gone.cancel()
+    admission.wake()
+    await asyncio.gather(gone, next_one, return_exceptions=True)
+
+    assert order == ["b"]
+    assert (admission.admitted_requests, admission.waiting_requests) == (1, 0)

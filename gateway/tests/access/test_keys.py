@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_gateway.access.gatekeeper import Gatekeeper
+from spillway_gateway.access.keys import KeyRing, Priority, hash_key, parse_keys, read_keys
+from spillway_gateway.access.limits import TenantUsage
+from spillway_gateway.access.salt import tenant_salt
+from spillway_gateway.config import AuthConfig
+from spillway_gateway.errors import ConfigError, KeyMissing, KeyUnknown, ModelForbidden, TenantLimited
+
+KEY_A, KEY_B = "sk-a" + "0" * 40, "sk-b" + "0" * 40
+
+
+def document(**of_a: object) -> dict[str, object]:
+    return {"tenants": [{"name": "a", "keys": [hash_key(KEY_A)], **of_a}, {"name": "b", "keys": [hash_key(KEY_B)]}]}
+
+
+def ring(**of_a: object) -> KeyRing:
+    return parse_keys(document(**of_a), "keys")
+
+
+def gatekeeper(folder: Path, **of_a: object) -> Gatekeeper:
+    (folder / "keys.yaml").write_text(yaml.safe_dump(document(**of_a)))
+    (folder / "salt").write_text("s" * 32)
+    return Gatekeeper(AuthConfig(str(folder / "keys.yaml"), str(folder / "salt")), clock=lambda: 0.0)
+
+
+def test_keys_lead_to_their_tenants_and_to_no_other() -> None:
+    keys = ring(models=["m"], priority="high", concurrentRequestsMax=3, promptTokensPerMinute=100)
+
+    a, b = keys.tenant_of(KEY_A.encode()), keys.tenant_of(KEY_B.encode())
+    assert a is not None and b is not None
+    assert (a.name, a.priority, a.concurrent_requests_max, a.prompt_tokens_per_minute) == ("a", Priority.HIGH, 3, 100)
+    assert a.may_use("m") and not a.may_use("other") and b.may_use("other")
+    assert (b.concurrent_requests_max, b.prompt_tokens_per_minute) == (None, None)
+
+
+@given(st.binary(max_size=600))
+def test_no_other_bytes_are_a_key(key: bytes) -> None:
+    assert ring().tenant_of(key) is None
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=8) | st.sampled_from([hash_key(KEY_A), "sha256:"]),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["tenants", "name", "keys", "models", "priority"]), inner, max_size=4)
+        ),
+        max_leaves=12,
+    )
+)
+def test_any_document_is_a_ring_or_a_named_error(value: object) -> None:
+    try:
+        assert isinstance(parse_keys(value, "keys"), KeyRing)
+    except ConfigError as error:
+        assert str(error).startswith("keys: ")
+        assert hash_key(KEY_A) not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"concurrentRequestsMax": 0}, "concurrentRequestsMax: a whole number above 0"),
+        ({"priority": "urgent"}, "'urgent' given; high, normal or low"),
+        ({"keys": ["plain"]}, r"tenants\[0\].keys\[0\]: 'sha256:'"),
+        ({"quota": 1}, "no other settings than"),
+        ({"name": "b"}, "two tenants are named 'b'"),
+        ({"keys": [hash_key(KEY_B)]}, "'b' and 'a' have the same key"),
+    ],
+)
+def test_mistakes_in_the_file_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ring(**change)
+
+
+def test_short_keys_are_refused_when_hashed() -> None:
+    with pytest.raises(ConfigError, match="5 bytes given, 24 to 512 needed"):
+        hash_key("guess")
+
+
+def test_a_changed_file_counts_and_a_bad_one_does_not(tmp_path: Path) -> None:
+    gate = gatekeeper(tmp_path)
+    path = tmp_path / "keys.yaml"
+    headers = [(b"authorization", b"Bearer " + KEY_A.encode())]
+
+    path.write_text("tenants: [{name: a}]")
+    os.utime(path, ns=(1, 1))
+    gate.reload()
+    assert gate.tenant_of(headers).name == "a"
+    assert (gate.reloads_total, gate.failed_reloads_total) == (0, 1)
+
+    path.write_text(yaml.safe_dump({"tenants": [{"name": "b", "keys": [hash_key(KEY_B)]}]}))
+    os.utime(path, ns=(2, 2))
+    gate.reload()
+    gate.reload()
+    assert (gate.reloads_total, gate.failed_reloads_total) == (1, 1)
+    with pytest.raises(KeyUnknown):
+        gate.tenant_of(headers)
+
+
+def test_both_header_forms_and_none(tmp_path: Path) -> None:
+    gate = gatekeeper(tmp_path, models=["m"])
+
+    assert gate.tenant_of([(b"authorization", b"bearer " + KEY_B.encode())]).name == "b"
+    assert gate.tenant_of([(b"x-api-key", KEY_B.encode())]).name == "b"
+    for headers in ([], [(b"authorization", b"Basic abc")], [(b"authorization", b"Bearer ")]):
+        with pytest.raises(KeyMissing):
+            gate.tenant_of(headers)
+    with pytest.raises(ModelForbidden):
+        gate.allow_model(gate.tenant_of([(b"x-api-key", KEY_A.encode())]), "other")
+
+
+def test_files_that_cannot_be_used_stop_the_start(tmp_path: Path) -> None:
+    gatekeeper(tmp_path)
+    (tmp_path / "salt").write_text("short")
+    with pytest.raises(ConfigError, match=r"saltSecretFile .* 5 bytes given, at least 32 needed"):
+        Gatekeeper(AuthConfig(str(tmp_path / "keys.yaml"), str(tmp_path / "salt")))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(tmp_path / "absent.yaml")
+
+
+@given(st.text(), st.none() | st.text(), st.text(), st.none() | st.text())
+def test_salts_differ_wherever_tenant_or_own_salt_do(
+    tenant: str, own: str | None, other: str, other_own: str | None
+) -> None:
+    salt = tenant_salt(b"s" * 32, tenant, own)
+
+    assert (salt == tenant_salt(b"s" * 32, other, other_own)) == ((tenant, own) == (other, other_own))
+    assert salt != tenant_salt(b"t" * 32, tenant, own)
+    assert len(salt) == 43 and salt.isascii()
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 3_000)), max_size=60))
+def test_no_minute_takes_more_than_two_buckets_and_one_prompt(steps: list[tuple[float, int]]) -> None:
+    tenant = ring(promptTokensPerMinute=1_000).tenant_of(KEY_A.encode())
+    assert tenant is not None
+    usage, now, taken = TenantUsage(0.0), 0.0, []
+    for pause, tokens in steps:
+        now += pause
+        try:
+            usage.begin(tenant, tokens, now)
+            taken.append((now, tokens))
+        except TenantLimited as error:
+            assert error.retry_after_seconds is not None and error.retry_after_seconds >= 1
+    for start, _ in taken:
+        window = [tokens for at, tokens in taken if start <= at <= start + 60]
+        assert sum(window) - window[-1] <= 2_000 + 1e-6
+
+
+def test_the_retry_after_is_when_the_next_passes() -> None:
+    tenant = ring(promptTokensPerMinute=600).tenant_of(KEY_A.encode())
+    assert tenant is not None
+    usage = TenantUsage(0.0)
+    usage.begin(tenant, 1_000, 0.0)
+    with pytest.raises(TenantLimited) as refused:
+        usage.begin(tenant, 1, 0.0)
+
+    assert refused.value.retry_after_seconds == 40
+    usage.begin(tenant, 1, 40.1)
+
+
+def test_requests_at_a_time() -> None:
+    tenant = ring(concurrentRequestsMax=1).tenant_of(KEY_A.encode())
+    assert tenant is not None
+    usage = TenantUsage(0.0)
+    usage.begin(tenant, 1, 0.0)
+    with pytest.raises(TenantLimited, match="1 requests of this tenant"):
+        usage.begin(tenant, 1, 0.0)
+    usage.end()
+    usage.begin(tenant, 1, 0.0)

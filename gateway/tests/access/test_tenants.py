@@ -1,0 +1,147 @@
+"""Keys, salts, limits and admission through a real gateway and engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+from spillway_gateway.access.keys import hash_key
+from spillway_gateway.testing.faults import HoldInStream, Status
+from spillway_gateway.testing.kv_publisher import KvPublisher
+from spillway_gateway.testing.running import gateway_config, running_gateway, until
+
+KEYS = {"a": "sk-a" + "0" * 40, "b": "sk-b" + "0" * 40}
+
+
+def auth(folder: Path, **of_a: Any) -> dict[str, str]:
+    tenants = [{"name": name, "keys": [hash_key(key)]} for name, key in KEYS.items()]
+    tenants[0].update(of_a)
+    (folder / "keys.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
+    (folder / "salt").write_text("s" * 32)
+    (folder / "engine").write_text("engine-key")
+    return {
+        "keysFile": str(folder / "keys.yaml"),
+        "saltSecretFile": str(folder / "salt"),
+        "engineKeyFile": str(folder / "engine"),
+    }
+
+
+async def ask(session: Any, url: str, tenant: str | None, **fields: Any) -> tuple[int, dict[str, str], Any]:
+    body = {"model": "fake", "prompt": list(range(200)), **fields}
+    headers = {"authorization": f"Bearer {KEYS[tenant]}"} if tenant else {}
+    async with session.post(url + "/v1/completions", json=body, headers=headers) as reply:
+        text = await reply.text()
+        return (
+            reply.status,
+            {name.lower(): value for name, value in reply.headers.items()},
+            json.loads(text) if not fields.get("stream") else text,
+        )
+
+
+async def test_tenants_never_meet_in_the_cache_and_their_keys_stay_here(start_engine: Any, tmp_path: Path) -> None:
+    publisher = KvPublisher()
+    fake = await start_engine(publisher=publisher)
+    async with running_gateway(gateway_config([fake], auth=auth(tmp_path))) as gateway, aiohttp.ClientSession() as http:
+
+        async def cached(tenant: str, **fields: Any) -> tuple[int, str]:
+            status, headers, reply = await ask(http, gateway.url, tenant, **fields)
+            assert status == 200
+            details = reply["usage"]["prompt_tokens_details"] or {"cached_tokens": 0}
+            return details["cached_tokens"], headers["x-spillway-prefix-tokens"]
+
+        assert (await cached("a"))[0] == 0
+        assert (await cached("b"))[0] == 0
+        hits, expected = await cached("a")
+        assert hits == 192 and int(expected) == 192  # routing counts the salt in as the engine does
+        assert (await cached("a", cache_salt="mine"))[0] == 0
+        stolen = json.loads(fake.seen[0].body)["cache_salt"]
+        assert (await cached("b", cache_salt=stolen))[0] == 0
+
+    for seen in fake.seen:
+        headers = dict(seen.headers)
+        assert headers[b"authorization"] == b"Bearer engine-key"
+        assert not any(key.encode() in value for key in KEYS.values() for value in headers.values())
+        assert "mine" not in seen.body.decode()
+    assert len({json.loads(seen.body)["cache_salt"] for seen in fake.seen}) == 4
+
+
+async def test_who_is_refused_is_told_in_openais_shape(start_engine: Any, tmp_path: Path) -> None:
+    fake = await start_engine()
+    settings = auth(tmp_path, models=["other"], promptTokensPerMinute=10)
+    async with running_gateway(gateway_config([fake], auth=settings)) as gateway, aiohttp.ClientSession() as http:
+        status, _, reply = await ask(http, gateway.url, None)
+        assert (status, reply["error"]["code"]) == (401, "missing_api_key")
+        status, _, reply = await ask(http, gateway.url, "a")
+        assert (status, reply["error"]["code"], reply["error"]["param"]) == (403, "model_not_allowed", "model")
+        async with http.get(gateway.url + "/v1/models") as listed:
+            assert listed.status == 401
+        headers = {"authorization": f"Bearer {KEYS['a']}"}
+        async with http.get(gateway.url + "/v1/models", headers=headers) as listed:
+            assert (await listed.json())["data"] == []
+    assert fake.seen == []
+
+
+async def test_a_tenants_limits_are_its_own(start_engine: Any, tmp_path: Path) -> None:
+    fake = await start_engine()
+    settings = auth(tmp_path, promptTokensPerMinute=100)
+    async with running_gateway(gateway_config([fake], auth=settings)) as gateway, aiohttp.ClientSession() as http:
+        assert (await ask(http, gateway.url, "a"))[0] == 200
+        status, headers, reply = await ask(http, gateway.url, "a")
+        assert (status, reply["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert 1 <= int(headers["retry-after"]) <= 60
+        assert (await ask(http, gateway.url, "b"))[0] == 200
+
+
+async def test_full_engines_make_requests_wait_and_then_refuse(start_engine: Any) -> None:
+    fake = await start_engine()
+    release = asyncio.Event()
+    admission = {"requestsPerEngineMax": 1, "waitingRequestsMax": 1}
+    async with (
+        running_gateway(gateway_config([fake], admission=admission)) as gateway,
+        aiohttp.ClientSession() as http,
+    ):
+        queue = gateway.gateway.admissions["fake"]
+        fake.fault = HoldInStream(1, release)
+        first = asyncio.create_task(ask(http, gateway.url, None, stream=True))
+        await until(lambda: len(fake.seen) == 1)
+        gone = asyncio.create_task(ask(http, gateway.url, None))
+        await until(lambda: queue.waiting_requests == 1)
+        gone.cancel()
+        await until(lambda: queue.waiting_requests == 0)  # a client that leaves gives its place back
+        second = asyncio.create_task(ask(http, gateway.url, None))
+        await until(lambda: queue.waiting_requests == 1)
+
+        status, headers, reply = await ask(http, gateway.url, None)
+        assert (status, reply["error"]["code"], headers["retry-after"]) == (503, "engines_full", "2")
+
+        fake.fault = None
+        release.set()
+        assert [(await first)[0], (await second)[0]] == [200, 200]
+        await until(lambda: queue.admitted_requests == 0)
+    assert len(fake.seen) == 2
+
+
+async def test_an_engine_that_only_fails_requests_is_left_alone_and_comes_back(start_engine: Any) -> None:
+    sick, well = await start_engine("sick"), await start_engine("well")
+    settings = {"breaker": {"failures": 2, "openSeconds": 0.05, "openSecondsMax": 0.05}}
+    async with running_gateway(gateway_config([sick, well], **settings)) as gateway, aiohttp.ClientSession() as http:
+        sick.fault = Status(503)
+        engine = gateway.engine("sick")
+        for number in range(40):
+            status, headers, _ = await ask(http, gateway.url, None, prompt=[number] * 40)
+            assert (status, headers["x-spillway-engine"]) == (200, "well")
+        assert not engine.breaker.closed
+        assert engine.routable  # polls are still answered
+        assert 2 <= len(sick.seen) < 30
+
+        sick.fault = None
+        number = 1_000
+        while not engine.breaker.closed:
+            number += 1
+            assert (await ask(http, gateway.url, None, prompt=[number] * 40))[0] == 200
+        assert engine.running_requests == 0

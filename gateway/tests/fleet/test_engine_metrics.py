@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_gateway.fleet.engine_metrics import EngineReading, read_metrics
+
+PAGE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 7.0
+vllm:num_requests_running{engine="1",model_name="m"} 5.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 99.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+vllm:cache_config_info{block_size="128",cache_dtype="auto",num_gpu_blocks="1000",num_gpu_blocks_override="None"} 1.0
+vllm:external_prefix_cache_hits_total{engine="0",model_name="m"} 2000.0
+spillway_device_copy_bytes_total{direction="store",engine="0",model_name="m"} 9e9
+spillway_device_copy_bytes_total{direction="load",engine="0",model_name="m"} 2e8
+spillway_device_copy_seconds_total{direction="load",engine="0",model_name="m"} 0.02
+spillway_tier_load_bytes_per_second{engine="0",model_name="m",tier="nvme"} 5e9
+spillway_prefill_tokens_per_second{engine="0",model_name="m"} 10000.5
+spillway_prefill_tokens_per_second{engine="1",model_name="m"} 9999.5
+"""
+
+
+def test_a_page_of_a_data_parallel_engine() -> None:
+    assert read_metrics(PAGE) == EngineReading(
+        waiting_requests=2,
+        running_requests=12,
+        kv_usage=0.5,
+        kv_capacity_tokens=128_000,
+        prefill_tokens_per_second=20_000,
+        cpu_load_tokens_per_second=100_000,
+        shared_load_tokens_per_second=50_000,
+    )
+
+
+def test_the_end_of_a_page_counts_without_a_newline() -> None:
+    assert read_metrics(b"vllm:num_requests_running 3").running_requests == 3
+
+
+def test_what_was_never_measured_is_no_rate() -> None:
+    assert read_metrics(b'spillway_prefill_tokens_per_second{engine="0"} 0.0\n') == EngineReading()
+    assert read_metrics(b"spillway_prefill_tokens_per_second NaN\n") == EngineReading()
+    assert read_metrics(b"spillway_prefill_tokens_per_second +Inf\n") == EngineReading()
+
+
+@given(st.lists(st.one_of(st.sampled_from(PAGE.split(b"\n")), st.binary(max_size=40)), max_size=30), st.binary())
+def test_no_page_breaks_the_reader(lines: list[bytes], tail: bytes) -> None:
+    reading = read_metrics(b"\n".join([*lines, tail]))
+
+    assert reading.waiting_requests >= 0 and reading.running_requests >= 0
+    assert reading.kv_usage is None or 0 <= reading.kv_usage <= 1
+    assert all(rate is None or 50 <= rate <= 1e7 for rate in reading[4:])
+
+
+@given(st.text("abc:_", min_size=1, max_size=3), st.integers(0, 10**6))
+def test_longer_names_are_other_names(suffix: str, value: int) -> None:
+    page = f"vllm:num_requests_running{suffix} {value}\nvllm:num_requests_running 1\n".encode()
+
+    assert read_metrics(page).running_requests == 1
