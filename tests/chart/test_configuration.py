@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chart.rendering import CHART, EXAMPLES, VALUES_FILES, environment, pod_spec, render
+from chart.rendering import CHART, EXAMPLES, VALUES_FILES, RenderRefused, environment, nested, pod_spec, render
 
+from spillway_connector.config import ConnectorConfig, EncryptionConfig, NvmeTierConfig, RedisTierConfig, parse_tier
+from spillway_connector.errors import ConfigError
+from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_connector.transfers import TransferLimits
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.resolve import resolve_engine
 from spillway_engine.settings_reader import load_engine_settings
+from spillway_engine.vllm_arguments import kv_transfer_config
 from spillway_gateway.config import load_config
 
 GIB = 1 << 30
@@ -61,62 +66,146 @@ def test_every_values_file_is_read_by_the_processes(file, engine_of, gateway_of)
         assert model.engines[0].kv_replay == f"tcp://{host}:{engine.kv_events.replay_port}"
 
 
-def test_offload_values_reach_the_connector(engine_of):
-    values = {
-        "engine": {
-            "tensorParallelSize": 2,
-            "offload": {
-                "numCpuBlocks": None,
-                "cpuBytes": "64GiB",
-                "blocksPerChunk": 4,
-                "evictionPolicy": "arc",
-                "batchMemcpy": True,
-                "sharedTier": {
-                    "type": "redis",
-                    "redis": {
-                        "url": "rediss://c:6380/2",
-                        "existingSecret": {"name": "s", "usernameKey": "u"},
-                        "ttlSeconds": 60,
-                        "connections": 9,
-                    },
-                    "lookupTimeoutSeconds": 0.5,
-                    "loadTimeoutSeconds": 3,
-                    "storeTimeoutSeconds": 7.5,
-                },
-                "extraTiers": [{"type": "fs", "root_dir": "/x", "size": 3000000000}],
-            },
-        }
+OFFLOAD = yaml.safe_load("""
+numCpuBlocks: null
+cpuBytes: 64GiB
+blocksPerChunk: 4
+evictionPolicy: arc
+batchMemcpy: true
+maxCopyDescriptors: 64
+transport: npu
+aclLibraryPath: /emulator/libascendcl.so
+weightsVersion: step 7
+prefillTokensPerSecond: 2500000
+requestWaitSeconds: 1.5
+promotionInFlightFraction: 0.25
+promotionPerRequestFraction: 1
+extraTiers: [{type: fs, root_dir: /x, size: 3000000000}]
+""")
+LIMITS = yaml.safe_load("""
+ioThreads: 12
+lookupTimeoutSeconds: 0.5
+loadTimeoutSeconds: 3
+storeTimeoutSeconds: 7.5
+loadQueueBytesMax: 16GiB
+storeQueueBytesMax: 512MiB
+storeQueueSecondsMax: 2
+encryption: {enabled: true, keyId: "2026", keySecretName: kv-key, keySecretKey: secret}
+""")
+PARSED_LIMITS = TransferLimits(12, 0.5, 3, 7.5, 16 * GIB, GIB // 2, 2)
+SECRETS = "/var/lib/spillway/secrets"
+
+
+def connector_tier(settings):
+    """What the connector in this engine makes of its shared tier."""
+    extra = kv_transfer_config(settings)["kv_connector_extra_config"]
+    options = dict(extra["secondary_tiers"][0])
+    return parse_tier(options.pop("type"), options)
+
+
+def secret_files(pod):
+    """Path in the pod -> (Secret, key)."""
+    (volume,) = (volume["projected"] for volume in pod["volumes"] if volume["name"] == "secrets")
+    (mount,) = (mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "secrets")
+    assert mount["readOnly"] and volume["defaultMode"] == 0o400
+    return {
+        f"{mount['mountPath']}/{item['path']}": (source["secret"]["name"], item["key"])
+        for source in volume["sources"]
+        for item in source["secret"]["items"]
     }
-    rendered = render(values=values)
-    offload = engine_of(rendered).offload
 
-    assert (offload.num_cpu_blocks, offload.cpu_bytes, offload.blocks_per_chunk) == (None, 64 * GIB, 4)
-    assert (offload.eviction_policy, offload.batch_memcpy) == ("arc", "on")
-    tier = offload.shared_tier
-    assert (tier.type, tier.redis.url, tier.redis.ttl_seconds, tier.redis.connections) == (
-        "redis",
-        "rediss://c:6380/2",
-        60,
-        9,
+
+def test_offload_values_reach_the_connector(engine_of):
+    settings = engine_of(render(values={"engine": {"tensorParallelSize": 2, "offload": OFFLOAD}}))
+    extra = kv_transfer_config(settings)["kv_connector_extra_config"]
+
+    assert ConnectorConfig.parse(extra) == ConnectorConfig(
+        cpu_bytes_to_use=64 * GIB,
+        blocks_per_chunk=4,
+        eviction_policy="arc",
+        batch_memcpy="on",
+        max_copy_descriptors=64,
+        transport="npu",
+        acl_library_path="/emulator/libascendcl.so",
+        weights_version="step 7",
+        prefill_tokens_per_second=2_500_000,
+        request_wait_seconds=1.5,
+        promotion_in_flight_fraction=0.25,
+        promotion_per_request_fraction=1,
     )
-    assert (tier.lookup_timeout_seconds, tier.load_timeout_seconds, tier.store_timeout_seconds) == (0.5, 3.0, 7.5)
-    assert offload.extra_tiers == ({"type": "fs", "root_dir": "/x", "size": 3_000_000_000},)
-    variables = environment(rendered.one("StatefulSet", "engine"))
-    assert variables[tier.redis.username_env] == {"secretKeyRef": {"name": "s", "key": "u"}}
-    assert variables[tier.redis.password_env] == {"secretKeyRef": {"name": "s", "key": "password"}}
+    assert extra["secondary_tiers"] == [{"type": "fs", "root_dir": "/x", "size": 3_000_000_000}]
 
 
-def test_nvme_tier_lies_where_the_volume_is_mounted(engine_of):
+def test_redis_values_reach_the_connector(engine_of):
+    redis = {
+        "url": "rediss-sentinel://a:1,b:2/main?db=2",
+        "existingSecret": {"name": "s", "usernameKey": "u"},
+        "tls": {"caSecret": {"name": "ca", "key": "root.pem"}, "clientSecret": {"name": "client"}},
+        "ttlSeconds": 60,
+        "connections": 9,
+        "payloadConnections": 3,
+        "tenantMaxBytes": "5GiB",
+    }
+    rendered = render(values=nested("engine.offload.sharedTier", {"type": "redis", "redis": redis, **LIMITS}))
+    tier = connector_tier(engine_of(rendered))
+    engine = rendered.one("StatefulSet", "engine")
+
+    assert tier == RedisTierConfig(
+        url="rediss-sentinel://a:1,b:2/main?db=2",
+        username_env="SPILLWAY_REDIS_USERNAME",
+        password_file=f"{SECRETS}/redis-password",
+        tls_ca_file=f"{SECRETS}/redis-ca.crt",
+        tls_certificate_file=f"{SECRETS}/redis-client.crt",
+        tls_key_file=f"{SECRETS}/redis-client.key",
+        ttl_seconds=60,
+        connections=9,
+        payload_connections=3,
+        tenant_max_bytes=5 * GIB,
+        encryption=EncryptionConfig("2026", f"{SECRETS}/tier-key"),
+        limits=PARSED_LIMITS,
+    )
+    assert environment(engine)[tier.username_env] == {"secretKeyRef": {"name": "s", "key": "u"}}
+    assert "SPILLWAY_REDIS_PASSWORD" not in environment(engine)
+    assert secret_files(pod_spec(engine)) == {
+        tier.password_file: ("s", "password"),
+        tier.tls_ca_file: ("ca", "root.pem"),
+        tier.tls_certificate_file: ("client", "tls.crt"),
+        tier.tls_key_file: ("client", "tls.key"),
+        tier.encryption.key_file: ("kv-key", "secret"),
+    }
+
+
+def test_a_password_by_variable(engine_of):
+    redis = {"url": "redis://c:6379/0", "existingSecret": {"name": "s", "passwordAs": "env"}}
+    rendered = render(values=nested("engine.offload.sharedTier", {"type": "redis", "redis": redis}))
+    tier = connector_tier(engine_of(rendered))
+    engine = rendered.one("StatefulSet", "engine")
+
+    assert tier == RedisTierConfig(url="redis://c:6379/0", password_env="SPILLWAY_REDIS_PASSWORD")
+    assert environment(engine)[tier.password_env] == {"secretKeyRef": {"name": "s", "key": "password"}}
+    assert not any(volume["name"] == "secrets" for volume in pod_spec(engine)["volumes"])
+
+
+def test_nvme_values_reach_the_connector_and_lie_where_the_volume_is_mounted(engine_of):
     nvme = {
         "path": "/kv/cache",
+        "mode": "auto",
         "maxBytes": "1.5TiB",
-        "ioThreads": 7,
+        "ttlSeconds": 3600,
+        "tenantMaxBytes": "100GiB",
         "volume": {"type": "sharedClaim", "size": "2TiB"},
     }
-    rendered = render(values={"engine": {"offload": {"sharedTier": {"type": "nvme", "nvme": nvme}}}})
-    tier = engine_of(rendered).offload.shared_tier
+    rendered = render(values=nested("engine.offload.sharedTier", {"type": "nvme", "nvme": nvme, **LIMITS}))
 
-    assert (tier.nvme.path, tier.nvme.max_bytes, tier.nvme.io_threads) == ("/kv/cache", 3 * (1 << 39), 7)
+    assert connector_tier(engine_of(rendered)) == NvmeTierConfig(
+        path=Path("/kv/cache"),
+        mode="auto",
+        max_bytes=3 * (1 << 39),
+        ttl_seconds=3600,
+        tenant_max_bytes=100 * GIB,
+        encryption=EncryptionConfig("2026", f"{SECRETS}/tier-key"),
+        limits=PARSED_LIMITS,
+    )
     pod = pod_spec(rendered.one("StatefulSet", "engine"))
     mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     volume = next(volume for volume in pod["volumes"] if volume["name"] == mounts["/kv/cache"])
@@ -126,6 +215,59 @@ def test_nvme_tier_lies_where_the_volume_is_mounted(engine_of):
     assert claim["spec"]["resources"]["requests"]["storage"] == "2097152Mi"
 
 
+@pytest.mark.parametrize(
+    ("kind", "bound"),
+    [
+        ("emptyDir", 90 * GIB),
+        ("perPodClaim", 90 * GIB),
+        ("sharedClaim", 90 * GIB),
+        ("hostPath", None),  # the connector measures the file system
+        ("existingClaim", None),
+    ],
+)
+def test_a_volume_with_a_size_bounds_the_tier_with_room_to_spare(kind, bound, engine_of):
+    volume = {"type": kind, "size": "100GiB", "claimName": "c"}
+    rendered = render(values=nested("engine.offload.sharedTier", {"type": "nvme", "nvme": {"volume": volume}}))
+
+    assert connector_tier(engine_of(rendered)).max_bytes == bound
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("redis://h", "redis://h:1/", "rediss://h.example:6380/2", "redis://[::1]:6379/0", "redis-cluster://a"),
+        *("redis-sentinel://a,b:1/main", "rediss-sentinel://a:1/main?db=3", "rediss-cluster://a:1,b:2/0"),
+        *("http://h", "redis://", "redis://a,b", "redis://h/x", "redis://h/0?db=1", "redis-sentinel://a", "redis:h"),
+        *("redis-cluster://a/1", "redis-cluster://a?db=1", "redis-sentinel://a/m?x=1", "redis-proxy://a", "h:6379"),
+    ],
+)
+def test_chart_and_connector_accept_the_same_addresses(url):
+    try:
+        RedisEndpoint.from_url(url)
+        understood = True
+    except ConfigError:
+        understood = False
+    values = nested("engine.offload.sharedTier", {"type": "redis", "redis": {"url": url}})
+
+    if understood:
+        assert render(values=values)
+    else:
+        with pytest.raises(RenderRefused, match="is no address"):
+            render(values=values)
+
+
+def test_defaults_of_the_connector_are_written_once(engine_of):
+    """values.yaml repeats them as documentation; they may not drift apart."""
+    extra = kv_transfer_config(engine_of(render()))["kv_connector_extra_config"]
+
+    assert ConnectorConfig.parse(extra) == ConnectorConfig(num_cpu_blocks=2048)
+    for tier, own in (
+        ({"type": "nvme"}, NvmeTierConfig(path=Path("/var/lib/spillway/kv"))),
+        ({"type": "redis", "redis": {"url": "redis://h"}}, RedisTierConfig(url="redis://h")),
+    ):
+        assert connector_tier(engine_of(render(values=nested("engine.offload.sharedTier", tier)))) == own
+
+
 def test_embedded_server_is_the_one_the_engines_use(engine_of):
     rendered = render(CHART / "values-cpu.yaml", values={"redis": {"port": 7000, "existingSecret": {"name": "pw"}}})
     redis = engine_of(rendered).offload.shared_tier.redis
@@ -133,10 +275,10 @@ def test_embedded_server_is_the_one_the_engines_use(engine_of):
 
     assert redis.url == f"redis://{service['metadata']['name']}.llm.svc.cluster.local:7000/0"
     assert service["spec"]["ports"][0]["port"] == 7000
-    server, engine = (environment(rendered.one("StatefulSet", kind)) for kind in ("redis", "engine"))
-    assert (
-        server["VALKEY_PASSWORD"] == engine[redis.password_env] == {"secretKeyRef": {"name": "pw", "key": "password"}}
-    )
+    assert environment(rendered.one("StatefulSet", "redis"))["VALKEY_PASSWORD"] == {
+        "secretKeyRef": {"name": "pw", "key": "password"}
+    }
+    assert secret_files(pod_spec(rendered.one("StatefulSet", "engine")))[redis.password_file] == ("pw", "password")
     conf = rendered.one("ConfigMap", "redis")["data"]["valkey.conf"]
     assert "port 7000" in conf and f"maxmemory {3 * GIB // 4}" in conf
 

@@ -21,13 +21,19 @@ engine:
     volume: {type: existingClaim, claimName: models}
     hubTokenSecret: {name: hub}
   offload:
-    sharedTier: {type: redis, redis: {url: "redis://r:6379/0", existingSecret: {name: cache, usernameKey: user}}}
+    sharedTier:
+      type: redis
+      redis:
+        url: "rediss://r:6379/0"
+        existingSecret: {name: cache, usernameKey: user}
+        tls: {caSecret: {name: ca}, clientSecret: {name: client}}
+      encryption: {enabled: true, keyId: "2026", keySecretName: kv-key}
   apiKeySecret: {name: keys}
   topologySpread: {enabled: true}
 gateway:
   ingress: {enabled: true, host: a.example, tlsSecret: tls}
   httpRoute: {enabled: true, parentRefs: [{name: public}]}
-networkPolicy: {restrictEgress: true, gatewayFrom: [{podSelector: {}}]}
+networkPolicy: {restrictEgress: true, gatewayFrom: [{podSelector: {}}], engineEgress: [{to: [{podSelector: {}}]}]}
 monitoring:
   podMonitor: {enabled: true}
   serviceMonitor: {enabled: true}
@@ -39,7 +45,14 @@ HUB = nested("engine.model", {"path": "Qwen/Qwen3-8B", "volume": {"type": "none"
 NVME = nested("engine.offload.sharedTier.type", "nvme")
 EMBEDDED = laid_over(
     nested("redis", {"enabled": True, "existingSecret": {"name": "valkey"}}),
-    nested("engine.offload.sharedTier.redis", {"url": "", "existingSecret": {"name": ""}}),
+    nested(
+        "engine.offload.sharedTier.redis",
+        {
+            "url": "",
+            "existingSecret": {"name": "", "usernameKey": ""},
+            "tls": {"caSecret": {"name": ""}, "clientSecret": {"name": ""}},
+        },
+    ),
 )
 ON_CPU = nested("engine.accelerator.preset", "cpu")
 
@@ -62,7 +75,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
         "engine.accelerator.visibleDevices", {"mode": "literal", "value": "0"}
     ),
     "engine.offload.cpuBytes": nested("engine.offload", {"numCpuBlocks": None, "cpuBytes": "20GiB"}),
-    "engine.offload.enabled": nested("engine.offload.sharedTier.type", "none"),
+    "engine.offload.enabled": nested("engine.offload.sharedTier", {"type": "none", "encryption": {"enabled": False}}),
     "engine.offload.sharedTier.nvme": NVME,
     "engine.offload.sharedTier.nvme.volume.size": nvme_volume("sharedClaim"),
     "engine.offload.sharedTier.nvme.volume.storageClassName": nvme_volume("perPodClaim"),
@@ -77,7 +90,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "gateway.autoscaling.enabled": {},
     "gateway.service.nodePort": nested("gateway.service.type", "NodePort"),
     "redis": EMBEDDED,
-    "redis.enabled": nested("engine.offload.sharedTier.redis.existingSecret.name", ""),
+    "redis.enabled": laid_over(EMBEDDED, nested("redis.enabled", False)),
 }
 
 # What a leaf is changed to, where its present value does not suggest it.
@@ -117,7 +130,18 @@ CHANGES: dict[str, Any] = {
     "engine.offload.sharedTier.nvme.volume.hostPath": "/other",
     "engine.offload.sharedTier.nvme.volume.size": "700GiB",
     "engine.offload.sharedTier.nvme.volume.storageClassName": "fast",
-    "engine.offload.sharedTier.redis.url": "redis://other:6379/0",
+    "engine.offload.sharedTier.nvme.mode": "slab",
+    "engine.offload.sharedTier.nvme.ttlSeconds": 3600,
+    "engine.offload.sharedTier.nvme.tenantMaxBytes": "10GiB",
+    "engine.offload.sharedTier.redis.url": "rediss://other:6379/0",
+    "engine.offload.sharedTier.redis.existingSecret.passwordAs": "env",
+    "engine.offload.sharedTier.redis.tenantMaxBytes": "10GiB",
+    "engine.offload.sharedTier.loadQueueBytesMax": "9GiB",
+    "engine.offload.sharedTier.storeQueueBytesMax": "9GiB",
+    "engine.offload.prefillTokensPerSecond": 9000,
+    "engine.offload.transport": "npu",
+    "engine.offload.aclLibraryPath": "/emulator/libascendcl.so",
+    "engine.offload.weightsVersion": "step 7",
     "engine.offload.extraTiers": [{"type": "fs", "root_dir": "/x"}],
     "engine.memory.limit": "200GiB",
     "engine.memory.sharedMemory": "100GiB",
@@ -130,7 +154,7 @@ CHANGES: dict[str, Any] = {
     "engine.image.registry": "other.example",
     "engine.schedulerName": "default-scheduler",
     "engine.podSecurityContext": {"fsGroup": 1},
-    "engine.securityContext": {"runAsUser": 1},
+    "engine.securityContext": {"privileged": False},
     "engine.extraArgs": ["--enforce-eager"],
     "engines": {"a": {"replicas": 1}},
     "gateway.service.type": "LoadBalancer",
@@ -216,7 +240,6 @@ def rendered_before():
 def test_changing_a_leaf_changes_the_render(path, value, rendered_before):
     base = laid_over(RICH, context_of(path))
     if path == "redis.enabled":
-        base = laid_over(base, nested("engine.offload.sharedTier.redis.url", ""))
         after = render(values=laid_over(base, nested("redis.enabled", True)))
         assert after.of_kind("StatefulSet", "redis")
         return
@@ -252,7 +275,9 @@ FORMED = (
         "engine.accelerator.preset",
     ),
     *("engine.accelerator.visibleDevices.value", "engine.offload.evictionPolicy", "engine.offload.batchMemcpy"),
+    "engine.offload.transport",
     *("engine.offload.sharedTier.type", "engine.offload.sharedTier.nvme", "engine.offload.sharedTier.redis.url"),
+    *("passwordAs", "loadQueueBytesMax", "storeQueueBytesMax"),
     *("engine.memory", "engine.cpu", "engine.lifecycle", "engine.image.variant", "engine.image.digest", "redis.memory"),
     *("whenUnsatisfiable", "gateway.service.type", "gateway.limits", "gateway.index", "gateway.log.level", "redis.cpu"),
     *("gateway.resources", "gateway.ingress.path", "gateway.image.digest", "redis.image.digest", "labels"),

@@ -89,6 +89,9 @@ TWO = {"engines": {"a": {"model": {"servedName": "a"}}, "b": {"model": {"servedN
         (nested("gateway.replicas", 5), set()),
         (nested("monitoring.alerts.enabled", True), set()),
         (nested("networkPolicy.enabled", False), set()),
+        (nested("engines.b.secretsRevision", "2026-11-21"), {"b"}),
+        (nested("gateway.secretsRevision", "2026-11-21"), {"gateway"}),
+        (nested("engines.a.offload.sharedTier", {"type": "nvme", "nvme": {"mode": "slab"}}), {"a"}),
     ],
     ids=str,
 )
@@ -96,6 +99,23 @@ def test_a_change_rolls_the_pods_that_read_it_and_no_others(change, rolled):
     before, after = templates(render(values=TWO)), templates(render(values=laid_over(TWO, change)))
 
     assert {name for name in before if before[name] != after[name]} == rolled
+
+
+def test_a_first_rollout_may_last_as_long_as_the_slowest_model_loads():
+    """A gateway pod is ready only when each model has an engine; Kubernetes' 600 seconds would call that stuck."""
+    engines = {"slow": {"lifecycle": {"startupTimeoutSeconds": 7200}}, "fast": {"model": {"servedName": "f"}}}
+    gateway = render(values={"engines": engines}).one("Deployment", "gateway")
+
+    assert gateway["spec"]["progressDeadlineSeconds"] >= 7200 + 60
+
+
+def test_replicas_are_taken_away_slowly():
+    """Each takes its CPU tier along. KEDA's own cooldown is about the step to zero alone."""
+    scaling = {"enabled": True, "cooldownSeconds": 900}
+    spec = render(values=nested("engine.autoscaling", scaling)).one("ScaledObject")["spec"]
+
+    down = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+    assert spec["cooldownPeriod"] == down["stabilizationWindowSeconds"] == 900
 
 
 def test_a_new_chart_version_alone_restarts_nothing():

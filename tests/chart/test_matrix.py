@@ -1,14 +1,23 @@
-"""Values in combination: each render is valid on the oldest and newest Kubernetes and keeps the chart's promises.
+"""Values in combination: each render is valid on a supported Kubernetes, in turns, and keeps the chart's promises.
 
-Every pair of choices of two dimensions occurs in some combination; a fixed seed picks them, so failures repeat.
+Every pair of choices of two dimensions occurs in some combination, and as many triples as the number of rows allows; a
+fixed seed picks them, so failures repeat.
 """
 
+import json
 import random
 from itertools import combinations
+from typing import Any
 
 import pytest
+import yaml
 from chart.helm_binaries import helms
-from chart.rendering import laid_over, nested, pod_spec, quantity_bytes, render, require_valid
+from chart.rendering import Render, environment, laid_over, nested, pod_spec, quantity_bytes, render, require_valid
+
+from spillway_connector.config import ConnectorConfig, parse_tier
+from spillway_engine.settings import EngineSettings, check_settings
+from spillway_engine.settings_reader import read_settings
+from spillway_engine.vllm_arguments import kv_transfer_config
 
 FOLDER = {"path": "/models/Qwen3-8B"}
 DIMENSIONS = {
@@ -43,14 +52,50 @@ DIMENSIONS = {
             "engine.offload.sharedTier",
             {"type": "redis", "redis": {"url": "redis://r:6379", "existingSecret": {"name": "p", "usernameKey": "u"}}},
         ),
+        nested(
+            "engine.offload.sharedTier",
+            {
+                "type": "redis",
+                "redis": {
+                    "url": "rediss-sentinel://a:26379,b:26379/main?db=2",
+                    "existingSecret": {"name": "p", "passwordAs": "env"},
+                    "tls": {"caSecret": {"name": "ca"}, "clientSecret": {"name": "client"}},
+                    "connections": 8,
+                    "payloadConnections": 4,
+                    "tenantMaxBytes": "10GiB",
+                },
+            },
+        ),
+        nested("engine.offload.sharedTier", {"type": "redis", "redis": {"url": "redis-cluster://a,b,c:7000"}}),
         *(
             nested(
                 "engine.offload.sharedTier",
-                {"type": "nvme", "nvme": {"maxBytes": "300GiB", "volume": {"type": kind, "claimName": "c"}}},
+                {"type": "nvme", "nvme": {"mode": mode, "maxBytes": bound, "volume": {"type": kind, "claimName": "c"}}},
             )
-            for kind in ("hostPath", "emptyDir", "perPodClaim", "sharedClaim", "existingClaim")
+            for kind, mode, bound in (
+                ("hostPath", "slab", "300GiB"),
+                ("emptyDir", "auto", None),
+                ("perPodClaim", "slab", None),
+                ("sharedClaim", "files", None),
+                ("existingClaim", "auto", "300GiB"),
+            )
         ),
     ],
+    "bounds": [
+        {},
+        nested("engine.offload.sharedTier", {"ioThreads": 12, "lookupTimeoutSeconds": 0.05, "storeQueueSecondsMax": 1}),
+        nested(
+            "engine.offload",
+            {
+                "prefillTokensPerSecond": 8000,
+                "requestWaitSeconds": 1.5,
+                "promotionInFlightFraction": 0.3,
+                "promotionPerRequestFraction": 1,
+                "sharedTier": {"loadQueueBytesMax": "20GiB", "nvme": {"ttlSeconds": 3600, "tenantMaxBytes": "50GiB"}},
+            },
+        ),
+    ],
+    "encryption": [{}, {"sealed": True}],
     "size": [
         {},
         nested("engine", {"replicas": 1, "tensorParallelSize": 4}),
@@ -79,7 +124,13 @@ DIMENSIONS = {
     "network": [
         {},
         {"networkPolicy": {"enabled": False}},
-        {"networkPolicy": {"restrictEgress": True, "gatewayFrom": [{"podSelector": {}}]}},
+        {
+            "networkPolicy": {
+                "restrictEgress": True,
+                "gatewayFrom": [{"podSelector": {}}],
+                "engineEgress": [{"ports": [{"protocol": "TCP", "port": 443}]}],
+            }
+        },
     ],
     "extras": [
         {},
@@ -108,44 +159,67 @@ DIMENSIONS = {
 }
 
 
+VERSIONS = [f"1.{minor}" for minor in range(28, 37)]
+Choice = tuple[str, int]
+LEAST_ROWS = 200
+
+
 def covering_array() -> list[dict[str, int]]:
-    """Greedy: of some random rows, take the one with the most pairs not seen yet."""
+    """Greedy: of some random rows, the one with the most pairs not seen yet; then, with the most such triples."""
     dice = random.Random(7)
     names = list(DIMENSIONS)
-    missing = {
-        (one, i, two, j)
-        for one, two in combinations(names, 2)
-        for i in range(len(DIMENSIONS[one]))
-        for j in range(len(DIMENSIONS[two]))
-    }
-    rows = []
-    while missing:
-        candidates = [{name: dice.randrange(len(DIMENSIONS[name])) for name in names} for _ in range(60)]
-        best = max(candidates, key=lambda row: len(pairs_of(row) & missing))
-        if pairs_of(best) & missing:
-            missing -= pairs_of(best)
+    choices = [(name, choice) for name in names for choice in range(len(DIMENSIONS[name]))]
+    missing_pairs = {pair for pair in combinations(choices, 2) if pair[0][0] != pair[1][0]}
+    seen_triples: set[tuple[Choice, ...]] = set()
+    rows: list[dict[str, int]] = []
+    while missing_pairs or len(rows) < LEAST_ROWS:
+        candidates = [{name: dice.randrange(len(DIMENSIONS[name])) for name in names} for _ in range(40)]
+        best = max(
+            candidates,
+            key=lambda row: len(subsets(row, 2) & missing_pairs if missing_pairs else subsets(row, 3) - seen_triples),
+        )
+        if not missing_pairs or subsets(best, 2) & missing_pairs:
+            missing_pairs -= subsets(best, 2)
+            seen_triples |= subsets(best, 3)
             rows.append(best)
     return rows
 
 
-def pairs_of(row: dict[str, int]) -> set[tuple[str, int, str, int]]:
-    return {(one, row[one], two, row[two]) for one, two in combinations(DIMENSIONS, 2)}
+def subsets(row: dict[str, int], size: int) -> set[tuple[Choice, ...]]:
+    return set(combinations(row.items(), size))
+
+
+def values_of(row: dict[str, int]) -> dict[str, Any]:
+    chosen = {name: DIMENSIONS[name][choice] for name, choice in row.items()}
+    sealed = bool(chosen.pop("encryption"))
+    values = laid_over({}, *chosen.values())
+    offload = values.get("engine", {}).get("offload", {})
+    if sealed and offload.get("sharedTier", {}).get("type", "none") != "none":
+        key = {"enabled": True, "keyId": "2026", "keySecretName": "kv-key"}
+        values = laid_over(values, nested("engine.offload.sharedTier.encryption", key))
+    return values
 
 
 ROWS = covering_array()
 
 
 def test_matrix_is_large_enough():
-    assert len(ROWS) >= 45
+    assert len(ROWS) >= LEAST_ROWS
+    assert len({json.dumps(values_of(row), sort_keys=True) for row in ROWS}) >= LEAST_ROWS
+    every_pair = {
+        pair
+        for pair in combinations([(name, choice) for name in DIMENSIONS for choice in range(len(DIMENSIONS[name]))], 2)
+        if pair[0][0] != pair[1][0]
+    }
+    assert every_pair == set().union(*(subsets(row, 2) for row in ROWS))
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_combination(number):
-    row = ROWS[number]
-    values = laid_over({}, *(DIMENSIONS[name][choice] for name, choice in row.items()))
-    kubernetes = ("1.28", "1.36")[number % 2]
+    values = values_of(ROWS[number])
+    kubernetes = VERSIONS[number % len(VERSIONS)]
 
-    rendered = render(values=values, kubernetes=kubernetes, helm=helms()[number // 2 % 2])
+    rendered = render(values=values, kubernetes=kubernetes, helm=helms()[number // len(VERSIONS) % 2])
 
     require_valid(rendered, kubernetes)
     require_promises(rendered)
@@ -175,3 +249,34 @@ def require_promises(rendered) -> None:
         assert quantity_bytes(shared["sizeLimit"]) < quantity_bytes(
             pod["containers"][0]["resources"]["limits"]["memory"]
         )
+        require_an_engine_that_starts(rendered, workload)
+
+
+def require_an_engine_that_starts(rendered: Render, workload: dict[str, Any]) -> None:
+    """The engine service accepts the file, the connector what is made of it, and what they name is in the pod."""
+    files = rendered.named("ConfigMap", workload["metadata"]["name"])["data"]
+    settings = check_settings(read_settings(EngineSettings, yaml.safe_load(files["engine.yaml"])))
+    if not settings.offload.enabled:
+        return
+    extra = kv_transfer_config(settings)["kv_connector_extra_config"]
+    ConnectorConfig.parse(extra)
+    needed_files, needed_variables = set(), set()
+    for options in extra["secondary_tiers"]:
+        tier = parse_tier(options.pop("type"), options)
+        tls = ("tls_ca_file", "tls_certificate_file", "tls_key_file", "password_file")
+        needed_files |= {getattr(tier, name, None) for name in tls}
+        needed_variables |= {getattr(tier, name, None) for name in ("username_env", "password_env")}
+        if tier.encryption is not None:
+            needed_files.add(tier.encryption.key_file)
+    pod = pod_spec(workload)
+    brought = {
+        f"{mount['mountPath']}/{item['path']}"
+        for volume in pod["volumes"]
+        for source in volume.get("projected", {}).get("sources", [])
+        for item in source["secret"]["items"]
+        for mount in pod["containers"][0]["volumeMounts"]
+        if mount["name"] == volume["name"]
+    }
+    assert all(volume["projected"]["defaultMode"] == 0o400 for volume in pod["volumes"] if "projected" in volume)
+    assert brought == needed_files - {None}
+    assert needed_variables - {None} <= set(environment(workload))

@@ -185,3 +185,34 @@ def test_numbers_by_hand_win_over_a_preset():
 
     assert memory["bytesPerToken"] == 2 * 10 * 2 * 64 * 2
     assert list(islice(memory, 1)) == ["bytesPerBlock"]
+
+
+@pytest.mark.parametrize(
+    ("tier", "chunks"),
+    [
+        ({"type": "none"}, 0),
+        ({"type": "redis", "redis": {"url": "redis://r"}}, 4 * 2),
+        ({"type": "redis", "ioThreads": 10, "redis": {"url": "redis://r", "connections": 3}}, 10 * 2),
+        (
+            {
+                "type": "redis",
+                "ioThreads": 10,
+                "redis": {"url": "redis://r"},
+                "encryption": {"enabled": True, "keyId": "a", "keySecretName": "k"},
+            },
+            10 * 3,
+        ),
+    ],
+)
+def test_threads_of_the_shared_tier_have_their_buffers(tier, chunks):
+    """Two chunks each, three where they are sealed on the way; queues hold references, no bytes."""
+    memory, without = (
+        json.loads(
+            render(values={"engine": {"memory": {"marginPercent": 0}, "offload": {"sharedTier": shared}}}).one(
+                "ConfigMap", "engine"
+            )["data"]["memory.json"]
+        )
+        for shared in (tier, {"type": "none"})
+    )
+
+    assert memory["podNeedsBytes"] - without["podNeedsBytes"] == chunks * memory["cpuRowBytes"]

@@ -18,6 +18,15 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "negative replicas": ("gateway: {replicas: -1}", ["replicas", "1"]),
     "odd block size": ("engine: {blockSize: 100}", ["blockSize", "16"]),
     "unknown word": ("engine: {offload: {batchMemcpy: always}}", ["batchMemcpy", "auto", "on", "off"]),
+    "unknown transport": ("engine: {offload: {transport: cuda}}", ["transport", "auto", "cpu", "npu"]),
+    "copies that cannot reach a device": (
+        "engine: {offload: {transport: cpu}}",
+        ["engine.offload.transport: cpu cannot reach the memory of a device; accelerator.preset: mindcluster needs"],
+    ),
+    "library that nobody opens": (
+        "engine: {accelerator: {preset: cpu}, offload: {aclLibraryPath: /x.so}}",
+        ["aclLibraryPath: /x.so is read by transport: npu alone"],
+    ),
     "unknown tier": ("engine: {offload: {sharedTier: {type: s3}}}", ["none", "nvme", "redis"]),
     "unknown preset": ("engine: {accelerator: {preset: nvidia}}", ["mindcluster", "cce", "hami", "custom", "cpu"]),
     "unknown dtype": ("engine: {model: {dtype: fp8}}", ["dtype", "bfloat16"]),
@@ -144,7 +153,108 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     ),
     "address of another protocol": (
         "engine: {offload: {sharedTier: {type: redis, redis: {url: 'http://r:6379'}}}}",
-        ["is no address; write redis://host:6379/0"],
+        ['redis.url: "http://r:6379" is no address; write redis://host:6379/0, redis-sentinel://'],
+    ),
+    "several servers that are no cluster": (
+        "engine: {offload: {sharedTier: {type: redis, redis: {url: 'redis://a:1,b:1'}}}}",
+        ["is no address", "redis-cluster://host:6379,host:6379"],
+    ),
+    "sentinels without the name of what they watch": (
+        "engine: {offload: {sharedTier: {type: redis, redis: {url: 'redis-sentinel://a:1,b:1'}}}}",
+        ["is no address", "redis-sentinel://host:26379,host:26379/service?db=0"],
+    ),
+    "password in the address of a tier that is not in use": (
+        "engine: {offload: {sharedTier: {redis: {url: 'redis://:pw@r:6379/0'}}}}",
+        ["redis.url holds credentials; put them into a Secret"],
+    ),
+    "socket that nothing brings": (
+        "engine: {offload: {sharedTier: {type: redis, redis: {url: 'unix:///run/r.sock'}}}}",
+        ["redis.url: unix:///run/r.sock is a socket in the pod, but nothing brings it"],
+    ),
+    "certificates for a plain connection": (
+        "engine: {offload: {sharedTier: {type: redis, redis: {url: 'redis://r', tls: {caSecret: {name: ca}}}}}}",
+        ["redis.tls names Secrets, but url: redis://r asks for no TLS; write rediss://"],
+    ),
+    "user name without its Secret": (
+        "engine: {offload: {sharedTier: {type: redis, redis: {url: 'redis://r', existingSecret: {usernameKey: u}}}}}",
+        ["existingSecret.usernameKey: u, but existingSecret.name is empty"],
+    ),
+    "password as something else": (
+        "engine: {offload: {sharedTier: {redis: {existingSecret: {passwordAs: argument}}}}}",
+        ["passwordAs", "file", "env"],
+    ),
+    "more lanes than connections": (
+        "engine: {offload: {sharedTier: {type: redis, redis: {url: 'redis://r', payloadConnections: 8}}}}",
+        ["redis.payloadConnections: 8 is more than connections: 4; raise connections"],
+    ),
+    "a tenant larger than the embedded server": (
+        "{redis: {enabled: true}, engine: {offload: {sharedTier: {type: redis, redis: {tenantMaxBytes: 8GiB}}}}}",
+        ["tenantMaxBytes: 8.0 GiB for one tenant is more than the embedded server holds for all", "6.0 GiB"],
+    ),
+    "server behind a closed network": (
+        "{networkPolicy: {restrictEgress: true}, "
+        "engine: {offload: {sharedTier: {type: redis, redis: {url: 'redis://r'}}}}}",
+        ["restrictEgress: true closes the way to", "redis.url: redis://r; list its address in networkPolicy.engineEg"],
+    ),
+    "encryption without a Secret": (
+        "engine: {offload: {sharedTier: {type: nvme, encryption: {enabled: true, keyId: a}}}}",
+        ["encryption.keySecretName is empty", "kubectl create secret generic kv-key --from-literal=key=$(openssl"],
+    ),
+    "encryption without a name": (
+        "engine: {offload: {sharedTier: {type: nvme, encryption: {enabled: true, keySecretName: k}}}}",
+        ["encryption.keyId is empty; give the key a public name"],
+    ),
+    "the key where its name belongs": (
+        "engine: {offload: {sharedTier: {encryption: {keyId: 'dGhpcyBpcyBhIGtleQ=='}}}}",
+        ["keyId", "pattern"],
+    ),
+    "encryption of nothing": (
+        "engine: {offload: {sharedTier: {encryption: {enabled: true, keyId: a, keySecretName: k}}}}",
+        ["encryption.enabled: true, but sharedTier.type is none; it seals a shared tier"],
+    ),
+    "key that the engine's user cannot read": (
+        "engine: {accelerator: {preset: cpu}, podSecurityContext: {runAsUser: 5}, offload: {sharedTier: "
+        "{type: nvme, encryption: {enabled: true, keyId: a, keySecretName: k}}}}",
+        ["user 5 of the engine cannot read the files of Secret k", "add fsGroup to engine.podSecurityContext"],
+    ),
+    "slabs on a volume of many nodes": (
+        "engine: {offload: {sharedTier: {type: nvme, nvme: {mode: slab, volume: {type: sharedClaim}}}}}",
+        ["nvme.mode: slab needs a disk of one node, but volume.type: sharedClaim is a ReadWriteMany claim"],
+    ),
+    "slabs on a claim that several pods mount": (
+        "engine: {offload: {sharedTier: {type: nvme, nvme: {mode: slab, volume: {type: existingClaim, "
+        "claimName: c}}}}}",
+        ["mode: slab needs a disk of one node, but up to 2 pods on any nodes mount claim c", "mode: files (or auto"],
+    ),
+    "unknown layout": ("engine: {offload: {sharedTier: {nvme: {mode: slabs}}}}", ["mode", "files", "slab", "auto"]),
+    "a tenant larger than the whole": (
+        "engine: {offload: {sharedTier: {type: nvme, nvme: {maxBytes: 1TiB, tenantMaxBytes: 2TiB}}}}",
+        ["nvme.tenantMaxBytes: 2.0 TiB for one tenant is more than maxBytes: 1.0 TiB for all"],
+    ),
+    "a tenant larger than what the volume leaves": (
+        "engine: {offload: {sharedTier: {type: nvme, nvme: {tenantMaxBytes: 95GiB, volume: {type: emptyDir, "
+        "size: 100GiB}}}}}",
+        ["nvme.tenantMaxBytes: 95.0 GiB for one tenant is more than maxBytes: 90.0 GiB for all"],
+    ),
+    "a bound of nothing": ("engine: {offload: {sharedTier: {nvme: {maxBytes: 0}}}}", ["maxBytes", "1"]),
+    "chunks that live for no time": ("engine: {offload: {sharedTier: {nvme: {ttlSeconds: 0}}}}", ["ttlSeconds", "1"]),
+    "queue that no chunk fits into": (
+        "engine: {offload: {blocksPerChunk: 100, sharedTier: {type: nvme}}}",
+        ["sharedTier.storeQueueBytesMax: 1.0 GiB holds no chunk of 1.8 GiB; set it to 1887436800 or more"],
+    ),
+    "tier that no chunk fits into": (
+        "engine: {offload: {sharedTier: {type: nvme, nvme: {maxBytes: 1MiB}}}}",
+        ["nvme.maxBytes: 1.0 MiB holds no chunk of 18.0 MiB; set it to 18874368 or more"],
+    ),
+    "threads at the old place": (
+        "engine: {offload: {sharedTier: {nvme: {ioThreads: 8}}}}",
+        ["ioThreads", "not allowed"],
+    ),
+    "a share above everything": ("engine: {offload: {promotionInFlightFraction: 50}}", ["promotionInFlightFraction"]),
+    "waiting for no time": ("engine: {offload: {requestWaitSeconds: 0}}", ["requestWaitSeconds", "0"]),
+    "secret of a further tier": (
+        "engine: {offload: {extraTiers: [{type: obj, secret_key: abc}]}}",
+        ["extraTiers[0].secret_key would lie in a ConfigMap in plain text"],
     ),
     "tier without offload": (
         "engine: {offload: {enabled: false, sharedTier: {type: nvme}}}",

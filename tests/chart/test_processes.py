@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
 from chart.rendering import CHART, nested, pod_spec, render
 
 START_SECONDS = 60
@@ -21,6 +24,34 @@ SMOLLM2 = {
     "torch_dtype": "bfloat16",
     "max_position_embeddings": 8192,
 }
+
+LIMITS = {
+    "ioThreads": 7,
+    "lookupTimeoutSeconds": 0.3,
+    "loadQueueBytesMax": "3GiB",
+    "storeQueueBytesMax": "2GiB",
+    "storeQueueSecondsMax": 1.5,
+    "encryption": {"enabled": True, "keyId": "2026-11-21", "keySecretName": "k"},
+}
+TIERS = [
+    {
+        "type": "redis",
+        "redis": {
+            "url": "rediss-cluster://a:1,b:2",
+            "existingSecret": {"name": "p", "usernameKey": "u"},
+            "tls": {"caSecret": {"name": "ca"}, "clientSecret": {"name": "c"}},
+            "ttlSeconds": 60,
+            "payloadConnections": 2,
+            "tenantMaxBytes": "1GiB",
+        },
+        **LIMITS,
+    },
+    {
+        "type": "nvme",
+        "nvme": {"mode": "slab", "ttlSeconds": 60, "tenantMaxBytes": "9GiB", "volume": {"type": "perPodClaim"}},
+        **LIMITS,
+    },
+]
 
 
 def command_of(workload: dict[str, Any], config: Path, name: str) -> list[str]:
@@ -100,3 +131,30 @@ def test_engine_service_resolves_what_the_chart_reckoned(tmp_path):
     extra = transfer["kv_connector_extra_config"]
     assert (extra["num_cpu_blocks"], extra["blocks_per_chunk"]) == (8, 2)
     assert extra["secondary_tiers"][0]["url"] == "redis://chat-spillway-redis.llm.svc.cluster.local:6379/0"
+
+
+@pytest.mark.parametrize("tier", TIERS, ids=lambda tier: tier["type"])
+def test_every_value_of_a_tier_reaches_the_engine_service(tier, tmp_path):
+    """What `helm test` asks of a running engine: its resolved settings are the values'."""
+    model = {"path": str(tmp_path), "servedName": "smol", "shape": {"preset": "smollm2-135m"}}
+    values = {"redis": {"enabled": False}, "engine": {"model": model, "offload": {"sharedTier": tier}}}
+    rendered = render(CHART / "values-cpu.yaml", values=values)
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    config = tmp_path / "engine.yaml"
+    config.write_text(rendered.one("ConfigMap", "engine")["data"]["engine.yaml"])
+
+    done = subprocess.run(
+        [*command_of(rendered.one("StatefulSet", "engine"), config, "chat-spillway-engine-0"), "--print-config"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_SECONDS,
+    )
+
+    expected, resolved = yaml.safe_load(config.read_text()), json.loads(done.stdout)["settings"]
+    assert len(expected["offload"]["sharedTier"]) >= 10
+    assert list(live_check()["differences"](expected, resolved)) == []
+
+
+def live_check() -> dict[str, Any]:
+    return runpy.run_path(str(CHART / "files" / "live_check.py"))

@@ -85,16 +85,61 @@ def test_old_kubernetes_is_refused():
         render(kubernetes="1.27")
 
 
-def test_notes_name_the_real_objects():
+def notes_of(*arguments: str | Path) -> str:
     """`helm template` leaves NOTES out; an install that only pretends shows them."""
     done = subprocess.run(
-        [helms()[1].path, "install", "chat", CHART, "-n", "llm", "--dry-run=client", "-f", CHART / "values-cpu.yaml"],
+        [helms()[1].path, "install", "chat", CHART, "-n", "llm", "--dry-run=client", *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
-    notes = done.stdout.partition("NOTES:")[2]
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("NOTES:")[2]
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        ("type=none", "none"),
+        (
+            "type=nvme,nvme.mode=auto,nvme.volume.type=sharedClaim,nvme.volume.size=100GiB",
+            "nvme, auto, up to 90.0 GiB on sharedClaim",
+        ),
+        (
+            "type=nvme,nvme.volume.type=emptyDir,nvme.maxBytes=50GiB",
+            "nvme, files, up to 50.0 GiB on emptyDir (a volume of each pod's own: shared with nobody)",
+        ),
+        ("type=nvme", "nvme, files, up to 4/5 of what the file system can give on hostPath"),
+        (
+            "type=redis,redis.url=rediss://r:1/0,encryption.enabled=true,encryption.keyId=k1,encryption.keySecretName=s",
+            "redis, rediss://r:1/0, sealed with key k1",
+        ),
+    ],
+)
+def test_notes_say_what_the_shared_tier_is(sets: str, said: str):
+    sets = ",".join(f"engine.offload.sharedTier.{each}" for each in sets.split(","))
+    lines = [line.strip() for line in notes_of("--set", sets).splitlines()]
+
+    assert f"shared tier             {said}" in lines
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        ("null", "above 140.6 MiB/s per engine for every 1000 tokens/s that it prefills"),
+        ("8000", "above 1.1 GiB/s per engine, at the given 8000 tokens/s of prefill"),
+    ],
+)
+def test_notes_say_from_which_bandwidth_on_a_tier_saves_time(rate: str, said: str):
+    """Qwen3-8B: 147,456 bytes for each token."""
+    sets = f"engine.offload.prefillTokensPerSecond={rate},engine.offload.sharedTier.type=nvme"
+
+    assert f"it saves time           {said}" in notes_of("--set", sets)
+
+
+def test_notes_name_the_real_objects():
+    notes = notes_of("-f", CHART / "values-cpu.yaml")
 
     assert "port-forward service/chat-spillway-gateway 8000:80" in notes
     assert "smollm2-135m-instruct (chat-spillway-engine, 2 pods)" in notes

@@ -126,6 +126,29 @@ def test_secrets_are_only_referred_to():
                     assert "secretKeyRef" in value
 
 
+def test_secrets_of_a_tier_are_files_for_its_user_alone():
+    tier = {
+        "type": "redis",
+        "redis": {
+            "url": "rediss://r",
+            "existingSecret": {"name": "login"},
+            "tls": {"caSecret": {"name": "ca"}, "clientSecret": {"name": "client"}},
+        },
+        "encryption": {"enabled": True, "keyId": "2026", "keySecretName": "seal"},
+    }
+    values = {"engine": {"accelerator": {"preset": "cpu"}, "offload": {"sharedTier": tier}}}
+    rendered = render(values=values)
+    pod = pod_spec(rendered.one("StatefulSet", "engine"))
+
+    (volume,) = (volume["projected"] for volume in pod["volumes"] if volume["name"] == "secrets")
+    assert volume["defaultMode"] == 0o400
+    assert [source["secret"]["name"] for source in volume["sources"]] == ["login", "ca", "client", "seal"]
+    # Kubernetes gives the files to root, and lets the group of fsGroup read them.
+    assert pod["securityContext"]["runAsUser"] != 0 and pod["securityContext"]["fsGroup"]
+    assert all(mount["readOnly"] for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "secrets")
+    assert not any(name in json.dumps(rendered.of_kind("ConfigMap")) for name in ("login", "seal"))
+
+
 def test_requests_equal_limits_where_it_matters():
     for file in EXAMPLES:
         for workload in render(file).of_kind("StatefulSet", "engine"):

@@ -3,7 +3,7 @@
 {{/* (root, item, problems) */}}
 {{- define "spillway.engineChecks" -}}
 {{- $root := .root -}}{{- $item := .item -}}{{- $problems := .problems -}}
-{{- $engine := $item.engine -}}{{- $path := $item.path -}}{{- $offload := $engine.offload -}}{{- $tier := $offload.sharedTier -}}
+{{- $engine := $item.engine -}}{{- $path := $item.path -}}{{- $offload := $engine.offload -}}
 {{- $texts := list -}}
 
 {{- if $offload.enabled -}}
@@ -12,8 +12,13 @@
 {{- else if not (or $offload.numCpuBlocks $offload.cpuBytes) -}}
 {{- $texts = append $texts (printf "%s.offload: the CPU tier has no size; set numCpuBlocks (or cpuBytes), or offload.enabled: false" $path) -}}
 {{- end -}}
-{{- else if ne $tier.type "none" -}}
-{{- $texts = append $texts (printf "%s.offload.sharedTier.type: %s, but offload.enabled is false; a shared tier is filled from the CPU tier: enable offload or set type: none" $path $tier.type) -}}
+{{- end -}}
+
+{{- if and (eq $offload.transport "cpu") (ne $item.platform "cpu") -}}
+{{- $texts = append $texts (printf "%s.offload.transport: cpu cannot reach the memory of a device; accelerator.preset: %s needs auto" $path $engine.accelerator.preset) -}}
+{{- end -}}
+{{- if and $offload.aclLibraryPath (eq $offload.transport "auto") (eq $item.platform "cpu") -}}
+{{- $texts = append $texts (printf "%s.offload.aclLibraryPath: %s is read by transport: npu alone; with preset: cpu name the transport too" $path $offload.aclLibraryPath) -}}
 {{- end -}}
 
 {{- $ports := dict -}}
@@ -104,37 +109,6 @@
 {{- end -}}
 {{- if and (not (has $tokenizer (list "none" "volume"))) (not (hasPrefix "/" $tokenizer)) -}}
 {{- $texts = append $texts (printf "%s.model.tokenizer: %q is none of none, volume and an absolute folder" $path $tokenizer) -}}
-{{- end -}}
-
-{{- /* Shared tier. */ -}}
-{{- if and $offload.enabled (eq $tier.type "redis") -}}
-{{- if not (or $tier.redis.url $root.Values.redis.enabled) -}}
-{{- $texts = append $texts (printf "%s.offload.sharedTier.redis.url is empty; give one (redis://host:6379/0), or redis.enabled: true for the embedded trial server" $path) -}}
-{{- end -}}
-{{- if contains "@" $tier.redis.url -}}
-{{- $texts = append $texts (printf "%s.offload.sharedTier.redis.url holds credentials; put them into a Secret and name it in redis.existingSecret" $path) -}}
-{{- else if and $tier.redis.url (not (regexMatch "^rediss?://[^/]+(/[0-9]*)?$" $tier.redis.url)) -}}
-{{- $texts = append $texts (printf "%s.offload.sharedTier.redis.url: %q is no address; write redis://host:6379/0, or rediss:// for TLS" $path $tier.redis.url) -}}
-{{- end -}}
-{{- end -}}
-{{- if and $offload.enabled (eq $tier.type "nvme") -}}
-{{- $nvme := $tier.nvme -}}
-{{- if not (hasPrefix "/" $nvme.path) -}}
-{{- $texts = append $texts (printf "%s.offload.sharedTier.nvme.path: %q is no absolute folder" $path $nvme.path) -}}
-{{- end -}}
-{{- if and (eq $nvme.volume.type "hostPath") (not (hasPrefix "/" $nvme.volume.hostPath)) -}}
-{{- $texts = append $texts (printf "%s.offload.sharedTier.nvme.volume.hostPath: %q is no absolute folder of the node" $path $nvme.volume.hostPath) -}}
-{{- end -}}
-{{- if and (eq $nvme.volume.type "existingClaim") (not $nvme.volume.claimName) -}}
-{{- $texts = append $texts (printf "%s.offload.sharedTier.nvme.volume.claimName is empty; type: existingClaim needs it" $path) -}}
-{{- end -}}
-{{- if and $nvme.maxBytes (has $nvme.volume.type (list "emptyDir" "perPodClaim" "sharedClaim")) -}}
-{{- $max := int64 (include "spillway.bytes" (dict "value" $nvme.maxBytes "path" "" "problems" dict)) -}}
-{{- $size := int64 (include "spillway.bytes" (dict "value" $nvme.volume.size "path" (printf "%s.offload.sharedTier.nvme.volume.size" $path) "problems" $problems)) -}}
-{{- if gt $max $size -}}
-{{- $texts = append $texts (printf "%s.offload.sharedTier.nvme.maxBytes: %s does not fit into the volume of %s; set maxBytes <= %s or enlarge volume.size" $path (include "spillway.bytesText" $max) (include "spillway.bytesText" $size) $nvme.volume.size) -}}
-{{- end -}}
-{{- end -}}
 {{- end -}}
 
 {{- /* Secrets and duplicates in the environment. */ -}}

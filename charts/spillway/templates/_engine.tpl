@@ -61,8 +61,10 @@ start-engine.sh: |
 - name: SPILLWAY_REDIS_USERNAME
   valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .usernameKey | quote }}}}
 {{- end }}
+{{- if eq .passwordAs "env" }}
 - name: SPILLWAY_REDIS_PASSWORD
   valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .passwordKey | quote }}}}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- with $engine.extraEnvVars }}
@@ -97,6 +99,9 @@ start-engine.sh: |
 {{- end }}
 {{- if include "spillway.usesNvme" .item }}
 - {name: kv, mountPath: {{ $engine.offload.sharedTier.nvme.path | quote }}}
+{{- end }}
+{{- if .item.secretFiles }}
+- {name: secrets, mountPath: {{ include "spillway.secretFolder" . }}, readOnly: true}
 {{- end }}
 {{- range (include "spillway.driverMounts" . | fromYamlArray) }}
 - {name: {{ .name }}, mountPath: {{ .path }}, readOnly: true}
@@ -149,6 +154,19 @@ start-engine.sh: |
 - name: kv
   {{ include "spillway.volumeSource" $volume }}
 {{- end }}
+{{- end }}
+{{- with .item.secretFiles }}
+- name: secrets
+  projected:
+    # For root alone, and for fsGroup where the pod has one.
+    defaultMode: 0400
+    sources:
+      {{- range . }}
+      - secret:
+          name: {{ .name | quote }}
+          items:
+            {{- toYaml .items | nindent 12 }}
+      {{- end }}
 {{- end }}
 {{- range (include "spillway.driverMounts" . | fromYamlArray) }}
 - name: {{ .name }}

@@ -16,6 +16,13 @@ gateway.yaml: |
 {{- end -}}
 {{- end -}}
 
+{{/* (root, plan) -> seconds after which a rollout counts as stuck. 300: pulling images and scheduling. */}}
+{{- define "spillway.gatewayProgressSeconds" -}}
+{{- $slowest := 0 -}}
+{{- range .plan.engines -}}{{- $slowest = max $slowest (int64 .engine.lifecycle.startupTimeoutSeconds) -}}{{- end -}}
+{{ add $slowest (int64 .root.Values.gateway.lifecycle.startupTimeoutSeconds) 300 }}
+{{- end -}}
+
 {{/* item -> where a model's volume lies in the gateway: a folder of its own, as several models may share a mountPath. */}}
 {{- define "spillway.tokenizerRoot" -}}
 /var/lib/spillway/models/{{ .model }}

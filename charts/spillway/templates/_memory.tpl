@@ -108,8 +108,8 @@ compares the two. On top of it the pod's own share: processes, staging, page cac
 {{- $tier := $offload.sharedTier -}}
 {{- $stagingBytes := 0 -}}
 {{- if and $offload.enabled (ne $tier.type "none") -}}
-{{- $threads := ternary $tier.redis.connections $tier.nvme.ioThreads (eq $tier.type "redis") -}}
-{{- $stagingBytes = mul (int64 $threads) (mul 2 $rowBytes) -}}
+{{- /* Each thread: a chunk in flight, one on its way to or from the store, and a sealed one. */ -}}
+{{- $stagingBytes = mul (int64 $tier.ioThreads) (ternary 3 2 $tier.encryption.enabled) $rowBytes -}}
 {{- if eq $tier.type "nvme" -}}
 {{- $stagingBytes = add $stagingBytes (int64 (include "spillway.bytes" (dict "value" $engine.memory.pageCache "path" (printf "%s.memory.pageCache" $path) "problems" $problems))) -}}
 {{- end -}}

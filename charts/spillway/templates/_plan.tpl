@@ -4,7 +4,7 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 
 (root, plan): fills plan with
   engines   list of dicts: key, path, name, headless, engine, accelerator, platform, memory, shape, servedName, pods,
-            settings (the engine service's own configuration)
+            settings (the engine service's own configuration), secretFiles (what of which Secret becomes which file)
   problems  dict of texts, in order
 */}}
 {{- define "spillway.plan" -}}
@@ -42,6 +42,7 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- $item := dict "key" $key "path" $path "name" $name "headless" (include "spillway.fit" (dict "text" (printf "%s-pods" $name) "max" 63)) "model" (default "default" $key) "engine" $engine "accelerator" $accelerator "platform" $accelerator.platform "memory" $memory "shape" $shape "servedName" $servedName "pods" $pods -}}
 {{- include "spillway.engineSettings" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- include "spillway.engineChecks" (dict "root" $root "item" $item "problems" $problems) -}}
+{{- include "spillway.tierChecks" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- $engines = append $engines $item -}}
 {{- end -}}
 {{- include "spillway.releaseChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
@@ -80,27 +81,11 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- if .engine.securityContext -}}{{- $_ := set $chosen "securityContext" .engine.securityContext -}}{{- end -}}
 {{- end -}}
 
-{{/* The embedded Valkey's address. */}}
-{{- define "spillway.redisUrl" -}}
-redis://{{ include "spillway.name" (dict "root" . "suffix" "redis") }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:{{ int64 .Values.redis.port }}/0
-{{- end -}}
-
-{{/* Which Secret holds the engines' Redis credentials: (root, tier) -> out {name, usernameKey, passwordKey}. */}}
-{{- define "spillway.redisSecret" -}}
-{{- $secret := .tier.redis.existingSecret -}}
-{{- if and (not $secret.name) (not .tier.redis.url) .root.Values.redis.enabled -}}
-{{- $own := .root.Values.redis.existingSecret -}}
-{{- $secret = dict "name" $own.name "usernameKey" "" "passwordKey" $own.passwordKey -}}
-{{- end -}}
-{{- include "spillway.overlay" (dict "base" .out "over" $secret) -}}
-{{- end -}}
-
 {{/* (root, item, problems): sets item.settings, the YAML of `python -m spillway_engine --config`. */}}
 {{- define "spillway.engineSettings" -}}
 {{- $engine := .item.engine -}}
 {{- $problems := .problems -}}
 {{- $offload := $engine.offload -}}
-{{- $tier := $offload.sharedTier -}}
 {{- $settings := dict
   "model" (dict "path" $engine.model.path "servedName" .item.servedName "dtype" $engine.model.dtype "maxLength" $engine.model.maxLength "seed" $engine.model.seed)
   "host" .root.Values.listenAddress
@@ -121,29 +106,10 @@ redis://{{ include "spillway.name" (dict "root" . "suffix" "redis") }}.{{ .Relea
 {{- if $offload.numCpuBlocks -}}{{- $_ = set $rendered "numCpuBlocks" $offload.numCpuBlocks -}}
 {{- else -}}{{- $_ = set $rendered "cpuBytes" (int64 (include "spillway.bytes" (dict "value" (default 0 $offload.cpuBytes) "path" (printf "%s.offload.cpuBytes" .item.path) "problems" dict))) -}}
 {{- end -}}
-{{- $shared := dict "type" $tier.type -}}
-{{- if ne $tier.type "none" -}}
-{{- range $key := list "lookupTimeoutSeconds" "loadTimeoutSeconds" "storeTimeoutSeconds" -}}{{- $_ := set $shared $key (get $tier $key) -}}{{- end -}}
-{{- end -}}
-{{- if eq $tier.type "nvme" -}}
-{{- $nvme := dict "path" $tier.nvme.path "ioThreads" $tier.nvme.ioThreads -}}
-{{- if $tier.nvme.maxBytes -}}
-{{- $_ := set $nvme "maxBytes" (int64 (include "spillway.bytes" (dict "value" $tier.nvme.maxBytes "path" (printf "%s.offload.sharedTier.nvme.maxBytes" .item.path) "problems" $problems))) -}}
-{{- end -}}
-{{- $_ := set $shared "nvme" $nvme -}}
-{{- else if eq $tier.type "redis" -}}
-{{- $url := $tier.redis.url -}}
-{{- if and (not $url) .root.Values.redis.enabled -}}{{- $url = include "spillway.redisUrl" .root -}}{{- end -}}
-{{- $redis := dict "url" $url "ttlSeconds" $tier.redis.ttlSeconds "connections" $tier.redis.connections -}}
-{{- $secret := dict -}}
-{{- include "spillway.redisSecret" (dict "root" .root "tier" $tier "out" $secret) -}}
-{{- if $secret.name -}}
-{{- $_ := set $redis "passwordEnv" "SPILLWAY_REDIS_PASSWORD" -}}
-{{- if $secret.usernameKey -}}{{- $_ = set $redis "usernameEnv" "SPILLWAY_REDIS_USERNAME" -}}{{- end -}}
-{{- end -}}
-{{- $_ := set .item "redisSecret" $secret -}}
-{{- $_ = set $shared "redis" $redis -}}
-{{- end -}}
+{{- range $key := list "maxCopyDescriptors" "transport" "requestWaitSeconds" "promotionInFlightFraction" "promotionPerRequestFraction" -}}{{- $_ = set $rendered $key (get $offload $key) -}}{{- end -}}
+{{- range $key := list "prefillTokensPerSecond" "aclLibraryPath" "weightsVersion" -}}{{- with get $offload $key -}}{{- $_ := set $rendered $key . -}}{{- end -}}{{- end -}}
+{{- $shared := dict -}}
+{{- include "spillway.tierSettings" (dict "root" .root "item" .item "problems" $problems "out" $shared) -}}
 {{- $_ = set $rendered "sharedTier" $shared -}}
 {{- with $offload.extraTiers -}}{{- $_ := set $rendered "extraTiers" . -}}{{- end -}}
 {{- end -}}

@@ -92,6 +92,24 @@ def test_bytes_for_less_than_one_chunk_are_refused() -> None:
     assert "holds no chunk of 2.8 MiB; set offload.cpuBytes >= 2949120" in problem
 
 
+@pytest.mark.parametrize(
+    ("tier", "keys"),
+    [
+        ({"type": "nvme", "storeQueueBytesMax": "2MiB"}, ["storeQueueBytesMax"]),
+        ({"type": "nvme", "nvme": {"maxBytes": "2MiB", "tenantMaxBytes": "1MiB"}}, ["maxBytes", "tenantMaxBytes"]),
+        ({"type": "redis", "loadQueueBytesMax": 1, "redis": {"tenantMaxBytes": 1}}, ["loadQueue", "tenantMaxBytes"]),
+        ({"type": "redis", "nvme": {"maxBytes": 1}}, []),  # of a tier that is not in use
+        ({"type": "nvme", "storeQueueBytesMax": 2_949_120}, []),
+    ],
+)
+def test_a_bound_that_lets_no_chunk_through_is_refused(tier: dict[str, Any], keys: list[str]) -> None:
+    problems = plan_memory(settings(numCpuBlocks=96, sharedTier=tier), SMOLLM2, AVX512).problems
+
+    assert len(problems) == len(keys)
+    for key, problem in zip(keys, problems, strict=True):
+        assert key in problem and "holds no chunk of 2.8 MiB; set it to 2949120 or more" in problem
+
+
 def test_an_engine_too_large_for_memory_is_refused_with_the_source_of_the_limit() -> None:
     machine = dataclasses.replace(AVX512, memory_available_bytes=3 << 30, memory_limit_source="cgroup limit")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spillway_engine.errors import BudgetError
+from spillway_engine.errors import BudgetError, SettingsError
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.resolve import known_answer, resolve_engine
@@ -36,6 +36,35 @@ def test_the_table_shows_the_arithmetic() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(BudgetError, match=r"set offload\.numCpuBlocks <="):
         resolve_engine(settings(offload={"numCpuBlocks": 9000}), SHAPE, MACHINE).require_fit()
+
+
+def test_a_file_that_this_pod_lacks_is_told_before_the_start() -> None:
+    tier = {"type": "nvme", "nvme": {"path": "/kv"}, "encryption": {"keyId": "a", "keyFile": "/nowhere/key"}}
+    given = settings(offload={"numCpuBlocks": 96, "sharedTier": tier})
+
+    with pytest.raises(SettingsError, match=r"encryption\.keyFile: /nowhere/key cannot be read"):
+        resolve_engine(given, SHAPE, MACHINE).require_fit()
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        ({}, "none"),
+        ({"type": "redis", "redis": {"url": "redis://c:6379/0"}}, "redis, redis://c:6379/0"),
+        (
+            {"type": "nvme", "nvme": {"path": "/kv", "mode": "slab", "maxBytes": "4GiB"}},
+            "nvme, /kv, slab, up to 4.0 GiB",
+        ),
+        (
+            {"type": "nvme", "nvme": {"path": "/kv"}, "encryption": {"keyId": "2026", "keyFile": "/k"}},
+            "nvme, /kv, files, up to four fifths of what the file system can give, sealed with key 2026",
+        ),
+    ],
+)
+def test_the_table_says_where_prefixes_are_shared(tier: dict[str, Any], said: str) -> None:
+    table = resolve_engine(settings(offload={"numCpuBlocks": 96, "sharedTier": tier}), SHAPE, MACHINE).table()
+
+    assert f"shared tier    {said}" in table.splitlines()[7]
 
 
 def test_the_command_carries_the_brief_of_the_middleware() -> None:

@@ -1,14 +1,17 @@
 import json
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from spillway_connector.config import BATCH_MEMCPY_MODES, EVICTION_POLICIES, NVME_MODES, TRANSPORTS, ConnectorConfig
+from spillway_connector.device.cuda_paths import CopyTable
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
-from spillway_engine.settings import EngineSettings, ModelSettings
+from spillway_engine.settings import EngineSettings, ModelSettings, OffloadSettings
 from spillway_engine.settings_reader import read_settings
+from spillway_engine.tier_settings import NvmeTierSettings
 from spillway_engine.vllm_arguments import (
     cpu_thread_environment,
     kv_events_config,
@@ -64,9 +67,12 @@ def test_the_whole_command_line_of_a_cpu_engine() -> None:
         '{"kv_connector":"SpillwayConnector","kv_connector_module_path":"spillway_connector.engine.connector",'
         '"kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{'
         '"spec_name":"SpillwayOffloadingSpec","spec_module_path":"spillway_connector.engine.spec","num_cpu_blocks":96,'
-        '"blocks_per_chunk":1,"eviction_policy":"lru","batch_memcpy":"auto","secondary_tiers":['
-        '{"type":"nvme","path":"/kv","max_bytes":4294967296,"io_threads":4,"lookup_timeout_seconds":0.2,'
-        '"load_timeout_seconds":2.0,"store_timeout_seconds":10.0}]}}',
+        '"blocks_per_chunk":1,"eviction_policy":"lru","batch_memcpy":"auto","max_copy_descriptors":4096,"transport":"auto",'
+        '"request_wait_seconds":3.0,'
+        '"promotion_in_flight_fraction":0.5,"promotion_per_request_fraction":0.75,"secondary_tiers":['
+        '{"type":"nvme","path":"/kv","max_bytes":4294967296,"mode":"files","io_threads":4,'
+        '"lookup_timeout_seconds":0.2,"load_timeout_seconds":2.0,"store_timeout_seconds":10.0,'
+        '"load_queue_bytes_max":8589934592,"store_queue_bytes_max":1073741824,"store_queue_seconds_max":5.0}]}}',
         "--max-num-seqs", "8",
     ]  # fmt: skip
 
@@ -86,22 +92,61 @@ def test_features_that_are_off_leave_no_argument() -> None:
     assert "--kv-events-config" not in given
 
 
-def test_a_redis_tier_names_variables_and_never_holds_secrets() -> None:
-    tree = {
-        **TREE,
-        "offload": {
-            "cpuBytes": "1GiB",
-            "sharedTier": {"type": "redis", "redis": {"url": "redis://c:6379/0", "passwordEnv": "P"}},
-        },
+def test_every_offload_setting_reaches_the_connector() -> None:
+    offload = {
+        "cpuBytes": "1GiB",
+        "blocksPerChunk": 3,
+        "evictionPolicy": "arc",
+        "batchMemcpy": "off",
+        "maxCopyDescriptors": 64,
+        "transport": "npu",
+        "aclLibraryPath": "/emulator/libascendcl.so",
+        "cudaLibraryPath": "/double/libcuda.so",
+        "copyTable": {"store": [[4096, "staged"]], "load": [[4096, "batch"]]},
+        "weightsVersion": "step 7",
+        "prefillTokensPerSecond": 9000,
+        "requestWaitSeconds": 1.5,
+        "promotionInFlightFraction": 0.25,
+        "promotionPerRequestFraction": 1,
     }
-    extra = kv_transfer_config(read_settings(EngineSettings, tree))["kv_connector_extra_config"]
+    extra = kv_transfer_config(read_settings(EngineSettings, {**TREE, "offload": offload}))["kv_connector_extra_config"]
 
-    assert extra["cpu_bytes_to_use"] == 1 << 30
-    assert "num_cpu_blocks" not in extra
-    assert extra["secondary_tiers"][0] == {
-        "type": "redis", "url": "redis://c:6379/0", "username_env": None, "password_env": "P", "ttl_seconds": 86400,
-        "connections": 4, "lookup_timeout_seconds": 0.2, "load_timeout_seconds": 2.0, "store_timeout_seconds": 10.0,
-    }  # fmt: skip
+    assert ConnectorConfig.parse(extra) == ConnectorConfig(
+        cpu_bytes_to_use=1 << 30,
+        blocks_per_chunk=3,
+        eviction_policy="arc",
+        batch_memcpy="off",
+        max_copy_descriptors=64,
+        transport="npu",
+        acl_library_path="/emulator/libascendcl.so",
+        cuda_library_path="/double/libcuda.so",
+        copy_table=CopyTable(store=((4096, "staged"),), load=((4096, "batch"),)),
+        weights_version="step 7",
+        prefill_tokens_per_second=9000.0,
+        request_wait_seconds=1.5,
+        promotion_in_flight_fraction=0.25,
+        promotion_per_request_fraction=1.0,
+    )
+
+
+def test_defaults_are_those_of_the_connector() -> None:
+    settings = read_settings(EngineSettings, {**TREE, "offload": {"numCpuBlocks": 4}})
+    extra = kv_transfer_config(settings)["kv_connector_extra_config"]
+
+    assert ConnectorConfig.parse(extra) == ConnectorConfig(num_cpu_blocks=4)
+
+
+def test_everything_that_the_connector_can_be_told_is_a_setting() -> None:
+    """A field or word that the connector gains has to find its way here, and from here into the chart."""
+    own = {field.name: field for field in fields(OffloadSettings)}
+    renamed = {"cpu_bytes_to_use": "cpu_bytes"}
+
+    assert {renamed.get(field.name, field.name) for field in fields(ConnectorConfig)} <= set(own)
+    words = {name: get_args(hint) for name, hint in get_type_hints(OffloadSettings).items()}
+    assert words["transport"] == TRANSPORTS
+    assert words["batch_memcpy"] == BATCH_MEMCPY_MODES
+    assert words["eviction_policy"] == EVICTION_POLICIES
+    assert get_args(get_type_hints(NvmeTierSettings)["mode"]) == NVME_MODES
 
 
 def test_tiers_of_vllm_pass_unread_beside_ours() -> None:

@@ -104,6 +104,7 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
                 *_length_problems(settings, shape, device_blocks),
                 *_shared_memory_problems(settings, machine, chunks, row_bytes, queue_bytes),
                 *_memory_problems(settings, machine, chunks, row_bytes, memory_bytes),
+                *_tier_bound_problems(settings, row_bytes),
             ]
         ),
         warnings=tuple(_warnings(settings, chunks, tier_tokens)),
@@ -195,6 +196,27 @@ def _memory_problems(
     on_cpu = machine.platform == "cpu"
     remedy = "lower deviceBlocks or model.maxLength, or give it more memory" if on_cpu else "give it more memory"
     return [f"{said}; {remedy}"]
+
+
+def _tier_bound_problems(settings: EngineSettings, row_bytes: int) -> list[str]:
+    """A bound below one chunk lets nothing through, and would only show as stores that are dropped for ever."""
+    tier = settings.offload.shared_tier
+    if not settings.offload.enabled or tier.type == "none":
+        return []
+    bounds: dict[str, int | None] = {
+        "loadQueueBytesMax": tier.load_queue_bytes_max,
+        "storeQueueBytesMax": tier.store_queue_bytes_max,
+    }
+    if tier.type == "nvme":
+        bounds |= {"nvme.maxBytes": tier.nvme.max_bytes, "nvme.tenantMaxBytes": tier.nvme.tenant_max_bytes}
+    else:
+        bounds |= {"redis.tenantMaxBytes": tier.redis.tenant_max_bytes}
+    return [
+        f"offload.sharedTier.{key}: {format_byte_count(bound)} holds no chunk of {format_byte_count(row_bytes)}; "
+        f"set it to {row_bytes} or more, or lower offload.blocksPerChunk"
+        for key, bound in bounds.items()
+        if bound is not None and bound < row_bytes
+    ]
 
 
 def _tier_setting(settings: EngineSettings) -> tuple[str, str]:

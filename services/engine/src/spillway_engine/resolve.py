@@ -14,6 +14,7 @@ from spillway_engine.memory_budget import MemoryBudget, plan_memory
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.pod_channel import PodBrief
 from spillway_engine.settings import EngineSettings
+from spillway_engine.tier_files import require_tier_files
 from spillway_engine.vllm_arguments import (
     SERVER_MODULE,
     public_configuration,
@@ -34,9 +35,11 @@ class ResolvedEngine:
     budget: MemoryBudget
 
     def require_fit(self) -> None:
-        """Raises BudgetError with every reason at once."""
+        """Raises BudgetError with every reason at once, SettingsError for a file or variable that this pod lacks."""
         if self.budget.problems:
             raise BudgetError("\n".join(self.budget.problems))
+        if self.settings.offload.enabled:
+            require_tier_files(self.settings.offload.shared_tier)
 
     def public(self) -> dict[str, Any]:
         return {
@@ -131,11 +134,14 @@ def _device_text(budget: MemoryBudget) -> str:
 
 def _shared_tier_text(settings: EngineSettings) -> str:
     tier = settings.offload.shared_tier
-    if tier.type == "nvme":
-        bound = (
-            format_byte_count(tier.nvme.max_bytes)
-            if tier.nvme.max_bytes is not None
-            else "the file system's free space"
-        )
-        return f"nvme, {tier.nvme.path}, up to {bound}"
-    return f"redis, {tier.redis.url}" if tier.type == "redis" else "none"
+    if tier.type == "none":
+        return "none"
+    sealed = "" if tier.encryption is None else f", sealed with key {tier.encryption.key_id}"
+    if tier.type == "redis":
+        return f"redis, {tier.redis.url}{sealed}"
+    bound = (
+        format_byte_count(tier.nvme.max_bytes)
+        if tier.nvme.max_bytes is not None
+        else "four fifths of what the file system can give"
+    )
+    return f"nvme, {tier.nvme.path}, {tier.nvme.mode}, up to {bound}{sealed}"

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from spillway_engine.byte_sizes import ByteCount
 from spillway_engine.errors import SettingsError
+from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,32 +27,6 @@ class KvEventsSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class NvmeTierSettings:
-    path: str = ""
-    max_bytes: ByteCount | None = None  # None: bounded by the file system alone
-    io_threads: int = 4
-
-
-@dataclass(frozen=True, slots=True)
-class RedisTierSettings:
-    url: str = ""
-    username_env: str | None = None  # name of the environment variable, never the value
-    password_env: str | None = None
-    ttl_seconds: int = 86_400
-    connections: int = 4
-
-
-@dataclass(frozen=True, slots=True)
-class SharedTierSettings:
-    type: Literal["none", "nvme", "redis"] = "none"
-    nvme: NvmeTierSettings = field(default_factory=NvmeTierSettings)
-    redis: RedisTierSettings = field(default_factory=RedisTierSettings)
-    lookup_timeout_seconds: float = 0.2
-    load_timeout_seconds: float = 2.0
-    store_timeout_seconds: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
 class OffloadSettings:
     enabled: bool = True
     num_cpu_blocks: int | None = None  # chunks of the whole replica
@@ -59,8 +34,18 @@ class OffloadSettings:
     blocks_per_chunk: int = 1
     eviction_policy: Literal["lru", "arc"] = "lru"
     batch_memcpy: Literal["auto", "on", "off"] = "auto"
+    max_copy_descriptors: int = 4096  # pieces of one batched copy
+    transport: Literal["auto", "cpu", "npu", "cuda"] = "auto"  # by platform; naming one is for tests
+    acl_library_path: str | None = None  # None: libascendcl.so, where CANN's set_env.sh put it
+    cuda_library_path: str | None = None  # None: libcuda.so.1 of the driver
+    copy_table: dict[str, Any] | None = None  # CUDA: which way which sizes go, as make bench-copy prints it
+    weights_version: str | None = None  # another one, another namespace: nothing computed before is hit
     # The connector loads only while that beats recomputing; a number here replaces the prefill rate that it measures.
     prefill_tokens_per_second: float | None = None
+    request_wait_seconds: float = 3.0  # over all lookups and loads of one request; then it recomputes
+    # Loads from the shared tier may hold this share of the CPU tier: all at once, and those of one request.
+    promotion_in_flight_fraction: float = 0.5
+    promotion_per_request_fraction: float = 0.75
     shared_tier: SharedTierSettings = field(default_factory=SharedTierSettings)
     extra_tiers: tuple[
         dict[str, Any], ...
@@ -105,6 +90,7 @@ def check_settings(settings: EngineSettings) -> EngineSettings:
     _check_numbers(settings)
     _check_ports(settings)
     offload = settings.offload
+    refuse_credentials(offload.shared_tier, offload.extra_tiers)
     if offload.enabled:
         if offload.num_cpu_blocks is not None and offload.cpu_bytes is not None:
             raise SettingsError(
@@ -116,7 +102,7 @@ def check_settings(settings: EngineSettings) -> EngineSettings:
                 "offload.enabled: true needs the size of the CPU tier; set offload.numCpuBlocks (or offload.cpuBytes), "
                 "or offload.enabled: false"
             )
-        _check_shared_tier(offload.shared_tier)
+        check_shared_tier(offload.shared_tier)
     return settings
 
 
@@ -129,13 +115,9 @@ def _check_numbers(settings: EngineSettings) -> None:
         ("offload.numCpuBlocks", settings.offload.num_cpu_blocks, 1),
         ("offload.cpuBytes", settings.offload.cpu_bytes, 1),
         ("offload.blocksPerChunk", settings.offload.blocks_per_chunk, 1),
+        ("offload.maxCopyDescriptors", settings.offload.max_copy_descriptors, 1),
         ("offload.prefillTokensPerSecond", settings.offload.prefill_tokens_per_second, 0.001),
-        ("offload.sharedTier.lookupTimeoutSeconds", settings.offload.shared_tier.lookup_timeout_seconds, 0.001),
-        ("offload.sharedTier.loadTimeoutSeconds", settings.offload.shared_tier.load_timeout_seconds, 0.001),
-        ("offload.sharedTier.storeTimeoutSeconds", settings.offload.shared_tier.store_timeout_seconds, 0.001),
-        ("offload.sharedTier.nvme.ioThreads", settings.offload.shared_tier.nvme.io_threads, 1),
-        ("offload.sharedTier.redis.connections", settings.offload.shared_tier.redis.connections, 1),
-        ("offload.sharedTier.redis.ttlSeconds", settings.offload.shared_tier.redis.ttl_seconds, 1),
+        ("offload.requestWaitSeconds", settings.offload.request_wait_seconds, 0.001),
         ("lifecycle.drainDelaySeconds", settings.lifecycle.drain_delay_seconds, 0),
         ("lifecycle.drainTimeoutSeconds", settings.lifecycle.drain_timeout_seconds, 0),
         ("lifecycle.stopTimeoutSeconds", settings.lifecycle.stop_timeout_seconds, 1),
@@ -144,6 +126,12 @@ def _check_numbers(settings: EngineSettings) -> None:
     for key, given, least in at_least:
         if given is not None and given < least:
             raise SettingsError(f"{key}: {given} is too small; set it to {least} or more")
+    for key, fraction in (
+        ("offload.promotionInFlightFraction", settings.offload.promotion_in_flight_fraction),
+        ("offload.promotionPerRequestFraction", settings.offload.promotion_per_request_fraction),
+    ):
+        if not 0.0 < fraction <= 1.0:
+            raise SettingsError(f"{key}: {fraction} is no share of the CPU tier; set it above 0 and to 1 at most")
     if settings.block_size % 16:
         raise SettingsError(
             f"blockSize: {settings.block_size} is not a multiple of 16, as attention kernels need; "
@@ -164,20 +152,3 @@ def _check_ports(settings: EngineSettings) -> None:
         if port in holders:
             raise SettingsError(f"{key}: {port} is also {holders[port]}; give each its own port")
         holders[port] = key
-
-
-def _check_shared_tier(tier: SharedTierSettings) -> None:
-    if tier.type == "nvme" and not tier.nvme.path.startswith("/"):
-        raise SettingsError(
-            f"offload.sharedTier.nvme.path: {tier.nvme.path!r} is no absolute folder; "
-            "sharedTier.type: nvme needs one that every engine of this model can reach"
-        )
-    if tier.type == "redis" and not tier.redis.url:
-        raise SettingsError(
-            "offload.sharedTier.redis.url is empty; sharedTier.type: redis needs it, e.g. redis://cache:6379/0"
-        )
-    if "@" in tier.redis.url:
-        raise SettingsError(
-            "offload.sharedTier.redis.url holds credentials; keep them out of files: put them into environment "
-            "variables and name these in redis.usernameEnv and redis.passwordEnv"
-        )

@@ -9,8 +9,9 @@ from typing import Any
 
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget
-from spillway_engine.settings import EngineSettings, SharedTierSettings
+from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import settings_tree
+from spillway_engine.tier_arguments import secondary_tiers
 
 MIDDLEWARE = "spillway_engine.middleware.ReadinessMiddleware"
 SMALL_MACHINE_CORES = 4
@@ -94,6 +95,15 @@ def kv_events_config(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
+_LEFT_OUT_UNLESS_GIVEN = (
+    "acl_library_path",
+    "cuda_library_path",
+    "copy_table",
+    "weights_version",
+    "prefill_tokens_per_second",
+)
+
+
 def kv_transfer_config(settings: EngineSettings) -> dict[str, Any]:
     """What vLLM hands to Spillway's connector; the keys are the connector's, see its config module."""
     offload = settings.offload
@@ -114,42 +124,15 @@ def kv_transfer_config(settings: EngineSettings) -> dict[str, Any]:
             "blocks_per_chunk": offload.blocks_per_chunk,
             "eviction_policy": offload.eviction_policy,
             "batch_memcpy": offload.batch_memcpy,
-            **({"prefill_tokens_per_second": rate} if (rate := offload.prefill_tokens_per_second) is not None else {}),
+            "max_copy_descriptors": offload.max_copy_descriptors,
+            "transport": offload.transport,
+            **{name: given for name in _LEFT_OUT_UNLESS_GIVEN if (given := getattr(offload, name)) is not None},
+            "request_wait_seconds": offload.request_wait_seconds,
+            "promotion_in_flight_fraction": offload.promotion_in_flight_fraction,
+            "promotion_per_request_fraction": offload.promotion_per_request_fraction,
             "secondary_tiers": [*secondary_tiers(offload.shared_tier), *offload.extra_tiers],
         },
     }
-
-
-def secondary_tiers(tier: SharedTierSettings) -> list[dict[str, Any]]:
-    """The shared tier as the connector's tier factory reads it; none for type `none`."""
-    timeouts = {
-        "lookup_timeout_seconds": tier.lookup_timeout_seconds,
-        "load_timeout_seconds": tier.load_timeout_seconds,
-        "store_timeout_seconds": tier.store_timeout_seconds,
-    }
-    if tier.type == "nvme":
-        return [
-            {
-                "type": "nvme",
-                "path": tier.nvme.path,
-                "max_bytes": tier.nvme.max_bytes,
-                "io_threads": tier.nvme.io_threads,
-                **timeouts,
-            }
-        ]
-    if tier.type == "redis":
-        return [
-            {
-                "type": "redis",
-                "url": tier.redis.url,
-                "username_env": tier.redis.username_env,
-                "password_env": tier.redis.password_env,
-                "ttl_seconds": tier.redis.ttl_seconds,
-                "connections": tier.redis.connections,
-                **timeouts,
-            }
-        ]
-    return []
 
 
 def public_configuration(settings: EngineSettings, budget: MemoryBudget) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+{{/* The shared tier: from values to what the engine service reads, and the Secrets that become files in its pod. */}}
+
+{{/* Where those files lie. Kubernetes renews them when a Secret changes. */}}
+{{- define "spillway.secretFolder" -}}
+/var/lib/spillway/secrets
+{{- end -}}
+
+{{/* The embedded Valkey's address. */}}
+{{- define "spillway.redisUrl" -}}
+redis://{{ include "spillway.name" (dict "root" . "suffix" "redis") }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:{{ int64 .Values.redis.port }}/0
+{{- end -}}
+
+{{/* Which Secret holds the engines' Redis credentials: (root, tier) -> out {name, usernameKey, passwordKey, passwordAs}. */}}
+{{- define "spillway.redisSecret" -}}
+{{- $secret := .tier.redis.existingSecret -}}
+{{- if and (not $secret.name) (not .tier.redis.url) .root.Values.redis.enabled -}}
+{{- $own := .root.Values.redis.existingSecret -}}
+{{- $secret = dict "name" $own.name "usernameKey" "" "passwordKey" $own.passwordKey "passwordAs" $secret.passwordAs -}}
+{{- end -}}
+{{- include "spillway.overlay" (dict "base" .out "over" $secret) -}}
+{{- end -}}
+
+{{/* item -> bytes that all engines on the folder may store; nothing: what the file system gives. Nine tenths of a
+volume's size: kubelet counts folders and files being written too, and evicts a pod whose emptyDir grows beyond it. */}}
+{{- define "spillway.nvmeMaxBytes" -}}
+{{- $nvme := .item.engine.offload.sharedTier.nvme -}}
+{{- $at := printf "%s.offload.sharedTier.nvme" .item.path -}}
+{{- if $nvme.maxBytes -}}
+{{- include "spillway.bytes" (dict "value" $nvme.maxBytes "path" (printf "%s.maxBytes" $at) "problems" .problems) -}}
+{{- else if has $nvme.volume.type (list "emptyDir" "perPodClaim" "sharedClaim") -}}
+{{- div (mul (int64 (include "spillway.bytes" (dict "value" $nvme.volume.size "path" (printf "%s.volume.size" $at) "problems" .problems))) 9) 10 -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (root, item, problems, out): fills out with the engine service's offload.sharedTier, and sets item.secretFiles and
+item.redisSecret. */}}
+{{- define "spillway.tierSettings" -}}
+{{- $tier := .item.engine.offload.sharedTier -}}{{- $item := .item -}}{{- $out := .out -}}{{- $problems := .problems -}}
+{{- $at := printf "%s.offload.sharedTier" $item.path -}}
+{{- $folder := include "spillway.secretFolder" . -}}
+{{- $files := list -}}
+{{- $_ := set $out "type" $tier.type -}}
+{{- if ne $tier.type "none" -}}
+{{- range $key := list "ioThreads" "lookupTimeoutSeconds" "loadTimeoutSeconds" "storeTimeoutSeconds" "storeQueueSecondsMax" -}}{{- $_ := set $out $key (get $tier $key) -}}{{- end -}}
+{{- range $key := list "loadQueueBytesMax" "storeQueueBytesMax" -}}
+{{- $_ := set $out $key (int64 (include "spillway.bytes" (dict "value" (get $tier $key) "path" (printf "%s.%s" $at $key) "problems" $problems))) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq $tier.type "nvme" -}}
+{{- $nvme := dict "path" $tier.nvme.path "mode" $tier.nvme.mode -}}
+{{- with include "spillway.nvmeMaxBytes" (dict "item" $item "problems" $problems) -}}{{- $_ := set $nvme "maxBytes" (int64 .) -}}{{- end -}}
+{{- with $tier.nvme.ttlSeconds -}}{{- $_ := set $nvme "ttlSeconds" . -}}{{- end -}}
+{{- with $tier.nvme.tenantMaxBytes -}}
+{{- $_ := set $nvme "tenantMaxBytes" (int64 (include "spillway.bytes" (dict "value" . "path" (printf "%s.nvme.tenantMaxBytes" $at) "problems" $problems))) -}}
+{{- end -}}
+{{- $_ = set $out "nvme" $nvme -}}
+{{- else if eq $tier.type "redis" -}}
+{{- $url := $tier.redis.url -}}
+{{- if and (not $url) .root.Values.redis.enabled -}}{{- $url = include "spillway.redisUrl" .root -}}{{- end -}}
+{{- $redis := dict "url" $url "ttlSeconds" $tier.redis.ttlSeconds "connections" $tier.redis.connections "payloadConnections" $tier.redis.payloadConnections -}}
+{{- with $tier.redis.tenantMaxBytes -}}
+{{- $_ := set $redis "tenantMaxBytes" (int64 (include "spillway.bytes" (dict "value" . "path" (printf "%s.redis.tenantMaxBytes" $at) "problems" $problems))) -}}
+{{- end -}}
+{{- $secret := dict -}}
+{{- include "spillway.redisSecret" (dict "root" .root "tier" $tier "out" $secret) -}}
+{{- if $secret.name -}}
+{{- if $secret.usernameKey -}}{{- $_ = set $redis "usernameEnv" "SPILLWAY_REDIS_USERNAME" -}}{{- end -}}
+{{- if eq $secret.passwordAs "env" -}}{{- $_ = set $redis "passwordEnv" "SPILLWAY_REDIS_PASSWORD" -}}
+{{- else -}}
+{{- $_ = set $redis "passwordFile" (printf "%s/redis-password" $folder) -}}
+{{- $files = append $files (dict "name" $secret.name "items" (list (dict "key" $secret.passwordKey "path" "redis-password"))) -}}
+{{- end -}}
+{{- end -}}
+{{- $_ = set $item "redisSecret" $secret -}}
+{{- $tls := dict -}}
+{{- with $tier.redis.tls.caSecret -}}
+{{- if .name -}}
+{{- $_ := set $tls "caFile" (printf "%s/redis-ca.crt" $folder) -}}
+{{- $files = append $files (dict "name" .name "items" (list (dict "key" .key "path" "redis-ca.crt"))) -}}
+{{- end -}}
+{{- end -}}
+{{- with $tier.redis.tls.clientSecret -}}
+{{- if .name -}}
+{{- $_ := set $tls "certificateFile" (printf "%s/redis-client.crt" $folder) -}}
+{{- $_ = set $tls "keyFile" (printf "%s/redis-client.key" $folder) -}}
+{{- $files = append $files (dict "name" .name "items" (list (dict "key" .certificateKey "path" "redis-client.crt") (dict "key" .privateKeyKey "path" "redis-client.key"))) -}}
+{{- end -}}
+{{- end -}}
+{{- with $tls -}}{{- $_ := set $redis "tls" . -}}{{- end -}}
+{{- $_ = set $out "redis" $redis -}}
+{{- end -}}
+{{- if and (ne $tier.type "none") $tier.encryption.enabled -}}
+{{- $_ = set $out "encryption" (dict "keyId" $tier.encryption.keyId "keyFile" (printf "%s/tier-key" $folder)) -}}
+{{- $files = append $files (dict "name" $tier.encryption.keySecretName "items" (list (dict "key" $tier.encryption.keySecretKey "path" "tier-key"))) -}}
+{{- end -}}
+{{- $_ = set $item "secretFiles" $files -}}
+{{- end -}}
+
+{{/* item -> one line for NOTES. */}}
+{{- define "spillway.tierText" -}}
+{{- $tier := .engine.offload.sharedTier -}}
+{{- if eq $tier.type "none" -}}none
+{{- else -}}
+{{- $settings := .settings.offload.sharedTier -}}
+{{- if eq $tier.type "nvme" -}}
+nvme, {{ $tier.nvme.mode }}, up to {{ if $settings.nvme.maxBytes }}{{ include "spillway.bytesText" $settings.nvme.maxBytes }}{{ else }}4/5 of what the file system can give{{ end }} on {{ $tier.nvme.volume.type }}
+{{- if has $tier.nvme.volume.type (list "emptyDir" "perPodClaim") }} (a volume of each pod's own: shared with nobody){{ end }}
+{{- else -}}
+redis, {{ $settings.redis.url }}
+{{- end -}}
+{{- if $tier.encryption.enabled }}, sealed with key {{ $tier.encryption.keyId }}{{ end }}
+{{- end -}}
+{{- end -}}
+
+{{/* item -> from which bandwidth on a load beats computing: prefill rate x bytes per token. */}}
+{{- define "spillway.breakEvenText" -}}
+{{- $rate := .engine.offload.prefillTokensPerSecond -}}
+{{- $bandwidth := mulf (default 1000 $rate) .memory.bytesPerToken | int64 | include "spillway.bytesText" -}}
+{{- if $rate -}}
+above {{ $bandwidth }}/s per engine, at the given {{ $rate }} tokens/s of prefill
+{{- else -}}
+above {{ $bandwidth }}/s per engine for every 1000 tokens/s that it prefills
+{{- end -}}
+{{- end -}}

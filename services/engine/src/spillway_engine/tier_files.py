@@ -1,0 +1,87 @@
+"""What the shared tier needs of this pod, looked at before vLLM starts: keys, passwords, certificates, a fitting disk.
+
+The connector reads the same files from inside vLLM, where a missing one would end as a traceback of another process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from spillway_connector.errors import ConfigError
+from spillway_connector.tiers.slab_mode import SHARED_FILE_SYSTEMS, file_system_of
+from spillway_engine.errors import SettingsError
+from spillway_engine.tier_settings import EncryptionSettings, SharedTierSettings
+
+_AT = "offload.sharedTier"
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def require_tier_files(
+    tier: SharedTierSettings, environment: Mapping[str, str] = os.environ, mounts: Path = _MOUNTS
+) -> None:
+    """Raises SettingsError naming the setting and the file or variable, never what is in it."""
+    if tier.type == "nvme" and tier.nvme.mode == "slab":
+        _require_local_disk(Path(tier.nvme.path), mounts)
+    if tier.type == "redis":
+        redis = tier.redis
+        files = {
+            "passwordFile": redis.password_file,
+            "tls.caFile": redis.tls.ca_file,
+            "tls.certificateFile": redis.tls.certificate_file,
+            "tls.keyFile": redis.tls.key_file,
+        }
+        for key, file in files.items():
+            if file is not None:
+                _require_readable(f"{_AT}.redis.{key}", Path(file))
+        for key, variable in {"usernameEnv": redis.username_env, "passwordEnv": redis.password_env}.items():
+            if variable is not None and variable not in environment:
+                raise SettingsError(
+                    f"{_AT}.redis.{key}: the environment variable {variable} is not set; "
+                    "set it from a Secret, or remove the setting"
+                )
+    if tier.type != "none" and tier.encryption is not None:
+        _require_key(tier.encryption, environment)
+
+
+def _require_readable(key: str, file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            empty = not opened.read(1)
+    except OSError as error:
+        raise SettingsError(
+            f"{key}: {file} cannot be read: {error.strerror}; mount it, readable for user {os.geteuid()}"
+        ) from error
+    if empty:
+        raise SettingsError(f"{key}: {file} is empty; does the Secret hold that key?")
+
+
+def _require_local_disk(folder: Path, mounts: Path) -> None:
+    try:
+        kind = file_system_of(folder, mounts.read_text(encoding="utf-8", errors="surrogateescape"))
+    except OSError:
+        return  # not Linux's /proc: the operator's word counts
+    if kind is not None and kind.partition(".")[0] in SHARED_FILE_SYSTEMS:
+        raise SettingsError(
+            f"{_AT}.nvme.mode: slab needs a disk of this node alone, but {folder} lies on {kind}, which other nodes "
+            "may mount too; set mode: files (or auto), or another folder"
+        )
+
+
+def _require_key(encryption: EncryptionSettings, environment: Mapping[str, str]) -> None:
+    try:
+        from spillway_connector.tiers.sealed import SealKey  # noqa: PLC0415  needs a package of its own
+    except ImportError as error:
+        raise SettingsError(
+            f"{_AT}.encryption needs a package that is not installed ({error}); install spillway-connector[encryption]"
+        ) from error
+    try:
+        if encryption.key_file is not None:
+            SealKey.from_file(encryption.key_id, Path(encryption.key_file))
+        elif encryption.key_env is not None:
+            if encryption.key_env not in environment:
+                raise ConfigError(f"encryption.keyEnv: the environment variable {encryption.key_env} is not set")
+            SealKey.parse(encryption.key_id, environment[encryption.key_env], f"encryption.keyEnv {encryption.key_env}")
+    except ConfigError as error:
+        raise SettingsError(f"{_AT}.{error}") from error

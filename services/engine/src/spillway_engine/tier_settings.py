@@ -1,0 +1,179 @@
+"""The shared tier of an engine pod: where it lies, how to log in, what bounds it, and what in it contradicts itself.
+
+Each field has the connector's own default (spillway_connector.config); a test compares the two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spillway_connector.errors import ConfigError
+from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_engine.byte_sizes import ByteCount, format_byte_count
+from spillway_engine.errors import SettingsError
+
+_AT = "offload.sharedTier"
+_LOAD_QUEUE_BYTES = ByteCount(8 << 30)
+_STORE_QUEUE_BYTES = ByteCount(1 << 30)
+_SECRET_KEY = re.compile(r"password|secret|credential|api_?key", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class EncryptionSettings:
+    """AES-GCM at rest; the key, 16 or 32 bytes in hex or base64, comes from one of the two."""
+
+    key_id: str  # names the key in public; another id, another store
+    key_file: str | None = None
+    key_env: str | None = None  # name of the environment variable, never the key
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeTierSettings:
+    path: str = ""
+    max_bytes: ByteCount | None = None  # None: four fifths of what the file system can give
+    mode: Literal["files", "slab", "auto"] = "files"
+    ttl_seconds: int | None = None  # of a block since its last use; None: only max_bytes ends it
+    tenant_max_bytes: ByteCount | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RedisTlsSettings:
+    ca_file: str | None = None  # None: the system's authorities
+    certificate_file: str | None = None  # with key_file, where the server asks clients for one
+    key_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RedisTierSettings:
+    url: str = ""
+    username_env: str | None = None  # name of the environment variable, never the value
+    password_env: str | None = None
+    password_file: str | None = None  # read anew for each login
+    tls: RedisTlsSettings = field(default_factory=RedisTlsSettings)
+    ttl_seconds: int = 86_400
+    connections: int = 4
+    payload_connections: int = 1
+    tenant_max_bytes: ByteCount | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTierSettings:
+    type: Literal["none", "nvme", "redis"] = "none"
+    nvme: NvmeTierSettings = field(default_factory=NvmeTierSettings)
+    redis: RedisTierSettings = field(default_factory=RedisTierSettings)
+    encryption: EncryptionSettings | None = None
+    io_threads: int = 4
+    lookup_timeout_seconds: float = 0.2
+    load_timeout_seconds: float = 2.0
+    store_timeout_seconds: float = 10.0
+    load_queue_bytes_max: ByteCount = _LOAD_QUEUE_BYTES
+    store_queue_bytes_max: ByteCount = _STORE_QUEUE_BYTES  # more in hand are dropped and counted
+    store_queue_seconds_max: float = 5.0  # as are stores that waited longer
+
+
+def check_shared_tier(tier: SharedTierSettings) -> None:
+    """Refuse what needs no look at the machine. Raises SettingsError with what to change."""
+    _check_numbers(tier)
+    if tier.type == "nvme":
+        _check_nvme(tier.nvme)
+    if tier.type == "redis":
+        _check_redis(tier.redis)
+    if tier.encryption is not None:
+        _check_encryption(tier.type, tier.encryption)
+
+
+def refuse_credentials(tier: SharedTierSettings, extra_tiers: Iterable[Mapping[str, Any]]) -> None:
+    """Also of tiers not in use: whatever stands in the file is shown by /spillway/config. Raises SettingsError."""
+    if "@" in tier.redis.url:
+        raise SettingsError(
+            f"{_AT}.redis.url holds credentials; keep them out of files: name environment variables in "
+            "redis.usernameEnv and redis.passwordEnv, or a file in redis.passwordFile"
+        )
+    for position, extra in enumerate(extra_tiers):
+        for key, value in extra.items():
+            if isinstance(value, str) and _SECRET_KEY.search(key) and not key.endswith(("_env", "_file")):
+                raise SettingsError(
+                    f"offload.extraTiers[{position}].{key} would show a secret to whoever reads this file; "
+                    "give that tier its secret by an environment variable or a file"
+                )
+
+
+def _check_numbers(tier: SharedTierSettings) -> None:
+    at_least: list[tuple[str, float | None, float]] = [
+        ("ioThreads", tier.io_threads, 1),
+        ("lookupTimeoutSeconds", tier.lookup_timeout_seconds, 0.001),
+        ("loadTimeoutSeconds", tier.load_timeout_seconds, 0.001),
+        ("storeTimeoutSeconds", tier.store_timeout_seconds, 0.001),
+        ("loadQueueBytesMax", tier.load_queue_bytes_max, 1),
+        ("storeQueueBytesMax", tier.store_queue_bytes_max, 1),
+        ("storeQueueSecondsMax", tier.store_queue_seconds_max, 0.001),
+        ("nvme.maxBytes", tier.nvme.max_bytes, 1),
+        ("nvme.ttlSeconds", tier.nvme.ttl_seconds, 1),
+        ("nvme.tenantMaxBytes", tier.nvme.tenant_max_bytes, 1),
+        ("redis.ttlSeconds", tier.redis.ttl_seconds, 1),
+        ("redis.connections", tier.redis.connections, 1),
+        ("redis.payloadConnections", tier.redis.payload_connections, 1),
+        ("redis.tenantMaxBytes", tier.redis.tenant_max_bytes, 1),
+    ]
+    for key, given, least in at_least:
+        if given is not None and given < least:
+            raise SettingsError(f"{_AT}.{key}: {given} is too small; set it to {least} or more")
+
+
+def _check_nvme(nvme: NvmeTierSettings) -> None:
+    if not nvme.path.startswith("/"):
+        raise SettingsError(
+            f"{_AT}.nvme.path: {nvme.path!r} is no absolute folder; "
+            "sharedTier.type: nvme needs one that every engine of this model can reach"
+        )
+    if nvme.max_bytes is not None and nvme.tenant_max_bytes is not None and nvme.tenant_max_bytes > nvme.max_bytes:
+        raise SettingsError(
+            f"{_AT}.nvme.tenantMaxBytes: {format_byte_count(nvme.tenant_max_bytes)} for one tenant is more than "
+            f"nvme.maxBytes: {format_byte_count(nvme.max_bytes)} for all; set it to {nvme.max_bytes} or less"
+        )
+
+
+def _check_redis(redis: RedisTierSettings) -> None:
+    if not redis.url:
+        raise SettingsError(f"{_AT}.redis.url is empty; sharedTier.type: redis needs it, e.g. redis://cache:6379/0")
+    try:
+        endpoint = RedisEndpoint.from_url(redis.url)
+    except ConfigError as error:
+        raise SettingsError(f"{_AT}.{error}") from error
+    if redis.password_env is not None and redis.password_file is not None:
+        raise SettingsError(
+            f"{_AT}.redis: passwordEnv: {redis.password_env} and passwordFile: {redis.password_file} are both set; "
+            "remove one (a file is read anew for each login, so a rotated password needs no restart)"
+        )
+    tls = redis.tls
+    if tls != RedisTlsSettings() and not endpoint.tls:
+        raise SettingsError(f"{_AT}.redis.tls is set, but redis.url: {redis.url} asks for no TLS; write rediss://...")
+    if (tls.certificate_file is None) != (tls.key_file is None):
+        raise SettingsError(
+            f"{_AT}.redis.tls: certificateFile: {tls.certificate_file} and keyFile: {tls.key_file} belong together; "
+            "set both or none"
+        )
+    if redis.payload_connections > redis.connections:
+        raise SettingsError(
+            f"{_AT}.redis.payloadConnections: {redis.payload_connections} is more than "
+            f"redis.connections: {redis.connections}; raise connections or lower payloadConnections"
+        )
+
+
+def _check_encryption(tier_type: str, encryption: EncryptionSettings) -> None:
+    if tier_type == "none":
+        raise SettingsError(
+            f"{_AT}.encryption is set, but sharedTier.type is none; it seals a shared tier: choose nvme or redis"
+        )
+    if not encryption.key_id or not encryption.key_id.isascii() or not encryption.key_id.isprintable():
+        raise SettingsError(
+            f"{_AT}.encryption.keyId: {encryption.key_id!r} is not a name; use letters, digits and dashes"
+        )
+    if (encryption.key_file is None) == (encryption.key_env is None):
+        raise SettingsError(
+            f"{_AT}.encryption: keyFile: {encryption.key_file} and keyEnv: {encryption.key_env}; "
+            "set exactly one of them: where the key is read from"
+        )
