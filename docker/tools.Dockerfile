@@ -1,6 +1,6 @@
 # Everything of Spillway that needs no engine, for looking at a running installation from inside the cluster:
 #   python3 -m spillway_gateway --check --config FILE    is this configuration valid?
-#   python3                                              spillway_connector.tiers: read frames on NVMe and in Redis
+#   spillway tier status|ls|verify|purge                  what a shared tier holds, whether it is whole
 # Build from the repository's root:  docker build -f docker/tools.Dockerfile -t spillway-tools:0.1.0 .
 ARG BASE=docker.io/library/python:3.11.13-slim-bookworm
 
@@ -12,8 +12,9 @@ RUN python3 -m venv /opt/build && /opt/build/bin/pip install --require-hashes -r
 RUN python3 -m venv /opt/spillway && /opt/spillway/bin/pip install --require-hashes -r requirements/tools.txt
 COPY connector connector
 COPY gateway gateway
+COPY services/ctl services/ctl
 COPY services/engine services/engine
-RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./gateway ./services/engine \
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./gateway ./services/ctl ./services/engine \
     && /opt/spillway/bin/pip install --no-deps --no-index /wheels/*.whl \
     && /opt/spillway/bin/python -m compileall -q /opt/spillway/lib \
     && /opt/spillway/bin/pip uninstall --quiet --yes pip setuptools
@@ -30,4 +31,4 @@ COPY --from=build /opt/spillway /opt/spillway
 ENV PATH=/opt/spillway/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /tmp
-CMD ["python3"]
+CMD ["spillway", "tier", "--help"]

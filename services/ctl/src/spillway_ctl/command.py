@@ -1,0 +1,98 @@
+"""`spillway`: one command line in, one exit status out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from spillway_connector.errors import ConfigError, TierError
+from spillway_connector.tiers.inspection import CheckPayload
+from spillway_ctl.errors import CommandError
+from spillway_ctl.frame_filter import tenant_of_salt
+from spillway_ctl.interruption import Interruption
+from spillway_ctl.listing import listing
+from spillway_ctl.options import choice_of, filter_of, parser
+from spillway_ctl.purge import asker, purge
+from spillway_ctl.run import INTERRUPTED, OK, WRONG, Run
+from spillway_ctl.status import status
+from spillway_ctl.store import Store
+from spillway_ctl.store_choice import StoreChoice
+from spillway_ctl.verify import verify
+from spillway_engine.errors import SettingsError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status; see options.EXIT_STATUSES."""
+    given = parser().parse_args(arguments)
+    interruption = Interruption()
+    try:
+        with interruption.watching():
+            return _tenant(given.salt_env) if given.command == "tenant" else _on_store(given, interruption)
+    except (CommandError, ConfigError, SettingsError, TierError) as error:
+        print(f"spillway: {error}", file=sys.stderr, flush=True)
+        return WRONG
+    except BrokenPipeError:
+        # Whoever reads has enough (`| head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _on_store(given: argparse.Namespace, interruption: Interruption) -> int:
+    chosen = filter_of(given)
+    if given.command == "purge":
+        if chosen.is_everything and not given.all:
+            raise CommandError(
+                "purge without a filter removes everything; give --namespace, --tenant or an age, or --all"
+            )
+        if given.all and not chosen.is_everything:
+            raise CommandError("--all contradicts the filters; leave one of the two out")
+        if given.json and not (given.yes or given.dry_run):
+            raise CommandError("purge --json cannot ask; add --yes or --dry-run")
+    choice = choice_of(given)
+    store = choice.open(given.timeout)
+    run = Run(store, chosen, store.now_s(), interruption, as_json=given.json)
+    try:
+        match given.command:
+            case "status":
+                return status(run)
+            case "ls":
+                return listing(run, given.limit)
+            case "verify":
+                check_payload, opens = _seals(choice, store)
+                return verify(
+                    run,
+                    remove_damaged=given.remove_damaged,
+                    bytes_per_second=given.rate_limit,
+                    check_payload=check_payload,
+                    opens=opens,
+                )
+        return purge(run, dry_run=given.dry_run, yes=given.yes, ask=asker())
+    finally:
+        store.close()
+
+
+def _seals(choice: StoreChoice, store: Store) -> tuple[CheckPayload | None, set[bytes]]:
+    """What opens the seals of encrypted frames, and of which namespaces."""
+    if not choice.has_key:
+        return None, set()
+    try:
+        from spillway_ctl.seal_check import SealCheck  # noqa: PLC0415 - its package may be missing
+    except ImportError as error:
+        raise CommandError(
+            f"opening seals needs the package cryptography ({error}); install spillway-ctl[encryption]"
+        ) from error
+    store.check()
+    check = SealCheck(list(store.namespaces()), choice.encryption_key_file, choice.encryption_key_env)
+    return check, check.opens
+
+
+def _tenant(variable: str) -> int:
+    salt = os.environ.get(variable)
+    if not salt:
+        raise CommandError(f"--salt-env {variable}: the environment variable is not set or empty; set it to the salt")
+    print(tenant_of_salt(salt).hex())
+    return OK

@@ -1,0 +1,84 @@
+"""A namespace document in words: whose KV it is and how it lies there. Pure.
+
+The document is what the connector's engine/namespace_fields.py writes; other versions may say more or less, so what is
+missing is left out, and a document of another kind is shown as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from spillway_ctl.quantities import plural
+
+_DIGITS_SHOWN = 12
+_RAW_CHARACTERS = 100
+
+
+def describe(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Label -> text, in the order to show them: model, layout, parallel, hash, codec, as far as the document says."""
+    words = {
+        "model": _model(facts),
+        "layout": _layout(facts),
+        "parallel": _parallel(facts.get("parallel")),
+        "hash": _hash(facts),
+        "codec": _codec(facts.get("codec")),
+    }
+    found = {label: text for label, text in words.items() if text}
+    if not found.keys() & {"model", "layout"}:
+        raw = json.dumps(dict(facts), sort_keys=True)
+        found["document"] = raw if len(raw) <= _RAW_CHARACTERS else raw[: _RAW_CHARACTERS - 3] + "..."
+    return found
+
+
+def _model(facts: Mapping[str, Any]) -> str:
+    weights = str(facts.get("weights", ""))
+    kind, _, rest = weights.partition(":")
+    if kind == "weights":
+        weights = f"weights {rest[:_DIGITS_SHOWN]}"
+    elif kind == "hub":
+        name, _, revision = rest.rpartition("@")
+        weights = f"{name} at {revision[:_DIGITS_SHOWN]}"
+    parts = [weights, str(facts.get("dtype", "")).removeprefix("torch.")]
+    if facts.get("kv_cache_dtype") not in (None, "auto"):
+        parts.append(f"KV as {facts['kv_cache_dtype']}")
+    if facts.get("quantization") not in (None, "None"):
+        parts.append(str(facts["quantization"]))
+    return ", ".join(part for part in parts if part)
+
+
+def _layout(facts: Mapping[str, Any]) -> str:
+    parts = [str(facts["physical_layout"])] if "physical_layout" in facts else []
+    groups = facts.get("groups")
+    groups = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+    layers = sum(len(group.get("layers", ())) for group in groups)
+    if layers:
+        parts.append(plural(layers, "layer"))
+    if len(groups) > 1:
+        parts.append(plural(len(groups), "group"))
+    tokens = sorted({int(group["block_tokens"]) for group in groups if isinstance(group.get("block_tokens"), int)})
+    per_chunk = facts.get("blocks_per_chunk", 1)
+    if tokens:
+        blocks = "" if per_chunk == 1 else f"{per_chunk} x "
+        parts.append(f"{blocks}{' or '.join(map(str, tokens))} tokens per frame")
+    return ", ".join(parts)
+
+
+def _parallel(parallel: object) -> str:
+    if not isinstance(parallel, Mapping):
+        return ""
+    several = [f"{name.replace('_', ' ')} {size}" for name, size in parallel.items() if size != 1]
+    return ", ".join(several) if several else "one rank"
+
+
+def _hash(facts: Mapping[str, Any]) -> str:
+    if "hash_algorithm" not in facts:
+        return ""
+    return f"{facts['hash_algorithm']}, seed {facts.get('hash_seed', '')}"
+
+
+def _codec(codec: object) -> str:
+    if not isinstance(codec, Mapping):
+        return ""
+    return f"encrypted with {codec.get('cipher')}, key id {codec.get('key_id')}"

@@ -1,0 +1,98 @@
+"""From the command line, or an engine's configuration, to a store and the key of what is encrypted in it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_ctl.errors import CommandError
+from spillway_ctl.nvme_store import NvmeStore
+from spillway_ctl.redis_store import RedisStore
+from spillway_ctl.store import Store
+from spillway_engine.settings_reader import load_engine_settings
+
+NO_STORE = "which tier is meant? give --nvme DIR, --redis URL, or --config with an engine's configuration file"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChoice:
+    """Paths, URL and names of variables as given; never a secret itself."""
+
+    nvme: Path | None = None
+    redis: str | None = None
+    max_bytes: int | None = None
+    username_env: str | None = None
+    password_env: str | None = None
+    password_file: str | None = None
+    tls_ca_file: str | None = None
+    tls_certificate_file: str | None = None
+    tls_key_file: str | None = None
+    encryption_key_file: Path | None = None
+    encryption_key_env: str | None = None
+
+    @property
+    def has_key(self) -> bool:
+        return self.encryption_key_file is not None or self.encryption_key_env is not None
+
+    def open(self, timeout_seconds: float) -> Store:
+        """Nothing is read or connected yet. Raises ConfigError, CommandError."""
+        if self.nvme is not None:
+            return NvmeStore(self.nvme, max_bytes=self.max_bytes)
+        if self.redis is None:
+            raise CommandError(NO_STORE)
+        if self.password_env is not None and self.password_file is not None:
+            raise CommandError("--password-env and --password-file both name the password; leave one out")
+        endpoint = RedisEndpoint.from_url(
+            self.redis,
+            username=_secret("--username-env", self.username_env),
+            password=_secret("--password-env", self.password_env),
+            password_file=self.password_file,
+            tls_ca_file=self.tls_ca_file,
+            tls_certificate_file=self.tls_certificate_file,
+            tls_key_file=self.tls_key_file,
+        )
+        return RedisStore(endpoint, answer_seconds=timeout_seconds)
+
+
+def choice_from_config(path: Path) -> StoreChoice:
+    """The shared tier of an engine. Raises SettingsError, CommandError."""
+    tier = load_engine_settings(path).offload.shared_tier
+    encryption = tier.encryption
+    key_file = None if encryption is None or encryption.key_file is None else Path(encryption.key_file)
+    key_env = None if encryption is None else encryption.key_env
+    # An operator who has no key still may look: payloads are then verified as they lie there.
+    if key_file is not None and not key_file.exists():
+        key_file = None
+    if key_env is not None and key_env not in os.environ:
+        key_env = None
+    if tier.type == "nvme":
+        return StoreChoice(
+            nvme=Path(tier.nvme.path),
+            max_bytes=tier.nvme.max_bytes,
+            encryption_key_file=key_file,
+            encryption_key_env=key_env,
+        )
+    if tier.type == "redis":
+        redis = tier.redis
+        return StoreChoice(
+            redis=redis.url,
+            username_env=redis.username_env,
+            password_env=redis.password_env,
+            password_file=redis.password_file,
+            tls_ca_file=redis.tls.ca_file,
+            tls_certificate_file=redis.tls.certificate_file,
+            tls_key_file=redis.tls.key_file,
+            encryption_key_file=key_file,
+            encryption_key_env=key_env,
+        )
+    raise CommandError(f"--config {path}: offload.sharedTier.type is none, so this engine has no shared tier")
+
+
+def _secret(option: str, variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise CommandError(f"{option} {variable}: the environment variable is not set or empty; set it to the login")
+    return os.environ[variable]
