@@ -11,10 +11,12 @@ PYTHON ?= python3.11
 VENV := .venv/local
 BIN := $(VENV)/bin
 UV := .venv/bootstrap/bin/uv
-DISTRIBUTIONS := connector gateway services/engine services/simulator services/stack
+DISTRIBUTIONS := connector gateway services/ctl services/engine services/simulator services/stack
 VERSION := 0.1.0
 CONTAINER ?= $(firstword $(foreach c,docker podman,$(if $(shell command -v $(c)),$(c))))
 REGISTRY ?=
+# bench-copy and bench-gpu need PyTorch (and vLLM) for CUDA, which the local environment does not hold.
+PYTHON_CUDA ?= python3
 ASCEND_VARIANTS ?= default
 REQUIREMENTS := requirements/uv.txt requirements/local.txt
 NEEDS_INSTALL := { [ -x $(BIN)/python ] || { echo "nothing is installed here, so nothing runs; start with make up"; exit 1; }; }
@@ -60,9 +62,33 @@ bench-first-token: $(STAMP) ## Time to first token by tier, beside recomputing a
 bench-tiers: $(STAMP) ## Shared tiers beside fio, vLLM's fs tier and redis-py. BENCH="--only disk" narrows it
 	@$(BIN)/python bench/tiers.py $(BENCH)
 
+.PHONY: bench-copy
+bench-copy: ## KV copies on one CUDA device by size of piece, direction and path. PYTHON_CUDA= an interpreter with CUDA's PyTorch
+	@PYTHONPATH=connector/src $(PYTHON_CUDA) bench/copies.py $(BENCH)
+
+.PHONY: bench-gpu
+bench-gpu: ## Time to first token on one CUDA device by tier, beside upstream. PYTHON_CUDA= one with vLLM 0.23.0 for CUDA. About ten minutes
+	@PYTHONPATH=connector/src $(PYTHON_CUDA) bench/gpu.py $(BENCH)
+
 .PHONY: bench-routing
 bench-routing: $(STAMP) ## Routing policies over simulated engines, one run, virtual time. About four minutes
 	@$(BIN)/python bench/routing.py
+
+.PHONY: bench-scheduler
+bench-scheduler: $(STAMP) ## Cost of an engine step on the scheduler's thread, beside upstream's manager
+	@$(BIN)/python bench/scheduler_step.py $(BENCH)
+
+.PHONY: bench-no-hit
+bench-no-hit: $(STAMP) ## Throughput where nothing is ever hit: no offload, CPU tier, and shared tiers. About 8 GB
+	@$(BIN)/python bench/no_hit.py $(BENCH)
+
+.PHONY: bench-corruption
+bench-corruption: $(STAMP) ## A million random corruptions of stored frames; none may be served
+	@$(BIN)/python bench/corruption.py $(BENCH)
+
+.PHONY: bench-soak
+bench-soak: $(STAMP) ## Real engines under random faults, every answer checked. BENCH="--minutes 30 --tier both"
+	@$(BIN)/python bench/soak.py $(BENCH)
 
 .PHONY: install
 install: $(STAMP) ## The environment in .venv/local, and nothing else

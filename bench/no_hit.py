@@ -1,0 +1,259 @@
+"""What offload costs where it cannot help: throughput of prompts that nobody has seen.
+
+    python bench/no_hit.py [--rounds 9] [--prompts 12] [--concurrency 4] [--tokens 512]
+
+Four engines stand beside each other: without offload, with the CPU tier, and with NVMe or Redis below it, all with the
+product's own settings. Only one of them is asked at a time; the others idle. Each round asks every engine `--prompts`
+new prompts by `--concurrency` clients and then waits until its tiers have written everything, so that nobody pays for
+what another left to do. The order turns by one from round to round. Compared are the throughputs of one round, so what
+the machine does to all of them cancels out; figures are medians over rounds, with a 95 % bootstrap interval of the
+ratio. The second figure is processor time per prompt, background writing included, which other work on the machine
+disturbs less.
+
+Promised: a ratio of at least 0.98. Exit status 1 when even the interval's upper end is below. Prints a table, writes
+build/bench/no_hit.json (flat; units are in the keys).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import redis
+from first_token import BLOCK_TOKENS, TAIL_TOKENS, BenchError, ask, free_port, make_prompt, processor
+from prometheus_client.parser import text_string_to_metric_families
+
+from spillway_stack.local_stack import LocalStack
+from spillway_stack.processes import PROC, descendants
+from spillway_stack.settings import StackSettings
+
+CONFIGURATIONS = ("off", "cpu", "nvme", "redis")
+GOAL_RATIO = 0.98
+RESAMPLES = 10_000
+SETTLE_SECONDS = 30.0
+SETTLE_POLL_SECONDS = 0.2
+QUIET_POLLS = 3  # readings without a change: nothing is being written any more
+OUTPUT = Path("build/bench/no_hit.json")
+
+
+@dataclass
+class Rounds:
+    """One entry per round."""
+
+    prompts_per_second: list[float] = field(default_factory=list)
+    cpu_seconds_per_prompt: list[float] = field(default_factory=list)
+    written_bytes: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    median: float
+    low: float
+    high: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parse(arguments)
+    blocks = given.tokens // BLOCK_TOKENS
+    rounds = {name: Rounds() for name in given.configurations}
+    with ExitStack() as stacks:
+        running: dict[str, LocalStack] = {}
+        for name in given.configurations:
+            folder = Path(stacks.enter_context(tempfile.TemporaryDirectory(prefix=f"spillway-no-hit-{name}-")))
+            running[name] = stacks.enter_context(LocalStack(settings_for(name, blocks, given.concurrency), folder))
+            print(f"{name}: the engine is up", flush=True)
+        numbers = itertools.count()
+        for number in range(given.rounds + 1):
+            for name in turned(given.configurations, number):
+                measured = run_round(running[name], numbers, blocks * BLOCK_TOKENS + TAIL_TOKENS, given)
+                if number == 0:
+                    continue  # the first prefill of an engine pays for what is made on first use
+                for kept, value in zip(_lists(rounds[name]), measured, strict=True):
+                    kept.append(value)
+            if number:
+                speeds = ", ".join(f"{name} {rounds[name].prompts_per_second[-1]:.3f}" for name in rounds)
+                print(f"round {number}: {speeds} prompts/s", flush=True)
+    report = make_report(rounds, given.tokens, given.concurrency, random.Random(0))
+    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
+    OUTPUT.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\n{render(report, list(rounds))}\n\n{OUTPUT}")
+    surely_missed = [
+        name for name in rounds if name != "off" and float(report[f"{name}_throughput_ratio_high"]) < GOAL_RATIO
+    ]
+    return 1 if surely_missed else 0
+
+
+def settings_for(name: str, blocks: int, concurrency: int) -> StackSettings:
+    """Device memory for what runs at once and little more, so that blocks leave it as they would under load."""
+    return StackSettings(
+        port=free_port(),
+        engines=1,
+        shared_tier=name if name in ("nvme", "redis") else "none",
+        offload=name != "off",
+        num_cpu_blocks=8 * blocks,
+        device_blocks=(blocks + 2) * (concurrency + 2),
+        max_length=(blocks + 2) * BLOCK_TOKENS,
+        gateway=False,
+    )
+
+
+def turned(names: Sequence[str], number: int) -> list[str]:
+    """Another one begins in each round."""
+    place = number % len(names)
+    return [*names[place:], *names[:place]]
+
+
+def run_round(
+    stack: LocalStack, numbers: itertools.count[int], tokens: int, given: argparse.Namespace
+) -> tuple[float, float, float]:
+    """Prompts per second, processor seconds per prompt, bytes written to the shared tier."""
+    prompts = [make_prompt(f"unseen {next(numbers)}", tokens) for _ in range(given.prompts)]
+    engine = stack.engines[0]
+    port, model = stack.settings.engine_port(0), stack.model.served_name
+    parent = stack.status()[[status.name for status in stack.status()].index(engine.name)].identity
+    if parent is None:
+        raise BenchError(f"{engine.name} is not running; see {stack.folder.logs}")
+    written = written_bytes(engine.url)
+    cpu = cpu_seconds(parent.pid)
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(given.concurrency) as clients:
+        answers = list(clients.map(lambda prompt: ask(port, model, prompt), prompts))
+    seconds = time.perf_counter() - begun
+    if any(answer.cached_tokens for answer in answers):
+        raise BenchError("a prompt that nobody has seen was found in a cache")
+    settle(lambda: (stored(stack), written_bytes(engine.url)))
+    return len(prompts) / seconds, (cpu_seconds(parent.pid) - cpu) / len(prompts), written_bytes(engine.url) - written
+
+
+def settle(state: Callable[[], object]) -> None:
+    """Until nothing changes any more. Raises BenchError at the deadline."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    before, quiet = state(), 0
+    while quiet < QUIET_POLLS:
+        if time.monotonic() > deadline:
+            raise BenchError(f"the tiers were still writing after {SETTLE_SECONDS:g} s")
+        time.sleep(SETTLE_POLL_SECONDS)
+        now = state()
+        quiet = quiet + 1 if now == before else 0
+        before = now
+
+
+def stored(stack: LocalStack) -> int:
+    """Files and values in the shared tier, seen from outside: an engine's own counters stand still while it idles."""
+    with redis.Redis.from_url(stack.valkey_url) as server:
+        return sum(1 for _ in stack.folder.nvme.rglob("*")) + int(server.dbsize())
+
+
+def written_bytes(url: str) -> float:
+    text = httpx.get(f"{url}/metrics", timeout=10.0).raise_for_status().text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "spillway_tier_written_bytes_total"
+    )
+
+
+def cpu_seconds(parent: int) -> float:
+    """User and system time of a process and everything below it."""
+    ticks = 0
+    for pid in descendants(parent):
+        fields = (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def paired_ratio(values: Sequence[float], base: Sequence[float], chance: random.Random) -> Interval:
+    """Median over rounds of value / base of the same round, and the middle 95 % of it over resampled rounds."""
+    ratios = [value / reference for value, reference in zip(values, base, strict=True)]
+    medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    return Interval(statistics.median(ratios), medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)])
+
+
+def make_report(
+    rounds: dict[str, Rounds], tokens: int, concurrency: int, chance: random.Random
+) -> dict[str, float | int | str]:
+    report: dict[str, float | int | str] = {
+        "processor": processor(),
+        "processors_count": os.cpu_count() or 0,
+        "load_average_at_end": round(os.getloadavg()[0], 2),
+        "prompt_tokens": tokens,
+        "concurrency_count": concurrency,
+        "rounds_count": len(next(iter(rounds.values())).prompts_per_second),
+    }
+    for name, measured in rounds.items():
+        report[f"{name}_prompts_per_second"] = round(statistics.median(measured.prompts_per_second), 4)
+        report[f"{name}_cpu_seconds_per_prompt"] = round(statistics.median(measured.cpu_seconds_per_prompt), 4)
+        report[f"{name}_written_to_shared_tier_bytes"] = int(sum(measured.written_bytes))
+        if name == "off" or "off" not in rounds:
+            continue
+        base = rounds["off"]
+        for figure, values, reference in (
+            ("throughput", measured.prompts_per_second, base.prompts_per_second),
+            ("cpu_seconds", measured.cpu_seconds_per_prompt, base.cpu_seconds_per_prompt),
+        ):
+            ratio = paired_ratio(values, reference, chance)
+            report[f"{name}_{figure}_ratio"] = round(ratio.median, 4)
+            report[f"{name}_{figure}_ratio_low"] = round(ratio.low, 4)
+            report[f"{name}_{figure}_ratio_high"] = round(ratio.high, 4)
+    return report
+
+
+def render(report: dict[str, float | int | str], names: Sequence[str]) -> str:
+    lines = [
+        f"prompts of {report['prompt_tokens']} unseen tokens, {report['concurrency_count']} at once, medians of "
+        f"{report['rounds_count']} rounds, {report['processor']}",
+        "",
+        f"{'offload':8}{'prompts/s':>11}{'ratio to off (95 %)':>28}{'CPU s/prompt':>14}{'ratio to off (95 %)':>28}"
+        f"{'written':>11}",
+    ]
+    for name in names:
+        cells = [_ratio(report, name, figure) for figure in ("throughput", "cpu_seconds")]
+        lines.append(
+            f"{name:8}{float(report[f'{name}_prompts_per_second']):>11.3f}{cells[0]:>28}"
+            f"{float(report[f'{name}_cpu_seconds_per_prompt']):>14.3f}{cells[1]:>28}"
+            f"{float(report[f'{name}_written_to_shared_tier_bytes']) / 1e6:>8.0f} MB"
+        )
+    return "\n".join(lines)
+
+
+def _ratio(report: dict[str, float | int | str], name: str, figure: str) -> str:
+    if f"{name}_{figure}_ratio" not in report:
+        return "1"
+    median, low, high = (float(report[f"{name}_{figure}_ratio{end}"]) for end in ("", "_low", "_high"))
+    return f"{median:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _lists(rounds: Rounds) -> tuple[list[float], list[float], list[float]]:
+    return rounds.prompts_per_second, rounds.cpu_seconds_per_prompt, rounds.written_bytes
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Throughput of unseen prompts, with and without offload.")
+    parser.add_argument("--rounds", type=int, default=9, help="that count; one before them does not (default 9)")
+    parser.add_argument("--prompts", type=int, default=12, help="per engine and round (default 12)")
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=512, help="of each prompt, in whole blocks (default 512)")
+    parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BenchError as error:
+        print(f"no_hit: {error}", file=sys.stderr)
+        sys.exit(1)

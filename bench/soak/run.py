@@ -1,0 +1,219 @@
+"""One soak of one tier: learn the answers, start the stack, load and disturb it, let it settle, take it down."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+from stack_driver.deadlines import eventually
+from stack_driver.engine_client import EngineClient
+from stack_driver.footprint import Footprint
+from stack_driver.running_stack import RunningStack, stack_settings
+
+from soak.counters import Counters, read_metrics
+from soak.engine_faults import EngineFaults
+from soak.folder_faults import FolderFaults
+from soak.footprints import Footprints
+from soak.lanes import Lanes, StoreFaults
+from soak.load import Load, new_client
+from soak.outages import GATEWAY, Outages
+from soak.references import PlainEngine, Pool, learn_pool
+from soak.report import Observed
+from soak.schedule import engine_faults, store_faults
+from soak.valkey_faults import ValkeyFaults
+from spillway_stack.local_stack import LocalStack
+from spillway_stack.settings import StackSettings
+
+# All of them small, so that the pool of prompts fits nowhere whole: device, CPU tier and shared tier all evict.
+DEVICE_BLOCKS, CPU_BLOCKS, SHARED_BLOCKS = 28, 24, 48
+MAX_TOKENS = 1024
+SAMPLE_SECONDS = 5.0
+# As the tests have it for tiers of the engine's own settings (stack_driver/running_stack.py).
+PATIENCE = {"lookup_timeout_seconds": 2.0, "load_timeout_seconds": 5.0}
+QUIET_SHARE = 0.05  # of the time, at the end: the last faults heal under load
+ENGINES = 2
+VALKEY_OWN_BYTES = 16 << 20  # buffers of clients and the keys
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class SoakSettings:
+    tier: str
+    seconds: float
+    seed: int
+    clients: int
+    prompts: int
+    dtype: str
+    inject_wrong: bool = False
+    nvme_mode: str = "files"
+
+
+def learn_references(settings: SoakSettings, say: Callable[[str], None]) -> Pool:
+    say(f"learning the answers to {settings.prompts} prompts on an engine without offload")
+    with _stack("off", settings, engines=1, gateway=False) as stack:
+        engine = PlainEngine(stack.local.engines[0].url, stack.model)
+        try:
+            pool = learn_pool(engine, settings.prompts, settings.seed)
+        finally:
+            engine.close()
+    lengths = [len(reference.tokens) for reference in pool.references]
+    say(
+        f"{len(lengths)} prompts with {min(lengths)} to {max(lengths)} decided tokens (rounding to {pool.noise:.2g}); "
+        f"another block changes the answer of {pool.sensitive_prompts}"
+    )
+    return pool
+
+
+def soak(settings: SoakSettings, pool: Pool, stopped: threading.Event, say: Callable[[str], None]) -> Observed:
+    """Ends early, and in order, when `stopped` is set."""
+    memory_before = _regions()
+    with _stack(settings.tier, settings, engines=ENGINES, gateway=True) as stack:
+        say(f"{settings.tier}: the stack is up")
+        observed, footprint = _disturb(stack, settings, pool, stopped, say)
+    left = [*observed.leftovers, *footprint.left(), *(str(file) for file in _regions() - memory_before)]
+    return replace(observed, leftovers=left)
+
+
+def _disturb(
+    stack: RunningStack, settings: SoakSettings, pool: Pool, stopped: threading.Event, say: Callable[[str], None]
+) -> tuple[Observed, Footprint]:
+    urls = {handle.name: handle.url for handle in stack.local.engines}
+    outages = Outages((*urls, GATEWAY))
+    block_bytes = stack.block_bytes
+    store: StoreFaults = (
+        FolderFaults(stack)
+        if settings.tier == "nvme"
+        else ValkeyFaults(stack, SHARED_BLOCKS * block_bytes + (16 << 20))
+    )
+    engine_lane = EngineFaults(stack, outages)
+    load = Load(
+        pool.references,
+        urls,
+        stack.local.gateway_url,
+        stack.model,
+        outages,
+        seed=settings.seed,
+        clients=settings.clients,
+        inject_wrong=settings.inject_wrong,
+    )
+    lanes = Lanes(settings.seconds, outages, urls, strike_engine=engine_lane.strike, store=store, say=say)
+    watch = _Watch(stack, urls)
+    begun = time.monotonic()
+    load.start()
+    lanes.start(store_faults(settings.seed, settings.tier), engine_faults(settings.seed, settings.tier, ENGINES))
+    try:
+        quiet_at = begun + settings.seconds * (1 - QUIET_SHARE)
+        while time.monotonic() < quiet_at and not stopped.is_set():
+            stopped.wait(SAMPLE_SECONDS)
+            watch.look(time.monotonic() - begun)
+    finally:
+        lanes.stop()
+    if not stopped.is_set():
+        _final_round(load, list(urls), pool, lanes)
+    while time.monotonic() < begun + settings.seconds and not stopped.is_set():
+        stopped.wait(SAMPLE_SECONDS)
+        watch.look(time.monotonic() - begun)
+    try:
+        load.stop()
+    except AssertionError as error:
+        lanes.log.broken.append(str(error))
+    watch.look(time.monotonic() - begun)
+    left = [*engine_lane.left_shared_memory, *engine_lane.left_processes]
+    observed = Observed(
+        settings.tier,
+        time.monotonic() - begun,
+        block_bytes,
+        pool,
+        load.tally,
+        lanes.log,
+        watch.counters,
+        watch.footprints,
+        left,
+    )
+    eventually("every component is ready", lambda: all(status.ready for status in stack.local.status()), 300.0)
+    return observed, Footprint.of(stack.local.folder)
+
+
+def _valkey_faults(stack: RunningStack, block_bytes: int) -> ValkeyFaults:
+    return ValkeyFaults(stack, SHARED_BLOCKS * block_bytes + VALKEY_OWN_BYTES)
+
+
+def _final_round(load: Load, engines: list[str], pool: Pool, lanes: Lanes) -> None:
+    """Every prompt once more from each engine and the gateway, after the last fault was healed."""
+    with new_client() as client:
+        for target in (*engines, GATEWAY):
+            silent = [one.prompt.name for one in pool.references if not load.ask(client, one, target)]
+            if silent:
+                lanes.log.broken.append(f"after the last fault {target} did not answer {silent}")
+
+
+class _Watch:
+    """Counters and footprints, read now and then."""
+
+    def __init__(self, stack: RunningStack, urls: dict[str, str]) -> None:
+        self.counters, self.footprints = Counters(), Footprints()
+        self._stack, self._urls = stack, urls
+        self._http = httpx.Client()
+
+    def look(self, seconds: float) -> None:
+        for name, url in self._urls.items():
+            reading = read_metrics(self._http, url)
+            if reading is not None:
+                self.counters.add(name, reading)
+        alive = [(status.name, status.identity) for status in self._stack.local.status()]
+        self.footprints.look(seconds, [(name, identity) for name, identity in alive if identity is not None])
+
+
+@contextmanager
+def _stack(tier: str, settings: SoakSettings, *, engines: int, gateway: bool) -> Iterator[RunningStack]:
+    """In a folder of its own that is gone afterwards, whatever happens, unless the block failed: then logs are kept."""
+    folder = Path(tempfile.mkdtemp(prefix=f"spillway-soak-{tier}-"))
+    local = LocalStack(_settings_of(tier, settings, folder, engines=engines, gateway=gateway), folder)
+    with local:
+        eventually("every component is ready", lambda: all(status.ready for status in local.status()), 60.0)
+        stack = RunningStack(tier, local)
+        stack.engines = [EngineClient(handle.url, stack.model, tier) for handle in local.engines]
+        try:
+            yield stack
+        finally:
+            for engine in stack.engines:
+                engine.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _settings_of(tier: str, settings: SoakSettings, folder: Path, *, engines: int, gateway: bool) -> StackSettings:
+    usual = stack_settings(tier, engines=engines, gateway=gateway)
+    overrides = usual.engine_overrides
+    frames_bytes = SHARED_BLOCKS * _frame_bytes(settings.dtype)
+    slabs = tier == "nvme" and settings.nvme_mode == "slab"
+    if slabs:
+        tiers = [{"type": "nvme", "path": str(folder / "nvme"), "mode": "slab", "max_bytes": frames_bytes, **PATIENCE}]
+        overrides = (*overrides, f"offload.extraTiers={json.dumps(tiers)}")
+    if settings.dtype != "auto":
+        overrides = (*overrides, f"model.dtype={settings.dtype}")
+    return replace(
+        usual,
+        shared_tier="none" if slabs else usual.shared_tier,
+        num_cpu_blocks=CPU_BLOCKS,
+        device_blocks=DEVICE_BLOCKS,
+        max_length=MAX_TOKENS,
+        nvme_max_bytes=frames_bytes,
+        engine_overrides=overrides,
+    )
+
+
+def _frame_bytes(dtype: str) -> int:
+    """Of the bundled model: 30 layers, 3 KV heads of 64, keys and values, blocks of 128 tokens; and a header page."""
+    return 30 * 2 * 3 * 64 * 128 * (4 if dtype == "float32" else 2) + 4096
+
+
+def _regions() -> set[Path]:
+    return set(SHARED_MEMORY.glob("vllm_offload_*"))
