@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from stack_driver.engine_metrics import new_failures
 from stack_driver.known_answers import KnownAnswers, learn
 from stack_driver.running_stack import RunningStack
 from stack_driver.shared_stores import NvmeStore
-from stack_driver.sick_folders import full, read_only, replaced_by_file
+from stack_driver.sick_folders import full, read_only, remove_in_use, replaced_by_file
 
 pytestmark = pytest.mark.tiers("nvme")
 
@@ -41,7 +40,7 @@ def test_full_file_system(stack: RunningStack) -> None:
 
 def test_directory_removed_while_running(stack: RunningStack) -> None:
     known = stack.learn_and_store(stack.a)
-    shutil.rmtree(stack.local.folder.nvme)
+    remove_in_use(stack.local.folder.nvme)
     assert stack.ask_shared(stack.b, known).source == "none"
     _ask_new_prompts(stack)
     stack.wait_shared_tier_works()

@@ -4,11 +4,13 @@ fault that an ordinary process can make. Each says which reasons the tier may gi
 from __future__ import annotations
 
 import resource
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from .deadlines import eventually
 from .engine_processes import engine_core, vllm_group
 from .running_stack import RunningStack
 
@@ -39,6 +41,16 @@ def replaced_by_file(folder: Path) -> Iterator[set[str]]:
     finally:
         folder.unlink()
         aside.rename(folder)
+
+
+def remove_in_use(folder: Path) -> None:
+    """Remove a directory that engines write into: what they make meanwhile is removed as well, until all is gone."""
+
+    def gone() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+
+    eventually(f"{folder} is removed", gone, 10.0)
 
 
 @contextmanager

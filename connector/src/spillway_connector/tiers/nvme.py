@@ -14,9 +14,9 @@ is a miss. A file is deleted only to make room or when its bytes are proven wron
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-import contextlib
 import os
 import threading
 import time
