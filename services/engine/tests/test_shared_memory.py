@@ -62,6 +62,26 @@ def test_the_sweep_takes_it_once_the_holder_is_dead(tmp_path: Path) -> None:
     assert sweep_stale_regions(tmp_path).removed == (left,)
 
 
+def test_a_semaphore_of_multiprocessing_is_its_groups_file() -> None:
+    """glibc maps it under a passing name before it gets its own, so no line of /proc/PID/maps names it."""
+    program = (
+        "import multiprocessing, sys\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(lock._semlock.name, flush=True)\n"
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as holder:
+        assert holder.stdout is not None
+        semaphore = Path(f"/dev/shm/sem.{holder.stdout.readline().decode().strip().lstrip('/')}")
+        files, used = files_of_group(holder.pid), paths_in_use([semaphore])
+        holder.communicate()
+
+    assert files == used == {semaphore}
+    assert not semaphore.exists()
+
+
 def test_our_own_mapping_counts_as_use(tmp_path: Path) -> None:
     path = region(tmp_path, "ours")
     file = os.open(path, os.O_RDWR)

@@ -16,6 +16,8 @@ from spillway_engine.machine import SHARED_MEMORY_FOLDER
 
 REGION_PATTERN = "vllm_offload_*.mmap"
 
+_Inode = tuple[int, int]  # device and number
+
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
@@ -54,7 +56,7 @@ def sweep_stale_regions(folder: Path = SHARED_MEMORY_FOLDER, proc: Path = Path("
 
 def paths_in_use(paths: Iterable[Path], proc: Path = Path("/proc")) -> set[Path]:
     """The subset of `paths` that some living process maps or has open. Processes of other users are skipped unread."""
-    wanted = {str(path): path for path in paths}
+    wanted = {key: path for path in paths if (key := _inode_of(path)) is not None}
     found: set[Path] = set()
     for entry in proc.iterdir():
         if not entry.name.isdigit():
@@ -64,13 +66,14 @@ def paths_in_use(paths: Iterable[Path], proc: Path = Path("/proc")) -> set[Path]
             descriptors = list((entry / "fd").iterdir())
         except OSError:
             continue
-        found |= {path for text, path in wanted.items() if text in maps}
+        mapped = _mapped_inodes(maps)
+        # By name too: on a layered file system the numbers in maps are those of another layer.
+        found |= {path for key, path in wanted.items() if key in mapped or str(path) in maps}
         for descriptor in descriptors:
             # Each may be closed by now, without that saying anything about the others.
-            with contextlib.suppress(OSError):
-                target = os.readlink(descriptor)
-                if target in wanted:
-                    found.add(wanted[target])
+            key = _inode_of(descriptor)
+            if key in wanted:
+                found.add(wanted[key])
     return found
 
 
@@ -79,18 +82,30 @@ def files_of_group(group_id: int, folder: Path = SHARED_MEMORY_FOLDER, proc: Pat
 
     Besides the offload region these are the queues (psm_*) and semaphores (sem.mp-*) of Python's multiprocessing.
     """
-    prefix = f"{folder}/"
-    mapped: set[Path] = set()
+    mapped: set[_Inode] = set()
     for pid in group_members(group_id, proc):
-        try:
-            maps = (proc / str(pid) / "maps").read_text(errors="replace")
-        except OSError:
-            continue
-        for line in maps.splitlines():
-            path = line[line.find("/") :] if prefix in line else ""
-            if path.startswith(prefix) and not path.endswith(" (deleted)"):
-                mapped.add(Path(path))
-    return mapped
+        with contextlib.suppress(OSError):
+            mapped |= _mapped_inodes((proc / str(pid) / "maps").read_text(errors="replace"))
+    return {file for file in folder.iterdir() if _inode_of(file) in mapped} if mapped else set()
+
+
+def _mapped_inodes(maps: str) -> set[_Inode]:
+    """Files in the text of /proc/PID/maps. By inode: glibc maps a semaphore under a passing name and links it after."""
+    found: set[_Inode] = set()
+    for line in maps.splitlines():
+        _, _, _, device, inode, *_ = line.split(maxsplit=5)
+        if inode != "0":
+            major, minor = device.split(":")
+            found.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+    return found
+
+
+def _inode_of(path: Path) -> _Inode | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def group_members(group_id: int, proc: Path = Path("/proc")) -> list[int]:
