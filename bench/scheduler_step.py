@@ -13,6 +13,11 @@ metadata, take in what the workers report, collect statistics. Chunks are 4 KiB,
     stores      a request is computed and stored in every step, while the others wait as in `ready`
     misses      requests that nobody has seen before come and go
 
+Two things are told apart. `new` is done once per request, when it comes: register it, name its chunks, look them up for
+the first time. `step` is everything else that happens in a step: the requests that wait, loads, stores, ends. `all` is
+a whole step with what came in it. What vLLM itself makes (requests with their block hashes, allocated blocks, the
+scheduler's output) is made between the measurements, for both sides.
+
 Wall time is what the engine loses, other processes of this machine included; CPU time is what this thread did. A step's
 threads get 2 ms afterwards, as an engine's do while the model runs. Writes build/bench/scheduler_step.json (flat; units
 are in the keys).
@@ -32,12 +37,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -78,6 +87,8 @@ class BenchRequest(SimpleNamespace):
             num_computed_tokens=0,
             finished=False,
         )
+        self.block_ids = list(range(1, chunks + 1))
+        self.blocks = KVCacheBlocks(([KVCacheBlock(number) for number in self.block_ids],))
 
     def is_finished(self) -> bool:
         return bool(self.finished)
@@ -93,42 +104,52 @@ class Rig:
         self.hold = hold  # while clear, the shared tier answers nothing
         self._region = region
         self._names = 0
-        self._done: dict[int, int] = {}
+        self._meta: OffloadingConnectorMetadata | None = None  # of the last step
+        self._output: SimpleNamespace
+        self._report: KVConnectorOutput
 
-    def request(self, prompt: int, chunks: int) -> BenchRequest:
+    def make_request(self, prompt: int, chunks: int) -> BenchRequest:
         self._names += 1
-        request = BenchRequest(f"request-{self._names}", prompt, chunks)
+        return BenchRequest(f"request-{self._names}", prompt, chunks)
+
+    def register(self, request: BenchRequest) -> None:
         self.scheduler.on_new_request(request)
-        return request
 
     def ask(self, request: BenchRequest) -> int | None:
         tokens: int | None = self.scheduler.get_num_new_matched_tokens(request, 0)[0]
         return tokens
 
-    def step(self, computed: Sequence[BenchRequest] = ()) -> None:
-        """The rest of a step in which `computed` were prefilled; the workers copy at once."""
-        blocks = {request.request_id: list(range(1, len(request.block_hashes) + 1)) for request in computed}
+    def before_step(self, computed: Sequence[BenchRequest] = ()) -> None:
+        """What vLLM makes for a step in which `computed` are prefilled; the workers have copied since the last."""
         scheduled = {request.request_id: request.num_tokens for request in computed}
-        output = SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=(ids,)) for name, ids in blocks.items()],
+        self._output = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=request.request_id, block_ids=(request.block_ids,)) for request in computed
+            ],
             scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
             preempted_req_ids=None,
             finished_req_ids=set(),
         )
-        done, self._done = self._done, {}
-        meta = self.scheduler.build_connector_meta(output)
-        self._done = dict.fromkeys([*meta.store_jobs, *meta.load_jobs], 1)  # told to the next step
-        self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=self.metadata(done)))
+        done = {} if self._meta is None else dict.fromkeys([*self._meta.store_jobs, *self._meta.load_jobs], 1)
+        self._report = KVConnectorOutput(kv_connector_worker_meta=self.metadata(done))
+
+    def end_step(self) -> None:
+        """The rest of a step, after the questions."""
+        self._meta = self.scheduler.build_connector_meta(self._output)
+        self.scheduler.update_connector_output(self._report)
         self.statistics()
+
+    def step(self, computed: Sequence[BenchRequest] = ()) -> None:
+        self.before_step(computed)
+        self.end_step()
 
     def statistics(self) -> None:
         """Upstream's scheduler half has none."""
 
     def start_load(self, request: BenchRequest, tokens: int) -> None:
-        blocks = [KVCacheBlock(number) for number in range(1, len(request.block_hashes) + 1)]
-        self.scheduler.update_state_after_alloc(request, KVCacheBlocks((blocks,)), tokens)
+        self.scheduler.update_state_after_alloc(request, request.blocks, tokens)
 
     def finish(self, request: BenchRequest) -> None:
         request.finished = True
@@ -137,12 +158,13 @@ class Rig:
     def fill(self, prompts: Sequence[int], chunks: int) -> None:
         """Compute the prompts, so that both tiers hold them."""
         for prompt in prompts:
-            request = self.request(prompt, chunks)
+            request = self.make_request(prompt, chunks)
+            self.register(request)
             self.ask(request)
             self.step([request])
             self.step()
             self.finish(request)
-        self.settle()
+            self.settle()  # or the CPU tier is full of rows that wait to be stored
 
     def settle(self) -> None:
         """Step until no job of the shared tier is under way."""
@@ -273,29 +295,40 @@ def upstream_rig(num_rows: int, folder: Path) -> Iterator[Rig]:
 
 
 class Scenario:
-    """`prepare` once, then `run` is one step; only what runs in it counts."""
+    """`prepare` once; then, per step, `before` (not measured), `arrive` of each of `coming`, and `run`."""
 
     def __init__(self, rig: Rig, requests: int, chunks: int) -> None:
         self.rig, self.requests, self.chunks = rig, requests, chunks // requests
         self.waiting: list[BenchRequest] = []
+        self.coming: list[BenchRequest] = []
         self.next_prompt = 1_000_000
 
     def prepare(self) -> None:
         raise NotImplementedError
 
+    def before(self) -> None:
+        self.coming = []
+        self.rig.before_step()
+
+    def arrive(self, request: BenchRequest) -> None:
+        self.rig.register(request)
+        self.rig.ask(request)
+
     def run(self) -> None:
         for request in self.waiting:
             self.rig.ask(request)
-        self.rig.step()
+        self.rig.end_step()
 
-    def arrive(self, prompts: Sequence[int]) -> None:
-        self.waiting += [self.rig.request(prompt, self.chunks) for prompt in prompts]
+    def wait_for(self, prompts: Sequence[int]) -> None:
+        self.waiting = [self.rig.make_request(prompt, self.chunks) for prompt in prompts]
+        for request in self.waiting:
+            self.arrive(request)
 
 
 class Ready(Scenario):
     def prepare(self) -> None:
         self.rig.fill(range(self.requests), self.chunks)
-        self.arrive(range(self.requests))
+        self.wait_for(range(self.requests))
 
 
 class Pending(Scenario):
@@ -306,7 +339,7 @@ class Pending(Scenario):
         self.rig.scheduler.reset_cache()
         self.rig.step()
         self.rig.hold.clear()
-        self.arrive(range(self.requests))
+        self.wait_for(range(self.requests))
 
 
 class Promotions(Scenario):
@@ -318,14 +351,17 @@ class Promotions(Scenario):
         self.turn = 0
         self.leaving: list[BenchRequest] = []
 
+    def before(self) -> None:
+        super().before()
+        if len(self.waiting) < self.requests:
+            self.coming = [self.rig.make_request(self.turn % self.prompts, self.chunks)]
+            self.turn += 1
+
     def run(self) -> None:
         for request in self.leaving:
             self.rig.finish(request)
-        if len(self.waiting) < self.requests:
-            self.arrive([self.turn % self.prompts])
-            self.turn += 1
         self.leaving, waiting = [], self.waiting
-        self.waiting = []
+        self.waiting = [*self.coming]
         for request in waiting:
             tokens = self.rig.ask(request)
             if tokens is None:
@@ -334,26 +370,22 @@ class Promotions(Scenario):
                 if tokens:
                     self.rig.start_load(request, tokens)
                 self.leaving.append(request)
-        self.rig.step()
+        self.rig.end_step()
 
 
 class Stores(Ready):
     """Two new chunks are computed, and as many copied on, per step: 64,000 tokens/s at 4 ms a step."""
 
-    def prepare(self) -> None:
-        super().prepare()
-        self.computed: list[BenchRequest] = []
+    def before(self) -> None:
+        self.computed = self.coming
+        self.next_prompt += 1
+        self.coming = [self.rig.make_request(self.next_prompt, 2)]
+        self.rig.before_step(self.coming)
 
     def run(self) -> None:
         for request in self.computed:
             self.rig.finish(request)
-        self.next_prompt += 1
-        request = self.rig.request(self.next_prompt, 2)
-        self.rig.ask(request)
-        for waiting in self.waiting:
-            self.rig.ask(waiting)
-        self.rig.step([request])
-        self.computed = [request]
+        super().run()
 
 
 class Misses(Scenario):
@@ -362,12 +394,14 @@ class Misses(Scenario):
     def prepare(self) -> None:
         pass
 
-    def run(self) -> None:
+    def before(self) -> None:
+        super().before()
         self.next_prompt += 1
-        self.arrive([self.next_prompt])
-        for request in self.waiting:
-            self.rig.ask(request)
-        self.rig.step()
+        self.coming = [self.rig.make_request(self.next_prompt, self.chunks)]
+
+    def run(self) -> None:
+        super().run()
+        self.waiting += self.coming
         if len(self.waiting) == self.requests:
             self.rig.finish(self.waiting.pop(0))
 
@@ -381,9 +415,18 @@ KINDS: dict[str, type[Scenario]] = {
 }
 
 
-def measure(name: str, make_rig: Callable[..., object], given: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """(wall, CPU) microseconds of each step."""
-    wall, cpu = [], []
+@dataclass
+class Figures:
+    """Microseconds: per step without what came in it, per request that came, and per step with everything."""
+
+    step: list[float] = field(default_factory=list)
+    new: list[float] = field(default_factory=list)
+    all: list[float] = field(default_factory=list)
+    all_wall: list[float] = field(default_factory=list)
+
+
+def measure(name: str, make_rig: Callable[..., object], given: argparse.Namespace) -> Figures:
+    figures = Figures()
     folder = Path(tempfile.mkdtemp(prefix="spillway-bench-step-"))
     try:
         with make_rig(2 * given.chunks, folder) as rig:  # type: ignore[attr-defined]
@@ -392,16 +435,23 @@ def measure(name: str, make_rig: Callable[..., object], given: argparse.Namespac
             gc.collect()
             gc.freeze()
             for number in range(WARM_STEPS + given.steps):
+                scenario.before()
                 begun, begun_cpu = time.perf_counter_ns(), time.thread_time_ns()
+                for request in scenario.coming:
+                    scenario.arrive(request)
+                came_cpu = time.thread_time_ns()
                 scenario.run()
                 ended_cpu, ended = time.thread_time_ns(), time.perf_counter_ns()
                 if number >= WARM_STEPS:
-                    wall.append((ended - begun) / 1000)
-                    cpu.append((ended_cpu - begun_cpu) / 1000)
+                    figures.step.append((ended_cpu - came_cpu) / 1000)
+                    if scenario.coming:  # one at most
+                        figures.new.append((came_cpu - begun_cpu) / 1000)
+                    figures.all.append((ended_cpu - begun_cpu) / 1000)
+                    figures.all_wall.append((ended - begun) / 1000)
                 time.sleep(PAUSE_SECONDS)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return wall, cpu
+    return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -417,21 +467,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "chunks_in_play": given.chunks,
         "waiting_requests": given.requests,
         "steps": given.steps,
+        "load_average": os.getloadavg()[0],
     }
-    print(f"{given.chunks} chunks of {given.requests} waiting requests, {given.steps} steps; microseconds per step\n")
-    print(f"{'':24}{'wall p50':>10}{'wall p99':>10}{'CPU p50':>10}{'CPU p99':>10}{'CPU max':>10}")
+    load = report["load_average"]
+    print(f"{given.chunks} chunks of {given.requests} waiting requests, {given.steps} steps; load average {load:.1f}")
+    widths = (10, 9, 10, 9, 10, 9, 9, 10)
+    heads = ("step p50", "p99", "new p50", "p99", "all p50", "p99", "max", "wall p99")
+    print(f"{'CPU microseconds':24}" + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
     for name in given.only.split(","):
         for rival in given.rivals.split(","):
-            wall, cpu = (sorted(figures) for figures in measure(name, rivals[rival], given))
-            figures = {
-                "wall_p50": statistics.median(wall),
-                "wall_p99": wall[int(0.99 * len(wall))],
-                "cpu_p50": statistics.median(cpu),
-                "cpu_p99": cpu[int(0.99 * len(cpu))],
-                "cpu_max": cpu[-1],
-            }
-            print(f"{name + ' ' + rival:24}" + "".join(f"{figure:>10.1f}" for figure in figures.values()), flush=True)
-            for kind, figure in figures.items():
+            figures = measure(name, rivals[rival], given)
+            row = dict[str, float]()
+            for label, values in (("step", figures.step), ("new", figures.new), ("all", figures.all)):
+                values.sort()
+                row[f"{label}_cpu_p50"] = statistics.median(values) if values else 0.0
+                row[f"{label}_cpu_p99"] = values[int(0.99 * len(values))] if values else 0.0
+            row["all_cpu_max"] = figures.all[-1]
+            row["all_wall_p99"] = sorted(figures.all_wall)[int(0.99 * len(figures.all_wall))]
+            cells = (f"{figure:>{width}.1f}" for figure, width in zip(row.values(), widths, strict=True))
+            print(f"{name + ' ' + rival:24}" + "".join(cells), flush=True)
+            for kind, figure in row.items():
                 report[f"{name}_{rival}_{kind}_microseconds"] = round(figure, 1)
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     OUTPUT.write_text(json.dumps(report, indent=2) + "\n")

@@ -33,7 +33,7 @@ from spillway_connector.testing.faults import (
 from spillway_connector.tiers.breaker import BreakerPolicy, BreakerState
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.stats import LookupOutcome, MissReason, Operation, SkipReason
-from spillway_connector.tiers.tier import Tier
+from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome, Tier
 from spillway_connector.transfers import JobOutcome, Lookup, SharedTier, TransferLimits
 
 PAYLOAD, ROW, ROWS = 1000, 1024, 64
@@ -664,3 +664,40 @@ def test_the_chunks_that_are_there_are_loaded_when_others_are_corrupt_or_gone_an
     shared.submit_load(2, keys(range(18)), range(18))
     rig.outcome(2)
     assert shared.snapshot().misses == {MissReason.CORRUPT: len(tier.corrupted), MissReason.GONE: 2}
+
+
+def test_what_the_tier_evicted_is_told_by_reason_where_it_says_why(rig: Rig) -> None:
+    tier = rig.memory()
+    shared = rig.start(tier)
+    assert shared.snapshot().evictions == {}
+    tier.evicted_frames = 2  # type: ignore[attr-defined]
+    assert shared.snapshot().evictions == {"unspecified": 2}
+    tier.evictions = {"room": 3, "ttl": 1}  # type: ignore[attr-defined]
+    assert shared.snapshot().evictions == {"room": 3, "ttl": 1}
+
+
+class HoldingTier(TierWrapper):
+    """Stores everything at once but ``held``, which waits for ``released``."""
+
+    def __init__(self, tier: Tier, held: bytes) -> None:
+        super().__init__(tier)
+        self.held, self.reached, self.released = held, threading.Event(), threading.Event()
+
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        if key == self.held:
+            self.reached.set()
+            assert self.released.wait(REAL_SECONDS)
+        return super().store(key, source, deadline, tenant)
+
+
+def test_what_workers_have_settled_makes_room_before_its_job_ends(rig: Rig) -> None:
+    tier = HoldingTier(rig.memory(), key_of(2))
+    shared = rig.start(tier, replace(LIMITS, store_queue_bytes_max=4 * PAYLOAD))
+    try:
+        shared.submit_store(1, keys(range(3)), range(3))
+        assert tier.reached.wait(REAL_SECONDS)  # the one thread for stores has ended the two before
+        shared.submit_store(2, keys(range(3, 7)), range(3, 7))
+    finally:
+        tier.released.set()
+    assert set(rig.outcome(2).failed) == {key_of(6)}, "three of four beside the one in hand"
+    assert rig.outcome(1).success

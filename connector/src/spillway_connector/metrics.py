@@ -67,7 +67,10 @@ TIER_BREAKER_OPEN = Metric(
     ("tier", "operation"),
 )
 TIER_EVICTED_FRAMES = Metric(
-    "spillway_tier_evicted_frames", Kind.COUNTER, "Frames this engine removed from a shared tier for room.", ("tier",)
+    "spillway_tier_evicted_frames",
+    Kind.COUNTER,
+    "Frames this engine removed from a shared tier although nothing was wrong with them, by reason.",
+    ("tier", "reason"),
 )
 TIER_QUEUE_BYTES = Metric(
     "spillway_tier_queue_bytes", Kind.GAUGE, "Bytes waiting to be stored in a shared tier.", ("tier",)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,11 +22,12 @@ from spillway_connector.plan.frequency import FrequencySketch
 from spillway_connector.tiers.breaker import Breaker, BreakerPolicy
 from spillway_connector.tiers.jobs import JobOutcome, TransferJob, check_shape
 from spillway_connector.tiers.lookups import Answers, Lookup, LookupDesk
-from spillway_connector.tiers.movers import Movers
+from spillway_connector.tiers.movers import LateEnd, Movers
 from spillway_connector.tiers.presence import PresenceIndex
 from spillway_connector.tiers.stats import MissReason, Operation, SkipReason, TierCounters, TierStats, miss_of_error
 from spillway_connector.tiers.tier import NO_TENANT, Clock, Tier
 
+EVICTED_FOR_UNSPECIFIED = "unspecified"  # of a tier that counts what it removed, but not why
 _SEEN_BEFORE = 2  # what a tier under pressure admits: this request and one before it asked for the chunk
 
 
@@ -39,7 +40,9 @@ class TransferLimits:
     load_timeout_seconds: float = 2.0
     store_timeout_seconds: float = 10.0
     load_queue_bytes_max: int = 8 << 30
-    store_queue_bytes_max: int = 1 << 30
+    # Six steps of 8,192 tokens of a 14B model, 1.3 GB each. It costs no memory (rows are pinned, not copied, so the CPU
+    # tier bounds it, too), and at less than 1.7 GB/s store_queue_seconds_max drops stores before this does.
+    store_queue_bytes_max: int = 8 << 30
     store_queue_seconds_max: float = 5.0  # a store that waited longer is dropped: its row is better freed
     breaker: BreakerPolicy = field(default_factory=BreakerPolicy)
 
@@ -127,7 +130,7 @@ class SharedTier:
 
     def count_request(self, keys: Sequence[bytes]) -> None:
         """The chunks of a new request, once: what is asked for twice is worth keeping when room is short."""
-        self._frequency.add(keys)
+        self._frequency.note(keys)
 
     # --- jobs -------------------------------------------------------------------------------------------------------
 
@@ -139,7 +142,7 @@ class SharedTier:
         elif self._weights_changed:
             self._refuse(job, keys, RefusedReason.CLOSED, "the model's weights have changed")
         else:
-            room = self._room(Operation.LOAD, self._limits.load_queue_bytes_max)
+            room = self._room(Operation.LOAD, self._limits.load_queue_bytes_max, len(keys))
             self._start(job, list(keys[:room]), list(row_indices[:room]))
             limit = self._limits.load_queue_bytes_max
             self._refuse(job, keys[room:], RefusedReason.QUEUE_FULL, f"load_queue_bytes_max: {limit} bytes are in hand")
@@ -168,7 +171,7 @@ class SharedTier:
                 self._refuse(job, wanted, RefusedReason.BREAKER_OPEN, "the tier keeps failing and is left alone")
             else:
                 limit = self._limits.store_queue_bytes_max
-                room = self._room(Operation.STORE, limit)
+                room = self._room(Operation.STORE, limit, len(wanted))
                 self._storing.update(wanted[:room])
                 self._start(job, wanted[:room], [row_of[key] for key in wanted[:room]])
                 message = f"store_queue_bytes_max: {limit} bytes are in hand"
@@ -232,7 +235,7 @@ class SharedTier:
             expiries=dict(counters.expiries),
             skipped=dict(counters.skipped),
             late_completions=counters.late_completions,
-            evicted_frames=getattr(self._tier, "evicted_frames", 0),
+            evictions=self._evictions(),
             resident_bytes=self._desk.resident_bytes,
             queued_store_bytes=self._queued_bytes[Operation.STORE],
             queued_load_bytes=self._queued_bytes[Operation.LOAD],
@@ -240,6 +243,13 @@ class SharedTier:
             weights_changed=self._weights_changed,
             breakers={operation: breaker.state for operation, breaker in self._breakers.items()},
         )
+
+    def _evictions(self) -> dict[str, int]:
+        by_reason: Mapping[str, int] | None = getattr(self._tier, "evictions", None)
+        if by_reason is None:
+            removed = getattr(self._tier, "evicted_frames", 0)
+            return {EVICTED_FOR_UNSPECIFIED: removed} if removed else {}
+        return dict(by_reason)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -291,8 +301,14 @@ class SharedTier:
         job = self._jobs[operation][job_id] = TransferJob(job_id, operation, now, now + timeout, tenant)
         return job
 
-    def _room(self, operation: Operation, limit_bytes: int) -> int:
-        return max(0, (limit_bytes - self._queued_bytes[operation]) // self._payload_bytes)
+    def _room(self, operation: Operation, limit_bytes: int, wanted: int) -> int:
+        """How many of ``wanted`` chunks may be in hand beside those that are."""
+        payload_bytes = self._payload_bytes
+        # Jobs are counted in full until they end; what workers have settled in them matters only when room is short.
+        if self._queued_bytes[operation] + wanted * payload_bytes <= limit_bytes:
+            return wanted
+        open_items = sum(job.open_items for job in self._jobs[operation].values())
+        return min(wanted, max(0, limit_bytes // payload_bytes - open_items))
 
     def _start(self, job: TransferJob, keys: list[bytes], rows: list[int]) -> None:
         if keys:
@@ -326,57 +342,61 @@ class SharedTier:
             # Before the job is reported, or the next lookup says HIT again and the request never ends (vllm#49176).
             self._presence.put_many(keys, False)
 
-    def _end_if_done(self, job: TransferJob) -> None:
-        if not job.open_items and self._jobs[job.operation].pop(job.job_id, None) is not None:
-            self._ended[job.operation].append(job)
-
     def _collect(self) -> None:
-        reports = self._movers.reports
-        if reports:
-            self.moved = True
-            self._take_in_reports()
-        now = self._clock()
+        movers = self._movers
+        while movers.ended:
+            self._end_if_done(movers.ended.popleft())
+        while movers.late:
+            self._take_in_late(movers.late.popleft())
+        now: float | None = None
         for jobs in self._jobs.values():
+            if not jobs:
+                continue
+            now = self._clock() if now is None else now
             # The oldest is the first to pass its deadline.
-            if jobs and now >= next(iter(jobs.values())).deadline:
+            if now >= next(iter(jobs.values())).deadline:
                 for job in list(jobs.values()):
                     if now < job.deadline:
                         break
                     self._expire(job)
                     self._end_if_done(job)
 
-    def _take_in_reports(self) -> None:
-        reports, counters = self._movers.reports, self._counters
-        there: list[bytes] = []
-        while reports:
-            item, error, begun_at, ended_at = reports.popleft()
-            job = item.job
-            operation, key = job.operation, item.key
-            if operation is Operation.LOAD:
-                counters.read_seconds += ended_at - begun_at
-                counters.read_bytes += 0 if error else self._payload_bytes
-            else:
-                counters.write_seconds += ended_at - begun_at
-                counters.written_bytes += 0 if error else self._payload_bytes
-            if not job.settle(item, error):
-                counters.late_completions += 1
-                if operation is Operation.STORE and error is None:
-                    there.append(key)  # late, but true
-                continue
-            self._queued_bytes[operation] -= self._payload_bytes
-            if operation is Operation.STORE:
-                self._storing.discard(key)
-            if error is not None:
-                if there:  # in the order of the reports: a key may have been stored before its load failed
-                    self._presence.put_many(there, True)
-                    there = []
-                self._fail(operation, (key,), error)
-            else:
-                there.append(key)
-                job.last_moved_at = max(ended_at, job.last_moved_at or 0.0)
-            self._end_if_done(job)
-        if there:
-            self._presence.put_many(there, True)
+    def _end_if_done(self, job: TransferJob) -> None:
+        if job.open_items or self._jobs[job.operation].pop(job.job_id, None) is None:
+            return
+        self.moved = True
+        self._ended[job.operation].append(job)
+        if not job.keys:
+            return
+        operation, moved = job.operation, job.moved()
+        self._queued_bytes[operation] -= len(job.keys) * self._payload_bytes
+        if operation is Operation.STORE:
+            self._storing.difference_update(job.keys)
+        self._count_transfer(operation, len(moved), job.busy_seconds)
+        if moved:
+            job.done += moved
+            self._presence.put_many(moved, True)
+        for index, error in job.errors.items():
+            key = job.keys[index]
+            job.failed[key] = error
+            self._fail(operation, (key,), error)
+
+    def _take_in_late(self, late: LateEnd) -> None:
+        self.moved = True
+        self._counters.late_completions += 1
+        operation = late.item.job.operation
+        self._count_transfer(operation, 0 if late.error else 1, late.seconds)
+        if operation is Operation.STORE and late.error is None:
+            self._presence.put(late.item.key, True)  # late, but true
+
+    def _count_transfer(self, operation: Operation, items: int, seconds: float) -> None:
+        counters = self._counters
+        if operation is Operation.LOAD:
+            counters.read_seconds += seconds
+            counters.read_bytes += items * self._payload_bytes
+        else:
+            counters.write_seconds += seconds
+            counters.written_bytes += items * self._payload_bytes
 
     def _expire(self, job: TransferJob) -> None:
         seconds = job.deadline - job.queued_at
@@ -387,8 +407,6 @@ class SharedTier:
     def _void(self, job: TransferJob, error: TierError) -> bool:
         voided = job.give_up(error)
         if voided:
-            self._queued_bytes[job.operation] -= len(voided) * self._payload_bytes
-            self._storing.difference_update(voided)
             self._fail(job.operation, voided, error)
         return bool(voided)
 

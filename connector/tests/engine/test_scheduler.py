@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -30,8 +34,8 @@ TOKENS = BLOCK_TOKENS * BLOCKS
 class FakeRequest(SimpleNamespace):
     """As much of vLLM's Request as the connector reads."""
 
-    def __init__(self, request_id: str) -> None:
-        hashes = [bytes([n]) * 32 for n in range(BLOCKS)]
+    def __init__(self, request_id: str, prompt: int = 0) -> None:
+        hashes = [bytes([n, prompt]) * 16 if prompt else bytes([n]) * 32 for n in range(BLOCKS)]
         super().__init__(
             request_id=request_id,
             kv_transfer_params=None,
@@ -49,7 +53,13 @@ class FakeRequest(SimpleNamespace):
 
 @pytest.fixture
 def scheduler() -> Iterator[SpillwayConnectorScheduler]:
-    region = HostRegion(region_path(f"test-scheduler-{os.getpid()}"), ROWS, 4096)
+    with open_scheduler("fixture") as opened:
+        yield opened
+
+
+@contextmanager
+def open_scheduler(name: str, clock: Callable[[], float] = time.monotonic) -> Iterator[SpillwayConnectorScheduler]:
+    region = HostRegion(region_path(f"test-scheduler-{name}-{os.getpid()}"), ROWS, 4096)
     region.unlink_name()
     config = ConnectorConfig.parse({"num_cpu_blocks": ROWS})
     manager = SpillwayTieringManager(
@@ -60,6 +70,7 @@ def scheduler() -> Iterator[SpillwayConnectorScheduler]:
         enable_events=False,
         chunk_tokens=BLOCK_TOKENS,
         chunk_bytes=4096,
+        clock=clock,
     )
     group = SimpleNamespace(
         kv_cache_spec=FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
@@ -75,8 +86,10 @@ def scheduler() -> Iterator[SpillwayConnectorScheduler]:
         ),
         get_manager=lambda: manager,
     )
-    yield SpillwayConnectorScheduler(spec)
-    region.cleanup()
+    try:
+        yield SpillwayConnectorScheduler(spec)
+    finally:
+        region.cleanup()
 
 
 def report(scheduler, completed: dict[int, int], failed: set[int] = frozenset()) -> None:
@@ -178,6 +191,87 @@ def test_a_request_that_waits_is_answered_without_looking_again(scheduler):
     build_meta(scheduler)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     assert scheduler._req_status["reader"].prefix is prefix
+
+
+class Engine:
+    """Steps of one scheduler in which three prompts of four blocks share eight rows of the CPU tier."""
+
+    def __init__(self, scheduler: SpillwayConnectorScheduler, forgetful: bool) -> None:
+        self.scheduler, self.forgetful = scheduler, forgetful
+        self.jobs: list[int] = []
+        self.waiting: dict[str, FakeRequest] = {}
+        self.names = 0
+
+    def ask(self, request: FakeRequest) -> tuple[int | None, bool]:
+        if self.forgetful:
+            self.scheduler._req_status[request.request_id].matched = None
+            self.scheduler._req_status[request.request_id].prefix = None
+        return self.scheduler.get_num_new_matched_tokens(request, 0)
+
+    def come(self, prompt: int) -> tuple[int | None, bool]:
+        self.names += 1
+        request = self.waiting[f"request-{self.names}"] = FakeRequest(f"request-{self.names}", prompt)
+        self.scheduler.on_new_request(request)
+        return self.ask(request)
+
+    def do(self, action: str, number: int) -> object:
+        if action == "come":
+            return self.come(1 + number % 3)
+        if action == "ask":
+            return [self.ask(request) for request in self.waiting.values()]
+        if action == "report":
+            jobs, self.jobs = self.jobs, []
+            failed = set(jobs[:1]) if number == 0 else set()
+            report(self.scheduler, dict.fromkeys(jobs, 2), failed)
+            return None
+        if action == "step" or not self.waiting:
+            meta = build_meta(self.scheduler)
+        else:  # go: the oldest that waits gets device blocks
+            name, request = next(iter(self.waiting.items()))
+            tokens, loads = self.ask(request)
+            if tokens is None:
+                return tokens
+            if loads:
+                blocks = KVCacheBlocks(([KVCacheBlock(block_id) for block_id in (5, 6, 7, 8)],))
+                self.scheduler.update_state_after_alloc(request, blocks, tokens)
+                meta = build_meta(self.scheduler)
+            else:
+                del self.waiting[name]
+                meta = build_meta(self.scheduler, {name: TOKENS}, {name: [1, 2, 3, 4]})
+        self.jobs += [*meta.store_jobs, *meta.load_jobs]
+        return sorted(self.jobs)
+
+
+engine_steps = st.lists(
+    st.tuples(st.sampled_from(("come", "ask", "ask", "step", "go", "go", "report")), st.integers(0, 5)), max_size=40
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedule=engine_steps)
+def test_who_waits_is_told_what_a_look_would_say(schedule):
+    with open_scheduler("memory") as remembering, open_scheduler("forgetful") as looking:
+        engines = Engine(remembering, forgetful=False), Engine(looking, forgetful=True)
+        for action, number in schedule:
+            said, expected = (engine.do(action, number) for engine in engines)
+            assert said == expected, action
+
+
+def test_the_chunks_of_a_request_that_waits_are_renewed_once_a_second():
+    clock = SteppedClock()
+    with open_scheduler("renewed", clock) as scheduler:
+        touched: list[int] = []
+        touch = scheduler.manager.touch
+        scheduler.manager.touch = lambda keys, context: (touched.append(len(keys)), touch(keys, context))  # type: ignore[method-assign]
+        job = compute_and_store(scheduler, "writer")
+        report(scheduler, {job: 2})
+        request, matched = ask(scheduler, "reader")
+        touched.clear()
+        for seconds, expected in ((0.0, 0), (0.5, 0), (0.5, 1), (0.9, 1), (0.2, 2)):
+            clock.advance(seconds)
+            build_meta(scheduler)
+            assert scheduler.get_num_new_matched_tokens(request, 0) == matched == (TOKENS, True)
+            assert len(touched) == expected
 
 
 def test_keys_grow_with_the_request(scheduler):

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.tiering.base import JobMetadata
 
 from spillway_connector.config import parse_tier
-from spillway_connector.engine.tier_adapter import open_tier
+from spillway_connector.engine.stats import SpillwayStats
+from spillway_connector.engine.tier_adapter import SharedTierAdapter, open_tier
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
 
@@ -57,3 +62,29 @@ def test_a_server_that_is_away_is_no_error_at_the_start():
     tier = open_tier(parse_tier("redis", {"url": "redis://127.0.0.1:1/0"}), NAMESPACE, PAYLOAD_BYTES)
     assert tier.name == "redis"
     tier.close()
+
+
+def test_what_was_evicted_is_reported_by_reason(tmp_path: Path):
+    rows = memoryview(bytearray(8 * PAYLOAD_BYTES))
+    geometry = SimpleNamespace(payload_bytes=PAYLOAD_BYTES, row_bytes=PAYLOAD_BYTES)
+    spec = SimpleNamespace(geometry=geometry, namespace=NAMESPACE)
+    adapter = SharedTierAdapter(spec, rows, "nvme", path=str(tmp_path), max_bytes=8 * PAYLOAD_BYTES)
+    try:
+        for number in range(40):
+            keys = [number.to_bytes(36, "big")]
+            context = ReqContext(req_id="writer")
+            adapter.count_request(keys)
+            adapter.count_request(keys)  # a full tier takes what was asked for before
+            adapter.submit_store(JobMetadata(number, keys, np.array([number % 8]), False, context))
+            while not adapter.get_finished_jobs():
+                assert adapter._shared.wait_for_progress(30.0)
+        stats = SpillwayStats()
+        adapter.add_stats(stats)
+        evicted = stats.reduce()["tier_evicted_frames|nvme|room"]
+        assert evicted == adapter._shared.snapshot().evictions["room"] >= 30
+        again = SpillwayStats()
+        adapter._shared.moved = True
+        adapter.add_stats(again)
+        assert "tier_evicted_frames|nvme|room" not in again.reduce(), "told once"
+    finally:
+        adapter.shutdown()

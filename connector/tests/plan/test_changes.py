@@ -39,3 +39,16 @@ def test_everything_may_have_changed():
     log.add_all()
     assert log.touches(since, frozenset([b"z"]))
     assert not log.touches(log.position, frozenset([b"z"]))
+
+
+def test_what_has_changed_since_is_told_while_it_is_remembered():
+    log = ChangeLog(keys_max=4)
+    since = log.position
+    log.add([b"a", b"b"])
+    middle = log.position
+    log.add([b"c"])
+    assert log.since(since) == [b"a", b"b", b"c"]
+    assert log.since(middle) == [b"c"]
+    log.add([b"d", b"e", b"f"])
+    assert log.since(since) is None
+    assert log.since(log.position) == []

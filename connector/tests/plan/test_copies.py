@@ -15,7 +15,7 @@ from spillway_connector.plan.copies import CopyLayout, CopyPlan, Segment, plan_c
 def jobs(draw: st.DrawFn):
     """A layout of a few groups with padded pages, and a job on it: everything small enough to check byte by byte."""
     per_chunk = draw(st.integers(1, 4))
-    num_blocks, num_rows = 40, 24
+    num_blocks, num_rows = 40, 32  # three groups of nine blocks, each block a chunk of its own
     groups, device_cursor, row_cursor = [], 0, draw(st.integers(0, 64))
     for _ in range(draw(st.integers(1, 3))):
         segments = []

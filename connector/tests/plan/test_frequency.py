@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_connector.plan.frequency import ADDS_MAX, COUNT_MAX, FrequencySketch
+from spillway_connector.plan.frequency import ADDS_MAX, COUNT_MAX, NOTED_MAX, FrequencySketch
 
 
 def block_key(number: int, group: int = 0) -> bytes:
@@ -40,6 +40,37 @@ def test_a_batch_counts_as_its_keys_one_by_one_where_they_share_no_counter(added
             apart.add([key])
     keys = sorted({key for batch in added for key in batch})
     assert together.estimate(keys).tolist() == apart.estimate(keys).tolist()
+
+
+@given(batches)
+def test_what_is_noted_counts_as_what_is_added_where_keys_share_no_counter(added):
+    noted, counted = FrequencySketch(), FrequencySketch()
+    for batch in added:
+        noted.note(batch)
+        counted.add(batch)
+    keys = sorted({key for batch in added for key in batch})
+    assert noted.estimate(keys).tolist() == counted.estimate(keys).tolist()
+    assert noted.estimate(keys).tolist() == counted.estimate(keys).tolist(), "once, not at every estimate"
+
+
+def test_a_noted_list_that_grows_afterwards_is_counted_as_it_was():
+    sketch = FrequencySketch()
+    keys = [block_key(1), block_key(1)]
+    sketch.note(keys)
+    keys.append(block_key(2))
+    assert sketch.estimate([block_key(1), block_key(2)]).tolist() == [1, 0]
+
+
+def test_only_the_latest_requests_are_kept_until_someone_asks():
+    sketch = FrequencySketch()
+    requests = [[block_key(1000 * request + number) for number in range(1000)] for request in range(6)]
+    for keys in requests:
+        sketch.note(keys)
+    kept = NOTED_MAX // 1000
+    counted = [bool(sketch.estimate(keys).any()) for keys in requests]
+    assert counted == [False] * (len(requests) - kept) + [True] * kept
+    sketch.note([block_key(number) for number in range(2 * NOTED_MAX)])
+    assert sketch.estimate([block_key(2 * NOTED_MAX - 1)]).tolist() == [1], "the last, however long it is"
 
 
 def test_keys_of_one_block_in_two_groups_are_two_keys():

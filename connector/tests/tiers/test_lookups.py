@@ -161,3 +161,32 @@ def test_a_tier_that_knows_is_asked_at_once_and_about_one_key_where_that_says_al
         assert not desk.desk.has_work
     finally:
         desk.close()
+
+
+def test_a_tier_that_knows_is_asked_in_few_batches_and_not_behind_the_first_absent_key():
+    desk = Desk(KnowingTier)
+    prompt = [key_of(number) for number in range(600)]
+    desk.tier.held = set(prompt) - {prompt[300]}
+    try:
+        assert desk.desk.lookup_batch(prompt, "r").found == [Lookup.HIT] * 300 + [Lookup.MISS]
+        assert [len(keys) for keys in desk.tier.asked] == [1, 1, 255, 343]
+        assert desk.presence.get(prompt[301], desk.clock()) is None
+        assert desk.desk.lookup_batch(prompt, "r").found == [Lookup.HIT] * 300 + [Lookup.MISS]
+        assert len(desk.tier.asked) == 4, "remembered"
+        assert desk.counters.lookups == {LookupOutcome.HIT: 600, LookupOutcome.MISS: 2}
+    finally:
+        desk.close()
+
+
+@given(
+    st.lists(st.sampled_from((None, 3.0, 7.0, -3.0, -7.0)), min_size=1, max_size=8),
+)
+def test_who_is_asked_is_everyone_without_an_answer_before_the_first_absent(expiries):
+    now, keys = 5.0, KEYS[: len(expiries)]
+    expected = []
+    for key, expiry in zip(keys, expiries, strict=True):
+        if expiry is None or abs(expiry) <= now:
+            expected.append(key)
+        elif expiry < 0:
+            break
+    assert list(lookups._unknown(keys, expiries, now)) == expected

@@ -5,7 +5,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import redis
@@ -271,6 +271,7 @@ def test_the_tenant_and_the_state_of_the_store_pass_through() -> None:
     class PressedTier(MemoryTier):
         under_pressure = False
         evicted_frames = 0
+        evictions: ClassVar[dict[str, int]] = {}
 
     sealed_in = sealed_namespace(NAMESPACE, KEY)
     store = MemoryStore(1 << 20)
@@ -283,4 +284,7 @@ def test_the_tenant_and_the_state_of_the_store_pass_through() -> None:
     assert tenants == [b"a-tenant", NO_TENANT]
     for pressed, evicted in ((True, 3), (False, 4)):
         inner.under_pressure, inner.evicted_frames = pressed, evicted
-        assert (tier.under_pressure, tier.evicted_frames) == (pressed, evicted)
+        inner.evictions = {"room": evicted}
+        assert (tier.under_pressure, tier.evicted_frames, tier.evictions) == (pressed, evicted, {"room": evicted})
+    plain = SealedTier(MemoryTier(sealed_in, 100 + SEAL_BYTES, store), sealed_in, 100, KEY)
+    assert plain.evictions is None, "a store that does not count them by reason"

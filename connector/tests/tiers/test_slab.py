@@ -329,6 +329,7 @@ def test_an_entry_expires_after_its_last_use(make_tier: MakeTier) -> None:
     clock.advance(80)
     keys = [key_of(seed) for seed in (1, 2, 3)]
     assert tier.contains(keys, NEVER) == tier.contains_now(keys) == [True, False, False]
+    assert [tier.contains_now([key]) for key in keys] == [[True], [False], [False]]
     assert isinstance(error_of(lambda: tier.load(key_of(2), target, NEVER)), TierMiss)
     assert tier.store(key_of(2), payload_of(2), NEVER) is StoreOutcome.STORED
     tier.load(key_of(2), target, NEVER)
@@ -346,6 +347,8 @@ def test_the_answer_from_memory_is_the_answer(make_tier: MakeTier, medium: SlabM
     tier.prepare(soon())
     shutil.move(medium.root, medium.root.with_name("away"))  # nothing on the disk is looked at
     assert tier.contains_now(keys) == [seed % 2 == 0 for seed in range(30)]
+    assert [tier.contains_now([key]) for key in keys] == [[seed % 2 == 0] for seed in range(30)]
+    assert tier.contains_now([]) == []
     tier.close()
     assert tier.contains_now(keys) is None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import islice
 
 import numpy as np
@@ -31,7 +32,7 @@ class CpuTier(CPUPrimaryTierOffloadingManager):
     """
 
     ready: set[OffloadKey]
-    resident: Collection[OffloadKey]
+    resident: AbstractSet[OffloadKey]
     changes: ChangeLog
 
     def used_rows(self) -> int:
@@ -81,12 +82,14 @@ class LruCpuTier(CpuTier):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Rows for those of `keys` that are not here; None when too few can be freed, and then nothing has changed."""
-        wanted = [key for key in keys if key not in self._rows]
-        evicted = self._evict(len(wanted) - self._get_num_free_blocks(), keys) if wanted else []
+        none_here = self.resident.isdisjoint(keys)
+        wanted = list(keys) if none_here else [key for key in keys if key not in self._rows]
+        protected = () if none_here else keys
+        evicted = self._evict(len(wanted) - self._get_num_free_blocks(), protected) if wanted else []
         if evicted is None:
             return None
         if evicted:
-            self._free_list += [self._rows.pop(key) for key in evicted]
+            self._free_list += map(self._rows.pop, evicted)
             self.ready.difference_update(evicted)
             self._announce(evicted, removed=True)
         rows = self._allocate(len(wanted))
@@ -96,7 +99,10 @@ class LruCpuTier(CpuTier):
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(rows), evicted)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        written = [key for key in keys if key in self._rows and key not in self.ready]
+        if self.ready.isdisjoint(keys) and self.resident >= set(keys):
+            written = list(keys)
+        else:
+            written = [key for key in keys if key in self._rows and key not in self.ready]
         if success:
             self.ready.update(written)
             self._announce(written, removed=False)
@@ -138,10 +144,14 @@ class LruCpuTier(CpuTier):
             batch = list(islice(oldest_first, count + _EVICTION_LOOKAHEAD))
             if not batch:
                 return None
-            readers = self._readers[[row for _, row in batch]].tolist()
+            candidates, rows = zip(*batch, strict=True)
+            readers = self._readers[list(rows)]
+            if not readers.any() and self.ready.issuperset(candidates) and kept.isdisjoint(candidates):
+                victims += candidates
+                continue
             victims += [
                 key
-                for (key, _), reading in zip(batch, readers, strict=True)
+                for key, reading in zip(candidates, readers.tolist(), strict=True)
                 if not reading and key in self.ready and key not in kept
             ]
         return victims[:count]

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -38,6 +38,7 @@ class _RequestState(RequestOffloadState):
     counted = False  # its chunks, for what a full tier admits
     asked: tuple[int, int] | None = None  # the tokens computed and in total, when `prefix` was looked up
     prefix: Prefix | None = None
+    matched: tuple[int | None, bool] | None = None  # what followed from `prefix` alone
 
     def update_offload_keys(self) -> None:
         hashes = self.req.block_hashes
@@ -46,7 +47,8 @@ class _RequestState(RequestOffloadState):
             begin = factor * len(state.offload_keys) + factor - 1
             if begin < len(hashes):
                 group = make_offload_key(b"", config.group_idx)
-                state.offload_keys += [OffloadKey(block_hash + group) for block_hash in hashes[begin::factor]]
+                wanted = hashes[begin::factor] if begin or factor > 1 else hashes
+                state.offload_keys += cast(list[OffloadKey], [block_hash + group for block_hash in wanted])
 
 
 class _Step(NamedTuple):
@@ -84,19 +86,27 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         status = self._req_status[request.request_id]
         assert isinstance(status, _RequestState)
+        prefix = status.prefix
         if (
-            status.prefix is not None
-            and status.prefix.answer is None
+            prefix is not None
+            and status.matched is not None
             and status.asked == (num_computed_tokens, request.num_tokens)
-            and self.manager.last_answer(status.prefix, status.req_context)
+            and (prefix.answer is None or not self._blocks_being_loaded)
+            and not status.transfer_jobs
+            and not status.group_states[0].block_ids
+            and self.manager.last_answer(prefix, status.req_context)
         ):
-            return None, False  # it waits, and nothing it waits for has come
+            # It waits, and nothing has come or gone that its answer rests on.
+            if prefix.answer and self.manager.step_time - status.touched_at >= _TOUCH_SECONDS:
+                self._touch(status)
+            return status.matched
         if request.request_id in self._recompute_only:
             return 0, False
         if status.transfer_jobs:
             # A preempted request comes back while its stores still read its old blocks; upstream asserts that a
             # load never meets a store of the same request. The flush that preemption ordered ends them this step.
             return None, False
+        status.matched = None
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if not status.counted:
             status.counted = True
@@ -126,10 +136,13 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             prefix = self.manager.look_up(all_keys[first : -(-limit // chunk_tokens)], req_status.req_context)
             req_status.prefix, req_status.asked = prefix, (computed, total)
         if not prefix.answer:
+            req_status.matched = prefix.answer, False
             return prefix.answer
         found = min(limit, (first + prefix.answer) * chunk_tokens) - computed
         if found < chunk_tokens:
+            req_status.matched = 0, False
             return 0
+        req_status.matched = found, True  # while none of it is being loaded
         if self._blocks_being_loaded and not self._blocks_being_loaded.isdisjoint(prefix.keys[: prefix.answer]):
             return None  # another request loads some of them right now: its device blocks can soon be shared
         return found
@@ -147,7 +160,7 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
     def _touch(self, req_status: RequestOffloadState) -> None:
         """Renew the request's chunks, not at every step: a CPU tier whose rows live no longer than that is no use."""
         if isinstance(req_status, _RequestState):
-            now = time.monotonic()
+            now = self.manager.step_time
             if now - req_status.touched_at < _TOUCH_SECONDS:
                 return
             req_status.touched_at = now
@@ -181,6 +194,9 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
                     self.manager.distrust_store(status.keys)
                 else:
                     self._recompute_only.add(status.req_id)
+                    request_state = self._req_status.get(status.req_id)
+                    if isinstance(request_state, _RequestState):
+                        request_state.matched = None
         super().update_connector_output(connector_output)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:

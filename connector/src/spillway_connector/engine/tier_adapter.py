@@ -6,8 +6,9 @@ import logging
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from spillway_connector.config import NvmeTierConfig, RedisTierConfig, parse_tie
 from spillway_connector.engine.stats import SpillwayStats
 from spillway_connector.engine.tenancy import tenant_of_context
 from spillway_connector.errors import ConfigError
-from spillway_connector.metrics import Metric
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.changes import ChangeLog
 from spillway_connector.tiers.breaker import BreakerState
@@ -40,6 +40,27 @@ logger = logging.getLogger(__name__)
 
 TIER_TYPES = ("nvme", "redis")
 IDLE_SECONDS = 1.0  # between two looks at the figures of a tier that nobody uses
+# Which field of TierStats each metric is read from: counts by reason, plain totals, gauges.
+_COUNTS = (
+    (metrics.TIER_LOOKUPS, "lookups"),
+    (metrics.TIER_MISSES, "misses"),
+    (metrics.TIER_STORES_SKIPPED, "skipped"),
+    (metrics.TIER_DEADLINES_EXPIRED, "expiries"),
+    (metrics.TIER_FAILURES, "failures"),
+    (metrics.TIER_EVICTED_FRAMES, "evictions"),
+)
+_TOTALS = (
+    (metrics.TIER_READ_BYTES, "read_bytes"),
+    (metrics.TIER_READ_SECONDS, "read_seconds"),
+    (metrics.TIER_WRITTEN_BYTES, "written_bytes"),
+    (metrics.TIER_WRITE_SECONDS, "write_seconds"),
+)
+_GAUGES = (
+    (metrics.TIER_RESIDENT_BYTES, "resident_bytes"),
+    (metrics.TIER_QUEUE_BYTES, "queued_store_bytes"),
+    (metrics.TIER_QUEUE_AGE, "oldest_store_seconds"),
+    (metrics.TIER_WEIGHTS_CHANGED, "weights_changed"),
+)
 _ANSWER = {Lookup.HIT: True, Lookup.MISS: False, Lookup.PENDING: None}
 
 
@@ -87,7 +108,6 @@ class SharedTierAdapter(PrefixTier):
         self._drain_seconds = max(config.limits.load_timeout_seconds, config.limits.store_timeout_seconds)
         self.changes = self._shared.changes
         self._reported: TierStats | None = None
-        self._gauges: dict[tuple[str, ...], float] = {}
         self._looked_at = float("-inf")  # time.monotonic seconds
         logger.info("Shared tier %s: namespace %s", tier_type, offloading_spec.namespace.hex)
 
@@ -152,51 +172,35 @@ class SharedTierAdapter(PrefixTier):
         now, before = self._shared.snapshot(), self._reported
         self._reported = now
         tier = self.tier_type
-        for outcome, count in now.lookups.items():
-            self._count(stats, metrics.TIER_LOOKUPS, count, before and before.lookups.get(outcome), outcome.value)
-        for miss, count in now.misses.items():
-            self._count(stats, metrics.TIER_MISSES, count, before and before.misses.get(miss), miss.value)
-        for skip, count in now.skipped.items():
-            self._count(stats, metrics.TIER_STORES_SKIPPED, count, before and before.skipped.get(skip), skip.value)
-        for operation, count in now.expiries.items():
-            reported = before and before.expiries.get(operation)
-            self._count(stats, metrics.TIER_DEADLINES_EXPIRED, count, reported, operation.value)
-        for failure, count in now.failures.items():
-            operation, reason = failure
-            reported = before and before.failures.get(failure)
-            self._count(stats, metrics.TIER_FAILURES, count, reported, operation.value, reason)
-        for metric, total, reported_total in (
-            (metrics.TIER_READ_BYTES, now.read_bytes, before and before.read_bytes),
-            (metrics.TIER_READ_SECONDS, now.read_seconds, before and before.read_seconds),
-            (metrics.TIER_WRITTEN_BYTES, now.written_bytes, before and before.written_bytes),
-            (metrics.TIER_WRITE_SECONDS, now.write_seconds, before and before.write_seconds),
-            (metrics.TIER_EVICTED_FRAMES, now.evicted_frames, before and before.evicted_frames),
-        ):
-            self._count(stats, metric, total, reported_total)
-        self._gauge(stats, metrics.TIER_RESIDENT_BYTES, now.resident_bytes, tier)
-        self._gauge(stats, metrics.TIER_QUEUE_BYTES, now.queued_store_bytes, tier)
-        self._gauge(stats, metrics.TIER_QUEUE_AGE, now.oldest_store_seconds, tier)
-        self._gauge(stats, metrics.TIER_WEIGHTS_CHANGED, float(now.weights_changed), tier)
-        for operation, state in now.breakers.items():
-            resting = float(state is not BreakerState.CLOSED)
-            self._gauge(stats, metrics.TIER_BREAKER_OPEN, resting, tier, operation.value)
-
-    def _count(
-        self, stats: SpillwayStats, metric: Metric, total: float, reported: float | TierStats | None, *labels: str
-    ) -> None:
-        assert not isinstance(reported, TierStats)
-        if reported is None or total != reported:
-            stats.add(metric, total - (reported or 0), self.tier_type, *labels)
-
-    def _gauge(self, stats: SpillwayStats, metric: Metric, value: float, *labels: str) -> None:
-        series = (metric.name, *labels)
-        if self._gauges.get(series) != value:
-            self._gauges[series] = value
-            stats.add(metric, value, *labels)
+        for metric, name in _COUNTS:
+            counts: Mapping[Any, int] = getattr(now, name)
+            reported: Mapping[Any, int] = {} if before is None else getattr(before, name)
+            if counts != reported:
+                for key, count in counts.items():
+                    if count != reported.get(key):
+                        stats.add(metric, count - reported.get(key, 0), tier, *_labels(key))
+        for metric, name in _TOTALS:
+            total, reported_total = getattr(now, name), None if before is None else getattr(before, name)
+            if total != reported_total:
+                stats.add(metric, total - (reported_total or 0), tier)
+        for metric, name in _GAUGES:
+            value = float(getattr(now, name))
+            if before is None or value != getattr(before, name):
+                stats.add(metric, value, tier)
+        if before is None or now.breakers != before.breakers:
+            for operation, state in now.breakers.items():
+                if before is None or state is not before.breakers[operation]:
+                    stats.add(metrics.TIER_BREAKER_OPEN, float(state is not BreakerState.CLOSED), tier, operation.value)
 
     def shutdown(self) -> None:
         self._shared.close()
         self._rows.release()
+
+
+def _labels(key: Enum | str | tuple[Enum | str, ...]) -> tuple[str, ...]:
+    """The label values of one entry of a count: an enumeration's member, a word, or several of them."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return tuple([str(part.value) if isinstance(part, Enum) else str(part) for part in parts])
 
 
 def open_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, payload_bytes: int) -> Tier:

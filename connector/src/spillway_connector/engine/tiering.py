@@ -38,8 +38,11 @@ class _View:
     """One reading of the clock and of everything that answers rest on, for a whole step."""
 
     now: float
-    positions: list[int]  # in the change logs
+    positions: tuple[int, ...]  # in the change logs
     verdict: _Verdict  # for requests in general
+    # What has changed between earlier positions and these: all who wait since the same step ask for the same. None:
+    # perhaps everything.
+    news: dict[tuple[int, ...], list[bytes] | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -50,7 +53,7 @@ class Prefix:
     answer: int | None
     good_until: float
     verdict: _Verdict | None  # None: no shared tier was asked
-    positions: list[int]
+    positions: tuple[int, ...]
     members: frozenset[OffloadKey] | None = None  # of `keys`, once it is needed
 
 
@@ -118,6 +121,7 @@ class SpillwayTieringManager(TieringOffloadingManager):
         only = secondary_tiers[0] if len(secondary_tiers) == 1 else None
         self._prefix_tier = only if isinstance(only, PrefixTier) else None
         self._view: _View | None = None  # of this step
+        self._verdict_before = _Verdict(passes=False, open=False)  # of the last step
         self._logs: list[ChangeLog] = [primary_tier.changes]
         if self._prefix_tier is not None:
             self._logs.append(self._prefix_tier.changes)
@@ -165,7 +169,7 @@ class SpillwayTieringManager(TieringOffloadingManager):
         answer, good_until, verdict = self._answer(keys, req_context, self._wait_of(req_context), view)
         if self._pending_load_submissions:
             self._flush_pending_promotions()  # now, not at the end of the step: the threads can begin
-        view.positions = self._positions()
+        self._read_positions(view)
         return Prefix(keys, answer, good_until, verdict, view.positions)
 
     def _wait_of(self, req_context: ReqContext) -> _Wait:
@@ -179,31 +183,54 @@ class SpillwayTieringManager(TieringOffloadingManager):
         view = self._view or self._look_around()
         if view.now >= prefix.good_until:
             return False
-        if view.positions != prefix.positions and not self._untouched(prefix, view.positions):
+        if view.positions != prefix.positions and not self._untouched(prefix, view):
             return False
+        verdict = prefix.verdict
         # Last, because a verdict may make this request the probe of a slow tier.
-        return prefix.verdict is None or prefix.verdict == self._verdict(req_context, view)
+        return verdict is None or verdict is view.verdict or verdict == self._verdict(req_context, view)
+
+    @property
+    def step_time(self) -> float:
+        """The clock's reading; within a step that has asked anything, the one its answers rest on."""
+        return self._view.now if self._view is not None else self._clock()
 
     def _look_around(self) -> _View:
         """What all questions of this step have in common."""
         self._maybe_process_finished_jobs()  # type: ignore[no-untyped-call]
         tier = self._prefix_tier
         pays = tier is not None and self._gates[tier].pays(self.prefill_rate)
-        self._view = _View(self._clock(), self._positions(), _Verdict(pays, tier is not None and tier.open))
+        open_now = tier is not None and tier.open
+        if self._verdict_before.passes is not pays or self._verdict_before.open is not open_now:
+            self._verdict_before = _Verdict(pays, open_now)  # else the same object, which compares at once
+        self._view = _View(self._clock(), (), self._verdict_before)
+        self._read_positions(self._view)
         return self._view
 
-    def _positions(self) -> list[int]:
-        return [log.position for log in self._logs]
+    def _read_positions(self, view: _View) -> None:
+        view.positions = tuple([log.position for log in self._logs])
+        view.news.clear()
 
-    def _untouched(self, prefix: Prefix, positions: list[int]) -> bool:
+    def _untouched(self, prefix: Prefix, view: _View) -> bool:
         """Whether nothing that has changed since concerns the prefix."""
+        if prefix.positions in view.news:
+            news = view.news[prefix.positions]
+        else:
+            news = view.news[prefix.positions] = self._changed_since(prefix.positions)
         if prefix.members is None:
             prefix.members = frozenset(prefix.keys)
-        for log, since in zip(self._logs, prefix.positions, strict=True):
-            if log.touches(since, prefix.members):
-                return False
-        prefix.positions = positions
+        if news is None or not prefix.members.isdisjoint(news):
+            return False
+        prefix.positions = view.positions
         return True
+
+    def _changed_since(self, positions: tuple[int, ...]) -> list[bytes] | None:
+        changed: list[bytes] = []
+        for log, position in zip(self._logs, positions, strict=True):
+            keys = log.since(position)
+            if keys is None:
+                return None
+            changed += keys
+        return changed
 
     def _verdict(self, req_context: ReqContext, view: _View) -> _Verdict:
         if view.verdict.passes or self._prefix_tier is None:
@@ -218,12 +245,14 @@ class SpillwayTieringManager(TieringOffloadingManager):
         ready = self.primary_tier.ready
         if ready.issuperset(keys):
             return len(keys), math.inf, None
-        first = list(map(ready.__contains__, keys)).index(False)
+        first = 0 if keys[0] not in ready else list(map(ready.__contains__, keys)).index(False)
         if wait.deadline is not None and view.now >= wait.deadline:
             self._count_miss(MissReason.REQUEST_DEADLINE)
             return first, math.inf, None
         resident = self.primary_tier.resident
-        missing = [key for key in keys[first:] if key not in resident]
+        missing = keys[first:] if first else keys
+        if not resident.isdisjoint(missing):
+            missing = [key for key in missing if key not in resident]
         asked = self._ask_for(missing, req_context, wait, view) if missing else _Asked(None, math.inf, None)
         if asked.stop == keys[first]:
             return first, asked.good_until, asked.verdict
@@ -242,7 +271,10 @@ class SpillwayTieringManager(TieringOffloadingManager):
             self._count_not_worth(tier.tier_type)
             return _Asked(missing[0], math.inf, verdict)
         found, good_until = tier.lookup_prefix(missing, req_context)
-        hits = [key for key, answer in zip(missing, found, strict=False) if answer is Lookup.HIT]
+        if found.count(Lookup.HIT) == len(missing):  # the usual prompt that is in the tier, without a loop
+            hits = list(missing)
+        else:
+            hits = [key for key, answer in zip(missing, found, strict=False) if answer is Lookup.HIT]
         promoted = self._promote(tier, hits, req_context, wait) if hits else 0
         if promoted < len(hits):
             self._count_miss(MissReason.NO_ROOM)

@@ -32,8 +32,11 @@ class ChangeLog:
         self._begin += len(self._keys) + 1
         self._keys.clear()
 
-    def touches(self, position: int, keys: Set[bytes] | frozenset[bytes]) -> bool:
-        """Whether any of `keys` may have changed since `position`: true, too, when that is too long ago to tell."""
-        if position < self._begin:
-            return True
-        return not keys.isdisjoint(self._keys[position - self._begin :])
+    def since(self, position: int) -> list[bytes] | None:
+        """The keys that have changed since `position`; None when that is too long ago to tell: perhaps all."""
+        return None if position < self._begin else self._keys[position - self._begin :]
+
+    def touches(self, position: int, keys: Set[bytes]) -> bool:
+        """Whether any of `keys` may have changed since `position`."""
+        changed = self.since(position)
+        return changed is None or not keys.isdisjoint(changed)

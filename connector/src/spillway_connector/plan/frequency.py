@@ -9,6 +9,7 @@ at most 1 - exp(-1/4)), and seen twice far more rarely.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ ROWS = 4
 COUNTERS_PER_ROW = 1 << 17  # one byte each
 ADDS_MAX = COUNTERS_PER_ROW // 4
 COUNT_MAX = 15
+NOTED_MAX = 4096  # keys that were asked for and not counted yet; the oldest requests' are let go
 _HASH_BYTES = 32  # of a key that is used: a block hash is uniform as it is
 
 
@@ -31,6 +33,8 @@ class FrequencySketch:
         self._mask = np.uint64(counters_per_row - 1)
         self._adds_max = adds_max
         self._adds = 0
+        self._noted: deque[tuple[bytes, ...]] = deque()
+        self._noted_keys = 0
         self._counters = np.zeros(ROWS * counters_per_row, np.uint8)
         self._row_starts = (np.arange(ROWS, dtype=np.int64) * counters_per_row)[:, None]
 
@@ -40,13 +44,34 @@ class FrequencySketch:
 
     def add(self, keys: Sequence[bytes]) -> None:
         """Count each key once more; a key that is there twice counts once."""
-        if not keys:
-            return
+        if keys:
+            self._count(keys, 1)
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        """As :meth:`add`, at the next estimate: what is never asked costs nothing.
+
+        At most ``NOTED_MAX`` keys are kept for it, or the last request's.
+        """
+        if keys:
+            self._noted.append(tuple(keys))
+            self._noted_keys += len(keys)
+            while self._noted_keys > NOTED_MAX and len(self._noted) > 1:
+                self._noted_keys -= len(self._noted.popleft())
+
+    def _count_noted(self) -> None:
+        """All at once: the fixed cost of arrays is paid once for the requests of many steps."""
+        times: Counter[bytes] = Counter()
+        for keys in self._noted:
+            times.update(dict.fromkeys(keys).keys())
+        self._noted.clear()
+        self._noted_keys = 0
+        self._count(list(times), np.fromiter(times.values(), np.int64, len(times)))
+
+    def _count(self, keys: Sequence[bytes], times: int | npt.NDArray[np.int64]) -> None:
         places = self._places(keys)
-        counts = self._counters[places]
-        raised = np.minimum(counts.min(axis=0) + 1, COUNT_MAX).astype(np.uint8)
+        raised = np.minimum(self._counters[places].min(axis=0) + times, COUNT_MAX).astype(np.uint8)
         # Conservative: only the counters that hold the estimate down move. `maximum.at`, for keys that share a counter.
-        np.maximum.at(self._counters, places.ravel(), np.tile(raised, ROWS))
+        np.maximum.at(self._counters, places, raised[None, :])
         self._adds += len(keys)
         if self._adds >= self._adds_max:
             self._counters >>= 1
@@ -54,6 +79,8 @@ class FrequencySketch:
 
     def estimate(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
         """(len(keys),) counts of 0 to 15: at least how often each was added since it was last halved away."""
+        if self._noted:
+            self._count_noted()
         if not keys:
             return np.zeros(0, np.uint8)
         estimates: npt.NDArray[np.uint8] = self._counters[self._places(keys)].min(axis=0)

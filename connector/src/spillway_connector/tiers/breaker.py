@@ -50,6 +50,8 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
+        if self._open_until is None:  # as in would_allow
+            return BreakerState.CLOSED
         with self._lock:
             return self._state(self._clock())
 

@@ -8,7 +8,8 @@ milliseconds) is under way, and then it succeeds at the next attempt. I/O never 
     store:  QUEUED -> COPYING -> COPIED -> (bounce buffer to tier) -> SETTLED
     both:   QUEUED or COPIED -> DEAD when the job is given up
 
-A job is two lists and a byte per item, so that submitting one costs the scheduler the same whatever its size.
+A job is two lists and a byte per item, and workers settle items in it, so that submitting one and hearing of its end
+cost the scheduler the same whatever its size.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 from spillway_connector.errors import TierError
 from spillway_connector.tiers.stats import Operation
@@ -29,6 +30,14 @@ class ItemState(IntEnum):
     COPIED = 2  # the row is no longer needed, the outcome not known yet
     SETTLED = 3
     DEAD = 4
+
+
+class Settled(Enum):
+    """What settling an item says of its job. LATE: the item had been given up."""
+
+    MORE = "more"
+    LAST = "last"
+    LATE = "late"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +87,26 @@ class TransferItem:
     def dead(self) -> bool:
         return self.job.states[self.index] == ItemState.DEAD
 
+    def settle(self, error: TierError | None, begun_at: float, ended_at: float) -> Settled:
+        """Worker: what became of the item between two points of the clock. Once, and last."""
+        job = self.job
+        with job.lock:
+            if job.states[self.index] == ItemState.DEAD:
+                return Settled.LATE
+            job.states[self.index] = ItemState.SETTLED
+            job.busy_seconds += ended_at - begun_at
+            if error is None:
+                job.last_moved_at = max(ended_at, job.last_moved_at or 0.0)
+            else:
+                job.errors[self.index] = error
+            job.open_items -= 1
+            return Settled.MORE if job.open_items else Settled.LAST
+
 
 @dataclass(slots=True, eq=False)
 class TransferJob:
-    """``states`` and ``taken`` are guarded by locks, the job's and the movers'; the rest is the scheduler thread's."""
+    """``states`` to ``last_moved_at`` are written under a lock, the movers' (``taken``) or the job's; the rest is the
+    scheduler thread's, and so is reading any of it once ``open_items`` is 0."""
 
     job_id: int
     operation: Operation
@@ -93,9 +118,11 @@ class TransferJob:
     states: bytearray = field(default_factory=bytearray)
     taken: int = 0  # items that workers have taken, from the front
     open_items: int = 0
+    errors: dict[int, TierError] = field(default_factory=dict)  # by index
+    busy_seconds: float = 0.0  # of the workers
+    last_moved_at: float | None = None
     done: list[bytes] = field(default_factory=list)
     failed: dict[bytes, TierError] = field(default_factory=dict)
-    last_moved_at: float | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fill(self, keys: list[bytes], rows: list[int]) -> None:
@@ -112,18 +139,15 @@ class TransferJob:
                 return TransferItem(self, index)
         return None
 
-    def settle(self, item: TransferItem, error: TierError | None) -> bool:
-        """Scheduler: take in a worker's report. False when the item had been given up: the report is void."""
-        # Without the lock: a worker lets go of an item before it reports, and giving up is this thread's, too.
-        if self.states[item.index] >= ItemState.SETTLED:
-            return False
-        self.states[item.index] = ItemState.SETTLED
-        self.open_items -= 1
-        if error is None:
-            self.done.append(item.key)
-        else:
-            self.failed[item.key] = error
-        return True
+    def moved(self) -> list[bytes]:
+        """Scheduler: the keys that were stored or loaded, once ``open_items`` is 0."""
+        if not self.errors and ItemState.DEAD not in self.states:
+            return self.keys
+        return [
+            key
+            for index, (key, state) in enumerate(zip(self.keys, self.states, strict=True))
+            if state == ItemState.SETTLED and index not in self.errors
+        ]
 
     def give_up(self, error: TierError) -> list[bytes]:
         """Scheduler: void every item that no worker is copying or has loaded. Never blocks.
@@ -135,13 +159,13 @@ class TransferJob:
         voided = []
         try:
             for index, state in enumerate(self.states):
-                # A loaded item is COPIED with its report on the way: it is good, let it arrive.
+                # A loaded item is COPIED and about to be settled: it is good, let it arrive.
                 if state == ItemState.QUEUED or (state == ItemState.COPIED and self.operation is Operation.STORE):
                     self.states[index] = ItemState.DEAD
                     voided.append(self.keys[index])
+            self.open_items -= len(voided)
         finally:
             self.lock.release()
-        self.open_items -= len(voided)
         self.failed.update(dict.fromkeys(voided, error))
         return voided
 

@@ -2,7 +2,8 @@
 
 A load lands in the bounce buffer, is verified there by the tier, and is copied to its row only while its job still
 stands. A store copies its row to the bounce buffer first. So a job can be reported at its deadline whatever its
-threads are stuck in. Results go back through a deque; all counting and remembering happens in the scheduler thread.
+threads are stuck in. Ended jobs, not items, go back through a deque; all counting and remembering happens in the
+scheduler thread.
 
 xxhash, numpy.copyto and socket and file calls release the GIL on large buffers (slice assignment between memoryviews
 does not: 24 ms for 1 GB), so these threads do not hold up the scheduler.
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from spillway_connector.errors import RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused
 from spillway_connector.tiers.breaker import Breaker
-from spillway_connector.tiers.jobs import TransferItem, TransferJob
+from spillway_connector.tiers.jobs import Settled, TransferItem, TransferJob
 from spillway_connector.tiers.lookups import unexpected
 from spillway_connector.tiers.stats import Operation
 from spillway_connector.tiers.tier import Clock, Tier
@@ -32,13 +33,12 @@ DISCARD_SECONDS = 1.0  # for removing an entry that was proven corrupt
 _OUR_OWN = (RefusedReason.RESOURCES, RefusedReason.CLOSED, RefusedReason.QUEUE_AGE, RefusedReason.BREAKER_OPEN)
 
 
-class Report(NamedTuple):
-    """What became of one item, from a worker."""
+class LateEnd(NamedTuple):
+    """What became of an item after it had been given up."""
 
     item: TransferItem
     error: TierError | None
-    begun_at: float
-    ended_at: float
+    seconds: float
 
 
 class Movers:
@@ -57,7 +57,8 @@ class Movers:
         clock: Clock,
         progress: Callable[[], None],
     ) -> None:
-        self.reports: deque[Report] = deque()
+        self.ended: deque[TransferJob] = deque()  # whose last item a worker has settled
+        self.late: deque[LateEnd] = deque()
         self._tier = tier
         self._rows: npt.NDArray[np.uint8] | None = rows
         self._row_bytes = row_bytes
@@ -172,7 +173,12 @@ class Movers:
             error = raised
         except Exception as raised:
             error = unexpected(raised)
-        self.reports.append(Report(item, error, begun, self._clock()))
+        ended = self._clock()
+        settled = item.settle(error, begun, ended)
+        if settled is Settled.LAST:
+            self.ended.append(item.job)
+        elif settled is Settled.LATE:
+            self.late.append(LateEnd(item, error, ended - begun))
         self._progress()
 
     def _load(self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview, now: float) -> bool:

@@ -60,8 +60,9 @@ class PresenceIndex:
     def put_many(self, keys: Collection[bytes], present: bool) -> None:
         """Believe this of all of them from now on."""
         entries = self._expiry
-        for known in entries.keys() & keys if len(keys) > 1 else keys:
-            entries.pop(known, None)  # so that it becomes the youngest
+        if not entries.keys().isdisjoint(keys):
+            for known in entries.keys() & keys:
+                del entries[known]  # so that it becomes the youngest
         for _ in range(len(entries) + len(keys) - self._keys_max):
             if not entries:
                 break

@@ -102,6 +102,11 @@ class RedisTier:
         """Whether, within the last half minute, a server refused a store for want of room or evicted on its own."""
         return self._pressure.high
 
+    @property
+    def evictions(self) -> dict[str, int]:
+        """What this process removed, by reason; the server's own evictions are the server's to count."""
+        return {"tenant": self.evicted_frames}
+
     def prepare(self, deadline: float) -> None:
         if self._prepared_at is not None:
             return

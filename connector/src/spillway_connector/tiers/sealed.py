@@ -22,7 +22,7 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -153,6 +153,11 @@ class SealedTier:
     @property
     def evicted_frames(self) -> int:
         return int(getattr(self.tier, "evicted_frames", 0))
+
+    @property
+    def evictions(self) -> Mapping[str, int] | None:
+        """By reason; None where the store does not tell them apart."""
+        return getattr(self.tier, "evictions", None)
 
     @property
     def under_pressure(self) -> bool:

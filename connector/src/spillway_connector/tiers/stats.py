@@ -11,6 +11,7 @@ from spillway_connector.tiers.breaker import BreakerState
 
 
 class Operation(Enum):
+    __hash__ = object.__hash__  # of the one object a member is; Enum's own is a Python call for every count
     LOOKUP = "lookup"
     LOAD = "load"
     STORE = "store"
@@ -18,6 +19,8 @@ class Operation(Enum):
 
 class LookupOutcome(Enum):
     """HIT, MISS: the tier's answer. EXPIRED: none within the deadline. REFUSED: not asked (breaker, bound)."""
+
+    __hash__ = object.__hash__
 
     HIT = "hit"
     MISS = "miss"
@@ -83,7 +86,7 @@ class TierStats:
     expiries: dict[Operation, int]  # lookup batches and jobs that were given up at their deadline
     skipped: dict[SkipReason, int]
     late_completions: int  # I/O that ended after its job had been given up; its bytes were dropped
-    evicted_frames: int  # by this process, to make room
+    evictions: dict[str, int]  # frames this process removed though nothing was wrong with them, by reason
     resident_bytes: int
     queued_store_bytes: int
     queued_load_bytes: int
