@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import sys
 from pathlib import Path
@@ -37,23 +38,24 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.config}: valid")
         return 0
     _set_up_logs(config)
-    try:
-        listener = bind(config.listen.host, config.listen.port)
-    except PortInUse as error:
-        print(f"spillway-gateway: {error}", file=sys.stderr)
-        return 1
-
-    try:
-        gateway = Gateway(config)
-    except ConfigError as error:
-        listener.close()
-        print(f"spillway-gateway: {error}", file=sys.stderr)
-        return 1
-    server = GatewayServer(gateway)
-    host, port = listener.getsockname()[:2]
-    logging.getLogger("spillway_gateway").info("listening on http://%s:%d", host, port)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(server.serve(sockets=[listener]))
+    listen = config.listen
+    with contextlib.ExitStack() as stack:
+        try:
+            listener = stack.enter_context(contextlib.closing(bind(listen.host, listen.port)))
+            ops_listener = None
+            if listen.ops_port is not None:
+                ops_listener = bind(listen.ops_host or listen.host, listen.ops_port, "listen.opsPort")
+                stack.callback(ops_listener.close)
+            server = GatewayServer(Gateway(config, options.config), ops_listener)
+        except (PortInUse, ConfigError) as error:
+            print(f"spillway-gateway: {error}", file=sys.stderr)
+            return 1
+        log = logging.getLogger("spillway_gateway")
+        log.info("listening on %s://%s:%d", "https" if listen.tls else "http", *listener.getsockname()[:2])
+        if ops_listener is not None:
+            log.info("operations on http://%s:%d", *ops_listener.getsockname()[:2])
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(server.serve(sockets=[listener]))
     return 0 if server.started else 1
 
 

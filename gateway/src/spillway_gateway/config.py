@@ -21,9 +21,23 @@ from spillway_gateway.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """Certificate of the main listener; read again when a file changes."""
+
+    cert_file: str  # PEM, the server's own certificate first and then its chain
+    key_file: str
+    reload_seconds: float = 5.0  # between two looks at the files
+
+
+@dataclass(frozen=True, slots=True)
 class ListenConfig:
     host: str = "127.0.0.1"
     port: int = 8000
+    ops_port: int | None = (
+        None  # a listener of its own for /metrics and /spillway/config, which then leave the main one
+    )
+    ops_host: str | None = None  # host without it
+    tls: TlsConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +119,7 @@ class AuthConfig:
     salt_secret_file: str | None = None  # needed with keysFile: at least 32 random bytes, equal on every replica
     engine_key_file: str | None = None  # the engines' own API key; a client's key never goes to an engine
     reload_seconds: float = 2.0  # between two looks at the keys file
+    unsalted_routes: str = "refuse"  # refuse | allow: routes on which the engine takes no salt, so tenants share blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +152,20 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditConfig:
+    """One JSON line per request, without any text of prompts or replies; see access/audit.py."""
+
+    enabled: bool = False
+    file: str | None = None  # opened for appending, and anew after it was moved away; without it, standard output
+    waiting_lines_max: int = 10_000  # while the disk or pipe is slow; what comes on top is dropped and counted
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadConfig:
+    period_seconds: float = 2.0  # between two looks at the configuration file; 0: only SIGHUP reads it again
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     models: tuple[ModelConfig, ...]
     listen: ListenConfig = field(default_factory=ListenConfig)
@@ -150,6 +179,8 @@ class GatewayConfig:
     index: IndexConfig = field(default_factory=IndexConfig)
     shutdown: ShutdownConfig = field(default_factory=ShutdownConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    reload: ReloadConfig = field(default_factory=ReloadConfig)
 
 
 def load_config(path: Path) -> GatewayConfig:
@@ -177,6 +208,24 @@ def parse_config(document: object) -> GatewayConfig:
     assert isinstance(config, GatewayConfig)
     _check(config)
     return config
+
+
+def shown_config(config: GatewayConfig) -> dict[str, Any]:
+    """The resolved configuration with the file's own keys, as /spillway/config shows it. Secrets stand in files, of
+    which it names the paths alone; a user and password in an engine's URL are left out."""
+    document: dict[str, Any] = _shown(config)
+    return document
+
+
+def _shown(value: object) -> Any:
+    if isinstance(value, EngineConfig):
+        parts = urlsplit(value.url)
+        value = dataclasses.replace(value, url=parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {_camel(item.name): _shown(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_shown(entry) for entry in value]
+    return value
 
 
 def _camel(name: str) -> str:
@@ -255,6 +304,11 @@ def _check(config: GatewayConfig) -> None:
             _check_engine(model.name, engine)
     if not 0 <= config.listen.port <= 65535:
         raise ConfigError(f"listen.port: {config.listen.port} given, 0 to 65535 needed (0 lets the system choose)")
+    _check_listeners(config.listen)
+    if not 0 <= config.reload.period_seconds < float("inf"):
+        raise ConfigError(f"reload.periodSeconds: {config.reload.period_seconds} given, a finite number from 0 needed")
+    if config.audit.waiting_lines_max < 1:
+        raise ConfigError(f"audit.waitingLinesMax: {config.audit.waiting_lines_max} given, at least 1 needed")
     positive: dict[str, Any] = {
         "timeouts": config.timeouts,
         "health": config.health,
@@ -283,9 +337,26 @@ def _check(config: GatewayConfig) -> None:
         raise ConfigError("auth: one of keysFile and saltSecretFile given; set both, or neither")
     if not 0 < auth.reload_seconds < float("inf"):
         raise ConfigError(f"auth.reloadSeconds: {auth.reload_seconds} given, a finite number above 0 needed")
+    if auth.unsalted_routes not in ("refuse", "allow"):
+        raise ConfigError(f"auth.unsaltedRoutes: {auth.unsalted_routes!r} given, refuse or allow needed")
     levels = ("debug", "info", "warning", "error")
     if config.log.level not in levels:
         raise ConfigError(f"log.level: {config.log.level!r} given, one of {', '.join(levels)} needed")
+
+
+def _check_listeners(listen: ListenConfig) -> None:
+    if listen.ops_port is not None:
+        if not 0 <= listen.ops_port <= 65535:
+            raise ConfigError(f"listen.opsPort: {listen.ops_port} given, 0 to 65535 needed (0 lets the system choose)")
+        same_host = listen.ops_host in (None, listen.host)
+        if listen.ops_port == listen.port != 0 and same_host:
+            raise ConfigError(f"listen.opsPort: {listen.ops_port} is listen.port too; give it another port")
+    elif listen.ops_host is not None:
+        raise ConfigError("listen.opsHost: set without listen.opsPort; set both, or neither")
+    if listen.tls is not None and not 0 < listen.tls.reload_seconds < float("inf"):
+        raise ConfigError(
+            f"listen.tls.reloadSeconds: {listen.tls.reload_seconds} given, a finite number above 0 needed"
+        )
 
 
 def _check_names(config: GatewayConfig) -> None:

@@ -74,6 +74,26 @@ class ModelForbidden(GatewayError):
     param = "model"
 
 
+class OperatorOnly(GatewayError):
+    status = 403
+    kind = "invalid_request_error"
+    code = "operator_only"
+
+
+class RouteNotSalted(GatewayError):
+    """The engines cannot keep tenants apart on this route; see auth.unsaltedRoutes."""
+
+    status = 403
+    kind = "invalid_request_error"
+    code = "route_not_salted"
+
+
+class ResponseNotFound(GatewayError):
+    status = 404
+    kind = "invalid_request_error"
+    code = "response_not_found"
+
+
 class TenantLimited(GatewayError):
     """A tenant's own limit; retry_after_seconds says when the same request may pass."""
 

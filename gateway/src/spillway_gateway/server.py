@@ -17,6 +17,7 @@ from types import FrameType
 import uvicorn
 
 from spillway_gateway.app import Gateway
+from spillway_gateway.certificate import Certificate
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class PortInUse(Exception):
     """The listening address is taken; the message says which, and what to change."""
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, setting: str = "listen.port") -> socket.socket:
     """Raises PortInUse for every address that cannot be listened on."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -39,17 +40,44 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise PortInUse(
-            f"listen: cannot listen on {host}:{port} ({error.strerror}); stop what uses it or change listen.port"
+            f"listen: cannot listen on {host}:{port} ({error.strerror}); stop what uses it or change {setting}"
         ) from error
     listener.setblocking(False)
     return listener
 
 
-class GatewayServer(uvicorn.Server):
-    """uvicorn with the gateway's own shutdown."""
+class OperationsServer(uvicorn.Server):
+    """The operations listener, in the same process and loop; ends when the main server has ended."""
 
     def __init__(self, gateway: Gateway) -> None:
+        super().__init__(
+            uvicorn.Config(
+                gateway.ops_app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the main server's."""
+        yield
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn with the gateway's own shutdown. Raises ConfigError for an unusable certificate."""
+
+    def __init__(self, gateway: Gateway, ops_listener: socket.socket | None = None) -> None:
         shutdown = gateway.config.shutdown
+        tls = gateway.config.listen.tls
+        self.certificate = Certificate(tls) if tls is not None else None
+        self._ops_listener = ops_listener
         super().__init__(
             uvicorn.Config(
                 gateway.app,
@@ -71,7 +99,23 @@ class GatewayServer(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
+        if not self.config.loaded:
+            self.config.load()
+        if self.certificate is not None:
+            self.config.ssl = self.certificate.context
+        following = asyncio.create_task(self.certificate.follow()) if self.certificate is not None else None
+        operations = OperationsServer(self._gateway)
+        serving = None
+        if self._ops_listener is not None:
+            serving = asyncio.create_task(operations.serve(sockets=[self._ops_listener]))
+        try:
+            await super().serve(sockets)
+        finally:
+            if following is not None:
+                following.cancel()
+            if serving is not None:
+                operations.should_exit = True
+                await serving
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -81,13 +125,15 @@ class GatewayServer(uvicorn.Server):
         try:
             for number in signals:
                 self._loop.add_signal_handler(number, self.begin_shutdown)
+            if self._gateway.follower is not None:
+                self._loop.add_signal_handler(signal.SIGHUP, self._gateway.follower.read_soon)
         except (ValueError, RuntimeError):  # not the main thread: whoever runs the loop ends it
             yield
             return
         try:
             yield
         finally:
-            for number in signals:
+            for number in (*signals, signal.SIGHUP):
                 self._loop.remove_signal_handler(number)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -71,6 +71,8 @@ def test_any_document_is_a_ring_or_a_named_error(value: object) -> None:
         ({"concurrentRequestsMax": 0}, "concurrentRequestsMax: a whole number above 0"),
         ({"priority": "urgent"}, "'urgent' given; high, normal or low"),
         ({"keys": ["plain"]}, r"tenants\[0\].keys\[0\]: 'sha256:'"),
+        ({"tokensPerMinute": "many"}, "tokensPerMinute: a whole number above 0"),
+        ({"operator": "yes"}, "operator: true or false"),
         ({"quota": 1}, "no other settings than"),
         ({"name": "b"}, "two tenants are named 'b'"),
         ({"keys": [hash_key(KEY_B)]}, "'b' and 'a' have the same key"),
@@ -167,6 +169,18 @@ def test_the_retry_after_is_when_the_next_passes() -> None:
     usage.begin(tenant, 1, 40.1)
 
 
+def test_a_reply_takes_from_the_bucket_of_all_tokens_only() -> None:
+    tenant = ring(promptTokensPerMinute=100, tokensPerMinute=100).tenant_of(KEY_A.encode())
+    assert tenant is not None
+    usage = TenantUsage(0.0)
+    usage.begin(tenant, 60, 0.0)
+    usage.end(tenant, 90, 1.0)
+    with pytest.raises(TenantLimited, match="100 tokens per minute") as refused:
+        usage.begin(tenant, 1, 1.0)
+    assert refused.value.retry_after_seconds == 29
+    usage.begin(tenant, 1, 1.1 + refused.value.retry_after_seconds)
+
+
 def test_requests_at_a_time() -> None:
     tenant = ring(concurrentRequestsMax=1).tenant_of(KEY_A.encode())
     assert tenant is not None
@@ -174,5 +188,5 @@ def test_requests_at_a_time() -> None:
     usage.begin(tenant, 1, 0.0)
     with pytest.raises(TenantLimited, match="1 requests of this tenant"):
         usage.begin(tenant, 1, 0.0)
-    usage.end()
+    usage.end(tenant, 5, 0.0)
     usage.begin(tenant, 1, 0.0)

@@ -15,7 +15,7 @@ from spillway_gateway.access.keys import NOBODY, KeyRing, Tenant, read_keys
 from spillway_gateway.access.limits import TenantUsage
 from spillway_gateway.access.salt import SECRET_BYTES_MIN, tenant_salt
 from spillway_gateway.config import AuthConfig
-from spillway_gateway.errors import ConfigError, KeyMissing, KeyUnknown, ModelForbidden
+from spillway_gateway.errors import ConfigError, KeyMissing, KeyUnknown, ModelForbidden, OperatorOnly, RouteNotSalted
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,20 @@ class Gatekeeper:
         """What the engine gets as cache_salt; None: the body stays as it is."""
         return tenant_salt(self._secret, tenant.name, client_salt) if self._ring is not None else None
 
+    def allow_unsalted(self, path: str) -> None:
+        """The engine caches on this route and takes no salt. Raises RouteNotSalted where that could show one tenant
+        what another asked."""
+        if self._ring is not None and self._config.unsalted_routes == "refuse":
+            raise RouteNotSalted(
+                f"{path} is closed here: the engines cannot keep tenants' caches apart on it. Use another route, or "
+                "ask the operator about auth.unsaltedRoutes"
+            )
+
+    def allow_operator(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raises KeyMissing, KeyUnknown or OperatorOnly; without a keys file everybody is an operator."""
+        if self._ring is not None and not self.tenant_of(headers).operator:
+            raise OperatorOnly("This API key's tenant is no operator; see 'operator' in the keys file")
+
     def engine_headers(self, headers: Headers) -> Headers:
         """The caller's headers without its key, and with the engines' own."""
         if self._ring is None and self._engine_key is None:
@@ -81,13 +95,17 @@ class Gatekeeper:
         return kept
 
     def begin(self, tenant: Tenant, prompt_tokens: int) -> TenantUsage:
-        """Count a request of this tenant in; end() of the answer counts it out. Raises TenantLimited."""
+        """Count a request of this tenant in; end() counts it out. Raises TenantLimited."""
         now = self._clock()
         usage = self._usage.get(tenant.name)
         if usage is None:
             usage = self._usage[tenant.name] = TenantUsage(now)
         usage.begin(tenant, prompt_tokens, now)
         return usage
+
+    def end(self, tenant: Tenant, usage: TenantUsage, completion_tokens: int) -> None:
+        """usage: what begin() gave."""
+        usage.end(tenant, completion_tokens, self._clock())
 
     async def follow(self) -> None:
         """Read the keys again whenever their file changes; a bad file is told of and the old keys stay."""

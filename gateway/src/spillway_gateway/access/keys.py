@@ -7,6 +7,8 @@
         priority: normal                   # high | normal | low: who waits less when engines are full
         concurrentRequestsMax: 64          # absent: no limit
         promptTokensPerMinute: 2000000     # absent: no limit
+        tokensPerMinute: 3000000           # the same with the replies' tokens; absent: no limit
+        operator: false                    # true: may read /spillway/config
 
 A plain hash is enough because keys are random and long: there is no dictionary to try. Keys shorter than KEY_BYTES_MIN
 are refused when they are hashed.
@@ -46,6 +48,8 @@ class Tenant:
     priority: Priority = Priority.NORMAL
     concurrent_requests_max: int | None = None
     prompt_tokens_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    operator: bool = False
 
     def may_use(self, model: str) -> bool:
         return not self.models or model in self.models
@@ -117,7 +121,8 @@ def parse_keys(document: object, where: str) -> KeyRing:
     return KeyRing(keys)
 
 
-_FIELDS = frozenset({"name", "keys", "models", "priority", "concurrentRequestsMax", "promptTokensPerMinute"})
+_LIMITS = ("concurrentRequestsMax", "promptTokensPerMinute", "tokensPerMinute")
+_FIELDS = frozenset({"name", "keys", "models", "priority", "operator", *_LIMITS})
 
 
 def _tenant(row: Any, where: str) -> tuple[Tenant, list[bytes]]:
@@ -132,12 +137,24 @@ def _tenant(row: Any, where: str) -> tuple[Tenant, list[bytes]]:
     priority = row.get("priority", "normal")
     if priority not in ("high", "normal", "low"):
         raise ConfigError(f"{where}.priority: {priority!r} given; high, normal or low needed")
-    limits = [_limit(row.get(key), f"{where}.{key}") for key in ("concurrentRequestsMax", "promptTokensPerMinute")]
+    limits = [_limit(row.get(key), f"{where}.{key}") for key in _LIMITS]
+    operator = row.get("operator", False)
+    if not isinstance(operator, bool):
+        raise ConfigError(f"{where}.operator: true or false needed")
     hashes = row.get("keys")
     if not isinstance(hashes, list) or not hashes:
         raise ConfigError(f"{where}.keys: a list of at least one 'sha256:...' needed")
     digests = [_digest(text, f"{where}.keys[{at}]") for at, text in enumerate(hashes)]
-    return Tenant(name, frozenset(models), Priority[priority.upper()], *limits), digests
+    tenant = Tenant(
+        name,
+        frozenset(models),
+        Priority[priority.upper()],
+        concurrent_requests_max=limits[0],
+        prompt_tokens_per_minute=limits[1],
+        tokens_per_minute=limits[2],
+        operator=operator,
+    )
+    return tenant, digests
 
 
 def _limit(value: object, where: str) -> int | None:

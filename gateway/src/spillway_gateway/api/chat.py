@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: what of the body routing reads. Everything else passes to the engine unread."""
+"""POST /v1/chat/completions and its batch: what of the body routing reads. The rest passes to the engine unread."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import bad_body
-from spillway_gateway.api.inference import ParsedBody
+from spillway_gateway.api.parsed_body import ParsedBody, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt
+from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
 
-PATH = "/v1/chat/completions"
 
-
-class _ChatBody(msgspec.Struct):
-    messages: list[dict[str, Any]]
+class _ChatFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     tools: Any = None
@@ -29,7 +27,16 @@ class _ChatBody(msgspec.Struct):
     truncate_prompt_tokens: Any = None
 
 
+class _ChatBody(_ChatFields, kw_only=True):
+    messages: list[dict[str, Any]]
+
+
+class _BatchBody(_ChatFields, kw_only=True):
+    messages: list[list[dict[str, Any]]]
+
+
 _decoder = msgspec.json.Decoder(_ChatBody)
+_batch_decoder = msgspec.json.Decoder(_BatchBody)
 
 
 def parse_chat(body: bytes) -> ParsedBody:
@@ -38,6 +45,25 @@ def parse_chat(body: bytes) -> ParsedBody:
         fields = _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise bad_body(error) from error
+    return _parsed(fields, fields.messages)
+
+
+def parse_chat_batch(body: bytes) -> ParsedBody:
+    """Several conversations; the first decides where all of them go. Raises ClientBadRequest."""
+    try:
+        fields = _batch_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise bad_body(error) from error
+    others = sum(
+        len(content) // BYTES_PER_TOKEN
+        for conversation in fields.messages[1:]
+        for message in conversation
+        if isinstance(content := message.get("content"), str)
+    )
+    return _parsed(fields, fields.messages[0] if fields.messages else [], others)
+
+
+def _parsed(fields: _ChatFields, messages: list[dict[str, Any]], other_tokens: int = 0) -> ParsedBody:
     tools = fields.tools
     variables = dict(fields.chat_template_kwargs) if isinstance(fields.chat_template_kwargs, dict) else {}
     if fields.reasoning_effort is not None:
@@ -59,14 +85,15 @@ def parse_chat(body: bytes) -> ParsedBody:
         names_salt=fields.cache_salt is not msgspec.UNSET,
         stream=bool(fields.stream),
         prompt=ChatPrompt(
-            messages=fields.messages,
+            messages=messages,
             tools=tools,
             add_generation_prompt=bool(fields.add_generation_prompt),
             add_special_tokens=bool(fields.add_special_tokens),
             variables=variables,
-            cache_salt=fields.cache_salt if isinstance(fields.cache_salt, str) else None,
+            cache_salt=salt_text(fields.cache_salt),
             exact=exact,
         ),
+        other_tokens=other_tokens,
     )
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import msgspec
 
 from spillway_gateway.api.body_errors import bad_body
-from spillway_gateway.api.inference import ParsedBody
+from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text
 from spillway_gateway.tokens.prompt import CompletionPrompt
-
-PATH = "/v1/completions"
 
 
 class _CompletionBody(msgspec.Struct):
@@ -26,34 +23,17 @@ _decoder = msgspec.json.Decoder(_CompletionBody)
 
 
 def parse_completion(body: bytes) -> ParsedBody:
-    """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
+    """Of a batch, the first prompt decides where all of it goes. Raises ClientBadRequest for what is not JSON or has a
+    field of the wrong type."""
     try:
         fields = _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise bad_body(error) from error
+    prompt, other_tokens = first_of(fields.prompt)
     return ParsedBody(
         model=fields.model,
         names_salt=fields.cache_salt is not msgspec.UNSET,
         stream=bool(fields.stream),
-        prompt=CompletionPrompt(
-            prompt=_first_prompt(fields.prompt),
-            add_special_tokens=bool(fields.add_special_tokens),
-            cache_salt=fields.cache_salt if isinstance(fields.cache_salt, str) else None,
-        ),
+        prompt=CompletionPrompt(prompt, bool(fields.add_special_tokens), salt_text(fields.cache_salt)),
+        other_tokens=other_tokens,
     )
-
-
-def _first_prompt(prompt: str | list[Any] | None) -> str | array[int]:
-    """Of a batch, the first prompt decides where all of it goes. What the engine would refuse routes as empty."""
-    if isinstance(prompt, str):
-        return prompt
-    if not prompt:
-        return ""
-    first = prompt[0]
-    if isinstance(first, str):
-        return first
-    tokens = first if isinstance(first, list) else prompt
-    try:
-        return array("I", tokens)
-    except (TypeError, OverflowError, ValueError):
-        return ""

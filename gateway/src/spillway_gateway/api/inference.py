@@ -11,13 +11,17 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
+from spillway_gateway.access.audit import AuditLine, AuditLog, now_text
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant
+from spillway_gateway.api.routes import ApiRoute, Salting
+from spillway_gateway.api.stored_responses import Owner, ResponseOwners
 from spillway_gateway.config import LimitsConfig, TimeoutsConfig
-from spillway_gateway.error_bodies import body_of, headers_of
+from spillway_gateway.error_bodies import Dialect, body_of, headers_of
 from spillway_gateway.errors import (
     ClientBadRequest,
     GatewayDraining,
@@ -25,30 +29,22 @@ from spillway_gateway.errors import (
     ModelNotFound,
     RequestBodyTimeout,
     RequestTooLarge,
+    ResponseNotFound,
 )
 from spillway_gateway.fleet.engines import ModelFleet
-from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt, PromptReader
+from spillway_gateway.tokens.prompt import CompletionPrompt, PromptReader
 from spillway_gateway.upstream.forward import header
 from spillway_gateway.upstream.splice import insert_text, replace_text
 from spillway_gateway.upstream.stream import OutboundRequest, Relay, UpstreamServices
+from spillway_gateway.upstream.trace_context import trace_id, with_trace
 
 logger = logging.getLogger(__name__)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
 REQUEST_ID_BYTES_MAX = 256
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedBody:
-    """What routing needs of a body. model: None when the body names none. names_salt: cache_salt is there, whatever
-    its value."""
-
-    model: str | None
-    names_salt: bool
-    stream: bool
-    prompt: ChatPrompt | CompletionPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,62 +61,60 @@ class Lifecycle:
         self.closed = False  # the drain is over: what still comes on open connections is refused
 
 
-class InferenceEndpoint:
-    """POST of one OpenAI route. parse raises ClientBadRequest."""
+@dataclass(frozen=True, slots=True)
+class FrontDoor:
+    """What every route needs. models: by name and by alias, replaced in place by a new configuration."""
 
-    def __init__(
-        self,
-        path: str,
-        parse: Callable[[bytes], ParsedBody],
-        models: Mapping[str, ServedModel],
-        *,
-        services: UpstreamServices,
-        lifecycle: Lifecycle,
-        gatekeeper: Gatekeeper,
-    ) -> None:
-        self._gatekeeper = gatekeeper
-        self._path = path.encode()
-        self._parse = parse
-        self._models = models  # by name and by alias
-        self._services = services
-        self._lifecycle = lifecycle
+    models: Mapping[str, ServedModel]
+    services: UpstreamServices
+    lifecycle: Lifecycle
+    gatekeeper: Gatekeeper
+    owners: ResponseOwners
+    audit: AuditLog | None
+
+
+class InferenceEndpoint:
+    """POST of one route of the table."""
+
+    def __init__(self, route: ApiRoute, door: FrontDoor) -> None:
+        self._route = route
+        self._path = route.path.encode()
+        self._door = door
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
-        request_id = (header(headers, b"x-request-id") or b"")[:REQUEST_ID_BYTES_MAX] or os.urandom(16).hex().encode()
-        try:
-            tenant = self._gatekeeper.tenant_of(headers)
-            outbound, served = await self._prepare(tenant, headers, receive, request_id)
-            usage = self._gatekeeper.begin(tenant, outbound.prompt.prompt_tokens)
-        except _ClientLeft:
-            return
-        except GatewayError as error:
-            await send_error(send, error, request_id)
-            return
-        try:
-            await Relay(outbound, served.fleet, self._services, receive, send).run()
-        finally:
-            usage.end()
+        await serve(self._door, scope, receive, send, dialect=self._route.dialect, prepare=self._prepare)
 
     async def _prepare(
-        self, tenant: Tenant, headers: list[tuple[bytes, bytes]], receive: Receive, request_id: bytes
+        self, tenant: Tenant, headers: Headers, receive: Receive, request_id: bytes
     ) -> tuple[OutboundRequest, ServedModel]:
-        if self._lifecycle.closed:
-            raise GatewayDraining("This gateway is shutting down; send the request again.")
-        body = await read_body(headers, receive, self._services.limits, self._services.timeouts)
+        route, door = self._route, self._door
+        body = await read_body(headers, receive, door.services.limits, door.services.timeouts)
         received_at = perf_counter()
-        parsed = self._parse(body)
-        served = self._served(parsed.model)
-        if parsed.model is not None and parsed.model != served.fleet.name:
-            body = replace_text(body, "model", served.fleet.name)
-        gatekeeper = self._gatekeeper
-        gatekeeper.allow_model(tenant, served.fleet.name)
+        parsed = route.parse(body)
+        served = named_model(door.models, parsed.model)
+        model = served.fleet.name
+        if parsed.model is not None and parsed.model != model:
+            body = route.set_text(body, "model", model)
+        gatekeeper = door.gatekeeper
+        gatekeeper.allow_model(tenant, model)
         said = parsed.prompt
-        salt = gatekeeper.salt(tenant, said.cache_salt)
-        if salt is not None:
-            body = (replace_text if parsed.names_salt else insert_text)(body, "cache_salt", salt)
-            said = replace(said, cache_salt=salt)  # the engine hashes it into the first block, and so does routing
+        if route.salting is Salting.UNKNOWN:
+            gatekeeper.allow_unsalted(route.path)
+        elif route.salting is Salting.FIELD:
+            salt = gatekeeper.salt(tenant, said.cache_salt)
+            if salt is not None:
+                body = (replace_text if parsed.names_salt else insert_text)(body, "cache_salt", salt)
+                said = replace(said, cache_salt=salt)  # the engine hashes it into the first block, as does routing
         prompt = await served.reader.read(said)
+        if parsed.other_tokens:
+            prompt = replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens)
+        only_engine = None
+        if parsed.previous_response is not None:
+            owner = door.owners.of(parsed.previous_response, tenant.name)
+            if owner is not None and owner.model == model:
+                only_engine = owner.engine
+            elif gatekeeper.enabled:
+                raise _no_response(parsed.previous_response)
         outbound = OutboundRequest(
             self._path,
             gatekeeper.engine_headers(headers),
@@ -131,20 +125,155 @@ class InferenceEndpoint:
             received_at,
             tenant.name,
             tenant.priority,
+            dialect=route.dialect,
+            retryable=route.retryable,
+            only_engine=only_engine,
+            on_reply=partial(self._note_owner, tenant.name, model) if route.keeps_responses else None,
         )
         return outbound, served
 
-    def _served(self, model: str | None) -> ServedModel:
-        if model is None:
-            distinct = {id(served): served for served in self._models.values()}
-            if len(distinct) == 1:
-                return next(iter(distinct.values()))  # as an engine does: its only model is meant
-            raise ClientBadRequest("'model' is missing; name one of: " + ", ".join(sorted(self._models)), "model")
-        served = self._models.get(model)
-        if served is None:
-            shown = model if len(model) <= 200 else model[:200] + "..."
-            raise ModelNotFound(f"The model {shown!r} does not exist; served here: {', '.join(sorted(self._models))}")
-        return served
+    def _note_owner(self, tenant: str, model: str, engine: str, reply_start: bytes) -> None:
+        self._door.owners.note(reply_start, Owner(tenant, model, engine))
+
+
+class StoredResponseEndpoint:
+    """GET /v1/responses/{response_id} and POST .../cancel: from the engine that made the response."""
+
+    def __init__(self, method: str, suffix: str, door: FrontDoor) -> None:
+        self._method = method.encode()
+        self._suffix = suffix
+        self._door = door
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        response_id: str = scope["path_params"]["response_id"]
+        query: bytes = scope["query_string"]
+
+        async def prepare(
+            tenant: Tenant, headers: Headers, receive: Receive, request_id: bytes
+        ) -> tuple[OutboundRequest, ServedModel]:
+            door = self._door
+            body = await read_body(headers, receive, door.services.limits, door.services.timeouts)
+            received_at = perf_counter()
+            owner = door.owners.of(response_id, tenant.name)
+            served = door.models.get(owner.model) if owner is not None else None
+            if owner is None or served is None or owner.engine not in served.fleet.engines:
+                raise _no_response(response_id)
+            path = f"/v1/responses/{response_id}{self._suffix}".encode()
+            outbound = OutboundRequest(
+                path + b"?" + query if query else path,
+                door.gatekeeper.engine_headers(headers),
+                body,
+                request_id,
+                b"stream=true" in query.lower(),
+                await served.reader.read(CompletionPrompt("")),
+                received_at,
+                tenant.name,
+                tenant.priority,
+                method=self._method,
+                dialect=Dialect.RESPONSES,
+                only_engine=owner.engine,
+            )
+            return outbound, served
+
+        await serve(self._door, scope, receive, send, dialect=Dialect.RESPONSES, prepare=prepare)
+
+
+Prepare = Callable[[Tenant, Headers, Receive, bytes], Awaitable[tuple[OutboundRequest, ServedModel]]]
+
+
+async def serve(
+    door: FrontDoor,
+    scope: MutableMapping[str, Any],
+    receive: Receive,
+    send: Send,
+    *,
+    dialect: Dialect,
+    prepare: Prepare,
+) -> None:
+    """Who asks, what for, within which limits; then the relay. Errors are answered in the dialect."""
+    headers: Headers = with_trace(scope["headers"])
+    request_id = (header(headers, b"x-request-id") or b"")[:REQUEST_ID_BYTES_MAX] or os.urandom(16).hex().encode()
+    started = perf_counter()
+    tenant: Tenant | None = None
+    outbound: OutboundRequest | None = None
+    try:
+        tenant = door.gatekeeper.tenant_of(headers)
+        if door.lifecycle.closed:
+            raise GatewayDraining("This gateway is shutting down; send the request again.")
+        outbound, served = await prepare(tenant, headers, receive, request_id)
+        usage = door.gatekeeper.begin(tenant, outbound.prompt.prompt_tokens)
+    except _ClientLeft:
+        return
+    except GatewayError as error:
+        await send_error(send, error, request_id, dialect)
+        if door.audit is not None:
+            door.audit.write(
+                AuditLine(
+                    time=now_text(),
+                    request_id=request_id.decode("latin-1"),
+                    trace_id=trace_id(headers),
+                    tenant=(tenant.name or None) if tenant is not None else None,
+                    model=None,
+                    path=scope["path"],
+                    status=error.status,
+                    error=error.code,
+                    milliseconds=_milliseconds(perf_counter() - started),
+                )
+            )
+        return
+    relay = Relay(outbound, served.fleet, door.services, receive, send)
+    try:
+        await relay.run()
+    finally:
+        told = relay.usage
+        door.gatekeeper.end(tenant, usage, told.completion_tokens or 0)
+        if door.audit is not None:
+            door.audit.write(_audit_line(relay, outbound, headers, scope["path"], perf_counter() - started))
+
+
+def _audit_line(relay: Relay, outbound: OutboundRequest, headers: Headers, path: str, seconds: float) -> AuditLine:
+    told, lease, first_byte = relay.usage, relay.lease, relay.first_byte_seconds
+    return AuditLine(
+        time=now_text(),
+        request_id=outbound.request_id.decode("latin-1"),
+        trace_id=trace_id(headers),
+        tenant=outbound.tenant or None,
+        model=relay.model,
+        path=path,
+        engine=lease.engine.name if lease is not None else None,
+        route=lease.decision.reason.value if lease is not None else None,
+        status=relay.status,
+        error=relay.error_code,
+        stream=outbound.stream,
+        prompt_tokens=told.prompt_tokens if told.prompt_tokens is not None else outbound.prompt.prompt_tokens,
+        cached_tokens=told.cached_tokens,
+        completion_tokens=told.completion_tokens,
+        milliseconds=_milliseconds(seconds),
+        first_byte_milliseconds=_milliseconds(first_byte) if first_byte is not None else None,
+    )
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1000 * seconds, 3)
+
+
+def named_model(models: Mapping[str, ServedModel], model: str | None) -> ServedModel:
+    """Raises ModelNotFound, and ClientBadRequest where a name is needed and missing."""
+    if model is None:
+        distinct = {id(served): served for served in models.values()}
+        if len(distinct) == 1:
+            return next(iter(distinct.values()))  # as an engine does: its only model is meant
+        raise ClientBadRequest("'model' is missing; name one of: " + ", ".join(sorted(models)), "model")
+    served = models.get(model)
+    if served is None:
+        shown = model if len(model) <= 200 else model[:200] + "..."
+        raise ModelNotFound(f"The model {shown!r} does not exist; served here: {', '.join(sorted(models))}")
+    return served
+
+
+def _no_response(response_id: str) -> ResponseNotFound:
+    shown = response_id if len(response_id) <= 200 else response_id[:200] + "..."
+    return ResponseNotFound(f"No response {shown!r} is known here; engines keep responses in memory, and only some do")
 
 
 class _ClientLeft(Exception):
@@ -192,8 +321,8 @@ def _too_large(bytes_max: int) -> str:
     return f"The request body is larger than {bytes_max} bytes, the gateway's limits.bodyBytesMax"
 
 
-async def send_error(send: Send, error: GatewayError, request_id: bytes) -> None:
-    body = body_of(error)
+async def send_error(send: Send, error: GatewayError, request_id: bytes, dialect: Dialect) -> None:
+    body = body_of(error, dialect)
     headers = [*headers_of(error), (b"content-length", str(len(body)).encode()), (b"x-request-id", request_id)]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

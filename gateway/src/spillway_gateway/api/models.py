@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -22,10 +22,10 @@ FRESH_SECONDS = 10.0
 class ModelList:
     """Asks each routable engine at most every FRESH_SECONDS; the last good answer of an engine is kept."""
 
-    def __init__(self, fleets: Iterable[ModelFleet], session: aiohttp.ClientSession) -> None:
-        self._fleets = list(fleets)
+    def __init__(self, fleets: Sequence[ModelFleet], session: aiohttp.ClientSession) -> None:
+        self._fleets = fleets  # live: a new configuration changes it
         self._session = session
-        self._answers: dict[str, list[dict[str, Any]]] = {}
+        self._answers: dict[str, list[dict[str, Any]]] = {}  # by engine, of engines in service
         self._asked_at: dict[str, float] = {}
         self._started_at = int(time.time())
 
@@ -39,6 +39,9 @@ class ModelList:
             if engine.routable and now - self._asked_at.get(engine.name, -FRESH_SECONDS) >= FRESH_SECONDS
         ]
         await asyncio.gather(*(self._ask(engine, now) for engine in due))
+        in_service = {name for fleet in self._fleets for name in fleet.engines}
+        for name in self._answers.keys() - in_service:
+            del self._answers[name], self._asked_at[name]
         return merge_models(self._fleets, self._answers, self._started_at)
 
     async def _ask(self, engine: Engine, now: float) -> None:

@@ -333,11 +333,17 @@ class ModelFleet:
     def has_routable(self) -> bool:
         return any(engine.routable for engine in self.engines.values())
 
-    def choose(self, prompt: PromptBlocks, tried: frozenset[str]) -> Lease:
+    def remove_engine(self, name: str) -> Engine:
+        """No new request goes there; those it has keep their leases, counters and connections."""
+        engine = self.engines.pop(name)
+        self.index.remove_engine(name)
+        return engine
+
+    def choose(self, prompt: PromptBlocks, tried: frozenset[str], only: str | None = None) -> Lease:
         """Decide and count in one step. Raises NoEngineReady, naming the engines and what they answered."""
         held = self.index.match(prompt.keys, prompt.tokens_per_block)
         now = self._clock()
-        request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried)
+        request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried, only)
         factor = self._routing.bounded_load_factor
         decision = plan_route(request, self._view(held, now, breakers=True), factor)
         if decision is None:  # every breaker is open: an engine that may fail is better than a certain refusal

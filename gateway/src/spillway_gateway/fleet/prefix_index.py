@@ -71,7 +71,7 @@ class PrefixIndex:
         clock: Callable[[], float],
     ) -> None:
         self._model = model
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
         self._orphans_max = orphans_max
         self._default_block_tokens = default_block_tokens
         self._learned_block_tokens: int | None = None
@@ -109,6 +109,17 @@ class PrefixIndex:
         slot = next(number for number in range(len(used) + 1) if number not in used)
         self._engines[name] = _EngineBlocks(slot)
         self._device_mask |= 1 << (slot * _BITS)
+
+    def remove_engine(self, name: str) -> None:
+        """Forget an engine at once; its slot is free for the next. Walks the whole index: for changes of the
+        configuration, not for restarts."""
+        engine = self._engines.get(name)
+        if engine is None:
+            return
+        for _ in self.clear_engine(name):
+            pass
+        self._device_mask &= ~(1 << (engine.slot * _BITS))
+        del self._engines[name]
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -306,7 +317,7 @@ class PrefixIndex:
 
     def _evict(self) -> None:
         slots: dict[int, _EngineBlocks] | None = None
-        while self._entries and self.estimated_bytes > self._bytes_max:
+        while self._entries and self.estimated_bytes > self.bytes_max:
             _, entry = self._entries.popitem(last=False)
             self.evicted_blocks_total += 1
             if entry.engine_keys and slots is None:
@@ -336,7 +347,7 @@ class PrefixIndex:
                     entry.speculative_mask = 0
             entry.speculative_mask |= bit
             entry.speculative_until = max(entry.speculative_until, until)
-        if self.estimated_bytes > self._bytes_max:
+        if self.estimated_bytes > self.bytes_max:
             self._evict()
 
     def match(self, keys: Sequence[int], tokens_per_block: int) -> dict[str, HeldPrefix]:

@@ -63,3 +63,4 @@ class RouteRequest(NamedTuple):
     prompt_tokens: int  # exact with a tokenizer, estimated from text without
     spread_key: int  # key of the first block: requests that share it go the same way when nothing is known
     tried: frozenset[str] = frozenset()
+    only: str | None = None  # the one engine that can answer, as it keeps what is asked for

@@ -25,6 +25,7 @@ class RouteReason(StrEnum):
     LOAD = "load"  # cheapest although another engine holds more of the prompt, or nobody holds any and loads differ
     RENDEZVOUS = "rendezvous"  # nobody holds any of it: by hash of the first block among equally cheap engines
     RETRY = "retry"  # another engine failed before the first byte
+    PINNED = "pinned"  # it keeps what the request asks for
 
 
 class Candidate(NamedTuple):
@@ -51,7 +52,7 @@ def plan_route(request: RouteRequest, view: FleetView, bounded_load_factor: floa
     held = chosen.engine.held
     return Decision(
         engine_name=chosen.engine.name,
-        reason=RouteReason.RETRY if request.tried else reason,
+        reason=RouteReason.PINNED if request.only else RouteReason.RETRY if request.tried else reason,
         held=held,
         prompt_tokens=request.prompt_tokens,
         uncached_tokens=uncached_tokens(held, request.prompt_tokens),
@@ -60,8 +61,9 @@ def plan_route(request: RouteRequest, view: FleetView, bounded_load_factor: floa
 
 
 def usable_engines(request: RouteRequest, view: FleetView) -> list[EngineView]:
-    """Filter: routable, and not already tried for this request."""
-    return [engine for engine in view.engines if engine.routable and engine.name not in request.tried]
+    """Filter: routable, not already tried for this request, and the one that it is for, if it is for one."""
+    usable = [engine for engine in view.engines if engine.routable and engine.name not in request.tried]
+    return usable if request.only is None else [engine for engine in usable if engine.name == request.only]
 
 
 def score(request: RouteRequest, engines: list[EngineView]) -> tuple[Candidate, ...]:

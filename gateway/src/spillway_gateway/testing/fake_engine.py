@@ -16,6 +16,14 @@ from typing import Any, cast
 
 import httptools
 
+from spillway_gateway.testing.fake_documents import (
+    POOLING_PATHS,
+    messages_events,
+    messages_reply,
+    pooling_reply,
+    response_document,
+    response_events,
+)
 from spillway_gateway.testing.faults import (
     DieInStream,
     ErrorInStream,
@@ -38,7 +46,12 @@ def byte_tokens(body: dict[str, Any]) -> list[int]:
         return [int(token) for token in prompt]
     if isinstance(prompt, str):
         return list(prompt.encode())
+    given = body.get("input", body.get("query", body.get("text_1")))
+    if isinstance(given, (str, list)):
+        return list(json.dumps(given).encode())
     messages = body.get("messages") or []
+    if messages and isinstance(messages[0], list):
+        messages = messages[0]
     text = "".join(f"<{message.get('role')}>{message.get('content')}" for message in messages)
     return list(text.encode())
 
@@ -87,6 +100,7 @@ class FakeEngine:
         self.connections: set[_Connection] = set()
         self.port = 0
         self.cached: dict[bytes, int] = {}  # chain digest of a block -> its engine key
+        self.responses: dict[str, dict[str, Any]] = {}  # stored by id
         self._server: asyncio.Server | None = None
 
     @property
@@ -112,6 +126,9 @@ class FakeEngine:
     def words_for(self, tokens: list[int]) -> list[str]:
         digest = hashlib.sha256(repr(tokens).encode()).hexdigest()
         return [f" {digest[at % 56 : at % 56 + 6]}" for at in range(self.words)]
+
+    def response_id(self, tokens: list[int]) -> str:
+        return f"resp_{self.name}_{hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]}"
 
     def prefill(self, tokens: list[int], salt: str | None = None) -> int:
         """Remember and announce the prompt's full blocks; returns how many tokens were found."""
@@ -193,8 +210,11 @@ class _Connection(asyncio.Protocol):
             self.engine.seen.append(seen)
         self._current = seen
         fault = self.engine.fault
+        if path.startswith("/v1/audio/"):
+            self._json(200, {"text": f"{len(seen.body)} bytes heard", "usage": {"type": "duration", "seconds": 1}})
+            return
         try:
-            body = json.loads(seen.body)
+            body = json.loads(seen.body or b"{}")
         except ValueError:
             self._json(400, _error("not JSON", 400))
             return
@@ -203,6 +223,12 @@ class _Connection(asyncio.Protocol):
         elif path == "/tokenize":
             tokens = self.engine.tokenize(body)
             self._json(200, {"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens})
+        elif path == "/detokenize":
+            self._json(200, {"prompt": bytes(body["tokens"]).decode()})
+        elif path.endswith("/count_tokens"):
+            self._json(200, {"input_tokens": len(self.engine.tokenize(body))})
+        elif path.startswith("/v1/responses/"):
+            self._stored(path.removesuffix("/cancel"))
         elif fault is None and not body.get("stream"):
             self._plain(path, body)
         else:
@@ -220,8 +246,17 @@ class _Connection(asyncio.Protocol):
         elif path == "/v1/models":
             card = {"id": self.engine.model, "object": "model", "created": 1, "owned_by": "fake"}
             self._json(200, {"object": "list", "data": [{**card, "max_model_len": self.engine.max_model_len}]})
+        elif path.startswith("/v1/responses/"):
+            self._stored(path.partition("?")[0])
         else:
             self._json(404, {"detail": "Not Found"})
+
+    def _stored(self, path: str) -> None:
+        stored = self.engine.responses.get(path.rpartition("/")[2])
+        if stored is None:
+            self._json(404, _error("no such response", 404))
+        else:
+            self._json(200, stored)
 
     def _json(self, status: int, document: object) -> None:
         self._write(status, json.dumps(document).encode(), b"application/json")
@@ -248,6 +283,18 @@ class _Connection(asyncio.Protocol):
             return
         cached = self.engine.prefill(tokens, body.get("cache_salt"))
         text = "".join(self.engine.words_for(tokens))
+        if path in POOLING_PATHS:
+            self._json(200, pooling_reply(path, body, self.engine.model, len(tokens)))
+            return
+        if path == "/v1/messages":
+            self._json(200, messages_reply(text, self.engine.model, self._typed_usage(tokens)))
+            return
+        if path == "/v1/responses":
+            name = self.engine.response_id(tokens)
+            document = response_document(name, text, self.engine.model, self._typed_usage(tokens))
+            self.engine.responses[name] = document
+            self._json(200, document)
+            return
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
         if path.endswith("/chat/completions"):
             choice["message"] = {"role": "assistant", "content": text}
@@ -267,6 +314,13 @@ class _Connection(asyncio.Protocol):
             "completion_tokens": self.engine.words,
             "total_tokens": len(tokens) + self.engine.words,
             "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
+        }
+
+    def _typed_usage(self, tokens: list[int]) -> dict[str, int]:
+        return {
+            "input_tokens": len(tokens),
+            "output_tokens": self.engine.words,
+            "total_tokens": len(tokens) + self.engine.words,
         }
 
     async def _infer(self, path: str, body: dict[str, Any], fault: Fault | None) -> None:
@@ -316,11 +370,19 @@ class _Connection(asyncio.Protocol):
                 await fault.release.wait()
             self._chunk(event)
             await asyncio.sleep(fault.between_chunks_seconds if isinstance(fault, Slow) else 0)
-        self._chunk(b"data: [DONE]\n\n")
+        if path not in ("/v1/messages", "/v1/responses"):
+            self._chunk(b"data: [DONE]\n\n")
         self._current = None
         self.transport.write(b"0\r\n\r\n")
 
     def _events(self, path: str, body: dict[str, Any], tokens: list[int], cached: int) -> list[bytes]:
+        if path == "/v1/messages":
+            return messages_events(self.engine.words_for(tokens), self.engine.model, self._typed_usage(tokens))
+        if path == "/v1/responses":
+            name = self.engine.response_id(tokens)
+            words, usage = self.engine.words_for(tokens), self._typed_usage(tokens)
+            self.engine.responses[name] = response_document(name, "".join(words), self.engine.model, usage)
+            return response_events(name, words, self.engine.model, usage)
         envelope = self._envelope(path, chunk=True)
         chat = path.endswith("/chat/completions")
         choices: list[dict[str, Any]] = []

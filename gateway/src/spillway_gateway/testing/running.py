@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from spillway_gateway.app import Gateway
@@ -31,6 +32,7 @@ class RunningGateway:
     gateway: Gateway
     server: GatewayServer
     url: str
+    ops_url: str  # empty without a listener of its own
 
     def engine(self, name: str) -> Engine:
         return next(fleet.engines[name] for fleet in self.gateway.fleets if name in fleet.engines)
@@ -72,13 +74,23 @@ def gateway_config(engines: Iterable[FakeEngine], **sections: Any) -> dict[str, 
 
 
 @asynccontextmanager
-async def running_gateway(document: dict[str, Any], *, wait_ready: bool = True) -> AsyncIterator[RunningGateway]:
-    """Serve until the block ends; with wait_ready, every engine has answered a poll first."""
-    gateway = Gateway(parse_config(document))
+async def running_gateway(
+    document: dict[str, Any], *, wait_ready: bool = True, config_path: Path | None = None
+) -> AsyncIterator[RunningGateway]:
+    """Serve until the block ends; with wait_ready, every engine has answered a poll first. config_path: a file with
+    the same document, to be followed."""
+    gateway = Gateway(parse_config(document), config_path)
     listener = bind("127.0.0.1", 0)
-    server = GatewayServer(gateway)
+    ops_listener = bind("127.0.0.1", 0) if gateway.config.listen.ops_port is not None else None
+    server = GatewayServer(gateway, ops_listener)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    running = RunningGateway(gateway, server, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    scheme = "https" if server.certificate is not None else "http"
+    running = RunningGateway(
+        gateway,
+        server,
+        f"{scheme}://127.0.0.1:{listener.getsockname()[1]}",
+        f"http://127.0.0.1:{ops_listener.getsockname()[1]}" if ops_listener is not None else "",
+    )
     try:
         if wait_ready:
             for fleet in gateway.fleets:

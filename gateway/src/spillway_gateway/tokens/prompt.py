@@ -62,7 +62,7 @@ class PromptReader:
         self._index = index
         self.tokenizer = tokenizer
         self._executor = executor
-        self._limits = limits
+        self.limits = limits
 
     async def read(self, prompt: ChatPrompt | CompletionPrompt) -> PromptBlocks:
         """Never raises for a strange prompt: what cannot be tokenised is matched by its text."""
@@ -82,9 +82,9 @@ class PromptReader:
 
     def _text(self, prompt: ChatPrompt | CompletionPrompt) -> bytes:
         if isinstance(prompt, ChatPrompt):
-            return chat_text(prompt.messages, prompt.tools, self._limits.text_chars_max)
+            return chat_text(prompt.messages, prompt.tools, self.limits.text_chars_max)
         assert isinstance(prompt.prompt, str)
-        return completion_text(prompt.prompt, self._limits.text_chars_max)
+        return completion_text(prompt.prompt, self.limits.text_chars_max)
 
     async def _tokens(self, prompt: ChatPrompt | CompletionPrompt) -> array[int] | None:
         if isinstance(prompt, CompletionPrompt) and not isinstance(prompt.prompt, str):

@@ -25,16 +25,22 @@ _REPLY_DROPPED = HOP_BY_HOP | {b"date", b"server"}
 
 
 def request_head(
-    path: bytes, host: bytes, headers: Iterable[tuple[bytes, bytes]], body_bytes: int, request_id: bytes
+    path: bytes,
+    host: bytes,
+    headers: Iterable[tuple[bytes, bytes]],
+    body_bytes: int,
+    request_id: bytes,
+    *,
+    method: bytes = b"POST",
 ) -> bytes:
-    """Head of the POST to the engine.
+    """Head of the request to the engine.
 
-    headers: the caller's, names in lower case as ASGI gives them. The caller's header values were parsed by the
-    server, so none holds a line break.
+    path: with its query. headers: the caller's, names in lower case as ASGI gives them. The caller's header values
+    were parsed by the server, so none holds a line break.
     """
     headers = list(headers)
     named = connection_named(headers)
-    lines = [b"POST " + path + b" HTTP/1.1\r\nhost: " + host]
+    lines = [method + b" " + path + b" HTTP/1.1\r\nhost: " + host]
     for name, value in headers:
         if name in _DROPPED_FROM_CALLERS or name in named or name.startswith(_INTERNAL_PREFIX):
             continue

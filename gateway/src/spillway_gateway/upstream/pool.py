@@ -30,15 +30,15 @@ class ConnectionPool:
     """
 
     def __init__(self, connections_max: int, connect_timeout_seconds: float, clock: Callable[[], float]) -> None:
-        self._connections_max = connections_max
-        self._connect_timeout_seconds = connect_timeout_seconds
+        self.connections_max = connections_max
+        self.connect_timeout_seconds = connect_timeout_seconds
         self._clock = clock
-        self._idle: dict[str, deque[EngineConnection]] = {}
+        self._idle: dict[Engine, deque[EngineConnection]] = {}  # by the object: a name may get another address
         self._lent = 0
 
     def take_idle(self, engine: Engine) -> EngineConnection | None:
         """A warm connection, or None. Does not wait."""
-        idle = self._idle.get(engine.name)
+        idle = self._idle.get(engine)
         while idle:
             connection = idle.pop()
             if connection.alive and self._clock() - connection.idle_since < IDLE_SECONDS_MAX:
@@ -49,9 +49,9 @@ class ConnectionPool:
 
     async def open(self, engine: Engine) -> EngineConnection:
         """A new connection. Raises EngineRefused, EngineConnectTimeout or TooManyConnections."""
-        if self._lent >= self._connections_max:
+        if self._lent >= self.connections_max:
             raise TooManyConnections(
-                f"limits.upstreamConnectionsMax: all {self._connections_max} connections to engines are in use"
+                f"limits.upstreamConnectionsMax: all {self.connections_max} connections to engines are in use"
             )
         self._lent += 1
         try:
@@ -63,13 +63,13 @@ class ConnectionPool:
     async def _connect(self, engine: Engine) -> EngineConnection:
         context = ssl.create_default_context() if engine.tls else None
         try:
-            async with asyncio.timeout(self._connect_timeout_seconds):
+            async with asyncio.timeout(self.connect_timeout_seconds):
                 _, connection = await asyncio.get_running_loop().create_connection(
                     EngineConnection, engine.host, engine.port, ssl=context
                 )
         except TimeoutError as error:
             raise EngineConnectTimeout(
-                f"Engine {engine.name} accepted no connection within {self._connect_timeout_seconds:g} s"
+                f"Engine {engine.name} accepted no connection within {self.connect_timeout_seconds:g} s"
             ) from error
         except OSError as error:
             raise EngineRefused(f"Engine {engine.name} cannot be reached ({error.strerror or error})") from error
@@ -80,16 +80,18 @@ class ConnectionPool:
         self._lent -= 1
         if connection.reusable:
             connection.idle_since = self._clock()
-            self._idle.setdefault(engine.name, deque(maxlen=None)).append(connection)
+            self._idle.setdefault(engine, deque()).append(connection)
         else:
             connection.abort()
 
     def trim(self) -> None:
         """Close connections that have been idle for too long; called from time to time."""
         now = self._clock()
-        for idle in self._idle.values():
+        for engine, idle in list(self._idle.items()):
             while idle and (not idle[0].alive or now - idle[0].idle_since >= IDLE_SECONDS_MAX):
                 idle.popleft().abort()
+            if not idle:
+                del self._idle[engine]
 
     def close(self) -> None:
         for idle in self._idle.values():

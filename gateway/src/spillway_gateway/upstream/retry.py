@@ -9,12 +9,14 @@ import msgspec
 
 RETRYABLE_STATUSES = frozenset({502, 503, 504})
 _ERROR_EVENT = b'data: {"error"'
+_ANTHROPIC_ERROR_EVENT = b"event: error\ndata: "
 _DEAD_CORE = "EngineCore encountered an issue"  # vLLM 0.23's EngineDeadError, whatever status it comes with
 
 
 class _Error(msgspec.Struct):
     message: str = ""
     code: int | str | None = None
+    type: str | None = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -29,6 +31,9 @@ def stream_failure(first_chunk: bytes) -> str | None:
 
     vLLM answers 200 before it computes; when its core dies, that is all its server can still say.
     """
+    if first_chunk.startswith(_ANTHROPIC_ERROR_EVENT):
+        error = _error_of(first_chunk.removeprefix(_ANTHROPIC_ERROR_EVENT).partition(b"\n")[0])
+        return error.message if error is not None and error.type == "internal_error" else None
     if not first_chunk.startswith(_ERROR_EVENT):
         return None
     error = _error_of(first_chunk.partition(b"\n")[0].removeprefix(b"data: "))

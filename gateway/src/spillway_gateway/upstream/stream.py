@@ -21,7 +21,7 @@ from typing import Any
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.config import LimitsConfig, TimeoutsConfig
-from spillway_gateway.error_bodies import body_of, event_of, headers_of
+from spillway_gateway.error_bodies import Dialect, body_of, event_of, headers_of
 from spillway_gateway.errors import (
     EngineBadReply,
     EngineDisconnected,
@@ -32,6 +32,7 @@ from spillway_gateway.errors import (
     EngineWentDown,
     GatewayDraining,
     GatewayError,
+    ModelNotFound,
     NoEngineReady,
     UpstreamError,
 )
@@ -41,7 +42,7 @@ from spillway_gateway.upstream.connection import EngineConnection, Headers
 from spillway_gateway.upstream.forward import header, reply_headers, request_head
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, RetryBudget, may_retry, plain_failure, stream_failure
-from spillway_gateway.upstream.usage import cached_tokens
+from spillway_gateway.upstream.usage import Usage, read_usage
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,10 @@ class EngineAnsweredError(UpstreamError):
         self.reply_body = body
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UpstreamServices:
-    """What all requests share. running: requests here, which a shutdown may have to end."""
+    """What all requests share. running: requests here, which a shutdown may have to end. A new configuration replaces
+    budget, timeouts and limits."""
 
     pool: ConnectionPool
     budget: RetryBudget
@@ -95,6 +97,11 @@ class OutboundRequest:
     received_at: float  # perf_counter() when the body was whole; a loop's own clock may tick in milliseconds
     tenant: str = ""
     priority: Priority = Priority.NORMAL
+    method: bytes = b"POST"
+    dialect: Dialect = Dialect.OPENAI
+    retryable: bool = True
+    only_engine: str | None = None  # it keeps what is asked for
+    on_reply: Callable[[str, bytes], None] | None = None  # engine's name, and the reply or its first events
 
 
 class Relay:
@@ -118,11 +125,15 @@ class Relay:
         self._sending = False
         self.bytes_sent = False
         self._is_events = False
-        self._at_event_boundary = True
         self._overhead = 0.0
         self._dispatched = False
         self._decided: Lease | None = None
-        self._status = 0
+        self._last_chunk = b""
+        self._events_sent = 0
+        self._usage: Usage | None = None
+        self.status = 0  # 499: the client went away
+        self.error_code: str | None = None  # of an error that the gateway itself answered
+        self.first_byte_seconds: float | None = None  # since the request was read; streams only
         self._connection: EngineConnection | None = None  # lent by the pool to the current attempt
 
     async def run(self) -> None:
@@ -131,8 +142,10 @@ class Relay:
         watcher = self._loop.create_task(self._watch_client())
         services.running.add(self)
         services.budget.earn()
-        admission = services.admissions[self._fleet.name]
         try:
+            admission = services.admissions.get(self._fleet.name)
+            if admission is None:
+                raise ModelNotFound(f"The model {self._fleet.name!r} was removed a moment ago")
             await self._enter(admission)
             try:
                 await self._attempts()
@@ -141,7 +154,7 @@ class Relay:
         except ClientGone as gone:
             phase = "after_first_byte" if self.bytes_sent else "before_first_byte"
             services.metrics.disconnect(self._fleet.name, phase).inc()
-            self._status = 499
+            self.status = 499
             if isinstance(gone, ClientStalled):
                 logger.warning("request %s: the client took no bytes and was let go", self._id())
         except GatewayError as error:
@@ -190,7 +203,7 @@ class Relay:
             if self._client_gone:
                 raise ClientGone
             try:
-                lease = self._fleet.choose(self._request.prompt, tried)
+                lease = self._fleet.choose(self._request.prompt, tried, self._request.only_engine)
             except NoEngineReady:
                 if failure is not None:
                     raise failure from None
@@ -209,12 +222,13 @@ class Relay:
             finally:
                 lease.close()
             tried |= {lease.engine.name}
+            movable = self._request.retryable and self._request.only_engine is None
             engines_left = any(engine.routable and name not in tried for name, engine in self._fleet.engines.items())
             again = may_retry(
                 bytes_sent=self.bytes_sent,
                 attempts=len(tried),
                 attempts_max=services.limits.attempts_max,
-                engines_left=engines_left,
+                engines_left=movable and engines_left,
             )
             if not again or not services.budget.spend():
                 raise failure
@@ -267,6 +281,7 @@ class Relay:
             request.headers,
             len(request.body),
             request.request_id,
+            method=request.method,
         )
         self._expect_within(timeouts.first_byte_seconds if request.stream else timeouts.plain_seconds)
         connection = pool.take_idle(engine)
@@ -317,7 +332,8 @@ class Relay:
         lease.first_byte(time.monotonic(), measures_prefill=True)
         lease.succeeded()
         lease.engine.waiting.discard(self)
-        metrics.first_byte(self._fleet.name, lease.engine.name).observe(now - self._request.received_at)
+        self.first_byte_seconds = now - self._request.received_at
+        metrics.first_byte(self._fleet.name, lease.engine.name).observe(self.first_byte_seconds)
         self._expect_within(idle_seconds)
         headers = [
             pair
@@ -327,10 +343,13 @@ class Relay:
         headers.append((b"cache-control", b"no-cache"))
         headers.append((b"x-accel-buffering", b"no"))
         self._overhead += perf_counter() - now
+        if self._request.on_reply is not None and connection.status == 200:
+            self._request.on_reply(lease.engine.name, chunk)
         await self._start(connection.status, headers, lease)
         while chunk:
             self.bytes_sent = True
-            self._at_event_boundary = chunk.endswith(b"\n\n")
+            self._last_chunk = chunk
+            self._events_sent += chunk.count(b"data:") - chunk.endswith(b"data: [DONE]\n\n")
             self._note_usage(lease, chunk)
             self._sending = True
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -350,6 +369,8 @@ class Relay:
             lease.succeeded()
         headers = reply_headers(connection.headers)
         self._overhead += perf_counter() - now
+        if self._request.on_reply is not None and connection.status == 200:
+            self._request.on_reply(lease.engine.name, body)
         if connection.complete:
             self._note_usage(lease, body)
             await self._start(connection.status, headers, lease)
@@ -378,7 +399,7 @@ class Relay:
         return b"".join(parts)
 
     async def _start(self, status: int, headers: Headers, lease: Lease | None) -> None:
-        self._status = status
+        self.status = status
         if lease is not None:
             decision = lease.decision
             headers.append((b"x-spillway-engine", lease.engine.name.encode()))
@@ -394,10 +415,16 @@ class Relay:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _answer_error(self, error: GatewayError) -> None:
+        self.error_code = None if isinstance(error, EngineAnsweredError) else error.code
         if self.bytes_sent:
             logger.warning("request %s: ended after the first byte: %s", self._id(), error.message)
             if self._is_events:
-                event = event_of(error, at_event_boundary=self._at_event_boundary)
+                event = event_of(
+                    error,
+                    self._request.dialect,
+                    at_event_boundary=self._last_chunk.endswith(b"\n\n"),
+                    last_chunk=self._last_chunk,
+                )
                 await self._send({"type": "http.response.body", "body": event, "more_body": False})
             # A plain reply that was too long to hold back stays incomplete; the server closes the connection, which
             # is the only way left to say so.
@@ -407,7 +434,7 @@ class Relay:
             await self._send({"type": "http.response.body", "body": error.reply_body, "more_body": False})
             return
         logger.warning("request %s: answered %d: %s", self._id(), error.status, error.message)
-        body = body_of(error)
+        body = body_of(error, self._request.dialect)
         headers = [*headers_of(error), (b"content-length", str(len(body)).encode())]
         await self._start(error.status, headers, self._decided if isinstance(error, UpstreamError) else None)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
@@ -447,19 +474,47 @@ class Relay:
 
     # -- accounts ----------------------------------------------------------------------------------------------------
 
+    @property
+    def model(self) -> str:
+        return self._fleet.name
+
+    @property
+    def lease(self) -> Lease | None:
+        """Of the last engine tried."""
+        return self._decided
+
+    @property
+    def overhead_seconds(self) -> float:
+        return self._overhead
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts as the reply told them; a stream that tells none is counted by its events, which come one for
+        each token or few."""
+        told = self._usage or Usage(None, None, None)
+        if told.completion_tokens is None and self._is_events:
+            return told._replace(completion_tokens=self._events_sent)
+        return told
+
     def _note_usage(self, lease: Lease, data: bytes) -> None:
-        actual = cached_tokens(data)
-        if actual is not None:
+        told = read_usage(data)
+        if told is None:
+            return
+        before = self._usage
+        if before is not None:  # Anthropic tells the prompt's tokens first and the others last
+            told = Usage(*(new if new is not None else old for new, old in zip(told, before, strict=True)))
+        self._usage = told
+        if told.cached_tokens is not None and (before is None or before.cached_tokens is None):
             metrics = self._services.metrics
             metrics.predicted_tokens(self._fleet.name).inc(lease.decision.held.total_tokens)
-            metrics.actual_tokens(self._fleet.name).inc(actual)
+            metrics.actual_tokens(self._fleet.name).inc(told.cached_tokens)
 
     def _count(self) -> None:
         metrics = self._services.metrics
         lease = self._decided
         engine = lease.engine.name if lease is not None else "none"
         route = lease.decision.reason.value if lease is not None else "none"
-        status = f"{self._status // 100}xx" if self._status else "aborted"
+        status = f"{self.status // 100}xx" if self.status else "aborted"
         metrics.request(self._fleet.name, engine, route, status).inc()
         metrics.overhead(self._fleet.name).observe(self._overhead)
         if logger.isEnabledFor(logging.DEBUG):
@@ -469,7 +524,7 @@ class Relay:
                 self._fleet.name,
                 engine,
                 route,
-                self._status,
+                self.status,
                 self._overhead * 1000,
             )
 

@@ -12,10 +12,11 @@ import msgspec
 
 from spillway_simulator.errors import RequestTooLong
 from spillway_simulator.server.engine_host import EngineHost
-from spillway_simulator.server.generation import BadBody, Generation, read_asked, read_prompt
+from spillway_simulator.server.generation import Asked, BadBody, Generation, read_asked, read_prompt
 from spillway_simulator.server.http_connection import HttpConnection
 from spillway_simulator.wire.metrics_text import CONTENT_TYPE, metrics_page
-from spillway_simulator.wire.openai_documents import FINGERPRINT, Envelope, encode, error, model_card
+from spillway_simulator.wire.openai_documents import FINGERPRINT, Envelope, OpenAiEnvelope, encode, error, model_card
+from spillway_simulator.wire.other_documents import MessagesEnvelope, ResponsesEnvelope
 from spillway_simulator.wire.tokens import Tokens
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -38,8 +39,11 @@ class EngineRoutes:
             "/spillway/config": self._config,
         }
         self._posts: dict[str, Callable[[HttpConnection, dict[str, Any]], None]] = {
-            "/v1/chat/completions": lambda connection, body: self._generate(connection, body, chat=True),
-            "/v1/completions": lambda connection, body: self._generate(connection, body, chat=False),
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._completion,
+            "/v1/responses": self._response,
+            "/v1/messages": self._message,
+            "/v1/messages/count_tokens": self._count_tokens,
             "/v1/chat/completions/render": lambda connection, body: self._render(connection, body, chat=True),
             "/v1/completions/render": lambda connection, body: self._render(connection, body, chat=False),
             "/tokenize": self._tokenize,
@@ -122,18 +126,66 @@ class EngineRoutes:
 
     # -- inference ---------------------------------------------------------------------------------------------------
 
-    def _generate(self, connection: HttpConnection, body: dict[str, Any], *, chat: bool) -> None:
+    def _chat(self, connection: HttpConnection, body: dict[str, Any]) -> None:
+        asked = self._asked(connection, body, chat=True)
+        if asked is not None:
+            name = f"chatcmpl-{self._name(connection)}"
+            self._generate(connection, OpenAiEnvelope(name, self._model, True, int(time.time())), asked)
+
+    def _completion(self, connection: HttpConnection, body: dict[str, Any]) -> None:
+        asked = self._asked(connection, body, chat=False)
+        if asked is not None:
+            name = f"cmpl-{self._name(connection)}"
+            self._generate(connection, OpenAiEnvelope(name, self._model, False, int(time.time())), asked)
+
+    def _response(self, connection: HttpConnection, body: dict[str, Any]) -> None:
+        given = body.get("input")
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        if isinstance(body.get("instructions"), str) and isinstance(messages, list):
+            messages = [{"role": "system", "content": body["instructions"]}, *messages]
+        asked = self._asked(connection, {**body, "messages": messages}, chat=True)
+        if asked is not None:
+            name = f"resp_{self._name(connection)}"
+            self._generate(connection, ResponsesEnvelope(name, self._model, int(time.time())), asked)
+
+    def _message(self, connection: HttpConnection, body: dict[str, Any]) -> None:
+        # As vLLM 0.23: a cache_salt is not known here, and is ignored.
+        asked = self._asked(connection, {**_anthropic_chat(body), "cache_salt": None}, chat=True)
+        if asked is not None:
+            name = f"msg_{self._name(connection)}"
+            self._generate(connection, MessagesEnvelope(name, self._model, len(asked.prompt)), asked)
+
+    def _count_tokens(self, connection: HttpConnection, body: dict[str, Any]) -> None:
+        prompt = read_prompt(_anthropic_chat(body), self._tokens, chat=True)
+        connection.reply(200, encode({"input_tokens": len(prompt)}))
+
+    @property
+    def _model(self) -> str:
+        return self._host.settings.model
+
+    def _name(self, connection: HttpConnection) -> str:
+        return f"{connection.request_id or self._host.name}-{next(_numbers)}"
+
+    def _asked(self, connection: HttpConnection, body: dict[str, Any], *, chat: bool) -> Asked | None:
+        """None: answered already, with an error."""
         host = self._host
         model = body.get("model")
         if model not in (None, host.settings.model):
             connection.reply(404, error(f"The model `{model}` does not exist.", 404))
-            return
+            return None
         status = host.faults.refusal()
         if status is not None:
             connection.reply(status, error(f"simulated fault: status {status}", status))
-            return
-        asked = read_asked(body, self._tokens, host, chat=chat)
-        name = f"{connection.request_id or host.name}-{next(_numbers)}"
-        identity = f"chatcmpl-{name}" if chat else f"cmpl-{name}"
-        envelope = Envelope(identity, host.settings.model, chat, int(time.time()))
-        Generation(host, connection, envelope, asked, self._tokens).start()
+            return None
+        return read_asked(body, self._tokens, host, chat=chat)
+
+    def _generate(self, connection: HttpConnection, envelope: Envelope, asked: Asked) -> None:
+        Generation(self._host, connection, envelope, asked, self._tokens).start()
+
+
+def _anthropic_chat(body: dict[str, Any]) -> dict[str, Any]:
+    """With the system text as the first message, where chats have it."""
+    system, messages = body.get("system"), body.get("messages")
+    if not system or not isinstance(messages, list):
+        return body
+    return {**body, "messages": [{"role": "system", "content": system}, *messages]}

@@ -12,7 +12,7 @@ from spillway_simulator.model.request import EngineRequest, Progress
 from spillway_simulator.server.engine_host import EngineHost
 from spillway_simulator.server.faults import DieInStream
 from spillway_simulator.server.http_connection import HttpConnection
-from spillway_simulator.wire.openai_documents import Envelope, error, usage
+from spillway_simulator.wire.openai_documents import Envelope, Told, error, usage
 from spillway_simulator.wire.tokens import Tokens
 
 _HOLE = "\x00"  # stands for a token's text in a prepared chunk; JSON escapes it
@@ -60,7 +60,7 @@ def read_asked(body: dict[str, Any], tokens: Tokens, host: EngineHost, *, chat: 
     prompt = read_prompt(body, tokens, chat=chat)
     if not prompt:
         raise BadBody("the prompt is empty; at least one token needed")
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    limit = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise BadBody(f"'max_tokens': {limit!r} given, a whole number from 1 needed")
     natural = host.settings.answer_tokens
@@ -96,7 +96,7 @@ class Generation:
         self._death: DieInStream | None = host.faults.death()
         if asked.stream:
             # A token's chunk is the same but for its text, so its JSON is made once.
-            before, _, after = envelope.chunk(_HOLE, None).partition(b"\\u0000")
+            before, _, after = envelope.piece(_HOLE).partition(b"\\u0000")
             self._before, self._after = before, after
 
     def start(self) -> None:
@@ -113,26 +113,25 @@ class Generation:
             return
         if not self._asked.stream:
             if progress.finished:
-                text = self._tokens.decode(self._answer)
-                reply = self._envelope.whole(text, self._asked.finish_reason, self._usage(progress))
-                self._connection.reply(200, reply)
+                told = self._told(progress)
+                self._connection.reply(200, self._envelope.whole(told.answer, told))
             return
         connection = self._connection
         if progress.first:
             connection.begin_stream()
-            if self._envelope.chat:
-                connection.stream(self._envelope.chunk("", None, role=True))
+            begin = self._envelope.begin()
+            if begin:
+                connection.stream(begin)
         text = self._tokens.decode(self._answer[before : self._sent])
         if not progress.finished:
             connection.stream(self._before + _encode(text)[1:-1] + self._after)
             return
-        end = self._envelope.chunk(text, self._asked.finish_reason)
-        if self._asked.include_usage:
-            end += self._envelope.usage_chunk(self._usage(progress))
-        connection.end_stream(end + b"data: [DONE]\n\n")
+        connection.end_stream(self._envelope.end(text, self._told(progress)))
 
-    def _usage(self, progress: Progress) -> dict[str, Any]:
-        return usage(len(self._asked.prompt), self._asked.answer_tokens, progress.cached)
+    def _told(self, progress: Progress) -> Told:
+        asked = self._asked
+        counted = usage(len(asked.prompt), asked.answer_tokens, progress.cached)
+        return Told(self._tokens.decode(self._answer), asked.finish_reason, counted, asked.include_usage)
 
     def _die(self, death: DieInStream) -> None:
         self._host.cancel(self._envelope.id)

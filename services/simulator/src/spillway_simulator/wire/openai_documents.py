@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,9 +13,38 @@ FINGERPRINT = "spillway-simulator"
 encode = msgspec.json.Encoder().encode
 
 
+class Envelope(Protocol):
+    """How one API says what an engine generates. Each method gives whole server-sent events, or a whole body."""
+
+    @property
+    def id(self) -> str: ...
+
+    def begin(self) -> bytes:
+        """Events before the first token; may be empty."""
+
+    def piece(self, text: str) -> bytes:
+        """The event of one token: the same bytes for every token but for its text."""
+
+    def end(self, text: str, told: Told) -> bytes:
+        """The last token's event and all that follows it."""
+
+    def whole(self, text: str, told: Told) -> bytes:
+        """The body of a plain reply."""
+
+
 @dataclass(frozen=True, slots=True)
-class Envelope:
-    """What all documents of one reply share."""
+class Told:
+    """What is known when the last token is. answer: the whole text."""
+
+    answer: str
+    finish_reason: str
+    usage: dict[str, Any]
+    include_usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAiEnvelope:
+    """Chat and completions."""
 
     id: str
     model: str
@@ -32,6 +61,16 @@ class Envelope:
             "system_fingerprint": FINGERPRINT,
         }
 
+    def begin(self) -> bytes:
+        return self.chunk("", None, role=True) if self.chat else b""
+
+    def piece(self, text: str) -> bytes:
+        return self.chunk(text, None)
+
+    def end(self, text: str, told: Told) -> bytes:
+        usage = self.usage_chunk(told.usage) if told.include_usage else b""
+        return self.chunk(text, told.finish_reason) + usage + b"data: [DONE]\n\n"
+
     def chunk(self, text: str, finish_reason: str | None, *, role: bool = False) -> bytes:
         """One data line. role: the first chunk of a chat stream, which names the speaker."""
         choice: dict[str, Any] = {"index": 0}
@@ -46,14 +85,14 @@ class Envelope:
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         return b"data: " + encode({**self.document(chunk=True), "choices": [], "usage": usage}) + b"\n\n"
 
-    def whole(self, text: str, finish_reason: str, usage: dict[str, Any]) -> bytes:
+    def whole(self, text: str, told: Told) -> bytes:
         choice: dict[str, Any] = {"index": 0}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": text, "tool_calls": []}
         else:
             choice["text"] = text
-        choice |= {"logprobs": None, "finish_reason": finish_reason}
-        return encode({**self.document(chunk=False), "choices": [choice], "usage": usage})
+        choice |= {"logprobs": None, "finish_reason": told.finish_reason}
+        return encode({**self.document(chunk=False), "choices": [choice], "usage": told.usage})
 
 
 def usage(prompt_tokens: int, answer_tokens: int, cached: CachedTokens) -> dict[str, Any]:

@@ -1,45 +1,15 @@
-"""GET /health, /ready, /metrics: the gateway's own state, never forwarded to an engine."""
+"""Metric families that are read from live state at each scrape."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from spillway_gateway.access.admission import Admission
+from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
-from spillway_gateway.api.inference import Lifecycle
 from spillway_gateway.fleet.engines import EngineState, ModelFleet
-from spillway_gateway.metrics import GatewayMetrics
-
-
-def state_router(fleets: list[ModelFleet], lifecycle: Lifecycle, metrics: GatewayMetrics) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health")
-    async def health() -> JSONResponse:
-        """The process is alive; says nothing about engines."""
-        return JSONResponse({"status": "ok"})
-
-    @router.get("/ready")
-    async def ready() -> JSONResponse:
-        """200 with at least one routable engine per model, unless the gateway drains."""
-        engines = {fleet.name: {engine.name: engine.answer for engine in fleet.engines.values()} for fleet in fleets}
-        if lifecycle.draining:
-            return JSONResponse({"ready": False, "reason": "draining", "models": engines}, 503)
-        missing = [fleet.name for fleet in fleets if not fleet.has_routable()]
-        if missing:
-            reason = f"no routable engine for: {', '.join(missing)}"
-            return JSONResponse({"ready": False, "reason": reason, "models": engines}, 503)
-        return JSONResponse({"ready": True, "models": engines})
-
-    @router.get("/metrics")
-    async def exposition() -> Response:
-        return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return router
 
 
 def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
@@ -99,9 +69,9 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
 
 
 def access_families(
-    admissions: Mapping[str, Admission], gatekeeper: Gatekeeper
+    admissions: Mapping[str, Admission], gatekeeper: Gatekeeper, audit: AuditLog | None
 ) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
-    """The queue in front of full engines, and readings of the keys file. No label names a tenant."""
+    """The queue in front of full engines, readings of the keys file, and the audit log. No label names a tenant."""
     waiting = GaugeMetricFamily(
         "spillway_gateway_admission_waiting_requests", "Requests waiting until an engine has room.", labels=("model",)
     )
@@ -116,4 +86,28 @@ def access_families(
     )
     reloads.add_metric(("read",), gatekeeper.reloads_total)
     reloads.add_metric(("refused",), gatekeeper.failed_reloads_total)
-    return (waiting, refused, reloads)
+    dropped = CounterMetricFamily(
+        "spillway_gateway_audit_dropped", "Audit lines that could not be written, or waited for too many others."
+    )
+    dropped.add_metric((), audit.dropped_total if audit is not None else 0)
+    return (waiting, refused, reloads, dropped)
+
+
+def config_families(
+    applied: int, refused: int, *, refused_now: bool, restart_pending: bool
+) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+    """Readings of the configuration file since the start."""
+    reloads = CounterMetricFamily(
+        "spillway_gateway_config_reloads", "Times the changed configuration file was read.", labels=("outcome",)
+    )
+    reloads.add_metric(("applied",), applied)
+    reloads.add_metric(("refused",), refused)
+    bad = GaugeMetricFamily(
+        "spillway_gateway_config_refused", "1 while the file on disk is refused and an older one is in use."
+    )
+    bad.add_metric((), float(refused_now))
+    pending = GaugeMetricFamily(
+        "spillway_gateway_config_restart_pending", "1 while the file has changes that only a restart applies."
+    )
+    pending.add_metric((), float(restart_pending))
+    return (reloads, bad, pending)

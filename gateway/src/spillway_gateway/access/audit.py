@@ -1,0 +1,112 @@
+"""One JSON line per request: who asked what of whom, and what it took. Never any text of a prompt or a reply.
+
+    {"time": "2026-01-31T12:00:00.123Z", "request_id": "...", "trace_id": "...", "tenant": "search", "model": "m",
+     "path": "/v1/chat/completions", "engine": "engine-0", "route": "prefix", "status": 200, "error": null,
+     "stream": true, "prompt_tokens": 812, "cached_tokens": 768, "completion_tokens": 64, "milliseconds": 913.2,
+     "first_byte_milliseconds": 88.1}
+
+A thread writes, so a slow disk or pipe holds up no stream; the lines that wait are bounded, and dropped ones counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from spillway_gateway.config import AuditConfig
+from spillway_gateway.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS_MAX = 2.0
+_encode = msgspec.json.encode
+
+
+class AuditLine(msgspec.Struct, kw_only=True):
+    """Fields in the order in which they are written. tenant, engine, route: None where there is none."""
+
+    time: str
+    request_id: str
+    trace_id: str | None
+    tenant: str | None
+    model: str | None
+    path: str
+    engine: str | None = None
+    route: str | None = None
+    status: int
+    error: str | None = None
+    stream: bool = False
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    milliseconds: float
+    first_byte_milliseconds: float | None = None
+
+
+def now_text() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class AuditLog:
+    """Raises ConfigError when its file cannot be opened. close() writes what waits."""
+
+    def __init__(self, config: AuditConfig) -> None:
+        self._path = Path(config.file) if config.file is not None else None
+        self._lines: queue.Queue[AuditLine | None] = queue.Queue(config.waiting_lines_max)
+        self.dropped_total = 0
+        self._opened_inode = -1
+        self._descriptor = self._open() if self._path is not None else sys.stdout.fileno()
+        self._thread = threading.Thread(target=self._write_all, name="audit", daemon=True)
+        self._thread.start()
+
+    def write(self, line: AuditLine) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self.dropped_total += 1
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=CLOSE_SECONDS_MAX)
+        self._thread.join(CLOSE_SECONDS_MAX)
+
+    def _write_all(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                if self._path is not None and self._moved_away():
+                    before, self._descriptor = self._descriptor, self._open()
+                    os.close(before)
+                data = _encode(line) + b"\n"
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            except (OSError, ConfigError) as error:
+                self.dropped_total += 1
+                logger.error("audit line not written (%s)", error)
+        if self._path is not None:
+            os.close(self._descriptor)
+
+    def _moved_away(self) -> bool:
+        assert self._path is not None
+        try:
+            return self._path.stat().st_ino != self._opened_inode
+        except OSError:
+            return True
+
+    def _open(self) -> int:
+        assert self._path is not None
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        except OSError as error:
+            raise ConfigError(
+                f"audit.file {self._path}: cannot be opened ({error.strerror}); give a path in a writable folder"
+            ) from error
+        self._opened_inode = os.fstat(descriptor).st_ino
+        return descriptor

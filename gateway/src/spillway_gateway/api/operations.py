@@ -1,0 +1,78 @@
+"""GET /health, /ready, /metrics and /spillway/config: the gateway's own state, never forwarded to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from spillway_gateway.access.gatekeeper import Gatekeeper
+from spillway_gateway.api.inference import Lifecycle
+from spillway_gateway.config import GatewayConfig, shown_config
+from spillway_gateway.error_bodies import body_of
+from spillway_gateway.errors import GatewayError
+from spillway_gateway.fleet.engines import ModelFleet
+from spillway_gateway.metrics import GatewayMetrics
+
+
+class Operations:
+    """Routes for probes on every listener, and for operators on the one that is theirs.
+
+    fleets: live. config: the configuration in use now.
+    """
+
+    def __init__(
+        self,
+        fleets: list[ModelFleet],
+        lifecycle: Lifecycle,
+        metrics: GatewayMetrics,
+        gatekeeper: Gatekeeper,
+        config: Callable[[], GatewayConfig],
+    ) -> None:
+        self._fleets = fleets
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._gatekeeper = gatekeeper
+        self._config = config
+
+    def probe_routes(self) -> list[Route]:
+        return [Route("/health", self._health), Route("/ready", self._ready)]
+
+    def operator_routes(self, *, asks_for_key: bool) -> list[Route]:
+        """asks_for_key: where clients reach the listener too, the configuration is for operators' keys only."""
+        config = self._config_for_keys if asks_for_key else self._show_config
+        return [Route("/metrics", self._exposition), Route("/spillway/config", config)]
+
+    async def _health(self, request: Request) -> Response:
+        """The process is alive; says nothing about engines."""
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        """200 with at least one routable engine per model, unless the gateway drains."""
+        fleets = self._fleets
+        engines = {fleet.name: {engine.name: engine.answer for engine in fleet.engines.values()} for fleet in fleets}
+        if self._lifecycle.draining:
+            return JSONResponse({"ready": False, "reason": "draining", "models": engines}, 503)
+        missing = [fleet.name for fleet in fleets if not fleet.has_routable()]
+        if missing:
+            reason = f"no routable engine for: {', '.join(missing)}"
+            return JSONResponse({"ready": False, "reason": reason, "models": engines}, 503)
+        return JSONResponse({"ready": True, "models": engines})
+
+    async def _exposition(self, request: Request) -> Response:
+        return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _show_config(self, request: Request) -> Response:
+        """`{"settings": ...}`: the file's keys with every default filled in."""
+        document = {"settings": shown_config(self._config())}
+        return Response(msgspec.json.encode(document), media_type="application/json")
+
+    async def _config_for_keys(self, request: Request) -> Response:
+        try:
+            self._gatekeeper.allow_operator(request.headers.raw)
+        except GatewayError as error:
+            return Response(body_of(error), error.status, media_type="application/json")
+        return await self._show_config(request)

@@ -1,0 +1,62 @@
+"""Routes of pooling models: /v1/embeddings, /v2/embed, /pooling, /classify, score and rerank.
+
+One body type reads them all: a chat, or `input`, or Cohere's `texts`, or pairs of a query and documents, whose query
+comes first in the engine's prompt and so is what can be shared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from spillway_gateway.api.body_errors import bad_body
+from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text
+from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
+
+
+class _PoolingBody(msgspec.Struct):
+    model: str | None = None
+    cache_salt: Any = msgspec.UNSET
+    add_special_tokens: Any = True
+    messages: list[dict[str, Any]] | None = None
+    input: Any = None
+    texts: Any = None
+    query: Any = None
+    queries: Any = None
+    text_1: Any = None
+    data_1: Any = None
+    documents: Any = None
+    items: Any = None
+    text_2: Any = None
+    data_2: Any = None
+
+
+_decoder = msgspec.json.Decoder(_PoolingBody)
+
+
+def parse_pooling(body: bytes) -> ParsedBody:
+    """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
+    try:
+        fields = _decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise bad_body(error) from error
+    salt = salt_text(fields.cache_salt)
+    prompt: ChatPrompt | CompletionPrompt
+    if fields.messages is not None:
+        # Pooling models get another template than chats do (or none), so the text stands for the prompt.
+        prompt, other_tokens = ChatPrompt(fields.messages, cache_salt=salt, exact=False), 0
+    else:
+        one = _first_given(fields.input, fields.texts, fields.query, fields.queries, fields.text_1, fields.data_1)
+        first, other_tokens = first_of(one)
+        pairs = _first_given(fields.documents, fields.items, fields.text_2, fields.data_2)
+        second, more_tokens = first_of(pairs)
+        other_tokens += more_tokens
+        if isinstance(first, str) and isinstance(second, str) and second:
+            first = f"{first}\x1f{second}"
+        prompt = CompletionPrompt(first, bool(fields.add_special_tokens), salt)
+    return ParsedBody(fields.model, fields.cache_salt is not msgspec.UNSET, False, prompt, other_tokens)
+
+
+def _first_given(*values: object) -> object:
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,89 @@
+"""POST /v1/responses: what of the body routing reads. Everything else passes to the engine unread.
+
+A string or a list of messages is the chat the engine makes of it; calls of tools, stored conversations and the like
+are matched by text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from spillway_gateway.api.body_errors import bad_body
+from spillway_gateway.api.parsed_body import ParsedBody, salt_text
+from spillway_gateway.tokens.prompt import ChatPrompt
+
+
+class _ResponsesBody(msgspec.Struct):
+    input: str | list[Any]
+    model: str | None = None
+    stream: bool | None = None
+    instructions: Any = None
+    tools: Any = None
+    reasoning: Any = None
+    previous_response_id: str | None = None
+    cache_salt: Any = msgspec.UNSET
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    truncation: Any = None
+
+
+_decoder = msgspec.json.Decoder(_ResponsesBody)
+
+
+def parse_responses(body: bytes) -> ParsedBody:
+    """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
+    try:
+        fields = _decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise bad_body(error) from error
+    messages: list[Any] = []
+    if isinstance(fields.instructions, str) and fields.instructions:
+        messages.append({"role": "system", "content": fields.instructions})
+    items = [{"role": "user", "content": fields.input}] if isinstance(fields.input, str) else fields.input
+    plain = all(_is_message(item) for item in items)
+    messages += [_chat_message(item) for item in items]
+    variables = fields.chat_template_kwargs if isinstance(fields.chat_template_kwargs, dict) else {}
+    exact = (
+        plain
+        and not fields.tools
+        and not fields.reasoning
+        and fields.previous_response_id is None
+        and fields.chat_template is None
+        and fields.truncation in (None, "disabled")
+    )
+    return ParsedBody(
+        model=fields.model,
+        names_salt=fields.cache_salt is not msgspec.UNSET,
+        stream=bool(fields.stream),
+        prompt=ChatPrompt(
+            messages=messages,
+            tools=fields.tools if isinstance(fields.tools, list) else None,
+            variables=variables,
+            cache_salt=salt_text(fields.cache_salt),
+            exact=exact,
+        ),
+        previous_response=fields.previous_response_id,
+    )
+
+
+def _is_message(item: object) -> bool:
+    """A message with a role and text: the engine hands it to its chat template as it is."""
+    if not isinstance(item, dict) or item.get("type", "message") != "message" or "status" in item:
+        return False
+    content = item.get("content")
+    return isinstance(content, str) or (
+        isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content)
+    )
+
+
+def _chat_message(item: object) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        return {"role": "", "content": item}
+    if not _is_message(item):
+        return {"role": str(item.get("role") or item.get("type")), "content": item}
+    content = item["content"]
+    if isinstance(content, list):
+        content = [{"type": "text", "text": part["text"]} for part in content]
+    return {"role": item.get("role"), "content": content}

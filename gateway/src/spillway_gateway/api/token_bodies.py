@@ -1,0 +1,51 @@
+"""Routes that speak of tokens: /tokenize, /detokenize, /inference/v1/generate."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+
+from spillway_gateway.api.body_errors import bad_body
+from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text
+from spillway_gateway.tokens.prompt import CompletionPrompt
+
+
+class _AnyBody(msgspec.Struct):
+    model: str | None = None
+
+
+class _GenerateBody(msgspec.Struct):
+    token_ids: list[Any]
+    model: str | None = None
+    stream: bool | None = None
+    cache_salt: Any = msgspec.UNSET
+
+
+_any = msgspec.json.Decoder(_AnyBody)
+_generate = msgspec.json.Decoder(_GenerateBody)
+
+
+def parse_unrouted(body: bytes) -> ParsedBody:
+    """Nothing is computed with the prompt, so every engine of the model is as good. Raises ClientBadRequest."""
+    try:
+        fields = _any.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise bad_body(error) from error
+    return ParsedBody(fields.model, names_salt=False, stream=False, prompt=CompletionPrompt(""))
+
+
+def parse_generate(body: bytes) -> ParsedBody:
+    """Token ids in, token ids out. Raises ClientBadRequest."""
+    try:
+        fields = _generate.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise bad_body(error) from error
+    prompt, _ = first_of(fields.token_ids)
+    return ParsedBody(
+        model=fields.model,
+        names_salt=fields.cache_salt is not msgspec.UNSET,
+        stream=bool(fields.stream),
+        prompt=CompletionPrompt(prompt if isinstance(prompt, array) else "", False, salt_text(fields.cache_salt)),
+    )

@@ -1,0 +1,35 @@
+"""W3C trace context: a caller's `traceparent` passes as it came, and one is made where there is none.
+
+The made one says "sampled", since an engine without a parent samples by its own setting, and one that says "not
+sampled" would silence it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from spillway_gateway.upstream.forward import header
+
+_SHAPE = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def with_trace(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """headers: names in lower case. The same list when it has a traceparent, whatever that says."""
+    if header(headers, b"traceparent") is not None:
+        return headers
+    return [*headers, (b"traceparent", new_traceparent())]
+
+
+def new_traceparent() -> bytes:
+    """https://www.w3.org/TR/trace-context/, version 00: neither id is zero."""
+    while True:
+        ids = os.urandom(24).hex()
+        if ids[:32].strip("0") and ids[32:].strip("0"):
+            return f"00-{ids[:32]}-{ids[32:]}-01".encode()
+
+
+def trace_id(headers: list[tuple[bytes, bytes]]) -> str | None:
+    """32 hex digits, for logs; None for a traceparent of another shape."""
+    found = _SHAPE.match(header(headers, b"traceparent") or b"")
+    return found.group(1).decode() if found else None

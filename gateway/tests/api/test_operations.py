@@ -1,0 +1,83 @@
+"""The gateway's own state: who may see what, on which listener."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from spillway_gateway.access.keys import hash_key
+from spillway_gateway.testing.running import gateway_config, running_gateway
+
+OPERATOR, CLIENT = "sk-o" + "0" * 40, "sk-c" + "0" * 40
+
+
+async def get(client: aiohttp.ClientSession, url: str, key: str | None = None) -> tuple[int, bytes]:
+    async with client.get(url, headers={"authorization": f"Bearer {key}"} if key else {}) as reply:
+        return reply.status, await reply.read()
+
+
+def auth(folder: Path) -> dict[str, str]:
+    tenants = [
+        {"name": "operators", "keys": [hash_key(OPERATOR)], "operator": True},
+        {"name": "clients", "keys": [hash_key(CLIENT)]},
+    ]
+    (folder / "keys.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
+    (folder / "salt").write_text("s3cr3t-" * 8)
+    (folder / "engine").write_text("engines-own-key")
+    return {
+        "keysFile": str(folder / "keys.yaml"),
+        "saltSecretFile": str(folder / "salt"),
+        "engineKeyFile": str(folder / "engine"),
+    }
+
+
+async def test_the_configuration_is_resolved_and_without_secrets(start_engine: Any, tmp_path: Path) -> None:
+    engine = await start_engine()
+    document = gateway_config([engine], auth=auth(tmp_path), timeouts={"idleSeconds": 7})
+    document["models"][0]["engines"].append({"name": "elsewhere", "url": "http://user:pass-word@127.0.0.1:1/base"})
+    async with (
+        running_gateway(document, wait_ready=False) as running,
+        aiohttp.ClientSession() as client,
+    ):
+        url = running.url + "/spillway/config"
+        assert (await get(client, url))[0] == 401
+        assert (await get(client, url, CLIENT))[0] == 403
+        status, body = await get(client, url, OPERATOR)
+
+    assert status == 200
+    settings = yaml.safe_load(body)["settings"]
+    assert settings["timeouts"]["idleSeconds"] == 7
+    assert settings["limits"]["attemptsMax"] == 3
+    assert settings["auth"]["saltSecretFile"] == str(tmp_path / "salt")
+    assert [entry["url"] for entry in settings["models"][0]["engines"]] == [engine.url, "http://127.0.0.1:1/base"]
+    assert not any(secret in body for secret in (b"s3cr3t", b"engines-own-key", b"pass-word", b"sha256:"))
+
+
+@pytest.mark.parametrize("keys", [False, True])
+async def test_an_operations_port_takes_the_routes_off_the_main_one(
+    start_engine: Any, tmp_path: Path, keys: bool
+) -> None:
+    engine = await start_engine()
+    document = gateway_config([engine], listen={"opsPort": 0}, **({"auth": auth(tmp_path)} if keys else {}))
+    async with running_gateway(document) as running, aiohttp.ClientSession() as client:
+        for path in ("/health", "/ready"):
+            assert (await get(client, running.url + path))[0] == 200
+            assert (await get(client, running.ops_url + path))[0] == 200
+        for path in ("/metrics", "/spillway/config"):
+            assert (await get(client, running.url + path))[0] == 404
+            assert (await get(client, running.ops_url + path))[0] == 200
+        async with client.post(running.ops_url + "/v1/completions", json={"prompt": "hi"}) as reply:
+            assert reply.status == 404
+            assert (await reply.json())["error"]["code"] == "unknown_route"
+    assert engine.seen == []
+
+
+async def test_without_one_all_stay_where_they_were(start_engine: Any) -> None:
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running, aiohttp.ClientSession() as client:
+        for path in ("/health", "/ready", "/metrics", "/spillway/config"):
+            assert (await get(client, running.url + path))[0] == 200

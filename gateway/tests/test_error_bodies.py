@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_gateway.error_bodies import RETRY_JITTER_SECONDS_MAX, Dialect, body_of, event_of, headers_of
+from spillway_gateway.errors import EngineDisconnected, GatewayError, GatewayOverloaded, KeyMissing, TenantLimited
+
+
+def test_each_dialect_has_its_shape() -> None:
+    error = KeyMissing("no key")
+    assert json.loads(body_of(error)) == {
+        "error": {"message": "no key", "type": "invalid_request_error", "param": None, "code": "missing_api_key"}
+    }
+    assert body_of(error, Dialect.RESPONSES) == body_of(error)
+    assert json.loads(body_of(error, Dialect.ANTHROPIC)) == {
+        "type": "error",
+        "error": {"type": "authentication_error", "message": "no key"},
+    }
+
+
+def test_a_responses_event_has_the_next_number() -> None:
+    last = b'event: a\ndata: {"sequence_number":4}\n\nevent: b\ndata: {"sequence_number": 5, "x":'
+    event = event_of(EngineDisconnected("gone"), Dialect.RESPONSES, at_event_boundary=False, last_chunk=last)
+    assert event.startswith(b"\n\nevent: error\ndata: ")
+    assert json.loads(event.partition(b"data: ")[2])["sequence_number"] == 6
+
+
+def all_errors(cls: type[GatewayError]) -> list[type[GatewayError]]:
+    return [cls, *(error for below in cls.__subclasses__() for error in all_errors(below))]
+
+
+def test_every_status_has_an_anthropic_type() -> None:
+    statuses = {error.status for error in all_errors(GatewayError)}
+    for status in statuses:
+        error = GatewayError("x")
+        error.status = status
+        kind = json.loads(body_of(error, Dialect.ANTHROPIC))["error"]["type"]
+        assert kind.endswith("_error") or kind == "request_too_large"
+
+
+@given(st.integers(1, 3600))
+def test_retry_after_is_never_early_and_little_late(seconds: int) -> None:
+    ((_, given_seconds),) = [pair for pair in headers_of(TenantLimited("x", seconds)) if pair[0] == b"retry-after"]
+    assert seconds <= int(given_seconds) <= seconds + RETRY_JITTER_SECONDS_MAX
+
+
+def test_the_refused_do_not_all_come_back_at_once() -> None:
+    waits = {dict(headers_of(GatewayOverloaded("full")))[b"retry-after"] for _ in range(200)}
+    assert len(waits) > 1
