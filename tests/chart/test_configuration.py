@@ -1,5 +1,7 @@
 """Rendered ConfigMaps go through the real readers of the engine service and the gateway and mean what values say."""
 
+import dataclasses
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +18,15 @@ from spillway_engine.model_shape import ModelShape
 from spillway_engine.resolve import resolve_engine
 from spillway_engine.settings_reader import load_engine_settings
 from spillway_engine.vllm_arguments import kv_transfer_config
-from spillway_gateway.config import load_config
+from spillway_gateway.config import (
+    AuthConfig,
+    EngineConfig,
+    GatewayConfig,
+    ListenConfig,
+    ModelConfig,
+    TlsConfig,
+    load_config,
+)
 
 GIB = 1 << 30
 
@@ -104,7 +114,7 @@ def connector_tier(settings):
 
 
 def secret_files(pod):
-    """Path in the pod -> (Secret, key)."""
+    """Path in the pod -> (Secret, key); read-only, for the pod's user alone."""
     (volume,) = (volume["projected"] for volume in pod["volumes"] if volume["name"] == "secrets")
     (mount,) = (mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "secrets")
     assert mount["readOnly"] and volume["defaultMode"] == 0o400
@@ -320,6 +330,127 @@ def test_an_entry_of_engines_differs_where_it_says_so(engine_of):
     assert [pod["nodeSelector"] for pod in pods] == [{"a": "b", "c": "d"}, {"a": "b"}]
 
 
+def camel(name):
+    head, *rest = name.split("_")
+    return head + "".join(word.capitalize() for word in rest)
+
+
+def fields_of(settings):
+    return {field.name for field in dataclasses.fields(settings)}
+
+
+def another(value, name):
+    """A valid value that differs from a default."""
+    if value is None:
+        return {"file": "/tmp/audit.jsonl"}.get(name, 123.5)
+    if isinstance(value, str):
+        return {"info": "debug"}[value]
+    return not value if isinstance(value, bool) else value * 2
+
+
+# Written by the chart from engines, service and lifecycle; the rest has a section of its name under `gateway`.
+ELSEWHERE = {"models", "listen", "shutdown"}
+SECTIONS = sorted(fields_of(GatewayConfig) - ELSEWHERE)
+AUTH = {"keys_file": "keysSecret", "salt_secret_file": "saltSecret", "engine_key_file": "engineKeySecret"}
+
+
+def test_every_setting_of_the_gateway_is_a_value():
+    """A setting that the gateway learns fails here until the chart says it too, under the same name."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    own = GatewayConfig(models=())
+
+    for section in SECTIONS:
+        settings = {AUTH.get(name, camel(name)) for name in fields_of(getattr(own, section))}
+        assert settings == set(values["gateway"][section]), section
+    assert {camel(name) for name in fields_of(own.shutdown)} < set(values["gateway"]["lifecycle"])
+    assert fields_of(own.listen) == {"host", "port", "ops_port", "ops_host", "tls"}  # listenAddress is both hosts'
+    assert {camel(name) for name in fields_of(TlsConfig)} == {"certFile", "keyFile", "reloadSeconds"}
+    assert fields_of(ModelConfig) == {"name", "engines", "aliases", "tokenizer"}
+    assert fields_of(EngineConfig) == {"name", "url", "kv_events", "kv_replay"}
+
+
+@pytest.mark.parametrize("section", [section for section in SECTIONS if section != "auth"])
+def test_every_value_of_a_section_reaches_the_gateway(section, gateway_of):
+    own = getattr(GatewayConfig(models=()), section)
+    given = {name: another(getattr(own, name), name) for name in fields_of(own)}
+    values = {camel(name): value for name, value in given.items()}
+
+    config = gateway_of(render(values={"gateway": {section: values}}))
+
+    assert getattr(config, section) == type(own)(**given) != own
+
+
+def test_secrets_of_the_gateway_become_files(gateway_of):
+    auth = {
+        "keysSecret": {"name": "tenants", "key": "all.yaml"},
+        "saltSecret": {"name": "salt"},
+        "engineKeySecret": {"name": "salt", "key": "engine"},
+        "reloadSeconds": 7,
+        "unsaltedRoutes": "allow",
+    }
+    rendered = render(values={"gateway": {"auth": auth}, "engine": {"apiKeySecret": {"name": "salt", "key": "engine"}}})
+    config = gateway_of(rendered)
+
+    assert config.auth == AuthConfig(
+        keys_file=f"{SECRETS}/gateway-keys.yaml",
+        salt_secret_file=f"{SECRETS}/gateway-salt",
+        engine_key_file=f"{SECRETS}/engine-key",
+        reload_seconds=7,
+        unsalted_routes="allow",
+    )
+    assert secret_files(pod_spec(rendered.one("Deployment", "gateway"))) == {
+        config.auth.keys_file: ("tenants", "all.yaml"),
+        config.auth.salt_secret_file: ("salt", "secret"),
+        config.auth.engine_key_file: ("salt", "engine"),
+    }
+
+
+def test_without_auth_the_gateway_holds_no_secret(gateway_of):
+    rendered = render(values={"engine": {"apiKeySecret": {"name": "engine-key"}}})
+
+    assert gateway_of(rendered).auth == AuthConfig()
+    assert {volume["name"] for volume in pod_spec(rendered.one("Deployment", "gateway"))["volumes"]} == {
+        "config",
+        "scratch",
+    }
+
+
+def test_a_certificate_and_a_port_for_operators(gateway_of):
+    gateway = {
+        "port": 8443,
+        "opsPort": 8001,
+        "tls": {"secret": {"name": "cert", "privateKeyKey": "private.pem"}, "reloadSeconds": 9},
+    }
+    rendered = render(values={"gateway": gateway, "monitoring": {"serviceMonitor": {"enabled": True}}})
+    config, pod = gateway_of(rendered), pod_spec(rendered.one("Deployment", "gateway"))
+
+    tls = TlsConfig(cert_file=f"{SECRETS}/tls.crt", key_file=f"{SECRETS}/tls.key", reload_seconds=9)
+    assert config.listen == ListenConfig(host="0.0.0.0", port=8443, ops_port=8001, tls=tls)
+    assert secret_files(pod) == {tls.cert_file: ("cert", "tls.crt"), tls.key_file: ("cert", "private.pem")}
+    container = pod["containers"][0]
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"http": 8443, "ops": 8001}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+        assert "scheme" not in pod_spec(rendered.one("StatefulSet", "engine"))["containers"][0][probe]["httpGet"]
+    # Clients' Service leads to the main port alone; Prometheus finds the other one by the pod's name for it.
+    (port,) = rendered.one("Service", "gateway")["spec"]["ports"]
+    assert (port["targetPort"], port["appProtocol"]) == ("http", "https")
+    assert rendered.one("ServiceMonitor")["spec"]["endpoints"][0]["targetPort"] == "ops"
+    policy = rendered.named("NetworkPolicy", "chat-spillway-gateway")["spec"]["ingress"]
+    ports = [(rule["ports"][0]["port"], "from" in rule) for rule in policy]
+    assert ports == [("http", False), ("ops", True), ("ops", True)]
+    # `helm test` gets the certificate and not its key.
+    test = rendered.one("Pod", "test")["spec"]
+    (volume,) = (volume["secret"] for volume in test["volumes"] if volume["name"] == "certificate")
+    assert volume == {"secretName": "cert", "items": [{"key": "tls.crt", "path": "tls.crt"}]}
+    told = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["gateway"]
+    assert told["url"] == "https://chat-spillway-gateway.llm.svc.cluster.local:80" and told["open"]
+    operations = rendered.one("Service", "operations")
+    assert operations["spec"]["ports"] == [{"name": "ops", "port": 8001, "targetPort": "ops"}]
+    assert operations["spec"]["selector"] == rendered.one("Service", "gateway")["spec"]["selector"]
+    assert told["operations"] == f"http://{operations['metadata']['name']}.llm.svc.cluster.local:8001"
+
+
 def test_gateway_values_reach_the_gateway(gateway_of):
     values = {
         "timeouts": {"connectSeconds": 1.5, "plainSeconds": 77},
@@ -386,7 +517,7 @@ def test_defaults_of_the_gateway_are_written_once(gateway_of):
     config = gateway_of(render())
     own = type(config)(models=config.models)
 
-    for section in ("timeouts", "health", "limits", "routing", "index", "log"):
+    for section in SECTIONS:
         assert getattr(config, section) == getattr(own, section), section
 
 

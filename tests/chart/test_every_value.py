@@ -31,6 +31,10 @@ engine:
   apiKeySecret: {name: keys}
   topologySpread: {enabled: true}
 gateway:
+  auth: {keysSecret: {name: keys}, saltSecret: {name: salt}, engineKeySecret: {name: engine-key}}
+  opsPort: 9001
+  tls: {secret: {name: certificate}}
+  audit: {enabled: true, file: /tmp/audit.jsonl}
   ingress: {enabled: true, host: a.example, tlsSecret: tls}
   httpRoute: {enabled: true, parentRefs: [{name: public}]}
 networkPolicy: {restrictEgress: true, gatewayFrom: [{podSelector: {}}], engineEgress: [{to: [{podSelector: {}}]}]}
@@ -39,6 +43,7 @@ monitoring:
   serviceMonitor: {enabled: true}
   alerts: {enabled: true}
   dashboards: {enabled: true}
+tests: {apiKeySecret: {name: client}}
 """)
 
 HUB = nested("engine.model", {"path": "Qwen/Qwen3-8B", "volume": {"type": "none"}})
@@ -86,6 +91,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "engine.memory.force": nested("engine.memory.limit", "20GiB"),
     "engine.autoscaling": nested("engine.autoscaling.enabled", True),
     "engine.autoscaling.enabled": {},
+    "gateway.audit.enabled": nested("gateway.audit.file", None),
     "gateway.autoscaling": nested("gateway.autoscaling.enabled", True),
     "gateway.autoscaling.enabled": {},
     "gateway.service.nodePort": nested("gateway.service.type", "NodePort"),
@@ -163,6 +169,8 @@ CHANGES: dict[str, Any] = {
     "gateway.limits.plainReplyBufferBytes": "1MiB",
     "gateway.index.bytesMax": "1MiB",
     "gateway.routing.boundedLoadFactor": 2,
+    "gateway.auth.unsaltedRoutes": "allow",
+    "gateway.routing.sharedStoreTokensPerSecond": 90000,
     "gateway.log.level": "debug",
     "gateway.resources.requests.memory": "1.5GiB",
     "gateway.resources.limits.memory": "3GiB",
@@ -280,7 +288,14 @@ FORMED = (
     *("passwordAs", "loadQueueBytesMax", "storeQueueBytesMax"),
     *("engine.memory", "engine.cpu", "engine.lifecycle", "engine.image.variant", "engine.image.digest", "redis.memory"),
     *("whenUnsatisfiable", "gateway.service.type", "gateway.limits", "gateway.index", "gateway.log.level", "redis.cpu"),
-    *("gateway.resources", "gateway.ingress.path", "gateway.image.digest", "redis.image.digest", "labels"),
+    *(
+        "gateway.auth.unsaltedRoutes",
+        "gateway.resources",
+        "gateway.ingress.path",
+        "gateway.image.digest",
+        "redis.image.digest",
+        "labels",
+    ),
 )
 
 

@@ -91,6 +91,9 @@ TWO = {"engines": {"a": {"model": {"servedName": "a"}}, "b": {"model": {"servedN
         (nested("networkPolicy.enabled", False), set()),
         (nested("engines.b.secretsRevision", "2026-11-21"), {"b"}),
         (nested("gateway.secretsRevision", "2026-11-21"), {"gateway"}),
+        (nested("gateway.breaker.failures", 9), {"gateway"}),
+        (nested("gateway.auth", {"keysSecret": {"name": "k"}, "saltSecret": {"name": "s"}}), {"gateway"}),
+        (nested("redis.extraEnvVars", [{"name": "TZ", "value": "UTC"}]), set()),  # no such server here
         (nested("engines.a.offload.sharedTier", {"type": "nvme", "nvme": {"mode": "slab"}}), {"a"}),
     ],
     ids=str,

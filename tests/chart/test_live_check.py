@@ -1,13 +1,21 @@
 """`helm test`'s script against a gateway and engines that answer as real ones do, or do not."""
 
+import datetime
 import http.server
 import importlib.util
 import json
+import ssl
 import threading
+import urllib.error
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 from chart.rendering import CHART, render
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +34,32 @@ class Tier:
         self.prompts: set[str] = set()
 
 
+PARIS = {"choices": [{"message": {"content": "Paris."}}]}
+Answer = tuple[int, dict | str]
+
+
+class GatewayServer:
+    """Asks for client_key where there is one; its tenant may read the settings if it is an operator."""
+
+    def __init__(self, settings: dict, client_key: str | None = None, operator: bool = True) -> None:
+        self.settings, self.client_key, self.operator = settings, client_key, operator
+        self.authorizations: list[str | None] = []
+
+    def get(self, path: str, authorization: str | None) -> Answer:
+        assert path == "/spillway/config"
+        if self.refuses(authorization):
+            return 401, {"error": {"code": "invalid_api_key"}}
+        return (200, {"settings": self.settings}) if self.operator else (403, {"error": {"code": "operator_only"}})
+
+    def post(self, path: str, body: dict, authorization: str | None) -> Answer:
+        assert path == "/v1/chat/completions"
+        self.authorizations.append(authorization)
+        return (401, {"error": {"code": "invalid_api_key"}}) if self.refuses(authorization) else (200, PARIS)
+
+    def refuses(self, authorization: str | None) -> bool:
+        return self.client_key is not None and authorization != f"Bearer {self.client_key}"
+
+
 class EngineServer:
     """Spills each long prompt once, and finds those that another engine spilled."""
 
@@ -34,6 +68,14 @@ class EngineServer:
         self.stored = self.written = self.hits = 0
         self.seen: set[str] = set()
         self.authorizations: list[str | None] = []
+
+    def get(self, path: str, authorization: str | None) -> Answer:
+        return 200, {"/ready": {}, "/metrics": self.metrics(), "/spillway/config": {"settings": self.settings}}[path]
+
+    def post(self, path: str, body: dict, authorization: str | None) -> Answer:
+        self.authorizations.append(authorization)
+        self.complete(body["prompt"])
+        return 200, PARIS
 
     def complete(self, prompt: str) -> None:
         if len(prompt) < 200 or prompt in self.seen or not self.spills:
@@ -58,36 +100,32 @@ class EngineServer:
 def serve():
     servers = []
 
-    def start(engine: EngineServer) -> str:
+    def start(model: GatewayServer | EngineServer, certificate: Path | None = None) -> str:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                replies = {
-                    "/ready": b"{}",
-                    "/metrics": engine.metrics().encode(),
-                    "/spillway/config": json.dumps({"settings": engine.settings}).encode(),
-                }
-                self.reply(replies[self.path])
+                self.reply(*model.get(self.path, self.headers["authorization"]))
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                engine.authorizations.append(self.headers["authorization"])
-                if self.path == "/v1/completions":
-                    engine.complete(body["prompt"])
-                self.reply(json.dumps({"choices": [{"message": {"content": "Paris."}}]}).encode())
+                self.reply(*model.post(self.path, body, self.headers["authorization"]))
 
-            def reply(self, body: bytes) -> None:
-                self.send_response(200)
+            def reply(self, status: int, body: dict | str) -> None:
+                self.send_response(status)
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write((body if isinstance(body, str) else json.dumps(body)).encode())
 
             def log_message(self, *_: object) -> None:
                 pass
 
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         servers.append((server, thread))
-        return f"http://127.0.0.1:{server.server_address[1]}"
+        return f"http{'s' if certificate else ''}://127.0.0.1:{server.server_address[1]}"
 
     yield start
     for server, thread in servers:
@@ -107,11 +145,15 @@ def expected() -> dict:
 def run(live_check, expected, serve, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SPILLWAY_API_KEY_0", "sesame")
 
-    def check(*engines: EngineServer, seconds: float = 20, **changes):
+    def check(*engines: EngineServer, gateway: GatewayServer | None = None, seconds: float = 20, **changes):
         urls = [serve(engine) for engine in engines]
-        model = {**expected["models"][0], "engines": urls, **changes}
+        given = json.loads(json.dumps(expected))
+        url = serve(gateway or GatewayServer(given["gateway"]["settings"]))
+        given["gateway"].update(url=url, operations=url)
+        given["auth"] = changes.pop("auth", given["auth"])
+        given["models"][0].update({"engines": urls, **changes})
         file = tmp_path / "expected.json"
-        file.write_text(json.dumps({"gateway": urls[0], "timeoutSeconds": seconds, "models": [model]}))
+        file.write_text(json.dumps({**given, "timeoutSeconds": seconds}))
         return live_check.main([str(file)]), capsys.readouterr().out
 
     return check
@@ -120,12 +162,114 @@ def run(live_check, expected, serve, tmp_path, capsys, monkeypatch):
 def test_all_is_well(run, expected):
     tier, settings = Tier(), expected["models"][0]["settings"]
     engines = EngineServer(settings, tier), EngineServer({**settings, "name": "engine-1"}, tier)
+    gateway = GatewayServer(expected["gateway"]["settings"])
 
-    status, said = run(*engines)
+    status, said = run(*engines, gateway=gateway)
 
     assert status == 0, said
-    assert "2 of 2 engines ready" in said and "1 chunks that" in said
-    assert set(engines[0].authorizations) == {"Bearer sesame"}
+    assert "2 of 2 engines ready" in said and "1 chunks that" in said and "runs with the settings of these" in said
+    assert {*engines[0].authorizations, *gateway.authorizations} == {"Bearer sesame"}
+
+
+def test_a_gateway_with_other_settings_is_named(run, expected):
+    """Defaults that the values do not mention are its own affair, also within a list."""
+    running = json.loads(json.dumps(expected["gateway"]["settings"]))
+    running["breaker"]["failures"] = 9
+    running["models"][0]["engines"][1]["url"] = "http://old:8100"
+    running["models"][0]["tokenizer"] = running["listen"]["tls"] = None
+
+    status, said = run(
+        EngineServer(expected["models"][0]["settings"], None), gateway=GatewayServer(running), shared=False
+    )
+
+    assert status == 1
+    (line,) = (line for line in said.splitlines() if line.startswith("FAILED"))
+    assert "breaker.failures is 9, not 5; models[0].engines[1].url is 'http://old:8100', not" in line
+
+
+AUTH = {"keysSecret": {"name": "k"}, "saltSecret": {"name": "s"}, "engineKeySecret": {"name": "keys"}}
+
+
+def auth_of(test_key: str) -> tuple[dict, dict]:
+    """What the script is told of keys, and the variables it gets, with this Secret as tests.apiKeySecret."""
+    values = {"engine": {"apiKeySecret": {"name": "keys"}}, "gateway": {"auth": AUTH}}
+    rendered = render(CHART / "values-cpu.yaml", values={**values, "tests": {"apiKeySecret": {"name": test_key}}})
+    told = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["auth"]
+    variables = rendered.one("Pod", "test")["spec"]["containers"][0]["env"]
+    return told, {entry["name"]: entry["valueFrom"]["secretKeyRef"]["name"] for entry in variables}
+
+
+def test_a_gateway_with_keys_is_asked_with_a_client_s(run, expected, monkeypatch):
+    auth, variables = auth_of("client")
+    assert variables == {"SPILLWAY_CLIENT_KEY": "client", "SPILLWAY_API_KEY_0": "keys"}
+    monkeypatch.setenv("SPILLWAY_CLIENT_KEY", "open")
+    engine = EngineServer(expected["models"][0]["settings"], None)
+    gateway = GatewayServer(expected["gateway"]["settings"], "open")
+
+    status, said = run(engine, gateway=gateway, auth=auth, shared=False)
+
+    assert status == 0 and "'Paris.'" in said
+    assert gateway.authorizations == [None, "Bearer open"]
+    assert set(engine.authorizations) == {"Bearer sesame"}  # engines hear their own key alone
+
+
+def test_a_key_that_may_not_read_the_settings(run, expected, monkeypatch):
+    monkeypatch.setenv("SPILLWAY_CLIENT_KEY", "open")
+    gateway = GatewayServer(expected["gateway"]["settings"], "open", operator=False)
+
+    engine = EngineServer(expected["models"][0]["settings"], None)
+    status, said = run(engine, gateway=gateway, auth=auth_of("client")[0], shared=False)
+
+    assert status == 1 and "give the tenant of tests.apiKeySecret 'operator: true'" in said
+
+
+def test_without_a_key_the_gateway_has_to_refuse(run, expected):
+    auth, variables = auth_of("")
+    assert auth == {"required": True} and variables == {"SPILLWAY_API_KEY_0": "keys"}
+    gateway = GatewayServer(expected["gateway"]["settings"], "open")
+
+    status, said = run(EngineServer(expected["models"][0]["settings"], None), gateway=gateway, auth=auth, shared=False)
+
+    assert status == 0, said
+    assert "refuses without a key; name one in tests.apiKeySecret" in said and "not compared" in said
+
+
+def test_a_gateway_that_lets_anybody_in_is_found(run, expected):
+    auth, _ = auth_of("")
+
+    status, said = run(EngineServer(expected["models"][0]["settings"], None), auth=auth, shared=False)
+
+    assert status == 1 and "chat: " in said and "answers without a key" in said
+
+
+def test_only_the_gateway_s_own_certificate_is_trusted(live_check, serve, expected, tmp_path, monkeypatch):
+    """Whatever names it was made for, and without the authority that signed it."""
+    mine, other = (self_signed(tmp_path / name) for name in ("mine.pem", "other.pem"))
+    url = serve(GatewayServer(expected["gateway"]["settings"]), mine)
+
+    monkeypatch.setattr(live_check, "CERTIFICATE", mine)
+    assert live_check.ask(f"{url}/spillway/config", "")[0]["settings"]["index"]
+    monkeypatch.setattr(live_check, "CERTIFICATE", other)
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+        live_check.ask(f"{url}/spillway/config", "")
+
+
+def self_signed(path: Path) -> Path:
+    """Key and certificate of llm.example.com."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "llm.example.com")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(
+        now + datetime.timedelta(days=1)
+    )
+    certificate = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path.write_bytes(private + certificate)
+    return path
 
 
 def test_an_engine_with_other_settings_is_named(run, expected):

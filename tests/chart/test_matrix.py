@@ -7,6 +7,7 @@ fixed seed picks them, so failures repeat.
 import json
 import random
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from spillway_connector.config import ConnectorConfig, parse_tier
 from spillway_engine.settings import EngineSettings, check_settings
 from spillway_engine.settings_reader import read_settings
 from spillway_engine.vllm_arguments import kv_transfer_config
+from spillway_gateway.__main__ import main as gateway_command
+from spillway_gateway.config import load_config
 
 FOLDER = {"path": "/models/Qwen3-8B"}
 DIMENSIONS = {
@@ -46,7 +49,18 @@ DIMENSIONS = {
         ),
         laid_over(
             nested("engine.offload.sharedTier.type", "redis"),
-            nested("redis", {"enabled": True, "existingSecret": {"name": "p"}}),
+            nested(
+                "redis",
+                {
+                    "enabled": True,
+                    "existingSecret": {"name": "p"},
+                    "extraEnvVars": [{"name": "TZ", "value": "UTC"}],
+                    "extraVolumes": [{"name": "extra", "emptyDir": {}}],
+                    "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+                    "initContainers": [{"name": "i", "image": "i:1"}],
+                    "sidecars": [{"name": "exporter", "image": "e:1"}],
+                },
+            ),
         ),
         nested(
             "engine.offload.sharedTier",
@@ -119,6 +133,43 @@ DIMENSIONS = {
                 "httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]},
                 "serviceAccount": {"create": False, "name": "own"},
             },
+        ),
+    ],
+    "keys": [
+        {},
+        laid_over(
+            nested("gateway.auth", {"keysSecret": {"name": "k"}, "saltSecret": {"name": "s", "key": "salt"}}),
+            nested("tests.apiKeySecret.name", "t"),
+        ),
+        laid_over(
+            nested(
+                "gateway.auth",
+                {
+                    "keysSecret": {"name": "k"},
+                    "saltSecret": {"name": "s"},
+                    "engineKeySecret": {"name": "e"},
+                    "reloadSeconds": 0.5,
+                },
+            ),
+            nested("engine.apiKeySecret.name", "e"),
+        ),
+    ],
+    "calm": [
+        {},
+        nested(
+            "gateway",
+            {
+                "health": {"metricsPeriodSeconds": 5},
+                "routing": {"slowStartSeconds": 0, "sharedStoreTokensPerSecond": 1e6, "defaultBlockTokens": 64},
+                "breaker": {"failures": 1, "openSeconds": 0.5, "openSecondsMax": 0.5},
+                "admission": {"requestsPerEngineMax": 8, "waitingRequestsMax": 1, "lowWaitSeconds": 0.1},
+                "audit": {"enabled": True},
+                "reload": {"periodSeconds": 0},
+            },
+        ),
+        nested(
+            "gateway",
+            {"opsPort": 8001, "tls": {"secret": {"name": "certificate", "privateKeyKey": "private.key"}}},
         ),
     ],
     "network": [
@@ -215,7 +266,7 @@ def test_matrix_is_large_enough():
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
-def test_combination(number):
+def test_combination(number, tmp_path):
     values = values_of(ROWS[number])
     kubernetes = VERSIONS[number % len(VERSIONS)]
 
@@ -223,6 +274,7 @@ def test_combination(number):
 
     require_valid(rendered, kubernetes)
     require_promises(rendered)
+    require_a_gateway_that_starts(rendered, tmp_path / "gateway.yaml")
 
 
 def require_promises(rendered) -> None:
@@ -268,15 +320,29 @@ def require_an_engine_that_starts(rendered: Render, workload: dict[str, Any]) ->
         needed_variables |= {getattr(tier, name, None) for name in ("username_env", "password_env")}
         if tier.encryption is not None:
             needed_files.add(tier.encryption.key_file)
+    assert secret_files(workload) == needed_files - {None}
+    assert needed_variables - {None} <= set(environment(workload))
+
+
+def require_a_gateway_that_starts(rendered: Render, file: Path) -> None:
+    """The gateway's own check accepts the file, and the Secrets that it names are in the pod."""
+    file.write_text(rendered.one("ConfigMap", "gateway")["data"]["gateway.yaml"])
+    assert gateway_command(["--config", str(file), "--check"]) == 0
+    config = load_config(file)
+    needed = {config.auth.keys_file, config.auth.salt_secret_file, config.auth.engine_key_file}
+    if config.listen.tls is not None:
+        needed |= {config.listen.tls.cert_file, config.listen.tls.key_file}
+    assert secret_files(rendered.one("Deployment", "gateway")) == needed - {None}
+
+
+def secret_files(workload: dict[str, Any]) -> set[str]:
     pod = pod_spec(workload)
-    brought = {
+    assert all(volume["projected"]["defaultMode"] == 0o400 for volume in pod["volumes"] if "projected" in volume)
+    return {
         f"{mount['mountPath']}/{item['path']}"
         for volume in pod["volumes"]
         for source in volume.get("projected", {}).get("sources", [])
         for item in source["secret"]["items"]
         for mount in pod["containers"][0]["volumeMounts"]
-        if mount["name"] == volume["name"]
+        if mount["name"] == volume["name"] and mount["readOnly"]
     }
-    assert all(volume["projected"]["defaultMode"] == 0o400 for volume in pod["volumes"] if "projected" in volume)
-    assert brought == needed_files - {None}
-    assert needed_variables - {None} <= set(environment(workload))

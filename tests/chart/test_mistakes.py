@@ -239,7 +239,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "a bound of nothing": ("engine: {offload: {sharedTier: {nvme: {maxBytes: 0}}}}", ["maxBytes", "1"]),
     "chunks that live for no time": ("engine: {offload: {sharedTier: {nvme: {ttlSeconds: 0}}}}", ["ttlSeconds", "1"]),
     "queue that no chunk fits into": (
-        "engine: {offload: {blocksPerChunk: 100, sharedTier: {type: nvme}}}",
+        "engine: {offload: {blocksPerChunk: 100, sharedTier: {type: nvme, storeQueueBytesMax: 1GiB}}}",
         ["sharedTier.storeQueueBytesMax: 1.0 GiB holds no chunk of 1.8 GiB; set it to 1887436800 or more"],
     ),
     "tier that no chunk fits into": (
@@ -310,6 +310,90 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "request above the limit": (
         "gateway: {resources: {requests: {memory: 4GiB}, limits: {memory: 2GiB}}}",
         ["requests.memory 4.0 GiB is more than limits.memory 2.0 GiB"],
+    ),
+    "one port for clients and operators": (
+        "gateway: {opsPort: 8000}",
+        ["gateway.opsPort: 8000 is also port; give each its own"],
+    ),
+    "metrics behind a certificate": (
+        "{gateway: {tls: {secret: {name: c}}}, monitoring: {serviceMonitor: {enabled: true}}}",
+        ["gateway.tls closes /metrics to plain HTTP; set gateway.opsPort, e.g. 8001"],
+    ),
+    "audit into a read-only folder": (
+        "gateway: {audit: {enabled: true, file: /var/log/audit.jsonl}}",
+        ["/var/log/audit.jsonl lies in the image, which is read-only; mount its folder with extraVolumes"],
+    ),
+    "audit file without an audit": (
+        "gateway: {audit: {file: /tmp/audit.jsonl}}",
+        ["/tmp/audit.jsonl, but audit.enabled is false"],
+    ),
+    "a word for unsalted routes": ("gateway: {auth: {unsaltedRoutes: maybe}}", ["unsaltedRoutes", "refuse", "allow"]),
+    "misspelt setting of the breaker": ("gateway: {breaker: {openSecondMax: 9}}", ["openSecondMax", "not allowed"]),
+    "breaker that opens at once": ("gateway: {breaker: {failures: 0}}", ["failures", "1"]),
+    "longest pause shorter than the first": (
+        "gateway: {breaker: {openSeconds: 90}}",
+        ["gateway.breaker.openSecondsMax: 60 is less than openSeconds: 90", "raise openSecondsMax or lower"],
+    ),
+    "slow start with a unit": ("gateway: {routing: {slowStartSeconds: 10s}}", ["slowStartSeconds", "number"]),
+    "a store that gives nothing": (
+        "gateway: {routing: {sharedStoreTokensPerSecond: 0}}",
+        ["sharedStoreTokensPerSecond", "0"],
+    ),
+    "metrics never read": ("gateway: {health: {metricsPeriodSeconds: 0}}", ["metricsPeriodSeconds", "0"]),
+    "queue of a part of a request": (
+        "gateway: {admission: {waitingRequestsMax: 0.5}}",
+        ["waitingRequestsMax", "integer"],
+    ),
+    "keys in the values": ("gateway: {auth: {keys: [sk-1]}}", ["keys", "not allowed"]),
+    "a key where the Secret's name belongs": (
+        "gateway: {auth: {keysSecret: {name: sk_Zm9vYmFy}}}",
+        ["keysSecret", "pattern"],
+    ),
+    "entry of a Secret as a path": (
+        "gateway: {auth: {keysSecret: {name: k, key: etc/keys.yaml}}}",
+        ["keysSecret", "pattern"],
+    ),
+    "keys without a salt": (
+        "gateway: {auth: {keysSecret: {name: k}}}",
+        ["gateway.auth.saltSecret.name is empty", "--from-literal=secret=$(openssl rand -base64 48)"],
+    ),
+    "a salt for nobody": (
+        "gateway: {auth: {saltSecret: {name: s}}}",
+        ["gateway.auth.saltSecret.name: s, but keysSecret.name is empty; name the Secret with the tenants"],
+    ),
+    "engines that demand a key which nobody sends": (
+        "{engine: {apiKeySecret: {name: e, key: k}}, gateway: {auth: {keysSecret: {name: k}, saltSecret: {name: s}}}}",
+        ["engines demand a key (engine.apiKeySecret), and clients' keys no longer", "set it to {name: e, key: k}"],
+    ),
+    "engines that demand different keys": (
+        "{engines: {a: {model: {servedName: a}, apiKeySecret: {name: x}}, "
+        "b: {model: {servedName: b}, apiKeySecret: {name: y}}}, gateway: {auth: {engineKeySecret: {name: x}}}}",
+        ["one key to all engines, but engines.a.apiKeySecret and engines.b.apiKeySecret name different ones"],
+    ),
+    "keys that the gateway's user cannot read": (
+        "gateway: {podSecurityContext: {fsGroup: null}, auth: {keysSecret: {name: k}, saltSecret: {name: s}}}",
+        ["user 10001 of its pods cannot read the files of their Secrets", "add fsGroup to gateway.podSecurityContext"],
+    ),
+    "a client's key for no door": (
+        "tests: {apiKeySecret: {name: t}}",
+        ["tests.apiKeySecret.name: t, but the gateway asks for no keys"],
+    ),
+    "volume of the chart's name in the gateway": (
+        "gateway: {extraVolumes: [{name: secrets, emptyDir: {}}]}",
+        ["gateway.extraVolumes: secrets is the name of a volume of the chart's own; choose another"],
+    ),
+    "volume of the chart's name in the engine": (
+        "engine: {extraVolumes: [{name: shared-memory, emptyDir: {}}]}",
+        ["engine.extraVolumes: shared-memory is the name of a volume of the chart's own"],
+    ),
+    "volume of the chart's name in the server": (
+        "{redis: {enabled: true, extraVolumes: [{name: scratch}]}, engine: {offload: {sharedTier: {type: redis}}}}",
+        ["redis.extraVolumes: scratch is the name of a volume of the chart's own"],
+    ),
+    "password of the server as a variable": (
+        "{redis: {enabled: true, extraEnvVars: [{name: VALKEY_PASSWORD, value: x}]}, "
+        "engine: {offload: {sharedTier: {type: redis}}}}",
+        ["redis.extraEnvVars: VALKEY_PASSWORD is set by the chart; name the Secret in redis.existingSecret"],
     ),
     "index larger than the gateway": (
         "gateway: {index: {bytesMax: 8GiB}}",

@@ -92,9 +92,57 @@ def test_gateway_starts_and_says_what_it_lacks(tmp_path):
     assert process.returncode == 0
 
 
-def status(port: int, path: str) -> int:
+def test_gateway_asks_for_the_keys_of_its_secret(tmp_path, monkeypatch):
+    """Its Secrets as files, its own words for a key's hash, and its --check with the pod's command line."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    auth = {"keysSecret": {"name": "k"}, "saltSecret": {"name": "s"}}
+    rendered = render(CHART / "values-cpu.yaml", values={"gateway": {"port": port, "auth": auth}})
+    config = tmp_path / "gateway.yaml"
+    text = rendered.one("ConfigMap", "gateway")["data"]["gateway.yaml"]
+    assert text.count("/var/lib/spillway/secrets/") == 2
+    config.write_text(text.replace("/var/lib/spillway/secrets/", f"{tmp_path}/"))
+    command = command_of(rendered.one("Deployment", "gateway"), config, "gateway-0")
+    key = "sk-of-the-search-team-0123456789"
+    digest = subprocess.run(
+        [*command[:3], "--hash-key"], input=key, capture_output=True, text=True, check=True, timeout=START_SECONDS
+    ).stdout.strip()
+    tenant = {"name": "search", "keys": [digest], "operator": True}
+    (tmp_path / "gateway-keys.yaml").write_text(yaml.safe_dump({"tenants": [tenant]}))
+    (tmp_path / "gateway-salt").write_text("x" * 64)
+
+    subprocess.run([*command, "--check"], check=True, capture_output=True, timeout=START_SECONDS)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+        for line in process.stderr:
+            if "listening on" in line:
+                break
+        chat = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Hello."}]}
+        assert status(port, "/v1/chat/completions", chat) == 401
+        assert status(port, "/v1/chat/completions", chat, "sk-of-somebody-else-0123456789") == 401
+        assert status(port, "/v1/chat/completions", chat, key) == 503  # no engine answers here
+        # What `helm test` asks of a running gateway: its resolved settings are the values'.
+        url = f"http://127.0.0.1:{port}"
+        told = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["gateway"]
+        expected = {**told, "operations": url, "settings": yaml.safe_load(config.read_text())}
+        monkeypatch.setenv("SPILLWAY_CLIENT_KEY", key)
+        auth = {"required": True, "keyEnv": "SPILLWAY_CLIENT_KEY"}
+        assert "runs with the settings" in live_check()["check_gateway"](expected, auth)
+        assert told["settings"]["breaker"] == expected["settings"]["breaker"]
+    finally:
+        process.terminate()
+        process.communicate(timeout=START_SECONDS)
+    assert process.returncode == 0
+
+
+def status(port: int, path: str, body: dict[str, Any] | None = None, key: str = "") -> int:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}",
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code

@@ -149,6 +149,20 @@ def test_secrets_of_a_tier_are_files_for_its_user_alone():
     assert not any(name in json.dumps(rendered.of_kind("ConfigMap")) for name in ("login", "seal"))
 
 
+def test_secrets_of_the_gateway_are_files_for_its_user_alone():
+    rendered = render(PRODUCTION)
+    pod = pod_spec(rendered.one("Deployment", "gateway"))
+
+    (volume,) = (volume["projected"] for volume in pod["volumes"] if volume["name"] == "secrets")
+    assert volume["defaultMode"] == 0o400 and pod["securityContext"]["fsGroup"] == 10001
+    assert [source["secret"]["name"] for source in volume["sources"]] == ["gateway-keys", "gateway-salt", "engine-key"]
+    assert all(mount["readOnly"] for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "secrets")
+    assert environment(rendered.one("Deployment", "gateway")) == {}
+    # ConfigMaps name files, not even the Secrets they come from.
+    texts = [text for item in rendered.of_kind("ConfigMap", "gateway") for text in item["data"].values()]
+    assert not any(f"name: {source['secret']['name']}" in text for source in volume["sources"] for text in texts)
+
+
 def test_requests_equal_limits_where_it_matters():
     for file in EXAMPLES:
         for workload in render(file).of_kind("StatefulSet", "engine"):

@@ -1,19 +1,22 @@
 """What `helm test` runs: is the service that was asked for the service that runs?
 
-Three questions per model, with the standard library alone: does a chat through the gateway get an answer, does every
-engine obey the values, and is a prefix that one engine computed served from a tier.
+With the standard library alone: does the gateway obey the values, and for each model: does a chat through the gateway
+get an answer (and, where keys are asked for, none without a key), does every engine obey the values, and is a prefix
+that one engine computed served from a tier.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import ssl
 import sys
 import time
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ POLL_SECONDS = 1.0
 WORDS = ("the", "house", "and", "the", "water", "of", "one", "day")
 # Shown by engines by name alone, or with secrets replaced.
 NOT_COMPARED = ("extraEnv", "extraArgs")
+# There where the gateway speaks TLS: its own certificate, whatever names it was made for.
+CERTIFICATE = Path("/etc/spillway-certificate/tls.crt")
 
 
 class CheckFailed(Exception):
@@ -31,34 +36,79 @@ class CheckFailed(Exception):
 def main(arguments: list[str]) -> int:
     expected = json.loads(Path(arguments[0]).read_text())
     deadline = time.monotonic() + float(expected["timeoutSeconds"]) * 0.9
-    failures = 0
+    gateway, auth = expected["gateway"], expected["auth"]
+    checks = [("gateway, settings", partial(check_gateway, gateway, auth))]
     for model in expected["models"]:
-        key = os.environ.get(model.get("apiKeyEnv", ""), "")
-        for check in (check_chat, check_settings, check_tier):
-            try:
-                said = check(expected["gateway"], model, key, deadline)
-                print(f"ok    {model['name']}: {said}", flush=True)
-            except (CheckFailed, OSError, ValueError, KeyError) as error:
-                failures += 1
-                print(f"FAILED {model['name']}, {check.__name__}: {error}", flush=True)
+        engine_key = os.environ.get(model.get("apiKeyEnv", ""), "")
+        checks += [
+            (f"{model['name']}, chat", partial(check_chat, gateway["url"], auth, model, engine_key)),
+            (f"{model['name']}, settings", partial(check_settings, model, engine_key)),
+            (f"{model['name']}, tier", partial(check_tier, model, engine_key, deadline)),
+        ]
+    failures = 0
+    for name, check in checks:
+        try:
+            print(f"ok    {name}: {check()}", flush=True)
+        except (CheckFailed, OSError, ValueError, KeyError) as error:
+            failures += 1
+            print(f"FAILED {name}: {error}", flush=True)
     return 1 if failures else 0
 
 
-def check_chat(gateway: str, model: Mapping[str, Any], key: str, deadline: float) -> str:
+def check_gateway(gateway: Mapping[str, Any], auth: Mapping[str, Any]) -> str:
+    """Every value that the chart wrote, as one of the running gateways has resolved it."""
+    if auth["required"] and "keyEnv" not in auth and not gateway["open"]:
+        return "not compared; name an operator's key in tests.apiKeySecret, or set gateway.opsPort"
+    url = f"{gateway['operations']}/spillway/config"
+    try:
+        resolved, _ = ask(url, client_key(auth))
+    except CheckFailed as refusal:
+        if " answered 403: " in str(refusal):
+            raise CheckFailed(f"{refusal}; give the tenant of tests.apiKeySecret 'operator: true'") from refusal
+        raise
+    wrong = list(differences(gateway["settings"], resolved["settings"]))
+    if wrong:
+        raise CheckFailed("the gateway runs with other settings than these values: " + "; ".join(wrong))
+    return "it runs with the settings of these values"
+
+
+def client_key(auth: Mapping[str, Any]) -> str:
+    return os.environ[auth["keyEnv"]] if "keyEnv" in auth else ""
+
+
+def check_chat(gateway: str, auth: Mapping[str, Any], model: Mapping[str, Any], engine_key: str) -> str:
+    """Where the gateway asks for keys, it has to refuse without one. Elsewhere it passes the engines' key on."""
     body = {
         "model": model["name"],
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "max_tokens": 16,
         "temperature": 0,
     }
-    answer, headers = ask(f"{gateway}/v1/chat/completions", key, body)
+    url = f"{gateway}/v1/chat/completions"
+    key = engine_key
+    if auth["required"]:
+        require_refusal(url, body)
+        if "keyEnv" not in auth:
+            return "the gateway refuses without a key; name one in tests.apiKeySecret to have a chat asked"
+        key = client_key(auth)
+    answer, headers = ask(url, key, body)
     text = answer["choices"][0]["message"].get("content")
     if not text:
         raise CheckFailed(f"the chat's answer is empty: {answer}")
     return f"chat answered by {headers.get('x-spillway-engine', 'an unnamed engine')}: {text!r}"
 
 
-def check_settings(gateway: str, model: Mapping[str, Any], key: str, deadline: float) -> str:
+def require_refusal(url: str, body: Mapping[str, Any]) -> None:
+    try:
+        ask(url, "", body)
+    except CheckFailed as refusal:
+        if " answered 401: " in str(refusal):
+            return
+        raise
+    raise CheckFailed(f"{url} answers without a key, although gateway.auth.keysSecret is set")
+
+
+def check_settings(model: Mapping[str, Any], key: str) -> str:
     """Every value that the chart wrote, as the running engine has resolved it."""
     engines = ready_engines(model)
     wrong = []
@@ -70,7 +120,7 @@ def check_settings(gateway: str, model: Mapping[str, Any], key: str, deadline: f
     return f"{len(engines)} of {len(model['engines'])} engines ready, all with the settings of these values"
 
 
-def check_tier(gateway: str, model: Mapping[str, Any], key: str, deadline: float) -> str:
+def check_tier(model: Mapping[str, Any], key: str, deadline: float) -> str:
     """One engine computes a prefix; where a tier is shared, another one must find it there."""
     if not model["offload"]:
         return "offload is off, no tier to check"
@@ -96,6 +146,9 @@ def differences(expected: Any, actual: Any, path: str = "") -> Iterator[str]:
         for name, value in expected.items():
             if not (path == "" and name in NOT_COMPARED):
                 yield from differences(value, actual.get(name), f"{path}.{name}" if path else name)
+    elif isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
+        for index, pair in enumerate(zip(expected, actual, strict=True)):
+            yield from differences(*pair, f"{path}[{index}]")
     elif expected != actual:
         yield f"{path} is {actual!r}, not {expected!r}"
 
@@ -166,9 +219,19 @@ def ask(url: str, key: str, body: Mapping[str, Any] | None = None) -> tuple[dict
 def open_url(
     url: str, timeout_seconds: float, body: bytes | None = None, headers: Mapping[str, str] | None = None
 ) -> Any:
-    # The addresses are the chart's own, http alone.
+    # The addresses are the chart's own, http and https alone.
     request = urllib.request.Request(url, data=body, headers=dict(headers or {}))  # noqa: S310
-    return urllib.request.urlopen(request, timeout=timeout_seconds)  # noqa: S310
+    context = trusting(CERTIFICATE) if url.startswith("https:") else None
+    return urllib.request.urlopen(request, timeout=timeout_seconds, context=context)  # noqa: S310
+
+
+def trusting(certificate: Path) -> ssl.SSLContext:
+    """Takes this certificate, or one that it signed, and no other."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(certificate)
+    return context
 
 
 if __name__ == "__main__":

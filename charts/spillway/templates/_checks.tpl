@@ -135,7 +135,17 @@
 {{- $texts = append $texts (printf "%s.extraArgs: %s would show a secret in a ConfigMap; use apiKeySecret or model.hubTokenSecret" $path $argument) -}}
 {{- end -}}
 {{- end -}}
+{{- range include "spillway.volumeNameProblems" (dict "path" $path "section" $engine "own" (list "config" "shared-memory" "scratch" "model" "hub" "kv" "secrets")) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}{{- end -}}
+{{- end -}}
+
+{{/* (path, section, own) -> list of texts: extraVolumes may not bear names of the chart's own volumes. */}}
+{{- define "spillway.volumeNameProblems" -}}
+{{- $texts := list -}}
+{{- range .section.extraVolumes -}}
+{{- if has .name $.own -}}{{- $texts = append $texts (printf "%s.extraVolumes: %s is the name of a volume of the chart's own; choose another" $.path .name) -}}{{- end -}}
+{{- end -}}
+{{- toYaml $texts -}}
 {{- end -}}
 
 {{/* (root, engines, problems) */}}
@@ -157,29 +167,9 @@
 {{- if and $values.redis.enabled (not $redisUsed) -}}
 {{- $texts = append $texts "redis.enabled: true, but no engine uses it; set engine.offload.sharedTier.type: redis with an empty url, or redis.enabled: false" -}}
 {{- end -}}
-{{- if $values.gateway.autoscaling.enabled -}}
-{{- if gt (int64 $values.gateway.autoscaling.minReplicas) (int64 $values.gateway.autoscaling.maxReplicas) -}}
-{{- $texts = append $texts (printf "gateway.autoscaling: minReplicas: %d is more than maxReplicas: %d" (int64 $values.gateway.autoscaling.minReplicas) (int64 $values.gateway.autoscaling.maxReplicas)) -}}
-{{- end -}}
-{{- end -}}
-{{- if and $values.gateway.service.nodePort (eq $values.gateway.service.type "ClusterIP") -}}
-{{- $texts = append $texts (printf "gateway.service.nodePort: %d needs type: NodePort or LoadBalancer; it is ClusterIP" (int64 $values.gateway.service.nodePort)) -}}
-{{- end -}}
-{{- if and $values.gateway.httpRoute.enabled (not $values.gateway.httpRoute.parentRefs) -}}
-{{- $texts = append $texts "gateway.httpRoute.parentRefs is empty; name the Gateway that the route attaches to, e.g. [{name: public}]" -}}
-{{- end -}}
-{{- if and $values.gateway.resources.requests.memory $values.gateway.resources.limits.memory -}}
-{{- $request := int64 (include "spillway.bytes" (dict "value" $values.gateway.resources.requests.memory "path" "gateway.resources.requests.memory" "problems" dict)) -}}
-{{- $limit := int64 (include "spillway.bytes" (dict "value" $values.gateway.resources.limits.memory "path" "gateway.resources.limits.memory" "problems" dict)) -}}
-{{- if gt $request $limit -}}
-{{- $texts = append $texts (printf "gateway.resources: requests.memory %s is more than limits.memory %s" (include "spillway.bytesText" $request) (include "spillway.bytesText" $limit)) -}}
-{{- end -}}
-{{- /* The interpreter, tokenizers and buffers of running requests beside the index. */ -}}
-{{- $index := int64 (include "spillway.bytes" (dict "value" $values.gateway.index.bytesMax "path" "" "problems" dict)) -}}
-{{- $needed := add (mul $index (len .engines)) 402653184 -}}
-{{- if lt $limit $needed -}}
-{{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s x %d models and 384 MiB for the process; set it to %s or more, or lower index.bytesMax" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.quantity" $needed)) -}}
-{{- end -}}
+{{- range include "spillway.volumeNameProblems" (dict "path" "redis" "section" $values.redis "own" (list "config" "scratch")) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
+{{- range $values.redis.extraEnvVars -}}
+{{- if eq .name "VALKEY_PASSWORD" -}}{{- $texts = append $texts "redis.extraEnvVars: VALKEY_PASSWORD is set by the chart; name the Secret in redis.existingSecret" -}}{{- end -}}
 {{- end -}}
 {{- $needs := list
   (list $values.gateway.httpRoute.enabled "gateway.httpRoute.enabled" "gateway.networking.k8s.io/v1/HTTPRoute" "the Gateway API")

@@ -156,17 +156,7 @@ start-engine.sh: |
 {{- end }}
 {{- end }}
 {{- with .item.secretFiles }}
-- name: secrets
-  projected:
-    # For root alone, and for fsGroup where the pod has one.
-    defaultMode: 0400
-    sources:
-      {{- range . }}
-      - secret:
-          name: {{ .name | quote }}
-          items:
-            {{- toYaml .items | nindent 12 }}
-      {{- end }}
+{{ include "spillway.secretsVolume" . }}
 {{- end }}
 {{- range (include "spillway.driverMounts" . | fromYamlArray) }}
 - name: {{ .name }}

@@ -9,6 +9,37 @@ gateway.yaml: |
   {{- toYaml $settings | nindent 2 }}
 {{- end -}}
 
+{{/* gateway.auth -> the gateway's own `auth`: paths of files in place of Secrets. */}}
+{{- define "spillway.gatewayAuth" -}}
+reloadSeconds: {{ .reloadSeconds }}
+unsaltedRoutes: {{ .unsaltedRoutes }}
+{{- range include "spillway.authFiles" . | fromYamlArray }}
+{{ .setting }}: {{ include "spillway.secretFolder" $ }}/{{ (first .items).path }}
+{{- end }}
+{{- end -}}
+
+{{/* gateway -> list of {name, items}: Secrets that become files in the gateway's pod. */}}
+{{- define "spillway.gatewaySecretFiles" -}}
+{{- $files := include "spillway.authFiles" .auth | fromYamlArray -}}
+{{- with .tls.secret -}}
+{{- if .name -}}
+{{- $files = append $files (dict "name" .name "items" (list (dict "key" .certificateKey "path" "tls.crt") (dict "key" .privateKeyKey "path" "tls.key"))) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $files -}}
+{{- end -}}
+
+{{/* gateway.auth -> list of {setting, name, items}: the Secret behind each of the gateway's own settings. */}}
+{{- define "spillway.authFiles" -}}
+{{- $files := list -}}
+{{- $known := list (list "keysSecret" "keysFile" "gateway-keys.yaml") (list "saltSecret" "saltSecretFile" "gateway-salt") (list "engineKeySecret" "engineKeyFile" "engine-key") -}}
+{{- range $entry := $known -}}
+{{- $secret := get $ (index $entry 0) -}}
+{{- if $secret.name -}}{{- $files = append $files (dict "setting" (index $entry 1) "name" $secret.name "items" (list (dict "key" $secret.key "path" (index $entry 2)))) -}}{{- end -}}
+{{- end -}}
+{{- toYaml $files -}}
+{{- end -}}
+
 {{/* seconds from the decision to end a pod to SIGKILL; 10: the last error events and the process's own end. */}}
 {{- define "spillway.gatewayGraceSeconds" -}}
 {{- with .Values.gateway.lifecycle -}}

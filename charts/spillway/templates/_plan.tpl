@@ -46,6 +46,7 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- $engines = append $engines $item -}}
 {{- end -}}
 {{- include "spillway.releaseChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
+{{- include "spillway.gatewayChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- $_ := set $plan "engines" $engines -}}
 {{- $_ = set $plan "problems" $problems -}}
 {{- end -}}
@@ -150,8 +151,19 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- if ne $tokenizer "none" -}}{{- $_ := set $model "tokenizer" $tokenizer -}}{{- end -}}
 {{- $models = append $models $model -}}
 {{- end -}}
-{{- $_ := set .out "listen" (dict "host" $root.Values.listenAddress "port" $gateway.port) -}}
-{{- range $section := list "timeouts" "health" "limits" "routing" "index" "log" -}}{{- $_ := set $.out $section (get $gateway $section) -}}{{- end -}}
+{{- $listen := dict "host" $root.Values.listenAddress "port" $gateway.port -}}
+{{- with $gateway.opsPort -}}{{- $_ := set $listen "opsPort" . -}}{{- end -}}
+{{- if $gateway.tls.secret.name -}}
+{{- $folder := include "spillway.secretFolder" . -}}
+{{- $_ := set $listen "tls" (dict "certFile" (printf "%s/tls.crt" $folder) "keyFile" (printf "%s/tls.key" $folder) "reloadSeconds" $gateway.tls.reloadSeconds) -}}
+{{- end -}}
+{{- $_ := set .out "listen" $listen -}}
+{{- range $section := list "timeouts" "health" "limits" "routing" "breaker" "admission" "index" "log" "audit" "reload" -}}
+{{- $settings := dict -}}
+{{- include "spillway.overlay" (dict "base" $settings "over" (get $gateway $section)) -}}
+{{- $_ := set $.out $section $settings -}}
+{{- end -}}
+{{- $_ = set .out "auth" (include "spillway.gatewayAuth" $gateway.auth | fromYaml) -}}
 {{- range $pair := list (list "limits" "bodyBytesMax") (list "limits" "plainReplyBufferBytes") (list "index" "bytesMax") -}}
 {{- $section := get $.out (index $pair 0) -}}
 {{- $_ := set $section (index $pair 1) (int64 (include "spillway.bytes" (dict "value" (get $section (index $pair 1)) "path" (printf "gateway.%s.%s" (index $pair 0) (index $pair 1)) "problems" $problems))) -}}

@@ -56,20 +56,21 @@ lifecycle:
 {{- end }}
 {{- end -}}
 
-{{/* (startupSeconds, startupPeriodSeconds[, startupPath]): loading is the startup probe's; after it /ready decides on traffic and /health on life. */}}
+{{/* (startupSeconds, startupPeriodSeconds[, startupPath][, tls]): loading is the startup probe's; after it /ready decides on traffic and /health on life. */}}
 {{- define "spillway.probes" -}}
+{{- $scheme := ternary ", scheme: HTTPS" "" (default false .tls) -}}
 startupProbe:
-  httpGet: {path: {{ default "/ready" .startupPath }}, port: http}
+  httpGet: {path: {{ default "/ready" .startupPath }}, port: http{{ $scheme }}}
   periodSeconds: {{ .startupPeriodSeconds }}
   timeoutSeconds: 5
   failureThreshold: {{ div (add (int64 .startupSeconds) (sub .startupPeriodSeconds 1)) .startupPeriodSeconds }}
 readinessProbe:
-  httpGet: {path: /ready, port: http}
+  httpGet: {path: /ready, port: http{{ $scheme }}}
   periodSeconds: 2
   timeoutSeconds: 5
   failureThreshold: 3
 livenessProbe:
-  httpGet: {path: /health, port: http}
+  httpGet: {path: /health, port: http{{ $scheme }}}
   periodSeconds: 10
   timeoutSeconds: 10
   failureThreshold: 6
@@ -86,6 +87,21 @@ nfs: {server: {{ .nfs.server | quote }}, path: {{ .nfs.path | quote }}, readOnly
 {{- else if eq .type "emptyDir" -}}
 emptyDir: {{ if .sizeLimit }}{sizeLimit: {{ .sizeLimit }}}{{ else }}{}{{ end }}
 {{- end -}}
+{{- end -}}
+
+{{/* list of {name, items} -> the volume of a pod's Secrets. Kubernetes renews the files when a Secret changes. */}}
+{{- define "spillway.secretsVolume" -}}
+- name: secrets
+  projected:
+    # For root alone, and for fsGroup where the pod has one.
+    defaultMode: 0400
+    sources:
+      {{- range . }}
+      - secret:
+          name: {{ .name | quote }}
+          items:
+            {{- toYaml .items | nindent 12 }}
+      {{- end }}
 {{- end -}}
 
 {{/* Egress rule of a NetworkPolicy: names. */}}

@@ -1,3 +1,8 @@
+{{/* What its only user may do, by docs/formats.md: all that a tier asks for, and what `spillway tier` looks with. */}}
+{{- define "spillway.redisRules" -}}
+resetkeys ~spillway1:* resetchannels -@all +ping +select +exists +get +getex +set +pexpire +unlink +info +zadd +zrem +zcard +zrange +zremrangebyscore +scan +dbsize +getrange +strlen +pttl +client|no-touch
+{{- end -}}
+
 {{/* The embedded Valkey: a cache in memory, so nothing is written to disk and the oldest blocks make room. */}}
 {{- define "spillway.redisFiles" -}}
 {{- $redis := .Values.redis -}}
@@ -13,17 +18,19 @@ valkey.conf: |
   appendonly no
   dir /tmp
 {{- if $redis.existingSecret.name }}
-  include /tmp/password.conf
+  include /tmp/user.conf
 {{- else }}
+  user default on nopass {{ include "spillway.redisRules" . }}
   protected-mode no
 {{- end }}
 start.sh: |
   set -eu
 {{- if $redis.existingSecret.name }}
-  # The password goes from the environment into a file in memory, never into an argument.
+  # The password's hash goes from the environment into a file in memory, never into an argument.
   umask 077
-  printf 'requirepass "%s"\n' "$VALKEY_PASSWORD" > /tmp/password.conf
-  unset VALKEY_PASSWORD
+  hash=$(printf %s "$VALKEY_PASSWORD" | sha256sum)
+  printf 'user default on #%s %s\n' "${hash%% *}" '{{ include "spillway.redisRules" . }}' > /tmp/user.conf
+  unset VALKEY_PASSWORD hash
 {{- end }}
   exec valkey-server /etc/valkey/valkey.conf
 {{- end -}}

@@ -1,6 +1,6 @@
 {{/* The shared tier: from values to what the engine service reads, and the Secrets that become files in its pod. */}}
 
-{{/* Where those files lie. Kubernetes renews them when a Secret changes. */}}
+{{/* Where those files lie, in the gateway's pod too. */}}
 {{- define "spillway.secretFolder" -}}
 /var/lib/spillway/secrets
 {{- end -}}

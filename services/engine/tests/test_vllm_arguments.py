@@ -72,7 +72,7 @@ def test_the_whole_command_line_of_a_cpu_engine() -> None:
         '"promotion_in_flight_fraction":0.5,"promotion_per_request_fraction":0.75,"secondary_tiers":['
         '{"type":"nvme","path":"/kv","max_bytes":4294967296,"mode":"files","io_threads":4,'
         '"lookup_timeout_seconds":0.2,"load_timeout_seconds":2.0,"store_timeout_seconds":10.0,'
-        '"load_queue_bytes_max":8589934592,"store_queue_bytes_max":1073741824,"store_queue_seconds_max":5.0}]}}',
+        '"load_queue_bytes_max":8589934592,"store_queue_bytes_max":8589934592,"store_queue_seconds_max":5.0}]}}',
         "--max-num-seqs", "8",
     ]  # fmt: skip
 

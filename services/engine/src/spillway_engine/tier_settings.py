@@ -17,7 +17,7 @@ from spillway_engine.errors import SettingsError
 
 _AT = "offload.sharedTier"
 _LOAD_QUEUE_BYTES = ByteCount(8 << 30)
-_STORE_QUEUE_BYTES = ByteCount(1 << 30)
+_STORE_QUEUE_BYTES = ByteCount(8 << 30)
 _SECRET_KEY = re.compile(r"password|secret|credential|api_?key", re.IGNORECASE)
 
 

@@ -1,0 +1,89 @@
+{{/* Contradictions in the gateway's settings, each with what to change. */}}
+
+{{/* (root, engines, problems) */}}
+{{- define "spillway.gatewayChecks" -}}
+{{- $values := .root.Values -}}{{- $gateway := $values.gateway -}}{{- $problems := .problems -}}
+{{- $texts := list -}}
+{{- if $gateway.autoscaling.enabled -}}
+{{- if gt (int64 $gateway.autoscaling.minReplicas) (int64 $gateway.autoscaling.maxReplicas) -}}
+{{- $texts = append $texts (printf "gateway.autoscaling: minReplicas: %d is more than maxReplicas: %d" (int64 $gateway.autoscaling.minReplicas) (int64 $gateway.autoscaling.maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $gateway.service.nodePort (eq $gateway.service.type "ClusterIP") -}}
+{{- $texts = append $texts (printf "gateway.service.nodePort: %d needs type: NodePort or LoadBalancer; it is ClusterIP" (int64 $gateway.service.nodePort)) -}}
+{{- end -}}
+{{- if and $gateway.httpRoute.enabled (not $gateway.httpRoute.parentRefs) -}}
+{{- $texts = append $texts "gateway.httpRoute.parentRefs is empty; name the Gateway that the route attaches to, e.g. [{name: public}]" -}}
+{{- end -}}
+{{- if and $gateway.resources.requests.memory $gateway.resources.limits.memory -}}
+{{- $request := int64 (include "spillway.bytes" (dict "value" $gateway.resources.requests.memory "path" "gateway.resources.requests.memory" "problems" dict)) -}}
+{{- $limit := int64 (include "spillway.bytes" (dict "value" $gateway.resources.limits.memory "path" "gateway.resources.limits.memory" "problems" dict)) -}}
+{{- if gt $request $limit -}}
+{{- $texts = append $texts (printf "gateway.resources: requests.memory %s is more than limits.memory %s" (include "spillway.bytesText" $request) (include "spillway.bytesText" $limit)) -}}
+{{- end -}}
+{{- /* The interpreter, tokenizers and buffers of running requests beside the index. */ -}}
+{{- $index := int64 (include "spillway.bytes" (dict "value" $gateway.index.bytesMax "path" "" "problems" dict)) -}}
+{{- $needed := add (mul $index (len .engines)) 402653184 -}}
+{{- if lt $limit $needed -}}
+{{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s x %d models and 384 MiB for the process; set it to %s or more, or lower index.bytesMax" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.quantity" $needed)) -}}
+{{- end -}}
+{{- end -}}
+{{- with $gateway.breaker -}}
+{{- if lt (float64 .openSecondsMax) (float64 .openSeconds) -}}
+{{- $texts = append $texts (printf "gateway.breaker.openSecondsMax: %v is less than openSeconds: %v, where it begins; raise openSecondsMax or lower openSeconds" .openSecondsMax .openSeconds) -}}
+{{- end -}}
+{{- end -}}
+{{- if $gateway.opsPort -}}
+{{- if eq (int64 $gateway.opsPort) (int64 $gateway.port) -}}
+{{- $texts = append $texts (printf "gateway.opsPort: %d is also port; give each its own" (int64 $gateway.opsPort)) -}}
+{{- end -}}
+{{- else if and $gateway.tls.secret.name $values.monitoring.serviceMonitor.enabled -}}
+{{- $texts = append $texts "monitoring.serviceMonitor.enabled: true, but gateway.tls closes /metrics to plain HTTP; set gateway.opsPort, e.g. 8001, where Prometheus needs no certificate" -}}
+{{- end -}}
+{{- with $gateway.audit.file -}}
+{{- $file := . -}}
+{{- $brought := hasPrefix "/tmp/" $file -}}
+{{- range $gateway.extraVolumeMounts -}}{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) $file -}}{{- $brought = true -}}{{- end -}}{{- end -}}
+{{- if not $brought -}}
+{{- $texts = append $texts (printf "gateway.audit.file: %s lies in the image, which is read-only; mount its folder with extraVolumes and extraVolumeMounts, or set null for standard output" $file) -}}
+{{- end -}}
+{{- if not $gateway.audit.enabled -}}
+{{- $texts = append $texts (printf "gateway.audit.file: %s, but audit.enabled is false; set it to true, or file: null" $file) -}}
+{{- end -}}
+{{- end -}}
+{{- $texts = concat $texts (include "spillway.authProblems" . | fromYamlArray) -}}
+{{- $texts = concat $texts (include "spillway.volumeNameProblems" (dict "path" "gateway" "section" $gateway "own" (list "config" "scratch" "secrets")) | fromYamlArray) -}}
+{{- range $texts -}}{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}{{- end -}}
+{{- end -}}
+
+{{/* (root, engines) -> list of texts. */}}
+{{- define "spillway.authProblems" -}}
+{{- $values := .root.Values -}}{{- $auth := $values.gateway.auth -}}
+{{- $texts := list -}}
+{{- if and $auth.keysSecret.name (not $auth.saltSecret.name) -}}
+{{- $texts = append $texts (printf "gateway.auth.saltSecret.name is empty; with keysSecret each tenant has a cache of its own, which begins with this secret: kubectl create secret generic gateway-salt --from-literal=%s=$(openssl rand -base64 48)" $auth.saltSecret.key) -}}
+{{- end -}}
+{{- if and $auth.saltSecret.name (not $auth.keysSecret.name) -}}
+{{- $texts = append $texts (printf "gateway.auth.saltSecret.name: %s, but keysSecret.name is empty; name the Secret with the tenants and the hashes of their keys, or remove saltSecret" $auth.saltSecret.name) -}}
+{{- end -}}
+{{- $demanded := dict -}}
+{{- range $item := .engines -}}
+{{- with $item.engine.apiKeySecret -}}
+{{- if .name -}}{{- $_ := set $demanded (printf "%s/%s" .name .key) (printf "%s.apiKeySecret" $item.path) -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $first := keys $demanded | sortAlpha | first -}}
+{{- if and $demanded $auth.keysSecret.name (not $auth.engineKeySecret.name) -}}
+{{- $texts = append $texts (printf "gateway.auth.engineKeySecret.name is empty, but engines demand a key (%s), and clients' keys no longer reach them; set it to {name: %s, key: %s}" (get $demanded $first) (splitList "/" $first | first) (splitList "/" $first | last)) -}}
+{{- end -}}
+{{- if and $auth.engineKeySecret.name (gt (len $demanded) 1) -}}
+{{- $texts = append $texts (printf "gateway.auth.engineKeySecret: the gateway sends one key to all engines, but %s name different ones; let all name one Secret and key" (values $demanded | sortAlpha | join " and ")) -}}
+{{- end -}}
+{{- if and (include "spillway.gatewaySecretFiles" $values.gateway | fromYamlArray) (ne (int64 (default 0 (default dict $values.gateway.podSecurityContext).runAsUser)) 0) (not (hasKey $values.gateway.podSecurityContext "fsGroup")) -}}
+{{- $texts = append $texts (printf "gateway: user %d of its pods cannot read the files of their Secrets, which are root's alone; add fsGroup to gateway.podSecurityContext" (int64 $values.gateway.podSecurityContext.runAsUser)) -}}
+{{- end -}}
+{{- if and $values.tests.apiKeySecret.name (not $auth.keysSecret.name) -}}
+{{- $texts = append $texts (printf "tests.apiKeySecret.name: %s, but the gateway asks for no keys; set gateway.auth.keysSecret, or remove it" $values.tests.apiKeySecret.name) -}}
+{{- end -}}
+{{- toYaml $texts -}}
+{{- end -}}
