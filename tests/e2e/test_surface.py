@@ -46,6 +46,36 @@ def test_streaming_chat_says_what_plain_chat_says(stack: RunningStack, client: o
     assert events[-1].usage is not None and events[-1].usage.completion_tokens == plain.usage.completion_tokens
 
 
+def test_responses_say_what_chat_says_and_stream(stack: RunningStack, client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model=stack.model, messages=QUESTION, temperature=0, max_completion_tokens=16)
+    asked = {"model": stack.model, "input": QUESTION, "temperature": 0, "max_output_tokens": 16}
+    assert client.responses.create(**asked).output_text == chat.choices[0].message.content
+    events = list(client.responses.create(**asked, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == (
+        chat.choices[0].message.content
+    )
+    assert events[-1].type in ("response.completed", "response.incomplete")
+
+
+def test_messages_say_what_chat_says(stack: RunningStack, client: openai.OpenAI) -> None:
+    """Anthropic's API, as vLLM serves it."""
+    chat = client.chat.completions.create(model=stack.model, messages=QUESTION, temperature=0, max_completion_tokens=16)
+    body = {"model": stack.model, "messages": QUESTION, "temperature": 0, "max_tokens": 16}
+    reply = httpx.post(f"{stack.local.gateway_url}/v1/messages", json=body, timeout=120)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["content"][0]["text"] == chat.choices[0].message.content
+    refused = httpx.post(f"{stack.local.gateway_url}/v1/messages", json={**body, "model": "nobody"}, timeout=30)
+    assert (refused.status_code, refused.json()["type"]) == (404, "error")
+
+
+def test_tokenize_and_back(stack: RunningStack) -> None:
+    text = "The capital of France is Paris."
+    url = stack.local.gateway_url
+    tokens = httpx.post(f"{url}/tokenize", json={"model": stack.model, "prompt": text}, timeout=30).json()["tokens"]
+    back = httpx.post(f"{url}/detokenize", json={"model": stack.model, "tokens": tokens}, timeout=30).json()
+    assert back["prompt"] == text
+
+
 def test_max_completion_tokens_bounds_the_answer(stack: RunningStack, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=stack.model,
