@@ -57,6 +57,9 @@ async def test_tenants_never_meet_in_the_cache_and_their_keys_stay_here(start_en
 
         assert (await cached("a"))[0] == 0
         assert (await cached("b"))[0] == 0
+        index = gateway.gateway.fleets[0].index
+        blocks = 2 * 192 // fake.block_tokens
+        await until(lambda: index.block_tokens == fake.block_tokens and index.blocks >= blocks)  # both have told
         hits, expected = await cached("a")
         assert hits == 192 and int(expected) == 192  # routing counts the salt in as the engine does
         assert (await cached("a", cache_salt="mine"))[0] == 0

@@ -15,7 +15,7 @@ from spillway_gateway.fleet.engines import Engine
 from spillway_gateway.server import GatewayServer, bind
 from spillway_gateway.testing.fake_engine import FakeEngine
 
-UNTIL_SECONDS_MAX = 10.0
+UNTIL_SECONDS_MAX = 30.0  # a busy machine, not a slow gateway
 
 
 async def until(condition: Callable[[], object]) -> None:
