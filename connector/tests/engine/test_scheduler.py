@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -249,6 +249,7 @@ engine_steps = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(schedule=engine_steps)
+@example(schedule=[("come", 0), ("come", 0), ("go", 0), ("ask", 0), ("report", 0), ("ask", 0)])
 def test_who_waits_is_told_what_a_look_would_say(schedule):
     with open_scheduler("memory") as remembering, open_scheduler("forgetful") as looking:
         engines = Engine(remembering, forgetful=False), Engine(looking, forgetful=True)

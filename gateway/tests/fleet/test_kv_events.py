@@ -17,6 +17,7 @@ from spillway_gateway.fleet.engines import Engine, EngineState
 from spillway_gateway.fleet.kv_events import EventFollower
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.routing.fleet_view import NOTHING_HELD
 from spillway_gateway.routing.prefix import namespace_key, token_block_keys
 from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
@@ -195,7 +196,8 @@ async def test_requests_follow_the_events(start_engine: Any) -> None:
         await until(lambda: all(engine.events_live for engine in fleet.engines.values()))
         engines[1].prefill(prompt)
         keys = token_block_keys(namespace_key("fake"), prompt, 16)
-        await until(lambda: fleet.index.match(keys, 16))
+        # Each block is an event of its own: all twelve of them, not the first.
+        await until(lambda: fleet.index.match(keys, 16).get("b", NOTHING_HELD).total_tokens == 192)
         body = json.dumps({"model": "fake", "prompt": [*prompt, 7]})
         async with client.post(running.url + "/v1/completions", data=body) as reply:
             usage = (await reply.json())["usage"]

@@ -390,6 +390,7 @@ class SpillwayTieringManager(TieringOffloadingManager):
         self._distrusted.update(keys)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        self._view = None  # whoever asks next sees what has changed, whether or not a step lies between
         failed = self._distrusted.intersection(keys)
         if failed:
             self._distrusted -= failed
