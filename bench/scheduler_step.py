@@ -35,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -294,7 +295,7 @@ def upstream_rig(num_rows: int, folder: Path) -> Iterator[Rig]:
             rig.close()
 
 
-class Scenario:
+class Scenario(ABC):
     """`prepare` once; then, per step, `before` (not measured), `arrive` of each of `coming`, and `run`."""
 
     def __init__(self, rig: Rig, requests: int, chunks: int) -> None:
@@ -303,8 +304,8 @@ class Scenario:
         self.coming: list[BenchRequest] = []
         self.next_prompt = 1_000_000
 
-    def prepare(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def prepare(self) -> None: ...
 
     def before(self) -> None:
         self.coming = []

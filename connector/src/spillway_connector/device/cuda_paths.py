@@ -57,7 +57,7 @@ class CopyTable:
         return cls(**sides)
 
 
-# One H200 (PCIe 5), medians of bench-copy; docs/benchmarks.md has the figures.
+# One H200 (PCIe 5), medians of bench-copy; docs/cuda.md has the figures.
 H200_TABLE = CopyTable(store=((524_288, STAGED),), load=((524_288, STAGED),))
 
 

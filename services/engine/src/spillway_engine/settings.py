@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spillway_engine.bounds import require_at_least
 from spillway_engine.byte_sizes import ByteCount
 from spillway_engine.errors import SettingsError
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
@@ -123,9 +124,7 @@ def _check_numbers(settings: EngineSettings) -> None:
         ("lifecycle.stopTimeoutSeconds", settings.lifecycle.stop_timeout_seconds, 1),
         ("lifecycle.selfCheckTimeoutSeconds", settings.lifecycle.self_check_timeout_seconds, 1),
     ]
-    for key, given, least in at_least:
-        if given is not None and given < least:
-            raise SettingsError(f"{key}: {given} is too small; set it to {least} or more")
+    require_at_least(at_least)
     for key, fraction in (
         ("offload.promotionInFlightFraction", settings.offload.promotion_in_flight_fraction),
         ("offload.promotionPerRequestFraction", settings.offload.promotion_per_request_fraction),

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from spillway_connector.errors import ConfigError
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_engine.bounds import require_at_least
 from spillway_engine.byte_sizes import ByteCount, format_byte_count
 from spillway_engine.errors import SettingsError
 
@@ -118,9 +119,7 @@ def _check_numbers(tier: SharedTierSettings) -> None:
         ("redis.payloadConnections", tier.redis.payload_connections, 1),
         ("redis.tenantMaxBytes", tier.redis.tenant_max_bytes, 1),
     ]
-    for key, given, least in at_least:
-        if given is not None and given < least:
-            raise SettingsError(f"{_AT}.{key}: {given} is too small; set it to {least} or more")
+    require_at_least(at_least, under=f"{_AT}.")
 
 
 def _check_nvme(nvme: NvmeTierSettings) -> None:
