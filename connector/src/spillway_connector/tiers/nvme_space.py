@@ -143,8 +143,9 @@ class Space:
 
     def remove_expired(self, deadline: float) -> bool:
         """Remove some of the frames that the last scan found expired; False when none are left."""
-        self._remove(self._expired, UNLINKS_PER_LOCK, None, EvictionReason.TTL, deadline)
-        return bool(self._expired)
+        with self._room(deadline):  # what goes while a scan counts would stay counted until the next scan
+            self._remove(self._expired, UNLINKS_PER_LOCK, None, EvictionReason.TTL, deadline)
+            return bool(self._expired)
 
     def resident_bytes(self, deadline: float) -> int:
         with self._ledger.locked(deadline) as balance:
