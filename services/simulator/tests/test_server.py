@@ -275,7 +275,7 @@ async def test_a_hanging_engine_takes_requests_and_says_nothing(simulator):
         url = running.hosts[0].url
         await fault(client, running, fault="hang")
         with pytest.raises(httpx.ReadTimeout):
-            await client.get(f"{url}/health", timeout=0.05)
+            await client.get(f"{url}/health", timeout=httpx.Timeout(60.0, read=0.05))
         await fault(client, running, fault="clear")
         assert (await client.post(f"{url}/v1/chat/completions", json=CHAT)).status_code == 200
 
