@@ -1,6 +1,6 @@
 """One stack at a time, one start per configuration: tests ask for `stack` and run once per tier they name.
 
-- `pytest.mark.tiers("nvme")`: which tiers; both without it
+- `pytest.mark.tiers("nvme")`: which of STACKS; TIERS without it
 - `pytest.mark.ends_stack`: takes the stack down itself, so it runs after every other test of that tier
 """
 
@@ -18,12 +18,15 @@ from stack_driver.reference_pass import PROMPTS_ENV, identity_prompts, reference
 from stack_driver.running_stack import RunningStack
 
 TIERS = ("nvme", "redis")
+# nvme-files: one engine on a directory with one file per block, the layout of shared file systems.
+STACKS = ("nvme", "nvme-files", "redis")
+FILES = ("offload.sharedTier.nvme.mode=files",)
 # A test that comes first pays for the start: minutes on two slow cores. The full identity proof takes its own time.
 TIMEOUT_SECONDS = 3600 if os.environ.get(PROMPTS_ENV) else 900
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "tiers(*names): shared tiers whose stack a test runs on")
+    config.addinivalue_line("markers", "tiers(*names): stacks that a test runs on, by their shared tier")
     config.addinivalue_line("markers", "ends_stack: takes the stack down, so it runs last on it")
 
 
@@ -44,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _turn(item: pytest.Item) -> tuple[int, bool]:
     callspec = getattr(item, "callspec", None)
     tier = callspec.params.get("stack") if callspec is not None else None
-    turn = TIERS.index(tier) + 1 if tier in TIERS else 0
+    turn = STACKS.index(tier) + 1 if tier in STACKS else 0
     return turn, item.get_closest_marker("ends_stack") is not None
 
 
@@ -63,7 +66,11 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if any("references" in getattr(item, "fixturenames", ()) for item in request.session.items):
         # The engine without offload runs before this stack, never beside it: two cores, 12 GB.
         request.getfixturevalue("references")
-    running = RunningStack.start(request.param, tmp_path_factory.mktemp(request.param))
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "nvme-files":
+        running = RunningStack.start("nvme", folder, engines=1, gateway=False, overrides=FILES)
+    else:
+        running = RunningStack.start(request.param, folder)
     try:
         yield running
     finally:

@@ -22,7 +22,7 @@ def test_identical_with_and_without_tiers(
         if known.prompt.tokens[: known.prompt.shared_tokens] != beginning:
             beginning = known.prompt.tokens[: known.prompt.shared_tokens]
             stack.store.make_room()  # what other groups stored is not asked for again
-        stored = stack.store.frames()
+        stored = stack.stored()
         answer = stack.a.ask(known.prompt.tokens)
         known.check(answer)
         hits[answer.source] += 1

@@ -45,7 +45,7 @@ def test_prompt_of_whole_blocks_is_hit_whole(stack: RunningStack) -> None:
     device hit of that length to compare with, so the tiers and engines are compared with each other."""
     prompt = stack.new_prompt()
     whole = prompt.tokens[: prompt.blocks * 128]
-    stored = stack.store.frames()
+    stored = stack.stored()
     stack.a.complete(whole, 1)
     stack.wait_stored(stored + prompt.blocks, stack.a)
     shared = stack.b.ask(whole)

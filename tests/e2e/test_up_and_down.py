@@ -33,7 +33,7 @@ def test_second_up_is_quick_and_changes_nothing(stack: RunningStack) -> None:
     processes = {status.name: status.identity for status in stack.local.status()}
     again = LocalStack(stack.local.settings, stack.local.folder.root)
     assert again.start() is False
-    again.wait_ready(timeout_seconds=30)
+    again.wait_ready(timeout_seconds=120)
     assert {status.name: status.identity for status in again.status()} == processes
 
 
@@ -48,7 +48,7 @@ def test_up_with_other_settings_is_refused_while_running(stack: RunningStack) ->
 def test_down_after_kill_of_the_supervisor_leaves_nothing(stack: RunningStack) -> None:
     footprint = Footprint.of(stack.local.folder)
     stack.supervisor.signal(signal.SIGKILL)
-    assert not wait_gone([stack.supervisor], 10)
+    assert not wait_gone([stack.supervisor], 60)
     _end_and_check(stack, footprint)
 
 

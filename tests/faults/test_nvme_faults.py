@@ -1,22 +1,43 @@
-"""A sick directory costs recomputation, never an answer: read-only, full, gone, and with damaged files."""
+"""A sick directory costs recomputation, never an answer: read-only, full, gone, and with damaged blocks.
+
+On slabs, the layout of local disks; what depends on the layout on one file per block as well."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 from stack_driver.deadlines import eventually
 from stack_driver.engine_metrics import new_failures
 from stack_driver.known_answers import KnownAnswers, learn
 from stack_driver.running_stack import RunningStack
-from stack_driver.shared_stores import NvmeStore
+from stack_driver.shared_stores import NvmeStore, payload_offset
 from stack_driver.sick_folders import full, read_only, remove_in_use, replaced_by_file
 
+from spillway_connector.tiers.slab_mode import suitable_mode
+
 pytestmark = pytest.mark.tiers("nvme")
+both_layouts = pytest.mark.tiers("nvme", "nvme-files")
 
-HEADER_BYTES = 4096
+HEADER_OFFSET = 100  # within the fields that its checksum covers
 
 
+@both_layouts
+def test_the_layout_is_the_one_that_was_asked_for(stack: RunningStack) -> None:
+    """Default: slabs on a local disk. Each block counts once, and what an operator sees is what engines stored."""
+    store = _store(stack)
+    before = store.blocks()
+    known = stack.learn_and_store(stack.a)
+    added = store.blocks().keys() - before.keys()
+    assert len(added) == known.prompt.blocks
+    assert store.holds(added)
+    files = bool(store.files())
+    assert files is not (store.folder / "slab").is_dir()
+    answer = stack.ask_shared(stack.b, known)
+    assert (answer.source, answer.cached_tokens) == ("shared", known.prompt.reusable_tokens)
+    asked_for = any(override.endswith("nvme.mode=files") for override in stack.local.settings.engine_overrides)
+    assert files is (asked_for or suitable_mode(store.folder.with_name("new")).mode == "files")
+
+
+@both_layouts
 def test_read_only_directory_is_still_read(stack: RunningStack) -> None:
     known = stack.learn_and_store(stack.a)
     folder = stack.local.folder.nvme
@@ -56,23 +77,24 @@ def test_file_in_place_of_the_directory(stack: RunningStack) -> None:
     stack.wait_shared_tier_works()
 
 
-def test_damaged_files_are_recomputed_and_never_served(stack: RunningStack) -> None:
-    """Bits flipped in header and payload: the file's size tells nothing, its checksums must."""
+@both_layouts
+def test_damaged_blocks_are_recomputed_and_never_served(stack: RunningStack) -> None:
+    """Bits flipped in header and payload: the size tells nothing, the checksums must."""
     store = _store(stack)
-    old = set(store.files())
+    old = store.blocks().keys()
     known = stack.learn_and_store(stack.a)
-    files = sorted(set(store.files()) - old)
-    assert len(files) == known.prompt.blocks
-    for number, file in enumerate(files):
-        size = file.stat().st_size
-        _flip(file, [100, HEADER_BYTES, (HEADER_BYTES + size) // 2, size - 1][number % 4])
+    blocks = {key: frame for key, frame in store.blocks().items() if key not in old}
+    assert len(blocks) == known.prompt.blocks
+    for number, frame in enumerate(blocks.values()):
+        payload = [payload_offset(frame, share) for share in (0.0, 0.5, 1.0)]
+        store.flip(frame, [HEADER_OFFSET, *payload][number % 4])
+    assert not any(store.holds([key]) for key in blocks)
     before = stack.b.failures()
     answer = stack.ask_shared(stack.b, known)
     assert answer.source == "none", "damaged blocks were used"
     assert new_failures(before, stack.b.failures(), "load") == {"header", "payload"}
     # What was recomputed replaces what was damaged.
-    eventually("the damaged files are replaced", lambda: store.frames() >= len(old | set(files)), 30.0)
-    stack.a.nudge()
+    eventually("the damaged blocks are replaced", lambda: store.holds(blocks), 120.0)
     assert stack.ask_shared(stack.a, known).source == "shared"
 
 
@@ -80,15 +102,17 @@ def test_damage_costs_the_blocks_after_it_alone(stack: RunningStack) -> None:
     store = _store(stack)
     prompt = stack.new_prompt()
     kept = prompt.blocks // 2
-    old = set(store.files())
+    old = stack.stored()
     stack.a.complete(prompt.tokens[: kept * 128 + 1], 1)
-    stack.wait_stored(len(old) + kept, stack.a)
-    whole = set(store.files())
+    stack.wait_stored(old + kept, stack.a)
+    whole = store.blocks().keys()
     reference = KnownAnswers(prompt)
     reference.add(stack.a.ask(prompt.tokens))
-    stack.wait_stored(len(old) + prompt.blocks, stack.a)
-    for file in set(store.files()) - whole:
-        _flip(file, HEADER_BYTES + 1)
+    stack.wait_stored(old + prompt.blocks, stack.a)
+    damaged = [frame for key, frame in store.blocks().items() if key not in whole]
+    assert len(damaged) == prompt.blocks - kept
+    for frame in damaged:
+        store.flip(frame, payload_offset(frame, 0.001))
     stack.b.forget(cpu_tier=True)
     answer = stack.b.ask(prompt.tokens)
     assert (answer.source, answer.cached_tokens) == ("shared", kept * 128)
@@ -113,12 +137,4 @@ def _wait_failure(stack: RunningStack, operation: str, reasons: set[str]) -> Non
     def counted() -> set[str]:
         return {reason for (failed, reason), count in stack.a.failures().items() if failed == operation and count}
 
-    eventually(f"a {operation} fails for one of {sorted(reasons)}", lambda: counted() & reasons, 30.0)
-
-
-def _flip(file: Path, offset: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        byte = opened.read(1)[0]
-        opened.seek(offset)
-        opened.write(bytes([byte ^ 0x10]))
+    eventually(f"a {operation} fails for one of {sorted(reasons)}", lambda: counted() & reasons, 120.0)

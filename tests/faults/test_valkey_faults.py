@@ -18,7 +18,7 @@ from spillway_stack.processes import wait_gone
 
 pytestmark = pytest.mark.tiers("redis")
 
-BLOCK_BYTES_LEAST = 1 << 20  # less than what is stored, more than the server's own ups and downs
+FULL_BYTES = 1 << 20  # far less than what is stored: the server stays full, whatever it frees of its own buffers
 AWAY = {"connect", "disconnected", "timeout"}
 
 
@@ -27,11 +27,11 @@ def test_killed_and_started_again(stack: RunningStack) -> None:
     with _supervisor_paused(stack):
         valkey = stack.process("valkey")
         valkey.signal(signal.SIGKILL)
-        assert not wait_gone([valkey], 10.0)
+        assert not wait_gone([valkey], 60.0)
         assert stack.ask_shared(stack.b, known).source == "none"
         learn(stack.a, stack.new_prompt(2))
         _wait_failure(stack, AWAY)
-    eventually("the supervisor starts Valkey again", lambda: stack.component("valkey").ready, 30.0)
+    eventually("the supervisor starts Valkey again", lambda: stack.component("valkey").ready, 120.0)
     stack.wait_shared_tier_works()
 
 
@@ -54,7 +54,7 @@ def test_full_server_that_evicts_nothing(stack: RunningStack) -> None:
     server = _server(stack)
     limits = {name: server.config_get(name)[name] for name in ("maxmemory", "maxmemory-policy")}
     server.config_set("maxmemory-policy", "noeviction")
-    server.config_set("maxmemory", server.info("memory")["used_memory"] - BLOCK_BYTES_LEAST)
+    server.config_set("maxmemory", FULL_BYTES)
     try:
         with pytest.raises(redis.ResponseError, match="maxmemory"):
             server.set("one more", "value")
@@ -109,4 +109,4 @@ def _wait_failure(stack: RunningStack, reasons: set[str]) -> None:
     def counted() -> set[str]:
         return {reason for (_, reason), count in stack.a.failures().items() if count}
 
-    eventually(f"an operation fails for one of {sorted(reasons)}", lambda: counted() & reasons, 30.0)
+    eventually(f"an operation fails for one of {sorted(reasons)}", lambda: counted() & reasons, 120.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from .engine_metrics import Reading, device_loads_bytes, tier_failures, tier_reads_bytes
+from .engine_metrics import Reading, device_loads_bytes, stores_under_way, tier_failures, tier_reads_bytes
 
 ANSWER_TOKENS = 12
 REQUEST_SECONDS = 180.0
@@ -70,6 +70,18 @@ class EngineClient:
         self.nudge()
         response = self._http.post("/reset_prefix_cache", params={"reset_external": str(cpu_tier).lower()})
         response.raise_for_status()
+
+    def has_settled(self) -> bool:
+        """Whether nothing of what was computed so far is still on its way to the shared tier.
+
+        One step hands on what has reached the CPU tier, the next one hears what became of it; so nothing is under way
+        when a step found nothing to hand on and nothing that had not ended.
+        """
+        self.nudge()
+        before = stores_under_way(self.metrics(), self._tier)
+        self.nudge()
+        after = stores_under_way(self.metrics(), self._tier)
+        return after.queued_bytes == 0 and after == before
 
     def metrics(self) -> Reading:
         response = self._http.get("/metrics")

@@ -54,6 +54,24 @@ def tier_reads_bytes(reading: Reading, tier: str) -> float:
     return reading.total("spillway_tier_read_bytes_total", tier=tier)
 
 
+@dataclass(frozen=True, slots=True)
+class StoresUnderWay:
+    """queued_bytes: on the way to the shared tier. The others only grow, with each step that moved anything."""
+
+    queued_bytes: float
+    copied_bytes: float
+    ended: float
+
+
+def stores_under_way(reading: Reading, tier: str) -> StoresUnderWay:
+    ended = ("spillway_tier_written_bytes_total", "spillway_tier_failures_total", "spillway_tier_stores_skipped_total")
+    return StoresUnderWay(
+        reading.total("spillway_tier_queue_bytes", tier=tier),
+        reading.total("spillway_device_copy_bytes_total", direction="store"),
+        sum(reading.total(name, tier=tier) for name in ended),
+    )
+
+
 def tier_failures(reading: Reading, tier: str) -> dict[tuple[str, str], float]:
     """(operation, reason) -> how often."""
     return {

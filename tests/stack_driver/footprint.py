@@ -13,7 +13,7 @@ from spillway_stack.state_folder import StateFolder
 
 from .engine_processes import vllm_group
 
-GONE_SECONDS = 5.0  # for the kernel and the init process to collect what has ended
+GONE_SECONDS = 60.0  # for the kernel and the init process to collect what has ended, on however busy a machine
 
 
 @dataclass(frozen=True, slots=True)

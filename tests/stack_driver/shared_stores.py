@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import redis
+
+from spillway_connector.errors import TierError
+from spillway_connector.tiers.frame import PAGE_BYTES
+from spillway_connector.tiers.inspection import Gone, StoredFrame
+from spillway_connector.tiers.nvme_inspect import FileInspector
+from spillway_connector.tiers.nvme_space import FREE_FRACTION
+from spillway_connector.tiers.slab_inspect import SlabInspector
 
 
 class SharedStore(Protocol):
@@ -23,23 +33,84 @@ class SharedStore(Protocol):
 
 
 class NvmeStore:
+    """A directory of either layout, as an operator sees it. max_bytes: what its engines were told."""
+
     tier = "nvme"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         self.folder = folder
+        self._max_bytes = max_bytes
 
     def files(self) -> list[Path]:
+        """The frames of the layout that has one file for each."""
         return sorted(self.folder.glob("*/??/??/*.kv"))
 
+    def blocks(self) -> dict[bytes, StoredFrame]:
+        """Key -> frame of all whose header is whole."""
+        with _inspectors(self.folder) as inspectors:
+            found = [frame for each in inspectors for frame in each.frames(headers=True)]
+        return {frame.key: frame for frame in found if frame.key is not None and frame.damage is None}
+
     def frames(self) -> int:
-        return len(self.files())
+        try:
+            with _inspectors(self.folder) as inspectors:
+                return sum(1 for each in inspectors for _ in each.frames(headers=False))
+        except TierError:
+            return 0  # away: nothing can be said to be stored
+
+    def holds(self, keys: Iterable[bytes]) -> bool:
+        """Whether all these blocks are stored and nothing in them is damaged."""
+        found = self.blocks()
+        return all(key in found and self._is_whole(found[key]) for key in keys)
+
+    def flip(self, frame: StoredFrame, offset: int) -> None:
+        """Another bit at ``offset`` of a frame: its header page, then its payload."""
+        name, _, start = frame.place.partition("@")
+        with (self.folder / name).open("r+b") as file:
+            file.seek(int(start or 0) + offset)
+            byte = file.read(1)[0]
+            file.seek(int(start or 0) + offset)
+            file.write(bytes([byte ^ 0x10]))
 
     def clear(self) -> None:
-        for file in self.files():
-            file.unlink()
+        with _inspectors(self.folder) as inspectors:
+            for each in inspectors:
+                found = list(each.frames(headers=False))
+                if found:
+                    each.remove(found, only_unused=False)
 
     def make_room(self) -> None:
-        pass  # its limit is set beyond what any run stores
+        """A machine with a small disk gives the tier less than it was told it may take."""
+        with _inspectors(self.folder) as inspectors:
+            held_bytes = sum(frame.stored_bytes for each in inspectors for frame in each.frames(headers=False))
+        volume = os.statvfs(self.folder)
+        limit_bytes = FREE_FRACTION * (volume.f_bavail * volume.f_frsize + held_bytes)
+        if held_bytes > min(limit_bytes, self._max_bytes or limit_bytes) / 2:
+            self.clear()
+
+    def _is_whole(self, frame: StoredFrame) -> bool:
+        with _inspectors(self.folder) as (files, slabs):
+            inspector = slabs if "@" in frame.place else files
+            try:
+                return inspector.verify(frame) is None
+            except Gone:
+                return False
+
+
+def payload_offset(frame: StoredFrame, share: float) -> int:
+    """A byte of the payload, for NvmeStore.flip. share: 0 for the first, 1 for the last."""
+    assert frame.payload_bytes is not None
+    return PAGE_BYTES + int(share * (frame.payload_bytes - 1))
+
+
+@contextmanager
+def _inspectors(folder: Path) -> Iterator[tuple[FileInspector, SlabInspector]]:
+    files, slabs = FileInspector(folder), SlabInspector(folder)
+    try:
+        yield files, slabs
+    finally:
+        files.close()
+        slabs.close()
 
 
 class ValkeyStore:
@@ -52,8 +123,9 @@ class ValkeyStore:
         return sorted(key for key in self.server.scan_iter(match="spillway1:*", count=1000) if b":document" not in key)
 
     def frames(self) -> int:
+        """A large block is several values; its commit record, the one without an index, is written last."""
         try:
-            return len(self.keys())
+            return sum(key.count(b":") == 2 for key in self.keys())
         except redis.RedisError:
             return 0  # away: nothing can be said to be stored
 

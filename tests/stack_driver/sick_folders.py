@@ -6,9 +6,13 @@ from __future__ import annotations
 import resource
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from spillway_connector.tiers.slab_layout import INDEX_NAME, LOCK_NAME, SLAB_FOLDER
+from spillway_connector.tiers.slab_lock import RootLock
 
 from .deadlines import eventually
 from .engine_processes import engine_core, vllm_group
@@ -20,6 +24,7 @@ SMALL_BYTES = 48 << 20
 @contextmanager
 def read_only(folder: Path) -> Iterator[set[str]]:
     """The directory refuses writes; yields the failure reasons that fit."""
+    reopened(folder)
     with ExitStack() as cleanup:
         if _mount("--bind", str(folder), str(folder)):
             cleanup.callback(_unmount, folder)
@@ -30,17 +35,42 @@ def read_only(folder: Path) -> Iterator[set[str]]:
                 yield reasons
 
 
+def reopened(folder: Path) -> None:
+    """Have engines open slabs anew at their next operation: what they have open stays writable, whatever is mounted
+    over it. An index that was replaced, as this one is by its copy, is how they see that somebody else was here."""
+    for index in folder.glob(f"{SLAB_FOLDER}/*/{INDEX_NAME}"):
+        with RootLock(folder / SLAB_FOLDER / LOCK_NAME, time.monotonic).held(time.monotonic() + 60.0):
+            copy = index.with_name("index.copy")
+            shutil.copyfile(index, copy)
+            copy.rename(index)
+
+
 @contextmanager
 def replaced_by_file(folder: Path) -> Iterator[set[str]]:
     """An ordinary file stands where the directory was."""
-    aside = folder.with_name(f"{folder.name}.aside")
+    aside, stand_in = (folder.with_name(f"{folder.name}.{what}") for what in ("aside", "file"))
+    stand_in.write_bytes(b"not a folder")
     folder.rename(aside)
-    folder.write_bytes(b"not a folder")
+    _put(stand_in, folder)
     try:
         yield {"other", "root_missing", "input_output"}
     finally:
         folder.unlink()
-        aside.rename(folder)
+        _put(aside, folder)
+
+
+def _put(what: Path, place: Path) -> None:
+    """Rename, where an engine may make a directory of the same name at any moment: its own goes."""
+
+    def moved() -> bool:
+        try:
+            what.rename(place)
+        except OSError:
+            shutil.rmtree(place, ignore_errors=True)
+            return False
+        return True
+
+    eventually(f"{place} is replaced", moved, 60.0)
 
 
 def remove_in_use(folder: Path) -> None:
@@ -50,7 +80,7 @@ def remove_in_use(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         return not folder.exists()
 
-    eventually(f"{folder} is removed", gone, 10.0)
+    eventually(f"{folder} is removed", gone, 60.0)
 
 
 @contextmanager

@@ -38,9 +38,9 @@ class NvmeTierConfig:
 
     path: Path
     max_bytes: int | None = None  # None: four fifths of what the file system can give, measured anew every 5 minutes
-    # files: one file per frame, for any file system. slab: preallocated slots and one index, for local disks.
-    # auto: the layout the directory has, else slab where the file system is local.
-    mode: str = "files"
+    # auto: the layout the directory has, else slab on file systems of one node. slab: preallocated slots and one index,
+    # for local disks. files: one file per frame, for any file system.
+    mode: str = "auto"
     ttl_seconds: int | None = None  # of a frame since it was last stored or loaded; None: only max_bytes ends it
     tenant_max_bytes: int | None = None  # of one tenant's frames; beyond it, that tenant's own oldest make room
     encryption: EncryptionConfig | None = None

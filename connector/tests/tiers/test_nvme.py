@@ -8,13 +8,14 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spillway_connector.errors import RefusedReason, TierMiss, TierUnreachable, UnreachableReason
+from spillway_connector.errors import RefusedReason, TierMiss, TierTimeout, TierUnreachable, UnreachableReason
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.contracts import (
@@ -31,7 +32,7 @@ from spillway_connector.testing.contracts import (
 from spillway_connector.tiers.nvme import NvmeTier
 from spillway_connector.tiers.nvme_age import boot_tag
 from spillway_connector.tiers.nvme_io import FrameFiles, tier_error
-from spillway_connector.tiers.nvme_space import EvictionReason
+from spillway_connector.tiers.nvme_space import EvictionReason, Space
 from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome
 
 NEVER = 1e7  # a deadline for tiers on a stepped clock
@@ -287,6 +288,55 @@ def test_a_frame_larger_than_the_bound_is_refused_with_the_remedy(make_tier: Mak
     error = error_of(lambda: make_tier(max_bytes=FRAME_BYTES - 1).store(key_of(1), payload_of(1), soon()))
     assert error.reason == RefusedReason.NO_SPACE
     assert "raise max_bytes" in str(error)
+
+
+def test_room_is_found_although_others_replace_what_a_scan_saw(
+    medium: _NvmeMedium, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that evict in one directory at once: what one of them is about to remove, another has removed."""
+    folder = medium.root / NAMESPACE.hex / "ab" / "cd"
+    folder.mkdir(parents=True)
+    generations = [[folder / f"abcd{generation}{number}.kv" for number in range(10)] for generation in range(3)]
+    space = Space(medium.root, 10 * FRAME_BYTES, time.monotonic)
+    scan, seen = space._scan, iter(generations)
+
+    def replace_after_scan(deadline: float) -> None:
+        scan(deadline)
+        old, new = next(seen), generations[min(space.scans, 2)]
+        if old is not new:
+            for before, after in zip(old, new, strict=True):
+                before.rename(after)
+
+    monkeypatch.setattr(space, "_scan", replace_after_scan)
+    for file in generations[0]:
+        file.write_bytes(bytes(FRAME_BYTES))
+    space.make_room(FRAME_BYTES, soon())
+    assert space.scans == 3
+    assert medium.frame_count() == 9
+    space.close()
+
+
+def test_others_that_never_leave_anything_to_remove_are_waited_for_until_the_deadline(
+    medium: _NvmeMedium, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = medium.root / NAMESPACE.hex / "ab" / "cd" / "abcd.kv"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(FRAME_BYTES))
+    clock = SteppedClock()
+    space = Space(medium.root, FRAME_BYTES, clock)
+    scan = space._scan
+
+    def use_after_scan(deadline: float) -> None:
+        scan(deadline)
+        os.utime(file, ns=(space.scans, space.scans))
+        clock.advance(1)
+
+    monkeypatch.setattr(space, "_scan", use_after_scan)
+    error = error_of(lambda: space.make_room(FRAME_BYTES, clock() + 5))
+    assert isinstance(error, TierTimeout)
+    assert space.scans == 5
+    assert file.exists()
+    space.close()
 
 
 def test_a_lost_or_damaged_ledger_is_counted_anew(make_tier: MakeTier, medium: _NvmeMedium) -> None:

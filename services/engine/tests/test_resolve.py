@@ -57,7 +57,7 @@ def test_a_file_that_this_pod_lacks_is_told_before_the_start() -> None:
         ),
         (
             {"type": "nvme", "nvme": {"path": "/kv"}, "encryption": {"keyId": "2026", "keyFile": "/k"}},
-            "nvme, /kv, files, up to four fifths of what the file system can give, sealed with key 2026",
+            "nvme, /kv, auto, up to four fifths of what the file system can give, sealed with key 2026",
         ),
     ],
 )

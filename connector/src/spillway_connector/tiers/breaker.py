@@ -45,19 +45,19 @@ class Breaker:
         self._lock = threading.Lock()
         self._failures = 0
         self._failed_probes = 0
-        self._open_until: float | None = None  # None while closed
+        self.open_until: float | None = None  # None while closed; read without the lock
         self._probe_until: float | None = None  # set while a probe is under way
 
     @property
     def state(self) -> BreakerState:
-        if self._open_until is None:  # as in would_allow
+        if self.open_until is None:  # as in would_allow
             return BreakerState.CLOSED
         with self._lock:
             return self._state(self._clock())
 
     def would_allow(self) -> bool:
         """Whether an operation would pass now; takes no probe."""
-        if self._open_until is None:  # the common case, without the lock: one attribute read is atomic
+        if self.open_until is None:  # the common case, without the lock: one attribute read is atomic
             return True
         with self._lock:
             now = self._clock()
@@ -80,7 +80,7 @@ class Breaker:
         with self._lock:
             self._failures = 0
             self._failed_probes = 0
-            self._open_until = None
+            self.open_until = None
             self._probe_until = None
 
     def record_failure(self) -> None:
@@ -91,17 +91,17 @@ class Breaker:
             if state is BreakerState.CLOSED:
                 self._failures += 1
                 if self._failures >= self._policy.failures_to_open:
-                    self._open_until = now + rest_seconds(self._policy, 0)
+                    self.open_until = now + rest_seconds(self._policy, 0)
             elif state is BreakerState.HALF_OPEN:
                 self._failed_probes += 1
                 self._probe_until = None
-                self._open_until = now + rest_seconds(self._policy, self._failed_probes)
+                self.open_until = now + rest_seconds(self._policy, self._failed_probes)
             # OPEN: an operation begun earlier ends late; it says nothing new.
 
     def _state(self, now: float) -> BreakerState:
-        if self._open_until is None:
+        if self.open_until is None:
             return BreakerState.CLOSED
-        return BreakerState.OPEN if now < self._open_until else BreakerState.HALF_OPEN
+        return BreakerState.OPEN if now < self.open_until else BreakerState.HALF_OPEN
 
     def _probing(self, now: float) -> bool:
         return self._probe_until is not None and now < self._probe_until

@@ -130,6 +130,11 @@ class LookupDesk:
         return bool(self._asked)
 
     @property
+    def idle(self) -> bool:
+        """Whether :meth:`collect` would find nothing to take in or to give up."""
+        return not self._asked and not self._answers
+
+    @property
     def open(self) -> bool:
         """Whether anything is asked at all: not while what it would lead to rests."""
         return self._lookup_breaker.would_allow() and self._load_breaker.would_allow()
@@ -145,10 +150,10 @@ class LookupDesk:
         if self._answers:
             self.collect()
         now = self._clock()
-        first = self._known(keys[:1], now)[0]
-        if first is not None and -now > first:  # of a prompt that nobody has seen, the first says all
+        absent_until = self._absent_until(keys[0], now)
+        if absent_until is not None:  # of a prompt that nobody has seen, the first says all
             self._counters.count_lookup(LookupOutcome.MISS)
-            return Answers([Lookup.MISS], -first)
+            return Answers([Lookup.MISS], absent_until)
         expiries = self._known(keys, now)
         unknown = expiries.count(None)
         if not unknown and min(cast(list[float], expiries)) > now:
@@ -200,6 +205,16 @@ class LookupDesk:
         wait.begin(keys, now)
         self._waiting.add(wait)
         return Answers([Lookup.PENDING] * len(keys), wait.expires_at(now))
+
+    def _absent_until(self, key: bytes, now: float) -> float | None:
+        """Until when the key is known to be absent, after asking a tier that can answer at once; else None."""
+        known = self._presence.get(key, now)
+        if known is None and self._contains_now is not None:
+            answers = self._contains_now((key,))
+            if answers is not None:
+                known = answers[0]
+                self._presence.put(key, known)
+        return None if known is not False else self._presence.absent_until(key)
 
     def _known(self, keys: Sequence[bytes], now: float) -> list[float | None]:
         """Per key what presence.get_many says, after asking a tier that can answer at once; of keys behind an absent

@@ -1,4 +1,4 @@
-"""The threads that move items between rows of the CPU tier and a shared tier, through page-aligned bounce buffers.
+"""The threads that move items between rows of the CPU tier and a shared tier, through bounce buffers (buffers.py).
 
 A load lands in the bounce buffer, is verified there by the tier, and is copied to its row only while its job still
 stands. A store copies its row to the bounce buffer first. So a job can be reported at its deadline whatever its
@@ -11,7 +11,6 @@ does not: 24 ms for 1 GB), so these threads do not hold up the scheduler.
 
 from __future__ import annotations
 
-import mmap
 import queue
 import threading
 import time
@@ -24,6 +23,7 @@ import numpy.typing as npt
 
 from spillway_connector.errors import RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused
 from spillway_connector.tiers.breaker import Breaker
+from spillway_connector.tiers.buffers import transfer_buffer
 from spillway_connector.tiers.jobs import Settled, TransferItem, TransferJob
 from spillway_connector.tiers.lookups import unexpected
 from spillway_connector.tiers.stats import Operation
@@ -120,10 +120,8 @@ class Movers:
     # --- worker threads ---------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        # mmap gives page alignment, which direct I/O needs; the size is rounded up by the kernel anyway.
-        view = memoryview(mmap.mmap(-1, self._payload_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        view = transfer_buffer(self._payload_bytes)
         bounce = np.frombuffer(view, np.uint8)
-        bounce.fill(0)  # fault the pages in now, not during the first load
         while True:
             self._tokens.get()
             while not self._stopping:

@@ -175,10 +175,10 @@ class Space:
     def make_room(self, size: int, deadline: float) -> None:
         """Evict the least recently used frames of any namespace until ``size`` fits below the low watermark.
 
-        Raises TierRefused(NO_SPACE) when even a fresh scan finds nothing to evict.
+        Raises TierRefused(NO_SPACE) when even a fresh scan finds nothing to evict, TierTimeout.
         """
         with self._room(deadline):
-            scanned = False
+            scanned = found = False
             while True:
                 with self._ledger.locked(deadline) as balance:
                     resident = None if balance is None else balance.resident_bytes
@@ -191,16 +191,18 @@ class Space:
                         self.note_pressure()
                         self._remove(self._candidates, UNLINKS_PER_LOCK, resident - low, EvictionReason.ROOM, deadline)
                         continue
-                    if scanned:
-                        if resident + size <= limit_bytes:
-                            return
+                    if scanned and resident + size <= limit_bytes:
+                        return
+                    if scanned and not found:
                         self.note_pressure()
                         raise TierRefused(
                             RefusedReason.NO_SPACE,
                             f"{resident} of {limit_bytes} bytes are in use and none can be evicted",
                         )
+                if self._clock() >= deadline:
+                    raise TierTimeout("others used or removed every frame that could have made room")
                 self._scan(deadline)
-                scanned = True
+                scanned, found = True, bool(self._candidates)
 
     def close(self) -> None:
         self._ledger.close()

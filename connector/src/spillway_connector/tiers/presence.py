@@ -53,9 +53,18 @@ class PresenceIndex:
         expiries = self.get_many(keys)
         return {key for key, expiry in zip(keys, expiries, strict=True) if expiry is not None and expiry > now}
 
+    def absent_until(self, key: bytes) -> float:
+        """When what was last said of an absent key expires."""
+        return -self._expiry[key]
+
     def put(self, key: bytes, present: bool) -> None:
         """Believe this from now on."""
-        self.put_many((key,), present)
+        entries = self._expiry
+        entries.pop(key, None)  # so that it becomes the youngest
+        if len(entries) >= self._keys_max:
+            self._make_room(1)
+        now = self._clock()
+        entries[key] = now + self._present_seconds if present else -(now + self._absent_seconds)
 
     def put_many(self, keys: Collection[bytes], present: bool) -> None:
         """Believe this of all of them from now on."""
@@ -63,13 +72,16 @@ class PresenceIndex:
         if not entries.keys().isdisjoint(keys):
             for known in entries.keys() & keys:
                 del entries[known]  # so that it becomes the youngest
-        for _ in range(len(entries) + len(keys) - self._keys_max):
-            if not entries:
-                break
-            del entries[next(iter(entries))]
+        if len(entries) + len(keys) > self._keys_max:
+            self._make_room(len(keys))
         good_for = self._present_seconds if present else self._absent_seconds
         expiry = self._clock() + good_for
         entries.update(dict.fromkeys(keys, expiry if present else -expiry))
+
+    def _make_room(self, count: int) -> None:
+        entries = self._expiry
+        for _ in range(min(len(entries), len(entries) + count - self._keys_max)):
+            del entries[next(iter(entries))]
 
     def clear(self) -> None:
         self._expiry.clear()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import mmap
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from spillway_connector.errors import ConfigError, CorruptReason, TierCorrupt
 from spillway_connector.namespace import NAMESPACE_DIGEST_BYTES, Namespace
+from spillway_connector.tiers.buffers import transfer_buffer
 from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome, Tier
 
 TAG_BYTES = 16
@@ -215,8 +215,7 @@ class SealedTier:
         with self._buffers_lock:
             if self._buffers:
                 return self._buffers.pop()
-        # mmap for its page alignment, which direct I/O needs.
-        return memoryview(mmap.mmap(-1, self.payload_bytes + SEAL_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return transfer_buffer(self.payload_bytes + SEAL_BYTES)
 
     def _return_buffer(self, buffer: memoryview) -> None:
         with self._buffers_lock:

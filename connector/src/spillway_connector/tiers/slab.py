@@ -43,13 +43,16 @@ from spillway_connector.tiers.nvme_age import AgeClock
 from spillway_connector.tiers.nvme_io import FrameFiles, tier_error
 from spillway_connector.tiers.nvme_space import EvictionReason
 from spillway_connector.tiers.slab_fingerprint import fingerprint_of, fingerprints, namespace_words
+from spillway_connector.tiers.slab_house import Housekeeper
 from spillway_connector.tiers.slab_index import SlabIndex
 from spillway_connector.tiers.slab_layout import SLAB_FOLDER, slot_bytes_of
 from spillway_connector.tiers.slab_policy import LIVE, WRITING
 from spillway_connector.tiers.slab_pool import SlabPool
 from spillway_connector.tiers.slab_quota import make_tenant_room
-from spillway_connector.tiers.slab_space import Pool, SlabSpace, pool_folders, resident_bytes
+from spillway_connector.tiers.slab_space import UPKEEP_SECONDS, Pool, SlabSpace, pool_folders, resident_bytes
 from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
+
+HOUSEKEEPING_DEADLINE_SECONDS = 10.0  # for the housekeeper to get the lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ class SlabTier:
         self._pool = SlabPool(
             namespace, self._slot_bytes, root, files=self._files, space=self._space, ages=self._ages, clock=clock
         )
+        self._house = Housekeeper(f"NVMe tier {self._folder}", self._keep_house, UPKEEP_SECONDS)
         self._abandoned: list[_Claim] = []
         self._closed = False
 
@@ -137,10 +141,12 @@ class SlabTier:
     def prepare(self, deadline: float) -> None:
         self._check(deadline)
         self._pool.writable(deadline)
+        self._house.start()
 
     def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         self._check(deadline)
         pool = self._pool.readable(deadline)
+        self._house.start()
         if pool is None or not keys:
             return [False] * len(keys)
         return self._live(pool.index, keys)
@@ -191,6 +197,7 @@ class SlabTier:
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         self._check(deadline)
         pool = self._pool.writable(deadline)
+        self._house.start()
         try:
             slot = self._find(pool.index, key)
             if slot >= 0 and pool.index.state[slot] == LIVE and not self._expired(pool.index, slot):
@@ -251,10 +258,24 @@ class SlabTier:
         except OSError as error:
             raise tier_error(error, f"{self._root}: counting slots in use") from error
 
+    def keep_house(self, deadline: float) -> None:
+        """Stay within a bound that has moved, and remove what has expired: at most once a minute, and also while nobody
+        stores. A directory that was removed, or cannot be written to, is left alone."""
+        self._check(deadline)
+        pool = self._pool.at_hand()
+        if pool is None or not pool.index.writable or self._pool.replaced(pool.index):
+            return
+        try:
+            with self._locked(deadline) as pool:
+                self._keep_house_in(pool)
+        except OSError as error:
+            raise tier_error(error, f"{self._folder}: keeping house") from error
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        self._house.stop()
         self._pool.close()
 
     # --- storing ------------------------------------------------------------------------------------------------------
@@ -264,8 +285,7 @@ class SlabTier:
         fingerprint = fingerprint_of(key, self._pair)
         with self._locked(deadline) as pool:
             index = pool.index
-            if self._space.keep_house(pool):
-                self._pool.take_back_from_the_dead(index)
+            self._keep_house_in(pool)
             slot = index.find_one(fingerprint)
             if slot >= 0:
                 if index.state[slot] == LIVE and not self._expired(index, slot):
@@ -339,6 +359,14 @@ class SlabTier:
                 pass  # which releases it
         except (TierError, OSError):
             pass  # the next holder of the lock in this process does; the write's own failure is the one to report
+
+    def _keep_house(self) -> None:
+        if not self._closed:
+            self.keep_house(self._clock() + HOUSEKEEPING_DEADLINE_SECONDS)
+
+    def _keep_house_in(self, pool: Pool) -> None:
+        if self._space.keep_house(pool):
+            self._pool.take_back_from_the_dead(pool.index)
 
     @contextmanager
     def _locked(self, deadline: float) -> Iterator[Pool]:

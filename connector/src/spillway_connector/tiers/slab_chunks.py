@@ -83,10 +83,20 @@ class Chunks:
             os.close(descriptor)
 
     def unlink(self, chunk: int, epoch: int) -> None:
-        (self._folder / chunk_name(chunk, epoch)).unlink(missing_ok=True)
+        """Remove a chunk. Its space is free at once, though other processes may still have it open. Raises OSError."""
+        path = self._folder / chunk_name(chunk, epoch)
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            path.unlink(missing_ok=True)
+            os.ftruncate(descriptor, 0)  # whoever reads from it finds it short, and its entries gone: a miss
+        finally:
+            os.close(descriptor)
 
     def close_all_but(self, epochs: dict[int, int]) -> None:
-        """Let go of the files of chunks that no longer exist: their space is free only then."""
+        """Let go of the files of chunks that no longer exist."""
         with self._lock:
             for chunk, epoch, direct in list(self._open):
                 if epochs.get(chunk) != epoch:

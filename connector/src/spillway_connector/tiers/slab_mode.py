@@ -1,46 +1,108 @@
-"""Slabs or one file per frame: which mode suits a directory."""
+"""Slabs or one file per frame: which layout suits a directory."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from spillway_connector.tiers.nvme_space import LEDGER_NAME
+from spillway_connector.tiers.inspection import is_namespace_name
+from spillway_connector.tiers.nvme_space import LEDGER_NAME, PARTIAL_NAME
 from spillway_connector.tiers.slab_layout import SLAB_FOLDER
 
 Mode = Literal["slab", "files"]
 
-# Slabs need locks and mapped files that all users of the directory see at once: one kernel. These can be mounted by
-# several nodes.
+# Slabs need locks and mapped files that all users of the directory see at once: one kernel. These are mounted by one.
+LOCAL_FILE_SYSTEMS = frozenset(
+    {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "reiserfs", "tmpfs", "xfs", "zfs"}
+)
+# These can be mounted by several nodes. What is in neither list gets files, which are right everywhere.
 SHARED_FILE_SYSTEMS = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "fuse", "gfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs"}
     | {"nfs4", "ocfs2", "orangefs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"}
 )
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
-def suitable_mode(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Mode:
-    """The mode that ``auto`` means for ``root``, which need not exist yet.
+class Choice(NamedTuple):
+    """``reason``: half a sentence for the log."""
 
-    A directory that holds frames of one mode stays with it. Otherwise local file systems get slabs; shared ones, and
-    whatever cannot be told, get files.
+    mode: Mode
+    reason: str
+
+
+def suitable_mode(root: Path, mounts: Path = _MOUNTS) -> Choice:
+    """What ``auto`` means for ``root``, which need not exist yet. A sick directory raises nothing here.
+
+    Files on shared file systems, without a look at the directory, which may be away and never answer. Elsewhere a
+    directory that holds frames stays with their layout; a new one gets slabs where the file system is known to be one
+    node's, files where that cannot be told.
     """
-    if (root / SLAB_FOLDER).is_dir():
-        return "slab"
-    if (root / LEDGER_NAME).exists():
-        return "files"
+    mountinfo = _read(mounts)
+    shared = _shared_kind(root, mountinfo)
+    if shared is not None:
+        return Choice("files", f"{shared} may be mounted by other nodes")
+    found = layouts_in(root)
+    if found:
+        mode: Mode = "slab" if "slab" in found else "files"
+        return Choice(mode, "as the directory was begun")
+    kind = file_system_of(root, mountinfo)
+    if kind in LOCAL_FILE_SYSTEMS:
+        return Choice("slab", f"{kind} is a file system of one node")
+    if kind is None:
+        return Choice("files", f"the file system cannot be told from {mounts}")
+    return Choice("files", f"{kind} is not known to be a file system of one node")
+
+
+def unused_layouts(root: Path, mode: Mode, mounts: Path = _MOUNTS) -> set[Mode]:
+    """What else ``root`` holds, which engines in ``mode`` neither use nor remove. Shared file systems are not asked."""
+    return set() if _shared_kind(root, _read(mounts)) is not None else layouts_in(root) - {mode}
+
+
+def layouts_in(root: Path) -> set[Mode]:
+    """The layouts that a directory was used in; none where it cannot be looked at."""
+    found: set[Mode] = set()
     try:
-        kind = file_system_of(root, mounts.read_text(encoding="utf-8", errors="surrogateescape"))
+        with os.scandir(root) as entries:
+            for entry in entries:
+                if entry.name == SLAB_FOLDER and entry.is_dir():
+                    found.add("slab")
+                elif entry.name == LEDGER_NAME or (
+                    is_namespace_name(entry.name) and os.path.isdir(f"{entry.path}/{PARTIAL_NAME}")
+                ):
+                    found.add("files")
     except OSError:
-        return "files"
-    if kind is None or kind.partition(".")[0] in SHARED_FILE_SYSTEMS:
-        return "files"
-    return "slab"
+        pass
+    return found
+
+
+def is_shared(kind: str) -> bool:
+    """Whether several nodes can mount a file system of this type, as mountinfo names it."""
+    return kind.partition(".")[0] in SHARED_FILE_SYSTEMS
 
 
 def file_system_of(root: Path, mountinfo: str) -> str | None:
     """The type of the file system that holds ``root``, after the kernel's list of mounts (proc(5))."""
-    path = os.path.realpath(root)
+    return _kind_of(os.path.realpath(root), mountinfo)
+
+
+def _read(mounts: Path) -> str:
+    try:
+        return mounts.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ""  # not Linux's /proc
+
+
+def _shared_kind(root: Path, mountinfo: str) -> str | None:
+    """The type of the shared file system that ``root`` lies on, if it does. Found without touching a dead one."""
+    for resolve in (os.path.abspath, os.path.realpath):  # the latter asks the file system itself
+        kind = _kind_of(resolve(root), mountinfo)
+        if kind is not None and is_shared(kind):
+            return kind
+    return None
+
+
+def _kind_of(path: str, mountinfo: str) -> str | None:
     best, kind = -1, None
     for line in mountinfo.splitlines():
         before, separator, after = line.partition(" - ")

@@ -176,10 +176,13 @@ class SlabSpace:
         index = pool.index
         absent = np.flatnonzero(index.chunk_epoch == 0)
         needed = index.shape.chunk_bytes
+        left_bytes = self.measure().left_bytes
         while len(absent):
-            room = self.measure()
-            if room.left_bytes < needed:
-                if self.drop_stalest(oldest_use(index)):
+            if left_bytes < needed:
+                # Counted, not measured again: some file systems free only later what was removed.
+                dropped_bytes = self.drop_stalest(oldest_use(index))
+                left_bytes += dropped_bytes
+                if dropped_bytes:
                     continue
                 break
             epoch = index.counter("chunk_changes") % 99_999_998 + 1
@@ -197,10 +200,10 @@ class SlabSpace:
         self._next_growth = self._clock() + GROW_RETRY_SECONDS
         return False
 
-    def drop_stalest(self, than_s: int | None, own: Pool | None = None) -> bool:
+    def drop_stalest(self, than_s: int | None, own: Pool | None = None) -> int:
         """Drop the chunk that has gone unused for longest, if its last use was before ``than_s``; None: in any case.
 
-        Of other pools, and of ``own`` where that is given. Under the lock.
+        Of other pools, and of ``own`` where that is given. Returns its bytes, 0 for none. Under the lock.
         """
         pools = [] if own is None else [own]
         for folder in pool_folders(self._root):
@@ -213,9 +216,9 @@ class SlabSpace:
         candidates = [(found[1], found[0], pool) for pool in pools if (found := stalest_chunk(pool.index)) is not None]
         used_s, chunk, pool = min(candidates, key=lambda candidate: candidate[0], default=(0, 0, None))
         if pool is None or (than_s is not None and used_s >= than_s):
-            return False
+            return 0
         self._drop(pool, chunk)
-        return True
+        return pool.index.shape.chunk_bytes
 
     def _drop(self, pool: Pool, chunk: int) -> None:
         epoch = int(pool.index.chunk_epoch[chunk])
@@ -235,8 +238,11 @@ class SlabSpace:
             return False
         self._next_upkeep = now + UPKEEP_SECONDS
         self._remove_expired(pool.index)
-        while self.measure().left_bytes < 0:
-            if not self.drop_stalest(None, own=pool):
+        left_bytes = self.measure().left_bytes
+        while left_bytes < 0:
+            dropped_bytes = self.drop_stalest(None, own=pool)
+            left_bytes += dropped_bytes
+            if not dropped_bytes:
                 break
         return True
 

@@ -113,6 +113,7 @@ class TierCounters:
     expiries: Counter[Operation] = field(default_factory=Counter)
     skipped: Counter[SkipReason] = field(default_factory=Counter)
     late_completions: int = 0
+    weights_changes: int = 0
 
     def count_lookup(self, outcome: LookupOutcome, number: int = 1) -> None:
         self.lookups[outcome] += number

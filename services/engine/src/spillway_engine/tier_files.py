@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spillway_connector.errors import ConfigError
-from spillway_connector.tiers.slab_mode import SHARED_FILE_SYSTEMS, file_system_of
+from spillway_connector.tiers.slab_mode import file_system_of, is_shared
 from spillway_engine.errors import SettingsError
 from spillway_engine.tier_settings import EncryptionSettings, SharedTierSettings
 
@@ -62,7 +62,7 @@ def _require_local_disk(folder: Path, mounts: Path) -> None:
         kind = file_system_of(folder, mounts.read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError:
         return  # not Linux's /proc: the operator's word counts
-    if kind is not None and kind.partition(".")[0] in SHARED_FILE_SYSTEMS:
+    if kind is not None and is_shared(kind):
         raise SettingsError(
             f"{_AT}.nvme.mode: slab needs a disk of this node alone, but {folder} lies on {kind}, which other nodes "
             "may mount too; set mode: files (or auto), or another folder"

@@ -35,7 +35,7 @@ class EncryptionSettings:
 class NvmeTierSettings:
     path: str = ""
     max_bytes: ByteCount | None = None  # None: four fifths of what the file system can give
-    mode: Literal["files", "slab", "auto"] = "files"
+    mode: Literal["files", "slab", "auto"] = "auto"  # auto: slab on a file system of one node, else files
     ttl_seconds: int | None = None  # of a block since its last use; None: only max_bytes ends it
     tenant_max_bytes: ByteCount | None = None
 

@@ -34,7 +34,7 @@ from spillway_stack.state_folder import StateFolder, last_lines, write_json
 
 READY_TIMEOUT_SECONDS = 600.0  # two slow cores start two engines in about three minutes
 POLL_SECONDS = 0.25
-SUPERVISOR_START_SECONDS = 15.0
+SUPERVISOR_START_SECONDS = 60.0  # nothing but imports, on however busy a machine
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _VLLM_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ")
@@ -197,7 +197,7 @@ class LocalStack:
 
     def kill_engine(self, index: int) -> None:
         """`kill -9` of the engine's parent process; the supervisor starts it again. Returns when it is dead."""
-        self._end_engine(index, signal.SIGKILL, timeout_seconds=15.0)
+        self._end_engine(index, signal.SIGKILL, timeout_seconds=60.0)
 
     def restart_engine(self, index: int, timeout_seconds: float = READY_TIMEOUT_SECONDS) -> None:
         """Drain and stop an engine, wait until its successor is ready."""
