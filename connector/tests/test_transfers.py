@@ -34,7 +34,7 @@ from spillway_connector.tiers.breaker import BreakerPolicy, BreakerState
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.stats import LookupOutcome, MissReason, Operation, SkipReason
 from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome, Tier
-from spillway_connector.transfers import JobOutcome, Lookup, SharedTier, TransferLimits
+from spillway_connector.transfers import ARRIVALS_TOLD_SECONDS, JobOutcome, Lookup, SharedTier, TransferLimits
 
 PAYLOAD, ROW, ROWS = 1000, 1024, 64
 LIMITS = TransferLimits(
@@ -373,6 +373,39 @@ def test_every_job_is_reported_once_when_all_threads_hang(rig: Rig, hang: Callab
     tier.release()
     shared.drain(1.0)
     assert shared.finished() == []
+
+
+def test_of_a_load_that_takes_its_time_what_has_come_is_told_before_its_end(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    rig.fill([1, 2])
+    tier = hang(Operation.LOAD)
+    passing = threading.Event()
+    load = tier.load
+
+    def second_hangs(key: bytes, target: memoryview, deadline: float) -> None:
+        if key == key_of(2):
+            load(key, target, deadline)
+        else:
+            rig.memory().load(key, target, deadline)
+            passing.set()
+
+    tier.load = second_hangs  # type: ignore[method-assign]
+    shared = rig.start(tier)
+    rig.rows[:, :PAYLOAD] = 0
+    shared.submit_load(1, keys([1, 2]), [1, 2])
+    assert tier.entered.acquire(timeout=REAL_SECONDS) and passing.wait(REAL_SECONDS)
+    assert shared.arrived() == [], "it may still end at once"
+    rig.clock.advance(ARRIVALS_TOLD_SECONDS)
+    while not (arrived := shared.arrived()):
+        assert shared.wait_for_progress(REAL_SECONDS)
+    assert arrived == [(1, keys([1]))]
+    assert rig.holds(1)
+    assert shared.arrived() == shared.finished() == []
+    tier.release()
+    outcome = rig.outcome(1)
+    assert outcome.success and sorted(outcome.done) == sorted(keys([1, 2]))
+    assert shared.arrived() == []
 
 
 def test_a_store_that_waited_too_long_is_dropped(rig: Rig, hang: Callable[..., HangingTier]) -> None:

@@ -17,17 +17,32 @@ CANN_8_3 = ("WITHOUT_BATCH", "WITHOUT_VERSION_STR", "WITHOUT_HOST_REGISTER_V2")
 OLD_EVENTS = ("WITHOUT_EVENT_EX", "WITHOUT_EVENT_TIMEOUT", "WITHOUT_STREAM_ABORT")
 
 
+# Set (to anything) in processes that have the sanitizer's runtime preloaded: `library` is then built with it.
+SANITIZED_ENV = "ACL_EMULATOR_SANITIZED"
+_SANITIZERS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
 def library(without: tuple[str, ...] = EVERYTHING) -> Path:
     """A shared library with the documented interface, minus the named parts."""
     sources = sorted(path for path in SOURCES.glob("*.c") if path.name != "selftest.c")
     defines = [f"-D{name}" for name in without]
-    return _compile("libascendcl", ".so", [*_FLAGS, "-O2", "-shared", *defines], sources)
+    optimised = _SANITIZERS if SANITIZED_ENV in os.environ else ("-O2",)
+    return _compile("libascendcl", ".so", [*_FLAGS, *optimised, "-shared", *defines], sources)
+
+
+def sanitizer_runtimes() -> str:
+    """What LD_PRELOAD must name, so that Python can load a sanitized library."""
+    names = ("libasan.so", "libubsan.so")
+    found = [
+        subprocess.run(["cc", f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
+        for name in names
+    ]
+    return ":".join(str(Path(path).resolve()) for path in found)
 
 
 def selftest() -> Path:
     """The emulator's own test as a program, with the address and undefined-behaviour sanitizers in it."""
-    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    return _compile("selftest", "", [*_FLAGS, "-O1", *sanitizers], sorted(SOURCES.glob("*.c")))
+    return _compile("selftest", "", [*_FLAGS, *_SANITIZERS], sorted(SOURCES.glob("*.c")))
 
 
 def _compile(stem: str, suffix: str, flags: list[str], sources: list[Path]) -> Path:

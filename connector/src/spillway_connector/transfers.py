@@ -27,6 +27,7 @@ from spillway_connector.tiers.presence import PresenceIndex
 from spillway_connector.tiers.stats import MissReason, Operation, SkipReason, TierCounters, TierStats, miss_of_error
 from spillway_connector.tiers.tier import NO_TENANT, Clock, Tier
 
+ARRIVALS_TOLD_SECONDS = 0.01  # a load that ends sooner is told as a whole, which costs the scheduler less
 EVICTED_FOR_UNSPECIFIED = "unspecified"  # of a tier that counts what it removed, but not why
 _SEEN_BEFORE = 2  # what a tier under pressure admits: this request and one before it asked for the chunk
 
@@ -52,7 +53,7 @@ class SharedTier:
 
     rows: flat writable bytes of the CPU tier, row i at ``i * row_bytes``; its first ``payload_bytes`` are moved, the
     padding is not. ``tier`` is owned from here on: close() closes it. ``changes``: keys whose lookup may say something
-    else than PENDING now.
+    else than PENDING now. ``counters``: to be read in the scheduler thread.
     """
 
     def __init__(
@@ -74,15 +75,16 @@ class SharedTier:
         self._payload_bytes = payload_bytes
         self._limits = limits
         self._clock = clock
-        self._counters = TierCounters()
+        self.counters = TierCounters()
         self._presence = PresenceIndex(clock)
         self._frequency = FrequencySketch()
         self._breakers = {operation: Breaker(limits.breaker, clock) for operation in Operation}
+        self._lookup_breaker, self._load_breaker = (self._breakers[of] for of in (Operation.LOOKUP, Operation.LOAD))
         self._progress = threading.Event()
         self._desk = LookupDesk(
             tier,
             self._presence,
-            self._counters,
+            self.counters,
             lookup_breaker=self._breakers[Operation.LOOKUP],
             load_breaker=self._breakers[Operation.LOAD],
             timeout_seconds=limits.lookup_timeout_seconds,
@@ -102,8 +104,10 @@ class SharedTier:
             progress=self._progress.set,
         )
         # In the order of their deadlines: one timeout per operation.
-        self._jobs: dict[Operation, dict[int, TransferJob]] = {Operation.LOAD: {}, Operation.STORE: {}}
-        self._ended: dict[Operation, list[TransferJob]] = {Operation.LOAD: [], Operation.STORE: []}
+        self._loads: dict[int, TransferJob] = {}
+        self._stores: dict[int, TransferJob] = {}
+        self._jobs = {Operation.LOAD: self._loads, Operation.STORE: self._stores}
+        self._ended: list[TransferJob] = []
         self._storing: set[bytes] = set()
         self._queued_bytes = {Operation.LOAD: 0, Operation.STORE: 0}
         self._weights_changed = False
@@ -114,7 +118,8 @@ class SharedTier:
     @property
     def open(self) -> bool:
         """Whether a lookup is worth asking: not while the tier rests."""
-        return not self._weights_changed and self._desk.open
+        closed = self._lookup_breaker.open_until is None and self._load_breaker.open_until is None
+        return not self._weights_changed and (closed or self._desk.open)
 
     def lookup(self, key: bytes, request_id: str) -> Lookup:
         """Whether the tier holds ``key``. PENDING at most ``lookup_timeout_seconds`` per request in total."""
@@ -124,7 +129,7 @@ class SharedTier:
         """What :meth:`lookup` would say of each of ``keys`` (at least one), up to and including the first MISS."""
         self.moved = True
         if self._weights_changed:
-            self._counters.misses[MissReason.WEIGHTS_CHANGED] += 1
+            self.counters.misses[MissReason.WEIGHTS_CHANGED] += 1
             return Answers([Lookup.MISS], float("inf"))
         return self._desk.lookup_batch(keys, request_id)
 
@@ -163,32 +168,58 @@ class SharedTier:
         elif self._weights_changed:
             self._skip(job, keys, SkipReason.WEIGHTS_CHANGED)
         else:
-            row_of = dict(zip(keys, row_indices, strict=True))
-            known = self._presence.present_of(keys, job.queued_at) | self._storing.intersection(keys)
-            self._skip(job, known, SkipReason.PRESENT)
-            wanted = self._admit(job, [key for key in row_of if key not in known] if known else list(row_of))
+            known = self._presence.present_of(keys, job.queued_at)
+            if not self._storing.isdisjoint(keys):
+                known |= self._storing.intersection(keys)
+            wanted, rows = list(keys), list(row_indices)
+            if known:
+                self._skip(job, known, SkipReason.PRESENT)
+                wanted, rows = _those_not_in(known, wanted, rows)
+            if getattr(self._tier, "under_pressure", False):
+                wanted, rows = _those_not_in(self._not_admitted(job, wanted), wanted, rows)
             if not self._breakers[Operation.STORE].would_allow():
                 self._refuse(job, wanted, RefusedReason.BREAKER_OPEN, "the tier keeps failing and is left alone")
             else:
                 limit = self._limits.store_queue_bytes_max
                 room = self._room(Operation.STORE, limit, len(wanted))
-                self._storing.update(wanted[:room])
-                self._start(job, wanted[:room], [row_of[key] for key in wanted[:room]])
-                message = f"store_queue_bytes_max: {limit} bytes are in hand"
-                self._refuse(job, wanted[room:], RefusedReason.QUEUE_FULL, message)
+                if room < len(wanted):
+                    message = f"store_queue_bytes_max: {limit} bytes are in hand"
+                    self._refuse(job, wanted[room:], RefusedReason.QUEUE_FULL, message)
+                    wanted, rows = wanted[:room], rows[:room]
+                self._storing.update(wanted)
+                self._start(job, wanted, rows)
         self._end_if_done(job)
 
     def finished(self) -> list[JobOutcome]:
         """The jobs that ended since the last call, each exactly once. A failed load's keys are known missing before."""
-        self._desk.collect()
-        self._collect()
-        if not any(self._ended.values()):
+        if not self._desk.idle:
+            self._desk.collect()
+        if self._loads or self._stores or self._movers.late:
+            self._collect()
+        if not self._ended:
             return []
         self.moved = True
-        outcomes = [job.outcome() for ended in self._ended.values() for job in ended]
-        for ended in self._ended.values():
-            ended.clear()
+        loads_first = sorted(self._ended, key=lambda job: job.operation is Operation.STORE)  # they are waited for
+        outcomes = [job.outcome() for job in loads_first]
+        self._ended.clear()
         return outcomes
+
+    def arrived(self) -> list[tuple[int, list[bytes]]]:
+        """Of loads that take their time: job and keys whose rows were filled since the last call. Their jobs still end.
+
+        A key is told once, and only where its row has its bytes.
+        """
+        if not self._loads:
+            return []
+        slow_since = self._clock() - ARRIVALS_TOLD_SECONDS
+        news: list[tuple[int, list[bytes]]] = []
+        for job in self._loads.values():
+            if job.queued_at > slow_since:
+                break  # and so are those behind it
+            keys = job.take_arrived()
+            if keys:
+                news.append((job.job_id, keys))
+        return news
 
     def request_finished(self, request_id: str) -> None:
         """Forget how long a request has waited. Its jobs go on and are reported."""
@@ -200,7 +231,7 @@ class SharedTier:
 
     def has_work(self) -> bool:
         """Whether anything is under way that :meth:`finished` or :meth:`lookup` will have news of."""
-        return bool(any(self._ended.values()) or any(self._jobs.values()) or self._desk.has_work)
+        return bool(self._ended or self._loads or self._stores or self._desk.has_work)
 
     def reset(self) -> None:
         """Forget what is known about keys (a purge, or a repaired store)."""
@@ -214,14 +245,15 @@ class SharedTier:
         namespace takes a new process.
         """
         self._weights_changed = self.moved = True
-        for job in list(self._jobs[Operation.LOAD].values()):
+        self.counters.weights_changes += 1
+        for job in list(self._loads.values()):
             self._void(job, TierRefused(RefusedReason.CLOSED, "the model's weights have changed"))
             self._end_if_done(job)
         self.reset()
 
     def snapshot(self) -> TierStats:
         """All counters and gauges now. Cheap."""
-        counters = self._counters
+        counters = self.counters
         waiting_since = self._movers.oldest_store_queued_at()
         return TierStats(
             tier=self._tier.name,
@@ -235,7 +267,7 @@ class SharedTier:
             expiries=dict(counters.expiries),
             skipped=dict(counters.skipped),
             late_completions=counters.late_completions,
-            evictions=self._evictions(),
+            evictions=self.evictions(),
             resident_bytes=self._desk.resident_bytes,
             queued_store_bytes=self._queued_bytes[Operation.STORE],
             queued_load_bytes=self._queued_bytes[Operation.LOAD],
@@ -244,7 +276,8 @@ class SharedTier:
             breakers={operation: breaker.state for operation, breaker in self._breakers.items()},
         )
 
-    def _evictions(self) -> dict[str, int]:
+    def evictions(self) -> dict[str, int]:
+        """Frames that this process removed though nothing was wrong with them, by reason."""
         by_reason: Mapping[str, int] | None = getattr(self._tier, "evictions", None)
         if by_reason is None:
             removed = getattr(self._tier, "evicted_frames", 0)
@@ -293,7 +326,7 @@ class SharedTier:
     ) -> TransferJob:
         self.moved = True
         check_shape(keys, row_indices, self._rows_total)
-        if any(job_id in jobs for jobs in self._jobs.values()):
+        if job_id in self._loads or job_id in self._stores:
             raise ValueError(f"job {job_id} is already under way")
         now = self._clock()
         limits = self._limits
@@ -316,17 +349,16 @@ class SharedTier:
             self._queued_bytes[job.operation] += len(keys) * self._payload_bytes
             self._movers.submit(job)
 
-    def _admit(self, job: TransferJob, keys: list[bytes]) -> list[bytes]:
-        """All of them, unless the tier is short of room: then those that were asked for more than once."""
-        if not keys or not getattr(self._tier, "under_pressure", False):
-            return keys
+    def _not_admitted(self, job: TransferJob, keys: list[bytes]) -> set[bytes]:
+        """Those that a tier short of room does not take: asked for once only."""
         seen = (self._frequency.estimate(keys) >= _SEEN_BEFORE).tolist()
-        self._skip(job, [key for key, known in zip(keys, seen, strict=True) if not known], SkipReason.ADMISSION)
-        return [key for key, known in zip(keys, seen, strict=True) if known]
+        unseen = {key for key, known in zip(keys, seen, strict=True) if not known}
+        self._skip(job, unseen, SkipReason.ADMISSION)
+        return unseen
 
     def _skip(self, job: TransferJob, keys: Sequence[bytes] | set[bytes], reason: SkipReason) -> None:
         if keys:
-            self._counters.skipped[reason] += len(keys)
+            self.counters.skipped[reason] += len(keys)
             job.done += keys
 
     def _refuse(self, job: TransferJob, keys: Sequence[bytes], reason: RefusedReason, message: str) -> None:
@@ -336,9 +368,9 @@ class SharedTier:
             self._fail(job.operation, keys, error)
 
     def _fail(self, operation: Operation, keys: Sequence[bytes], error: TierError) -> None:
-        self._counters.failures[operation, error.reason] += len(keys)
+        self.counters.failures[operation, error.reason] += len(keys)
         if operation is Operation.LOAD:
-            self._counters.misses[miss_of_error(error)] += len(keys)
+            self.counters.misses[miss_of_error(error)] += len(keys)
             # Before the job is reported, or the next lookup says HIT again and the request never ends (vllm#49176).
             self._presence.put_many(keys, False)
 
@@ -365,7 +397,7 @@ class SharedTier:
         if job.open_items or self._jobs[job.operation].pop(job.job_id, None) is None:
             return
         self.moved = True
-        self._ended[job.operation].append(job)
+        self._ended.append(job)
         if not job.keys:
             return
         operation, moved = job.operation, job.moved()
@@ -383,14 +415,14 @@ class SharedTier:
 
     def _take_in_late(self, late: LateEnd) -> None:
         self.moved = True
-        self._counters.late_completions += 1
+        self.counters.late_completions += 1
         operation = late.item.job.operation
         self._count_transfer(operation, 0 if late.error else 1, late.seconds)
         if operation is Operation.STORE and late.error is None:
             self._presence.put(late.item.key, True)  # late, but true
 
     def _count_transfer(self, operation: Operation, items: int, seconds: float) -> None:
-        counters = self._counters
+        counters = self.counters
         if operation is Operation.LOAD:
             counters.read_seconds += seconds
             counters.read_bytes += items * self._payload_bytes
@@ -401,7 +433,7 @@ class SharedTier:
     def _expire(self, job: TransferJob) -> None:
         seconds = job.deadline - job.queued_at
         if self._void(job, TierTimeout(f"{job.operation.value} not done within {seconds:g} s")):
-            self._counters.expiries[job.operation] += 1
+            self.counters.expiries[job.operation] += 1
             self._breakers[job.operation].record_failure()  # once per job: its keys share the fate
 
     def _void(self, job: TransferJob, error: TierError) -> bool:
@@ -414,7 +446,7 @@ class SharedTier:
         until = time.monotonic() + timeout_seconds
         while True:
             self._collect()
-            if not any(self._jobs.values()):
+            if not (self._loads or self._stores):
                 return True
             left = until - time.monotonic()
             if left <= 0:
@@ -430,12 +462,17 @@ class SharedTier:
                 for job in list(jobs.values()):
                     self._void(job, TierRefused(RefusedReason.CLOSED, "cancelled while draining"))
                     self._end_if_done(job)
-            if not any(self._jobs.values()):
+            if not (self._loads or self._stores):
                 return True
             left = until - time.monotonic()
             if left <= 0:
                 return False
             self.wait_for_progress(min(left, 0.01))
+
+
+def _those_not_in(known: set[bytes], keys: list[bytes], rows: list[int]) -> tuple[list[bytes], list[int]]:
+    left = [(key, row) for key, row in zip(keys, rows, strict=True) if key not in known]
+    return [key for key, _ in left], [row for _, row in left]
 
 
 __all__ = ["JobOutcome", "Lookup", "SharedTier", "TransferLimits"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from acl_emulator import build
@@ -13,6 +14,36 @@ from acl_emulator import build
 def test_its_own_test_under_sanitizers():
     done = subprocess.run([build.selftest()], check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_npu_transport_under_sanitizers():
+    """The tests of the copier and of the transport once more, on an emulator that watches every access it makes."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            here / "test_npu.py",
+            here / "test_npu_transport.py",
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {
+            build.SANITIZED_ENV: "1",
+            "LD_PRELOAD": build.sanitizer_runtimes(),
+            # Python itself leaves memory at exit; what the emulator leaves is counted by its own `live`.
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
+        },
+        timeout=540,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "passed" in done.stdout
 
 
 @pytest.mark.parametrize(

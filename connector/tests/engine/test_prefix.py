@@ -37,7 +37,11 @@ class ScriptedTier(PrefixTier):
         self.holds: dict[bytes, bool | None] = {}
         self.resting = False
         self.questions = 0
-        self.loads, self.stores, self.ended = [], [], []
+        self.loads, self.stores, self.ended, self.arrived = [], [], [], []
+
+    def take_arrived(self):
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
     @property
     def open(self) -> bool:
@@ -98,6 +102,7 @@ class Stack:
             chunk_bytes=4096,
             clock=self.clock,
         )
+        self.manager.loads_begin_early = True
         self.requests: dict[str, ReqContext] = {}
         self.reset()
 
@@ -144,6 +149,11 @@ class Stack:
                         TierJobResult(job.job_id, not failed, failed_keys=frozenset(failed), seconds=0.05 * number)
                     )
                 del jobs[: number + 1]
+        elif action == "arrive":
+            told = {key for _, keys in self.tier.arrived for key in keys}
+            for job in self.tier.loads[:1]:
+                fresh = [key for key in job.keys if key not in told][: number + 1]
+                self.tier.arrived.append((job.job_id, fresh))
         elif action == "evict":
             output = self.manager.prepare_store(FILLERS[: 2 * number], context)
             if output is not None and output.keys_to_store:
@@ -158,7 +168,22 @@ class Stack:
         self.manager.on_schedule_end()
 
 
-ACTIONS = ("hold", "hold", "look", "lose", "rest", "store", "end", "end", "evict", "wait", "again", "nothing")
+ACTIONS = (
+    "hold",
+    "hold",
+    "look",
+    "lose",
+    "rest",
+    "store",
+    "end",
+    "end",
+    "arrive",
+    "arrive",
+    "evict",
+    "wait",
+    "again",
+    "nothing",
+)
 schedules = st.lists(
     st.tuples(st.sampled_from(ACTIONS), st.integers(0, PROMPTS - 1), st.integers(0, CHUNKS - 1)), max_size=40
 )

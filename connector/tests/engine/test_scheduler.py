@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
@@ -44,6 +45,7 @@ class FakeRequest(SimpleNamespace):
             num_tokens=TOKENS,
             num_prompt_tokens=TOKENS,
             num_computed_tokens=0,
+            status=RequestStatus.RUNNING,
             finished=False,
         )
 
@@ -292,6 +294,25 @@ def test_a_partly_computed_request_loads_the_rest(scheduler):
     assert scheduler.get_num_new_matched_tokens(request, TOKENS - 1) == (0, False)
 
 
+def test_the_last_chunk_alone_is_computed_not_loaded(scheduler):
+    job = compute_and_store(scheduler, "writer")
+    report(scheduler, {job: 2})
+    request, matched = ask(scheduler, "reader")
+    assert matched == (TOKENS, True), "without a device hit, all of it is loaded"
+    state = scheduler._req_status["reader"]
+    for computed, missing in (
+        (0, False),
+        (TOKENS - BLOCK_TOKENS - 1, False),
+        (TOKENS - BLOCK_TOKENS, True),
+        (TOKENS - 1, True),
+    ):
+        state.num_locally_computed_tokens = computed
+        assert scheduler._only_last_chunk_missing(state) is missing
+    request.num_tokens += 1  # a token of a block that nobody has
+    state.num_locally_computed_tokens = TOKENS - BLOCK_TOKENS
+    assert not scheduler._only_last_chunk_missing(state), "the device lacks a block and a token"
+
+
 def test_blocks_that_another_request_loads_are_waited_for(scheduler):
     job = compute_and_store(scheduler, "writer")
     report(scheduler, {job: 2})
@@ -346,3 +367,13 @@ def compute_and_store_distinct(scheduler) -> str:
     scheduler.request_finished(request)
     assert "gone" in scheduler._req_status
     return "gone"
+
+
+def test_a_reset_preempts_without_a_word_and_its_stores_end_first(scheduler):
+    """vLLM names those whom `schedule` preempts; whom a reset preempts, nobody is told, and the blocks are free."""
+    job = compute_and_store(scheduler, "writer")
+    assert build_meta(scheduler).jobs_to_flush == set()
+    scheduler._req_status["writer"].req.status = RequestStatus.PREEMPTED
+    assert build_meta(scheduler, {"other": TOKENS}).jobs_to_flush == {job}
+    report(scheduler, {job: 2})
+    assert build_meta(scheduler).jobs_to_flush == set()

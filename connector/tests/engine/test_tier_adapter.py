@@ -39,6 +39,16 @@ def test_a_directory(tmp_path: Path, mode: str):
     tier.close()
 
 
+@pytest.mark.parametrize(("mode", "said"), [("auto", "as the directory was begun"), ("slab", "as asked for")])
+def test_the_log_says_which_layout_and_what_nobody_uses(tmp_path: Path, mode: str, said: str, caplog):
+    for folder in ("slab", "0a" * 16 + "/partial"):
+        (tmp_path / folder).mkdir(parents=True)
+    with caplog.at_level("INFO", logger="spillway_connector"):
+        open_tier(parse_tier("nvme", {"path": str(tmp_path), "mode": mode}), NAMESPACE, PAYLOAD_BYTES).close()
+    assert f"NVMe tier {tmp_path}: layout slab" in caplog.text and said in caplog.text
+    assert "it also holds blocks in the layout files, which this engine neither uses nor removes" in caplog.text
+
+
 def test_an_encrypted_directory_holds_no_plain_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SEAL", "ab" * 32)
     options = {"path": str(tmp_path / "kv"), "encryption": {"key_id": "2026-a", "key_env": "SEAL"}}
@@ -79,12 +89,12 @@ def test_what_was_evicted_is_reported_by_reason(tmp_path: Path):
             while not adapter.get_finished_jobs():
                 assert adapter._shared.wait_for_progress(30.0)
         stats = SpillwayStats()
-        adapter.add_stats(stats)
+        adapter.report.add_to(stats)
         evicted = stats.reduce()["tier_evicted_frames|nvme|room"]
         assert evicted == adapter._shared.snapshot().evictions["room"] >= 30
         again = SpillwayStats()
         adapter._shared.moved = True
-        adapter.add_stats(again)
+        adapter.report.add_to(again)
         assert "tier_evicted_frames|nvme|room" not in again.reduce(), "told once"
     finally:
         adapter.shutdown()

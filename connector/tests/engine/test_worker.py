@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult
 
 from spillway_connector.device.pinned import PinMethod
 from spillway_connector.engine.ascend import AscendKVCaches
+from spillway_connector.engine.early_loads import LoadPiece, SpillwayConnectorMetadata
 from spillway_connector.engine.worker import SpillwayConnectorWorker, SpillwayWorkerMetadata
 
 
@@ -97,6 +99,48 @@ def test_a_refused_load_is_received_once_with_its_blocks_invalid(worker_and_hand
     assert worker.take_invalid_blocks() == {5}
     assert worker.get_finished(set()) == (set(), set())
     assert worker.build_connector_worker_meta().failed_jobs == {1}
+
+
+def piece(job: int, number: int, blocks: list[int], *, last: bool = False, lost: Sequence[int] = ()) -> LoadPiece:
+    spec = load_job("a", blocks).transfer_spec if blocks else None
+    return LoadPiece(job, number, "a", spec, last, list(lost))
+
+
+def in_pieces(*pieces: LoadPiece) -> SpillwayConnectorMetadata:
+    return SpillwayConnectorMetadata({}, {}, None, list(pieces))
+
+
+def test_a_load_in_pieces_is_received_when_the_last_of_them_has_ended(worker_and_handler):
+    worker, handler = worker_and_handler
+    meta = in_pieces(piece(1, 10, [5, 6]))
+    for _ in range(2):
+        worker.start_kv_transfers(meta)
+    handler.ending = [(10, True)]
+    assert worker.get_finished(set()) == (set(), set()), "more is to come"
+    worker.start_kv_transfers(in_pieces(piece(1, 11, [7]), piece(1, 12, [8], last=True)))
+    handler.ending = [(12, True)]
+    assert worker.get_finished(set()) == (set(), set())
+    worker.handle_preemptions(metadata(flush={1}))
+    assert handler.waited[-1] >= {11}, "who waits for a load waits for its pieces"
+    handler.ending = [(11, True)]
+    assert worker.get_finished(set()) == (set(), {"a"})
+    assert handler.submitted == [10, 11, 12]
+    meta = worker.build_connector_worker_meta()
+    assert (meta.completed_jobs, meta.failed_jobs, worker.take_invalid_blocks()) == ({1: 1}, set(), set())
+
+
+def test_what_a_load_in_pieces_lost_is_invalid(worker_and_handler):
+    worker, handler = worker_and_handler
+    handler.refuse = {11}
+    worker.start_kv_transfers(in_pieces(piece(1, 10, [5]), piece(1, 11, [6]), piece(1, 12, [7])))
+    handler.ending = [(10, True), (12, False)]
+    assert worker.get_finished(set()) == (set(), set())
+    worker.start_kv_transfers(in_pieces(piece(1, 13, [], last=True, lost=[8, 9])))
+    assert worker.get_finished(set()) == (set(), {"a"})
+    assert worker.take_invalid_blocks() == {6, 7, 8, 9}
+    meta = worker.build_connector_worker_meta()
+    assert (meta.completed_jobs, meta.failed_jobs) == ({1: 1}, {1})
+    assert worker.get_finished(set()) == (set(), set())
 
 
 @pytest.mark.parametrize("refused", [True, False])

@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from spillway_connector.engine.failed_loads import start_again_where_windows_are
+from spillway_connector.engine.group_hits import hold_hits_of_all_groups
 from spillway_connector.engine.logs import join_engine_logging
 from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.stats import SpillwayPromMetrics, SpillwayStats
@@ -40,6 +42,8 @@ class SpillwayConnector(OffloadingConnector):
         self.connector_scheduler = SpillwayConnectorScheduler(spec) if role == KVConnectorRole.SCHEDULER else None
         if role == KVConnectorRole.SCHEDULER:
             listen_for_weight_changes()
+            start_again_where_windows_are()
+            hold_hits_of_all_groups()
         self.connector_worker = SpillwayConnectorWorker(spec) if role == KVConnectorRole.WORKER else None
 
     def weights_changing(self, cause: str) -> None:

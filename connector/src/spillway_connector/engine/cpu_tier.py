@@ -1,7 +1,7 @@
 """The CPU tier's rows: which chunk lies where, which may leave, answered for whole prefixes at once.
 
 Upstream's manager keeps one ctypes object per row and walks them in Python, several times per request and step. Here a
-row is a number, a pin is an entry of an array, and "which of these are ready" is one set operation. What it decides
+row is a number, a pin is an entry of a dict, and "which of these are ready" is one set operation. What it decides
 (order of rows, order of eviction, what is refused) is upstream's LRU, and a test holds the two against each other.
 """
 
@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice
+from itertools import islice, repeat
 
-import numpy as np
-import numpy.typing as npt
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingEvent, OffloadKey, PrepareStoreOutput, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
@@ -52,7 +50,7 @@ class LruCpuTier(CpuTier):
         # The region has what upstream's manager calls.
         super().__init__(num_rows, region, cache_policy="lru", enable_events=enable_events)  # type: ignore[arg-type]
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
-        self._readers = np.zeros(num_rows, np.int32)  # by row
+        self._readers: dict[OffloadKey, int] = {}  # of the chunks that are being read
         self.ready = set()
         self.resident = self._rows.keys()
         self.changes = ChangeLog()
@@ -69,16 +67,20 @@ class LruCpuTier(CpuTier):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pins the rows. Every key must be ready."""
         assert self.ready.issuperset(keys), "a chunk that is not ready cannot be read"
-        rows = self._rows_of(keys)
-        np.add.at(self._readers, rows, 1)
-        spec = CPULoadStoreSpec([])
-        spec.block_ids = rows
-        return spec
+        readers = self._readers
+        if readers.keys().isdisjoint(keys):  # the usual case, without a loop
+            readers.update(dict.fromkeys(keys, 1))
+        else:
+            for key in keys:
+                readers[key] = readers.get(key, 0) + 1
+        return CPULoadStoreSpec(list(map(self._rows.__getitem__, keys)))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        rows = self._rows_of(keys)
-        np.subtract.at(self._readers, rows, 1)
-        assert not rows.size or self._readers[rows].min() >= 0, "a chunk was let go more often than it was pinned"
+        readers = self._readers
+        left = list(map(readers.pop, keys, repeat(0)))
+        assert 0 not in left, "a chunk was let go more often than it was pinned"
+        if max(left, default=1) > 1:
+            readers.update((key, count - 1) for key, count in zip(keys, left, strict=True) if count > 1)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Rows for those of `keys` that are not here; None when too few can be freed, and then nothing has changed."""
@@ -113,13 +115,10 @@ class LruCpuTier(CpuTier):
     def reset_cache(self) -> None:
         self._rows.clear()
         self.ready.clear()
-        self._readers[:] = 0
+        self._readers.clear()
         self._free_list.clear()
         self._num_allocated_blocks = 0
         self.changes.add_all()
-
-    def _rows_of(self, keys: Collection[OffloadKey]) -> npt.NDArray[np.int64]:
-        return np.fromiter(map(self._rows.__getitem__, keys), np.int64, len(keys))
 
     def _allocate(self, count: int) -> list[int]:
         fresh = min(count, self._num_blocks - self._num_allocated_blocks)
@@ -135,25 +134,20 @@ class LruCpuTier(CpuTier):
         """The `count` oldest chunks that may leave; None when there are fewer."""
         if count <= 0:
             return []
-        if len(self.ready) - np.count_nonzero(self._readers) < count:
+        if len(self.ready) - len(self._readers) < count:
             return None  # without a search: in a full tier whose rows are all being read, this is every step
         kept = set(protected)
         victims: list[OffloadKey] = []
-        oldest_first = iter(self._rows.items())
+        oldest_first = iter(self._rows)
         while len(victims) < count:
             batch = list(islice(oldest_first, count + _EVICTION_LOOKAHEAD))
             if not batch:
                 return None
-            candidates, rows = zip(*batch, strict=True)
-            readers = self._readers[list(rows)]
-            if not readers.any() and self.ready.issuperset(candidates) and kept.isdisjoint(candidates):
-                victims += candidates
+            unread = self._readers.keys().isdisjoint(batch)
+            if unread and self.ready.issuperset(batch) and kept.isdisjoint(batch):
+                victims += batch
                 continue
-            victims += [
-                key
-                for key, reading in zip(candidates, readers.tolist(), strict=True)
-                if not reading and key in self.ready and key not in kept
-            ]
+            victims += [key for key in batch if key not in self._readers and key in self.ready and key not in kept]
         return victims[:count]
 
     def _announce(self, keys: Sequence[OffloadKey], removed: bool) -> None:

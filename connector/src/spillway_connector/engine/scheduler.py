@@ -6,18 +6,23 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     RequestOffloadState,
 )
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.worker.worker import TransferSpec
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from spillway_connector.engine.early_loads import ComingRows, EarlyLoad, LoadPiece, SpillwayConnectorMetadata
 from spillway_connector.engine.tenancy import TenantContext, tenant_of
 from spillway_connector.engine.tiering import Prefix, SpillwayTieringManager
 from spillway_connector.engine.worker import SpillwayWorkerMetadata
@@ -36,9 +41,10 @@ class _RequestState(RequestOffloadState):
 
     touched_at = float("-inf")  # time.monotonic seconds
     counted = False  # its chunks, for what a full tier admits
-    asked: tuple[int, int] | None = None  # the tokens computed and in total, when `prefix` was looked up
+    asked_computed = asked_total = -1  # tokens, when `prefix` was looked up
     prefix: Prefix | None = None
-    matched: tuple[int | None, bool] | None = None  # what followed from `prefix` alone
+    # What followed from `prefix` alone; None again as soon as the request has device blocks.
+    matched: tuple[int | None, bool] | None = None
 
     def update_offload_keys(self) -> None:
         hashes = self.req.block_hashes
@@ -69,6 +75,11 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         self._steps: deque[_Step] = deque(maxlen=_STEPS_MAX)  # begun, not yet reported by the workers
         self._last_step_ended_at = 0.0
         self._weights_changed = False
+        self._early_loads: dict[int, EarlyLoad] = {}
+        self._loaded: set[str] = set()  # requests that hold what was loaded for them, and do not run yet
+        self._gridlock = False
+        full_attention_only = len(self._lookup_groups) == 1 and not self._sliding_window_groups
+        self.manager.loads_begin_early = full_attention_only and self.config.block_size_factor == 1
 
     def on_new_request(self, request: Request) -> None:
         context = TenantContext(
@@ -84,22 +95,28 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         )
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        status = self._req_status[request.request_id]
-        assert isinstance(status, _RequestState)
-        prefix = status.prefix
-        if (
-            prefix is not None
-            and status.matched is not None
-            and status.asked == (num_computed_tokens, request.num_tokens)
-            and (prefix.answer is None or not self._blocks_being_loaded)
-            and not status.transfer_jobs
-            and not status.group_states[0].block_ids
-            and self.manager.last_answer(prefix, status.req_context)
-        ):
-            # It waits, and nothing has come or gone that its answer rests on.
-            if prefix.answer and self.manager.step_time - status.touched_at >= _TOUCH_SECONDS:
-                self._touch(status)
-            return status.matched
+        if self._gridlock:
+            return None, False  # let those pass who have their blocks already
+        status = cast(_RequestState, self._req_status[request.request_id])
+        matched = status.matched
+        if matched is not None:
+            manager, prefix = self.manager, status.prefix
+            assert prefix is not None
+            view = manager.view if manager.looked else manager.look_around()
+            if (
+                # Most of the time, in one comparison; last_answer says the same.
+                (
+                    (prefix.stamp == view.stamp and view.now < prefix.good_until)
+                    or manager.last_answer(prefix, status.req_context)
+                )
+                and status.asked_computed == num_computed_tokens
+                and status.asked_total == request.num_tokens
+                and (not self._blocks_being_loaded or matched[0] is None)
+            ):
+                # It waits, and nothing has come or gone that its answer rests on.
+                if prefix.answer and view.now - status.touched_at >= _TOUCH_SECONDS:
+                    self._touch(status)
+                return matched
         if request.request_id in self._recompute_only:
             return 0, False
         if status.transfer_jobs:
@@ -107,12 +124,12 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             # load never meets a store of the same request. The flush that preemption ordered ends them this step.
             return None, False
         status.matched = None
-        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if not status.counted:
             status.counted = True
             for state in status.group_states:
                 self.manager.count_request(state.offload_keys)
-        return matched
+        return answer
 
     def _lookup(self, req_status: RequestOffloadState) -> int | None:
         """Tokens that can be loaded behind those computed; None: ask again. Models with one KV group take the short
@@ -131,19 +148,22 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             return 0
         first = computed // chunk_tokens
         prefix = req_status.prefix
-        known = prefix is not None and req_status.asked == (computed, total)
+        known = req_status.asked_computed == computed and req_status.asked_total == total
         if prefix is None or not known or not self.manager.last_answer(prefix, req_status.req_context):
             prefix = self.manager.look_up(all_keys[first : -(-limit // chunk_tokens)], req_status.req_context)
-            req_status.prefix, req_status.asked = prefix, (computed, total)
-        if not prefix.answer:
-            req_status.matched = prefix.answer, False
-            return prefix.answer
-        found = min(limit, (first + prefix.answer) * chunk_tokens) - computed
+            req_status.prefix, req_status.asked_computed, req_status.asked_total = prefix, computed, total
+        chunks = prefix.answer
+        if chunks is None and self.manager.loads_begin_early and self.manager.comes_soon(prefix):
+            chunks = prefix.coming
+        if not chunks:
+            req_status.matched = chunks, False
+            return chunks
+        found = min(limit, (first + chunks) * chunk_tokens) - computed
         if found < chunk_tokens:
-            req_status.matched = 0, False
-            return 0
+            req_status.matched = prefix.answer and 0, False
+            return prefix.answer and 0
         req_status.matched = found, True  # while none of it is being loaded
-        if self._blocks_being_loaded and not self._blocks_being_loaded.isdisjoint(prefix.keys[: prefix.answer]):
+        if self._blocks_being_loaded and not self._blocks_being_loaded.isdisjoint(prefix.keys[:chunks]):
             return None  # another request loads some of them right now: its device blocks can soon be shared
         return found
 
@@ -166,9 +186,71 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             req_status.touched_at = now
         super()._touch(req_status)
 
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        cast(_RequestState, self._req_status[request.request_id]).matched = None
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if not num_external_tokens:
+            return
+        job_id, job = next(reversed(self._current_batch_load_jobs.items()))
+        rows, device = job.transfer_spec
+        if isinstance(rows, ComingRows):
+            assert isinstance(device, GPULoadStoreSpec)
+            del self._current_batch_load_jobs[job_id]
+            self._jobs[job_id].keys = set()  # what has been pinned for it
+            self._early_loads[job_id] = EarlyLoad(
+                self._req_status[request.request_id].req_context,
+                rows.keys,
+                device.block_ids.tolist(),
+                device.block_indices[0],
+            )
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._steps.append(_Step(time.monotonic(), scheduler_output.total_num_scheduled_tokens))
-        return super().build_connector_meta(scheduler_output)
+        self._flush_stores_of_preempted(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        self._loaded.difference_update(scheduler_output.num_scheduled_tokens)
+        # vLLM stops at the first request that finds no room. When those behind it hold all blocks, loaded and ready to
+        # run, and nobody else computes or copies, none of them would ever move.
+        self._gridlock = bool(self._loaded and not scheduler_output.num_scheduled_tokens and not self._jobs)
+        metadata = super().build_connector_meta(scheduler_output)
+        pieces = self._due_pieces() if self._early_loads else []
+        if not pieces:
+            return metadata
+        assert isinstance(metadata, OffloadingConnectorMetadata)
+        return SpillwayConnectorMetadata(metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush, pieces)
+
+    def _flush_stores_of_preempted(self, resumed: AbstractSet[str]) -> None:
+        """A reset of the prefix cache preempts requests and tells no connector (vLLM 0.23 names only those preempted
+        by `schedule`): their blocks may have new owners in this very step, so their stores must have ended first.
+
+        resumed: the requests that this step has taken up again; they have new blocks already.
+        """
+        for job_id, job in self._jobs.items():
+            if job.is_store and (
+                job.req_id in resumed or self._req_status[job.req_id].req.status is RequestStatus.PREEMPTED
+            ):
+                self._current_batch_jobs_to_flush.add(job_id)
+
+    def _due_pieces(self) -> list[LoadPiece]:
+        cpu_tier = self.manager.primary_tier
+        pieces: list[LoadPiece] = []
+        for job_id, load in list(self._early_loads.items()):
+            due = load.due(cpu_tier.ready, cpu_tier.resident)
+            if due is None:
+                continue
+            job = self._jobs.get(job_id)  # None: a reset has forgotten it, the workers have not
+            transfer_spec: TransferSpec | None = None
+            if due.ready and job is not None:
+                keys = [load.keys[position] for position in due.ready]
+                rows = cpu_tier.prepare_load(keys, load.context)
+                job.keys.update(keys)
+                blocks = [load.blocks[position] for position in due.ready]
+                transfer_spec = rows, GPULoadStoreSpec(blocks, [len(blocks)], [load.first_block + due.ready[0]])
+            lost_blocks = [load.blocks[position] for position in due.lost]
+            piece_id = self._generate_job_id()
+            pieces.append(LoadPiece(job_id, piece_id, load.context.req_id, transfer_spec, due.last, lost_blocks))
+            if job is None and due.last:
+                del self._early_loads[job_id]
+        return pieces
 
     def _measure_prefill(self) -> None:
         """Time the step that just ended. Steps overlap under async scheduling: one begins when both have."""
@@ -186,21 +268,40 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             self._failed_jobs |= meta.failed_jobs
             for job_id, count in meta.completed_jobs.items():
                 status = self._jobs.get(job_id)
-                if job_id not in self._failed_jobs or status is None or status.pending_count > count:
+                if (
+                    status is not None
+                    and not status.is_store
+                    and status.pending_count <= count
+                    and not self._req_status[status.req_id].req.is_finished()
+                ):
+                    self._loaded.add(status.req_id)
+                if job_id not in self._failed_jobs or (status is not None and status.pending_count > count):
                     continue
                 self._failed_jobs.discard(job_id)
+                if status is None:
+                    continue  # a reset has forgotten it
                 if status.is_store:
                     # Upstream reports every store as successful; the manager must know before it hears that.
                     self.manager.distrust_store(status.keys)
                 else:
-                    self._recompute_only.add(status.req_id)
                     request_state = self._req_status.get(status.req_id)
-                    if isinstance(request_state, _RequestState):
-                        request_state.matched = None
+                    if request_state is not None and not request_state.req.is_finished():
+                        self._recompute_only.add(status.req_id)
+                        cast(_RequestState, request_state).matched = None
         super().update_connector_output(connector_output)
+        if self._early_loads and isinstance(meta, SpillwayWorkerMetadata):
+            for job_id in meta.completed_jobs:
+                if job_id in self._early_loads and job_id not in self._jobs:
+                    load = self._early_loads.pop(job_id)
+                    if self._blocks_being_loaded:
+                        self._blocks_being_loaded.difference_update(load.keys)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._recompute_only.discard(request.request_id)
+        self._loaded.discard(request.request_id)
+        if self._early_loads and (status := self._req_status.get(request.request_id)) is not None:
+            for job_id in status.transfer_jobs & self._early_loads.keys():
+                self._early_loads[job_id].abandon(needed=False)
         return super().request_finished(request)
 
     def weights_changing(self, cause: str) -> None:
@@ -223,6 +324,8 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
     def reset_cache(self) -> None:
         super().reset_cache()
         self._failed_jobs.clear()
+        for load in self._early_loads.values():
+            load.abandon(needed=True)
         # Upstream drops its jobs but lets requests wait for them: a finished one would stay for ever, a preempted one
         # would never be scheduled again.
         for request_id, status in list(self._req_status.items()):

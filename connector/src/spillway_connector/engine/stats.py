@@ -17,6 +17,11 @@ _OURS = "spillway"
 _SEPARATOR = "|"
 
 
+def sample_key(metric: Metric, *label_values: str) -> str:
+    assert len(label_values) == len(metric.labels)
+    return _SEPARATOR.join((metric.name, *label_values))
+
+
 class SpillwayStats(OffloadingConnectorStats):
     """vLLM's own offload records plus, under one key, our samples of one engine step."""
 
@@ -29,10 +34,14 @@ class SpillwayStats(OffloadingConnectorStats):
 
     def add(self, metric: Metric, amount: float, *label_values: str) -> None:
         """Count `amount` more of a counter, or set a gauge to it."""
-        assert len(label_values) == len(metric.labels)
-        samples = self.data.setdefault(_OURS, {})
-        key = _SEPARATOR.join((metric.name, *label_values))
+        samples = self.samples()
+        key = sample_key(metric, *label_values)
         samples[key] = samples.get(key, 0) + amount if metric.kind is Kind.COUNTER else amount
+
+    def samples(self) -> dict[str, float]:
+        """By :func:`sample_key`: how much more of a counter, or what a gauge is."""
+        samples: dict[str, float] = self.data.setdefault(_OURS, {})
+        return samples
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         theirs = dict(other.data)

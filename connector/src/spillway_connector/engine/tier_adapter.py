@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
-from spillway_connector import metrics
 from spillway_connector.config import NvmeTierConfig, RedisTierConfig, parse_tier
-from spillway_connector.engine.stats import SpillwayStats
 from spillway_connector.engine.tenancy import tenant_of_context
+from spillway_connector.engine.tier_stats import TierReport
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.changes import ChangeLog
-from spillway_connector.tiers.breaker import BreakerState
 from spillway_connector.tiers.lookups import Answers, Lookup
 from spillway_connector.tiers.nvme import NvmeTier
 from spillway_connector.tiers.redis import RedisTier
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint
 from spillway_connector.tiers.slab import SlabTier
-from spillway_connector.tiers.slab_mode import suitable_mode
-from spillway_connector.tiers.stats import TierStats
+from spillway_connector.tiers.slab_mode import Mode, suitable_mode, unused_layouts
 from spillway_connector.tiers.tier import Tier
 from spillway_connector.transfers import SharedTier
 
@@ -39,28 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TIER_TYPES = ("nvme", "redis")
-IDLE_SECONDS = 1.0  # between two looks at the figures of a tier that nobody uses
-# Which field of TierStats each metric is read from: counts by reason, plain totals, gauges.
-_COUNTS = (
-    (metrics.TIER_LOOKUPS, "lookups"),
-    (metrics.TIER_MISSES, "misses"),
-    (metrics.TIER_STORES_SKIPPED, "skipped"),
-    (metrics.TIER_DEADLINES_EXPIRED, "expiries"),
-    (metrics.TIER_FAILURES, "failures"),
-    (metrics.TIER_EVICTED_FRAMES, "evictions"),
-)
-_TOTALS = (
-    (metrics.TIER_READ_BYTES, "read_bytes"),
-    (metrics.TIER_READ_SECONDS, "read_seconds"),
-    (metrics.TIER_WRITTEN_BYTES, "written_bytes"),
-    (metrics.TIER_WRITE_SECONDS, "write_seconds"),
-)
-_GAUGES = (
-    (metrics.TIER_RESIDENT_BYTES, "resident_bytes"),
-    (metrics.TIER_QUEUE_BYTES, "queued_store_bytes"),
-    (metrics.TIER_QUEUE_AGE, "oldest_store_seconds"),
-    (metrics.TIER_WEIGHTS_CHANGED, "weights_changed"),
-)
 _ANSWER = {Lookup.HIT: True, Lookup.MISS: False, Lookup.PENDING: None}
 
 
@@ -81,6 +54,10 @@ class PrefixTier(SecondaryTierManager):
     @abstractmethod
     def open(self) -> bool:
         """Whether a lookup is worth asking now."""
+
+    def take_arrived(self) -> Iterable[tuple[int, list[OffloadKey]]]:
+        """Job and chunks of loads under way that have come since the last call, each once; their jobs still end."""
+        return ()
 
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
@@ -107,8 +84,7 @@ class SharedTierAdapter(PrefixTier):
         )
         self._drain_seconds = max(config.limits.load_timeout_seconds, config.limits.store_timeout_seconds)
         self.changes = self._shared.changes
-        self._reported: TierStats | None = None
-        self._looked_at = float("-inf")  # time.monotonic seconds
+        self.report = TierReport(tier_type, self._shared)
         logger.info("Shared tier %s: namespace %s", tier_type, offloading_spec.namespace.hex)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -120,6 +96,9 @@ class SharedTierAdapter(PrefixTier):
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
         return self._shared.lookup_prefix(keys, req_context.req_id)
+
+    def take_arrived(self) -> Iterable[tuple[int, list[OffloadKey]]]:
+        return cast(list[tuple[int, list[OffloadKey]]], self._shared.arrived())
 
     def count_request(self, keys: Sequence[OffloadKey]) -> None:
         self._shared.count_request(keys)
@@ -139,6 +118,9 @@ class SharedTierAdapter(PrefixTier):
         self._shared.submit_load(job_metadata.job_id, list(job_metadata.keys), job_metadata.block_ids.tolist())
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        outcomes = self._shared.finished()
+        if not outcomes:  # most steps
+            return ()
         return [
             TierJobResult(
                 outcome.job_id,
@@ -146,7 +128,7 @@ class SharedTierAdapter(PrefixTier):
                 failed_keys=frozenset(outcome.failed),
                 seconds=outcome.seconds,
             )
-            for outcome in self._shared.finished()
+            for outcome in outcomes
         ]
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -162,45 +144,9 @@ class SharedTierAdapter(PrefixTier):
         """Wait, at most one deadline, until no job of this tier touches a row; outcomes are still to be collected."""
         self._shared.drain(self._drain_seconds)
 
-    def add_stats(self, stats: SpillwayStats) -> None:
-        """What this tier did since the last call: every series the first time, then those that moved."""
-        looked_at = time.monotonic()
-        # What moves by itself (a breaker, the bytes other engines store) may be a second late.
-        if not self._shared.moved and looked_at - self._looked_at < IDLE_SECONDS:
-            return
-        self._shared.moved, self._looked_at = False, looked_at
-        now, before = self._shared.snapshot(), self._reported
-        self._reported = now
-        tier = self.tier_type
-        for metric, name in _COUNTS:
-            counts: Mapping[Any, int] = getattr(now, name)
-            reported: Mapping[Any, int] = {} if before is None else getattr(before, name)
-            if counts != reported:
-                for key, count in counts.items():
-                    if count != reported.get(key):
-                        stats.add(metric, count - reported.get(key, 0), tier, *_labels(key))
-        for metric, name in _TOTALS:
-            total, reported_total = getattr(now, name), None if before is None else getattr(before, name)
-            if total != reported_total:
-                stats.add(metric, total - (reported_total or 0), tier)
-        for metric, name in _GAUGES:
-            value = float(getattr(now, name))
-            if before is None or value != getattr(before, name):
-                stats.add(metric, value, tier)
-        if before is None or now.breakers != before.breakers:
-            for operation, state in now.breakers.items():
-                if before is None or state is not before.breakers[operation]:
-                    stats.add(metrics.TIER_BREAKER_OPEN, float(state is not BreakerState.CLOSED), tier, operation.value)
-
     def shutdown(self) -> None:
         self._shared.close()
         self._rows.release()
-
-
-def _labels(key: Enum | str | tuple[Enum | str, ...]) -> tuple[str, ...]:
-    """The label values of one entry of a count: an enumeration's member, a word, or several of them."""
-    parts = key if isinstance(key, tuple) else (key,)
-    return tuple([str(part.value) if isinstance(part, Enum) else str(part) for part in parts])
 
 
 def open_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, payload_bytes: int) -> Tier:
@@ -222,8 +168,7 @@ def open_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, pa
 
 def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, payload_bytes: int) -> Tier:
     if isinstance(config, NvmeTierConfig):
-        mode = suitable_mode(config.path) if config.mode == "auto" else config.mode
-        kind = SlabTier if mode == "slab" else NvmeTier
+        kind = SlabTier if _layout_of(config) == "slab" else NvmeTier
         return kind(
             namespace,
             payload_bytes,
@@ -250,6 +195,26 @@ def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namesp
         payload_connections=config.payload_connections,
         tenant_max_bytes=config.tenant_max_bytes,
     )
+
+
+def _layout_of(config: NvmeTierConfig) -> Mode:
+    """Which of the two, said in the log: an operator who looks at the disk finds what it says."""
+    mode: Mode
+    if config.mode == "auto":
+        mode, reason = suitable_mode(config.path)
+        logger.info("NVMe tier %s: layout %s: %s", config.path, mode, reason)
+    else:
+        mode = "slab" if config.mode == "slab" else "files"
+        logger.info("NVMe tier %s: layout %s, as asked for", config.path, mode)
+    others = unused_layouts(config.path, mode)
+    if others:
+        logger.warning(
+            "NVMe tier %s: it also holds blocks in the layout %s, which this engine neither uses nor removes; give "
+            "another path, or empty the directory while no engine uses it",
+            config.path,
+            " and ".join(others),
+        )
+    return mode
 
 
 def _secret(variable: str | None) -> str | None:

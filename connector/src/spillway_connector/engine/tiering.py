@@ -8,7 +8,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import PendingPromotion, TieringOffloadingManager
@@ -16,6 +22,7 @@ from vllm.v1.kv_offload.tiering.manager import PendingPromotion, TieringOffloadi
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.cpu_tier import CpuTier
+from spillway_connector.engine.early_loads import ComingRows
 from spillway_connector.engine.stats import SpillwayStats
 from spillway_connector.engine.tier_adapter import PrefixTier, SharedTierAdapter, TierJobResult
 from spillway_connector.plan.changes import ChangeLog
@@ -23,6 +30,9 @@ from spillway_connector.plan.worth import LoadGate, RateMeter, WorthPolicy
 from spillway_connector.tiers.lookups import Lookup
 from spillway_connector.tiers.stats import MissReason
 
+# A load begins when half of its chunks are there and the rest is expected within so much time.
+_BEGUN_MISSING_MAX = 1.0  # per chunk that is there
+_BEGUN_SECONDS_MAX = 0.25
 _PREFIXES_MAX = 8  # of one request: one per KV group and length asked for lately
 
 
@@ -34,12 +44,16 @@ class _Verdict(NamedTuple):
 
 
 @dataclass(slots=True)
-class _View:
-    """One reading of the clock and of everything that answers rest on, for a whole step."""
+class View:
+    """One reading of the clock and of everything that answers rest on, for a whole step.
+
+    The stamp is the same for as long as nothing of it but the clock has changed, so that who waits compares one number.
+    """
 
     now: float
     positions: tuple[int, ...]  # in the change logs
     verdict: _Verdict  # for requests in general
+    stamp: int = 0
     # What has changed between earlier positions and these: all who wait since the same step ask for the same. None:
     # perhaps everything.
     news: dict[tuple[int, ...], list[bytes] | None] = field(default_factory=dict)
@@ -54,6 +68,9 @@ class Prefix:
     good_until: float
     verdict: _Verdict | None  # None: no shared tier was asked
     positions: tuple[int, ...]
+    stamp: int  # of the view in which it was last found to be so; -1: it has to be looked at every time
+    ready: int = 0  # chunks from the first on that are in the CPU tier
+    coming: int = 0  # and those that are or will be, all being promoted; 0 while some are still looked for
     members: frozenset[OffloadKey] | None = None  # of `keys`, once it is needed
 
 
@@ -63,6 +80,7 @@ class _Asked(NamedTuple):
     stop: OffloadKey | None  # the first that no tier can give
     good_until: float
     verdict: _Verdict | None
+    found_out: bool  # what lies before `stop` is being promoted, and nothing more of the prefix will be
 
 
 @dataclass(slots=True)
@@ -115,13 +133,16 @@ class SpillwayTieringManager(TieringOffloadingManager):
             for tier in secondary_tiers
         }
         self._not_worth: dict[str, int] = {tier.tier_type: 0 for tier in secondary_tiers}
+        self._shared_tiers = [tier for tier in secondary_tiers if isinstance(tier, SharedTierAdapter)]
+        self._unreported = True  # a count or a tier's rate has moved since the last statistics
+        self._reported_changes: tuple[int, float | None] | None = None
         self._reported_rows = -1
         self._reported_rates: dict[str, float] = {}  # by tier; "" is the prefill's
         self._misses: dict[tuple[str, MissReason], int] = {}
         only = secondary_tiers[0] if len(secondary_tiers) == 1 else None
         self._prefix_tier = only if isinstance(only, PrefixTier) else None
-        self._view: _View | None = None  # of this step
-        self._verdict_before = _Verdict(passes=False, open=False)  # of the last step
+        self.view = View(-math.inf, (), _Verdict(passes=False, open=False))
+        self.looked = False  # since the step began: `view` is of this step
         self._logs: list[ChangeLog] = [primary_tier.changes]
         if self._prefix_tier is not None:
             self._logs.append(self._prefix_tier.changes)
@@ -132,6 +153,8 @@ class SpillwayTieringManager(TieringOffloadingManager):
             request_rows_max=max(1, int(num_rows * config.promotion_per_request_fraction)),
         )
         self._distrusted: set[OffloadKey] = set()
+        self.loads_begin_early = False  # for the scheduler half to say
+        self._taken_in: dict[int, int] = {}  # chunks of promotions under way that have come, by job
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """True: in the CPU tier. None: on its way, ask again. False: recompute."""
@@ -165,12 +188,27 @@ class SpillwayTieringManager(TieringOffloadingManager):
 
     def look_up(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Prefix:
         """:meth:`lookup_prefix` of at least one chunk, with what :meth:`last_answer` needs."""
-        view = self._view or self._look_around()
-        answer, good_until, verdict = self._answer(keys, req_context, self._wait_of(req_context), view)
+        view = self.view if self.looked else self.look_around()
+        answer, good_until, verdict, ready, coming = self._answer(keys, req_context, self._wait_of(req_context), view)
         if self._pending_load_submissions:
             self._flush_pending_promotions()  # now, not at the end of the step: the threads can begin
         self._read_positions(view)
-        return Prefix(keys, answer, good_until, verdict, view.positions)
+        stamp = view.stamp if verdict is None or verdict is view.verdict else -1
+        return Prefix(keys, answer, good_until, verdict, view.positions, stamp, ready, coming)
+
+    def comes_soon(self, prefix: Prefix) -> bool:
+        """Whether so much of a prefix has come, and the rest is so near, that its load may begin.
+
+        Copying what is there while the rest is read hides the copies behind the reading. Until the rest has come the
+        request keeps its device blocks from others, so it must not be far.
+        """
+        rate = None if self._prefix_tier is None else self._gates[self._prefix_tier].load_rate.per_second
+        missing = prefix.coming - prefix.ready
+        return (
+            rate is not None
+            and 0 < missing <= prefix.ready * _BEGUN_MISSING_MAX
+            and missing * self._chunk_bytes <= rate * _BEGUN_SECONDS_MAX
+        )
 
     def _wait_of(self, req_context: ReqContext) -> _Wait:
         wait = self._bounds.waits.get(req_context.req_id)
@@ -180,37 +218,52 @@ class SpillwayTieringManager(TieringOffloadingManager):
 
     def last_answer(self, prefix: Prefix, req_context: ReqContext) -> bool:
         """Whether `prefix.answer` is still what lookup_prefix would say of it: cheap, for requests that wait."""
-        view = self._view or self._look_around()
+        view = self.view if self.looked else self.look_around()
         if view.now >= prefix.good_until:
             return False
+        if prefix.stamp == view.stamp:
+            return True
         if view.positions != prefix.positions and not self._untouched(prefix, view):
             return False
-        verdict = prefix.verdict
-        # Last, because a verdict may make this request the probe of a slow tier.
-        return verdict is None or verdict is view.verdict or verdict == self._verdict(req_context, view)
+        if prefix.verdict is not None and prefix.verdict is not view.verdict:
+            # Last, because a verdict may make this request the probe of a slow tier.
+            verdict = self._verdict(req_context, view)
+            if prefix.verdict != verdict:
+                return False
+            if verdict is not view.verdict:
+                return True  # this request's own, which time may change
+            prefix.verdict = verdict
+        prefix.stamp = view.stamp
+        return True
 
     @property
     def step_time(self) -> float:
         """The clock's reading; within a step that has asked anything, the one its answers rest on."""
-        return self._view.now if self._view is not None else self._clock()
+        return self.view.now if self.looked else self._clock()
 
-    def _look_around(self) -> _View:
-        """What all questions of this step have in common."""
+    def look_around(self) -> View:
+        """What all questions of this step have in common; to be called while `looked` is false."""
         self._maybe_process_finished_jobs()  # type: ignore[no-untyped-call]
-        tier = self._prefix_tier
-        pays = tier is not None and self._gates[tier].pays(self.prefill_rate)
-        open_now = tier is not None and tier.open
-        if self._verdict_before.passes is not pays or self._verdict_before.open is not open_now:
-            self._verdict_before = _Verdict(pays, open_now)  # else the same object, which compares at once
-        self._view = _View(self._clock(), (), self._verdict_before)
-        self._read_positions(self._view)
-        return self._view
+        tier, view = self._prefix_tier, self.view
+        if tier is not None:
+            verdict = view.verdict
+            pays, open_now = self._gates[tier].pays(self.prefill_rate), tier.open
+            if verdict.passes is not pays or verdict.open is not open_now:
+                view.verdict = _Verdict(pays, open_now)  # else the same object, which compares at once
+                view.stamp += 1
+        view.now = self._clock()
+        self._read_positions(view)
+        self.looked = True
+        return view
 
-    def _read_positions(self, view: _View) -> None:
-        view.positions = tuple([log.position for log in self._logs])
-        view.news.clear()
+    def _read_positions(self, view: View) -> None:
+        positions = tuple([log.position for log in self._logs])
+        if positions != view.positions:
+            view.positions = positions
+            view.stamp += 1
+            view.news.clear()
 
-    def _untouched(self, prefix: Prefix, view: _View) -> bool:
+    def _untouched(self, prefix: Prefix, view: View) -> bool:
         """Whether nothing that has changed since concerns the prefix."""
         if prefix.positions in view.news:
             news = view.news[prefix.positions]
@@ -232,44 +285,47 @@ class SpillwayTieringManager(TieringOffloadingManager):
             changed += keys
         return changed
 
-    def _verdict(self, req_context: ReqContext, view: _View) -> _Verdict:
+    def _verdict(self, req_context: ReqContext, view: View) -> _Verdict:
         if view.verdict.passes or self._prefix_tier is None:
             return view.verdict
         passes = self._gates[self._prefix_tier].passes(req_context.req_id, self.prefill_rate, view.now)
         return _Verdict(passes, view.verdict.open)
 
     def _answer(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, wait: _Wait, view: _View
-    ) -> tuple[int | None, float, _Verdict | None]:
-        """(what lookup_prefix says, until when it is good, the verdict it rests on)."""
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, wait: _Wait, view: View
+    ) -> tuple[int | None, float, _Verdict | None, int, int]:
+        """(what lookup_prefix says, until when it is good, the verdict it rests on, Prefix.ready, Prefix.coming)."""
         ready = self.primary_tier.ready
         if ready.issuperset(keys):
-            return len(keys), math.inf, None
+            return len(keys), math.inf, None, len(keys), len(keys)
         first = 0 if keys[0] not in ready else list(map(ready.__contains__, keys)).index(False)
         if wait.deadline is not None and view.now >= wait.deadline:
             self._count_miss(MissReason.REQUEST_DEADLINE)
-            return first, math.inf, None
+            return first, math.inf, None, first, first
         resident = self.primary_tier.resident
         missing = keys[first:] if first else keys
         if not resident.isdisjoint(missing):
             missing = [key for key in missing if key not in resident]
-        asked = self._ask_for(missing, req_context, wait, view) if missing else _Asked(None, math.inf, None)
+        asked = self._ask_for(missing, req_context, wait, view) if missing else _Asked(None, math.inf, None, True)
         if asked.stop == keys[first]:
-            return first, asked.good_until, asked.verdict
+            return first, asked.good_until, asked.verdict, first, first
         if wait.deadline is None:
             wait.deadline = view.now + self._wait_seconds
-        return None, min(asked.good_until, wait.deadline), asked.verdict
+        coming = 0
+        if asked.found_out:
+            coming = len(keys) if asked.stop is None else keys.index(asked.stop)
+        return None, min(asked.good_until, wait.deadline), asked.verdict, first, coming
 
-    def _ask_for(self, missing: Sequence[OffloadKey], req_context: ReqContext, wait: _Wait, view: _View) -> _Asked:
+    def _ask_for(self, missing: Sequence[OffloadKey], req_context: ReqContext, wait: _Wait, view: View) -> _Asked:
         """Have the chunks looked for and promoted, up to the first that no tier can give."""
         tier = self._prefix_tier
         if tier is None:  # several tiers, or one of vLLM's own: one chunk after the other, and never remembered
             stop = next((key for key in missing if self._ask_tiers(key, req_context) is False), None)
-            return _Asked(stop, -math.inf, None)
+            return _Asked(stop, -math.inf, None, found_out=False)
         verdict = self._verdict(req_context, view)
         if not verdict.passes:
             self._count_not_worth(tier.tier_type)
-            return _Asked(missing[0], math.inf, verdict)
+            return _Asked(missing[0], math.inf, verdict, found_out=True)
         found, good_until = tier.lookup_prefix(missing, req_context)
         if found.count(Lookup.HIT) == len(missing):  # the usual prompt that is in the tier, without a loop
             hits = list(missing)
@@ -278,9 +334,9 @@ class SpillwayTieringManager(TieringOffloadingManager):
         promoted = self._promote(tier, hits, req_context, wait) if hits else 0
         if promoted < len(hits):
             self._count_miss(MissReason.NO_ROOM)
-            return _Asked(hits[promoted], -math.inf, verdict)  # there may be room at any time
+            return _Asked(hits[promoted], -math.inf, verdict, found_out=False)  # there may be room at any time
         stop = missing[len(found) - 1] if found[-1] is Lookup.MISS else None
-        return _Asked(stop, good_until, verdict)
+        return _Asked(stop, good_until, verdict, found_out=len(hits) == len(found) - (stop is not None))
 
     def _promote(self, tier: SecondaryTierManager, keys: list[OffloadKey], req_context: ReqContext, wait: _Wait) -> int:
         """Give as many of `keys`, from the first on, rows and queue their loads as the bounds allow; how many."""
@@ -331,33 +387,59 @@ class SpillwayTieringManager(TieringOffloadingManager):
 
     def _count_not_worth(self, tier_type: str) -> None:
         self._not_worth[tier_type] = self._not_worth.get(tier_type, 0) + 1
+        self._unreported = True
         self._count_miss(MissReason.NOT_WORTH)
 
     def _count_miss(self, reason: MissReason) -> None:
         if self._prefix_tier is not None:
             entry = (self._prefix_tier.tier_type, reason)
             self._misses[entry] = self._misses.get(entry, 0) + 1
+            self._unreported = True
 
     def count_request(self, keys: Sequence[OffloadKey]) -> None:
         """The chunks of a request that is new, once, for what a full tier admits."""
-        for tier in self.secondary_tiers:
-            if isinstance(tier, SharedTierAdapter):
-                tier.count_request(keys)
+        for tier in self._shared_tiers:
+            tier.count_request(keys)
 
     def on_schedule_end(self) -> None:
-        super().on_schedule_end()
-        self._view = None
+        """As upstream's, in fewer calls: this is every step."""
+        if not self._processed_jobs_this_step:
+            self._process_finished_jobs()
+        self._processed_jobs_this_step = False
+        if self._pending_load_submissions:
+            self._flush_pending_promotions()
+        for tier in self.secondary_tiers:
+            tier.on_schedule_end()
+        self.looked = False
 
     def weights_changed(self) -> None:
         """What the shared tiers hold belongs to a model that is no more: they are neither read nor written again."""
-        for tier in self.secondary_tiers:
-            if isinstance(tier, SharedTierAdapter):
-                tier.weights_changed()
+        for tier in self._shared_tiers:
+            tier.weights_changed()
 
     def _process_finished_jobs(self) -> None:
         for tier in self.secondary_tiers:
             for result in tier.get_finished_jobs():
                 self._complete(tier, result)
+        if self.loads_begin_early and self._prefix_tier is not None and self._bounds.rows_in_flight:
+            for job_id, arrived in self._prefix_tier.take_arrived():
+                self._take_in(job_id, arrived)
+
+    def _take_in(self, job_id: int, arrived: list[OffloadKey]) -> None:
+        """These chunks of a promotion have come; from here on its job is about the others."""
+        job = self._transfer_jobs[job_id]
+        come = set(arrived)
+        job.keys = [key for key in job.keys if key not in come]
+        self._taken_in[job_id] = self._taken_in.get(job_id, 0) + len(arrived)
+        self._bounds.rows_in_flight -= len(arrived)
+        self.primary_tier.complete_write(arrived, job.req_context, True)
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Rows, pinned; or, where some chunks have still to come, ComingRows: nothing is pinned yet."""
+        self._maybe_process_finished_jobs()  # type: ignore[no-untyped-call]
+        if self.loads_begin_early and not self.primary_tier.ready.issuperset(keys):
+            return ComingRows(list(keys))
+        return self.primary_tier.prepare_load(keys, req_context)
 
     def _complete(self, tier: SecondaryTierManager, result: JobResult) -> None:
         job = self._transfer_jobs.pop(result.job_id)
@@ -371,7 +453,9 @@ class SpillwayTieringManager(TieringOffloadingManager):
             if result.failed_keys:
                 arrived = [key for key in job.keys if key not in result.failed_keys]
                 lost = [key for key in job.keys if key in result.failed_keys]
-            self._gates[tier].load_rate.add(len(arrived) * self._chunk_bytes, result.seconds, self._clock())
+            chunks = len(arrived) + self._taken_in.pop(result.job_id, 0)
+            self._gates[tier].load_rate.add(chunks * self._chunk_bytes, result.seconds, self._clock())
+            self._unreported = True
         if arrived:
             self.primary_tier.complete_write(arrived, job.req_context, True)
         if lost:
@@ -390,7 +474,7 @@ class SpillwayTieringManager(TieringOffloadingManager):
         self._distrusted.update(keys)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        self._view = None  # whoever asks next sees what has changed, whether or not a step lies between
+        self.looked = False  # whoever asks next sees what has changed, whether or not a step lies between
         failed = self._distrusted.intersection(keys)
         if failed:
             self._distrusted -= failed
@@ -401,6 +485,8 @@ class SpillwayTieringManager(TieringOffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._bounds.waits.pop(req_context.req_id, None)
+        if len(self._shared_tiers) == len(self.secondary_tiers):
+            return RequestOffloadingContext()  # ours have no wishes of their own
         return super().on_new_request(req_context)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -413,17 +499,25 @@ class SpillwayTieringManager(TieringOffloadingManager):
         Called between steps by an administrator; waits for at most one load or store deadline per tier.
         """
         self._flush_pending_promotions()
-        for tier in self.secondary_tiers:
-            if isinstance(tier, SharedTierAdapter):
-                tier.drain_jobs()
+        for tier in self._shared_tiers:
+            tier.drain_jobs()
         self._process_finished_jobs()
         self._distrusted.clear()
+        self._taken_in.clear()
         self._bounds.waits.clear()
-        self._view = None
+        self.looked = False
         self.primary_tier.reset_cache()
 
-    def take_stats(self) -> SpillwayStats:
-        """What happened since the last call, as vLLM's stats; called once per engine step."""
+    def take_stats(self) -> SpillwayStats | None:
+        """What happened since the last call, as vLLM's stats; called once per engine step, where mostly nothing has."""
+        changed = self.primary_tier.changes.position, self.prefill_rate.updated_at
+        if (
+            changed == self._reported_changes
+            and not self._unreported
+            and not any(tier.report.has_news() for tier in self._shared_tiers)
+        ):
+            return None
+        self._reported_changes, self._unreported = changed, False
         stats = SpillwayStats()
         used = self.primary_tier.used_rows()
         if used != self._reported_rows:
@@ -433,10 +527,10 @@ class SpillwayTieringManager(TieringOffloadingManager):
         if (rate := self.prefill_rate.per_second) is not None and rate != self._reported_rates.get(""):
             self._reported_rates[""] = rate
             stats.add(metrics.PREFILL_RATE, rate)
-        for tier in self.secondary_tiers:
-            if isinstance(tier, SharedTierAdapter):
-                tier.add_stats(stats)
-            rate = self._gates[tier].load_rate.per_second
+        for shared in self._shared_tiers:
+            shared.report.add_to(stats)
+        for tier, gate in self._gates.items():
+            rate = gate.load_rate.per_second
             if rate is not None and rate != self._reported_rates.get(tier.tier_type):
                 self._reported_rates[tier.tier_type] = rate
                 stats.add(metrics.TIER_LOAD_RATE, rate, tier.tier_type)

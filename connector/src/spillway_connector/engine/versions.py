@@ -48,6 +48,32 @@ _SIGNATURES = (
         "RequestOffloadState",
         {"update_offload_keys": ["self"]},
     ),
+    (
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        {
+            "_update_requests_with_invalid_blocks": [
+                "self",
+                "requests",
+                "invalid_block_ids",
+                "num_scheduled_tokens",
+                "evict_blocks",
+            ],
+        },
+    ),
+    (
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator",
+        {
+            "allocate_new_computed_blocks": [
+                "self",
+                "request_id",
+                "new_computed_blocks",
+                "num_local_computed_tokens",
+                "num_external_computed_tokens",
+            ],
+        },
+    ),
     ("vllm.v1.engine.core", "EngineCore", {"collective_rpc": ["self", "method", "timeout", "args", "kwargs"]}),
     (
         "vllm.v1.kv_offload.tiering.manager",

@@ -21,6 +21,7 @@ from spillway_connector.device.copier import Direction
 from spillway_connector.device.cuda_transport import CudaTransport
 from spillway_connector.device.npu_transport import NpuTransport
 from spillway_connector.engine.ascend import canonical_kv_caches, has_ascend_layout
+from spillway_connector.engine.early_loads import LoadPiece, SpillwayConnectorMetadata
 from spillway_connector.engine.stats import SpillwayStats
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,16 @@ class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
         return SpillwayWorkerMetadata(completed_jobs=completed, failed_jobs=self.failed_jobs | other.failed_jobs)
 
 
+@dataclass(slots=True)
+class _LoadInPieces:
+    """What of a load that began early is under way here."""
+
+    request_id: str
+    moving: set[int] = field(default_factory=set)  # pieces
+    last_seen: bool = False
+    invalid_blocks: set[int] = field(default_factory=set)
+
+
 class SpillwayConnectorWorker(OffloadingConnectorWorker):
     """Runs in each rank's process, on the model-runner thread.
 
@@ -57,6 +68,8 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
         self._load_blocks: dict[int, list[int]] = {}
         self._invalid_blocks: set[int] = set()
         self._refused_loads: list[int] = []  # ended before they began; reported by the next get_finished
+        self._loads_in_pieces: dict[int, _LoadInPieces] = {}
+        self._pieces: dict[int, LoadPiece] = {}  # being copied
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
         if has_ascend_layout(kv_caches):
@@ -67,7 +80,10 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         self._submit_waiting_stores()
         if kv_connector_metadata.jobs_to_flush:
-            self.worker.wait(kv_connector_metadata.jobs_to_flush)
+            jobs = set(kv_connector_metadata.jobs_to_flush)
+            for job_id in jobs & self._loads_in_pieces.keys():
+                jobs |= self._loads_in_pieces[job_id].moving
+            self.worker.wait(jobs)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         # Taken out of the metadata: it may be seen again in this step, and a job must be launched exactly once.
@@ -80,6 +96,49 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
             self._load_blocks[job_id] = device.block_ids.tolist()
             if not self._submit(job_id, job.transfer_spec):
                 self._refused_loads.append(job_id)
+        if isinstance(metadata, SpillwayConnectorMetadata):
+            pieces, metadata.pieces = metadata.pieces, []
+            for piece in pieces:
+                self._start_piece(piece)
+
+    def _start_piece(self, piece: LoadPiece) -> None:
+        load = self._loads_in_pieces.setdefault(piece.job_id, _LoadInPieces(piece.request_id))
+        load.last_seen |= piece.last
+        load.invalid_blocks.update(piece.lost_blocks)
+        if piece.transfer_spec is None:
+            return
+        load.moving.add(piece.piece_id)
+        self._pieces[piece.piece_id] = piece
+        if not self._submit(piece.piece_id, piece.transfer_spec):
+            self._end_piece(piece.piece_id, success=False)
+
+    def _end_piece(self, piece_id: int, success: bool) -> None:
+        piece = self._pieces.pop(piece_id)
+        load = self._loads_in_pieces[piece.job_id]
+        load.moving.discard(piece_id)
+        if not success:
+            assert piece.transfer_spec is not None
+            device = piece.transfer_spec[1]
+            assert isinstance(device, GPULoadStoreSpec)
+            load.invalid_blocks.update(device.block_ids.tolist())
+            self._stats.add(metrics.DEVICE_COPY_FAILURES, 1, Direction.LOAD.value)
+
+    def _end_loads_in_pieces(self) -> set[str]:
+        """The requests whose load has ended, piece by piece."""
+        received: set[str] = set()
+        for job_id, load in list(self._loads_in_pieces.items()):
+            if load.moving or not load.last_seen:
+                continue
+            del self._loads_in_pieces[job_id]
+            received.add(load.request_id)
+            meta = self._connector_worker_meta
+            assert isinstance(meta, SpillwayWorkerMetadata)
+            meta.mark_completed(job_id)
+            if load.invalid_blocks:
+                meta.failed_jobs.add(job_id)
+                self._invalid_blocks |= load.invalid_blocks
+                logger.warning("KV load job %d is incomplete; its request recomputes the rest", job_id)
+        return received
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         store_jobs, metadata.store_jobs = metadata.store_jobs, {}
@@ -105,8 +164,8 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
             received.add(self._load_jobs[job_id])
             self._report(job_id, failed=Direction.LOAD)
         for result in self.worker.get_finished():
-            is_load = result.job_id in self._load_jobs
-            direction = Direction.LOAD if is_load else Direction.STORE
+            is_load, is_piece = result.job_id in self._load_jobs, result.job_id in self._pieces
+            direction = Direction.LOAD if is_load or is_piece else Direction.STORE
             if is_load:
                 received.add(self._load_jobs[result.job_id])
             if result.success and result.transfer_size is not None and result.transfer_time is not None:
@@ -116,8 +175,11 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
                 )
                 self._stats.add(metrics.DEVICE_COPY_BYTES, result.transfer_size, direction.value)
                 self._stats.add(metrics.DEVICE_COPY_SECONDS, result.transfer_time, direction.value)
-            self._report(result.job_id, failed=None if result.success else direction)
-        return set(), received
+            if is_piece:
+                self._end_piece(result.job_id, bool(result.success))
+            else:
+                self._report(result.job_id, failed=None if result.success else direction)
+        return set(), received | self._end_loads_in_pieces()
 
     def _report(self, job_id: int, failed: Direction | None) -> None:
         """Exactly once per job: to the scheduler process by the metadata, and forget the job here."""

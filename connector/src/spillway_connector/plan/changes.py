@@ -8,20 +8,20 @@ KEYS_MAX = 32_768
 
 
 class ChangeLog:
-    """Changed keys in order, the oldest forgotten. Readers keep a position and ask what came after it."""
+    """Changed keys in order, the oldest forgotten. Readers keep a position and ask what came after it.
+
+    position: of the next change.
+    """
 
     def __init__(self, keys_max: int = KEYS_MAX) -> None:
         self._keys_max = keys_max
         self._keys: list[bytes] = []
         self._begin = 0  # the position of the first key still remembered
-
-    @property
-    def position(self) -> int:
-        """Of the next change."""
-        return self._begin + len(self._keys)
+        self.position = 0
 
     def add(self, keys: Iterable[bytes]) -> None:
         self._keys.extend(keys)
+        self.position = self._begin + len(self._keys)
         if len(self._keys) > self._keys_max:
             forgotten = len(self._keys) - self._keys_max // 2
             del self._keys[:forgotten]
@@ -29,7 +29,7 @@ class ChangeLog:
 
     def add_all(self) -> None:
         """Everything may have changed."""
-        self._begin += len(self._keys) + 1
+        self.position = self._begin = self.position + 1
         self._keys.clear()
 
     def since(self, position: int) -> list[bytes] | None:

@@ -29,19 +29,19 @@ class RateMeter:
         self._pinned = pinned
         self._amount = 0.0
         self._seconds = 0.0
-        self._updated_at: float | None = None
+        self.updated_at: float | None = None  # the end of the last measurement
 
     def add(self, amount: float, seconds: float, now: float) -> None:
         """`amount` took `seconds`, ending `now`. Spans that took no time say nothing about a rate."""
         if seconds <= 0.0 or amount <= 0.0:
             return
-        if self._updated_at is not None:
-            fade = 0.5 ** (max(0.0, now - self._updated_at) / self._half_life_seconds)
+        if self.updated_at is not None:
+            fade = 0.5 ** (max(0.0, now - self.updated_at) / self._half_life_seconds)
             self._amount *= fade
             self._seconds *= fade
         self._amount += amount
         self._seconds += seconds
-        self._updated_at = now
+        self.updated_at = now
 
     @property
     def per_second(self) -> float | None:

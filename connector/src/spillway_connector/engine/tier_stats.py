@@ -1,0 +1,117 @@
+"""From the counters of one shared tier to samples of one engine step: only what has moved, each count told once.
+
+Most steps in which anything moves, move the same few series, so those are compared one by one; for everything else a
+whole picture is drawn, when a rare count has moved and otherwise once a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from spillway_connector import metrics
+from spillway_connector.engine.stats import SpillwayStats, sample_key
+from spillway_connector.tiers.breaker import BreakerState
+from spillway_connector.tiers.stats import TierStats
+from spillway_connector.tiers.tier import Clock
+from spillway_connector.transfers import SharedTier
+
+IDLE_SECONDS = 1.0  # between two looks at what moves by itself: a breaker, the bytes that other engines store
+# Which field of TierCounters (the frequent) or TierStats (the rest) each metric is read from.
+_FREQUENT_COUNTS = (
+    (metrics.TIER_LOOKUPS, "lookups"),
+    (metrics.TIER_MISSES, "misses"),
+    (metrics.TIER_STORES_SKIPPED, "skipped"),
+)
+_FREQUENT_TOTALS = (
+    (metrics.TIER_READ_BYTES, "read_bytes"),
+    (metrics.TIER_READ_SECONDS, "read_seconds"),
+    (metrics.TIER_WRITTEN_BYTES, "written_bytes"),
+    (metrics.TIER_WRITE_SECONDS, "write_seconds"),
+)
+_RARE_COUNTS = (
+    (metrics.TIER_DEADLINES_EXPIRED, "expiries"),
+    (metrics.TIER_FAILURES, "failures"),
+    (metrics.TIER_EVICTED_FRAMES, "evictions"),
+)
+_GAUGES = (
+    (metrics.TIER_RESIDENT_BYTES, "resident_bytes"),
+    (metrics.TIER_QUEUE_BYTES, "queued_store_bytes"),
+    (metrics.TIER_QUEUE_AGE, "oldest_store_seconds"),
+    (metrics.TIER_WEIGHTS_CHANGED, "weights_changed"),
+)
+
+
+class TierReport:
+    """What has been told of one tier. For the scheduler thread."""
+
+    def __init__(self, tier_type: str, shared: SharedTier, clock: Clock = time.monotonic) -> None:
+        self._tier_type = tier_type
+        self._shared = shared
+        self._clock = clock
+        self._told: dict[str, dict[Any, int]] = {name: {} for _, name in (*_FREQUENT_COUNTS, *_RARE_COUNTS)}
+        self._keys: dict[tuple[str, Any], str] = {}  # of samples
+        self._totals = [(name, sample_key(metric, tier_type)) for metric, name in _FREQUENT_TOTALS]
+        self._told_totals: dict[str, float] = {}
+        self._picture: TierStats | None = None
+        self._rare_seen = 0
+        self._drawn_at = float("-inf")
+
+    def has_news(self) -> bool:
+        """Whether :meth:`add_to` would look."""
+        return self._shared.moved or self._clock() - self._drawn_at >= IDLE_SECONDS
+
+    def add_to(self, stats: SpillwayStats) -> None:
+        """What the tier did since the last call: every series the first time, then those that moved."""
+        if not self.has_news():
+            return
+        self._shared.moved = False
+        counters = self._shared.counters
+        for metric, name in _FREQUENT_COUNTS:
+            counts = getattr(counters, name)
+            if counts != self._told[name]:
+                self._tell(stats, metric, name, counts)
+        told_totals = self._told_totals
+        for name, key in self._totals:
+            total, told = getattr(counters, name), told_totals.get(name)
+            if total != told:
+                told_totals[name] = total
+                stats.samples()[key] = total - (told or 0)
+        rare = sum(counters.failures.values()) + sum(counters.expiries.values()) + counters.weights_changes
+        rare += sum(self._shared.evictions().values())
+        now = self._clock()
+        if rare != self._rare_seen or now - self._drawn_at >= IDLE_SECONDS:
+            self._rare_seen, self._drawn_at = rare, now
+            self._draw(stats)
+
+    def _draw(self, stats: SpillwayStats) -> None:
+        now, before = self._shared.snapshot(), self._picture
+        self._picture = now
+        for metric, name in _RARE_COUNTS:
+            self._tell(stats, metric, name, getattr(now, name))
+        for metric, name in _GAUGES:
+            value = float(getattr(now, name))
+            if before is None or value != getattr(before, name):
+                stats.add(metric, value, self._tier_type)
+        for operation, state in now.breakers.items():
+            if before is None or state is not before.breakers[operation]:
+                is_open = float(state is not BreakerState.CLOSED)
+                stats.add(metrics.TIER_BREAKER_OPEN, is_open, self._tier_type, operation.value)
+
+    def _tell(self, stats: SpillwayStats, metric: metrics.Metric, name: str, counts: Mapping[Any, int]) -> None:
+        told, samples = self._told[name], stats.samples()
+        for key, count in counts.items():
+            if count != told.get(key):
+                sample = self._keys.get((name, key))
+                if sample is None:
+                    sample = self._keys[name, key] = sample_key(metric, self._tier_type, *_labels(key))
+                samples[sample] = count - told.get(key, 0)
+                told[key] = count
+
+
+def _labels(key: Enum | str | tuple[Enum | str, ...]) -> tuple[str, ...]:
+    """The label values of one entry of a count: an enumeration's member, a word, or several of them."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return tuple([str(part.value) if isinstance(part, Enum) else str(part) for part in parts])

@@ -1,0 +1,65 @@
+"""A request with windows or states starts again when its load failed; with attention alone vLLM decides."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from spillway_connector.engine.failed_loads import start_again_where_windows_are
+
+
+def request(name: str, computed: int) -> SimpleNamespace:
+    return SimpleNamespace(request_id=name, num_computed_tokens=computed)
+
+
+def group(spec: type) -> SimpleNamespace:
+    window = {"sliding_window": 32} if spec is SlidingWindowSpec else {}
+    return SimpleNamespace(
+        kv_cache_spec=spec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, **window)
+    )
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    """vLLM's own class with as much in it as these methods read: two requests, two groups."""
+    start_again_where_windows_are()
+    scheduler = Scheduler.__new__(Scheduler)
+    blocks = {"hurt": ([1, 2, 3], [0, 4, 5]), "fine": ([6, 7, 8], [0, 9, 10])}
+    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[group(FullAttentionSpec), group(SlidingWindowSpec)])
+    scheduler.kv_cache_manager = SimpleNamespace(get_block_ids=blocks.__getitem__)
+    scheduler.block_size = 16
+    return scheduler
+
+
+@pytest.mark.parametrize("bad_block", [2, 5])
+def test_a_bad_block_of_any_group_sends_its_request_back_to_the_start(scheduler: Scheduler, bad_block: int):
+    hurt, fine = request("hurt", 48), request("fine", 48)
+    found = scheduler._update_requests_with_invalid_blocks([hurt, fine], {bad_block}, {}, evict_blocks=False)
+    assert found == ({"hurt"}, 48, set())
+    assert (hurt.num_computed_tokens, fine.num_computed_tokens) == (0, 48)
+
+
+def test_requests_that_run_are_not_those_that_load(scheduler: Scheduler):
+    running = request("hurt", 48)
+    assert scheduler._update_requests_with_invalid_blocks([running], {2}, {"hurt": 1}) == (set(), 0, set())
+    assert running.num_computed_tokens == 48
+
+
+@pytest.mark.parametrize(("spec", "kept"), [(FullAttentionSpec, 16), (SlidingWindowSpec, 0)])
+def test_only_attention_to_everything_keeps_what_came_before(scheduler: Scheduler, spec: type, kept: int):
+    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[group(spec)])
+    scheduler.kv_cache_manager = SimpleNamespace(get_block_ids={"hurt": ([1, 2, 3],)}.__getitem__)
+    hurt = request("hurt", 48)
+    found = scheduler._update_requests_with_invalid_blocks([hurt], {2}, {}, evict_blocks=False)
+    assert found == ({"hurt"}, 48 - kept, set())
+    assert hurt.num_computed_tokens == kept
+
+
+def test_twice_is_harmless(scheduler: Scheduler):
+    before = Scheduler._update_requests_with_invalid_blocks
+    start_again_where_windows_are()
+    assert Scheduler._update_requests_with_invalid_blocks is before

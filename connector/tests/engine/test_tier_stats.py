@@ -1,0 +1,82 @@
+"""What a tier did, told in portions: every count once, rare ones at once, what nobody moved within a second."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from spillway_connector.engine.stats import SpillwayStats
+from spillway_connector.engine.tier_stats import IDLE_SECONDS, TierReport
+from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.contracts import NAMESPACE, key_of
+from spillway_connector.tiers.memory import MemoryStore, MemoryTier
+from spillway_connector.tiers.stats import Operation
+from spillway_connector.transfers import SharedTier
+
+PAYLOAD, ROWS = 1000, 16
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedTier]:
+    tier = MemoryTier(NAMESPACE, PAYLOAD, MemoryStore(1 << 20))
+    rows = np.zeros(ROWS * PAYLOAD, np.uint8)
+    shared = SharedTier(tier, rows=memoryview(rows), row_bytes=PAYLOAD, payload_bytes=PAYLOAD)
+    yield shared
+    shared.close(timeout_seconds=1.0)
+
+
+def told(report: TierReport) -> dict[str, float]:
+    stats = SpillwayStats()
+    report.add_to(stats)
+    return stats.reduce()
+
+
+def end_job(shared: SharedTier) -> None:
+    while not shared.finished():
+        assert shared.wait_for_progress(60.0)
+
+
+def test_portions_add_up_to_the_counters(shared: SharedTier):
+    report = TierReport("memory", shared)
+    sums: Counter[str] = Counter()
+    for number in range(ROWS):
+        shared.submit_store(2 * number, [key_of(number)], [number])
+        end_job(shared)
+        sums.update(told(report))
+        shared.submit_load(2 * number + 1, [key_of(number), key_of(100 + number)], [number, 0])
+        end_job(shared)
+        shared.lookup(key_of(number), "r")
+        sums.update(told(report))
+    counters = shared.counters
+    assert sums["tier_written_bytes|memory"] == counters.written_bytes == ROWS * PAYLOAD
+    assert sums["tier_read_bytes|memory"] == counters.read_bytes == ROWS * PAYLOAD
+    assert sums["tier_lookups|memory|hit"] == sum(counters.lookups.values()) == ROWS
+    assert sums["tier_failures|memory|load|miss"] == counters.failures[Operation.LOAD, "miss"] == ROWS
+    assert sums["tier_misses|memory|gone"] == ROWS
+
+
+def test_a_tier_that_nobody_uses_is_looked_at_once_a_second(shared: SharedTier):
+    clock = SteppedClock()
+    report = TierReport("memory", shared, clock)
+    told(report)
+    shared._tier.evicted_frames = 3  # by itself  # type: ignore[attr-defined]
+    assert not report.has_news()
+    assert told(report) == {}
+    clock.advance(IDLE_SECONDS)
+    assert report.has_news()
+    assert told(report) == {"tier_evicted_frames|memory|unspecified": 3}
+    assert told(report) == {}
+
+
+def test_the_first_portion_has_every_series_and_the_next_none_that_rests(shared: SharedTier):
+    report = TierReport("memory", shared)
+    stats, next_stats = SpillwayStats(), SpillwayStats()
+    report.add_to(stats)
+    names = {key.split("|")[0].removeprefix("spillway_tier_") for key in stats.samples()}
+    assert names >= {"read_bytes", "read_seconds", "written_bytes", "write_seconds", "breaker_open", "resident_bytes"}
+    shared.moved = True
+    report.add_to(next_stats)
+    assert not next_stats.samples()

@@ -1,0 +1,51 @@
+"""`python -m engine_lives [--count 10000] [--seed 0] [--shapes full chunks windows shared window-alone]`"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    os.environ.update(PYTHONHASHSEED="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
+    from engine_lives.engine import SHAPES, Engine
+    from engine_lives.schedules import run
+
+    parser = argparse.ArgumentParser(prog="engine_lives", description="Random schedules on vLLM's real scheduler.")
+    parser.add_argument("--count", type=int, default=10_000, help="schedules of each shape (default 10000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule (default 0)")
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--without", nargs="+", choices=("failures", "resets"), default=[], help="to narrow a fault")
+    given = parser.parse_args(arguments)
+    for name in given.shapes:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            engine = Engine(SHAPES[name], Path(folder))
+            engine.may_fail, engine.may_reset = "failures" not in given.without, "resets" not in given.without
+            for seed in range(given.seed, given.seed + given.count):
+                try:
+                    run(engine, seed)
+                except BaseException:
+                    print("\n".join(engine.trace[-200:]), file=sys.stderr)
+                    print(f"{name}: schedule {seed} (counting on from {given.seed})", file=sys.stderr)
+                    raise
+            engine.close()
+        figures = engine.figures
+        print(
+            f"{name}: {given.count} schedules, {figures.steps} steps, {figures.checked_tokens} tokens of KV checked, "
+            f"{figures.preemptions} preemptions, {figures.aborted} aborts, {figures.failures} steps with failed loads, "
+            f"{len(engine.copiers[next(iter(engine.copiers))].submitted_ids)} stores, "
+            f"{len(list(engine.copiers.values())[1].submitted_ids)} loads or pieces of them, "
+            f"{engine.figures.early_loads} begun early; {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""A shared tier in memory whose chunks come when the dice say so, one after the other, and sometimes never."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobMetadata, JobResult
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
+from spillway_connector.plan.changes import ChangeLog
+from spillway_connector.tiers.lookups import Answers, Lookup
+
+DICE = "dice"
+
+
+class DiceTier(PrefixTier):
+    """Bytes reach a row at `advance`, not at `submit_load`: a row that is read before is read wrong and found out."""
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **_: Any) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        self.changes = ChangeLog()
+        self.dice = random.Random(0)
+        self.losing_share = 0.0
+        self._rows = np.frombuffer(primary_kv_view, np.uint8).reshape(len(primary_kv_view), -1)
+        self._frames: dict[bytes, bytes] = {}
+        self._loads: list[tuple[JobMetadata, list[OffloadKey], list[int]]] = []  # with what has not come, and its rows
+        self._stores: list[JobMetadata] = []
+        self._failed: dict[int, set[bytes]] = {}
+        self._arrived: list[tuple[int, list[OffloadKey]]] = []
+        self._ended: list[JobResult] = []
+
+    @property
+    def open(self) -> bool:
+        return True
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return key in self._frames
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
+        there = next((at for at, key in enumerate(keys) if key not in self._frames), len(keys))
+        return Answers([Lookup.HIT] * there + [Lookup.MISS] * (there < len(keys)), float("inf"))
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._stores.append(job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._loads.append((job_metadata, list(job_metadata.keys), job_metadata.block_ids.tolist()))
+
+    def advance(self, chunks: int) -> None:
+        """Read the next `chunks` chunks, and write the stores that are waiting."""
+        for job in self._stores:
+            keys = list(job.keys)
+            for key, row in zip(keys, job.block_ids.tolist(), strict=True):
+                self._frames[key] = self._rows[row].tobytes()
+            self.changes.add(keys)
+            self._ended.append(TierJobResult(job.job_id, success=True))
+        self._stores.clear()
+        while chunks and self._loads:
+            job, keys, rows = self._loads[0]
+            key, row = keys.pop(0), rows.pop(0)
+            chunks -= 1
+            failed = self._failed.setdefault(job.job_id, set())
+            if self.dice.random() < self.losing_share:
+                failed.add(key)
+                self._frames.pop(key, None)
+                self.changes.add([key])
+            else:
+                self._rows[row] = np.frombuffer(self._frames[key], np.uint8)
+                self._arrived.append((job.job_id, [key]))
+            if not keys:
+                del self._loads[0]
+                self._arrived = [news for news in self._arrived if news[0] != job.job_id]
+                failed_keys = frozenset(self._failed.pop(job.job_id))
+                self._ended.append(TierJobResult(job.job_id, not failed, failed_keys=failed_keys, seconds=1e-9))
+
+    def take_arrived(self) -> Iterable[tuple[int, list[OffloadKey]]]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+
+if DICE not in SecondaryTierFactory._registry:
+    SecondaryTierFactory.register_tier(DICE, "engine_lives.dice_tier", "DiceTier")

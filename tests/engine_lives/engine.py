@@ -1,0 +1,385 @@
+"""An engine without a model: real scheduler, real connector, KV whose every byte is known.
+
+The KV of a token is an 8-byte digest of all tokens up to it. A request computes a token only after every earlier one
+that its attention reads has been found in its blocks, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from engine_lives.dice_tier import DICE, DiceTier
+from engine_lives.manual_copies import ManualCopier
+from spillway_connector.device.copier import Direction
+
+BLOCK_TOKENS = 16
+TOKEN_BYTES = 8
+LAYERS = 2  # a group
+MAX_TOKENS = 12 * BLOCK_TOKENS
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 2 * MAX_TOKENS,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """windows: tokens a group's attention reads, None for all of them; one group each."""
+
+    windows: tuple[int | None, ...]
+    device_blocks: int
+    cpu_rows: int
+    blocks_per_chunk: int = 1
+    shared_tier: bool = False  # a DiceTier behind the CPU tier
+
+
+SHAPES = {
+    "full": Shape((None,), device_blocks=22, cpu_rows=40),
+    "chunks": Shape((None,), device_blocks=22, cpu_rows=20, blocks_per_chunk=2),
+    "windows": Shape((None, 3 * BLOCK_TOKENS), device_blocks=40, cpu_rows=80),
+    "shared": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True),
+    "window-alone": Shape((2 * BLOCK_TOKENS + 5,), device_blocks=22, cpu_rows=40),
+}
+
+
+@dataclass
+class _Row:
+    """What the worker knows of a running request."""
+
+    blocks: list[list[int]]  # by group
+    computed: int = 0
+
+
+@dataclass
+class Figures:
+    steps: int = 0
+    loaded_blocks: int = 0
+    preemptions: int = 0
+    failures: int = 0
+    checked_tokens: int = 0
+    early_loads: int = 0
+    finished: int = 0
+    aborted: int = 0
+    by_request: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Engine:
+    def __init__(self, shape: Shape, folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(_MODEL))
+        self.shape = shape
+        self.config = _engine_config(shape, folder)
+        self.config.cache_config.num_gpu_blocks = shape.device_blocks
+        self.groups = [f"group{index}" for index in range(len(shape.windows))]
+        self.kv_config = _kv_cache_config(shape, self.groups)
+        hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self._block_hasher = get_request_block_hasher(BLOCK_TOKENS, hash_fn)
+        self._worker: Any = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.kv_config)
+        page = BLOCK_TOKENS * TOKEN_BYTES
+        caches = [torch.zeros(shape.device_blocks * page, dtype=torch.uint8) for _ in range(LAYERS)]
+        # As vLLM lays out several groups: the layers of one group share their tensors with those of the others.
+        self._worker.register_kv_caches(
+            {f"{group}.{layer}": cache for group in self.groups for layer, cache in enumerate(caches)}
+        )
+        self.kv = [cache.numpy().view(np.uint64).reshape(shape.device_blocks, BLOCK_TOKENS) for cache in caches]
+        self.copiers: dict[Direction, ManualCopier] = self._worker.connector_worker.spec.copiers
+        self.scheduler = Scheduler(
+            self.config, self.kv_config, StructuredOutputManager(self.config), BLOCK_TOKENS, BLOCK_TOKENS
+        )
+        manager = self._scheduler_half.manager
+        self.tier: DiceTier | None = manager.secondary_tiers[0] if shape.shared_tier else None
+        if self.tier is not None:  # so near that a load may begin whenever half of it is there
+            manager._gates[self.tier].load_rate.add(1e15, 1.0, 0.0)
+        self._rows: dict[str, _Row] = {}
+        self._digests: dict[str, list[int]] = {}
+        self.figures = Figures()
+        self.may_fail = self.may_reset = True
+        self.trace: list[str] = []  # of the schedule that runs
+        for copier in self.copiers.values():
+            copier.trace = self.trace
+
+    # -- what the dice may do
+
+    def submit(self, name: str, prompt: list[int], answer_tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True, temperature=0.0)
+        self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._block_hasher))
+        self._digests[name] = []
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self.figures.aborted += 1
+
+    def preempt_all(self) -> None:
+        """As when the prefix cache is reset under running requests. Left alone while others hold blocks, for a load
+        or since one: vLLM cannot take those away, says so, and may never find room for anyone again."""
+        running = {request.request_id for request in self.scheduler.running}
+        get_blocks = self.scheduler.kv_cache_manager.coordinator.get_blocks
+        if not any(any(get_blocks(name)) for name in self.scheduler.requests.keys() - running):
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def forget_device_cache(self) -> None:
+        self.scheduler.reset_prefix_cache()
+
+    def unfinished(self) -> list[Request]:
+        return [request for request in self.scheduler.requests.values() if not request.is_finished()]
+
+    # -- a step, in the order of vLLM's engine core and model runner
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        self.figures.steps += 1
+        meta = output.kv_connector_metadata
+        self._write_down(output, meta)
+        self.figures.early_loads += sum(piece.last for piece in getattr(meta, "pieces", ()))
+        self._worker.handle_preemptions(meta)
+        self._take_in(output)
+        self._worker.bind_connector_metadata(meta)
+        self._worker.start_load_kv(None)
+        sampled = self._compute(output)
+        self._worker.wait_for_save()
+        done = KVConnectorOutput()
+        done.finished_sending, done.finished_recving = self._worker.get_finished(output.finished_req_ids)
+        done.invalid_block_ids = self._worker.get_block_ids_with_load_errors()
+        done.kv_connector_stats = self._worker.get_kv_connector_stats()
+        done.kv_connector_worker_meta = self._worker.build_connector_worker_meta()
+        self._worker.clear_connector_metadata()
+        self.figures.failures += bool(done.invalid_block_ids)
+        if done.finished_recving or done.invalid_block_ids:
+            self.trace.append(f"  received {done.finished_recving}, invalid {sorted(done.invalid_block_ids)}")
+        names = list(output.num_scheduled_tokens)
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: at for at, name in enumerate(names)},
+                sampled_token_ids=[sampled[name] for name in names],
+                kv_connector_output=done,
+            ),
+        )
+
+    def _write_down(self, output: SchedulerOutput, meta: Any) -> None:
+        """For whoever has to find out what went wrong."""
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        if not (output.num_scheduled_tokens or output.finished_req_ids or meta.jobs_to_flush or meta.load_jobs):
+            return
+        self.trace.append(
+            f"step: {dict(output.num_scheduled_tokens)}, resumed {resumed}, preempted {output.preempted_req_ids}, "
+            f"finished {output.finished_req_ids}, flush {meta.jobs_to_flush}"
+        )
+        for kind, jobs in (("load", meta.load_jobs), ("store", meta.store_jobs)):
+            for job_id, job in jobs.items():
+                source, target = job.transfer_spec
+                self.trace.append(f"  {kind} {job_id} of {job.req_id}: {_ids(source)} -> {_ids(target)}")
+        for piece in getattr(meta, "pieces", ()):
+            what = "" if piece.transfer_spec is None else " -> ".join(_ids(side) for side in piece.transfer_spec)
+            end = f", last, lost {piece.lost_blocks}" if piece.last else ""
+            self.trace.append(f"  piece {piece.piece_id} of load {piece.job_id} of {piece.request_id}: {what}{end}")
+        for new in output.scheduled_new_reqs:
+            self.trace.append(f"  new {new.req_id}: computed {new.num_computed_tokens}, blocks {new.block_ids}")
+
+    def _take_in(self, output: SchedulerOutput) -> None:
+        for name in output.finished_req_ids:
+            self._rows.pop(name, None)
+        for name in output.preempted_req_ids or ():
+            self._rows.pop(name, None)
+            self.figures.preemptions += 1
+        for new in output.scheduled_new_reqs:
+            self._rows[new.req_id] = _Row([list(blocks) for blocks in new.block_ids], new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for at, name in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[at]
+            if name in cached.resumed_req_ids:
+                assert blocks is not None
+                self._rows[name] = _Row([list(group) for group in blocks])
+            elif blocks is not None:
+                for known, more in zip(self._rows[name].blocks, blocks, strict=True):
+                    known.extend(more)
+            self._rows[name].computed = cached.num_computed_tokens[at]
+
+    def _compute(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        sampled: dict[str, list[int]] = {}
+        for name, count in output.num_scheduled_tokens.items():
+            request, row = self.scheduler.requests[name], self._rows[name]
+            tokens = request.all_token_ids
+            digests = self._digests_of(name, tokens)
+            for group, window in enumerate(self.shape.windows):
+                self._check(name, row, group, window, digests)
+                for position in range(row.computed, row.computed + count):
+                    block = row.blocks[group][position // BLOCK_TOKENS]
+                    assert block, f"{name}: token {position} has no block of group {group}"
+                    for layer, cache in enumerate(self.kv):
+                        cache[block, position % BLOCK_TOKENS] = digests[position] + 10 * group + layer
+            done = row.computed + count
+            sampled[name] = [int(digests[done - 1] % 500) + 3] if done >= len(tokens) else []
+        return sampled
+
+    def _check(self, name: str, row: _Row, group: int, window: int | None, digests: list[int]) -> None:
+        """What the first new token reads is what was computed, wherever it has been since."""
+        first = 0 if window is None else max(0, row.computed - window + 1)
+        for position in range(first, row.computed):
+            block = row.blocks[group][position // BLOCK_TOKENS]
+            for layer, cache in enumerate(self.kv):
+                found = int(cache[block, position % BLOCK_TOKENS])
+                expected = digests[position] + 10 * group + layer
+                assert found == expected, f"{name}: group {group}, layer {layer}: token {position} of {row.computed}"
+        self.figures.checked_tokens += row.computed - first
+
+    def _digests_of(self, name: str, tokens: list[int]) -> list[int]:
+        digests = self._digests[name]
+        while len(digests) < len(tokens):
+            before = digests[-1] if digests else 0
+            packed = before.to_bytes(8, "little") + int(tokens[len(digests)]).to_bytes(4, "little")
+            digests.append(xxhash.xxh64_intdigest(packed) >> 8)
+        return digests
+
+    # -- what must be so when nobody asks for anything
+
+    def drain(self, steps_max: int = 2_000) -> None:
+        """Until all requests and jobs have ended; one that never does is found out here."""
+        connector = self._scheduler_half
+        for _ in range(steps_max):
+            for copier in self.copiers.values():
+                copier.advance(1_000)
+            if self.tier is not None:
+                self.tier.advance(1_000)
+            # The engine core steps while requests are unfinished or finished ones are to be told to the workers.
+            if not (self.scheduler.has_requests() or connector._jobs or connector.manager._transfer_jobs):
+                break
+            self.step()
+        else:
+            waiting = [(request.request_id, request.status.name) for request in self.unfinished()]
+            raise AssertionError(f"after {steps_max} steps there still are {waiting}, jobs {list(connector._jobs)}")
+        self._digests.clear()
+        self.trace.clear()
+
+    def require_nothing_left(self) -> None:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == self.shape.device_blocks - 1, "device blocks leaked"
+        assert not self.scheduler.requests
+        half = self._scheduler_half
+        held_by_scheduler = (
+            "_jobs",
+            "_req_status",
+            "_block_id_to_pending_jobs",
+            "_blocks_being_loaded",
+            "_failed_jobs",
+        )
+        for held in (*held_by_scheduler, "_early_loads"):
+            assert not getattr(half, held), f"the scheduler's {held}: {getattr(half, held)}"
+        assert not half._recompute_only
+        tier = half.manager.primary_tier
+        assert not tier._readers, "rows are still pinned"
+        assert tier.ready == set(tier.resident), "rows are still being written"
+        rows = list(tier._rows.values()) + list(tier._free_list)
+        assert len(rows) == len(set(rows)), "a row has two owners"
+        assert len(rows) == tier._num_allocated_blocks, "rows leaked"
+        assert not half.manager._bounds.waits
+        assert not half.manager._distrusted
+        assert not half.manager._taken_in
+        assert not half.manager._bounds.rows_in_flight
+        worker = self._worker.connector_worker
+        held_by_worker = ("_load_jobs", "_load_blocks", "_refused_loads", "_unsubmitted_store_jobs", "_invalid_blocks")
+        for held in (*held_by_worker, "_loads_in_pieces", "_pieces"):
+            assert not getattr(worker, held), f"the worker's {held}: {getattr(worker, held)}"
+        assert all(copier.idle for copier in self.copiers.values())
+
+    @property
+    def _scheduler_half(self) -> Any:
+        connector: Any = self.scheduler.connector
+        return connector.connector_scheduler
+
+    def close(self) -> None:
+        self._worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def _ids(spec: Any) -> str:
+    ids = getattr(spec, "block_ids", None)
+    return f"{type(spec).__name__} {None if ids is None else ids.tolist()}"
+
+
+def _engine_config(shape: Shape, folder: Path) -> VllmConfig:
+    return EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="float32",
+        enforce_eager=True,
+        block_size=BLOCK_TOKENS,
+        max_model_len=MAX_TOKENS,
+        max_num_seqs=6,
+        max_num_batched_tokens=6 * BLOCK_TOKENS,
+        enable_chunked_prefill=True,
+        num_gpu_blocks_override=shape.device_blocks,
+        enable_prefix_caching=True,
+        prefix_caching_hash_algo="sha256_cbor",
+        kv_transfer_config={
+            "kv_connector": "SpillwayConnector",
+            "kv_connector_module_path": "spillway_connector.engine.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "spec_name": "ManualSpec",
+                "spec_module_path": "engine_lives.manual_copies",
+                "num_cpu_blocks": shape.cpu_rows,
+                "blocks_per_chunk": shape.blocks_per_chunk,
+                "prefill_tokens_per_second": 1.0,
+                "secondary_tiers": [{"type": DICE}] if shape.shared_tier else [],
+            },
+        },
+    ).create_engine_config()
+
+
+def _kv_cache_config(shape: Shape, groups: list[str]) -> KVCacheConfig:
+    common = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    specs = [
+        FullAttentionSpec(**common) if window is None else SlidingWindowSpec(**common, sliding_window=window)
+        for window in shape.windows
+    ]
+    page = specs[0].page_size_bytes
+    assert page == BLOCK_TOKENS * TOKEN_BYTES
+    return KVCacheConfig(
+        num_blocks=shape.device_blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(size=page * shape.device_blocks, shared_by=[f"{group}.{layer}" for group in groups])
+            for layer in range(LAYERS)
+        ],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"{group}.{layer}" for layer in range(LAYERS)], spec)
+            for group, spec in zip(groups, specs, strict=True)
+        ],
+    )

@@ -1,0 +1,85 @@
+"""A copier whose jobs run when the dice say so, late and in order as on a device, and sometimes fail."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+from spillway_connector.device.copier import Copier, CopyResult, Direction
+from spillway_connector.device.cpu import copy_spans
+from spillway_connector.device.host_region import HostRegion
+from spillway_connector.engine.spec import SpillwayOffloadingSpec
+from spillway_connector.errors import DeviceCopyError
+from spillway_connector.plan.copies import CopyPlan
+
+_GARBAGE = 0xA5
+
+
+class ManualCopier:
+    """Bytes move at `advance` or `wait`, not at `submit`: what was reused too early is copied wrong and found out."""
+
+    def __init__(self, direction: Direction) -> None:
+        self.direction = direction
+        self.dice = random.Random(0)
+        self.failing_share = 0.0
+        self.refused_share = 0.0
+        self.submitted_ids: set[int] = set()
+        self.trace: list[str] = []
+        self._queue: list[tuple[int, CopyPlan]] = []
+        self._ended: list[CopyResult] = []
+
+    def submit(self, job_id: int, plan: CopyPlan) -> None:
+        assert job_id not in self.submitted_ids, f"job {job_id} was submitted twice"
+        self.submitted_ids.add(job_id)
+        if self.dice.random() < self.refused_share:
+            self.trace.append(f"  {self.direction.value} {job_id} refused")
+            raise DeviceCopyError("refused, as the test wants it")
+        self._queue.append((job_id, plan))
+
+    def advance(self, jobs: int) -> None:
+        """Run the oldest `jobs` jobs."""
+        for _ in range(min(jobs, len(self._queue))):
+            job_id, plan = self._queue.pop(0)
+            error = None
+            if self.dice.random() < self.failing_share:
+                garbage = np.full(int(plan.sizes_bytes.max(initial=1)), _GARBAGE, np.uint8)
+                source = np.full(len(plan), garbage.ctypes.data, np.int64)
+                if self.direction is Direction.STORE:
+                    copy_spans(self.direction, CopyPlan(source, plan.host_addresses, plan.sizes_bytes))
+                else:
+                    copy_spans(self.direction, CopyPlan(plan.device_addresses, source, plan.sizes_bytes))
+                error = DeviceCopyError("failed, as the test wants it")
+            else:
+                copy_spans(self.direction, plan)
+            self.trace.append(f"  {self.direction.value} {job_id} {'failed' if error else 'copied'}")
+            self._ended.append(CopyResult(job_id, plan.total_bytes, 0.001, error))
+
+    def finished(self) -> list[CopyResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        last = max((at for at, (job_id, _) in enumerate(self._queue) if job_id in job_ids), default=-1)
+        self.advance(last + 1)
+
+    def close(self) -> None:
+        self.advance(len(self._queue))
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue and not self._ended
+
+
+class ManualSpec(SpillwayOffloadingSpec):
+    """What vLLM builds from `spec_name: ManualSpec`; the copiers of a worker are its `copiers`."""
+
+    def _open_transport(self, region: HostRegion) -> Callable[[Direction], Copier]:
+        self.copiers: dict[Direction, ManualCopier] = {}
+
+        def copier(direction: Direction) -> ManualCopier:
+            self.copiers[direction] = ManualCopier(direction)
+            return self.copiers[direction]
+
+        return copier

@@ -1,0 +1,209 @@
+"""One model's engines, in a process of their own: `python -m engine_matrix.engine_run MODEL FOLDER CASE...`.
+
+vLLM binds threads to cores, reads its settings from the environment and keeps global state, none of which the process
+that asks should inherit. Prints `RUN {json}` for each case:
+
+    none         no connector: the answers that count
+    cpu          Spillway with the CPU tier
+    nvme         Spillway with so small a CPU tier that chunks come back from files
+    lossy        loads that bring zeroes: the answers must differ, or the comparison proves nothing
+    failing      every second load fails after it has spoilt its blocks
+    npu, npu-off the NPU transport on the ACL emulator, with batched copies and without
+
+or `REFUSED {json}` with the error when the engine does not start. Scheduler and worker are in this one process (the
+workers of several ranks are not), which costs seconds an engine where vLLM's processes cost a minute.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine_matrix.models import BLOCK_TOKENS, MAX_LENGTH, VOCABULARY, Model, build, model
+
+PROMPT_BLOCKS = 12
+ANSWER_TOKENS = 8
+# Lengths of three prompts: inside a block, exactly whole blocks, one token more.
+_TAILS = (5, 0, 1)
+# What is asked, one after the other: each evicts the one before, and the last two go beyond what was asked before.
+_ORDER = ("a", "b", "c", "a", "b", "c", "a", "b+", "c+")
+
+
+def prompts() -> dict[str, list[int]]:
+    found = {}
+    for name, tail in zip("abc", _TAILS, strict=True):
+        dice = random.Random(name)
+        found[name] = [dice.randrange(3, VOCABULARY) for _ in range(PROMPT_BLOCKS * BLOCK_TOKENS + tail)]
+        found[f"{name}+"] = found[name] + [dice.randrange(3, VOCABULARY) for _ in range(2 * BLOCK_TOKENS + 3)]
+    return found
+
+
+def transfer_config(case: str, wanted: Model, folder: Path) -> dict[str, Any] | None:
+    """vLLM's kv_transfer_config of a case."""
+    if case == "none":
+        return None
+    extra: dict[str, Any] = {
+        "spec_name": "SpillwayOffloadingSpec",
+        "spec_module_path": "spillway_connector.engine.spec",
+        "num_cpu_blocks": wanted.cpu_blocks,
+    }
+    if case == "lossy":
+        extra |= {"spec_name": "LossySpec", "spec_module_path": "engine_matrix.lossy_spec"}
+    if case == "failing":
+        extra |= {"spec_name": "FailingSpec", "spec_module_path": "engine_matrix.failing_spec"}
+    if case == "nvme":
+        tier = {"type": "nvme", "path": str(folder / f"nvme-{wanted.name}"), "max_bytes": 1 << 30}
+        limits = {"lookup_timeout_seconds": 60.0, "load_timeout_seconds": 60.0, "store_timeout_seconds": 60.0}
+        # A load is wanted whether it pays or not, and nothing may be too late on a busy machine.
+        extra |= {
+            "num_cpu_blocks": wanted.small_cpu_blocks,
+            "prefill_tokens_per_second": 1e-3,
+            "request_wait_seconds": 60.0,
+            "secondary_tiers": [tier | limits],
+        }
+    if case.startswith("npu"):
+        from acl_emulator import build as emulator
+
+        extra |= {
+            "spec_name": "EmulatedNpuSpec",
+            "spec_module_path": "acl_emulator.engine_spec",
+            "transport": "npu",
+            "acl_library_path": str(emulator.library()),
+            "batch_memcpy": "off" if case == "npu-off" else "on",
+        }
+    return {
+        "kv_connector": "SpillwayConnector",
+        "kv_connector_module_path": "spillway_connector.engine.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def answers(wanted: Model, folder: Path, case: str) -> dict[str, Any]:
+    """Tokens of each answer, and how many tokens of each prompt came from a cache."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    settings: dict[str, Any] = {
+        "model": str(build(wanted, folder)),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": MAX_LENGTH,
+        "max_num_seqs": 4,
+        "num_gpu_blocks_override": wanted.device_blocks,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "disable_log_stats": True,
+        "seed": 0,
+        **wanted.engine,
+    }
+    engine = LLM(**settings, kv_transfer_config=transfer_config(case, wanted, folder))
+    try:
+        greedy = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False)
+        asked = prompts()
+        tokens, cached = [], []
+        for name in _ORDER:
+            (answer,) = engine.generate([{"prompt_token_ids": asked[name]}], greedy, use_tqdm=False)
+            tokens.append(list(answer.outputs[0].token_ids))
+            cached.append(answer.num_cached_tokens or 0)
+        return {"tokens": tokens, "cached": cached}
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+        ensure_kv_transfer_shutdown()  # a worker of this process would find the last engine's connector
+        cleanup_dist_env_and_memory()
+
+
+class Tally:
+    """What the scheduler's half hears and reports, of all ranks and tiers, since `take`."""
+
+    def __init__(self) -> None:
+        from spillway_connector import metrics
+        from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
+        from spillway_connector.engine.stats import SpillwayStats
+        from spillway_connector.engine.tiering import SpillwayTieringManager
+
+        self._counts = {"loads": 0, "failed_loads": 0, "tier_read_bytes": 0.0}
+        heard, taken = SpillwayConnectorScheduler.update_connector_output, SpillwayTieringManager.take_stats
+
+        def hear(half: SpillwayConnectorScheduler, output: Any) -> None:
+            meta = output.kv_connector_worker_meta
+            for job_id in meta.completed_jobs if meta is not None else ():
+                if not half._jobs[job_id].is_store:
+                    self._counts["loads"] += 1
+                    self._counts["failed_loads"] += job_id in meta.failed_jobs
+            heard(half, output)
+
+        def take_stats(manager: SpillwayTieringManager) -> SpillwayStats | None:
+            stats = taken(manager)
+            for key, amount in stats.samples().items() if stats is not None else ():
+                if key.startswith(metrics.TIER_READ_BYTES.name):
+                    self._counts["tier_read_bytes"] += amount
+            return stats
+
+        SpillwayConnectorScheduler.update_connector_output = hear
+        SpillwayTieringManager.take_stats = take_stats
+
+    def take(self) -> dict[str, float]:
+        counts = dict(self._counts)
+        self._counts = dict.fromkeys(counts, 0)
+        return counts
+
+
+def _emulator_calls() -> dict[str, int]:
+    """Since the last engine on it; the emulator is this process's."""
+    from acl_emulator import build as emulator
+    from acl_emulator.control import Emulator
+
+    npu = Emulator(emulator.library())
+    live = npu.live()
+    found = {
+        "batch_calls": npu.calls("aclrtMemcpyBatchAsync"),
+        "single_calls": npu.calls("aclrtMemcpyAsync"),
+        "unpinned_copies": sum("Memcpy" in line and "pinned=0" in line for line in npu.log()),
+        "left_open": live.streams + live.events + live.host_registrations,
+    }
+    npu.reset()
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    name, folder, cases = arguments[0], Path(arguments[1]), arguments[2:]
+    wanted = model(name)
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        HF_HUB_OFFLINE="1",
+        PYTHONHASHSEED="0",
+        TORCH_COMPILE_DISABLE="1",
+        **wanted.environment,
+    )
+    if wanted.torch_mla:
+        from engine_matrix import torch_mla
+
+        torch_mla.install()
+    tally = Tally()
+    for case in cases:
+        try:
+            run = answers(wanted, folder, case) | tally.take() | (_emulator_calls() if case.startswith("npu") else {})
+        except Exception as error:
+            cause = error.__cause__ or error
+            print("REFUSED " + json.dumps({"case": case, "error": f"{type(cause).__name__}: {cause}"}), flush=True)
+            raise
+        print("RUN " + json.dumps({"case": case} | run), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

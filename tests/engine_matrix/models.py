@@ -1,0 +1,181 @@
+"""The models of the matrix: tiny, of the true architecture, with random weights large enough that attention decides.
+
+Each is built by transformers from a configuration alone and saved as a few megabytes of safetensors, always the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+BLOCK_TOKENS = 32
+MAX_LENGTH = 512  # of prompt and answer: 16 blocks
+_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One row: which configuration, and what the engine needs besides."""
+
+    name: str
+    layout: str  # what its KV cache is like, for the table
+    model_type: str  # transformers' name
+    settings: dict[str, Any]
+    device_blocks: int = 20  # a prompt and a half: asking for another prompt evicts
+    cpu_blocks: int = 64
+    small_cpu_blocks: int = 30  # fewer than two prompts need, so that a third comes from the files
+    engine: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    more_cases: tuple[str, ...] = ()
+    leaves_out: tuple[str, ...] = ()
+    refuses: str | None = None  # what vLLM says where it cannot run this model on a CPU at all
+    torch_mla: bool = False  # install engine_matrix.torch_mla first: vLLM's CPU platform has no MLA kernels
+
+
+MODELS = (
+    Model("llama", "grouped-query attention, one KV group", "llama", _SIZES),
+    Model("qwen3", "grouped-query attention with query and key norms", "qwen3", _SIZES),
+    Model(
+        "mistral-window",
+        "sliding window in every layer, one KV group",
+        "mistral",
+        _SIZES | {"sliding_window": 96},
+        leaves_out=("nvme",),  # the last three blocks of a prompt are all it needs, and the CPU tier keeps those
+    ),
+    Model(
+        "gemma3-window",
+        "sliding window (96 tokens) and full attention, several KV groups",
+        "gemma3_text",
+        _SIZES
+        | {
+            "num_hidden_layers": 6,
+            "sliding_window": 96,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 32,
+        },
+        device_blocks=56,
+        cpu_blocks=200,  # a block of each group takes a row: 36 rows a prompt
+        small_cpu_blocks=80,
+        more_cases=("npu", "npu-off"),
+    ),
+    Model(
+        "deepseek-v2",
+        "multi-head latent attention, one latent of 80 numbers a token and layer",
+        "deepseek_v2",
+        _SIZES
+        | {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 64,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "head_dim": 16,
+            "first_k_dense_replace": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        more_cases=("npu", "npu-off"),
+        torch_mla=True,
+    ),
+    Model(
+        "qwen3-next",
+        "gated delta net states beside full attention, two kinds of KV group",
+        "qwen3_next",
+        _SIZES
+        | {
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [0, 1, 2],  # vLLM wants one layer with experts
+        },
+        engine={"dtype": "bfloat16"},  # "CPU GDN attention requires BF16."
+        refuses="Input tensor dtype mismatch",
+    ),
+    Model(
+        "falcon-h1",
+        "Mamba-2 states beside grouped-query attention",
+        "falcon_h1",
+        _SIZES | {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16},
+        refuses="module 'triton' has no attribute 'next_power_of_2'",  # its Mamba kernels are Triton's
+    ),
+    Model(
+        "lfm2",
+        "short convolutions beside grouped-query attention",
+        "lfm2",
+        _SIZES
+        | {
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 128,
+            "block_dim": 128,
+            "block_ff_dim": 256,
+            "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.0,
+        },
+    ),
+    Model(
+        "llama-fp8",
+        "grouped-query attention, KV cache in fp8",
+        "llama",
+        _SIZES,
+        engine={"kv_cache_dtype": "fp8"},
+    ),
+    Model(
+        "llama-tp2",
+        "grouped-query attention, two ranks",
+        "llama",
+        _SIZES,
+        engine={"tensor_parallel_size": 2},
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    ),
+)
+
+
+def model(name: str) -> Model:
+    """Raises KeyError naming those there are."""
+    for candidate in MODELS:
+        if candidate.name == name:
+            return candidate
+    raise KeyError(f"{name!r} is none of {', '.join(candidate.name for candidate in MODELS)}")
+
+
+def build(wanted: Model, folder: Path) -> Path:
+    """Write config.json and random weights to a folder of the model's name; one that is there is taken as it is."""
+    target = folder / wanted.name
+    if (target / "model.safetensors").exists():
+        return target
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(wanted.model_type, **wanted.settings)
+    built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    built.save_pretrained(target, safe_serialization=True)
+    return target

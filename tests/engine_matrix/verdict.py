@@ -1,0 +1,79 @@
+"""What a model's runs prove, and running them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_TESTS = Path(__file__).parents[1]
+# Cases that must answer as the engine without offload does, and have loaded something.
+SAME = ("cpu", "nvme", "failing", "npu", "npu-off")
+
+
+@dataclass
+class Outcome:
+    """Of one model."""
+
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by case
+    refusals: dict[str, str] = field(default_factory=dict)  # case -> the engine's own words
+    log: str = ""
+
+    @property
+    def loaded_tokens(self) -> int:
+        """That the CPU tier gave back, in the run with nothing but a CPU tier."""
+        return sum(self.runs["cpu"]["cached"]) - sum(self.runs["none"]["cached"])
+
+
+def run_model(name: str, folder: Path, cases: list[str], timeout_seconds: float = 1800.0) -> Outcome:
+    """One process for all cases of a model. Never raises for what an engine does."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "engine_matrix.engine_run", name, str(folder), *cases]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False
+    )
+    outcome = Outcome(log=done.stdout[-4000:] + done.stderr[-12_000:])
+    for line in done.stdout.splitlines():
+        kind, _, payload = line.partition(" ")
+        if kind == "RUN":
+            run = json.loads(payload)
+            outcome.runs[run["case"]] = run
+        elif kind == "REFUSED":
+            refusal = json.loads(payload)
+            outcome.refusals[refusal["case"]] = refusal["error"]
+    if done.returncode and not outcome.refusals:
+        started = [case for case in cases if case not in outcome.runs]
+        outcome.refusals[started[0] if started else "end"] = f"the process ended with {done.returncode}"
+    return outcome
+
+
+def faults(outcome: Outcome) -> list[str]:
+    """What is wrong with the runs there are; empty when offload changes no answer, and would be seen if it did."""
+    runs, found = outcome.runs, []
+    reference = runs["none"]
+    for case, run in runs.items():
+        if case in SAME and run["tokens"] != reference["tokens"]:
+            pairs = zip(run["tokens"], reference["tokens"], strict=True)
+            differing = [at for at, (one, other) in enumerate(pairs) if one != other]
+            found.append(f"{case}: answers {differing} differ")
+        if case in SAME and sum(run["cached"]) <= sum(reference["cached"]):
+            found.append(f"{case}: nothing came from a tier")
+        if case in SAME and not run["loads"]:
+            found.append(f"{case}: nothing was loaded")
+    if "lossy" in runs and runs["lossy"]["tokens"] == reference["tokens"]:
+        found.append("lossy: loads that bring nothing change no answer, so the comparison proves nothing")
+    if "nvme" in runs and not runs["nvme"]["tier_read_bytes"]:
+        found.append("nvme: nothing was read from the files")
+    for case in ("npu", "npu-off"):
+        if case in runs:
+            run = runs[case]
+            wanted, other = ("batch_calls", "single_calls") if case == "npu" else ("single_calls", "batch_calls")
+            if not run[wanted] or run[other] or run["unpinned_copies"] or run["left_open"]:
+                found.append(f"{case}: {[(key, run[key]) for key in (wanted, other, 'unpinned_copies', 'left_open')]}")
+    if "failing" in runs and not runs["failing"]["failed_loads"]:
+        found.append("failing: no load failed")
+    return found
