@@ -10,11 +10,12 @@ import spillway_gateway
 ROOT = Path(spillway_gateway.__file__).parent
 ALLOWED = {
     "access": set(),
+    "discovery": set(),
     "routing": set(),
     "fleet": {"routing"},
     "tokens": {"fleet", "routing"},
     "upstream": {"access", "fleet", "routing"},
-    "api": {"access", "fleet", "routing", "tokens", "upstream"},
+    "api": {"access", "discovery", "fleet", "routing", "tokens", "upstream"},
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 import zmq.asyncio
@@ -20,21 +21,30 @@ from starlette.routing import Route
 
 from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
+from spillway_gateway.api.discovery_report import discovered, discovery_families
 from spillway_gateway.api.inference import FrontDoor, InferenceEndpoint, Lifecycle, StoredResponseEndpoint
 from spillway_gateway.api.live_families import access_families, config_families, live_families
 from spillway_gateway.api.models import ModelList
 from spillway_gateway.api.operations import Operations
 from spillway_gateway.api.routes import ROUTES
+from spillway_gateway.api.short_way import ShortWay
 from spillway_gateway.api.stored_responses import ResponseOwners
 from spillway_gateway.config import GatewayConfig
 from spillway_gateway.config_follower import ConfigFollower
+from spillway_gateway.config_tracing import TracingConfig
+from spillway_gateway.engine_tasks import Clients, guarded
 from spillway_gateway.error_bodies import body_of, error_body
 from spillway_gateway.errors import GatewayError
+from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.metrics import GatewayMetrics
-from spillway_gateway.roster import Clients, Roster, guarded
+from spillway_gateway.roster import Roster
+from spillway_gateway.ui.page_routes import PageRoutes
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import RetryBudget
 from spillway_gateway.upstream.stream import Relay, UpstreamServices, shutdown_cause
+
+if TYPE_CHECKING:
+    from spillway_gateway.tracing.exporting import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +63,7 @@ class Gateway:
         self.running: set[Relay] = set()
         self.gatekeeper = Gatekeeper(config.auth)
         self.audit = AuditLog(config.audit) if config.audit.enabled else None
+        self.tracing = _tracing(config.tracing)
         self._executor = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self.roster = Roster(config, self.metrics, self._executor)
         self.models = self.roster.models
@@ -68,9 +79,11 @@ class Gateway:
             limits=config.limits,
             running=self.running,
             admissions=self.admissions,
+            recent=Recent(),
         )
         self.follower = ConfigFollower(config_path, config, self.apply) if config_path is not None else None
         self.metrics.watch(lambda: live_families(self.fleets))
+        self.metrics.watch(lambda: discovery_families(self.roster.sources, self.fleets))
         self.metrics.watch(lambda: access_families(self.admissions, self.gatekeeper, self.audit))
         if self.follower is not None:
             follower = self.follower
@@ -82,10 +95,22 @@ class Gateway:
                     restart_pending=bool(follower.restart_pending),
                 )
             )
-        operations = Operations(self.fleets, self.lifecycle, self.metrics, self.gatekeeper, lambda: self.config)
-        self.app = self._build_app(operations)
+        operations = Operations(
+            self.fleets,
+            self.lifecycle,
+            self.metrics,
+            self.gatekeeper,
+            lambda: self.config,
+            discovered=lambda: discovered(self.roster.sources, self.fleets),
+        )
+        page = PageRoutes(self.fleets, self.admissions, self.services.recent, self.lifecycle, self.gatekeeper)
+        self.app = self._build_app(operations, page)
         self.ops_app = Starlette(
-            routes=[*operations.probe_routes(), *operations.operator_routes(asks_for_key=False)],
+            routes=[
+                *operations.probe_routes(),
+                *operations.operator_routes(asks_for_key=False),
+                *page.routes(asks_for_key=False),
+            ],
             exception_handlers={HTTPException: _http_error},
         )
 
@@ -105,7 +130,7 @@ class Gateway:
             logging.getLogger("spillway_gateway.upstream.stream").setLevel(requests)
         self.config = config
 
-    def _build_app(self, operations: Operations) -> FastAPI:
+    def _build_app(self, operations: Operations, page: PageRoutes) -> ShortWay:
         app = FastAPI(
             title="Spillway gateway", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan
         )
@@ -116,15 +141,17 @@ class Gateway:
             gatekeeper=self.gatekeeper,
             owners=ResponseOwners(),
             audit=self.audit,
+            tracing=self.tracing,
         )
         # Raw ASGI endpoints, first in the list: no model of FastAPI's touches an inference body.
-        routes = [Route(route.path, InferenceEndpoint(route, door), methods=["POST"]) for route in ROUTES]
+        endpoints = {route.path: InferenceEndpoint(route, door) for route in ROUTES}
+        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
         stored = "/v1/responses/{response_id}"
         routes.append(Route(stored, StoredResponseEndpoint("GET", "", door), methods=["GET"]))
         routes.append(Route(stored + "/cancel", StoredResponseEndpoint("POST", "/cancel", door), methods=["POST"]))
         routes += operations.probe_routes()
         if self.config.listen.ops_port is None:
-            routes += operations.operator_routes(asks_for_key=True)
+            routes += [*operations.operator_routes(asks_for_key=True), *page.routes(asks_for_key=True)]
         app.router.routes[:0] = routes
 
         @app.get("/v1/models")
@@ -146,13 +173,15 @@ class Gateway:
             body = error_body("The gateway failed on this request", "server_error", None, "internal_error")
             return Response(body, 500, media_type="application/json")
 
-        return app
+        return ShortWay(endpoints, app)
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             if self.audit is not None:
                 stack.push_async_callback(asyncio.to_thread, self.audit.close)
+            if self.tracing is not None:
+                stack.push_async_callback(asyncio.to_thread, self.tracing.close)
             stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
             stack.callback(self.services.pool.close)
             context = zmq.asyncio.Context()
@@ -163,9 +192,13 @@ class Gateway:
             self.model_list = ModelList(self.fleets, session)
             self.roster.start(Clients(session, context))
             stack.push_async_callback(self.roster.stop)
+            if self.gatekeeper.shared is not None:
+                stack.push_async_callback(self.gatekeeper.shared.close)
             tasks = await stack.enter_async_context(_cancelled_at_exit())
             tasks.append(asyncio.create_task(self._trim_pool()))
             tasks.append(asyncio.create_task(guarded(self.gatekeeper.follow(), "keys file")))
+            if self.gatekeeper.shared is not None:
+                tasks.append(asyncio.create_task(guarded(self.gatekeeper.shared.run(), "shared limits")))
             if self.follower is not None:
                 tasks.append(asyncio.create_task(guarded(self.follower.run(), "configuration file")))
             yield
@@ -191,6 +224,14 @@ class Gateway:
         self.lifecycle.closed = True
         for relay in list(self.running):
             relay.abort(shutdown_cause())
+
+
+def _tracing(config: TracingConfig) -> Tracing | None:
+    if config.otlp_endpoint is None:
+        return None
+    from spillway_gateway.tracing.exporting import Tracing  # noqa: PLC0415 - 20 MB that nobody else needs
+
+    return Tracing(config)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -17,6 +17,9 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from spillway_gateway.config_discovery import DiscoveryConfig, check_discovery
+from spillway_gateway.config_shared_limits import SharedLimitsConfig, check_shared_limits
+from spillway_gateway.config_tracing import TracingConfig, check_tracing
 from spillway_gateway.errors import ConfigError
 
 
@@ -52,8 +55,11 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
+    """engines or discovery: one of them is set."""
+
     name: str
-    engines: tuple[EngineConfig, ...]
+    engines: tuple[EngineConfig, ...] = ()
+    discovery: DiscoveryConfig | None = None  # where engines are found that come and go; see discovery/
     aliases: tuple[str, ...] = ()
     tokenizer: str | None = None  # folder with tokenizer.json; without it prompts are matched by text blocks
 
@@ -119,6 +125,7 @@ class AuthConfig:
     salt_secret_file: str | None = None  # needed with keysFile: at least 32 random bytes, equal on every replica
     engine_key_file: str | None = None  # the engines' own API key; a client's key never goes to an engine
     reload_seconds: float = 2.0  # between two looks at the keys file
+    shared_limits: SharedLimitsConfig | None = None  # None: tenants' limits hold per gateway process
     unsalted_routes: str = "refuse"  # refuse | allow: routes on which the engine takes no salt, so tenants share blocks
 
 
@@ -181,6 +188,7 @@ class GatewayConfig:
     log: LogConfig = field(default_factory=LogConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     reload: ReloadConfig = field(default_factory=ReloadConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 def load_config(path: Path) -> GatewayConfig:
@@ -265,9 +273,12 @@ def _convert(hint: Any, value: object, where: str) -> Any:
             raise ConfigError(f"{where}: {_given(value)} given, a list needed")
         return tuple(_convert(element, entry, f"{where}[{index}]") for index, entry in enumerate(value))
     if origin is types.UnionType:
-        if value is None:
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        if value is None and len(kinds) < len(typing.get_args(hint)):
             return None
-        return _convert(next(kind for kind in typing.get_args(hint) if kind is not types.NoneType), value, where)
+        if kinds == [int, str]:
+            return _convert_scalar(str if isinstance(value, str) else int, value, where)
+        return _convert(kinds[0], value, where)
     return _convert_scalar(hint, value, where)
 
 
@@ -302,9 +313,12 @@ def _check(config: GatewayConfig) -> None:
     for model in config.models:
         for engine in model.engines:
             _check_engine(model.name, engine)
+        if model.discovery is not None:
+            check_discovery(model.name, model.discovery)
     if not 0 <= config.listen.port <= 65535:
         raise ConfigError(f"listen.port: {config.listen.port} given, 0 to 65535 needed (0 lets the system choose)")
     _check_listeners(config.listen)
+    check_tracing(config.tracing)
     if not 0 <= config.reload.period_seconds < float("inf"):
         raise ConfigError(f"reload.periodSeconds: {config.reload.period_seconds} given, a finite number from 0 needed")
     if config.audit.waiting_lines_max < 1:
@@ -337,6 +351,10 @@ def _check(config: GatewayConfig) -> None:
         raise ConfigError("auth: one of keysFile and saltSecretFile given; set both, or neither")
     if not 0 < auth.reload_seconds < float("inf"):
         raise ConfigError(f"auth.reloadSeconds: {auth.reload_seconds} given, a finite number above 0 needed")
+    if auth.shared_limits is not None:
+        if auth.keys_file is None:
+            raise ConfigError("auth.sharedLimits: set without auth.keysFile; set both, or neither")
+        check_shared_limits("auth.sharedLimits", auth.shared_limits)
     if auth.unsalted_routes not in ("refuse", "allow"):
         raise ConfigError(f"auth.unsaltedRoutes: {auth.unsalted_routes!r} given, refuse or allow needed")
     levels = ("debug", "info", "warning", "error")
@@ -363,8 +381,10 @@ def _check_names(config: GatewayConfig) -> None:
     served: dict[str, str] = {}
     engines: dict[str, str] = {}
     for model in config.models:
-        if not model.engines:
-            raise ConfigError(f"models: {model.name!r} has no engine; add one under its 'engines'")
+        if not model.engines and model.discovery is None:
+            raise ConfigError(f"models: {model.name!r} has no engine; add one under its 'engines', or set 'discovery'")
+        if model.engines and model.discovery is not None:
+            raise ConfigError(f"models: {model.name!r} has both engines and discovery; remove one of them")
         for name in (model.name, *model.aliases):
             if name in served:
                 raise ConfigError(f"models: the name {name!r} is used twice; names and aliases must be unique")

@@ -12,6 +12,7 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _OVERHEAD_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
@@ -120,6 +121,14 @@ class GatewayMetrics:
         self.broken = cache(self._broken.labels)
         self.predicted_tokens = cache(self._predicted_tokens.labels)
         self.actual_tokens = cache(self._actual_tokens.labels)
+
+    def forget_engine(self, engine: str) -> None:
+        """Drop every series of an engine that is gone for good: names of pods do not come back, and would pile up."""
+        for metric in vars(self).values():
+            if isinstance(metric, MetricWrapperBase) and "engine" in metric._labelnames:
+                metric.remove_by_labels({"engine": engine})
+        for cached in (self.request, self.first_byte, self.retry, self.broken):
+            cached.cache_clear()
 
     def watch(self, read: Callable[[], Iterable[GaugeMetricFamily | CounterMetricFamily]]) -> None:
         """Add families that are read from live state at each scrape."""

@@ -1,7 +1,8 @@
 """The models and engines in service, and the tasks that follow each of them. Changes while requests run.
 
-An engine that leaves takes no new request; the requests it has keep their connection, lease and counters until they
-end. A change of the roster happens between two steps of the event loop, so no request sees half of it.
+A model's engines are listed in the configuration or found by its source. An engine that leaves takes no new request;
+the requests it has keep their connection, lease and counters until they end. A change of the roster happens between two
+steps of the event loop, so no request sees half of it.
 """
 
 from __future__ import annotations
@@ -9,121 +10,110 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import aiohttp
-import zmq.asyncio
-
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.api.inference import ServedModel
-from spillway_gateway.config import EngineConfig, GatewayConfig, ModelConfig
-from spillway_gateway.fleet.engines import Engine, EngineState, ModelFleet
-from spillway_gateway.fleet.health import HealthPoller
-from spillway_gateway.fleet.kv_events import EventFollower
+from spillway_gateway.config import GatewayConfig, ModelConfig
+from spillway_gateway.config_discovery import DiscoveryConfig
+from spillway_gateway.discovery.found import FoundEngine, SourceStatus
+from spillway_gateway.discovery.sources import describe, follow
+from spillway_gateway.engine_tasks import Clients, EngineTasks, guarded
+from spillway_gateway.fleet.engines import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.token_check import TokenCheck
 from spillway_gateway.tokens.prompt import PromptReader, load_tokenizer
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
-from spillway_gateway.tokens.verification import Disagreement, verify_tokenizer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Clients:
-    """What the tasks ask engines with; lives as long as the application."""
+class _Following:
+    """The source of one model's engines, at work."""
 
-    session: aiohttp.ClientSession
-    zmq: zmq.asyncio.Context
+    config: DiscoveryConfig
+    status: SourceStatus
+    task: asyncio.Task[None]
 
 
 class Roster:
-    """models: by name and by alias. fleets, models and admissions are changed in place, so holders see the present."""
+    """models: by name and by alias. fleets, models, admissions and sources are changed in place, so holders see the
+    present. sources: by model, of those whose engines are found."""
 
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, executor: ThreadPoolExecutor) -> None:
         self._config = config
         self._metrics = metrics
         self._executor = executor
         self._clients: Clients | None = None  # None: not started
-        self._engine_tasks: dict[Engine, list[asyncio.Task[None]]] = {}
-        self._verifications: dict[str, asyncio.Task[None]] = {}
+        self._engine_tasks: EngineTasks | None = None
+        self._following: dict[str, _Following] = {}
+        self._checks: dict[str, tuple[TokenCheck, asyncio.Task[None]]] = {}
         self.models: dict[str, ServedModel] = {}
         self.fleets: list[ModelFleet] = []
         self.admissions: dict[str, Admission] = {}
+        self.sources: dict[str, SourceStatus] = {}
         for model in config.models:
             self._add_model(model, load_tokenizer(model.name, model.tokenizer))
 
-    # -- tasks -------------------------------------------------------------------------------------------------------
-
     def start(self, clients: Clients) -> None:
         self._clients = clients
+        self._engine_tasks = EngineTasks(clients, self._metrics, self._in_service)
         for served in self._served():
             for engine in served.fleet.engines.values():
-                self._follow(served, engine)
-            self._verify_anew(served)
+                self._engine_tasks.follow(engine, served.fleet.index, self._config.health)
+            self._check_tokens_anew(served)
+            self._follow_source(served)
 
     async def stop(self) -> None:
-        tasks = [task for tasks in self._engine_tasks.values() for task in tasks] + list(self._verifications.values())
+        tasks = [following.task for following in self._following.values()] + [task for _, task in self._checks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._engine_tasks is not None:
+            await self._engine_tasks.stop()
 
-    def _follow(self, served: ServedModel, engine: Engine) -> None:
-        if self._clients is None:
+    def _in_service(self, engine: str) -> bool:
+        return any(engine in fleet.engines for fleet in self.fleets)
+
+    # -- sources and checks ------------------------------------------------------------------------------------------
+
+    def _follow_source(self, served: ServedModel) -> None:
+        """Start the source that the model's settings ask for, unless it is at work already."""
+        name, config = served.fleet.name, served.fleet.config.discovery
+        following = self._following.get(name)
+        if following is not None and following.config != config:
+            following.task.cancel()
+            del self._following[name], self.sources[name]
+            following = None
+        if config is None or following is not None or self._clients is None:
             return
-        poller = HealthPoller(engine, self._clients.session, self._config.health)
-        tasks = [asyncio.create_task(guarded(poller.run(), f"health of {engine.name}"))]
-        if engine.config.kv_events is not None:
-            follower = EventFollower(engine, served.fleet.index, self._metrics, self._clients.zmq)
-            tasks.append(asyncio.create_task(guarded(follower.run(), f"events of {engine.name}")))
-        self._engine_tasks[engine] = tasks
+        status = self.sources[name] = SourceStatus(describe(config))
 
-    def _verify_anew(self, served: ServedModel) -> None:
+        def publish(engines: tuple[FoundEngine, ...]) -> None:
+            # What is there at the first answer may be of any age; what comes later has just been started.
+            self._set_engines(served, engines, newcomers=status.updates_total > 1)
+
+        task = asyncio.create_task(follow(config, status, publish))
+        self._following[name] = _Following(config, status, task)
+
+    def _check_tokens_anew(self, served: ServedModel) -> None:
         name = served.fleet.name
-        task = self._verifications.pop(name, None)
-        if task is not None:
+        self._stop_check(name)
+        if self._clients is None or served.reader.tokenizer is None:
+            return
+        check = TokenCheck(name, served.reader, self._clients.session, self._metrics)
+        for engine in served.fleet.engines.values():
+            check.join(engine)
+        self._checks[name] = check, asyncio.create_task(guarded(check.run(), f"tokenizer check of {name}"))
+
+    def _stop_check(self, name: str) -> None:
+        if name in self._checks:
+            _, task = self._checks.pop(name)
             task.cancel()
-        if self._clients is not None and served.reader.tokenizer is not None:
-            self._verifications[name] = asyncio.create_task(self._verify(served, self._clients.session))
-
-    async def _verify(self, served: ServedModel, session: aiohttp.ClientSession) -> None:
-        """Compare tokens with every engine that becomes ready."""
-        ready: asyncio.Queue[Engine] = asyncio.Queue()
-        engines = list(served.fleet.engines.values())
-        for engine in engines:
-            engine.on_state.append(ready.put_nowait)
-            ready.put_nowait(engine)
-        try:
-            while True:
-                engine = await ready.get()
-                tokenizer = served.reader.tokenizer
-                if engine.state is EngineState.READY and tokenizer is not None:
-                    await self._compare(served, tokenizer, engine, session)
-        finally:
-            for engine in engines:
-                engine.on_state.remove(ready.put_nowait)
-
-    async def _compare(
-        self, served: ServedModel, tokenizer: PromptTokenizer, engine: Engine, session: aiohttp.ClientSession
-    ) -> None:
-        name = served.fleet.name
-        try:
-            if await verify_tokenizer(tokenizer, engine, session):
-                logger.info("model %s: tokenizer agrees with engine %s", name, engine.name)
-            else:
-                logger.warning("model %s: engine %s has no /tokenize to compare with", name, engine.name)
-        except Disagreement as error:
-            served.reader.tokenizer = None
-            self._metrics.tokenizer_usable.labels(name).set(0)
-            logger.error(
-                "model %s: the tokenizer disagrees with engine %s (%s); prompts are matched by text blocks. "
-                "Point models.tokenizer at the folder that the engines serve.",
-                name,
-                engine.name,
-                error,
-            )
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
@@ -167,57 +157,80 @@ class Roster:
         admission = self.admissions[model.name] = self._admission(fleet)
         for engine in fleet.engines.values():
             engine.on_state.append(lambda _: admission.wake())
-            self._follow(served, engine)
-        self._verify_anew(served)
+            if self._engine_tasks is not None:
+                self._engine_tasks.follow(engine, index, config.health)
+        self._check_tokens_anew(served)
+        self._follow_source(served)
 
     def _admission(self, fleet: ModelFleet) -> Admission:
         """Room in proportion to the ready engines; without any, requests pass and are told so by routing."""
         each = self._config.admission.requests_per_engine_max
         engines = fleet.engines.values()
         return Admission(
-            self._config.admission, lambda: each * (sum(engine.routable for engine in engines) or len(engines))
+            self._config.admission, lambda: each * (sum(engine.routable for engine in engines) or len(engines) or 1)
         )
 
     def _remove_model(self, name: str) -> None:
-        (fleet,) = (fleet for fleet in self.fleets if fleet.name == name)
+        (served,) = (served for served in self._served() if served.fleet.name == name)
+        fleet = served.fleet
+        following = self._following.pop(name, None)
+        if following is not None:
+            following.task.cancel()
+            del self.sources[name]
+        self._stop_check(name)
+        self._set_engines(served, ())
         self.fleets.remove(fleet)
-        for engine_name in list(fleet.engines):
-            self._remove_engine(fleet, engine_name)
         del self.admissions[name]
-        task = self._verifications.pop(name, None)
-        if task is not None:
-            task.cancel()
 
     def _change_model(self, model: ModelConfig, tokenizers: dict[str, PromptTokenizer | None]) -> None:
         served = next(served for served in self._served() if served.fleet.name == model.name)
-        fleet = served.fleet
         served.reader.limits = self._config.limits
-        wanted = {engine.name: engine for engine in model.engines}
-        gone = [name for name, engine in fleet.engines.items() if wanted.get(name) != engine.config]
-        for name in gone:
-            self._remove_engine(fleet, name)
-        added = [engine for engine in model.engines if engine.name not in fleet.engines]
-        for engine in added:
-            self._add_engine(served, engine)
-        fleet.config = model
+        served.fleet.config = model
         if model.name in tokenizers:
             served.reader.tokenizer = tokenizers[model.name]
             self._metrics.tokenizer_usable.labels(model.name).set(served.reader.tokenizer is not None)
-        if gone or added or model.name in tokenizers:
-            self._verify_anew(served)
+            self._check_tokens_anew(served)
+        self._follow_source(served)
+        if model.discovery is None:  # otherwise the present engines stay until the source has told its own
+            self._set_engines(served, [FoundEngine(engine) for engine in model.engines])
 
-    def _add_engine(self, served: ServedModel, config: EngineConfig) -> None:
-        engine = served.fleet.add_engine(config)
-        admission = self.admissions[served.fleet.name]
+    def _set_engines(self, served: ServedModel, wanted: Sequence[FoundEngine], *, newcomers: bool = False) -> None:
+        """Make the model's engines those wanted. newcomers: those that were not there are young."""
+        fleet = served.fleet
+        by_name = {found.config.name: found for found in wanted}
+        for name, engine in list(fleet.engines.items()):
+            found = by_name.get(name)
+            if found is None or (found.config, found.instance) != (engine.config, engine.instance):
+                self._remove_engine(fleet, name)
+        for found in wanted:
+            known = fleet.engines.get(found.config.name)
+            if known is None:
+                self._add_engine(served, found, newcomer=newcomers)
+            elif known.withheld != found.withheld:
+                logger.info("model %s: engine %s: %s", fleet.name, known.name, found.withheld or "may take requests")
+                known.withhold(found.withheld)
+
+    def _add_engine(self, served: ServedModel, found: FoundEngine, *, newcomer: bool) -> None:
+        fleet = served.fleet
+        engine = fleet.add_engine(found.config, instance=found.instance, newcomer=newcomer)
+        engine.withhold(found.withheld)
+        admission = self.admissions[fleet.name]
         engine.on_state.append(lambda _: admission.wake())
-        self._follow(served, engine)
-        logger.info("model %s: engine %s added (%s)", served.fleet.name, config.name, engine.host_header.decode())
+        if fleet.name in self._checks:
+            self._checks[fleet.name][0].join(engine)
+        if self._engine_tasks is not None:
+            self._engine_tasks.follow(engine, fleet.index, self._config.health)
+        logger.info("model %s: engine %s added (%s)", fleet.name, engine.name, engine.host_header.decode())
 
     def _remove_engine(self, fleet: ModelFleet, name: str) -> None:
-        engine = fleet.engines[name]
-        for task in self._engine_tasks.pop(engine, []):
-            task.cancel()  # before the index forgets it: its events end here
-        fleet.remove_engine(name)
+        engine = fleet.remove_engine(name)
+        if fleet.name in self._checks:
+            self._checks[fleet.name][0].leave(engine)
+        if self._engine_tasks is not None:
+            self._engine_tasks.depart(engine, fleet.index)
+        else:
+            for _ in fleet.index.retire_engine(name):
+                pass
         logger.info("model %s: engine %s removed, %d requests run on", fleet.name, name, engine.running_requests)
 
     def _name_models(self, config: GatewayConfig) -> None:
@@ -229,12 +242,3 @@ class Roster:
 
     def _served(self) -> list[ServedModel]:
         return list({id(served): served for served in self.models.values()}.values())
-
-
-async def guarded(work: Coroutine[object, object, None], name: str) -> None:
-    """A background task that dies of a defect is started over by nobody; at least it says so."""
-    try:
-        await work
-    except Exception:
-        logger.exception("background task stopped: %s", name)
-        raise

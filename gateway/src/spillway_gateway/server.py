@@ -2,6 +2,9 @@
 
 SIGTERM: /ready turns 503, new requests are still served for the drain delay, then the listening socket closes, running
 streams get the drain timeout, and what is left ends with an error event. A second signal ends at once.
+
+Kept connections are not closed under their clients, who may be sending at that moment: from SIGTERM on every reply says
+`connection: close`, and a connection that stays idle is closed some seconds after the last request has ended.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from spillway_gateway.api.inference import Lifecycle
 from spillway_gateway.app import Gateway
 from spillway_gateway.certificate import Certificate
 
@@ -23,6 +28,22 @@ logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG = 4096
 AFTER_DRAIN_SECONDS = 5.0  # for the last error events to leave
+POLL_SECONDS = 0.05
+KEPT_CONNECTION_SECONDS = 3.0  # for idle clients to send once more and hear that the connection ends
+
+
+def closing_kept_connections(app: ASGIApp, lifecycle: Lifecycle) -> ASGIApp:
+    """The same application; while it drains, each reply is the last one of its connection."""
+
+    async def closing(scope: Scope, receive: Receive, send: Send) -> None:
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start" and lifecycle.draining:
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await app(scope, receive, marked if scope["type"] == "http" else send)
+
+    return closing
 
 
 class PortInUse(Exception):
@@ -80,7 +101,7 @@ class GatewayServer(uvicorn.Server):
         self._ops_listener = ops_listener
         super().__init__(
             uvicorn.Config(
-                gateway.app,
+                closing_kept_connections(gateway.app, gateway.lifecycle),
                 http="httptools",
                 ws="none",
                 lifespan="on",
@@ -90,7 +111,10 @@ class GatewayServer(uvicorn.Server):
                 proxy_headers=False,
                 backlog=LISTEN_BACKLOG,
                 timeout_keep_alive=75,  # longer than the idle timeout of usual load balancers
-                timeout_graceful_shutdown=int(shutdown.drain_timeout_seconds + AFTER_DRAIN_SECONDS) + 1,
+                timeout_graceful_shutdown=int(
+                    shutdown.drain_timeout_seconds + AFTER_DRAIN_SECONDS + KEPT_CONNECTION_SECONDS
+                )
+                + 1,
             )
         )
         self._gateway = gateway
@@ -157,7 +181,18 @@ class GatewayServer(uvicorn.Server):
             shutdown.drain_timeout_seconds,
         )
         await asyncio.sleep(shutdown.drain_delay_seconds)
-        self.should_exit = True
-        if not await self._gateway.wait_idle(shutdown.drain_timeout_seconds):
+        for server in self.servers:
+            server.close()  # no new connections
+        if await self._gateway.wait_idle(shutdown.drain_timeout_seconds):
+            await self._wait_for_kept_connections()
+        else:
             logger.warning("drain timeout: ending %d requests", len(self._gateway.running))
+        self.should_exit = True
         self._gateway.end_running()
+
+    async def _wait_for_kept_connections(self) -> None:
+        """Until each has been told to close, or nothing was sent on those that are left for a while."""
+        for _ in range(int(KEPT_CONNECTION_SECONDS / POLL_SECONDS)):
+            if not self.server_state.connections:
+                return
+            await asyncio.sleep(POLL_SECONDS)  # uvicorn says it in no other way

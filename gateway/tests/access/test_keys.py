@@ -190,3 +190,15 @@ def test_requests_at_a_time() -> None:
         usage.begin(tenant, 1, 0.0)
     usage.end(tenant, 5, 0.0)
     usage.begin(tenant, 1, 0.0)
+
+
+def test_requests_per_minute_are_whole() -> None:
+    tenant = ring(requestsPerMinute=2).tenant_of(KEY_A.encode())
+    assert tenant is not None and tenant.limited
+    usage = TenantUsage(0.0)
+    usage.begin(tenant, 10_000, 0.0)
+    usage.begin(tenant, 10_000, 0.1)
+    with pytest.raises(TenantLimited, match="2 requests per minute") as refused:
+        usage.begin(tenant, 1, 0.2)
+    assert refused.value.retry_after_seconds == 30
+    usage.begin(tenant, 1, 30.1)

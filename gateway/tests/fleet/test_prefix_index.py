@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from spillway_gateway.fleet import prefix_index
 from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from spillway_gateway.fleet.prefix_index import ENTRY_BYTES, HOLDER_BYTES, PrefixIndex
 from spillway_gateway.routing.fleet_view import HeldPrefix
@@ -171,6 +174,23 @@ def test_clearing_one_engine_leaves_the_other_and_hides_at_once() -> None:
     assert made.match(long_keys, BLOCK)["a"] == HeldPrefix(BLOCK, 0, 0)
 
 
+def test_a_retired_engine_is_gone_at_once_and_freed_in_steps() -> None:
+    made = index()
+    for name in ("a", "b"):
+        made.apply(name, stored(list(range(3_000)), None, list(range(3_000 * BLOCK))))
+    long_keys = keys(list(range(3_000 * BLOCK)))
+
+    steps = made.retire_engine("a")
+    made.add_engine("a")  # another one under its name
+    assert set(made.match(long_keys, BLOCK)) == {"b"}
+    made.apply("a", stored([7], None, list(range(BLOCK))))
+    assert made.match(long_keys, BLOCK)["a"] == HeldPrefix(BLOCK, 0, 0)
+    assert len(list(steps)) == 1
+    assert made.match(long_keys, BLOCK)["a"] == HeldPrefix(BLOCK, 0, 0)
+    assert made.estimated_bytes == 3_000 * ENTRY_BYTES + 3_001 * HOLDER_BYTES
+    assert list(made.retire_engine("nobody")) == []
+
+
 def test_block_size_is_learnt_and_partial_blocks_do_not_confuse_it() -> None:
     made = index()
     made.apply("a", stored([1], None, [1, 2], block=2))
@@ -218,6 +238,19 @@ class IndexAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.index = index()
         self.held: dict[tuple[str, tuple[int, ...]], set[Tier]] = {}  # (engine, whole prefix) -> tiers
+        self.leaving: list[Iterator[None]] = []  # engines that are being retired
+        self.sweep_step = prefix_index.SWEEP_STEP
+        prefix_index.SWEEP_STEP = 1
+
+    def teardown(self) -> None:
+        """Freed to the last byte once all are retired."""
+        prefix_index.SWEEP_STEP = self.sweep_step
+        for name in "ab":
+            self.leaving.append(self.index.retire_engine(name))
+        for steps in self.leaving:
+            for _ in steps:
+                pass
+        assert (self.index.blocks, self.index.estimated_bytes, self.index._slots) == (0, 0, {})
 
     prompts = st.lists(st.integers(0, 1), min_size=1, max_size=4)  # one digit per block
 
@@ -251,6 +284,19 @@ class IndexAgainstModel(RuleBasedStateMachine):
         for (owner, _), tiers in self.held.items():
             if owner == name:
                 tiers.clear()
+
+    @rule(name=st.sampled_from("ab"))
+    def replace_engine(self, name: str) -> None:
+        self.leaving.append(self.index.retire_engine(name))
+        self.index.add_engine(name)
+        for (owner, _), tiers in self.held.items():
+            if owner == name:
+                tiers.clear()
+
+    @rule(at=st.integers(0, 3))
+    def free_some(self, at: int) -> None:
+        if self.leaving:
+            next(self.leaving[at % len(self.leaving)], None)
 
     @invariant()
     def matches_agree(self) -> None:

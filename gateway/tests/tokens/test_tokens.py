@@ -106,13 +106,28 @@ def test_chats_render_and_encode_as_transformers_does(
     )
 
     assert list(render_and_encode(tokenizer, prompt)) == expected
-    again = tokenizer.encode_remembered(
+    again = tokenizer.encode_soon(
         tokenizer.template.render(  # type: ignore[union-attr]
             messages, tools=extra.get("tools"), add_generation_prompt=add_generation_prompt, variables=variables
         ),
         add_special_tokens=False,
+        new_chars_max=0,
     )
     assert again is not None and list(again) == expected
+
+
+def test_a_little_new_text_is_encoded_at_once_and_more_is_left_to_a_thread(tokenizer: PromptTokenizer) -> None:
+    known, new = "<|im_start|>system\nknown", "<|im_start|>user\n" + "new " * 20
+    tokenizer.encode(known, add_special_tokens=False)
+
+    assert tokenizer.encode_soon(known + new, add_special_tokens=False, new_chars_max=len(new) - 1) is None
+    soon = tokenizer.encode_soon(known + new, add_special_tokens=False, new_chars_max=len(new))
+    assert soon == tokenizer.encode(known + new, add_special_tokens=False)
+    assert tokenizer.encode_soon(known + new, add_special_tokens=False, new_chars_max=0) == soon
+    assert tokenizer.encode_soon("plain words", add_special_tokens=True, new_chars_max=10) is None
+    assert tokenizer.encode_soon("plain words", add_special_tokens=True, new_chars_max=11) == tokenizer.encode(
+        "plain words", add_special_tokens=True
+    )
 
 
 text = st.text(max_size=40) | st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "the fox", " "])

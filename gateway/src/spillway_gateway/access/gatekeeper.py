@@ -10,12 +10,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spillway_gateway.access.keys import NOBODY, KeyRing, Tenant, read_keys
-from spillway_gateway.access.limits import TenantUsage
+from spillway_gateway.access.limits import SharedLimitsAway, TenantUsage, limited
 from spillway_gateway.access.salt import SECRET_BYTES_MIN, tenant_salt
 from spillway_gateway.config import AuthConfig
 from spillway_gateway.errors import ConfigError, KeyMissing, KeyUnknown, ModelForbidden, OperatorOnly, RouteNotSalted
+
+if TYPE_CHECKING:
+    from spillway_gateway.access.shared_limits import SharedLimits
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,7 @@ class Gatekeeper:
         self._secret = b""
         self._engine_key: bytes | None = None
         self._usage: dict[str, TenantUsage] = {}
+        self.shared: SharedLimits | None = None
         self._seen: tuple[int, int, int] | None = None
         self.reloads_total = 0
         self.failed_reloads_total = 0
@@ -43,6 +48,10 @@ class Gatekeeper:
             self._secret = _secret(Path(config.salt_secret_file))
             self._seen = _state(self._path)
             self._ring = read_keys(self._path)
+        if config.shared_limits is not None:
+            from spillway_gateway.access.shared_limits import SharedLimits  # noqa: PLC0415 - its client only if used
+
+            self.shared = SharedLimits(config.shared_limits, self._secret)
         if config.engine_key_file is not None:
             self._engine_key = _text(Path(config.engine_key_file), "auth.engineKeyFile")
 
@@ -94,18 +103,38 @@ class Gatekeeper:
             kept.append((b"authorization", b"Bearer " + self._engine_key))
         return kept
 
-    def begin(self, tenant: Tenant, prompt_tokens: int) -> TenantUsage:
-        """Count a request of this tenant in; end() counts it out. Raises TenantLimited."""
-        now = self._clock()
+    async def begin(self, tenant: Tenant, prompt_tokens: int) -> TenantUsage:
+        """Count a request of this tenant in; end() counts it out. Raises TenantLimited.
+
+        Replicas decide together where they share limits and the store answers in time, and each for itself otherwise.
+        """
         usage = self._usage.get(tenant.name)
         if usage is None:
-            usage = self._usage[tenant.name] = TenantUsage(now)
-        usage.begin(tenant, prompt_tokens, now)
+            usage = self._usage[tenant.name] = TenantUsage(self._clock())
+        if self.shared is None or not tenant.limited:
+            usage.begin(tenant, prompt_tokens, self._clock())
+            return usage
+        usage.running_requests += 1  # before the question: those that are asked about meanwhile count this one
+        try:
+            refusal = await self.shared.admit(tenant, usage, prompt_tokens)
+        except SharedLimitsAway:
+            usage.running_requests -= 1
+            usage.begin(tenant, prompt_tokens, self._clock())
+            return usage
+        except BaseException:
+            usage.running_requests -= 1
+            raise
+        if refusal is not None:
+            usage.running_requests -= 1
+            raise limited(tenant, refusal.limit, refusal.retry_after_seconds)
+        usage.take(tenant, prompt_tokens, self._clock())  # so that this replica knows when it has to decide alone
         return usage
 
     def end(self, tenant: Tenant, usage: TenantUsage, completion_tokens: int) -> None:
         """usage: what begin() gave."""
         usage.end(tenant, completion_tokens, self._clock())
+        if self.shared is not None and tenant.limited:
+            self.shared.ended(tenant, usage, completion_tokens)
 
     async def follow(self) -> None:
         """Read the keys again whenever their file changes; a bad file is told of and the old keys stay."""

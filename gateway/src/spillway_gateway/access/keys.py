@@ -6,6 +6,7 @@
         models: [qwen3-14b]                # empty or absent: every model
         priority: normal                   # high | normal | low: who waits less when engines are full
         concurrentRequestsMax: 64          # absent: no limit
+        requestsPerMinute: 600             # absent: no limit
         promptTokensPerMinute: 2000000     # absent: no limit
         tokensPerMinute: 3000000           # the same with the replies' tokens; absent: no limit
         operator: false                    # true: may read /spillway/config
@@ -47,9 +48,20 @@ class Tenant:
     models: frozenset[str] = frozenset()
     priority: Priority = Priority.NORMAL
     concurrent_requests_max: int | None = None
+    requests_per_minute: int | None = None
     prompt_tokens_per_minute: int | None = None
     tokens_per_minute: int | None = None
     operator: bool = False
+
+    @property
+    def limited(self) -> bool:
+        limits = (
+            self.concurrent_requests_max,
+            self.requests_per_minute,
+            self.prompt_tokens_per_minute,
+            self.tokens_per_minute,
+        )
+        return any(limit is not None for limit in limits)
 
     def may_use(self, model: str) -> bool:
         return not self.models or model in self.models
@@ -121,7 +133,7 @@ def parse_keys(document: object, where: str) -> KeyRing:
     return KeyRing(keys)
 
 
-_LIMITS = ("concurrentRequestsMax", "promptTokensPerMinute", "tokensPerMinute")
+_LIMITS = ("concurrentRequestsMax", "requestsPerMinute", "promptTokensPerMinute", "tokensPerMinute")
 _FIELDS = frozenset({"name", "keys", "models", "priority", "operator", *_LIMITS})
 
 
@@ -150,8 +162,9 @@ def _tenant(row: Any, where: str) -> tuple[Tenant, list[bytes]]:
         frozenset(models),
         Priority[priority.upper()],
         concurrent_requests_max=limits[0],
-        prompt_tokens_per_minute=limits[1],
-        tokens_per_minute=limits[2],
+        requests_per_minute=limits[1],
+        prompt_tokens_per_minute=limits[2],
+        tokens_per_minute=limits[3],
         operator=operator,
     )
     return tenant, digests

@@ -1,17 +1,46 @@
-"""What one tenant may take of one gateway process: requests at a time, and tokens per minute.
+"""What one tenant may take: requests at a time, requests per minute, and tokens per minute. Counted by one process.
 
-Token buckets of one minute. A request is let in while each bucket holds anything; it takes its whole prompt at once
-and what the reply adds at its end, so prompts longer than a bucket work too and are paid for by waiting afterwards.
+Buckets of one minute. A request is let in while that of requests holds one and those of tokens hold anything; it takes
+its whole prompt at once and what the reply adds at its end, so prompts longer than a bucket work too and are paid for
+by waiting afterwards.
+access/shared_script.py does the same sums for all replicas together.
 """
 
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 
 from spillway_gateway.access.keys import Tenant
 from spillway_gateway.errors import TenantLimited
 
 WINDOW_SECONDS = 60.0
+
+
+class Limit(IntEnum):
+    """Which limit was met. The values are what the shared script answers."""
+
+    CONCURRENT_REQUESTS = 1
+    REQUESTS = 2
+    PROMPT_TOKENS = 3
+    TOKENS = 4
+
+
+def limited(tenant: Tenant, limit: Limit, retry_after_seconds: int) -> TenantLimited:
+    """The error that names the limit and when to come back."""
+    if limit is Limit.CONCURRENT_REQUESTS:
+        most = tenant.concurrent_requests_max
+        return TenantLimited(f"{most} requests of this tenant are running, its limit; send fewer at a time", 1)
+    rate, what = {
+        Limit.REQUESTS: (tenant.requests_per_minute, "requests"),
+        Limit.PROMPT_TOKENS: (tenant.prompt_tokens_per_minute, "prompt tokens"),
+        Limit.TOKENS: (tenant.tokens_per_minute, "tokens"),
+    }[limit]
+    return TenantLimited(f"this tenant's {rate} {what} per minute are used up", retry_after_seconds)
+
+
+class SharedLimitsAway(Exception):
+    """Replicas cannot decide together: the store does not answer, or not in time."""
 
 
 class _Bucket:
@@ -21,13 +50,15 @@ class _Bucket:
         self._level: float | None = None  # None: full, whatever the rate is
         self._filled_at = now
 
-    def wait_seconds(self, rate: int, now: float) -> int:
-        """Until the bucket holds anything; 0 when it does."""
-        level = self._refilled(rate, now)
-        return 0 if level > 0 else math.ceil(-level * WINDOW_SECONDS / rate) or 1
+    def wait_seconds(self, least: int, rate: int, now: float) -> int:
+        """Until the bucket holds `least`, or anything for 0; 0 when it does."""
+        missing = least - self._refilled(rate, now)
+        if missing < 0 or (least and missing <= 0):
+            return 0
+        return math.ceil(missing * WINDOW_SECONDS / rate) or 1
 
-    def take(self, tokens: int, rate: int, now: float) -> None:
-        self._level, self._filled_at = self._refilled(rate, now) - tokens, now
+    def take(self, amount: int, rate: int, now: float) -> None:
+        self._level, self._filled_at = self._refilled(rate, now) - amount, now
 
     def _refilled(self, rate: int, now: float) -> float:
         if self._level is None:
@@ -38,10 +69,11 @@ class _Bucket:
 class TenantUsage:
     """Counters of one tenant. now: monotonic seconds."""
 
-    __slots__ = ("_all_tokens", "_prompt_tokens", "running_requests")
+    __slots__ = ("_all_tokens", "_prompt_tokens", "_requests", "running_requests")
 
     def __init__(self, now: float) -> None:
         self.running_requests = 0
+        self._requests = _Bucket(now)
         self._prompt_tokens = _Bucket(now)
         self._all_tokens = _Bucket(now)
 
@@ -49,25 +81,29 @@ class TenantUsage:
         """Count a request in. Raises TenantLimited, naming the limit and when to come back."""
         most = tenant.concurrent_requests_max
         if most is not None and self.running_requests >= most:
-            raise TenantLimited(f"{most} requests of this tenant are running, its limit; send fewer at a time", 1)
-        buckets = [
-            (bucket, rate, what)
-            for bucket, rate, what in (
-                (self._prompt_tokens, tenant.prompt_tokens_per_minute, "prompt tokens"),
-                (self._all_tokens, tenant.tokens_per_minute, "tokens"),
-            )
-            if rate is not None
-        ]
-        for bucket, rate, what in buckets:
-            wait = bucket.wait_seconds(rate, now)
+            raise limited(tenant, Limit.CONCURRENT_REQUESTS, 1)
+        for limit, bucket, least, rate in (
+            (Limit.REQUESTS, self._requests, 1, tenant.requests_per_minute),
+            (Limit.PROMPT_TOKENS, self._prompt_tokens, 0, tenant.prompt_tokens_per_minute),
+            (Limit.TOKENS, self._all_tokens, 0, tenant.tokens_per_minute),
+        ):
+            wait = bucket.wait_seconds(least, rate, now) if rate is not None else 0
             if wait:
-                raise TenantLimited(f"this tenant's {rate} {what} per minute are used up", wait)
-        for bucket, rate, _ in buckets:
-            bucket.take(prompt_tokens, rate, now)
+                raise limited(tenant, limit, wait)
         self.running_requests += 1
+        self.take(tenant, prompt_tokens, now)
+
+    def take(self, tenant: Tenant, prompt_tokens: int, now: float) -> None:
+        """Let the buckets know of a request that was let in, by them or by the shared ones."""
+        if tenant.requests_per_minute is not None:
+            self._requests.take(1, tenant.requests_per_minute, now)
+        if tenant.prompt_tokens_per_minute is not None:
+            self._prompt_tokens.take(prompt_tokens, tenant.prompt_tokens_per_minute, now)
+        if tenant.tokens_per_minute is not None:
+            self._all_tokens.take(prompt_tokens, tenant.tokens_per_minute, now)
 
     def end(self, tenant: Tenant, completion_tokens: int, now: float) -> None:
-        """Count a request out that begin() let in."""
+        """Count a request out that was let in."""
         self.running_requests -= 1
         if tenant.tokens_per_minute is not None and completion_tokens > 0:
             self._all_tokens.take(completion_tokens, tenant.tokens_per_minute, now)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spillway_gateway.access.audit import AuditLine, AuditLog, now_text
 from spillway_gateway.access.gatekeeper import Gatekeeper
@@ -37,6 +37,10 @@ from spillway_gateway.upstream.forward import header
 from spillway_gateway.upstream.splice import insert_text, replace_text
 from spillway_gateway.upstream.stream import OutboundRequest, Relay, UpstreamServices
 from spillway_gateway.upstream.trace_context import trace_id, with_trace
+
+if TYPE_CHECKING:  # its imports cost memory and time where traces are off
+    from spillway_gateway.tracing.exporting import Tracing
+    from spillway_gateway.tracing.request_trace import RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +75,7 @@ class FrontDoor:
     gatekeeper: Gatekeeper
     owners: ResponseOwners
     audit: AuditLog | None
+    tracing: Tracing | None = None
 
 
 class InferenceEndpoint:
@@ -82,7 +87,8 @@ class InferenceEndpoint:
         self._door = door
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        await serve(self._door, scope, receive, send, dialect=self._route.dialect, prepare=self._prepare)
+        route = self._route
+        await serve(self._door, scope, receive, send, route=route.path, dialect=route.dialect, prepare=self._prepare)
 
     async def _prepare(
         self, tenant: Tenant, headers: Headers, receive: Receive, request_id: bytes
@@ -175,7 +181,8 @@ class StoredResponseEndpoint:
             )
             return outbound, served
 
-        await serve(self._door, scope, receive, send, dialect=Dialect.RESPONSES, prepare=prepare)
+        route = f"/v1/responses/{{response_id}}{self._suffix}"
+        await serve(self._door, scope, receive, send, route=route, dialect=Dialect.RESPONSES, prepare=prepare)
 
 
 Prepare = Callable[[Tenant, Headers, Receive, bytes], Awaitable[tuple[OutboundRequest, ServedModel]]]
@@ -187,11 +194,19 @@ async def serve(
     receive: Receive,
     send: Send,
     *,
+    route: str,
     dialect: Dialect,
     prepare: Prepare,
 ) -> None:
-    """Who asks, what for, within which limits; then the relay. Errors are answered in the dialect."""
-    headers: Headers = with_trace(scope["headers"])
+    """Who asks, what for, within which limits; then the relay. Errors are answered in the dialect. route: the path with
+    names in place of ids."""
+    headers: Headers = scope["headers"]
+    trace: RequestTrace | None = None
+    if door.tracing is None:
+        headers = with_trace(headers)
+    else:
+        trace = door.tracing.request(scope["method"], route, headers)
+        headers = trace.headers
     request_id = (header(headers, b"x-request-id") or b"")[:REQUEST_ID_BYTES_MAX] or os.urandom(16).hex().encode()
     started = perf_counter()
     tenant: Tenant | None = None
@@ -201,11 +216,18 @@ async def serve(
         if door.lifecycle.closed:
             raise GatewayDraining("This gateway is shutting down; send the request again.")
         outbound, served = await prepare(tenant, headers, receive, request_id)
-        usage = door.gatekeeper.begin(tenant, outbound.prompt.prompt_tokens)
+        if trace is not None:
+            trace.prepared(served.fleet.name, request_id, stream=outbound.stream)
+            outbound = replace(outbound, trace=trace)
+        usage = await door.gatekeeper.begin(tenant, outbound.prompt.prompt_tokens)
     except _ClientLeft:
+        if trace is not None:
+            trace.end(499, None)
         return
     except GatewayError as error:
         await send_error(send, error, request_id, dialect)
+        if trace is not None:
+            trace.end(error.status, error.code)
         if door.audit is not None:
             door.audit.write(
                 AuditLine(
@@ -227,6 +249,8 @@ async def serve(
     finally:
         told = relay.usage
         door.gatekeeper.end(tenant, usage, told.completion_tokens or 0)
+        if trace is not None:
+            trace.end(relay.status, relay.error_code, told)
         if door.audit is not None:
             door.audit.write(_audit_line(relay, outbound, headers, scope["path"], perf_counter() - started))
 

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
-from spillway_gateway.fleet.engines import EngineState, ModelFleet
+from spillway_gateway.fleet.engines import ModelFleet
 
 
 def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
@@ -50,7 +50,7 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
     for fleet in fleets:
         for engine in fleet.engines.values():
             labels = (fleet.name, engine.name)
-            up.add_metric(labels, float(engine.state is EngineState.READY))
+            up.add_metric(labels, float(engine.routable))
             running.add_metric(labels, engine.running_requests)
             queued.add_metric(labels, engine.queued_tokens)
             rate.add_metric(labels, engine.rates.prefill_tokens_per_second)
@@ -86,11 +86,23 @@ def access_families(
     )
     reloads.add_metric(("read",), gatekeeper.reloads_total)
     reloads.add_metric(("refused",), gatekeeper.failed_reloads_total)
+    decided = CounterMetricFamily(
+        "spillway_gateway_limit_decisions",
+        "Requests of tenants with limits, by who decided: all replicas together, or this one alone.",
+        labels=("by",),
+    )
+    connected = GaugeMetricFamily(
+        "spillway_gateway_shared_limits_connected", "1 while replicas count limits together in Redis."
+    )
+    if gatekeeper.shared is not None:
+        decided.add_metric(("all",), gatekeeper.shared.decided_total)
+        decided.add_metric(("alone",), gatekeeper.shared.left_alone_total)
+        connected.add_metric((), float(gatekeeper.shared.connected))
     dropped = CounterMetricFamily(
         "spillway_gateway_audit_dropped", "Audit lines that could not be written, or waited for too many others."
     )
     dropped.add_metric((), audit.dropped_total if audit is not None else 0)
-    return (waiting, refused, reloads, dropped)
+    return (waiting, refused, reloads, decided, connected, dropped)
 
 
 def config_families(

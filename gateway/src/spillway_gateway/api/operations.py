@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -21,7 +22,7 @@ from spillway_gateway.metrics import GatewayMetrics
 class Operations:
     """Routes for probes on every listener, and for operators on the one that is theirs.
 
-    fleets: live. config: the configuration in use now.
+    fleets: live. config: the configuration in use now. discovered: what sources of engines have told, by model.
     """
 
     def __init__(
@@ -31,12 +32,15 @@ class Operations:
         metrics: GatewayMetrics,
         gatekeeper: Gatekeeper,
         config: Callable[[], GatewayConfig],
+        *,
+        discovered: Callable[[], dict[str, Any]],
     ) -> None:
         self._fleets = fleets
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._gatekeeper = gatekeeper
         self._config = config
+        self._discovered = discovered
 
     def probe_routes(self) -> list[Route]:
         return [Route("/health", self._health), Route("/ready", self._ready)]
@@ -53,7 +57,7 @@ class Operations:
     async def _ready(self, request: Request) -> Response:
         """200 with at least one routable engine per model, unless the gateway drains."""
         fleets = self._fleets
-        engines = {fleet.name: {engine.name: engine.answer for engine in fleet.engines.values()} for fleet in fleets}
+        engines = {fleet.name: {engine.name: engine.says for engine in fleet.engines.values()} for fleet in fleets}
         if self._lifecycle.draining:
             return JSONResponse({"ready": False, "reason": "draining", "models": engines}, 503)
         missing = [fleet.name for fleet in fleets if not fleet.has_routable()]
@@ -66,8 +70,9 @@ class Operations:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _show_config(self, request: Request) -> Response:
-        """`{"settings": ...}`: the file's keys with every default filled in."""
-        document = {"settings": shown_config(self._config())}
+        """`{"settings": ..., "discovered": ...}`: the file's keys with every default filled in, and the engines that
+        were found where none are listed."""
+        document = {"settings": shown_config(self._config()), "discovered": self._discovered()}
         return Response(msgspec.json.encode(document), media_type="application/json")
 
     async def _config_for_keys(self, request: Request) -> Response:

@@ -23,6 +23,7 @@ from spillway_gateway.fleet.foreign_work import NO_FOREIGN_WORK, ForeignWork, Ow
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, PrefillRate, RateSamples
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.request_means import RequestMeans
+from spillway_gateway.fleet.tier_traffic import TierTraffic
 from spillway_gateway.routing.fleet_view import (
     NOTHING_HELD,
     EngineRates,
@@ -78,15 +79,21 @@ class Engine:
         config: EngineConfig,
         routing: RoutingConfig,
         *,
+        instance: str = "",
+        newcomer: bool = False,
         fleet_samples: RateSamples | None = None,
         means: RequestMeans | None = None,
         breaker: BreakerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """fleet_samples, means: shared by the engines of a model."""
+        """instance: of the process at the address, where discovery knows it. newcomer: its process is young, so that
+        its first readiness begins a slow start. fleet_samples, means: shared by the engines of a model."""
         self.model = model
         self.name = config.name
         self.config = config
+        self.instance = instance
+        self.withheld: str | None = None  # why discovery wants no new request here; None: it does not mind
+        self._newcomer = newcomer
         parts = urlsplit(config.url)
         assert parts.hostname is not None
         self.host = parts.hostname
@@ -123,23 +130,39 @@ class Engine:
         self._kv_usage = 0.0  # of the device's KV cache when it was last read; 0..1
         self._kv_capacity_tokens = 0  # 0: unknown
         self._resident_at_reading = 0
+        self.traffic = TierTraffic()  # shown to people; routing does not read it
         self.events_live = False  # KV events arrive, so the index follows this engine by itself
         self.on_state: list[Callable[[Engine], None]] = []
         self.waiting: set[WaitingRequest] = set()  # requests without a first byte
         self.poll_soon: Callable[[], None] = lambda: None
+        self.on_idle: Callable[[], None] = lambda: None  # the last request here is over
 
     @property
     def routable(self) -> bool:
-        return self.state is EngineState.READY
+        return self.state is EngineState.READY and self.withheld is None
+
+    @property
+    def says(self) -> str:
+        """Why it takes requests or does not, for error messages."""
+        return self.withheld or self.answer
+
+    def withhold(self, why: str | None) -> None:
+        """New requests may not go there any more, or may again; those it has go on."""
+        if why != self.withheld:
+            self.withheld = why
+            self._tell()
 
     def set_state(self, state: EngineState, answer: str) -> None:
         self.answer = answer
         if state is self.state:
             return
-        # The first answer of all says nothing of how long the engine has been ready.
-        if state is EngineState.READY and self.state is not EngineState.UNKNOWN:
+        # The first answer of all says nothing of how long the engine has been ready, unless it is known to be new.
+        if state is EngineState.READY and (self.state is not EngineState.UNKNOWN or self._newcomer):
             self._warm_at = self._clock() + self._slow_start_seconds
         self.state = state
+        self._tell()
+
+    def _tell(self) -> None:
         for listener in list(self.on_state):
             listener(self)
 
@@ -202,7 +225,7 @@ class Engine:
             kv_token_ms = 1000.0 * self.means.seconds / self._kv_capacity_tokens
         return EngineView(
             self.name,
-            self.state is EngineState.READY and not ejected,
+            self.state is EngineState.READY and self.withheld is None and not ejected,
             self.running_requests + foreign.requests,
             self.queued_tokens + int(foreign.waiting_requests * self.means.uncached_tokens)
             if foreign.waiting_requests
@@ -280,6 +303,8 @@ class Lease:
             engine.breaker.probe_ended()
         engine.running_requests -= 1
         engine.resident_tokens -= self.decision.uncached_tokens
+        if not engine.running_requests:
+            engine.on_idle()
         if now is not None:
             engine.means.finished(now - self._started)
 
@@ -316,11 +341,13 @@ class ModelFleet:
         for engine in config.engines:
             self.add_engine(engine)
 
-    def add_engine(self, config: EngineConfig) -> Engine:
+    def add_engine(self, config: EngineConfig, *, instance: str = "", newcomer: bool = False) -> Engine:
         engine = Engine(
             self.name,
             config,
             self._routing,
+            instance=instance,
+            newcomer=newcomer,
             fleet_samples=self._samples,
             means=self._means,
             breaker=self._breaker,
@@ -334,10 +361,9 @@ class ModelFleet:
         return any(engine.routable for engine in self.engines.values())
 
     def remove_engine(self, name: str) -> Engine:
-        """No new request goes there; those it has keep their leases, counters and connections."""
-        engine = self.engines.pop(name)
-        self.index.remove_engine(name)
-        return engine
+        """No new request goes there; those it has keep their leases, counters and connections. What the index holds of
+        it is the caller's to free: index.retire_engine."""
+        return self.engines.pop(name)
 
     def choose(self, prompt: PromptBlocks, tried: frozenset[str], only: str | None = None) -> Lease:
         """Decide and count in one step. Raises NoEngineReady, naming the engines and what they answered."""
@@ -376,7 +402,8 @@ class ModelFleet:
 
     def unavailable_message(self, tried: frozenset[str]) -> str:
         said = "; ".join(
-            f"{engine.name}: {'failed for this request' if engine.name in tried and engine.routable else engine.answer}"
+            f"{engine.name}: {'failed for this request' if engine.name in tried and engine.routable else engine.says}"
             for engine in self.engines.values()
         )
+        said = said or "none is known"
         return f"No engine of model {self.name!r} can take a request now ({said}). Try again shortly."

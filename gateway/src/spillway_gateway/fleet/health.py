@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import aiohttp
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from spillway_gateway.config import HealthConfig
 from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX, read_metrics
 from spillway_gateway.fleet.engines import Engine, EngineState
+from spillway_gateway.fleet.tier_traffic import moved_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,7 @@ class HealthPoller:
             if page is not None:
                 self._observed_at = asyncio.get_running_loop().time()
                 engine.observed(read_metrics(page), before)
+                engine.traffic.observed(moved_bytes(page), time.monotonic())
         if now - self._observed_at > METRICS_STALE_PERIODS * config.metrics_period_seconds:
             engine.unobserved()
 

@@ -89,6 +89,7 @@ class EventFollower:
         subscriber.setsockopt(zmq.RECONNECT_IVL, 100)
         subscriber.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.setsockopt(zmq.IPV6, "[" in self._events_url)
         monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         readers = [
             asyncio.create_task(self._read_monitor(monitor)),
@@ -230,6 +231,7 @@ class EventFollower:
         socket = self._context.socket(zmq.DEALER)  # a fresh one: no rest of an earlier replay can arrive on it
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, SOCKET_QUEUE_MAX)
+        socket.setsockopt(zmq.IPV6, "[" in url)
         try:
             socket.connect(url)
             await socket.send_multipart(replay_request(start))

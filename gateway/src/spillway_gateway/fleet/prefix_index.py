@@ -78,6 +78,7 @@ class PrefixIndex:
         self._clock = clock
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._engines: dict[str, _EngineBlocks] = {}
+        self._slots: dict[int, _EngineBlocks] = {}  # by slot; those of engines that are being retired included
         self._device_mask = 0  # the device bit of every known engine
         self._hidden_mask = 0  # all bits of engines that are being cleared
         self._holders = 0
@@ -105,21 +106,22 @@ class PrefixIndex:
     def add_engine(self, name: str) -> None:
         if name in self._engines:
             return
-        used = {engine.slot for engine in self._engines.values()}
-        slot = next(number for number in range(len(used) + 1) if number not in used)
-        self._engines[name] = _EngineBlocks(slot)
+        slot = next(number for number in range(len(self._slots) + 1) if number not in self._slots)
+        self._engines[name] = self._slots[slot] = _EngineBlocks(slot)
         self._device_mask |= 1 << (slot * _BITS)
 
-    def remove_engine(self, name: str) -> None:
-        """Forget an engine at once; its slot is free for the next. Walks the whole index: for changes of the
-        configuration, not for restarts."""
-        engine = self._engines.get(name)
+    def retire_engine(self, name: str) -> Iterator[None]:
+        """Forget an engine for good. Its name is free for another one at once, and nothing of it is matched any more;
+        its entries are freed in steps, as in clear_engine: exhaust the iterator, or its slot stays taken."""
+        engine = self._engines.pop(name, None)
         if engine is None:
-            return
-        for _ in self.clear_engine(name):
-            pass
+            return iter(())
         self._device_mask &= ~(1 << (engine.slot * _BITS))
-        del self._engines[name]
+        return self._retire(engine)
+
+    def _retire(self, engine: _EngineBlocks) -> Iterator[None]:
+        yield from self._clear(engine)
+        del self._slots[engine.slot]
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -269,7 +271,7 @@ class PrefixIndex:
     def _wipe(self) -> None:
         self._entries.clear()
         self._holders = 0
-        for engine in self._engines.values():
+        for engine in self._slots.values():
             engine.request_keys.clear()
             engine.ghosts.clear()
             engine.orphans.clear()
@@ -281,8 +283,10 @@ class PrefixIndex:
         Yields after every SWEEP_STEP entries so that the caller can let other work run.
         """
         engine = self._engines.get(engine_name)
-        if engine is None:
-            return
+        if engine is not None:
+            yield from self._clear(engine)
+
+    def _clear(self, engine: _EngineBlocks) -> Iterator[None]:
         bits = _SLOT_BITS << (engine.slot * _BITS)
         self._hidden_mask |= bits
         try:
@@ -316,15 +320,11 @@ class PrefixIndex:
             del self._entries[key]
 
     def _evict(self) -> None:
-        slots: dict[int, _EngineBlocks] | None = None
         while self._entries and self.estimated_bytes > self.bytes_max:
             _, entry = self._entries.popitem(last=False)
             self.evicted_blocks_total += 1
-            if entry.engine_keys and slots is None:
-                slots = {engine.slot: engine for engine in self._engines.values()}
             for slot, scoped in entry.engine_keys:
-                assert slots is not None
-                del slots[slot].request_keys[scoped]
+                del self._slots[slot].request_keys[scoped]
                 self._holders -= 1
 
     # -- look-ups ----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from spillway_gateway.tokens.tokenizer import PromptTokenizer, TokenizerUnusable
 logger = logging.getLogger(__name__)
 
 INLINE_CHARS_MAX = 16_384  # rendering and looking up more than this goes to a thread, remembered or not
+INLINE_NEW_CHARS_MAX = 1_024  # tokenising this much takes about as long as handing it to a thread and back
 TOKENIZE_SECONDS_MAX = 2.0  # then the request is matched by text; a late token list would cost more than it saves
 
 
@@ -96,9 +97,11 @@ class PromptReader:
         try:
             if small:
                 text = render(tokenizer, prompt)
-                known = tokenizer.encode_remembered(text, add_special_tokens=prompt.add_special_tokens)
-                if known is not None:
-                    return known
+                soon = tokenizer.encode_soon(
+                    text, add_special_tokens=prompt.add_special_tokens, new_chars_max=INLINE_NEW_CHARS_MAX
+                )
+                if soon is not None:
+                    return soon
             work = asyncio.get_running_loop().run_in_executor(self._executor, render_and_encode, tokenizer, prompt)
             async with asyncio.timeout(TOKENIZE_SECONDS_MAX):
                 return await work

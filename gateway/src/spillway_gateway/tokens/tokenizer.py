@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from array import array
 from collections import OrderedDict
@@ -19,6 +20,9 @@ import tokenizers
 import xxhash
 
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
+
+# Texts are tokenised one at a time, so the library's own pool of threads would only add a way there and back.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 SEGMENT_CACHE_BYTES = 64 * 1024 * 1024
 _SEGMENT_OVERHEAD_BYTES = 200
@@ -72,16 +76,19 @@ class PromptTokenizer:
             ids.extend(self._segment(segment))
         return ids
 
-    def encode_remembered(self, text: str, *, add_special_tokens: bool) -> array[int] | None:
-        """As encode(), but None when any part would have to be tokenised: cheap enough for the event loop."""
+    def encode_soon(self, text: str, *, add_special_tokens: bool, new_chars_max: int) -> array[int] | None:
+        """As encode(), but None when more than new_chars_max characters would have to be tokenised: cheap enough for
+        the event loop, as handing a few to a thread costs more than they do."""
         if add_special_tokens or self._splitter is None:
+            return self._encode(text, add_special_tokens) if len(text) <= new_chars_max else None
+        segments = self._splitter(text)
+        found = [self._segments.get(xxhash.xxh3_128_digest(segment.encode())) for segment in segments]
+        missing = sum(len(segment) for segment, ids in zip(segments, found, strict=True) if ids is None)
+        if missing > new_chars_max:
             return None
         ids = array("I")
-        for segment in self._splitter(text):
-            known = self._segments.get(xxhash.xxh3_128_digest(segment.encode()))
-            if known is None:
-                return None
-            ids.extend(known)
+        for segment, known in zip(segments, found, strict=True):
+            ids.extend(self._segment(segment) if known is None else known)
         return ids
 
     def _segment(self, segment: str) -> array[int]:

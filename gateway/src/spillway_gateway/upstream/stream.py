@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
@@ -37,12 +37,16 @@ from spillway_gateway.errors import (
     UpstreamError,
 )
 from spillway_gateway.fleet.engines import Engine, Lease, ModelFleet, PromptBlocks
+from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.upstream.connection import EngineConnection, Headers
 from spillway_gateway.upstream.forward import header, reply_headers, request_head
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, RetryBudget, may_retry, plain_failure, stream_failure
 from spillway_gateway.upstream.usage import Usage, read_usage
+
+if TYPE_CHECKING:  # its imports cost memory and time where traces are off
+    from spillway_gateway.tracing.request_trace import AttemptTrace, RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +88,7 @@ class UpstreamServices:
     limits: LimitsConfig
     running: set[Relay]
     admissions: Mapping[str, Admission]  # by model
+    recent: Recent
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ class OutboundRequest:
     retryable: bool = True
     only_engine: str | None = None  # it keeps what is asked for
     on_reply: Callable[[str, bytes], None] | None = None  # engine's name, and the reply or its first events
+    trace: RequestTrace | None = None
 
 
 class Relay:
@@ -134,6 +140,8 @@ class Relay:
         self.status = 0  # 499: the client went away
         self.error_code: str | None = None  # of an error that the gateway itself answered
         self.first_byte_seconds: float | None = None  # since the request was read; streams only
+        self._attempt_trace: AttemptTrace | None = None
+        self._attempt_status = 0  # of the engine's reply
         self._connection: EngineConnection | None = None  # lent by the pool to the current attempt
 
     async def run(self) -> None:
@@ -182,6 +190,8 @@ class Relay:
         if self._client_gone:
             raise ClientGone
         self._in_attempt = True
+        trace = self._request.trace
+        asked_ns = time.time_ns() if trace is not None else 0
         try:
             await admission.enter(self._request.tenant, self._request.priority)
         except asyncio.CancelledError:
@@ -192,6 +202,8 @@ class Relay:
             raise cause from None
         finally:
             self._in_attempt = False
+            if trace is not None:
+                trace.admitted(asked_ns)
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 
@@ -202,6 +214,8 @@ class Relay:
         while True:
             if self._client_gone:
                 raise ClientGone
+            trace = self._request.trace
+            asked_ns = time.time_ns() if trace is not None else 0
             try:
                 lease = self._fleet.choose(self._request.prompt, tried, self._request.only_engine)
             except NoEngineReady:
@@ -209,9 +223,17 @@ class Relay:
                     raise failure from None
                 raise
             self._decided = lease
+            services.recent.decided(self._fleet.name, self._request.request_id, lease.decision)
+            if trace is not None:
+                trace.routed(asked_ns, lease.decision)
+                self._attempt_status = 0
+                self._attempt_trace = trace.attempt(
+                    self._fleet.name, lease.engine, self._request.headers, again=bool(tried)
+                )
             try:
                 await self._attempt(lease)
                 lease.close(time.monotonic())
+                self._end_attempt(None)
                 return
             except UpstreamError as error:
                 failure = error
@@ -219,8 +241,10 @@ class Relay:
                     failure = type(error)(f"Engine {lease.engine.name} failed: {error.message}")
                     failure.__cause__ = error
                 self._engine_failed(lease, error)
+                self._end_attempt(error.reason)
             finally:
                 lease.close()
+                self._end_attempt("cancelled")  # the client left, or the gateway ends; nothing where it has ended
             tried |= {lease.engine.name}
             movable = self._request.retryable and self._request.only_engine is None
             engines_left = any(engine.routable and name not in tried for name, engine in self._fleet.engines.items())
@@ -234,6 +258,11 @@ class Relay:
                 raise failure
             services.metrics.retry(lease.engine.name, failure.reason).inc()
             logger.warning("request %s: %s; trying another engine", self._id(), failure.message)
+
+    def _end_attempt(self, error: str | None) -> None:
+        if self._attempt_trace is not None:
+            self._attempt_trace.end(self._attempt_status, error)
+            self._attempt_trace = None
 
     def _engine_failed(self, lease: Lease, error: UpstreamError) -> None:
         engine = lease.engine
@@ -278,7 +307,7 @@ class Relay:
         head = request_head(
             engine.base_path.encode() + request.path,
             engine.host_header,
-            request.headers,
+            request.headers if self._attempt_trace is None else self._attempt_trace.headers,
             len(request.body),
             request.request_id,
             method=request.method,
@@ -311,6 +340,7 @@ class Relay:
     # -- reply -------------------------------------------------------------------------------------------------------
 
     async def _reply(self, lease: Lease, connection: EngineConnection) -> None:
+        self._attempt_status = connection.status
         if connection.status in RETRYABLE_STATUSES:
             body = await self._collect(connection, ERROR_REPLY_BYTES_MAX)
             raise EngineAnsweredError(lease.engine, connection.status, connection.headers, body)
@@ -334,6 +364,9 @@ class Relay:
         lease.engine.waiting.discard(self)
         self.first_byte_seconds = now - self._request.received_at
         metrics.first_byte(self._fleet.name, lease.engine.name).observe(self.first_byte_seconds)
+        self._services.recent.first_byte(self._fleet.name, lease.engine.name, self.first_byte_seconds)
+        if self._attempt_trace is not None:
+            self._attempt_trace.first_byte()
         self._expect_within(idle_seconds)
         headers = [
             pair
@@ -361,6 +394,8 @@ class Relay:
     async def _relay_plain(self, lease: Lease, connection: EngineConnection) -> None:
         buffer_bytes = self._services.limits.plain_reply_buffer_bytes
         body = await self._collect(connection, buffer_bytes)
+        if self._attempt_trace is not None:
+            self._attempt_trace.first_byte()
         if (failure := plain_failure(connection.status, body)) is not None:
             raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
         now = perf_counter()

@@ -1,0 +1,79 @@
+"""Settings of limits that all replicas of the gateway count together, in Redis or Valkey."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from spillway_gateway.errors import ConfigError
+
+_FORMS = (
+    "redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS), unix:///PATH?db=DB, redis-cluster://HOST:PORT or "
+    "rediss-cluster://HOST:PORT"
+)
+SCHEMES = ("redis", "rediss", "unix", "redis-cluster", "rediss-cluster")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLimitsConfig:
+    """Redis 7 or Valkey 7 and newer. Names and passwords come from the environment, never from the file."""
+
+    url: str
+    username_env: str | None = None  # the variable that holds the user's name
+    password_env: str | None = None
+    tls_ca_file: str | None = None  # None: the system's authorities
+    key_prefix: str = "spillway:limits:1:"
+    connections: int = 8
+    timeout_seconds: float = 0.05  # of one question; what takes longer is decided by this replica alone
+    failures: int = 3  # in a row, before Redis is left alone and only a background task asks for it
+    retry_seconds_max: float = 5.0  # longest pause of that task
+    report_seconds: float = 0.1  # how long ends of requests wait for each other, to be told together
+    lease_seconds: float = 30.0  # until what a replica that died had running is no longer counted
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    username: str | None
+    password: str | None = field(default=None, repr=False)
+
+
+def check_shared_limits(where: str, given: SharedLimitsConfig) -> None:
+    """Raises ConfigError naming the setting, what was given and what is needed."""
+    try:
+        parts = urlsplit(given.url)
+        usable = parts.scheme in SCHEMES and bool(parts.path if parts.scheme == "unix" else parts.hostname)
+        usable = usable and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"{where}.url: {given.url!r} is not understood; use {_FORMS}")
+    if "@" in parts.netloc:
+        raise ConfigError(
+            f"{where}.url: must not carry a user or password; name variables in usernameEnv and passwordEnv"
+        )
+    if not given.key_prefix.isprintable() or "{" in given.key_prefix or len(given.key_prefix) > 128:
+        raise ConfigError(f"{where}.keyPrefix: up to 128 printable characters without {{ needed")
+    for key, number in (
+        ("connections", given.connections),
+        ("timeoutSeconds", given.timeout_seconds),
+        ("failures", given.failures),
+        ("retrySecondsMax", given.retry_seconds_max),
+        ("reportSeconds", given.report_seconds),
+        ("leaseSeconds", given.lease_seconds),
+    ):
+        if not 0 < number < float("inf"):
+            raise ConfigError(f"{where}.{key}: {number} given, a finite number above 0 needed")
+    if given.lease_seconds < 10 * given.report_seconds:
+        raise ConfigError(f"{where}.leaseSeconds: {given.lease_seconds} given, at least ten times reportSeconds needed")
+
+
+def login(config: SharedLimitsConfig, environment: Mapping[str, str] = os.environ) -> Login:
+    """Raises ConfigError where a named variable is not set."""
+    values: list[str | None] = []
+    for key, name in (("usernameEnv", config.username_env), ("passwordEnv", config.password_env)):
+        if name is not None and not environment.get(name):
+            raise ConfigError(f"auth.sharedLimits.{key}: the variable {name!r} is not set; set it, or remove {key}")
+        values.append(environment[name] if name is not None else None)
+    return Login(*values)

@@ -1,0 +1,62 @@
+"""What a source of engines tells, and what is known of the source itself."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from spillway_gateway.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FoundEngine:
+    """instance: names the process behind the address; another one there has another instance and none of its blocks.
+    withheld: why no new request may go there, for people to read; None: requests may go there."""
+
+    config: EngineConfig
+    instance: str = ""
+    withheld: str | None = None
+
+
+Publish = Callable[[tuple[FoundEngine, ...]], None]
+
+
+class Source(Protocol):
+    async def run(self) -> None:
+        """Publish the whole set of engines whenever it has changed, until cancelled."""
+
+
+class SourceFailed(Exception):
+    """The source could not be asked, or its answer is of no use; the engines known before stay.
+
+    reason: one of a closed set, the label of spillway_gateway_discovery_failures_total.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass
+class SourceStatus:
+    """Of one model's source. Times are Unix seconds; None: not yet."""
+
+    description: str  # where it looks, for people to read
+    heard_at: float | None = None  # the last sign that what is known is the present
+    error: str | None = None  # why the last try failed; None after one that did not
+    updates_total: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # by reason
+
+    def heard(self) -> None:
+        self.heard_at = time.time()
+        self.error = None
+
+    def failed(self, error: SourceFailed) -> bool:
+        """Count it. True when it is news, and so worth a line in the log."""
+        self.failures[error.reason] += 1
+        news = self.error != str(error)
+        self.error = str(error)
+        return news

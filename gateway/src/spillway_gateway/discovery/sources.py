@@ -1,0 +1,44 @@
+"""From the settings of a model's discovery to the source that follows them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from spillway_gateway.config_discovery import DiscoveryConfig
+from spillway_gateway.discovery.found import Publish, Source, SourceFailed, SourceStatus
+from spillway_gateway.discovery.kubernetes import KubernetesSource
+
+logger = logging.getLogger(__name__)
+
+RESTART_SECONDS = 5.0  # after a defect: a gateway that no longer sees engines come and go must not stay so
+
+
+def describe(config: DiscoveryConfig) -> str:
+    """Where the source looks, for people to read."""
+    if config.kubernetes is not None:
+        namespace = config.kubernetes.namespace or "the gateway's namespace"
+        return f"EndpointSlices of Service {config.kubernetes.service} in {namespace}"
+    assert config.dns is not None
+    return f"DNS name {config.dns.name}"
+
+
+def make_source(config: DiscoveryConfig, status: SourceStatus, publish: Publish) -> Source:
+    """publish gets the whole set of engines each time that it has changed."""
+    if config.kubernetes is not None:
+        return KubernetesSource(config.kubernetes, status, publish)
+    assert config.dns is not None
+    from spillway_gateway.discovery.dns import DnsSource  # noqa: PLC0415 - the resolver is loaded where it is used
+
+    return DnsSource(config.dns, status, publish)
+
+
+async def follow(config: DiscoveryConfig, status: SourceStatus, publish: Publish) -> None:
+    """Run the source until cancelled, and start it again if it stops."""
+    while True:
+        try:
+            await make_source(config, status, publish).run()
+        except Exception as error:
+            logger.exception("%s: the source stopped and is started again", status.description)
+            status.failed(SourceFailed("defect", f"the source stopped ({error.__class__.__name__})"))
+        await asyncio.sleep(RESTART_SECONDS)

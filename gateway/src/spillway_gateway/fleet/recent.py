@@ -1,0 +1,67 @@
+"""What happened lately, for people who look: decisions, waits for first bytes, and where prompts were found.
+
+Bounded in number, without prompts, answers or tenants. Noting costs an append; all else happens when somebody looks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from spillway_gateway.routing.route import Decision
+
+DECISIONS_MAX = 200
+FIRST_BYTES_MAX = 2_048
+REQUEST_ID_CHARS_MAX = 64
+
+
+class NotedDecision(NamedTuple):
+    at: float  # time()
+    model: str
+    request_id: bytes
+    decision: Decision
+
+
+class NotedFirstByte(NamedTuple):
+    at: float  # time()
+    model: str
+    engine: str
+    seconds: float
+
+
+class PromptTokens:
+    """Prompt tokens of the requests that were sent, by where routing expected them. Since the start."""
+
+    __slots__ = ("computed", "cpu", "device", "shared")
+
+    def __init__(self) -> None:
+        self.device = self.cpu = self.shared = self.computed = 0
+
+    def add(self, decision: Decision) -> None:
+        held = decision.held
+        self.device += held.device_tokens
+        self.cpu += held.cpu_tokens
+        self.shared += held.shared_tokens
+        self.computed += decision.uncached_tokens
+
+
+class Recent:
+    """One per gateway. Lives on the event loop only."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.decisions: deque[NotedDecision] = deque(maxlen=DECISIONS_MAX)
+        self.first_bytes: deque[NotedFirstByte] = deque(maxlen=FIRST_BYTES_MAX)
+        self.prompt_tokens: dict[str, PromptTokens] = {}  # by model
+
+    def decided(self, model: str, request_id: bytes, decision: Decision) -> None:
+        self.decisions.append(NotedDecision(self._clock(), model, request_id[:REQUEST_ID_CHARS_MAX], decision))
+        tokens = self.prompt_tokens.get(model)
+        if tokens is None:
+            tokens = self.prompt_tokens[model] = PromptTokens()
+        tokens.add(decision)
+
+    def first_byte(self, model: str, engine: str, seconds: float) -> None:
+        self.first_bytes.append(NotedFirstByte(self._clock(), model, engine, seconds))

@@ -1,0 +1,74 @@
+"""Names and values of span attributes: OpenTelemetry's semantic conventions for HTTP and generative AI where they have
+one, `spillway.` otherwise. No text of prompts or replies, and no tenant.
+"""
+
+from __future__ import annotations
+
+from spillway_gateway.routing.route import Decision
+
+HTTP_METHOD = "http.request.method"
+HTTP_ROUTE = "http.route"
+HTTP_STATUS = "http.response.status_code"
+SERVER_ADDRESS = "server.address"
+SERVER_PORT = "server.port"
+ERROR_TYPE = "error.type"
+OPERATION = "gen_ai.operation.name"
+MODEL = "gen_ai.request.model"
+INPUT_TOKENS = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+STREAM = "gen_ai.request.stream"
+FIRST_CHUNK_SECONDS = "gen_ai.response.time_to_first_chunk"
+REQUEST_ID = "spillway.request_id"
+ENGINE = "spillway.engine"
+RETRY = "spillway.retry"
+
+_OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/inference/v1/generate": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/v2/embed": "embeddings",
+    "/pooling": "embeddings",
+    "/v1/chat/completions": "chat",
+    "/v1/chat/completions/batch": "chat",
+    "/v1/responses": "chat",
+    "/v1/responses/{response_id}": "get_response",
+    "/v1/responses/{response_id}/cancel": "cancel_response",
+    "/v1/messages": "chat",
+}
+
+Attributes = dict[str, str | bool | int | float]
+
+
+def operation_of(path: str) -> str:
+    """gen_ai.operation.name of a route: a well-known value where there is one, else the route's last part."""
+    return _OPERATIONS.get(path) or path.rpartition("/")[2]
+
+
+def route_attributes(decision: Decision) -> Attributes:
+    held = decision.held
+    return {
+        ENGINE: decision.engine_name,
+        "spillway.route.reason": decision.reason.value,
+        "spillway.prompt_tokens": decision.prompt_tokens,
+        "spillway.prefix.device_tokens": held.device_tokens,
+        "spillway.prefix.cpu_tokens": held.cpu_tokens,
+        "spillway.prefix.shared_tokens": held.shared_tokens,
+    }
+
+
+def candidate_events(decision: Decision) -> list[Attributes]:
+    """What each engine would have cost, for the events of a decision's span."""
+    return [
+        {
+            ENGINE: engine.name,
+            "spillway.cost.total_ms": cost.total_ms,
+            "spillway.cost.queue_ms": cost.queue_ms,
+            "spillway.cost.link_ms": cost.link_ms,
+            "spillway.cost.load_ms": cost.load_ms,
+            "spillway.cost.prefill_ms": cost.prefill_ms,
+            "spillway.cost.displaced_ms": cost.displaced_ms,
+            "spillway.prefix.total_tokens": engine.held.total_tokens,
+        }
+        for engine, cost in decision.candidates
+    ]

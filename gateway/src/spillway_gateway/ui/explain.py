@@ -1,0 +1,46 @@
+"""A decision in one sentence. Pure."""
+
+from __future__ import annotations
+
+from spillway_gateway.routing.route import Candidate, Decision, RouteReason
+
+
+def explain(decision: Decision) -> str:
+    """Why this engine, with the numbers that decided."""
+    chosen = _chosen(decision)
+    others = [each for each in decision.candidates if each is not chosen]
+    held, tokens = decision.held.total_tokens, decision.prompt_tokens
+    holds = f"holds {held:,} of {tokens:,} tokens"
+    match decision.reason:
+        case RouteReason.ONLY:
+            return f"The only engine that could take it; {holds}."
+        case RouteReason.PINNED:
+            return "It keeps what the request asks for."
+        case RouteReason.RETRY:
+            return f"Another engine failed before the first byte; of the others the cheapest, {holds}."
+        case RouteReason.RENDEZVOUS:
+            return f"Nobody holds any of {tokens:,} tokens; by hash among engines that cost the same."
+        case RouteReason.PREFIX:
+            return f"Cheapest: {holds}{_against(chosen, others)}."
+        case RouteReason.LOAD:
+            return _by_load(decision, chosen, others)
+
+
+def _by_load(decision: Decision, chosen: Candidate | None, others: list[Candidate]) -> str:
+    most = max(others, key=lambda each: each.engine.held.total_tokens, default=None)
+    if most is None or not most.engine.held.total_tokens:
+        return f"Nobody holds any of {decision.prompt_tokens:,} tokens; the least loaded{_against(chosen, others)}."
+    cost = f", but would cost {most.cost.total_ms:.1f} ms" if chosen is not None else ""
+    here = f" against {chosen.cost.total_ms:.1f} ms here" if chosen is not None else ""
+    return f"{most.engine.name} holds more ({most.engine.held.total_tokens:,} tokens){cost}{here}."
+
+
+def _against(chosen: Candidate | None, others: list[Candidate]) -> str:
+    if chosen is None or not others:
+        return ""
+    next_best = min(others, key=lambda each: each.cost.total_ms)
+    return f"; {chosen.cost.total_ms:.1f} ms against {next_best.cost.total_ms:.1f} ms on {next_best.engine.name}"
+
+
+def _chosen(decision: Decision) -> Candidate | None:
+    return next((each for each in decision.candidates if each.engine.name == decision.engine_name), None)

@@ -1,0 +1,261 @@
+"""List and watch against a server that speaks the protocol over TLS, and everything that can happen to a watch."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spillway_gateway.config_discovery import KubernetesDiscovery
+from spillway_gateway.discovery.found import FoundEngine, SourceStatus
+from spillway_gateway.discovery.kubernetes import KubernetesSource
+from spillway_gateway.discovery.kubernetes_api import in_cluster_server
+from spillway_gateway.testing.certificates import make_pair
+from spillway_gateway.testing.fake_kubernetes import FakeKubernetes, endpoint_slice, pod_endpoint
+from spillway_gateway.testing.running import until
+
+PORTS = {"http": 8100}
+
+
+class Cluster:
+    """An API server with TLS and tokens, and the files that a pod finds mounted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.api = FakeKubernetes(tokens={"token-1"})
+        certificate, key = make_pair("api")
+        for name, content in (("ca.crt", certificate), ("tls.key", key)):
+            (folder / name).write_bytes(content)
+        (folder / "token").write_text("token-1\n")
+        (folder / "namespace").write_text("spillway")
+        self.folder = folder
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(folder / "ca.crt", folder / "tls.key")
+
+    async def start(self) -> None:
+        await self.api.start(self._context)
+
+    @property
+    def config(self) -> KubernetesDiscovery:
+        return KubernetesDiscovery(
+            "engines",
+            retry_seconds_max=0.02,
+            api_server=self.api.url,
+            token_file=str(self.folder / "token"),
+            ca_file=str(self.folder / "ca.crt"),
+            namespace_file=str(self.folder / "namespace"),
+        )
+
+    def pods(self, *numbers: int, **conditions: Any) -> None:
+        found = [pod_endpoint(f"vllm-{number}", f"10.0.0.{number}", **conditions) for number in numbers]
+        self.api.put(endpoint_slice("engines-abc", found, PORTS))
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    made = Cluster(tmp_path)
+    await made.start()
+    yield made
+    await made.api.stop()
+
+
+class Followed:
+    def __init__(self) -> None:
+        self.status = SourceStatus("test")
+        self.published: list[tuple[FoundEngine, ...]] = []
+
+    @property
+    def names(self) -> list[str] | None:
+        return [engine.config.name for engine in self.published[-1]] if self.published else None
+
+    async def until_names(self, *names: str) -> None:
+        await until(lambda: self.names == list(names))
+
+
+@asynccontextmanager
+async def followed(config: KubernetesDiscovery, **arguments: Any) -> AsyncIterator[Followed]:
+    view = Followed()
+    source = KubernetesSource(config, view.status, view.published.append, **arguments)
+    task = asyncio.create_task(source.run())
+    try:
+        yield view
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_is_there_is_listed_and_what_changes_is_watched(cluster: Cluster) -> None:
+    cluster.pods(0, 1)
+    async with followed(cluster.config) as view:
+        await view.until_names("vllm-0", "vllm-1")
+        cluster.pods(0, 1, 2)
+        await view.until_names("vllm-0", "vllm-1", "vllm-2")
+        cluster.pods(0, ready=False, serving=True, terminating=True)
+        await until(lambda: view.published[-1][0].withheld == "its pod is terminating")
+        cluster.api.put(endpoint_slice("other", [pod_endpoint("vllm-9", "10.0.0.9")], PORTS))
+        await view.until_names("vllm-0", "vllm-9")
+        cluster.api.delete("engines-abc")
+        await view.until_names("vllm-9")
+        cluster.api.put(endpoint_slice("foreign", [pod_endpoint("x", "10.0.0.7")], PORTS, service="other-service"))
+        cluster.api.delete("other")
+        await view.until_names()
+    assert cluster.api.lists == 1
+    assert view.status.error is None and not view.status.failures
+
+
+async def test_a_list_in_pages_is_one_list(cluster: Cluster) -> None:
+    cluster.api.page_items = 2
+    for number in range(5):
+        cluster.api.put(endpoint_slice(f"s{number}", [pod_endpoint(f"vllm-{number}", f"10.0.0.{number}")], PORTS))
+    async with followed(cluster.config) as view:
+        await view.until_names(*(f"vllm-{number}" for number in range(5)))
+    assert len(view.published) == 1
+
+
+async def test_a_watch_that_ends_goes_on_where_it_ended(cluster: Cluster) -> None:
+    cluster.pods(0)
+    async with followed(cluster.config) as view:
+        await view.until_names("vllm-0")
+        await until(lambda: len(cluster.api.watches) == 1)
+        cluster.api.bookmark()
+        cluster.api.end_watches()
+        await until(lambda: len(cluster.api.watch_versions) == 2 and cluster.api.watches)
+        first, second = cluster.api.watch_versions
+        assert second == first + 1  # the bookmark's version, although no slice changed
+        cluster.api.break_watches()
+        cluster.pods(0, 1)
+        await view.until_names("vllm-0", "vllm-1")
+    assert cluster.api.lists == 1
+
+
+@pytest.mark.parametrize("tell", [True, False], ids=["in the watch", "as a status"])
+async def test_a_version_that_is_gone_means_listing_again(cluster: Cluster, tell: bool) -> None:
+    cluster.pods(0)
+    async with followed(cluster.config) as view:
+        await view.until_names("vllm-0")
+        await until(lambda: len(cluster.api.watches) == 1)
+        if tell:
+            cluster.pods(1)
+            await view.until_names("vllm-1")
+            cluster.api.forget_history(tell=True)
+        else:
+            cluster.api.break_watches()
+            cluster.pods(1)
+            cluster.api.forget_history(tell=False)
+        await until(lambda: cluster.api.lists == 2 and cluster.api.watches)
+        await view.until_names("vllm-1")
+        cluster.pods(1, 2)
+        await view.until_names("vllm-1", "vllm-2")
+    assert view.status.failures["expired"] == 1
+    assert cluster.api.expired == (0 if tell else 1)
+
+
+async def test_an_api_server_that_is_away_changes_nothing(cluster: Cluster) -> None:
+    cluster.pods(0, 1)
+    async with followed(cluster.config) as view:
+        await view.until_names("vllm-0", "vllm-1")
+        await cluster.api.stop()
+        await until(lambda: view.status.failures["unreachable"] >= 3)
+        assert len(view.published) == 1 and view.status.error is not None
+        cluster.pods(1)
+        await cluster.start()
+        await view.until_names("vllm-1")
+        await until(lambda: view.status.error is None)
+
+
+async def test_answers_that_are_no_answers_are_asked_for_again(cluster: Cluster) -> None:
+    cluster.pods(0)
+    cluster.api.status = 500
+    async with followed(cluster.config) as view:
+        await until(lambda: view.status.failures["refused"] >= 2)
+        assert view.published == [] and "answers 500" in str(view.status.error)
+        cluster.api.status = None
+        await view.until_names("vllm-0")
+        garbage = (b"}\n", b'{"type":"ADDED","object":{"metadata":5}}\n', b'{"type":"NEW","object":{}}\n')
+        for number, line in enumerate(garbage, 1):
+            await until(lambda number=number: len(cluster.api.watch_versions) == number)
+            cluster.api.say(line)
+            await until(
+                lambda number=number: (view.status.failures["invalid"], cluster.api.lists) == (number, 1 + number)
+            )
+        cluster.api.status = 429
+        cluster.api.break_watches()
+        await until(lambda: "answers 429" in str(view.status.error))
+        cluster.api.status = None
+        cluster.pods(0, 1)
+        await view.until_names("vllm-0", "vllm-1")
+
+
+async def test_a_server_that_hangs_is_left_and_asked_again(cluster: Cluster) -> None:
+    cluster.pods(0)
+    cluster.api.hangs = True
+    async with followed(replace(cluster.config, timeout_seconds=0.5)) as view:
+        await until(lambda: view.status.failures["timeout"] >= 1)
+        cluster.api.hangs = False
+        # Half a second may be too short for a machine under load: then it is asked again, until it was in time.
+        await view.until_names("vllm-0")
+
+
+async def test_a_token_that_changed_is_read_again(cluster: Cluster) -> None:
+    cluster.pods(0)
+    async with followed(cluster.config) as view:
+        await view.until_names("vllm-0")
+        await until(lambda: len(cluster.api.watches) == 1)
+        cluster.api.tokens = {"token-2"}
+        cluster.api.end_watches()
+        await until(lambda: view.status.failures["unauthorized"] >= 1)
+        cluster.pods(0, 1)
+        (cluster.folder / "token").write_text("token-2")
+        await view.until_names("vllm-0", "vllm-1")
+    assert cluster.api.refused >= 1
+    assert "token-" not in str(view.status.error)
+
+
+async def test_everything_is_listed_again_when_the_time_has_come(cluster: Cluster) -> None:
+    now = [0.0]
+    cluster.pods(0)
+    async with followed(cluster.config, clock=lambda: now[0]) as view:
+        await view.until_names("vllm-0")
+        await until(lambda: len(cluster.api.watches) == 1)
+        now[0] = 299.0
+        cluster.api.end_watches()
+        await until(lambda: len(cluster.api.watch_versions) == 2 and cluster.api.watches)
+        assert cluster.api.lists == 1
+        now[0] = 301.0
+        cluster.api.end_watches()
+        await until(lambda: cluster.api.lists == 2)
+
+
+async def test_what_is_missing_is_named(cluster: Cluster) -> None:
+    for changes, said in (
+        ({"namespace": "elsewhere"}, "allow get, list and watch of endpointslices"),
+        ({"token_file": str(cluster.folder / "absent")}, "set tokenFile"),
+        ({"namespace_file": str(cluster.folder / "absent")}, "set namespace"),
+        ({"ca_file": str(cluster.folder / "absent")}, "caFile"),
+        ({"ca_file": str(cluster.folder / "token")}, "caFile"),
+        ({"api_server": "https://127.0.0.1:1"}, "cannot be reached"),
+    ):
+        async with followed(replace(cluster.config, **changes)) as view:
+            await until(lambda: view.status.error is not None)
+            assert said in str(view.status.error)
+
+
+async def test_a_server_with_another_authority_gets_no_token(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "other.crt").write_bytes(make_pair("other")[0])
+    async with followed(replace(cluster.config, ca_file=str(tmp_path / "other.crt"))) as view:
+        await until(lambda: view.status.failures["unreachable"] >= 1)
+        assert "certificate" in str(view.status.error).lower()
+    assert cluster.api.lists == cluster.api.refused == 0
+
+
+def test_the_cluster_tells_where_its_api_server_is() -> None:
+    told = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
+
+    assert in_cluster_server(told) == "https://[fd00::1]:6443"
+    assert in_cluster_server({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}) == "https://10.96.0.1:443"
+    assert in_cluster_server({}) == "https://kubernetes.default.svc:443"
