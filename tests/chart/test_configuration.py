@@ -27,6 +27,7 @@ from spillway_gateway.config import (
     TlsConfig,
     load_config,
 )
+from spillway_gateway.config_shared_limits import SharedLimitsConfig
 
 GIB = 1 << 30
 
@@ -57,8 +58,10 @@ def gateway_of(tmp_path):
 
 @pytest.mark.parametrize("file", VALUES_FILES, ids=lambda file: file.stem)
 def test_every_values_file_is_read_by_the_processes(file, engine_of, gateway_of):
+    """Engines are found through the Service that has their ports, or listed by the names that it gives them."""
     rendered = render(file)
     gateway = gateway_of(rendered)
+    listing = gateway_of(render(file, values=nested("gateway.discovery.type", "static")))
 
     workloads = rendered.of_kind("StatefulSet", "engine")
     assert len(gateway.models) == len(workloads)
@@ -66,14 +69,21 @@ def test_every_values_file_is_read_by_the_processes(file, engine_of, gateway_of)
         name = workload["metadata"]["name"]
         engine = engine_of(rendered, name)
         assert engine.name == f"{name}-0"
-        model = next(model for model in gateway.models if model.name == engine.served_name)
+        model, listed = (
+            next(model for model in config.models if model.name == engine.served_name) for config in (gateway, listing)
+        )
         service = rendered.named("Service", workload["spec"]["serviceName"])
         ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+        found = model.discovery.kubernetes
+        assert (found.service, found.namespace) == (service["metadata"]["name"], "llm") and not model.engines
+        assert ports[found.port] == engine.port
+        assert ports[found.kv_events_port] == engine.kv_events.port
+        assert ports[found.kv_replay_port] == engine.kv_events.replay_port
         host = f"{name}-0.{workload['spec']['serviceName']}.llm.svc.cluster.local"
-        assert model.engines[0].name == engine.name
-        assert model.engines[0].url == f"http://{host}:{engine.port}" and ports["http"] == engine.port
-        assert model.engines[0].kv_events == f"tcp://{host}:{engine.kv_events.port}"
-        assert model.engines[0].kv_replay == f"tcp://{host}:{engine.kv_events.replay_port}"
+        assert listed.engines[0].name == engine.name
+        assert listed.engines[0].url == f"http://{host}:{engine.port}" and ports["http"] == engine.port
+        assert listed.engines[0].kv_events == f"tcp://{host}:{engine.kv_events.port}"
+        assert listed.engines[0].kv_replay == f"tcp://{host}:{engine.kv_events.replay_port}"
 
 
 OFFLOAD = yaml.safe_load("""
@@ -199,7 +209,7 @@ def test_a_password_by_variable(engine_of):
 def test_nvme_values_reach_the_connector_and_lie_where_the_volume_is_mounted(engine_of):
     nvme = {
         "path": "/kv/cache",
-        "mode": "auto",
+        "mode": "files",
         "maxBytes": "1.5TiB",
         "ttlSeconds": 3600,
         "tenantMaxBytes": "100GiB",
@@ -209,7 +219,7 @@ def test_nvme_values_reach_the_connector_and_lie_where_the_volume_is_mounted(eng
 
     assert connector_tier(engine_of(rendered)) == NvmeTierConfig(
         path=Path("/kv/cache"),
-        mode="auto",
+        mode="files",
         max_bytes=3 * (1 << 39),
         ttl_seconds=3600,
         tenant_max_bytes=100 * GIB,
@@ -342,10 +352,11 @@ def fields_of(settings):
 def another(value, name):
     """A valid value that differs from a default."""
     if value is None:
-        return {"file": "/tmp/audit.jsonl"}.get(name, 123.5)
+        known = {"file": "/tmp/audit.jsonl", "otlp_endpoint": "http://collector:4318/v1/traces"}
+        return known.get(name, 123.5)
     if isinstance(value, str):
-        return {"info": "debug"}[value]
-    return not value if isinstance(value, bool) else value * 2
+        return {"info": "debug"}.get(value, f"other-{value}")
+    return not value if isinstance(value, bool) else value / 2 if name == "sample_ratio" else value * 2
 
 
 # Written by the chart from engines, service and lifecycle; the rest has a section of its name under `gateway`.
@@ -365,7 +376,9 @@ def test_every_setting_of_the_gateway_is_a_value():
     assert {camel(name) for name in fields_of(own.shutdown)} < set(values["gateway"]["lifecycle"])
     assert fields_of(own.listen) == {"host", "port", "ops_port", "ops_host", "tls"}  # listenAddress is both hosts'
     assert {camel(name) for name in fields_of(TlsConfig)} == {"certFile", "keyFile", "reloadSeconds"}
-    assert fields_of(ModelConfig) == {"name", "engines", "aliases", "tokenizer"}
+    assert fields_of(ModelConfig) == {"name", "engines", "discovery", "aliases", "tokenizer"}
+    limits = {camel(name) for name in fields_of(SharedLimitsConfig)} - {"usernameEnv", "passwordEnv", "tlsCaFile"}
+    assert limits | {"existingSecret", "caSecret"} == set(values["gateway"]["auth"]["sharedLimits"])
     assert fields_of(EngineConfig) == {"name", "url", "kv_events", "kv_replay"}
 
 
@@ -378,6 +391,32 @@ def test_every_value_of_a_section_reaches_the_gateway(section, gateway_of):
     config = gateway_of(render(values={"gateway": {section: values}}))
 
     assert getattr(config, section) == type(own)(**given) != own
+
+
+def test_limits_that_all_gateways_count_together(gateway_of):
+    limits = {
+        "url": "rediss://limits:6379/1",
+        "existingSecret": {"name": "login", "usernameKey": "user"},
+        "caSecret": {"name": "authority"},
+        "timeoutSeconds": 0.2,
+        "leaseSeconds": 60,
+    }
+    auth = {"keysSecret": {"name": "k"}, "saltSecret": {"name": "s"}, "sharedLimits": limits}
+    rendered = render(values={"gateway": {"auth": auth}})
+    login = environment(rendered.one("Deployment", "gateway"))
+
+    assert gateway_of(rendered).auth.shared_limits == SharedLimitsConfig(
+        url="rediss://limits:6379/1",
+        username_env="SPILLWAY_LIMITS_USERNAME",
+        password_env="SPILLWAY_LIMITS_PASSWORD",
+        tls_ca_file=f"{SECRETS}/limits-ca.crt",
+        timeout_seconds=0.2,
+        lease_seconds=60,
+    )
+    assert login == {
+        "SPILLWAY_LIMITS_USERNAME": {"secretKeyRef": {"name": "login", "key": "user"}},
+        "SPILLWAY_LIMITS_PASSWORD": {"secretKeyRef": {"name": "login", "key": "password"}},
+    }
 
 
 def test_secrets_of_the_gateway_become_files(gateway_of):
@@ -488,8 +527,8 @@ def test_tokenizer_folder_is_mounted_into_the_gateway(gateway_of):
     assert mount["readOnly"] and volume["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
 
 
-def test_autoscaled_engines_are_all_known_to_the_gateway(gateway_of):
-    rendered = render(CHART / "examples" / "production.yaml")
+def test_autoscaled_engines_are_all_known_to_a_gateway_with_a_list(gateway_of):
+    rendered = render(CHART / "examples" / "production.yaml", values=nested("gateway.discovery.type", "static"))
 
     assert len(gateway_of(rendered).models[0].engines) == 6
     assert rendered.one("ScaledObject")["spec"]["maxReplicaCount"] == 6

@@ -31,7 +31,11 @@ engine:
   apiKeySecret: {name: keys}
   topologySpread: {enabled: true}
 gateway:
-  auth: {keysSecret: {name: keys}, saltSecret: {name: salt}, engineKeySecret: {name: engine-key}}
+  auth:
+    keysSecret: {name: keys}
+    saltSecret: {name: salt}
+    engineKeySecret: {name: engine-key}
+    sharedLimits: {url: "rediss://r:6379/1", existingSecret: {name: limits, usernameKey: user}, caSecret: {name: ca}}
   opsPort: 9001
   tls: {secret: {name: certificate}}
   audit: {enabled: true, file: /tmp/audit.jsonl}
@@ -171,6 +175,10 @@ CHANGES: dict[str, Any] = {
     "gateway.routing.boundedLoadFactor": 2,
     "gateway.auth.unsaltedRoutes": "allow",
     "gateway.routing.sharedStoreTokensPerSecond": 90000,
+    "gateway.discovery.type": "static",
+    "gateway.auth.sharedLimits.url": "rediss://other:6379/1",
+    "gateway.tracing.otlpEndpoint": "http://collector:4318/v1/traces",
+    "gateway.tracing.sampleRatio": 0.5,
     "gateway.log.level": "debug",
     "gateway.resources.requests.memory": "1.5GiB",
     "gateway.resources.limits.memory": "3GiB",

@@ -1,6 +1,7 @@
 """Dockerfiles and chart agree: names, versions, users, pinned and hash-checked installs, files that exist."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,25 @@ def test_bases_are_arguments_with_a_version(file):
 @each
 def test_version_is_the_charts(file):
     assert f"ARG VERSION={VERSION}" in instructions(file)
+
+
+@pytest.mark.parametrize(
+    ("listing", "distribution"),
+    [
+        ("gateway", "gateway"),
+        ("engine-cpu", "connector"),
+        ("engine-cpu", "services/ctl"),
+        ("engine-cpu", "services/engine"),
+        *(("tools", name) for name in ("connector", "gateway", "services/ctl", "services/engine")),
+    ],
+)
+def test_what_a_distribution_needs_is_in_its_image(listing, distribution):
+    """Wheels are installed without their dependencies, so a forgotten one shows only when the container starts."""
+    project = tomllib.loads((ROOT / distribution / "pyproject.toml").read_text())["project"]
+    needed = {re.match(r"[\w-]+", item)[0] for item in project["dependencies"] if not item.startswith("spillway-")}
+    pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements" / f"{listing}.txt").read_text(), re.MULTILINE))
+
+    assert needed <= pinned
 
 
 @pytest.mark.parametrize("name", ["gateway", "engine-cpu", "tools"])

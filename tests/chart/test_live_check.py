@@ -175,7 +175,7 @@ def test_a_gateway_with_other_settings_is_named(run, expected):
     """Defaults that the values do not mention are its own affair, also within a list."""
     running = json.loads(json.dumps(expected["gateway"]["settings"]))
     running["breaker"]["failures"] = 9
-    running["models"][0]["engines"][1]["url"] = "http://old:8100"
+    running["models"][0]["discovery"]["kubernetes"]["service"] = "old-engine-pods"
     running["models"][0]["tokenizer"] = running["listen"]["tls"] = None
 
     status, said = run(
@@ -184,7 +184,7 @@ def test_a_gateway_with_other_settings_is_named(run, expected):
 
     assert status == 1
     (line,) = (line for line in said.splitlines() if line.startswith("FAILED"))
-    assert "breaker.failures is 9, not 5; models[0].engines[1].url is 'http://old:8100', not" in line
+    assert "breaker.failures is 9, not 5; models[0].discovery.kubernetes.service is 'old-engine-pods', not" in line
 
 
 AUTH = {"keysSecret": {"name": "k"}, "saltSecret": {"name": "s"}, "engineKeySecret": {"name": "keys"}}

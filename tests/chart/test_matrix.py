@@ -124,7 +124,8 @@ DIMENSIONS = {
     "gateway": [
         {},
         nested(
-            "gateway", {"replicas": 1, "service": {"type": "NodePort", "nodePort": 30001}, "rbac": {"create": True}}
+            "gateway",
+            {"replicas": 1, "service": {"type": "NodePort", "nodePort": 30001}, "discovery": {"type": "static"}},
         ),
         nested("gateway", {"autoscaling": {"enabled": True}, "ingress": {"enabled": True, "className": "nginx"}}),
         nested(

@@ -334,6 +334,26 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "gateway: {breaker: {openSeconds: 90}}",
         ["gateway.breaker.openSecondsMax: 60 is less than openSeconds: 90", "raise openSecondsMax or lower"],
     ),
+    "a way to find engines that does not exist": ("gateway: {discovery: {type: dns}}", ["discovery", "kubernetes"]),
+    "limits without tenants": (
+        "gateway: {auth: {sharedLimits: {url: 'redis://r:6379/0'}}}",
+        ["no tenants to limit; set gateway.auth.keysSecret"],
+    ),
+    "a password in the address of shared limits": (
+        "gateway: {auth: {sharedLimits: {url: 'redis://:secret@r:6379/0'}}}",
+        ["sharedLimits", "pattern"],
+    ),
+    "an authority without TLS": (
+        "gateway: {auth: {keysSecret: {name: k}, saltSecret: {name: s}, "
+        "sharedLimits: {url: 'redis://r:6379/0', caSecret: {name: ca}}}}",
+        ["url speaks no TLS; begin it with rediss"],
+    ),
+    "leases shorter than reports": (
+        "gateway: {auth: {keysSecret: {name: k}, saltSecret: {name: s}, "
+        "sharedLimits: {url: 'redis://r:6379/0', leaseSeconds: 1, reportSeconds: 0.5}}}",
+        ["less than ten times reportSeconds"],
+    ),
+    "traces to no receiver": ("gateway: {tracing: {otlpEndpoint: collector}}", ["otlpEndpoint"]),
     "slow start with a unit": ("gateway: {routing: {slowStartSeconds: 10s}}", ["slowStartSeconds", "number"]),
     "a store that gives nothing": (
         "gateway: {routing: {sharedStoreTokensPerSecond: 0}}",

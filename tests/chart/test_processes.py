@@ -71,7 +71,8 @@ def command_of(workload: dict[str, Any], config: Path, name: str) -> list[str]:
 def test_gateway_starts_and_says_what_it_lacks(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    rendered = render(CHART / "values-cpu.yaml", values=nested("gateway.port", port))
+    static = {"gateway": {"port": port, "discovery": {"type": "static"}}}
+    rendered = render(CHART / "values-cpu.yaml", values=static)
     config = tmp_path / "gateway.yaml"
     config.write_text(rendered.one("ConfigMap", "gateway")["data"]["gateway.yaml"])
 
@@ -97,7 +98,8 @@ def test_gateway_asks_for_the_keys_of_its_secret(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     auth = {"keysSecret": {"name": "k"}, "saltSecret": {"name": "s"}}
-    rendered = render(CHART / "values-cpu.yaml", values={"gateway": {"port": port, "auth": auth}})
+    gateway = {"port": port, "auth": auth, "discovery": {"type": "static"}}
+    rendered = render(CHART / "values-cpu.yaml", values={"gateway": gateway})
     config = tmp_path / "gateway.yaml"
     text = rendered.one("ConfigMap", "gateway")["data"]["gateway.yaml"]
     assert text.count("/var/lib/spillway/secrets/") == 2

@@ -103,14 +103,14 @@ def notes_of(*arguments: str | Path) -> str:
     [
         ("type=none", "none"),
         (
-            "type=nvme,nvme.mode=auto,nvme.volume.type=sharedClaim,nvme.volume.size=100GiB",
-            "nvme, auto, up to 90.0 GiB on sharedClaim",
+            "type=nvme,nvme.mode=files,nvme.volume.type=sharedClaim,nvme.volume.size=100GiB",
+            "nvme, files, up to 90.0 GiB on sharedClaim",
         ),
         (
             "type=nvme,nvme.volume.type=emptyDir,nvme.maxBytes=50GiB",
-            "nvme, files, up to 50.0 GiB on emptyDir (a volume of each pod's own: shared with nobody)",
+            "nvme, auto, up to 50.0 GiB on emptyDir (a volume of each pod's own: shared with nobody)",
         ),
-        ("type=nvme", "nvme, files, up to 4/5 of what the file system can give on hostPath"),
+        ("type=nvme", "nvme, auto, up to 4/5 of what the file system can give on hostPath"),
         (
             "type=redis,redis.url=rediss://r:1/0,encryption.enabled=true,encryption.keyId=k1,encryption.keySecretName=s",
             "redis, rediss://r:1/0, sealed with key k1",
@@ -122,6 +122,22 @@ def test_notes_say_what_the_shared_tier_is(sets: str, said: str):
     lines = [line.strip() for line in notes_of("--set", sets).splitlines()]
 
     assert f"shared tier             {said}" in lines
+
+
+@pytest.mark.parametrize(
+    ("sets", "warned"),
+    [
+        ("type=nvme,nvme.volume.hostPath=/disk/kv", True),
+        ("type=nvme,nvme.maxBytes=1TiB", False),
+        ("type=nvme,nvme.volume.type=perPodClaim", False),
+        ("type=none", False),
+    ],
+)
+def test_notes_warn_of_a_tier_that_may_take_a_nodes_disk(sets: str, warned: bool):
+    sets = ",".join(f"engine.offload.sharedTier.{each}" for each in sets.split(","))
+    warning = "nvme.maxBytes is null: in time the tier keeps 4/5 of what is free now on each node's disk under /disk/kv"
+
+    assert (warning in notes_of("--set", sets)) is warned
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,23 @@ def test_the_gateway_may_watch_endpoint_slices_and_nothing_else():
     assert not rendered.of_kind("ClusterRole") and not rendered.of_kind("ClusterRoleBinding")
 
 
-def test_without_rights_there_is_no_token():
+def test_nothing_else_has_a_token():
     rendered = render(CHART / "values-cpu.yaml")
+    listing = render(CHART / "values-cpu.yaml", values={"gateway": {"discovery": {"type": "static"}}})
 
-    assert not rendered.of_kind("Role")
-    for workload in [*rendered.of_kind("StatefulSet"), *rendered.of_kind("Deployment")]:
+    assert not listing.of_kind("Role") and not listing.of_kind("RoleBinding")
+    for workload in [*rendered.of_kind("StatefulSet"), *listing.of_kind("Deployment")]:
         assert pod_spec(workload)["automountServiceAccountToken"] is False
     assert all(account["automountServiceAccountToken"] is False for account in rendered.of_kind("ServiceAccount"))
+
+
+def test_a_role_of_ones_own_is_left_alone():
+    account = {"create": False, "name": "own"}
+    rendered = render(values={"gateway": {"rbac": {"create": False}, "serviceAccount": account}})
+
+    assert not rendered.of_kind("Role")
+    gateway = pod_spec(rendered.one("Deployment", "gateway"))
+    assert gateway["serviceAccountName"] == "own" and gateway["automountServiceAccountToken"] is True
 
 
 def test_pods_without_a_device_are_restricted():

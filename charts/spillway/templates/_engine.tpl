@@ -31,6 +31,8 @@ start-engine.sh: |
 # Block hashes start from this seed: one value for all engines, or nobody finds what another one stored.
 - {name: PYTHONHASHSEED, value: "0"}
 - {name: HOME, value: /var/lib/spillway/home}
+# PyTorch asks for the user's name, and the pod's user is in no password file.
+- {name: USER, value: spillway}
 - {name: HF_HOME, value: /var/lib/spillway/hub}
 {{- range $name, $value := .item.accelerator.env }}
 {{- if not (hasKey (default dict $engine.extraEnv) $name) }}

@@ -16,6 +16,34 @@ unsaltedRoutes: {{ .unsaltedRoutes }}
 {{- range include "spillway.authFiles" . | fromYamlArray }}
 {{ .setting }}: {{ include "spillway.secretFolder" $ }}/{{ (first .items).path }}
 {{- end }}
+{{- with .sharedLimits }}
+{{- if .url }}
+sharedLimits:
+  {{- toYaml (omit . "existingSecret" "caSecret") | nindent 2 }}
+  {{- if .caSecret.name }}
+  tlsCaFile: {{ include "spillway.secretFolder" $ }}/limits-ca.crt
+  {{- end }}
+  {{- if .existingSecret.name }}
+  {{- if .existingSecret.usernameKey }}
+  usernameEnv: SPILLWAY_LIMITS_USERNAME
+  {{- end }}
+  passwordEnv: SPILLWAY_LIMITS_PASSWORD
+  {{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* gateway.auth.sharedLimits -> list of EnvVars with its login. */}}
+{{- define "spillway.limitsLogin" -}}
+{{- $secret := .existingSecret -}}
+{{- $variables := list -}}
+{{- if and .url $secret.name -}}
+{{- if $secret.usernameKey -}}
+{{- $variables = append $variables (dict "name" "SPILLWAY_LIMITS_USERNAME" "valueFrom" (dict "secretKeyRef" (dict "name" $secret.name "key" $secret.usernameKey))) -}}
+{{- end -}}
+{{- $variables = append $variables (dict "name" "SPILLWAY_LIMITS_PASSWORD" "valueFrom" (dict "secretKeyRef" (dict "name" $secret.name "key" $secret.passwordKey))) -}}
+{{- end -}}
+{{- toYaml $variables -}}
 {{- end -}}
 
 {{/* gateway -> list of {name, items}: Secrets that become files in the gateway's pod. */}}
@@ -24,6 +52,11 @@ unsaltedRoutes: {{ .unsaltedRoutes }}
 {{- with .tls.secret -}}
 {{- if .name -}}
 {{- $files = append $files (dict "name" .name "items" (list (dict "key" .certificateKey "path" "tls.crt") (dict "key" .privateKeyKey "path" "tls.key"))) -}}
+{{- end -}}
+{{- end -}}
+{{- with .auth.sharedLimits -}}
+{{- if and .url .caSecret.name -}}
+{{- $files = append $files (dict "name" .caSecret.name "items" (list (dict "key" .caSecret.key "path" "limits-ca.crt"))) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $files -}}

@@ -82,6 +82,17 @@
 {{- if and (include "spillway.gatewaySecretFiles" $values.gateway | fromYamlArray) (ne (int64 (default 0 (default dict $values.gateway.podSecurityContext).runAsUser)) 0) (not (hasKey $values.gateway.podSecurityContext "fsGroup")) -}}
 {{- $texts = append $texts (printf "gateway: user %d of its pods cannot read the files of their Secrets, which are root's alone; add fsGroup to gateway.podSecurityContext" (int64 $values.gateway.podSecurityContext.runAsUser)) -}}
 {{- end -}}
+{{- with $auth.sharedLimits -}}
+{{- if and .url (not $auth.keysSecret.name) -}}
+{{- $texts = append $texts (printf "gateway.auth.sharedLimits.url: %s, but there are no tenants to limit; set gateway.auth.keysSecret, or remove it" .url) -}}
+{{- end -}}
+{{- if and .caSecret.name (not (hasPrefix "rediss" .url)) -}}
+{{- $texts = append $texts (printf "gateway.auth.sharedLimits.caSecret.name: %s, but url speaks no TLS; begin it with rediss, or remove caSecret" .caSecret.name) -}}
+{{- end -}}
+{{- if and .url (lt (float64 .leaseSeconds) (mulf 10.0 (float64 .reportSeconds))) -}}
+{{- $texts = append $texts (printf "gateway.auth.sharedLimits.leaseSeconds: %v is less than ten times reportSeconds: %v; raise leaseSeconds" .leaseSeconds .reportSeconds) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $values.tests.apiKeySecret.name (not $auth.keysSecret.name) -}}
 {{- $texts = append $texts (printf "tests.apiKeySecret.name: %s, but the gateway asks for no keys; set gateway.auth.keysSecret, or remove it" $values.tests.apiKeySecret.name) -}}
 {{- end -}}

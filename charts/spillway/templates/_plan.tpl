@@ -125,6 +125,32 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{ .item.name }}-{{ .index }}.{{ .item.headless }}.{{ .root.Release.Namespace }}.svc.{{ .root.Values.clusterDomain }}
 {{- end -}}
 
+{{/* (root, item, model): where the gateway finds this group, into model. */}}
+{{- define "spillway.discovery" -}}
+{{- $root := .root -}}{{- $item := .item -}}
+{{- $events := $item.engine.kvEvents -}}
+{{- if eq $root.Values.gateway.discovery.type "kubernetes" -}}
+{{- $service := dict "service" $item.headless "namespace" $root.Release.Namespace "port" "http" -}}
+{{- if $events.enabled -}}
+{{- $_ := set $service "kvEventsPort" "kv-events" -}}
+{{- $_ = set $service "kvReplayPort" "kv-replay" -}}
+{{- end -}}
+{{- $_ := set .model "discovery" (dict "kubernetes" $service) -}}
+{{- else -}}
+{{- $engines := list -}}
+{{- range $index := until (int $item.pods) -}}
+{{- $host := include "spillway.engineHost" (dict "root" $root "item" $item "index" $index) -}}
+{{- $engine := dict "name" (printf "%s-%d" $item.name $index) "url" (printf "http://%s:%d" $host (int64 $item.engine.port)) -}}
+{{- if $events.enabled -}}
+{{- $_ := set $engine "kvEvents" (printf "tcp://%s:%d" $host (int64 $events.port)) -}}
+{{- $_ = set $engine "kvReplay" (printf "tcp://%s:%d" $host (int64 $events.replayPort)) -}}
+{{- end -}}
+{{- $engines = append $engines $engine -}}
+{{- end -}}
+{{- $_ := set .model "engines" $engines -}}
+{{- end -}}
+{{- end -}}
+
 {{/* (root, engines, problems, out): the YAML of `python -m spillway_gateway --config` into out. */}}
 {{- define "spillway.gatewaySettings" -}}
 {{- $root := .root -}}
@@ -133,17 +159,8 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- $problems := .problems -}}
 {{- $models := list -}}
 {{- range $item := .engines -}}
-{{- $engines := list -}}
-{{- range $index := until (int $item.pods) -}}
-{{- $host := include "spillway.engineHost" (dict "root" $root "item" $item "index" $index) -}}
-{{- $engine := dict "name" (printf "%s-%d" $item.name $index) "url" (printf "http://%s:%d" $host (int64 $item.engine.port)) -}}
-{{- if $item.engine.kvEvents.enabled -}}
-{{- $_ := set $engine "kvEvents" (printf "tcp://%s:%d" $host (int64 $item.engine.kvEvents.port)) -}}
-{{- $_ = set $engine "kvReplay" (printf "tcp://%s:%d" $host (int64 $item.engine.kvEvents.replayPort)) -}}
-{{- end -}}
-{{- $engines = append $engines $engine -}}
-{{- end -}}
-{{- $model := dict "name" $item.servedName "aliases" (default list $item.engine.model.aliases) "engines" $engines -}}
+{{- $model := dict "name" $item.servedName "aliases" (default list $item.engine.model.aliases) -}}
+{{- include "spillway.discovery" (dict "root" $root "item" $item "model" $model) -}}
 {{- $tokenizer := $item.engine.model.tokenizer -}}
 {{- if eq $tokenizer "volume" -}}
 {{- $tokenizer = printf "%s%s" (include "spillway.tokenizerRoot" $item) (trimPrefix (trimSuffix "/" $item.engine.model.volume.mountPath) $item.engine.model.path) -}}
@@ -158,7 +175,7 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- $_ := set $listen "tls" (dict "certFile" (printf "%s/tls.crt" $folder) "keyFile" (printf "%s/tls.key" $folder) "reloadSeconds" $gateway.tls.reloadSeconds) -}}
 {{- end -}}
 {{- $_ := set .out "listen" $listen -}}
-{{- range $section := list "timeouts" "health" "limits" "routing" "breaker" "admission" "index" "log" "audit" "reload" -}}
+{{- range $section := list "timeouts" "health" "limits" "routing" "breaker" "admission" "index" "log" "audit" "tracing" "reload" -}}
 {{- $settings := dict -}}
 {{- include "spillway.overlay" (dict "base" $settings "over" (get $gateway $section)) -}}
 {{- $_ := set $.out $section $settings -}}

@@ -14,6 +14,8 @@ from spillway_ctl.frame_filter import tenant_of_salt
 from spillway_ctl.interruption import Interruption
 from spillway_ctl.listing import listing
 from spillway_ctl.options import choice_of, filter_of, parser
+from spillway_ctl.plan import plan
+from spillway_ctl.plan_options import planned_engines, rates_of
 from spillway_ctl.purge import asker, purge
 from spillway_ctl.run import INTERRUPTED, OK, WRONG, Run
 from spillway_ctl.status import status
@@ -29,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interruption = Interruption()
     try:
         with interruption.watching():
+            if given.area == "plan":
+                return plan(planned_engines(given), rates_of(given), given.prompt_tokens, as_json=given.json)
             return _tenant(given.salt_env) if given.command == "tenant" else _on_store(given, interruption)
     except (CommandError, ConfigError, SettingsError, TierError) as error:
         print(f"spillway: {error}", file=sys.stderr, flush=True)

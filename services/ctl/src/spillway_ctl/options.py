@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from spillway_ctl.errors import CommandError
 from spillway_ctl.frame_filter import FrameFilter, parse_namespace_prefix, parse_tenant
+from spillway_ctl.plan_options import add_plan
 from spillway_ctl.quantities import parse_age_seconds, parse_rate
 from spillway_ctl.store_choice import NO_STORE, StoreChoice, choice_from_config
 
@@ -73,7 +74,9 @@ examples:
 def parser() -> argparse.ArgumentParser:
     """`spillway`, with everything below it."""
     top = _Parser(prog="spillway", description="The operator's command of Spillway.")
-    tier = top.add_subparsers(dest="area", required=True, metavar="tier").add_parser(
+    areas = top.add_subparsers(dest="area", required=True, metavar="tier|plan")
+    add_plan(areas)
+    tier = areas.add_parser(
         "tier",
         help="look into a shared tier, verify it, remove from it",
         description=DESCRIPTION,

@@ -1,0 +1,115 @@
+"""`spillway plan`: what these values of the chart mean in bytes, bandwidth and seconds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any, TextIO
+
+from spillway_ctl.plan_arithmetic import FirstToken, Rates, break_even_bytes_per_second, first_token
+from spillway_ctl.plan_input import PlannedEngines
+from spillway_ctl.quantities import format_bytes
+from spillway_ctl.run import JSON_FORMAT, OK
+
+_MISSING = "-"
+
+
+def plan(
+    engines: Sequence[PlannedEngines],
+    rates: Rates,
+    prompts: Sequence[int],
+    *,
+    as_json: bool,
+    out: TextIO | None = None,
+) -> int:
+    """Print the figures of every group; a rate that the values give is used where none is in `rates`."""
+    out = out if out is not None else sys.stdout
+    documents = [_document(group, rates, prompts) for group in engines]
+    if as_json:
+        whole = {"format": JSON_FORMAT, "command": "plan", "engines": documents}
+        print(json.dumps(whole, indent=2), file=out, flush=True)
+    else:
+        for document in documents:
+            print("\n".join(_lines(document)), file=out, flush=True)
+    return OK
+
+
+def _document(group: PlannedEngines, given: Rates, prompts: Sequence[int]) -> dict[str, Any]:
+    rates = given
+    if rates.prefill_tokens_per_second is None:
+        rates = replace(rates, prefill_tokens_per_second=group.prefill_tokens_per_second)
+    if group.shared_tier == "none":
+        rates = replace(rates, tier_read_bytes_per_second=None)
+    memory = group.memory
+    bytes_per_token, chunk_tokens = int(memory["bytesPerToken"]), int(memory["chunkTokens"])
+    prefill = rates.prefill_tokens_per_second
+    longest = int(group.settings["model"]["maxLength"])
+    firsts = [first_token(tokens, bytes_per_token, chunk_tokens, rates) for tokens in prompts if tokens <= longest]
+    return {
+        "name": group.name,
+        "model": group.model,
+        "memory": memory,
+        "shared_tier": group.shared_tier,
+        "rates": asdict(rates),
+        "break_even_bytes_per_second": break_even_bytes_per_second(bytes_per_token, prefill) if prefill else None,
+        "first_tokens": [asdict(first) for first in firsts],
+    }
+
+
+def _lines(document: dict[str, Any]) -> list[str]:
+    memory, rates = document["memory"], document["rates"]
+    rows = [
+        ("a token of KV cache", format_bytes(memory["bytesPerToken"])),
+        ("a chunk", f"{memory['chunkTokens']:,} tokens, {format_bytes(memory['cpuRowBytes'])}"),
+        (
+            "CPU tier of a pod",
+            f"{format_bytes(memory['cpuTierBytes'])}: {memory['cpuChunks']:,} chunks, "
+            f"{memory['cpuTierTokens']:,} tokens",
+        ),
+        ("shared memory of a pod", format_bytes(memory["sharedMemoryBytes"])),
+        (
+            "memory of a pod",
+            f"{format_bytes(memory['podNeedsBytes'])} needed, limit {format_bytes(memory['memoryLimitBytes'])}",
+        ),
+        ("shared tier", document["shared_tier"]),
+    ]
+    break_even = document["break_even_bytes_per_second"]
+    if break_even is None:
+        per_thousand = format_bytes(break_even_bytes_per_second(memory["bytesPerToken"], 1000))
+        rows.append(("a load beats computing", f"above {per_thousand}/s for every 1,000 tokens/s of prefill"))
+    else:
+        rows.append(("a load beats computing", f"above {format_bytes(break_even)}/s"))
+        rows += _verdicts(break_even, rates)
+    lines = [f"{document['model']} ({document['name']})"]
+    lines += [f"  {name:<24}{text}" for name, text in rows]
+    if break_even is not None and document["first_tokens"]:
+        lines.append(
+            f"  {'prompt':>10} {'computed':>12} {'CPU tier':>12} {'shared tier':>12}   first token, an idle engine"
+        )
+        for item in document["first_tokens"]:
+            first = FirstToken(**item)
+            columns = (first.computed_seconds, first.cpu_tier_seconds, first.shared_tier_seconds)
+            lines.append(f"  {first.prompt_tokens:>10,} " + " ".join(f"{_seconds(column):>12}" for column in columns))
+    return lines
+
+
+def _verdicts(break_even: float, rates: dict[str, float | None]) -> list[tuple[str, str]]:
+    copy, read = rates["device_copy_bytes_per_second"], rates["tier_read_bytes_per_second"]
+    rows = []
+    if copy:
+        rows.append(("CPU tier at this rate", _verdict(copy, break_even)))
+    if copy and read:
+        # One after the other: the rate of the whole way.
+        rows.append(("shared tier at its rate", _verdict(1 / (1 / copy + 1 / read), break_even)))
+    return rows
+
+
+def _verdict(rate: float, break_even: float) -> str:
+    worth = f"{rate / break_even:.1f} times as fast as computing"
+    return worth if rate > break_even else f"{worth}: not worth loading, it is recomputed"
+
+
+def _seconds(value: float | None) -> str:
+    return _MISSING if value is None else f"{value:.3f} s"

@@ -1,0 +1,107 @@
+"""The command line of `spillway plan`, and what it means."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from spillway_ctl.errors import CommandError
+from spillway_ctl.plan_arithmetic import Rates
+from spillway_ctl.plan_input import PlannedEngines, read_rendered, render_chart
+from spillway_ctl.quantities import parse_rate
+
+DEFAULT_PROMPTS = (2_048, 8_192, 32_768)
+
+_DESCRIPTION = """\
+What values of the chart mean before anything runs: memory of a pod, the bandwidth from which a load beats computing,
+and the time to the first token by where the prompt's prefix lies. Memory is the chart's own arithmetic.
+"""
+_EPILOG = """\
+The rates are those of your machines: an engine's prefill rate and its copy rate are on its /metrics page
+(spillway_prefill_tokens_per_second, spillway_device_copy_*), a tier's is spillway_tier_load_bytes_per_second.
+
+examples:
+  spillway plan --chart charts/spillway -f my-values.yaml
+  spillway plan --chart charts/spillway -f my-values.yaml --prefill-tokens-per-second 8000 \\
+    --device-copy-rate 20GiB/s --tier-rate 3GiB/s --prompt-tokens 4096 16384
+  helm template chat charts/spillway -f my-values.yaml | spillway plan --rendered - --json
+"""
+
+
+def add_plan(areas: Any) -> None:
+    parser = areas.add_parser(
+        "plan",
+        help="memory, break-even bandwidth and first token of values of the chart",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--chart", type=Path, metavar="FOLDER", help="render this chart, with the helm on PATH")
+    source.add_argument("--rendered", metavar="FILE", help="output of helm template; - for standard input")
+    parser.add_argument("-f", "--values", type=Path, action="append", default=[], metavar="FILE", help="as Helm's")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as Helm's")
+    parser.add_argument("--helm", default="helm", metavar="PROGRAM", help="Helm 3 or 4 (default: %(default)s)")
+    parser.add_argument(
+        "--prefill-tokens-per-second",
+        type=_positive,
+        metavar="N",
+        help="of one engine (default: engine.offload.prefillTokensPerSecond of the values, if set)",
+    )
+    parser.add_argument("--device-copy-rate", type=_rate, metavar="RATE", help="CPU tier to device, e.g. 20GiB/s")
+    parser.add_argument("--tier-rate", type=_rate, metavar="RATE", help="shared tier to one engine, e.g. 3GiB/s")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=_tokens,
+        nargs="+",
+        default=list(DEFAULT_PROMPTS),
+        metavar="N",
+        help="lengths to tell of",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+
+
+def planned_engines(given: argparse.Namespace) -> tuple[PlannedEngines, ...]:
+    """Raises CommandError."""
+    if given.rendered is not None:
+        if given.values or given.set:
+            raise CommandError("--rendered is rendered already; give -f and --set to helm template instead")
+        return read_rendered(_read(given.rendered))
+    return read_rendered(render_chart(given.helm, given.chart, given.values, given.set))
+
+
+def rates_of(given: argparse.Namespace) -> Rates:
+    return Rates(given.prefill_tokens_per_second, given.device_copy_rate, given.tier_rate)
+
+
+def _read(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--rendered {name}: cannot be read ({error})") from error
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} given, a number above 0 needed")
+    return number
+
+
+def _tokens(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} given, at least 1 needed")
+    return number
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = parse_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if rate is None:
+        raise argparse.ArgumentTypeError("a number is needed here, e.g. 3GiB/s")
+    return float(rate)

@@ -1,0 +1,138 @@
+"""`spillway plan` on what the chart renders: its arithmetic as it is, and words for what cannot be."""
+
+import io
+import json
+import stat
+
+import pytest
+import yaml
+
+from spillway_ctl.command import main
+
+MEMORY = {
+    "bytesPerToken": 163_840,
+    "chunkTokens": 128,
+    "cpuRowBytes": 20_971_520,
+    "cpuTierBytes": 20_971_520_000,
+    "cpuChunks": 1_000,
+    "cpuTierTokens": 128_000,
+    "sharedMemoryBytes": 24 << 30,
+    "podNeedsBytes": 40 << 30,
+    "memoryLimitBytes": 48 << 30,
+}
+
+
+def rendered(tier: str = "redis", **offload: object) -> str:
+    settings = {
+        "model": {"servedName": "Qwen3-14B", "maxLength": 32_768},
+        "offload": {"enabled": True, "sharedTier": {"type": tier}, **offload},
+    }
+    data = {"engine.yaml": yaml.safe_dump(settings), "memory.json": json.dumps(MEMORY)}
+    engine = {"kind": "ConfigMap", "metadata": {"name": "chat-engine"}, "data": data}
+    other = {"kind": "ConfigMap", "metadata": {"name": "chat-gateway"}, "data": {"gateway.yaml": "listen: {}"}}
+    return yaml.safe_dump_all([{"kind": "Service"}, other, engine])
+
+
+@pytest.fixture
+def plan(monkeypatch, capsys):
+    def run(text: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        code = main(["plan", "--rendered", "-", *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_without_rates_it_tells_memory_and_break_even_per_thousand_tokens(plan):
+    code, out, _ = plan(rendered())
+
+    assert code == 0
+    assert "Qwen3-14B (chat-engine)" in out and "1,000 chunks, 128,000 tokens" in out
+    assert "40.0 GiB needed, limit 48.0 GiB" in out
+    assert "above 156.2 MiB/s for every 1,000 tokens/s of prefill" in out
+    assert "first token" not in out
+
+
+def test_with_rates_it_tells_first_tokens(plan):
+    rates = ["--prefill-tokens-per-second", "1000", "--device-copy-rate", "1GiB/s", "--tier-rate", "100MiB/s"]
+
+    code, out, _ = plan(rendered(), *rates, "--prompt-tokens", "1025")
+
+    assert code == 0
+    assert "6.6 times as fast as computing" in out
+    assert "0.6 times as fast as computing: not worth loading, it is recomputed" in out
+    assert [word for word in out.splitlines()[-1].split() if word != "s"] == ["1,025", "1.025", "0.157", "1.757"]
+
+
+def test_the_values_own_prefill_rate_is_used_unless_another_is_given(plan):
+    values = rendered(prefillTokensPerSecond=2000)
+
+    told = json.loads(plan(values, "--json")[1])["engines"][0]
+    overridden = json.loads(plan(values, "--json", "--prefill-tokens-per-second", "4000")[1])["engines"][0]
+
+    assert told["break_even_bytes_per_second"] == 2000 * 163_840
+    assert overridden["break_even_bytes_per_second"] == 4000 * 163_840
+    assert told["memory"] == MEMORY
+    assert [first["prompt_tokens"] for first in told["first_tokens"]] == [2_048, 8_192, 32_768]
+
+
+def test_a_tier_that_is_not_there_is_not_reckoned_with(plan):
+    rates = ["--prefill-tokens-per-second", "1000", "--device-copy-rate", "1GiB/s", "--tier-rate", "1GiB/s"]
+
+    (engine,) = json.loads(plan(rendered("none"), "--json", *rates)[1])["engines"]
+
+    assert engine["rates"]["tier_read_bytes_per_second"] is None
+    assert all(first["shared_tier_seconds"] is None for first in engine["first_tokens"])
+
+
+def test_prompts_longer_than_the_model_takes_are_left_out(plan):
+    told = json.loads(plan(rendered(prefillTokensPerSecond=1), "--json", "--prompt-tokens", "100", "40000")[1])
+
+    assert [first["prompt_tokens"] for first in told["engines"][0]["first_tokens"]] == [100]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kind: Service", "no engine is in what was rendered"),
+        ("a: [", "cannot be read"),
+        (yaml.safe_dump({"kind": "ConfigMap", "data": {"engine.yaml": "x", "memory.json": "{}"}}), "cannot be read"),
+    ],
+)
+def test_what_is_no_rendering_is_refused(plan, text, words):
+    code, out, error = plan(text)
+
+    assert (code, out) == (2, "") and words in error
+
+
+def test_values_beside_a_rendering_are_refused(plan):
+    code, _, error = plan(rendered(), "--set", "a=b")
+
+    assert code == 2 and "give -f and --set to helm template instead" in error
+
+
+def test_the_chart_is_rendered_with_the_given_values(tmp_path, capsys):
+    helm = tmp_path / "helm"
+    (tmp_path / "rendered.yaml").write_text(rendered())
+    helm.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\ncat {tmp_path}/rendered.yaml\n')
+    helm.chmod(helm.stat().st_mode | stat.S_IXUSR)
+
+    code = main(["plan", "--chart", "charts/x", "--helm", str(helm), "-f", "a.yaml", "-f", "b.yaml", "--set", "c=d"])
+
+    assert code == 0 and "Qwen3-14B" in capsys.readouterr().out
+    assert (tmp_path / "arguments").read_text().split() == [
+        *("template", "plan", "charts/x", "--show-only", "templates/engine-configmap.yaml"),
+        *("-f", "a.yaml", "-f", "b.yaml", "--set", "c=d"),
+    ]
+
+
+def test_what_helm_refuses_is_passed_on(tmp_path, capsys):
+    helm = tmp_path / "helm"
+    helm.write_text("#!/bin/sh\necho 'engine.memory.limit is too little' >&2\nexit 1\n")
+    helm.chmod(helm.stat().st_mode | stat.S_IXUSR)
+
+    assert main(["plan", "--chart", "charts/x", "--helm", str(helm)]) == 2
+    assert "engine.memory.limit is too little" in capsys.readouterr().err
+    assert main(["plan", "--chart", "charts/x", "--helm", str(tmp_path / "none")]) == 2
+    assert "no such program" in capsys.readouterr().err

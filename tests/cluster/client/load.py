@@ -1,0 +1,186 @@
+"""Runs in a pod of the cluster: asks the service as its clients do, checks every answer, and writes down what failed.
+
+    python3 load.py once URL MODEL                     one chat; prints the answer as JSON
+    python3 load.py run FOLDER URL MODEL WORKERS       until FOLDER/stop exists; then FOLDER/result.json
+
+Half of the workers stream, half of them keep their connection. The same prompt has one right answer, whichever engine
+gives it. Where a connection was refused, timed out, or (a kept one) turned out to be closed before any of the reply
+came, the request is sent again, as OpenAI's own clients do, and counted apart; whatever goes wrong after that is a
+failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+CONNECT_SECONDS = 2.0
+ANSWER_SECONDS = 60.0
+CONNECT_TRIES = 30
+CLOSED_TRIES = 2
+FAILURES_KEPT = 40
+PREFIXES = 6
+PREFIX_WORDS = 260
+WORDS = ("the", "house", "and", "the", "water", "of", "one", "day")
+
+
+class Wrong(Exception):
+    """An answer, but not a right one."""
+
+
+class Load:
+    def __init__(self, folder: Path, url: str, model: str) -> None:
+        self._folder, self._url, self._model = folder, url, model
+        self._numbers = itertools.count()
+        self._answers: dict[str, str] = {}
+        self.requests = 0
+        self.reconnects = 0
+        self.closed = 0
+        self.failures: list[dict[str, Any]] = []
+        self.engines: collections.Counter[str] = collections.Counter()
+        self.seconds: list[float] = []
+
+    async def run(self, workers: int) -> None:
+        begun = time.time()
+        await asyncio.gather(*(self._work(number) for number in range(workers)))
+        ordered = sorted(self.seconds) or [0.0]
+        result = {
+            "requests": self.requests,
+            "failed": len(self.failures),
+            "failures": self.failures[:FAILURES_KEPT],
+            "last_failure": self.failures[-1]["at"] if self.failures else None,
+            "reconnects": self.reconnects,
+            "closed": self.closed,
+            "engines": dict(self.engines),
+            "begun": begun,
+            "ended": time.time(),
+            "median_seconds": round(ordered[len(ordered) // 2], 3),
+            "slowest_seconds": round(ordered[-1], 3),
+        }
+        partial = self._folder / "result.partial"
+        partial.write_text(json.dumps(result))
+        partial.rename(self._folder / "result.json")
+
+    async def _work(self, worker: int) -> None:
+        streamed, kept = worker % 2 == 0, worker % 4 < 2
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS)
+        connector = aiohttp.TCPConnector(force_close=not kept)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=key_header()) as session:
+            while not (self._folder / "stop").exists():
+                number = next(self._numbers)
+                begun, at = time.monotonic(), time.time()
+                self.requests += 1
+                try:
+                    await self._ask(session, number, streamed, kept)
+                    self.seconds.append(time.monotonic() - begun)
+                except (aiohttp.ClientError, TimeoutError, Wrong, OSError) as error:
+                    self.failures.append(
+                        {
+                            "at": time.time(),
+                            "asked": at,
+                            "streamed": streamed,
+                            "kept": kept,
+                            "what": f"{type(error).__name__}: {error}",
+                        }
+                    )
+                (self._folder / "progress").write_text(f"{self.requests - 1} {len(self.failures)}")
+
+    async def _ask(self, session: aiohttp.ClientSession, number: int, streamed: bool, kept: bool) -> None:
+        prompt = f"document {number % PREFIXES}: " + " ".join(WORDS[i % len(WORDS)] for i in range(PREFIX_WORDS))
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": f"{prompt} question {number // PREFIXES % 4}"}],
+            "max_tokens": 16 + 16 * (number % 3),
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": streamed,
+        }
+        key = json.dumps({**body, "stream": None})
+        refused = closed = 0
+        while True:
+            try:
+                reply = await session.post(f"{self._url}/v1/chat/completions", json=body)
+                break
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+                # Nothing was sent. Where a node is gone, its pods' addresses answer nobody until it counts as lost.
+                refused += 1
+                self.reconnects += 1
+                if refused == CONNECT_TRIES:
+                    raise
+                await asyncio.sleep(0.1)
+            except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+                closed += 1
+                if not kept or closed > CLOSED_TRIES:
+                    raise
+                self.closed += 1
+        async with reply:
+            if reply.status != 200:
+                raise Wrong(f"status {reply.status}: {(await reply.text())[:300]}")
+            self.engines[reply.headers.get("x-spillway-engine", "?")] += 1
+            answer = await _streamed(reply) if streamed else _plain(await reply.json())
+        if not answer:
+            raise Wrong("an empty answer")
+        if self._answers.setdefault(key, answer) != answer:
+            raise Wrong(f"{answer[:60]!r}, but {self._answers[key][:60]!r} before")
+
+
+def _plain(document: dict[str, Any]) -> str:
+    return str(document["choices"][0]["message"]["content"])
+
+
+async def _streamed(reply: aiohttp.ClientResponse) -> str:
+    parts: list[str] = []
+    async for line in reply.content:
+        if not line.startswith(b"data: "):
+            continue
+        data = line[6:].strip()
+        if data == b"[DONE]":
+            return "".join(parts)
+        document = json.loads(data)
+        if "error" in document:
+            raise Wrong(f"an error in the stream: {document['error']}")
+        for choice in document["choices"]:
+            parts.append(choice["delta"].get("content") or "")
+    raise Wrong(f"the stream ended after {len(parts)} pieces, without its end")
+
+
+async def once(url: str, model: str) -> None:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+    async with (
+        aiohttp.ClientSession(timeout=timeout, headers=key_header()) as session,
+        session.post(f"{url}/v1/chat/completions", json=body) as reply,
+    ):
+        print(json.dumps({"status": reply.status, "headers": dict(reply.headers), "body": await reply.text()}))
+
+
+def key_header() -> dict[str, str]:
+    key = os.environ.get("SPILLWAY_CLIENT_KEY", "")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[0] == "once":
+        asyncio.run(once(arguments[1], arguments[2]))
+        return
+    folder = Path(arguments[1])
+    folder.mkdir(parents=True)
+    asyncio.run(Load(folder, arguments[2], arguments[3]).run(int(arguments[4])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

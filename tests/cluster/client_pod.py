@@ -1,0 +1,160 @@
+"""A pod beside the service, from the gateway's own image: what clients see through the Service's name."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.commands import CommandFailed
+from cluster.kube import Kubernetes, Object, is_ready
+from stack_driver.deadlines import eventually
+
+SCRIPTS = Path(__file__).resolve().parent / "client"
+NAME = "client"
+SETTLED_REQUESTS = 20  # before anything is done to the service
+
+
+@dataclass
+class LoadResult:
+    """Filled in when the load has ended. Times are those of the pod's clock, which is the cluster's."""
+
+    requests: int = 0
+    failed: int = 0
+    reconnects: int = 0
+    closed: int = 0
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    engines: dict[str, int] = field(default_factory=dict)
+    last_failure: float | None = None
+    begun: float = 0.0
+    ended: float = 0.0
+    median_seconds: float = 0.0
+    slowest_seconds: float = 0.0
+
+    def words(self) -> str:
+        parts = [f"{len(self.engines)} engines answered", f"slowest {self.slowest_seconds} s"]
+        if self.reconnects:
+            parts.append(f"{self.reconnects} connections tried again")
+        if self.closed:
+            parts.append(f"{self.closed} kept connections found closed")
+        for failure in self.failures[:3]:
+            parts.append(f"{failure['what'][:160]} ({failure['at'] - self.begun:.1f} s in)")
+        return "; ".join(parts)
+
+
+class ClientPod:
+    def __init__(self, kubernetes: Kubernetes, service: str, model: str, image: str) -> None:
+        self._kubernetes, self._image = kubernetes, image
+        self.url = f"http://{service}"
+        self.model = model
+        self._runs = 0
+        self._folder = ""
+
+    def create(self, node: str | None = None, key_secret: str | None = None) -> None:
+        """key_secret: a Secret whose `api-key` the client sends."""
+        files = {path.name: path.read_text() for path in SCRIPTS.glob("*.py")}
+        scripts = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": NAME}, "data": files}
+        self._kubernetes.apply(scripts, self._pod(node, key_secret))
+        eventually("the client pod is ready", lambda: is_ready(self._kubernetes.get("pod", NAME)), 120.0)
+
+    def remove(self) -> None:
+        self._kubernetes.kubectl("delete", "pod,configmap", NAME, "--ignore-not-found", "--wait")
+
+    def python(self, code: str, seconds: float = 60.0) -> str:
+        return self._kubernetes.execute(NAME, "python3", "-c", code, seconds=seconds)
+
+    def get(self, url: str) -> Any:
+        return json.loads(self.get_text(url))
+
+    def get_text(self, url: str) -> str:
+        code = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=30).read().decode())"
+        return self.python(code)
+
+    def chat(self) -> dict[str, Any]:
+        """status, headers, body of one chat through the Service."""
+        return json.loads(self._kubernetes.execute(NAME, "python3", "/lane/load.py", "once", self.url, self.model))
+
+    @contextmanager
+    def load(self, workers: int = 6) -> Iterator[LoadResult]:
+        """Requests run while the block does; afterwards the result holds what became of all of them."""
+        self._runs += 1
+        self._folder = folder = f"/tmp/run-{self._runs}"
+        result = LoadResult()
+        words = ["python3", "/lane/load.py", "run", folder, self.url, self.model, str(workers)]
+        self._shell(f"nohup {shlex.join(words)} </dev/null >{folder}.log 2>&1 &")
+        try:
+            self.wait_for_requests(SETTLED_REQUESTS)
+            yield result
+            self.wait_for_requests(self.progress() + SETTLED_REQUESTS)
+        finally:
+            self._shell(f"touch {folder}/stop")
+        text = eventually("the load's result", lambda: self._read(f"{folder}/result.json"), 120.0)
+        for name, value in json.loads(text).items():
+            setattr(result, name, value)
+
+    def start_following(self, gateways: list[str]) -> str:
+        """Returns the folder that stop_following wants."""
+        self._runs += 1
+        folder = f"/tmp/follow-{self._runs}"
+        words = shlex.join(["python3", "/lane/follow.py", folder, *gateways])
+        self._shell(f"nohup {words} </dev/null >{folder}.log 2>&1 &")
+        eventually("the gateways are followed", lambda: self._read(f"{folder}/changes.jsonl").strip())
+        return folder
+
+    def stop_following(self, folder: str) -> list[dict[str, Any]]:
+        self._shell(f"touch {folder}/stop")
+        return [json.loads(line) for line in self._read(f"{folder}/changes.jsonl").splitlines()]
+
+    def progress(self) -> int:
+        """Requests that have ended in the present run, well or not."""
+        text = self._read(f"{self._folder}/progress")
+        return int(text.split()[0]) if text.strip() else 0
+
+    def wait_for_requests(self, count: int, seconds: float = 120.0) -> None:
+        try:
+            eventually(f"{count} requests", lambda: self.progress() >= count, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._read(f'{self._folder}.log')}") from None
+
+    def _read(self, path: str) -> str:
+        try:
+            return self._shell(f"cat {path} 2>/dev/null || true")
+        except CommandFailed:
+            return ""  # the API server may be away; whoever waits asks again
+
+    def _shell(self, line: str) -> str:
+        return self._kubernetes.execute(NAME, "sh", "-c", line)
+
+    def _pod(self, node: str | None, key_secret: str | None) -> Object:
+        key = {"name": "SPILLWAY_CLIENT_KEY"}
+        environment = (
+            [{**key, "valueFrom": {"secretKeyRef": {"name": key_secret, "key": "api-key"}}}] if key_secret else []
+        )
+        container = {
+            "name": "client",
+            "image": self._image,
+            "imagePullPolicy": "IfNotPresent",
+            "command": ["python3", "-c", "import signal; signal.sigwait([signal.SIGTERM])"],
+            "env": environment,
+            "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "512Mi"}},
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            },
+            "volumeMounts": [{"name": "lane", "mountPath": "/lane"}, {"name": "scratch", "mountPath": "/tmp"}],
+        }
+        spec: Object = {
+            "terminationGracePeriodSeconds": 1,
+            "automountServiceAccountToken": False,
+            "securityContext": {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}},
+            "containers": [container],
+            "volumes": [{"name": "lane", "configMap": {"name": NAME}}, {"name": "scratch", "emptyDir": {}}],
+        }
+        if node is not None:
+            spec["nodeSelector"] = {"kubernetes.io/hostname": node}
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": NAME}, "spec": spec}

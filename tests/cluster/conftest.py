@@ -1,0 +1,162 @@
+"""One cluster for the whole lane, a namespace and a release for each module, a row of the report for each case.
+
+Not part of the default tests: `make test-cluster` names this folder. KUBECONFIG= runs the same cases on another
+cluster, whose nodes have the images already; those that need this machine's own are then left out and named.
+KEEP_CLUSTER=1 leaves this machine's cluster up, and takes it as it is the next time, images included: for work on a
+case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from chart.helm_binaries import ROOT, helms
+from cluster.client_pod import ClientPod
+from cluster.helm import VERSION, Release
+from cluster.image_builder import ImageBuilder
+from cluster.kube import Kubernetes, Object
+from cluster.local_cluster import LocalCluster, require_programs
+from cluster.report import Report, Row
+from cluster.values import MODEL
+
+HERE = Path(__file__).resolve().parent
+FOLDER = Path(os.environ.get("SPILLWAY_CLUSTER", Path.home() / ".cache" / "spillway-cluster"))
+REPORT = ROOT / "build" / "cluster" / "report.json"
+ROW = pytest.StashKey[Row]()
+CASE_SECONDS = 900
+BUILD_SECONDS = 5400  # the first case of all may have to compile Kubernetes and build images
+SMALL_IMAGES = (
+    f"spillway-gateway:{VERSION}",
+    f"spillway-tools:{VERSION}",
+    "spillway-engine-simulated:lane",
+    "valkey:lane",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "own_cluster: needs the cluster that runs on this machine")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Only where the command line names this folder, or something in it."""
+    if collection_path == HERE:
+        return None
+    named = (
+        Path(config.invocation_params.dir, word.split("::")[0]).resolve() for word in config.invocation_params.args
+    )
+    return None if any(path == HERE or HERE in path.parents for path in named) else True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mine = [item for item in items if HERE in item.path.parents]
+    for index, item in enumerate(mine):
+        item.add_marker(pytest.mark.timeout(BUILD_SECONDS if index == 0 else CASE_SECONDS))
+    if os.environ.get("KUBECONFIG"):
+        left_out = [item for item in mine if item.get_closest_marker("own_cluster")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(scope="session")
+def report() -> Report:
+    return Report(REPORT)
+
+
+@pytest.fixture(scope="session")
+def machine() -> LocalCluster:
+    return LocalCluster(FOLDER)
+
+
+@pytest.fixture(scope="session")
+def builder() -> ImageBuilder:
+    return ImageBuilder(FOLDER / "containers", VERSION)
+
+
+@pytest.fixture(scope="session")
+def kubernetes(machine: LocalCluster, builder: ImageBuilder, report: Report) -> Iterator[Kubernetes]:
+    """A cluster with the small images on every node."""
+    if os.environ.get("KUBECONFIG"):
+        yield Kubernetes({})
+        return
+    keep = bool(os.environ.get("KEEP_CLUSTER"))
+    if keep and machine.is_up():
+        yield Kubernetes(machine.environment())
+        return
+    require_programs()
+    with report.case("images built from the Dockerfiles") as row:
+        archives = [builder.archive(name) for name in SMALL_IMAGES]
+        row.note = ", ".join(f"{path.name.rsplit('-', 1)[0]} {path.stat().st_size / 1e6:.0f} MB" for path in archives)
+    try:
+        with report.case("cluster up") as row:
+            machine.up()
+            for archive in archives:
+                machine.load(archive)
+            kubernetes = Kubernetes(machine.environment())
+            version = json.loads(kubernetes.kubectl("version", "-o", "json"))["serverVersion"]["gitVersion"]
+            row.note = f"Kubernetes {version}, 2 nodes"
+        yield kubernetes
+    finally:
+        if not keep:
+            machine.down()
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, report: Report) -> Row:
+    """The row of this test; written when it has ended, well or not."""
+    row = request.node.stash[ROW] = Row(_title(request.node))
+    return row
+
+
+def _title(item: pytest.Item) -> str:
+    """The first line of the test's docstring, and its parameters."""
+    assert isinstance(item, pytest.Function)
+    words = (item.function.__doc__ or item.name).strip().splitlines()[0].rstrip(".")
+    callspec = getattr(item, "callspec", None)
+    return f"{words} [{callspec.id}]" if callspec is not None else words
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome = yield
+    if call.when == "call" or (call.when == "setup" and outcome.failed):
+        row = item.stash.get(ROW, None) or Row(_title(item))
+        trouble = "" if outcome.passed else str(call.excinfo.value if call.excinfo else outcome.outcome)
+        Report(REPORT).write(row, call.duration, trouble)
+    return outcome
+
+
+@pytest.fixture(scope="session")
+def new_namespace(kubernetes: Kubernetes) -> Callable[..., Kubernetes]:
+    def make(name: str, level: str = "restricted") -> Kubernetes:
+        labels = {f"pod-security.kubernetes.io/{mode}": level for mode in ("enforce", "warn", "audit")}
+        namespace: Object = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+        kubernetes.apply(namespace)
+        return kubernetes.within(name)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def namespace(request: pytest.FixtureRequest, kubernetes: Kubernetes, new_namespace) -> Iterator[Kubernetes]:
+    """Of this module, with restricted Pod Security enforced; removed with everything in it."""
+    name = request.module.__name__.rsplit(".", 1)[-1].removeprefix("test_").replace("_", "-")
+    yield new_namespace(name)
+    kubernetes.kubectl("delete", "namespace", name, "--wait", seconds=180)
+
+
+@pytest.fixture(scope="module")
+def release(namespace: Kubernetes) -> Iterator[Release]:
+    """Not installed yet; uninstalled afterwards if it is."""
+    release = Release("chat", helms()[1], namespace)
+    yield release
+    release.uninstall_if_there()
+
+
+@pytest.fixture(scope="module")
+def client(namespace: Kubernetes, release: Release) -> Iterator[ClientPod]:
+    service = f"{release.name}-spillway-gateway.{namespace.namespace}.svc.cluster.local"
+    yield ClientPod(namespace, service, MODEL, f"spillway-gateway:{VERSION}")

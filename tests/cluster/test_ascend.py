@@ -1,0 +1,178 @@
+"""The Ascend preset: pods that ask for huawei.com/Ascend910 run where there are devices, start as they would on one,
+and move KV blocks through the NPU transport.
+
+The devices are pretended and the ACL library is the emulator; vLLM is the CPU build. So this proves placement, start
+script and transport, and says nothing about an NPU's speed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from acl_emulator import build
+from cluster.client_pod import ClientPod
+from cluster.helm import CHART, VERSION, Release
+from cluster.image_builder import ImageBuilder
+from cluster.kube import Kubernetes, name_of
+from cluster.local_cluster import NODES, LocalCluster
+from cluster.report import Row
+from cluster.values import MODEL, Values, over
+from stack_driver.deadlines import eventually
+
+NODE = NODES[0]
+DEVICES = 8
+DEVICE_BLOCKS = 33  # fewer than the prompts of a case need
+BLOCK_BYTES = 128 * 46_080  # 30 layers, 3 heads of 64 numbers, float32
+PROMPTS = 5
+START_SECONDS = 600.0
+TOOLKIT = "/usr/local/Ascend/ascend-toolkit"
+EMULATOR = "acl-emulator"
+SET_ENV = f"export LD_LIBRARY_PATH={TOOLKIT}:${{LD_LIBRARY_PATH:-}}\n"
+HERE = Path(__file__).resolve().parent
+VALUES_CPU: Values = yaml.safe_load((CHART / "values-cpu.yaml").read_text())
+
+
+def values(mode: str, resource: str = "huawei.com/Ascend910") -> Values:
+    """The model of values-cpu.yaml on the MindCluster preset, without its scheduler and its image."""
+    engine = {
+        "replicas": 1,
+        "accelerator": {"preset": "mindcluster", "resourceName": resource},
+        "schedulerName": "default-scheduler",
+        "image": {"tag": f"{VERSION}-cpu"},
+        "model": {"dtype": "float32"},
+        "cpu": {"request": "100m"},
+        "memory": {"limit": "6GiB", "processPerRank": "4GiB"},
+        "lifecycle": {"selfCheckTimeoutSeconds": 300, "drainTimeoutSeconds": 10},
+        "offload": {"batchMemcpy": mode, "sharedTier": {"type": "none"}},
+        "deviceBlocks": DEVICE_BLOCKS,
+        # What vLLM's NPU platform would do by itself.
+        "extraArgs": ["--enforce-eager", "--kv-cache-memory-bytes", str(DEVICE_BLOCKS * BLOCK_BYTES)],
+        "extraEnv": {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        "extraEnvVars": [{"name": "PYTHONPATH", "value": "/emulator"}],
+        "extraVolumes": [{"name": "emulator", "configMap": {"name": EMULATOR}}],
+        "extraVolumeMounts": [
+            {"name": "emulator", "mountPath": "/emulator", "readOnly": True},
+            {"name": "emulator", "mountPath": TOOLKIT, "readOnly": True},
+        ],
+    }
+    gateway = {"replicas": 1, "resources": {"requests": {"cpu": "50m"}}}
+    return over(VALUES_CPU, {"engine": engine, "gateway": gateway, "redis": {"enabled": False}})
+
+
+def library(without: tuple[str, ...]) -> dict:
+    """The emulator as a node's CANN installation would appear in the pod."""
+    binary = base64.b64encode(build.library(without).read_bytes()).decode()
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": EMULATOR},
+        "data": {"set_env.sh": SET_ENV, "sitecustomize.py": (HERE / "ascend" / "sitecustomize.py").read_text()},
+        "binaryData": {"libascendcl.so": binary},
+    }
+
+
+@pytest.fixture(scope="module")
+def namespace(
+    kubernetes: Kubernetes, builder: ImageBuilder, machine: LocalCluster, new_namespace
+) -> Iterator[Kubernetes]:
+    """Root with one capability is what a device needs, so Pod Security is `baseline` here."""
+    machine.load(builder.archive(f"spillway-engine:{VERSION}-cpu"), NODE)
+    namespace = new_namespace("ascend", "baseline")
+    namespace.apply(library(build.EVERYTHING))
+    yield namespace
+    kubernetes.kubectl("delete", "namespace", "ascend", "--wait", seconds=180)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(namespace: Kubernetes, release: Release, client: ClientPod) -> None:
+    release.install(values("auto"), wait=False)
+    client.create(node=NODE)
+
+
+@pytest.mark.own_cluster
+def test_waits_for_devices(namespace: Kubernetes, machine: LocalCluster, case: Row) -> None:
+    """Ascend preset: a pod waits until a node has devices, then runs there"""
+
+    def unscheduled() -> bool:
+        conditions = [item for pod in namespace.pods("engine") for item in pod["status"].get("conditions", [])]
+        return any("Insufficient huawei.com/Ascend910" in item.get("message", "") for item in conditions)
+
+    eventually("the pod waits for a device", unscheduled, 60.0)
+    machine.give_devices(NODE, DEVICES)
+    (pod,) = namespace.wait_for_pods("engine", 1, START_SECONDS)
+    assert pod["spec"]["nodeName"] == NODE
+    limits = pod["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["huawei.com/Ascend910"] == "1"
+    case.note = f"1 of {DEVICES} pretended devices"
+
+
+@pytest.mark.own_cluster
+@pytest.mark.parametrize(("mode", "path"), [("auto", "batch"), ("on", "batch"), ("off", "loop")])
+def test_copies(namespace: Kubernetes, release: Release, client: ClientPod, case: Row, mode: str, path: str) -> None:
+    """Ascend preset: a real engine spills and loads through the NPU transport, by the way that batchMemcpy says"""
+    release.upgrade(values(mode), wait=False)
+    eventually("the engine runs with this setting", lambda: mode_in_use(namespace, client) == mode, START_SECONDS)
+    require_spilled_and_loaded(namespace, client, path)
+    case.requests, case.note = 2 * PROMPTS, f"device copies go by {path}"
+
+
+@pytest.mark.own_cluster
+def test_old_cann(namespace: Kubernetes, release: Release, client: ClientPod, case: Row) -> None:
+    """Ascend preset: with a CANN too old for it `on` is refused in words, and `auto` does without"""
+    namespace.apply(library(build.CANN_8_3))
+    release.upgrade(values("on"), wait=False)
+
+    def refusal() -> str:
+        name = name_of(namespace.pods("engine")[0]) if namespace.pods("engine") else ""
+        logs = name and namespace.kubectl("logs", name, "--tail=400", check=False)
+        found = re.search(r"batch_memcpy: 'on' cannot work here: [^\n]*", logs or "")
+        return found[0] if found else ""
+
+    said = eventually("the engine refuses", refusal, START_SECONDS)
+    release.upgrade(values("auto"), wait=False)
+    # A StatefulSet does not replace a pod that never became ready.
+    namespace.kubectl("delete", "pod", name_of(namespace.pods("engine")[0]), "--wait")
+    eventually("the engine runs with auto", lambda: mode_in_use(namespace, client) == "auto", START_SECONDS)
+    require_spilled_and_loaded(namespace, client, "loop")
+    case.requests, case.note = 2 * PROMPTS, said[:300]
+
+
+def address_of(namespace: Kubernetes) -> str:
+    pods = namespace.ready_pods("engine")
+    return f"http://{pods[0]['status']['podIP']}:8100" if len(pods) == 1 else ""
+
+
+def mode_in_use(namespace: Kubernetes, client: ClientPod) -> str:
+    address = address_of(namespace)
+    return client.get(f"{address}/spillway/config")["settings"]["offload"]["batchMemcpy"] if address else ""
+
+
+def require_spilled_and_loaded(namespace: Kubernetes, client: ClientPod, path: str) -> None:
+    """Prompts that evict one another from the device, asked twice: the same answers, loaded from the CPU tier."""
+    code = (
+        "import json, re, urllib.request as u\n"
+        f"base = {address_of(namespace)!r}\n"
+        "def ask(seed):\n"
+        "  text = ' '.join(f'{(seed * 7919 + i) % 9973} houses by the river' for i in range(190))\n"
+        f"  body = json.dumps(dict(model='{MODEL}', prompt=text, max_tokens=4, temperature=0)).encode()\n"
+        "  r = u.Request(base + '/v1/completions', body, {'content-type': 'application/json'})\n"
+        "  return json.loads(u.urlopen(r, timeout=180).read())['choices'][0]['text']\n"
+        f"first = [ask(seed) for seed in range({PROMPTS})]\n"
+        f"again = [ask(seed) for seed in range({PROMPTS})]\n"
+        "text = u.urlopen(base + '/metrics', timeout=30).read().decode()\n"
+        "def read(pattern): return sum(float(x) for x in re.findall(pattern, text, re.M))\n"
+        "print(json.dumps(dict(same=first == again,\n"
+        "  path=re.findall(r'^spillway_device_copy_path\\{[^}]*path=\"(\\w+)\"[^}]*\\} 1', text, re.M),\n"
+        "  stored=read(r'^spillway_device_copy_bytes_total\\{[^}]*store[^}]*\\} (\\S+)'),\n"
+        "  loaded=read(r'^spillway_device_copy_bytes_total\\{[^}]*load[^}]*\\} (\\S+)'),\n"
+        "  failed=read(r'^spillway_device_copy_failures_total\\{[^}]*\\} (\\S+)'))))\n"
+    )
+    told = json.loads(client.python(code, seconds=400))
+    assert told["same"] and told["path"] == [path] and told["failed"] == 0, told
+    assert told["stored"] > 0 and told["loaded"] > 0, told

@@ -1,0 +1,206 @@
+"""Changes that an operator makes while clients are served: none of them may cost a request."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cluster.client_pod import ClientPod, LoadResult
+from cluster.discovery_watch import DiscoveryWatch
+from cluster.helm import Release
+from cluster.kube import Kubernetes, name_of
+from cluster.report import Row
+from cluster.values import Values, simulated
+from stack_driver.deadlines import eventually
+
+ENGINES_SERVICE = "chat-spillway-engine-pods"
+CLIENT_SECRET, SALT_SECRET, ENGINE_SECRET = "client-key", "gateway-salt", "engine-key"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(release: Release, client: ClientPod) -> None:
+    release.install(simulated())
+    client.create()
+
+
+def no_failure(result: LoadResult, case: Row, *more: str) -> None:
+    case.requests, case.failed = result.requests, result.failed
+    case.note = "; ".join([*more, result.words()])
+    assert result.failed == 0, result.failures
+
+
+def test_scale(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """scale 2 -> 4 -> 1 with requests under way"""
+    with client.load() as result, following(namespace, client) as watch:
+        release.upgrade(simulated(engine={"replicas": 4}))
+        namespace.wait_for_pods("engine", 4)
+        client.wait_for_requests(client.progress() + 40)
+        release.upgrade(simulated(engine={"replicas": 1}))
+        namespace.wait_for_pods("engine", 1)
+        client.wait_for_requests(client.progress() + 40)
+    no_failure(result, case, watch.words())
+    assert len(result.engines) == 4, result.engines
+    watch.require_prompt()
+    release.upgrade(simulated())
+    namespace.wait_for_pods("engine", 2)
+
+
+def test_rolling_upgrade(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """rolling upgrade with a changed offload value under load"""
+    gateways = {name_of(pod) for pod in namespace.pods("gateway")}
+    before = {pod["metadata"]["uid"] for pod in namespace.pods("engine")}
+    with client.load() as result, following(namespace, client) as watch:
+        release.upgrade(changed_offload())
+        eventually("both engines replaced", lambda: replaced(namespace, before), 240.0)
+        client.wait_for_requests(client.progress() + 40)
+    no_failure(result, case, watch.words())
+    assert offload_in_use(client, namespace) == {96}
+    assert {name_of(pod) for pod in namespace.pods("gateway")} == gateways, "no gateway had a reason to restart"
+    watch.require_prompt()
+
+
+def test_rollback(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """rollback under load"""
+    before = {pod["metadata"]["uid"] for pod in namespace.pods("engine")}
+    with client.load() as result:
+        release.rollback()
+        eventually("both engines replaced", lambda: replaced(namespace, before), 240.0)
+    no_failure(result, case)
+    assert offload_in_use(client, namespace) == {64}
+
+
+def test_gateway_upgrade(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """rolling upgrade of the gateways under load, with half of the clients on kept connections"""
+    engines = {pod["metadata"]["uid"] for pod in namespace.pods("engine")}
+    before = {pod["metadata"]["uid"] for pod in namespace.pods("gateway")}
+    with client.load() as result:
+        release.upgrade(simulated(gateway={"admission": {"waitingRequestsMax": 500}}))
+        eventually("both gateways replaced", lambda: replaced(namespace, before, "gateway"), 240.0)
+        client.wait_for_requests(client.progress() + 40)
+    no_failure(result, case)
+    assert {pod["metadata"]["uid"] for pod in namespace.pods("engine")} == engines, "no engine had a reason to restart"
+
+
+def test_wrong_image(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """an upgrade to images that do not exist does not take the service down, and a rollback mends it"""
+    wrong = {"image": {"tag": "no-such-tag"}}
+    with client.load() as result:
+        release.upgrade(simulated(engine=wrong, gateway=wrong), wait=False)
+        eventually("a pod waits for its image", lambda: waiting_for_image(namespace), 120.0)
+        client.wait_for_requests(client.progress() + 60)
+        assert len(namespace.ready_pods("gateway")) == 2
+        assert len(namespace.ready_pods("engine")) == 1, "one engine at a time is tried"
+        release.rollback()
+        namespace.wait_for_pods("engine", 2)
+        namespace.wait_for_pods("gateway", 2)
+    no_failure(result, case, "one engine stayed down until the rollback")
+
+
+def test_secret_rotated(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """Secrets rotated: the clients' keys under load and without a restart, then the engines' key by secretsRevision"""
+    first, second = "sk-first-" + "1" * 40, "sk-second-" + "2" * 40
+    engine_keys = "sk-engine-" + "e" * 40, "sk-engine-" + "f" * 40
+    write_secrets(namespace, first, keys_file(namespace, first), engine_keys[0])
+    release.upgrade(guarded("1"))
+    settled(namespace)
+    client.remove()
+    client.create(key_secret=CLIENT_SECRET)
+    pods = {pod["metadata"]["uid"] for pod in namespace.pods("gateway") + namespace.pods("engine")}
+    with client.load() as result:
+        write_secrets(namespace, first, keys_file(namespace, first, second), engine_keys[0])
+        eventually("the second key is taken", lambda: statuses_with(namespace, client, second) == {200}, 180.0)
+    assert statuses_with(namespace, client, "sk-wrong" + "0" * 40) == {401}
+    write_secrets(namespace, second, keys_file(namespace, second), engine_keys[0])
+    eventually("the first key is refused", lambda: statuses_with(namespace, client, first) == {401}, 180.0)
+    assert {pod["metadata"]["uid"] for pod in namespace.pods("gateway") + namespace.pods("engine")} == pods
+
+    client.remove()
+    write_secrets(namespace, second, keys_file(namespace, second), engine_keys[1])
+    release.upgrade(guarded("2"))
+    settled(namespace)
+    client.create(key_secret=CLIENT_SECRET)
+    assert client.chat()["status"] == 200
+    case.requests, case.failed, case.note = result.requests, result.failed, result.words()
+    for pod in namespace.list("pods"):
+        text = json.dumps(pod["spec"]) + namespace.kubectl("logs", name_of(pod))
+        assert "sk-" not in text, f"{name_of(pod)} shows a key"
+    assert result.failed == 0, result.failures
+
+
+def following(namespace: Kubernetes, client: ClientPod) -> DiscoveryWatch:
+    return DiscoveryWatch(namespace, client, ENGINES_SERVICE)
+
+
+def settled(namespace: Kubernetes) -> None:
+    namespace.wait_for_pods("engine", 2)
+    namespace.wait_for_pods("gateway", 2)
+
+
+def changed_offload() -> Values:
+    return simulated(engine={"offload": {"numCpuBlocks": 96}})
+
+
+def guarded(revision: str) -> Values:
+    return simulated(
+        engine={"apiKeySecret": {"name": ENGINE_SECRET}, "secretsRevision": revision},
+        gateway={
+            "auth": {
+                "keysSecret": {"name": "gateway-keys"},
+                "saltSecret": {"name": SALT_SECRET},
+                "engineKeySecret": {"name": ENGINE_SECRET},
+            },
+            "secretsRevision": revision,
+        },
+    )
+
+
+def keys_file(namespace: Kubernetes, *keys: str) -> str:
+    """What docs/operations.md tells an operator to write, made with the product's own command."""
+    pod = name_of(namespace.ready_pods("gateway")[0])
+    command = ("python3", "-m", "spillway_gateway", "--hash-key")
+    hashes = [namespace.execute(pod, *command, given=key).strip() for key in keys]
+    return json.dumps({"tenants": [{"name": "lane", "keys": hashes}]})
+
+
+def write_secrets(namespace: Kubernetes, client_key: str, keys: str, engine_key: str) -> None:
+    for name, data in (
+        (CLIENT_SECRET, {"api-key": client_key}),
+        ("gateway-keys", {"keys.yaml": keys}),
+        (SALT_SECRET, {"secret": "s" * 64}),
+        (ENGINE_SECRET, {"api-key": engine_key}),
+    ):
+        namespace.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": data})
+
+
+def statuses_with(namespace: Kubernetes, client: ClientPod, key: str) -> set[int]:
+    """What each gateway answers to this key."""
+    addresses = [pod["status"]["podIP"] for pod in namespace.ready_pods("gateway")]
+    code = (
+        "import urllib.request as u, urllib.error as e\n"
+        f"for address in {addresses!r}:\n"
+        f"  r = u.Request(f'http://{{address}}:8000/v1/models', headers={{'authorization': 'Bearer {key}'}})\n"
+        "  try: print(u.urlopen(r, timeout=10).status)\n"
+        "  except e.HTTPError as x: print(x.code)"
+    )
+    return {int(word) for word in client.python(code).split()}
+
+
+def replaced(namespace: Kubernetes, before: set[str], component: str = "engine") -> bool:
+    ready = namespace.ready_pods(component)
+    settled = len(ready) == len(namespace.pods(component)) == 2
+    return settled and not before & {pod["metadata"]["uid"] for pod in ready}
+
+
+def offload_in_use(client: ClientPod, namespace: Kubernetes) -> set[int]:
+    addresses = [pod["status"]["podIP"] for pod in namespace.ready_pods("engine")]
+    resolved = [client.get(f"http://{address}:8100/spillway/config") for address in addresses]
+    return {answer["settings"]["offload"]["numCpuBlocks"] for answer in resolved}
+
+
+def waiting_for_image(namespace: Kubernetes) -> bool:
+    reasons = [
+        status.get("state", {}).get("waiting", {}).get("reason")
+        for pod in namespace.pods("engine") + namespace.pods("gateway")
+        for status in pod["status"].get("containerStatuses", [])
+    ]
+    return sum(reason in ("ErrImagePull", "ImagePullBackOff") for reason in reasons) >= 2

@@ -1,0 +1,191 @@
+"""What nobody asked for: pods killed, a node drained, a node lost, the API server away. The service goes on.
+
+A request that ran in a process which was killed without warning is lost with it: nobody else has its answer. So after a
+kill at most the requests that ran there fail, and none that was asked later.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from cluster.client_pod import ClientPod, LoadResult
+from cluster.discovery_watch import DiscoveryWatch
+from cluster.helm import Release
+from cluster.kube import Kubernetes, Object, name_of
+from cluster.local_cluster import NODES, LocalCluster
+from cluster.report import Row
+from cluster.values import simulated
+from stack_driver.deadlines import eventually
+
+ENGINES_SERVICE = "chat-spillway-engine-pods"
+WORKERS = 6
+# Even a pod that is deleted by force is first told to end; its process serves on until it is killed, two seconds later.
+KILL_SECONDS = 4.0
+PASSWORD = {
+    "apiVersion": "v1",
+    "kind": "Secret",
+    "metadata": {"name": "redis-password"},
+    "stringData": {"password": "a" * 32},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(release: Release, client: ClientPod, namespace: Kubernetes, machine: LocalCluster) -> None:
+    namespace.apply(PASSWORD)
+    release.install(
+        simulated(
+            engine={"offload": {"sharedTier": {"type": "redis"}}},
+            redis={"enabled": True, "existingSecret": {"name": "redis-password"}, "nodeSelector": on_node(NODES[0])},
+        )
+    )
+    client.create(node=NODES[0])
+
+
+@pytest.fixture(autouse=True)
+def everything_is_up(installed: None, namespace: Kubernetes) -> None:
+    """A case that failed must not take the next ones with it."""
+    namespace.wait_for_pods("engine", 2, 300.0)
+    namespace.wait_for_pods("gateway", 2, 300.0)
+
+
+def on_node(node: str) -> dict[str, str]:
+    return {"kubernetes.io/hostname": node}
+
+
+def kill(namespace: Kubernetes, pod: Object) -> float:
+    """SIGKILL to its process, as if it had crashed; returns when."""
+    at = time.time()
+    namespace.kubectl("delete", "pod", name_of(pod), "--grace-period=0", "--force", "--wait=false")
+    return at
+
+
+def require_only_lost_ones(result: LoadResult, at: float, case: Row, *more: str, most: int = WORKERS) -> None:
+    """Failures are of requests that ran at that moment, and no more than could."""
+    case.requests, case.failed = result.requests, result.failed
+    case.note = "; ".join([*more, result.words()])
+    later = [failure for failure in result.failures if failure["asked"] > at + KILL_SECONDS]
+    assert not later, f"asked after the kill, and failed: {later}"
+    assert result.failed <= most, result.failures
+
+
+def test_engine_killed(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """engine pod killed"""
+    victim = namespace.ready_pods("engine")[0]
+    with client.load(WORKERS) as result, DiscoveryWatch(namespace, client, ENGINES_SERVICE) as watch:
+        at = kill(namespace, victim)
+        eventually("the engine is back", lambda: back(namespace, victim), 180.0)
+        namespace.wait_for_pods("engine", 2)
+        client.wait_for_requests(client.progress() + 40)
+    require_only_lost_ones(result, at, case, watch.words())
+    watch.require_prompt()
+
+
+def test_gateway_killed(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """gateway pod killed"""
+    victim = namespace.ready_pods("gateway")[0]
+    with client.load(WORKERS) as result:
+        at = kill(namespace, victim)
+        namespace.wait_for_pods("gateway", 2)
+        client.wait_for_requests(client.progress() + 60)
+    require_only_lost_ones(result, at, case)
+
+
+def test_redis_killed(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """Redis pod killed: a tier that is away costs no request"""
+    victim = namespace.ready_pods("redis")[0]
+    with client.load(WORKERS) as result:
+        kill(namespace, victim)
+        eventually("Valkey is back", lambda: back(namespace, victim, "redis"), 180.0)
+        client.wait_for_requests(client.progress() + 40)
+    case.requests, case.failed, case.note = result.requests, result.failed, result.words()
+    assert result.failed == 0, result.failures
+
+
+@pytest.mark.own_cluster
+def test_api_server_restarted(
+    namespace: Kubernetes, client: ClientPod, machine: LocalCluster, release: Release, case: Row
+) -> None:
+    """API server restarted: requests go on, and gateways follow changes again"""
+    with client.load(WORKERS) as result:
+        machine.restart_api_server()
+        client.wait_for_requests(client.progress() + 40)
+        victim = namespace.ready_pods("engine")[1]
+        with DiscoveryWatch(namespace, client, ENGINES_SERVICE) as watch:
+            namespace.kubectl("delete", "pod", name_of(victim), "--wait=false")
+            eventually("the engine is back", lambda: back(namespace, victim), 180.0)
+            namespace.wait_for_pods("engine", 2)
+            client.wait_for_requests(client.progress() + 40)
+    case.requests, case.failed, case.note = result.requests, result.failed, f"{watch.words()}; {result.words()}"
+    assert result.failed == 0, result.failures
+    watch.require_prompt()
+
+
+@pytest.mark.own_cluster
+def test_node_drained(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """node drained: the disruption budgets let pods go one at a time, and no request is lost"""
+    node = NODES[1]
+    with client.load(WORKERS) as result, DiscoveryWatch(namespace, client, ENGINES_SERVICE) as watch:
+        namespace.kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=240s", seconds=300)
+        namespace.wait_for_pods("engine", 2)
+        namespace.wait_for_pods("gateway", 2)
+        client.wait_for_requests(client.progress() + 40)
+        assert {pod["spec"]["nodeName"] for pod in pods_of_service(namespace)} == {NODES[0]}
+    namespace.kubectl("uncordon", node)
+    case.requests, case.failed, case.note = result.requests, result.failed, f"{watch.words()}; {result.words()}"
+    assert result.failed == 0, result.failures
+    rebalance(namespace)
+
+
+@pytest.mark.own_cluster
+def test_node_lost(namespace: Kubernetes, client: ClientPod, machine: LocalCluster, case: Row) -> None:
+    """node lost and back: the other node serves on, and both serve afterwards"""
+    node = NODES[1]
+    lost = [pod for pod in pods_of_service(namespace) if pod["spec"]["nodeName"] == node]
+    assert lost, "something of the service runs there"
+    try:
+        with client.load(WORKERS) as result:
+            at = time.time()
+            machine.lose_node(node)
+            eventually("the node counts as lost", lambda: not node_ready(namespace, node), 120.0)
+            noticed = time.time() - at
+            client.wait_for_requests(client.progress() + 60)
+            machine.bring_back(node)
+            eventually("the node is back", lambda: node_ready(namespace, node), 120.0)
+            namespace.wait_for_pods("engine", 2, 300.0)
+            namespace.wait_for_pods("gateway", 2, 300.0)
+            client.wait_for_requests(client.progress() + 60)
+    finally:
+        if not node_ready(namespace, node):
+            machine.bring_back(node)
+    # Until the control plane has noticed, the Service still offers the lost gateway's address: connections to it are
+    # tried again, and a request that was being answered there is lost.
+    case.requests, case.failed = result.requests, result.failed
+    case.note = f"Kubernetes noticed after {noticed:.0f} s; {result.words()}"
+    late = [failure for failure in result.failures if failure["asked"] > at + noticed]
+    assert not late, late
+    assert result.failed <= 2 * WORKERS, result.failures
+
+
+def back(namespace: Kubernetes, victim: Object, component: str = "engine") -> bool:
+    """Another pod is ready in its place."""
+    ready = [pod for pod in namespace.ready_pods(component) if name_of(pod) == name_of(victim)]
+    return bool(ready) and ready[0]["metadata"]["uid"] != victim["metadata"]["uid"]
+
+
+def pods_of_service(namespace: Kubernetes) -> list[Object]:
+    return namespace.pods("engine") + namespace.pods("gateway")
+
+
+def rebalance(namespace: Kubernetes) -> None:
+    """One engine and one gateway to the node that is back, by ending one of each."""
+    for component in ("engine", "gateway"):
+        pod = namespace.ready_pods(component)[-1]
+        namespace.kubectl("delete", "pod", name_of(pod))
+        namespace.wait_for_pods(component, 2)
+
+
+def node_ready(namespace: Kubernetes, node: str) -> bool:
+    conditions = json.loads(namespace.kubectl("get", "node", node, "-o", "json"))["status"]["conditions"]
+    return any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)

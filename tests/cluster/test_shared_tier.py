@@ -1,0 +1,158 @@
+"""Real engines from the real image: a prefix that one pod computed is served to another from the shared tier."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from chart.helm_binaries import helms
+from cluster.client_pod import ClientPod
+from cluster.helm import CHART, VERSION, Release
+from cluster.image_builder import ImageBuilder
+from cluster.kube import Kubernetes
+from cluster.local_cluster import NODES, LocalCluster
+from cluster.report import Row
+from cluster.values import MODEL, Values, over
+
+# Both pods on one node: what a folder of the node is for, and half of the disk for the image.
+NODE = NODES[0]
+FOLDER = Path("/var/tmp/spillway-lane-kv")
+START_SECONDS = 600.0
+USER = 10001
+PROMPT_WORDS = 700
+VALUES_CPU: Values = yaml.safe_load((CHART / "values-cpu.yaml").read_text())
+
+
+def values(tier: str) -> Values:
+    """values-cpu.yaml as it is, but for requests that fit beside each other on a small machine, and the tier."""
+    shared = {
+        "redis": {"type": "redis"},
+        "nvme": {"type": "nvme", "nvme": {"maxBytes": "2GiB", "volume": {"type": "hostPath", "hostPath": str(FOLDER)}}},
+    }[tier]
+    small = {
+        "engine": {
+            "cpu": {"request": "100m"},
+            "memory": {"pageCache": "256MiB"},
+            "nodeSelector": {"kubernetes.io/hostname": NODE},
+            "offload": {"sharedTier": shared},
+            # Two engines on two cores: the one that waits must not look dead.
+            "lifecycle": {"selfCheckTimeoutSeconds": 300},
+        },
+        "gateway": {"resources": {"requests": {"cpu": "50m"}}},
+        "redis": {
+            "enabled": tier == "redis",
+            "image": {"registry": "", "repository": "valkey", "tag": "lane"},
+            "cpu": {"request": "50m"},
+        },
+    }
+    return over(VALUES_CPU, small)
+
+
+@pytest.fixture(scope="module")
+def real_image(kubernetes: Kubernetes, builder: ImageBuilder, machine: LocalCluster) -> None:
+    machine.load(builder.archive(f"spillway-engine:{VERSION}-cpu"), NODE)
+
+
+@pytest.fixture(scope="module", params=["redis", "nvme"])
+def tier(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def served(tier: str, real_image: None, new_namespace) -> Iterator[tuple[Release, ClientPod]]:
+    """Installed and ready, and taken away with its folder. A folder of the node needs more than restricted pods may."""
+    namespace: Kubernetes = new_namespace(f"tier-{tier}", "privileged" if tier == "nvme" else "restricted")
+    release = Release("chat", helms()[1], namespace)
+    client = ClientPod(
+        namespace,
+        f"chat-spillway-gateway.{namespace.namespace}.svc.cluster.local",
+        MODEL,
+        f"spillway-gateway:{VERSION}",
+    )
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    shutil.chown(FOLDER, USER, USER)
+    try:
+        release.install(values(tier), wait=False)
+        namespace.wait_for_pods("engine", 2, START_SECONDS)
+        namespace.wait_for_pods("gateway", 2)
+        client.create(node=NODE)
+        yield release, client
+    finally:
+        release.uninstall_if_there()
+        namespace.kubectl("delete", "namespace", str(namespace.namespace), "--wait", seconds=180)
+        shutil.rmtree(FOLDER, ignore_errors=True)
+
+
+@pytest.mark.own_cluster
+def test_served_from_the_tier(served: tuple[Release, ClientPod], tier: str, case: Row) -> None:
+    """real engines: a prefix computed by one pod served from the shared tier by another, with the same answer"""
+    release, client = served
+    first, second = (pod["status"]["podIP"] for pod in release.kubernetes.ready_pods("engine"))
+    text = " ".join(f"{number} houses by the river" for number in range(PROMPT_WORDS // 5))
+
+    def ask(address: str) -> tuple[str, int]:
+        body = {"model": MODEL, "prompt": text, "max_tokens": 8, "temperature": 0}
+        code = (
+            "import json, urllib.request as u\n"
+            f"r = u.Request('http://{address}:8100/v1/completions', {json.dumps(body).encode()!r},"
+            " {'content-type': 'application/json'})\n"
+            "print(u.urlopen(r, timeout=120).read().decode())"
+        )
+        answer = json.loads(client.python(code, seconds=150))
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        return answer["choices"][0]["text"], int(details.get("cached_tokens") or 0)
+
+    computed, cached_before = ask(first)
+    assert cached_before == 0
+    wait_until_stored(client, first)
+    loaded, cached = ask(second)
+    assert loaded == computed
+    assert cached >= 128, "whole blocks came from the tier"
+    case.requests, case.note = 2, f"{cached} tokens of the prompt were loaded by the second pod"
+
+
+@pytest.mark.own_cluster
+def test_own_test_of_real_engines(served: tuple[Release, ClientPod], tier: str, case: Row) -> None:
+    """real engines: helm test, its shared prefix included"""
+    release, _ = served
+    said = release.test()
+    found = re.search(r"(\d+) chunks that \S+ computed were served to \S+ from the shared tier", said)
+    assert found and int(found[1]) > 0, said
+    case.requests, case.note = 4, "; ".join(line for line in said.splitlines() if line.startswith("ok "))
+
+
+@pytest.mark.own_cluster
+def test_real_chat(served: tuple[Release, ClientPod], tier: str, case: Row) -> None:
+    """real engines: a chat through the Service knows the capital of France"""
+    _, client = served
+    answer = client.chat()
+    assert answer["status"] == 200
+    said = json.loads(answer["body"])["choices"][0]["message"]["content"]
+    assert "Paris" in said, said
+    case.requests, case.note = 1, f"{said!r} from {answer['headers'].get('x-spillway-engine')}"
+
+
+def wait_until_stored(client: ClientPod, address: str) -> None:
+    """Small requests until the engine has written what it computed, and nothing is on its way."""
+    code = (
+        "import json, re, time, urllib.request as u\n"
+        f"base = 'http://{address}:8100'\n"
+        "def written():\n"
+        "  text = u.urlopen(base + '/metrics', timeout=30).read().decode()\n"
+        "  return sum(float(x) for x in re.findall(r'^spillway_tier_written_bytes_total\\S* (\\S+)', text, re.M))\n"
+        f"body = json.dumps(dict(model='{MODEL}', prompt='Hi', max_tokens=1)).encode()\n"
+        "last, end = -1.0, time.monotonic() + 120\n"
+        "while time.monotonic() < end:\n"
+        "  r = u.Request(base + '/v1/completions', body, {'content-type': 'application/json'})\n"
+        "  u.urlopen(r, timeout=60).read()\n"
+        "  now = written()\n"
+        "  if now and now == last: break\n"
+        "  last = now; time.sleep(0.5)\n"
+        "else: raise SystemExit('nothing was written')\n"
+    )
+    client.python(code, seconds=180)

@@ -1,0 +1,66 @@
+"""Values of the lane: small pods that two cores can hold, otherwise what an operator would write."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+Values = dict[str, Any]
+MODEL = "smollm2-135m-instruct"
+OPERATIONS_PORT = 8001
+GATEWAY_DRAIN_SECONDS = 20
+ENGINE_DRAIN_SECONDS = 20
+
+_SIMULATED: Values = {
+    "engine": {
+        "replicas": 2,
+        "accelerator": {"preset": "cpu"},
+        "image": {"repository": "spillway-engine-simulated", "tag": "lane"},
+        "model": {
+            "path": f"/opt/spillway/models/{MODEL}",
+            "maxLength": 2048,
+            "volume": {"type": "image"},
+            "shape": {"weightBytes": "1MiB"},
+        },
+        "deviceBlocks": 33,
+        "offload": {"numCpuBlocks": 64, "sharedTier": {"type": "none"}},
+        "memory": {"limit": "512MiB", "force": True},
+        "cpu": {"request": "50m"},
+        "topologySpread": {"enabled": True},
+        "lifecycle": {
+            "startupTimeoutSeconds": 120,
+            "drainDelaySeconds": 3,
+            "drainTimeoutSeconds": ENGINE_DRAIN_SECONDS,
+            "selfCheck": "off",
+        },
+    },
+    "gateway": {
+        "replicas": 2,
+        "opsPort": OPERATIONS_PORT,
+        "timeouts": {"connectSeconds": 1},
+        "lifecycle": {"preStopSeconds": 3, "drainTimeoutSeconds": GATEWAY_DRAIN_SECONDS},
+        "index": {"bytesMax": "64MiB"},
+        "resources": {"requests": {"cpu": "50m", "memory": "128MiB"}, "limits": {"memory": "512MiB"}},
+    },
+    "redis": {
+        "image": {"registry": "", "repository": "valkey", "tag": "lane"},
+        "memory": "256MiB",
+        "cpu": {"request": "50m"},
+    },
+}
+
+
+def simulated(**changes: Mapping[str, Any]) -> Values:
+    """Engines without a model: for routing, lifecycle and discovery."""
+    return over(_SIMULATED, changes)
+
+
+def over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
+    """`base` with `changes` laid over it, section by section; neither is touched."""
+    merged = copy.deepcopy(dict(base))
+    for name, value in changes.items():
+        mine = merged.get(name)
+        both = isinstance(mine, dict) and isinstance(value, Mapping)
+        merged[name] = over(mine, value) if both else copy.deepcopy(value)
+    return merged
