@@ -48,6 +48,23 @@ down: ## End everything
 test: $(STAMP) ## Every test, engines included. TESTS=path narrows it
 	@$(BIN)/python -m pytest $(TESTS)
 
+.PHONY: test-cluster
+test-cluster: $(STAMP) ## The chart on a real Kubernetes on this machine: root, Go; compiles it once. KUBECONFIG= another one, KEEP_CLUSTER=1, TESTS=
+	@$(BIN)/python -m pytest $(or $(TESTS),tests/cluster)
+
+.PHONY: test-models
+test-models: $(STAMP) ## Answers with and without offload on tiny models of every KV layout. About 25 minutes
+	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m engine_matrix $(if $(MODELS),--only $(MODELS))
+
+.PHONY: test-random
+test-random: $(STAMP) ## 100,000 random copies, and 10,000 random schedules of each shape
+	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m random_plans
+	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m engine_lives
+
+.PHONY: test-ui
+test-ui: $(STAMP) ## The live page in headless Chromium (Debian: apt install chromium; CHROMIUM= another). Shots in build/ui/
+	@$(BIN)/python -m pytest tests/ui/page_in_chromium.py
+
 .PHONY: check
 check: $(STAMP) ## Style and types, no engine needed
 	@$(BIN)/ruff check .
@@ -70,9 +87,17 @@ bench-copy: ## KV copies on one CUDA device by size of piece, direction and path
 bench-gpu: ## Time to first token on one CUDA device by tier, beside upstream. PYTHON_CUDA= one with vLLM 0.23.0 for CUDA. About ten minutes
 	@PYTHONPATH=connector/src $(PYTHON_CUDA) bench/gpu.py $(BENCH)
 
+.PHONY: bench-turns
+bench-turns: ## Multi-turn load on one CUDA device, by offload. PYTHON_CUDA= one with vLLM 0.23.0 for CUDA. About eight minutes
+	@PYTHONPATH=connector/src $(PYTHON_CUDA) bench/multi_turn.py $(BENCH)
+
 .PHONY: bench-routing
 bench-routing: $(STAMP) ## Routing policies over simulated engines, one run, virtual time. About four minutes
 	@$(BIN)/python bench/routing.py
+
+.PHONY: bench-gateway
+bench-gateway: $(STAMP) ## The gateway beside other routers over mock engines: requests/s, added time, CPU, memory. About seven minutes
+	@$(BIN)/python bench/gateway.py $(BENCH)
 
 .PHONY: bench-scheduler
 bench-scheduler: $(STAMP) ## Cost of an engine step on the scheduler's thread, beside upstream's manager
@@ -130,7 +155,7 @@ clean: ## Remove the environment, caches and build results (not the state of a r
 
 .PHONY: help
 help: ## This list
-	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The installer, pinned by hash like everything it installs.
 $(UV): requirements/uv.txt

@@ -9,6 +9,7 @@ that changes its mind changes it for both.
 
 - disk: `SlabTier` beside `LocalDiskBackend` with O_DIRECT, `--threads` threads each; LMCache also without O_DIRECT, its
   default, where writes and reads end in the page cache.
+- ours behind `SharedTier`, as in an engine: a block is copied between its row and a bounce buffer besides.
 - Redis: `RedisTier` beside `RESPClient`, LMCache's native client, `--threads` connections each.
 
 A block is the smoke model's: 128 tokens of SmolLM2-135M in bfloat16, 2.95 MB. Ours computes a checksum of every block
@@ -102,7 +103,9 @@ def compare(store: str, folder: Path, port: int, given: argparse.Namespace) -> d
             )
         for number in range(given.rounds + 1):
             first = number * given.blocks
-            for name, mover in movers.items():
+            at = number % len(names)
+            for name in (*names[at:], *names[:at]):  # another one first in every round
+                mover = movers[name]
                 for what, move in (("store", mover.store), ("load", mover.load)):
                     seconds = move(first)
                     if number:
@@ -140,7 +143,7 @@ def spillway(name: str, folder: Path, port: int, given: argparse.Namespace) -> M
 
     namespace = Namespace.of({"bench": name})
     if name == "spillway_slab":
-        slab = SlabTier(namespace, BLOCK_BYTES, folder, max_bytes=(given.blocks + 8) * (BLOCK_BYTES + (64 << 10)))
+        slab = SlabTier(namespace, BLOCK_BYTES, folder, max_bytes=2 * given.blocks * (BLOCK_BYTES + (64 << 10)))
         return TierMover(slab, given.blocks, given.threads)
     endpoint = RedisEndpoint.from_url(f"redis://127.0.0.1:{port}/0")
     return TierMover(
@@ -149,38 +152,60 @@ def spillway(name: str, folder: Path, port: int, given: argparse.Namespace) -> M
 
 
 class TierMover:
-    """tier: any of ours (tiers/tier.py). Blocks lie in page-aligned rows, as in the CPU tier."""
+    """tier: any of ours (tiers/tier.py), behind the threads and buffers that it is behind in an engine. Blocks lie in
+    rows of ordinary memory, as in the CPU tier; a round is one job."""
 
     def __init__(self, tier: Any, blocks: int, threads: int) -> None:
+        from spillway_connector.transfers import SharedTier, TransferLimits  # noqa: PLC0415
+
         self.wrong = 0
-        self._tier, self._blocks, self._threads = tier, blocks, threads
-        self._rows = [page_aligned(BLOCK_BYTES) for _ in range(blocks)]
-        self._deadline = time.monotonic() + 86_400.0
+        self._tier = tier
+        self._memory = page_aligned(blocks * BLOCK_BYTES)
+        self._rows = [self._memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] for number in range(blocks)]
+        limits = TransferLimits(
+            io_threads=threads,
+            load_timeout_seconds=ROUND_SECONDS,
+            store_timeout_seconds=ROUND_SECONDS,
+            store_queue_seconds_max=ROUND_SECONDS,
+        )
+        self._shared = SharedTier(
+            tier, rows=self._memory, row_bytes=BLOCK_BYTES, payload_bytes=BLOCK_BYTES, limits=limits
+        )
+        self._jobs = 0
 
     def store(self, first: int) -> float:
         for number, row in enumerate(self._rows):
             row[:] = pattern(first + number)
-        return in_threads(self._threads, self._blocks, lambda number: self._store(first, number))
+        return self._job(self._shared.submit_store, first)
 
     def load(self, first: int) -> float:
         for row in self._rows:
             row[:64] = bytes(64)
-        seconds = in_threads(self._threads, self._blocks, lambda number: self._load(first, number))
+        seconds = self._job(self._shared.submit_load, first)
         self.wrong += sum(row != pattern(first + number) for number, row in enumerate(self._rows))
         return seconds
 
     def forget(self, first: int) -> None:
-        for number in range(self._blocks):
-            self._tier.discard(key(first + number), self._deadline)
+        for name in self._keys(first):
+            self._tier.discard(name, time.monotonic() + ROUND_SECONDS)
+        self._shared.reset()
 
     def close(self) -> None:
-        self._tier.close()
+        self._shared.close()
 
-    def _store(self, first: int, number: int) -> None:
-        self._tier.store(key(first + number), self._rows[number], self._deadline)
+    def _job(self, submit: Callable[[int, list[bytes], range], None], first: int) -> float:
+        self._jobs += 1
+        begun = time.perf_counter()
+        submit(self._jobs, self._keys(first), range(len(self._rows)))
+        while not (ended := self._shared.finished()):
+            self._shared.wait_for_progress(1.0)
+        seconds = time.perf_counter() - begun
+        if ended[0].failed:
+            raise next(iter(ended[0].failed.values()))
+        return seconds
 
-    def _load(self, first: int, number: int) -> None:
-        self._tier.load(key(first + number), self._rows[number], self._deadline)
+    def _keys(self, first: int) -> list[bytes]:
+        return [key(first + number) for number in range(len(self._rows))]
 
 
 def page_aligned(size: int) -> memoryview:
@@ -194,32 +219,6 @@ def key(number: int) -> bytes:
 def pattern(number: int) -> bytes:
     """A block's contents, told from every other block's."""
     return (number.to_bytes(8, "little") + bytes(range(248))) * (BLOCK_BYTES // 256)
-
-
-def in_threads(threads: int, count: int, move: Callable[[int], None]) -> float:
-    """Seconds for move(0) to move(count - 1), each thread taking every `threads`-th."""
-    gate = threading.Barrier(threads + 1)
-    errors: list[BaseException] = []
-
-    def work(thread: int) -> None:
-        gate.wait()
-        try:
-            for number in range(thread, count, threads):
-                move(number)
-        except BaseException as error:
-            errors.append(error)
-
-    workers = [threading.Thread(target=work, args=(thread,)) for thread in range(threads)]
-    for worker in workers:
-        worker.start()
-    gate.wait()
-    begun = time.perf_counter()
-    for worker in workers:
-        worker.join()
-    seconds = time.perf_counter() - begun
-    if errors:
-        raise errors[0]
-    return seconds
 
 
 # --- LMCache, in its own interpreter ----------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from pathlib import Path
 
 import redis
 
+from spillway_connector.tiers.nvme_inspect import FileInspector
+from spillway_connector.tiers.slab_inspect import SlabInspector
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.ports import is_free
 from spillway_stack.settings import StackSettings
@@ -192,7 +194,8 @@ def stored_counter(tier: str, stack: LocalStack, folder: Path) -> Callable[[], i
         server = redis.Redis.from_url(stack.valkey_url)
         return lambda: int(server.dbsize()) - 1  # the namespace document
     if tier == "nvme":
-        return lambda: sum(1 for _ in stack.folder.nvme.glob("*/??/??/*.kv"))
+        parts = FileInspector(stack.folder.nvme), SlabInspector(stack.folder.nvme)
+        return lambda: sum(1 for part in parts for _ in part.frames(headers=False))
     return lambda: sum(1 for file in (folder / "fs").rglob("*.bin"))
 
 

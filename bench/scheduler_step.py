@@ -18,6 +18,8 @@ the first time. `step` is everything else that happens in a step: the requests t
 a whole step with what came in it. What vLLM itself makes (requests with their block hashes, allocated blocks, the
 scheduler's output) is made between the measurements, for both sides.
 
+`fixed loop` is a thousand look-ups in a dict, timed like a step: what its p99 lies above its p50 is this machine's.
+
 Wall time is what the engine loses, other processes of this machine included; CPU time is what this thread did. A step's
 threads get 2 ms afterwards, as an engine's do while the model runs. Writes build/bench/scheduler_step.json (flat; units
 are in the keys).
@@ -55,6 +57,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.tiering.fs import manager as fs_manager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
@@ -70,6 +73,7 @@ BLOCK_TOKENS, ROW_BYTES = 128, 4096
 WARM_STEPS = 100
 PAUSE_SECONDS = 0.002
 FOREVER_SECONDS = 3600.0
+DEVICE_BLOCKS = [KVCacheBlock(number) for number in range(1, 4096)]  # made once, as by vLLM's block pool
 SCENARIOS = ("ready", "pending", "promotions", "stores", "misses")
 OUTPUT = Path("build/bench/scheduler_step.json")
 
@@ -86,10 +90,11 @@ class BenchRequest(SimpleNamespace):
             num_tokens=chunks * BLOCK_TOKENS + 1,
             num_prompt_tokens=chunks * BLOCK_TOKENS + 1,
             num_computed_tokens=0,
+            status=RequestStatus.RUNNING,
             finished=False,
         )
         self.block_ids = list(range(1, chunks + 1))
-        self.blocks = KVCacheBlocks(([KVCacheBlock(number) for number in self.block_ids],))
+        self.blocks = KVCacheBlocks((DEVICE_BLOCKS[:chunks],))
 
     def is_finished(self) -> bool:
         return bool(self.finished)
@@ -133,8 +138,11 @@ class Rig:
             preempted_req_ids=None,
             finished_req_ids=set(),
         )
-        done = {} if self._meta is None else dict.fromkeys([*self._meta.store_jobs, *self._meta.load_jobs], 1)
-        self._report = KVConnectorOutput(kv_connector_worker_meta=self.metadata(done))
+        ended: list[int] = []
+        if self._meta is not None:
+            ended = [*self._meta.store_jobs, *self._meta.load_jobs]
+            ended += [piece.job_id for piece in getattr(self._meta, "pieces", ()) if piece.last]
+        self._report = KVConnectorOutput(kv_connector_worker_meta=self.metadata(dict.fromkeys(ended, 1)))
 
     def end_step(self) -> None:
         """The rest of a step, after the questions."""
@@ -455,6 +463,22 @@ def measure(name: str, make_rig: Callable[..., object], given: argparse.Namespac
     return figures
 
 
+def time_fixed_loop(steps: int) -> list[float]:
+    """CPU microseconds, sorted, of the same work in every step."""
+    table = {number.to_bytes(36, "big"): number for number in range(1000)}
+    keys = list(table)
+    microseconds = []
+    for number in range(WARM_STEPS + steps):
+        total, begun = 0, time.thread_time_ns()
+        for key in keys:
+            total += table[key]
+        ended = time.thread_time_ns()
+        if number >= WARM_STEPS:
+            microseconds.append((ended - begun) / 1000)
+        time.sleep(PAUSE_SECONDS)
+    return sorted(microseconds)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What offload costs the scheduler's thread in a step.")
     parser.add_argument("--steps", type=int, default=2000)
@@ -475,6 +499,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     widths = (10, 9, 10, 9, 10, 9, 9, 10)
     heads = ("step p50", "p99", "new p50", "p99", "all p50", "p99", "max", "wall p99")
     print(f"{'CPU microseconds':24}" + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
+    loop = time_fixed_loop(given.steps)
+    report["fixed_loop_cpu_p50_microseconds"] = round(statistics.median(loop), 1)
+    report["fixed_loop_cpu_p99_microseconds"] = round(loop[int(0.99 * len(loop))], 1)
+    print(f"{'fixed loop':24}{statistics.median(loop):>10.1f}{loop[int(0.99 * len(loop))]:>9.1f}")
     for name in given.only.split(","):
         for rival in given.rivals.split(","):
             figures = measure(name, rivals[rival], given)

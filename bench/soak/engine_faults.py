@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 
 from stack_driver.deadlines import eventually
@@ -14,6 +15,15 @@ from soak.schedule import Fault
 from spillway_stack.processes import ProcessIdentity, descendants, wait_gone
 
 READY_SECONDS = 300.0
+# What the local stack's configuration grants to requests in flight: engines 1 s of delay and 30 s, the gateway 30 s.
+DRAIN_SECONDS = 30.0
+# The gateway closes its socket at once: who found its door open has connected by then.
+CONNECT_SECONDS = 1.0
+
+
+def end_gateway(process: ProcessIdentity) -> None:
+    time.sleep(CONNECT_SECONDS)
+    process.signal(signal.SIGTERM)
 
 
 class EngineFaults:
@@ -25,7 +35,7 @@ class EngineFaults:
     def strike(self, fault: Fault) -> None:
         """Ends the target and returns when its successor is ready. Raises AssertionError when it does not come."""
         if fault.kind == "gateway_terminated":
-            self._restart(GATEWAY, fault.kind, lambda process: process.signal(signal.SIGTERM), excuses=True)
+            self._restart(GATEWAY, fault.kind, end_gateway, DRAIN_SECONDS)
             return
         name = self._stack.local.engines[fault.target].name
         before = self._stack.process(name)
@@ -38,13 +48,13 @@ class EngineFaults:
             "engine_parent_killed": lambda process: process.signal(signal.SIGKILL),
             "engine_terminated": lambda process: process.signal(signal.SIGTERM),
         }
-        self._restart(name, fault.kind, end[fault.kind], excuses=fault.kind != "engine_terminated")
+        self._restart(name, fault.kind, end[fault.kind], DRAIN_SECONDS if fault.kind == "engine_terminated" else 0.0)
         self.left_shared_memory += [str(file) for file in memory if file.exists()]
         self.left_processes += [f"{name}: pid {process.pid}" for process in wait_gone(family, 5.0)]
 
-    def _restart(self, name: str, kind: str, end: Callable[[ProcessIdentity], None], *, excuses: bool) -> None:
+    def _restart(self, name: str, kind: str, end: Callable[[ProcessIdentity], None], drain_seconds: float) -> None:
         before = self._stack.process(name)
-        self._outages.close(name, kind, excuses=excuses)
+        self._outages.close(name, kind, drain_seconds=drain_seconds)
         end(before)
 
         def successor_is_ready() -> bool:

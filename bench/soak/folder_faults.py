@@ -32,14 +32,16 @@ class FolderFaults:
         if fault.kind.startswith("files_"):
             self._damage(fault.kind.removeprefix("files_"), chance)
             yield
-        elif fault.kind == "folder_removed":
+            return
+        if fault.kind == "folder_removed":
             shutil.rmtree(self._folder, ignore_errors=True)  # engines write into it meanwhile
             yield
-        elif fault.kind == "folder_full":
+            return
+        self._folder.mkdir(exist_ok=True)  # nobody may have made it again after a removal
+        if fault.kind == "folder_full":
             with full(self._stack, self._folder):
                 yield
         else:
-            self._folder.mkdir(exist_ok=True)
             with {"folder_read_only": read_only, "folder_replaced": replaced_by_file}[fault.kind](self._folder):
                 yield
 

@@ -156,4 +156,4 @@ class Load:
             return gateway
         if failure.engine is None or not failure.tokens or not failure.told:
             return None
-        return self._outages.excuse(failure.engine, begun, ended)
+        return self._outages.excuse(failure.engine, begun, ended, routed=True)

@@ -2,11 +2,16 @@
 
 A fault that ends a process closes its door before it acts and opens it when the successor is ready. A client notes the
 time, then looks at the door: a request that found it open and fails is excused only if the door was shut while the
-request was under way, that is, if it was in flight when the process was killed.
+request was under way, that is, if it was in flight when the process was killed. An orderly stop excuses nothing that
+fails within the time it grants for draining.
+
+The gateway looks at no door of ours: it may hand a request to an engine that was struck a moment ago and does not show
+it yet. What it routed is therefore excused if the request and the outage overlap at all.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +24,8 @@ GATEWAY = "gateway"
 class _Outage:
     begun: float
     kind: str
-    excuses: bool
+    drain_seconds: float
+    ended: float = math.inf
 
 
 @dataclass
@@ -32,15 +38,17 @@ class Outages:
     _past: dict[str, list[_Outage]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def close(self, target: str, kind: str, *, excuses: bool) -> None:
-        """excuses: may requests in flight fail? A drained stop must not cost any."""
+    def close(self, target: str, kind: str, *, drain_seconds: float = 0.0) -> None:
+        """drain_seconds: what requests in flight are granted to finish; 0 for a kill, which may cost them at once."""
         with self._lock:
             self._closed.add(target)
-            self._past.setdefault(target, []).append(_Outage(self.clock(), kind, excuses))
+            self._past.setdefault(target, []).append(_Outage(self.clock(), kind, drain_seconds))
 
     def open(self, target: str) -> None:
         with self._lock:
             self._closed.discard(target)
+            for outage in self._past.get(target, []):
+                outage.ended = min(outage.ended, self.clock())
 
     def open_targets(self) -> list[str]:
         with self._lock:
@@ -50,10 +58,11 @@ class Outages:
         with self._lock:
             return target not in self._closed
 
-    def excuse(self, target: str, begun: float, ended: float) -> str | None:
-        """The kind of a fault that struck `target` between the two times, if that explains a failure."""
+    def excuse(self, target: str, begun: float, ended: float, *, routed: bool = False) -> str | None:
+        """The kind of a fault at `target` that explains a failure at `ended` of what was asked at `begun`."""
         with self._lock:
             for outage in self._past.get(target, []):
-                if outage.excuses and begun <= outage.begun <= ended:
+                asked_in_time = begun <= (outage.ended if routed else outage.begun)
+                if asked_in_time and outage.begun + outage.drain_seconds <= ended:
                     return outage.kind
         return None

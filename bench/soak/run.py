@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -29,15 +31,14 @@ from soak.references import PlainEngine, Pool, learn_pool
 from soak.report import Observed
 from soak.schedule import engine_faults, store_faults
 from soak.valkey_faults import ValkeyFaults
+from spillway_engine.shared_memory import REGION_PATTERN, paths_in_use
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import StackSettings
 
 # All of them small, so that the pool of prompts fits nowhere whole: device, CPU tier and shared tier all evict.
-DEVICE_BLOCKS, CPU_BLOCKS, SHARED_BLOCKS = 28, 24, 48
+DEVICE_BLOCKS, CPU_BLOCKS, SHARED_BLOCKS = 28, 24, 32
 MAX_TOKENS = 1024
 SAMPLE_SECONDS = 5.0
-# As the tests have it for tiers of the engine's own settings (stack_driver/running_stack.py).
-PATIENCE = {"lookup_timeout_seconds": 2.0, "load_timeout_seconds": 5.0}
 QUIET_SHARE = 0.05  # of the time, at the end: the last faults heal under load
 ENGINES = 2
 VALKEY_OWN_BYTES = 16 << 20  # buffers of clients and the keys
@@ -53,7 +54,7 @@ class SoakSettings:
     prompts: int
     dtype: str
     inject_wrong: bool = False
-    nvme_mode: str = "files"
+    nvme_mode: str = "auto"
 
 
 def learn_references(settings: SoakSettings, say: Callable[[str], None]) -> Pool:
@@ -74,11 +75,11 @@ def learn_references(settings: SoakSettings, say: Callable[[str], None]) -> Pool
 
 def soak(settings: SoakSettings, pool: Pool, stopped: threading.Event, say: Callable[[str], None]) -> Observed:
     """Ends early, and in order, when `stopped` is set."""
-    memory_before = _regions()
+    stale_before = _stale_regions()
     with _stack(settings.tier, settings, engines=ENGINES, gateway=True) as stack:
         say(f"{settings.tier}: the stack is up")
         observed, footprint = _disturb(stack, settings, pool, stopped, say)
-    left = [*observed.leftovers, *footprint.left(), *(str(file) for file in _regions() - memory_before)]
+    left = [*observed.leftovers, *footprint.left(), *(str(file) for file in _stale_regions() - stale_before)]
     return replace(observed, leftovers=left)
 
 
@@ -91,7 +92,7 @@ def _disturb(
     store: StoreFaults = (
         FolderFaults(stack)
         if settings.tier == "nvme"
-        else ValkeyFaults(stack, SHARED_BLOCKS * block_bytes + (16 << 20))
+        else ValkeyFaults(stack, SHARED_BLOCKS * block_bytes + VALKEY_OWN_BYTES)
     )
     engine_lane = EngineFaults(stack, outages)
     load = Load(
@@ -116,8 +117,6 @@ def _disturb(
             watch.look(time.monotonic() - begun)
     finally:
         lanes.stop()
-    if not stopped.is_set():
-        _final_round(load, list(urls), pool, lanes)
     while time.monotonic() < begun + settings.seconds and not stopped.is_set():
         stopped.wait(SAMPLE_SECONDS)
         watch.look(time.monotonic() - begun)
@@ -125,6 +124,8 @@ def _disturb(
         load.stop()
     except AssertionError as error:
         lanes.log.broken.append(str(error))
+    if not stopped.is_set():
+        _final_round(load, list(urls), pool, lanes, settings.clients)
     watch.look(time.monotonic() - begun)
     left = [*engine_lane.left_shared_memory, *engine_lane.left_processes]
     observed = Observed(
@@ -142,15 +143,12 @@ def _disturb(
     return observed, Footprint.of(stack.local.folder)
 
 
-def _valkey_faults(stack: RunningStack, block_bytes: int) -> ValkeyFaults:
-    return ValkeyFaults(stack, SHARED_BLOCKS * block_bytes + VALKEY_OWN_BYTES)
-
-
-def _final_round(load: Load, engines: list[str], pool: Pool, lanes: Lanes) -> None:
+def _final_round(load: Load, engines: list[str], pool: Pool, lanes: Lanes, clients: int) -> None:
     """Every prompt once more from each engine and the gateway, after the last fault was healed."""
-    with new_client() as client:
+    with new_client() as client, ThreadPoolExecutor(clients) as crowd:
         for target in (*engines, GATEWAY):
-            silent = [one.prompt.name for one in pool.references if not load.ask(client, one, target)]
+            answered = crowd.map(partial(load.ask, client, target=target), pool.references)
+            silent = [one.prompt.name for one, there in zip(pool.references, answered, strict=True) if not there]
             if silent:
                 lanes.log.broken.append(f"after the last fault {target} did not answer {silent}")
 
@@ -176,7 +174,7 @@ class _Watch:
 def _stack(tier: str, settings: SoakSettings, *, engines: int, gateway: bool) -> Iterator[RunningStack]:
     """In a folder of its own that is gone afterwards, whatever happens, unless the block failed: then logs are kept."""
     folder = Path(tempfile.mkdtemp(prefix=f"spillway-soak-{tier}-"))
-    local = LocalStack(_settings_of(tier, settings, folder, engines=engines, gateway=gateway), folder)
+    local = LocalStack(_settings_of(tier, settings, engines=engines, gateway=gateway), folder)
     with local:
         eventually("every component is ready", lambda: all(status.ready for status in local.status()), 60.0)
         stack = RunningStack(tier, local)
@@ -189,23 +187,26 @@ def _stack(tier: str, settings: SoakSettings, *, engines: int, gateway: bool) ->
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _settings_of(tier: str, settings: SoakSettings, folder: Path, *, engines: int, gateway: bool) -> StackSettings:
+def _settings_of(tier: str, settings: SoakSettings, *, engines: int, gateway: bool) -> StackSettings:
     usual = stack_settings(tier, engines=engines, gateway=gateway)
-    overrides = usual.engine_overrides
-    frames_bytes = SHARED_BLOCKS * _frame_bytes(settings.dtype)
-    slabs = tier == "nvme" and settings.nvme_mode == "slab"
-    if slabs:
-        tiers = [{"type": "nvme", "path": str(folder / "nvme"), "mode": "slab", "max_bytes": frames_bytes, **PATIENCE}]
-        overrides = (*overrides, f"offload.extraTiers={json.dumps(tiers)}")
+    # Its share for each of the engines that are busy at once, and the same for the one that learns: more threads than
+    # cores wait for each other at every step, for far longer than they compute when the machine does other work too.
+    threads = max(1, (os.cpu_count() or 1) // ENGINES)
+    overrides = (
+        *usual.engine_overrides,
+        'extraEnv.VLLM_CPU_OMP_THREADS_BIND="nobind"',
+        f'extraEnv.OMP_NUM_THREADS="{threads}"',
+    )
+    if tier == "nvme":
+        overrides = (*overrides, f"offload.sharedTier.nvme.mode={settings.nvme_mode}")
     if settings.dtype != "auto":
         overrides = (*overrides, f"model.dtype={settings.dtype}")
     return replace(
         usual,
-        shared_tier="none" if slabs else usual.shared_tier,
         num_cpu_blocks=CPU_BLOCKS,
         device_blocks=DEVICE_BLOCKS,
         max_length=MAX_TOKENS,
-        nvme_max_bytes=frames_bytes,
+        nvme_max_bytes=SHARED_BLOCKS * _frame_bytes(settings.dtype),
         engine_overrides=overrides,
     )
 
@@ -215,5 +216,7 @@ def _frame_bytes(dtype: str) -> int:
     return 30 * 2 * 3 * 64 * 128 * (4 if dtype == "float32" else 2) + 4096
 
 
-def _regions() -> set[Path]:
-    return set(SHARED_MEMORY.glob("vllm_offload_*"))
+def _stale_regions() -> set[Path]:
+    """Offload regions that no living process uses. Those of other engines on this machine are none of ours."""
+    regions = set(SHARED_MEMORY.glob(REGION_PATTERN))
+    return regions - paths_in_use(regions)

@@ -71,13 +71,15 @@ def store_faults(seed: int, tier: str) -> Iterator[Fault]:
 
 
 def engine_faults(seed: int, tier: str, engines: int) -> Iterator[Fault]:
-    """Without end. `may_disturb` says which of them the lane leaves out as time goes by."""
+    """Without end. The gateway comes first: `may_disturb` says what the lane leaves out as time goes by."""
     chance = random.Random(f"{seed} engine {tier}")
+    deck = [*GATEWAY_KINDS, *shuffled(chance, ENGINE_KINDS)]
     while True:
-        for kind in shuffled(chance, ENGINE_KINDS + GATEWAY_KINDS):
+        for kind in deck:
             yield Fault(
                 kind, chance.uniform(*ENGINE_GAP_SECONDS), 0.0, chance.randrange(engines), chance.getrandbits(32)
             )
+        deck = shuffled(chance, ENGINE_KINDS + GATEWAY_KINDS)
 
 
 def may_disturb(fault: Fault, elapsed_share: float, engines: int) -> Fault | None:

@@ -142,7 +142,7 @@ class Times:
     """A clock that the outages read while a request is judged: the fault always falls into the request."""
 
     def __init__(self, outages: Outages, monkeypatch: pytest.MonkeyPatch, target: str, *, excuses: bool) -> None:
-        def excuse(asked: str, begun: float, ended: float) -> str | None:
+        def excuse(asked: str, begun: float, ended: float, *, routed: bool = False) -> str | None:
             return "engine_killed" if excuses and asked == target else None
 
         monkeypatch.setattr(outages, "excuse", excuse)
@@ -173,7 +173,7 @@ def test_doors() -> None:
     now = 0.0
     outages = Outages(("engine-0", "engine-1", GATEWAY), clock=lambda: now)
     now = 5.0
-    outages.close("engine-0", "engine_killed", excuses=True)
+    outages.close("engine-0", "engine_killed")
     assert outages.open_targets() == ["engine-1", GATEWAY]
     assert outages.excuse("engine-0", 4.0, 6.0) == "engine_killed"
     assert outages.excuse("engine-0", 5.5, 6.0) is None, "begun after the kill"
@@ -181,13 +181,33 @@ def test_doors() -> None:
     assert outages.excuse("engine-1", 4.0, 6.0) is None
     outages.open("engine-0")
     assert outages.is_open("engine-0")
+
+
+def test_a_drained_stop_excuses_what_outlasts_the_drain_alone() -> None:
     now = 8.0
-    outages.close("engine-1", "engine_terminated", excuses=False)
-    assert outages.excuse("engine-1", 7.0, 9.0) is None, "a drained stop costs nothing"
+    outages = Outages(("engine-0",), clock=lambda: now)
+    outages.close("engine-0", "engine_terminated", drain_seconds=30.0)
+    assert outages.excuse("engine-0", 7.0, 37.9) is None
+    assert outages.excuse("engine-0", 7.0, 38.0) == "engine_terminated"
+
+
+def test_what_the_gateway_routed_to_an_engine_just_killed_is_excused() -> None:
+    now = 5.0
+    outages = Outages(("engine-0",), clock=lambda: now)
+    outages.close("engine-0", "engine_parent_killed")
+    now = 9.0
+    outages.open("engine-0")
+    outages.close("engine-0", "engine_killed")  # later outages leave the end of earlier ones alone
+    now = 20.0
+    outages.open("engine-0")
+    assert outages.excuse("engine-0", 5.5, 6.0, routed=True) == "engine_parent_killed"
+    assert outages.excuse("engine-0", 5.5, 6.0) is None, "who asks directly has seen the door"
+    assert outages.excuse("engine-0", 9.5, 10.0, routed=True) == "engine_killed"
+    assert outages.excuse("engine-0", 20.5, 21.0, routed=True) is None, "begun after the successor was ready"
 
 
 def test_nobody_behind_a_closed_door_is_asked(url: str, script: Script, outages: Outages) -> None:
-    outages.close("engine-0", "engine_killed", excuses=True)
+    outages.close("engine-0", "engine_killed")
     load = make_load(url, outages)
     with httpx.Client() as client:
         load.ask(client, REFERENCE, "engine-0")

@@ -5,7 +5,7 @@ import random
 
 import pytest
 from first_token import BenchError
-from no_hit import Rounds, cpu_seconds, make_report, paired_ratio, render, settle, turned
+from no_hit import Interval, Rounds, cpu_seconds, make_report, ordered, paired_ratio, promise_of, render, settle
 
 
 def test_drift_of_the_machine_cancels_out() -> None:
@@ -23,10 +23,18 @@ def test_an_interval_holds_what_made_it() -> None:
     assert ratio.high - ratio.low < 0.05
 
 
-def test_everyone_begins_once() -> None:
+def test_everyone_begins_and_follows_everyone_who_is_next_to_it() -> None:
     names = ["off", "cpu", "nvme", "redis"]
-    assert [turned(names, number)[0] for number in range(4)] == names
-    assert all(sorted(turned(names, number)) == sorted(names) for number in range(4))
+    orders = [ordered(names, number) for number in range(8)]
+    assert [order[0] for order in orders[::2]] == names
+    assert all(one == other[::-1] for one, other in zip(orders[::2], orders[1::2], strict=True))
+    assert all(sorted(order) == sorted(names) for order in orders)
+
+
+def test_a_promise_is_kept_only_by_the_whole_interval() -> None:
+    assert promise_of(Interval(0.99, 0.98, 1.0)) == "kept"
+    assert promise_of(Interval(0.99, 0.979, 1.0)) == "undecided"
+    assert promise_of(Interval(0.97, 0.96, 0.979)) == "missed"
 
 
 def test_report_and_table() -> None:
@@ -36,6 +44,7 @@ def test_report_and_table() -> None:
     }
     report = make_report(rounds, 512, 4, random.Random(0))
     assert report["nvme_throughput_ratio"] == 0.99
+    assert report["nvme_promise"] == "kept"
     assert report["nvme_cpu_seconds_ratio"] == 1.02
     assert report["nvme_written_to_shared_tier_bytes"] == 15_000_000
     assert "0.990 (0.990 to 0.990)" in render(report, list(rounds))

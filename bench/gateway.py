@@ -1,0 +1,172 @@
+"""The gateway beside other routers: requests/s, added time, CPU and memory, in one run over the same mock engines.
+
+    python bench/gateway.py [--rounds 1] [--only spillway,vllm-router] [--tokenizer FOLDER] [--distinct 150000]
+                            [--skip cells,streams,memory] [--output build/bench/gateway.json]
+
+Four mock engines are one process that costs some microseconds per request (gateway/engine.py); the load generator is
+this process (gateway/asking.py). What both can do without a router is the row `engines alone`, and the limit of every
+other. Each router is one process with its own defaults and the same bodies, about 2.3 KB of chat in 32 groups of a
+common system prompt, with a question that is new each time. With more rounds routers go forwards and backwards in
+turn, and a figure is the median. Added times are a router's percentile minus the engines' own at the same
+concurrency. Streams send 32 events, one each 20 ms; CPU is the router's process tree alone.
+
+Then 1,000 streams at once, of 100 events each with 100 ms between two, and a probe each 100 ms beside them; and prompts
+that share no block, whose memory must stay flat. The default is bounded in time: 150,000 prompts with an index of
+32 MiB, so that its bound is reached; `--distinct 1000000 --index-bytes 268435456` is the whole.
+
+Other routers are installed on first use below ~/.cache/spillway/rivals (SPILLWAY_RIVALS); one that cannot be is left
+out with the reason. PRODUCTION_STACK=DIRECTORY takes that checkout instead of GitHub. About seven minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+from gateway.cells import CONCURRENT, Cell, Load, Memory, Probed, distinct_prompts, many_streams
+from gateway.processes import DidNotStart, free_ports, mock_engines, running
+from gateway.prompts import chat_bodies
+from gateway.report import LIMIT, Results, flat, goals, render
+from gateway.routers import CannotInstall, Router, routers
+
+from spillway_stack.bundled_model import choose_model
+
+ENGINES = 4
+CHUNKS = 32
+CHUNK_SECONDS = 0.02
+STREAMS = 1_000
+STREAMS_SECONDS = 6.0
+STREAM_CHUNKS = 100
+STREAM_CHUNK_SECONDS = 0.1
+SECONDS = {1: 2.0, 64: 2.5, 512: 3.5}  # of a cell, by requests at once
+OUTPUT = Path("build/bench/gateway.json")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parse(arguments)
+    tokenizer = given.tokenizer or Path(choose_model("", _say).path)
+    results = Results()
+    chosen = [
+        router
+        for router in routers(tokenizer)
+        if not given.only or any(router.name.startswith(name) for name in given.only)
+    ]
+    installed: list[tuple[Router, Path]] = []
+    for router in chosen:
+        try:
+            installed.append((router, router.install()))
+        except CannotInstall as error:
+            results.left_out[router.name] = f"cannot be installed here: {error}"
+            _say(f"{router.name}: left out, {results.left_out[router.name]}")
+    gc.disable()  # of this process: a pause here would look like one of the router
+    try:
+        _run(given, tokenizer, installed, results)
+    except KeyboardInterrupt:
+        _say("interrupted: what follows is what was measured until then")
+    print(f"\n{render(results)}\n")
+    for goal, outcome in goals(results).items():
+        print(f"{outcome:<10} {goal}")
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text(json.dumps(flat(results), indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten: {given.output}")
+    return 0
+
+
+def _run(given: argparse.Namespace, tokenizer: Path, installed: list[tuple[Router, Path]], results: Results) -> None:
+    load = Load()
+    ports = free_ports(ENGINES)
+    with mock_engines(ports, tokenizer, CHUNKS, CHUNK_SECONDS):
+        for number in range(given.rounds if "cells" not in given.skip else 0):
+            _say(f"round {number + 1} of {given.rounds}")
+            _measure(results, LIMIT, uvloop.run(_cells(load, ports, None, None)))
+            for router, python in installed if number % 2 == 0 else reversed(installed):
+                _one(router, python, ports, results, load)
+        if "memory" not in given.skip and any(router.name == "spillway" for router, _ in installed):
+            spillway = next(router for router in routers(tokenizer, given.index_bytes) if router.name == "spillway")
+            results.memory = _memory(spillway, ports, given.distinct)
+    if "streams" not in given.skip:
+        with mock_engines(ports, tokenizer, STREAM_CHUNKS, STREAM_CHUNK_SECONDS):
+            for router, python in installed:
+                _one(router, python, ports, results, None)
+
+
+def _one(router: Router, python: Path, engines: list[int], results: Results, load: Load | None) -> None:
+    """Its cells, or without a load its streams."""
+    if router.name in results.left_out:
+        return
+    port, other = free_ports(2)
+    with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder:
+        start = router.start(python, Path(folder), port, other, engines)
+        try:
+            with running(router, start, Path(folder), port) as process:
+                if load is not None:
+                    _measure(results, router.name, uvloop.run(_cells(load, [port], process, start.key)))
+                else:
+                    bodies = chat_bodies(256, stream=True, seed=1)
+                    results.probed[router.name] = uvloop.run(_streams(bodies, port, router.health, start.key))
+        except DidNotStart as error:
+            results.left_out[router.name] = str(error)
+            _say(f"{router.name}: left out, {error}")
+
+
+async def _streams(bodies: list[bytes], port: int, health: str, key: str | None) -> Probed:
+    return await many_streams(bodies, port, health, streams=STREAMS, seconds=STREAMS_SECONDS, key=key)
+
+
+async def _cells(load: Load, ports: list[int], process: object, key: str | None) -> dict[tuple[bool, int], Cell]:
+    cells = {}
+    for concurrent in CONCURRENT:
+        for stream in (False, True):
+            cells[stream, concurrent] = await load.cell(
+                ports,
+                process,  # type: ignore[arg-type]
+                stream=stream,
+                concurrent=concurrent,
+                seconds=SECONDS[concurrent],
+                key=key,
+            )
+    return cells
+
+
+def _measure(results: Results, name: str, cells: dict[tuple[bool, int], Cell]) -> None:
+    for key, cell in cells.items():
+        results.cells.setdefault((name, *key), []).append(cell)
+        if cell.failures:
+            _say(f"{name}: {cell.failures} failures at {key[1]}: {cell.said[:160]!r}")
+    at64 = cells[False, 64]
+    _say(f"{name}: {at64.requests_per_second:,.0f} requests/s at 64, p50 {cells[False, 1].p50_ms:.2f} ms at 1")
+    gc.collect()
+
+
+def _memory(router: Router, engines: list[int], prompts: int) -> Memory | None:
+    port, other = free_ports(2)
+    with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder:
+        start = router.start(router.install(), Path(folder), port, other, engines)
+        with running(router, start, Path(folder), port) as process:
+            return uvloop.run(distinct_prompts(port, process, prompts=prompts))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="starts of routers' names")
+    parser.add_argument("--skip", type=lambda text: text.split(","), default=[], help="cells,streams,memory")
+    parser.add_argument("--tokenizer", type=Path, help="folder of a model; the bundled one without it")
+    parser.add_argument("--distinct", type=int, default=150_000, metavar="PROMPTS")
+    parser.add_argument("--index-bytes", type=int, default=32 * 1024 * 1024)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    return parser.parse_args(arguments)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What bench/gateway.py is made of: engines, asking, routers, costs, report."""

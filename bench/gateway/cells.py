@@ -1,0 +1,201 @@
+"""What is measured of one router: a cell per concurrency, plain and streamed; many streams with probes; memory."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import subprocess
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gateway.asking import Asked, ask, requests_of
+from gateway.processes import answers, cost
+from gateway.prompts import chat_bodies, unique_body
+
+CONCURRENT = (1, 64, 512)
+BODIES = 4_096
+WARM_SECONDS = 0.7
+PROBE_PERIOD_SECONDS = 0.1
+PROBE_TIMEOUT_SECONDS = 1.0  # a kubelet's default
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One router at one concurrency. Milliseconds; CPU of the router alone, None where nothing was counted."""
+
+    requests_per_second: float
+    p50_ms: float
+    p99_ms: float
+    first_event_p50_ms: float | None
+    first_event_p99_ms: float | None
+    events_per_second: float | None
+    cpu_seconds_per_1000_requests: float | None
+    cpu_seconds_per_100000_events: float | None
+    cpu_cores: float | None
+    rss_mb: float | None
+    failures: int
+    said: str
+
+
+class Load:
+    """Bodies made once. The rounds take turns through them, so every router sees the same."""
+
+    def __init__(self) -> None:
+        self._bodies = {stream: chat_bodies(BODIES, stream=stream) for stream in (False, True)}
+
+    async def cell(
+        self,
+        ports: Sequence[int],
+        process: subprocess.Popen[bytes] | None,
+        *,
+        stream: bool,
+        concurrent: int,
+        seconds: float,
+        key: str | None = None,
+    ) -> Cell:
+        """process: of the router; None measures the engines themselves."""
+        requests = requests_of(self._bodies[stream], ports[0], key)
+        costs = []
+
+        def note() -> None:
+            if process is not None:
+                costs.append(cost(process))
+
+        asked = await ask(
+            ports,
+            requests,
+            stream=stream,
+            concurrent=concurrent,
+            warm_seconds=WARM_SECONDS,
+            seconds=seconds,
+            at_start=note,
+            at_end=note,
+        )
+        cpu = costs[1].cpu_seconds - costs[0].cpu_seconds if costs else None
+        return _cell(asked, stream, cpu, costs[1].rss_bytes if costs else None)
+
+
+def _cell(asked: Asked, stream: bool, cpu: float | None, rss: int | None) -> Cell:
+    count = len(asked.whole)
+    return Cell(
+        requests_per_second=count / asked.seconds,
+        p50_ms=_percentile_ms(asked.whole, 50),
+        p99_ms=_percentile_ms(asked.whole, 99),
+        first_event_p50_ms=_percentile_ms(asked.first_event, 50) if stream else None,
+        first_event_p99_ms=_percentile_ms(asked.first_event, 99) if stream else None,
+        events_per_second=asked.events / asked.seconds if stream else None,
+        cpu_seconds_per_1000_requests=1_000 * cpu / count if cpu is not None and count else None,
+        cpu_seconds_per_100000_events=100_000 * cpu / asked.events if cpu is not None and asked.events else None,
+        cpu_cores=cpu / asked.seconds if cpu is not None else None,
+        rss_mb=rss / 1e6 if rss is not None else None,
+        failures=asked.failures,
+        said=asked.said,
+    )
+
+
+def _percentile_ms(seconds: array[float], percent: int) -> float:
+    if not seconds:
+        return float("nan")
+    ordered = sorted(seconds)
+    return 1000 * ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    streams: int
+    probes: int
+    failed_probes: int
+    slowest_probe_ms: float
+    failures: int
+    said: str
+
+
+async def many_streams(
+    load_bodies: Sequence[bytes], port: int, health: str, *, streams: int, seconds: float, key: str | None = None
+) -> Probed:
+    """Streams at once, and probes on connections of their own as a kubelet sends them."""
+    done = asyncio.Event()
+    times: list[float] = []
+    failed = 0
+
+    async def probe() -> None:
+        nonlocal failed
+        loop = asyncio.get_running_loop()
+        while not done.is_set():
+            before = loop.time()
+            if not await asyncio.to_thread(answers, port, health, PROBE_TIMEOUT_SECONDS):
+                failed += 1
+            times.append(loop.time() - before)
+            await asyncio.sleep(PROBE_PERIOD_SECONDS)
+
+    async with asyncio.TaskGroup() as group:
+        tasks: list[asyncio.Task[None]] = []
+        asked = await ask(
+            [port],
+            requests_of(load_bodies, port, key),
+            stream=True,
+            concurrent=streams,
+            warm_seconds=0.5,
+            seconds=seconds,
+            at_start=lambda: tasks.append(group.create_task(probe())),
+            at_end=done.set,
+        )
+    return Probed(streams, len(times), failed, 1000 * max(times, default=0.0), asked.failures, asked.said)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """RSS after each tenth of the prompts. growth: from the half to the end, as a share of the half's."""
+
+    prompts: int
+    rss_mb: list[float]
+    failures: int
+
+    @property
+    def growth(self) -> float:
+        half = statistics.median(self.rss_mb[4:6])
+        return self.rss_mb[-1] / half - 1.0
+
+
+async def distinct_prompts(port: int, process: subprocess.Popen[bytes], *, prompts: int) -> Memory:
+    """Prompts that share no block, one after the other on 16 connections."""
+    rss: list[float] = []
+    failures = 0
+    numbers = itertools.count()
+    for tenth in range(10):
+        end = prompts * (tenth + 1) // 10
+        asked = await _ask_all(port, _bodies_until(numbers, end))
+        failures += asked
+        rss.append(cost(process).rss_bytes / 1e6)
+    return Memory(prompts, rss, failures)
+
+
+def _bodies_until(numbers: Iterator[int], end: int) -> Iterator[bytes]:
+    for at in numbers:
+        yield unique_body(at)
+        if at + 1 >= end:
+            return
+
+
+async def _ask_all(port: int, bodies: Iterator[bytes]) -> int:
+    """Number of failures."""
+    failures = 0
+
+    async def client() -> None:
+        nonlocal failures
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for body in bodies:
+            writer.write(requests_of([body], port)[0])
+            head = await reader.readuntil(b"\r\n\r\n")
+            lower = head.lower()
+            at = lower.index(b"content-length:") + 15
+            await reader.readexactly(int(lower[at : lower.index(b"\r\n", at)]))
+            failures += not head.startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(16):
+            group.create_task(client())
+    return failures

@@ -1,0 +1,206 @@
+"""The routers under test: where each comes from, how it is installed, and how it is started. One process each.
+
+Rivals live in environments of their own below ~/.cache/spillway/rivals, made on first use with uv. What cannot be
+installed here is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from gateway.prompts import MODEL
+
+HOME = Path(os.environ.get("SPILLWAY_RIVALS", "~/.cache/spillway/rivals")).expanduser()
+INSTALL_SECONDS_MAX = 900
+LITELLM_KEY = "sk-" + "0" * 32
+PRODUCTION_STACK_COMMIT = "a6c01db05f65f556235413ba8dbcfb0c01132fff"
+PRODUCTION_STACK_URL = "https://github.com/vllm-project/production-stack"
+
+
+class CannotInstall(Exception):
+    """The message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How to start a router. files: name -> content, written into its folder. key: what callers must send."""
+
+    command: list[str]
+    files: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """start: from (its folder, its port, another free port, engines' ports)."""
+
+    name: str
+    install: Callable[[], Path]
+    start: Callable[[Path, Path, int, int, Sequence[int]], Start]
+    health: str = "/health"
+
+
+def routers(tokenizer: Path | None, index_bytes: int | None = None) -> list[Router]:
+    """All of them, Spillway first. tokenizer: a model folder; None leaves Spillway to match by text."""
+
+    def spillway(python: Path, folder: Path, port: int, _: int, engines: Sequence[int]) -> Start:
+        names = [{"name": f"engine-{at}", "url": f"http://127.0.0.1:{engine}"} for at, engine in enumerate(engines)]
+        model = {"name": MODEL, "tokenizer": str(tokenizer) if tokenizer else None, "engines": names}
+        document: dict[str, object] = {"listen": {"host": "127.0.0.1", "port": port}, "models": [model]}
+        if index_bytes is not None:
+            document["index"] = {"bytesMax": index_bytes}
+        path = folder / "gateway.yaml"
+        command = [str(python), "-m", "spillway_gateway", "--config", str(path)]
+        return Start(command, {path.name: yaml.safe_dump(document)})
+
+    return [
+        Router("spillway", lambda: Path(sys.executable), spillway, "/ready"),
+        Router("vllm-router cache_aware", _vllm_router, _start_vllm_router("cache_aware")),
+        Router("vllm-router round_robin", _vllm_router, _start_vllm_router("round_robin")),
+        Router("sglang-router cache_aware", _sglang_router, _start_sglang_router),
+        Router("production-stack prefixaware", _production_stack, _start_production_stack("prefixaware")),
+        Router("litellm", _litellm, _start_litellm, "/health/liveliness"),
+    ]
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+def _urls(engines: Sequence[int]) -> list[str]:
+    return [f"http://127.0.0.1:{port}" for port in engines]
+
+
+def _start_vllm_router(policy: str) -> Callable[[Path, Path, int, int, Sequence[int]], Start]:
+    def start(python: Path, folder: Path, port: int, other: int, engines: Sequence[int]) -> Start:
+        listen = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(other)]
+        command = [str(python.with_name("vllm-router")), *listen, "--policy", policy, "--log-level", "warning"]
+        return Start([*command, "--worker-urls", *_urls(engines)])
+
+    return start
+
+
+def _start_sglang_router(python: Path, folder: Path, port: int, other: int, engines: Sequence[int]) -> Start:
+    listen = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(other)]
+    command = [str(python.with_name("sglang-router")), "launch", *listen, "--policy", "cache_aware"]
+    return Start([*command, "--log-level", "warn", "--worker-urls", *_urls(engines)])
+
+
+def _start_production_stack(logic: str) -> Callable[[Path, Path, int, int, Sequence[int]], Start]:
+    def start(python: Path, folder: Path, port: int, other: int, engines: Sequence[int]) -> Start:
+        fleet = ["--static-backends", ",".join(_urls(engines)), "--static-models", ",".join([MODEL] * len(engines))]
+        command = [str(python), "-m", "vllm_router.app", "--host", "127.0.0.1", "--port", str(port), *fleet]
+        command += ["--service-discovery", "static", "--routing-logic", logic]
+        source = HOME / _production_stack_name() / "source" / "src"
+        return Start(
+            [*command, "--engine-stats-interval", "15", "--log-level", "warning"],
+            environment={"PYTHONPATH": str(source)},
+        )
+
+    return start
+
+
+def _start_litellm(python: Path, folder: Path, port: int, other: int, engines: Sequence[int]) -> Start:
+    models = [
+        {
+            "model_name": MODEL,
+            "litellm_params": {"model": f"openai/{MODEL}", "api_base": url + "/v1", "api_key": "none"},
+        }
+        for url in _urls(engines)
+    ]
+    path = folder / "litellm.yaml"
+    document = {"model_list": models, "router_settings": {"routing_strategy": "simple-shuffle"}}
+    return Start(
+        [str(python.with_name("litellm")), "--config", str(path), "--host", "127.0.0.1", "--port", str(port)],
+        {path.name: json.dumps(document)},
+        {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": LITELLM_KEY},
+        LITELLM_KEY,
+    )
+
+
+# --- installing -------------------------------------------------------------------------------------------------------
+
+
+def _vllm_router() -> Path:
+    return _environment("vllm-router-0.1.17", ["vllm-router==0.1.17"])
+
+
+def _sglang_router() -> Path:
+    return _environment("sglang-router-0.3.2", ["sglang-router==0.3.2"])
+
+
+def _litellm() -> Path:
+    return _environment("litellm-1.106.2", ["litellm[proxy]==1.106.2"])
+
+
+def _production_stack_name() -> str:
+    return f"production-stack-{PRODUCTION_STACK_COMMIT[:7]}"
+
+
+def _production_stack() -> Path:
+    """Not on PyPI, where its name belongs to vllm-router: from a checkout, with the versions that it pins."""
+    name = _production_stack_name()
+    source = HOME / name / "source"
+    if not source.is_dir():
+        source.parent.mkdir(parents=True, exist_ok=True)
+        given = os.environ.get("PRODUCTION_STACK", PRODUCTION_STACK_URL)
+        partial = source.with_name("partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        _run(["git", "clone", "--quiet", given, str(partial)])
+        _run(["git", "-C", str(partial), "checkout", "--quiet", PRODUCTION_STACK_COMMIT])
+        partial.rename(source)
+    requirements = source / "src" / "vllm_router" / "requirements.txt"
+    return _environment(name, ["-r", str(requirements)], python=lambda: _python_from(3, 12))
+
+
+def _environment(name: str, packages: list[str], python: Callable[[], str] = lambda: sys.executable) -> Path:
+    """Interpreter of the environment `name`; made with uv where it is missing. Raises CannotInstall."""
+    folder = HOME / name
+    interpreter, whole = folder / "bin" / "python", folder / "installed"
+    if not whole.exists():
+        _run([_uv(), "venv", "--quiet", "--allow-existing", "--python", python(), str(folder)])
+        _run([_uv(), "pip", "install", "--quiet", "--python", str(interpreter), *packages])
+        whole.touch()
+    return interpreter
+
+
+def _uv() -> str:
+    own = Path(".venv/bootstrap/bin/uv")
+    found = str(own) if own.exists() else shutil.which("uv")
+    if found is None:
+        raise CannotInstall("uv is missing; run `make install`, or put uv on PATH")
+    return found
+
+
+def _python_from(major: int, minor: int) -> str:
+    """An interpreter of at least this version: PYTHON_RIVALS, this one, or one on PATH that starts."""
+    if sys.version_info >= (major, minor):
+        return sys.executable
+    names = [f"python{major}.{newer}" for newer in range(minor, minor + 3)]
+    for name in [os.environ.get("PYTHON_RIVALS", ""), *names]:
+        path = shutil.which(name)
+        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return path
+    raise CannotInstall(f"needs Python {major}.{minor} or newer, on PATH or named by PYTHON_RIVALS")
+
+
+def _run(command: list[str]) -> None:
+    environment = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_SECONDS_MAX, check=False, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotInstall(f"{command[0]}: {error}") from error
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
+        raise CannotInstall(f"{' '.join(command[:3])}: {lines[0].strip()}")
