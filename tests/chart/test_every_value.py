@@ -298,6 +298,9 @@ FORMED = (
     *("whenUnsatisfiable", "gateway.service.type", "gateway.limits", "gateway.index", "gateway.log.level", "redis.cpu"),
     *(
         "gateway.auth.unsaltedRoutes",
+        "gateway.auth.sharedLimits.url",
+        "gateway.discovery.type",
+        "gateway.tracing",
         "gateway.resources",
         "gateway.ingress.path",
         "gateway.image.digest",

@@ -83,7 +83,7 @@ TWO = {"engines": {"a": {"model": {"servedName": "a"}}, "b": {"model": {"servedN
         (nested("engines.a.offload.numCpuBlocks", 999), {"a"}),
         (nested("engines.b.offload.batchMemcpy", "off"), {"b"}),
         (nested("engine.lifecycle.drainTimeoutSeconds", 9), {"a", "b"}),
-        (nested("engines.a.replicas", 5), {"gateway"}),  # its list of engines
+        (nested("engines.a.replicas", 5), set()),  # gateways watch who is there
         (nested("gateway.timeouts.idleSeconds", 9), {"gateway"}),
         (nested("engines.a.model.aliases", ["x"]), {"gateway"}),
         (nested("gateway.replicas", 5), set()),
@@ -102,6 +102,14 @@ def test_a_change_rolls_the_pods_that_read_it_and_no_others(change, rolled):
     before, after = templates(render(values=TWO)), templates(render(values=laid_over(TWO, change)))
 
     assert {name for name in before if before[name] != after[name]} == rolled
+
+
+def test_a_gateway_with_a_list_of_engines_starts_again_for_a_longer_one():
+    listed = laid_over(TWO, nested("gateway.discovery.type", "static"))
+    before = templates(render(values=listed))
+    after = templates(render(values=laid_over(listed, nested("engines.a.replicas", 5))))
+
+    assert {name for name in before if before[name] != after[name]} == {"gateway"}
 
 
 def test_a_first_rollout_may_last_as_long_as_the_slowest_model_loads():
