@@ -43,7 +43,9 @@ class NvmeStore:
 
     def files(self) -> list[Path]:
         """The frames of the layout that has one file for each."""
-        return sorted(self.folder.glob("*/??/??/*.kv"))
+        # os.walk: engines that evict take folders away meanwhile, at which glob would raise.
+        found = (Path(folder) / name for folder, _, names in os.walk(self.folder) for name in names)
+        return sorted(path for path in found if path.suffix == ".kv")
 
     def blocks(self) -> dict[bytes, StoredFrame]:
         """Key -> frame of all whose header is whole."""
