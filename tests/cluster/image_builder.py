@@ -19,7 +19,6 @@ from chart.helm_binaries import ROOT, pip_command
 from cluster.commands import run
 
 HERE = Path(__file__).resolve().parent
-DEBIAN = "http://deb.debian.org/debian"
 # libnuma is what the engine image would add by itself: with it here that image is built without a second download.
 BASE_PACKAGES = "python3,python3-venv,ca-certificates,libnuma1"
 BUILD_SECONDS = 3600.0
@@ -118,7 +117,7 @@ class ImageBuilder:
             root = self.folder / "debian"
             shutil.rmtree(root, ignore_errors=True)
             include = f"--include={BASE_PACKAGES}"
-            run("debootstrap", "--variant=minbase", include, "bookworm", str(root), DEBIAN, seconds=BUILD_SECONDS)
+            run("debootstrap", "--variant=minbase", include, "bookworm", str(root), seconds=BUILD_SECONDS)
             for cached in (root / "var/cache/apt/archives").glob("*.deb"):
                 cached.unlink()
             container = self._buildah("from", "scratch").strip()
