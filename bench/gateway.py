@@ -29,11 +29,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
-from gateway.cells import CONCURRENT, Cell, Load, Memory, Probed, distinct_prompts, many_streams
-from gateway.processes import DidNotStart, free_ports, mock_engines, running
-from gateway.prompts import chat_bodies
-from gateway.report import LIMIT, Results, flat, goals, render
-from gateway.routers import CannotInstall, Router, routers
+from gateway_load.cells import CONCURRENT, Cell, Load, Memory, Probed, distinct_prompts, many_streams
+from gateway_load.processes import DidNotStart, free_ports, mock_engines, running
+from gateway_load.prompts import chat_bodies
+from gateway_load.report import LIMIT, Results, flat, goals, render
+from gateway_load.routers import CannotInstall, Router, routers
 
 from spillway_stack.bundled_model import choose_model
 

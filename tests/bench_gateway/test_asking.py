@@ -6,8 +6,8 @@ import asyncio
 import itertools
 
 import pytest
-from gateway.asking import Asked, Client, numbered, requests_of
-from gateway.prompts import chat_bodies
+from gateway_load.asking import Asked, Client, numbered, requests_of
+from gateway_load.prompts import chat_bodies
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 WHOLE = HEAD + b"Content-Length: 4\r\n\r\nokay"

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import math
 
-from gateway.cells import Cell, Memory, Probed
-from gateway.prompts import GROUPS, chat_bodies, unique_body
-from gateway.report import LIMIT, Results, flat, goals, render
+from gateway_load.cells import Cell, Memory, Probed
+from gateway_load.prompts import GROUPS, chat_bodies, unique_body
+from gateway_load.report import LIMIT, Results, flat, goals, render
 
 
 def cell(rate: float, p50: float, p99: float, *, failures: int = 0) -> Cell:

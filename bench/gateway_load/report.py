@@ -7,7 +7,7 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-from gateway.cells import CONCURRENT, Cell, Memory, Probed
+from gateway_load.cells import CONCURRENT, Cell, Memory, Probed
 
 LIMIT = "engines alone"
 Figures = dict[str, float | int | str]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
-from gateway.routers import Router, Start
+from gateway_load.routers import Router, Start
 
 START_SECONDS_MAX = 90.0
 STOP_SECONDS_MAX = 10.0

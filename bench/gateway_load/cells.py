@@ -10,9 +10,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gateway.asking import Asked, ask, requests_of
-from gateway.processes import answers, cost
-from gateway.prompts import chat_bodies, unique_body
+from gateway_load.asking import Asked, ask, requests_of
+from gateway_load.processes import answers, cost
+from gateway_load.prompts import chat_bodies, unique_body
 
 CONCURRENT = (1, 64, 512)
 BODIES = 4_096

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from gateway.prompts import NUMBER
+from gateway_load.prompts import NUMBER
 
 CONNECT_SECONDS_MAX = 10.0
 DRAIN_SECONDS_MAX = 10.0

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from gateway.prompts import MODEL
+from gateway_load.prompts import MODEL
 
 HOME = Path(os.environ.get("SPILLWAY_RIVALS", "~/.cache/spillway/rivals")).expanduser()
 INSTALL_SECONDS_MAX = 900
