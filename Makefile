@@ -53,8 +53,13 @@ test-cluster: $(STAMP) ## The chart on a real Kubernetes on this machine: root, 
 	@$(BIN)/python -m pytest $(or $(TESTS),tests/cluster)
 
 .PHONY: test-models
-test-models: $(STAMP) ## Answers with and without offload on tiny models of every KV layout. About 25 minutes
+test-models: ## Answers with and without offload on tiny models of every KV layout. About 25 minutes. PLATFORM=cuda PYTHON_CUDA=
+ifeq ($(PLATFORM),cuda)
+	@PYTHONPATH=tests:connector/src PYTHONHASHSEED=0 $(PYTHON_CUDA) -m engine_matrix --platform cuda $(if $(MODELS),--only $(MODELS))
+else
+	@$(MAKE) $(STAMP)
 	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m engine_matrix $(if $(MODELS),--only $(MODELS))
+endif
 
 .PHONY: test-random
 test-random: $(STAMP) ## 100,000 random copies, and 10,000 random schedules of each shape

@@ -4,7 +4,9 @@ vLLM binds threads to cores, reads its settings from the environment and keeps g
 that asks should inherit. Prints `RUN {json}` for each case:
 
     none         no connector: the answers that count
+    device       no connector, and a device that forgets nothing: what a hit of the same length answers
     cpu          Spillway with the CPU tier
+    chunks       the same, two device blocks to a chunk
     nvme         Spillway with so small a CPU tier that chunks come back from files
     lossy        loads that bring zeroes: the answers must differ, or the comparison proves nothing
     failing      every second load fails after it has spoilt its blocks
@@ -24,7 +26,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_matrix.models import BLOCK_TOKENS, MAX_LENGTH, VOCABULARY, Model, build, model
+from engine_matrix.models import BLOCK_TOKENS, VOCABULARY, Model, build, model
 
 PROMPT_BLOCKS = 12
 ANSWER_TOKENS = 8
@@ -32,26 +34,29 @@ ANSWER_TOKENS = 8
 _TAILS = (5, 0, 1)
 # What is asked, one after the other: each evicts the one before, and the last two go beyond what was asked before.
 _ORDER = ("a", "b", "c", "a", "b", "c", "a", "b+", "c+")
+_PROMPTS = len(_TAILS) + 1  # as many fit a device that shall forget none of them
 
 
-def prompts() -> dict[str, list[int]]:
+def prompts(block_tokens: int) -> dict[str, list[int]]:
     found = {}
     for name, tail in zip("abc", _TAILS, strict=True):
         dice = random.Random(name)
-        found[name] = [dice.randrange(3, VOCABULARY) for _ in range(PROMPT_BLOCKS * BLOCK_TOKENS + tail)]
-        found[f"{name}+"] = found[name] + [dice.randrange(3, VOCABULARY) for _ in range(2 * BLOCK_TOKENS + 3)]
+        found[name] = [dice.randrange(3, VOCABULARY) for _ in range(PROMPT_BLOCKS * block_tokens + tail)]
+        found[f"{name}+"] = found[name] + [dice.randrange(3, VOCABULARY) for _ in range(2 * block_tokens + 3)]
     return found
 
 
 def transfer_config(case: str, wanted: Model, folder: Path) -> dict[str, Any] | None:
     """vLLM's kv_transfer_config of a case."""
-    if case == "none":
+    if case in ("none", "device"):
         return None
     extra: dict[str, Any] = {
         "spec_name": "SpillwayOffloadingSpec",
         "spec_module_path": "spillway_connector.engine.spec",
         "num_cpu_blocks": wanted.cpu_blocks,
     }
+    if case == "chunks":
+        extra["blocks_per_chunk"] = 2
     if case == "lossy":
         extra |= {"spec_name": "LossySpec", "spec_module_path": "engine_matrix.lossy_spec"}
     if case == "failing":
@@ -91,15 +96,17 @@ def answers(wanted: Model, folder: Path, case: str) -> dict[str, Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
+    on_gpu = wanted.platform == "cuda"
     settings: dict[str, Any] = {
         "model": str(build(wanted, folder)),
         "skip_tokenizer_init": True,
-        "dtype": "float32",
+        "dtype": "bfloat16" if on_gpu else "float32",
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
-        "max_model_len": MAX_LENGTH,
+        "max_model_len": wanted.max_length,
         "max_num_seqs": 4,
-        "num_gpu_blocks_override": wanted.device_blocks,
+        "num_gpu_blocks_override": wanted.device_blocks * (_PROMPTS if case == "device" else 1),
+        **({"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30} if on_gpu else {}),
         "enable_prefix_caching": True,
         "prefix_caching_hash_algo": "sha256_cbor",
         "disable_log_stats": True,
@@ -109,7 +116,7 @@ def answers(wanted: Model, folder: Path, case: str) -> dict[str, Any]:
     engine = LLM(**settings, kv_transfer_config=transfer_config(case, wanted, folder))
     try:
         greedy = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False)
-        asked = prompts()
+        asked = prompts(engine.llm_engine.vllm_config.cache_config.block_size)
         tokens, cached = [], []
         for name in _ORDER:
             (answer,) = engine.generate([{"prompt_token_ids": asked[name]}], greedy, use_tqdm=False)
@@ -187,7 +194,7 @@ def main(arguments: list[str]) -> None:
         VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         HF_HUB_OFFLINE="1",
         PYTHONHASHSEED="0",
-        TORCH_COMPILE_DISABLE="1",
+        **({"VLLM_USE_FLASHINFER_SAMPLER": "0"} if wanted.platform == "cuda" else {"TORCH_COMPILE_DISABLE": "1"}),
         **wanted.environment,
     )
     if wanted.torch_mla:

@@ -12,7 +12,7 @@ from typing import Any
 
 _TESTS = Path(__file__).parents[1]
 # Cases that must answer as the engine without offload does, and have loaded something.
-SAME = ("cpu", "nvme", "failing", "npu", "npu-off")
+SAME = ("cpu", "chunks", "nvme", "failing", "npu", "npu-off")
 
 
 @dataclass
@@ -52,19 +52,25 @@ def run_model(name: str, folder: Path, cases: list[str], timeout_seconds: float 
 
 
 def faults(outcome: Outcome) -> list[str]:
-    """What is wrong with the runs there are; empty when offload changes no answer, and would be seen if it did."""
+    """What is wrong with the runs there are; empty when offload changes no answer, and would be seen if it did.
+
+    An answer is right when the engine without offload gives it, computing the whole prompt (`none`) or, where that was
+    run, behind a hit of its own (`device`): in bfloat16 those two may differ by a rounding.
+    """
     runs, found = outcome.runs, []
     reference = runs["none"]
+    right = [
+        [whole, hit] for whole, hit in zip(reference["tokens"], runs.get("device", reference)["tokens"], strict=True)
+    ]
     for case, run in runs.items():
-        if case in SAME and run["tokens"] != reference["tokens"]:
-            pairs = zip(run["tokens"], reference["tokens"], strict=True)
-            differing = [at for at, (one, other) in enumerate(pairs) if one != other]
+        differing = [at for at, answer in enumerate(run["tokens"]) if answer not in right[at]]
+        if case in SAME and differing:
             found.append(f"{case}: answers {differing} differ")
         if case in SAME and sum(run["cached"]) <= sum(reference["cached"]):
             found.append(f"{case}: nothing came from a tier")
         if case in SAME and not run["loads"]:
             found.append(f"{case}: nothing was loaded")
-    if "lossy" in runs and runs["lossy"]["tokens"] == reference["tokens"]:
+    if "lossy" in runs and all(answer in right[at] for at, answer in enumerate(runs["lossy"]["tokens"])):
         found.append("lossy: loads that bring nothing change no answer, so the comparison proves nothing")
     if "nvme" in runs and not runs["nvme"]["tier_read_bytes"]:
         found.append("nvme: nothing was read from the files")

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -60,7 +60,9 @@ def scheduler() -> Iterator[SpillwayConnectorScheduler]:
 
 
 @contextmanager
-def open_scheduler(name: str, clock: Callable[[], float] = time.monotonic) -> Iterator[SpillwayConnectorScheduler]:
+def open_scheduler(
+    name: str, clock: Callable[[], float] = time.monotonic, second_group: KVCacheSpec | None = None
+) -> Iterator[SpillwayConnectorScheduler]:
     region = HostRegion(region_path(f"test-scheduler-{name}-{os.getpid()}"), ROWS, 4096)
     region.unlink_name()
     config = ConnectorConfig.parse({"num_cpu_blocks": ROWS})
@@ -74,15 +76,14 @@ def open_scheduler(name: str, clock: Callable[[], float] = time.monotonic) -> It
         chunk_bytes=4096,
         clock=clock,
     )
-    group = SimpleNamespace(
-        kv_cache_spec=FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-    )
+    attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    specs = [attention] if second_group is None else [attention, second_group]
     spec = SimpleNamespace(
-        gpu_block_size=(BLOCK_TOKENS,),
+        gpu_block_size=(BLOCK_TOKENS,) * len(specs),
         hash_block_size=BLOCK_TOKENS,
         block_size_factor=1,
         offload_prompt_only=True,
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=group) for group in specs]),
         vllm_config=SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=2), cache_config=SimpleNamespace(enable_prefix_caching=True)
         ),
@@ -102,16 +103,19 @@ def report(scheduler, completed: dict[int, int], failed: set[int] = frozenset())
 def build_meta(scheduler, scheduled: dict[str, int] | None = None, new: dict[str, list[int]] | None = None):
     """One scheduler step's metadata: `new` requests with their device blocks, `scheduled` tokens."""
     new_requests = [SimpleNamespace(req_id=name, block_ids=(blocks,)) for name, blocks in (new or {}).items()]
-    cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
-    output = SimpleNamespace(
+    return scheduler.build_connector_meta(step(scheduled or {}, new_requests))
+
+
+def step(scheduled: dict[str, int], new_requests: list[SimpleNamespace]) -> SimpleNamespace:
+    """As much of vLLM's SchedulerOutput as the connector reads."""
+    return SimpleNamespace(
         scheduled_new_reqs=new_requests,
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens=scheduled or {},
-        total_num_scheduled_tokens=sum((scheduled or {}).values()),
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
         preempted_req_ids=None,
         finished_req_ids=set(),
     )
-    return scheduler.build_connector_meta(output)
 
 
 def compute_and_store(scheduler, name: str) -> int:
@@ -135,6 +139,27 @@ def test_a_store_becomes_a_hit_when_every_rank_has_done_it(scheduler):
     assert ask(scheduler, "early")[1] == (None, False)
     report(scheduler, {job: 1})
     assert ask(scheduler, "reader")[1] == (TOKENS, True)
+
+
+STATE = MambaSpec(block_size=BLOCK_TOKENS, shapes=((4, 16),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+WINDOW = SlidingWindowSpec(
+    block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=2 * BLOCK_TOKENS
+)
+
+
+@pytest.mark.parametrize(("second_group", "tokens"), [(STATE, TOKENS - BLOCK_TOKENS), (WINDOW, TOKENS - 1)])
+def test_a_state_is_never_loaded_past_the_token_that_is_computed_again(second_group, tokens):
+    """A prompt of whole blocks, all of them stored. Its last token is computed in any case: attention does that behind
+    the block that holds it, a recurrent state of that block has seen the token already."""
+    with open_scheduler("groups", second_group=second_group) as scheduler:
+        writer = FakeRequest("writer")
+        scheduler.on_new_request(writer)
+        assert scheduler.get_num_new_matched_tokens(writer, 0) == (0, False)
+        new = [SimpleNamespace(req_id="writer", block_ids=([1, 2, 3, 4], [5, 6, 7, 8]))]
+        output = step({"writer": TOKENS}, new)
+        (job,) = scheduler.build_connector_meta(output).store_jobs
+        report(scheduler, {job: 2})
+        assert ask(scheduler, "reader")[1] == (tokens, True)
 
 
 def test_a_store_that_failed_on_one_rank_is_no_hit(scheduler):

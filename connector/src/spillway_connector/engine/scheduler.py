@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.worker.worker import TransferSpec
 from vllm.v1.outputs import KVConnectorOutput
@@ -57,6 +58,13 @@ class _RequestState(RequestOffloadState):
                 state.offload_keys += cast(list[OffloadKey], [block_hash + group for block_hash in wanted])
 
 
+class _Shorter(NamedTuple):
+    """As much of a request as upstream's search over the groups reads."""
+
+    request_id: str
+    num_tokens: int
+
+
 class _Step(NamedTuple):
     begun_at: float  # time.monotonic seconds
     tokens: int
@@ -69,6 +77,9 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
 
     def __init__(self, spec: OffloadingSpec) -> None:
         super().__init__(spec)
+        self._has_states = any(
+            isinstance(group.kv_cache_spec, MambaSpec) for group in spec.kv_cache_config.kv_cache_groups
+        )
         self._largest_chunk_tokens = max(group.offloaded_block_size for group in self.config.kv_group_configs)
         self._failed_jobs: set[int] = set()  # some rank failed, others still to answer
         self._recompute_only: set[str] = set()  # requests whose load failed once: never offered a load again
@@ -137,8 +148,7 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         if self._only_last_chunk_missing(req_status):
             return 0
         if len(self._lookup_groups) != 1 or self._sliding_window_groups:
-            tokens: int | None = super()._lookup(req_status)
-            return tokens
+            return self._look_up_groups(req_status)
         assert isinstance(req_status, _RequestState)
         computed, total = req_status.num_locally_computed_tokens, req_status.req.num_tokens
         chunk_tokens = self.config.kv_group_configs[0].offloaded_block_size
@@ -166,6 +176,21 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         if self._blocks_being_loaded and not self._blocks_being_loaded.isdisjoint(prefix.keys[:chunks]):
             return None  # another request loads some of them right now: its device blocks can soon be shared
         return found
+
+    def _look_up_groups(self, req_status: RequestOffloadState) -> int | None:
+        """vLLM computes at least the last token. Attention can do that behind a whole block; a state cannot go back
+        one token, so where there are states a load ends on a block's end before it."""
+        if not self._has_states:
+            tokens: int | None = super()._lookup(req_status)
+            return tokens
+        request = req_status.req
+        whole = (request.num_tokens - 1) // self._largest_chunk_tokens * self._largest_chunk_tokens
+        req_status.req = cast(Request, _Shorter(request.request_id, whole + 1))
+        try:
+            tokens = super()._lookup(req_status)
+        finally:
+            req_status.req = request
+        return tokens
 
     def _only_last_chunk_missing(self, req_status: RequestOffloadState) -> bool:
         """A device hit: vLLM computes at least the last token, so of a prompt that ends on a block the device offers
