@@ -151,6 +151,7 @@ CPU_MODELS = (
         "short convolutions beside grouped-query attention",
         "lfm2",
         _LFM2,
+        refuses="module 'triton' has no attribute 'next_power_of_2'",
     ),
     Model(
         "llama-fp8",
@@ -238,7 +239,7 @@ CUDA_MODELS = tuple(
             "qwen3_next",
             _QWEN3_NEXT | _GPU_HEADS,
             engine={"gdn_prefill_backend": "triton"},  # the default compiles FlashInfer's kernel first
-            **_STATES,
+            **_STATES | {"small_cpu_blocks": 44},  # three groups of states: as many more rows a prompt
         ),
         Model(
             "falcon-h1",

@@ -21,12 +21,12 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier import LruCpuTier
 from spillway_connector.engine.early_loads import EarlyLoad, LoadPiece
-from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
 from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.engine.worker import SpillwayWorkerMetadata
 from spillway_connector.plan.changes import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.scheduler_half import scheduler_half
 from spillway_connector.tiers.lookups import Answers, Lookup
 
 BLOCK_TOKENS, BLOCKS, ROWS, CHUNK_BYTES = 16, 16, 24, 4096
@@ -131,23 +131,8 @@ class Rig:
         )
         # What a tier of this rate has not brought yet is near.
         self.manager._gates[self.tier].load_rate.add(1e9, 1.0, 0.0)
-        group = SimpleNamespace(
-            kv_cache_spec=FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-        )
-        self.scheduler = SpillwayConnectorScheduler(
-            SimpleNamespace(
-                gpu_block_size=(BLOCK_TOKENS,),
-                hash_block_size=BLOCK_TOKENS,
-                block_size_factor=1,
-                offload_prompt_only=True,
-                kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
-                vllm_config=SimpleNamespace(
-                    parallel_config=SimpleNamespace(world_size=1),
-                    cache_config=SimpleNamespace(enable_prefix_caching=True),
-                ),
-                get_manager=lambda: self.manager,
-            )
-        )
+        attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+        self.scheduler = scheduler_half(self.manager, [attention])
         self.request = SimpleNamespace(
             request_id="r",
             kv_transfer_params=None,

@@ -27,6 +27,7 @@ from spillway_connector.engine.tenancy import tenant_of, tenant_of_context
 from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.engine.worker import SpillwayWorkerMetadata
 from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.scheduler_half import scheduler_half
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 8
 TOKENS = BLOCK_TOKENS * BLOCKS
@@ -77,20 +78,9 @@ def open_scheduler(
         clock=clock,
     )
     attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-    specs = [attention] if second_group is None else [attention, second_group]
-    spec = SimpleNamespace(
-        gpu_block_size=(BLOCK_TOKENS,) * len(specs),
-        hash_block_size=BLOCK_TOKENS,
-        block_size_factor=1,
-        offload_prompt_only=True,
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=group) for group in specs]),
-        vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(world_size=2), cache_config=SimpleNamespace(enable_prefix_caching=True)
-        ),
-        get_manager=lambda: manager,
-    )
+    groups = [attention] if second_group is None else [attention, second_group]
     try:
-        yield SpillwayConnectorScheduler(spec)
+        yield scheduler_half(manager, groups, num_ranks=2)
     finally:
         region.cleanup()
 
