@@ -66,6 +66,10 @@ test-random: $(STAMP) ## 100,000 random copies, and 10,000 random schedules of e
 	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m random_plans
 	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m engine_lives
 
+.PHONY: test-chaos
+test-chaos: $(STAMP) ## 200 streams while engines and a gateway are killed, hung, slowed and restarted, with the counts
+	@PYTHONPATH=tests $(BIN)/python -m chaos $(CHAOS)
+
 .PHONY: test-ui
 test-ui: $(STAMP) ## The live page in headless Chromium (Debian: apt install chromium; CHROMIUM= another). Shots in build/ui/
 	@$(BIN)/python -m pytest tests/ui/page_in_chromium.py

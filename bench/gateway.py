@@ -3,14 +3,15 @@
     python bench/gateway.py [--rounds 1] [--only spillway,vllm-router] [--tokenizer FOLDER] [--distinct 150000]
                             [--skip cells,streams,memory] [--output build/bench/gateway.json]
 
-Four mock engines are one process that costs some microseconds per request (gateway/engine.py); the load generator is
-this process (gateway/asking.py). What both can do without a router is the row `engines alone`, and the limit of every
-other. Each router is one process with its own defaults and the same bodies, about 2.3 KB of chat in 32 groups of a
-common system prompt, with a question that is new each time. With more rounds routers go forwards and backwards in
+Four mock engines are one process that costs some microseconds per request (gateway_load/engine.py); the load generator
+is this process (gateway_load/asking.py). What both can do without a router is the row `engines alone`, and the limit of
+every other. Each router is one process with its own defaults and the same bodies, about 2.3 KB of chat in 32 groups of
+a common system prompt, with a question that is new each time. With more rounds routers go forwards and backwards in
 turn, and a figure is the median. Added times are a router's percentile minus the engines' own at the same
 concurrency. Streams send 32 events, one each 20 ms; CPU is the router's process tree alone.
 
-Then 1,000 streams at once, of 100 events each with 100 ms between two, and a probe each 100 ms beside them; and prompts
+Then 1,000 streams at once, of 100 events each with 100 ms between two, and a probe each 100 ms beside them, from a
+process of its own (gateway_load/probing.py); and prompts
 that share no block, whose memory must stay flat. The default is bounded in time: 150,000 prompts with an index of
 32 MiB, so that its bound is reached; `--distinct 1000000 --index-bytes 268435456` is the whole.
 
@@ -50,7 +51,7 @@ OUTPUT = Path("build/bench/gateway.json")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
-    tokenizer = given.tokenizer or Path(choose_model("", _say).path)
+    tokenizer = given.tokenizer or Path(choose_model("", _say).folder)
     results = Results()
     chosen = [
         router
@@ -109,14 +110,20 @@ def _one(router: Router, python: Path, engines: list[int], results: Results, loa
                     _measure(results, router.name, uvloop.run(_cells(load, [port], process, start.key)))
                 else:
                     bodies = chat_bodies(256, stream=True, seed=1)
-                    results.probed[router.name] = uvloop.run(_streams(bodies, port, router.health, start.key))
+                    targets = {router.name: f"{port}{router.health}"}
+                    if router.operations:
+                        targets[f"{router.name}, operations port"] = f"{other}{router.health}"
+                    probed = uvloop.run(_streams(bodies, port, targets, start.key))
+                    results.probed.update(probed)
+                    if probed[router.name].failures:
+                        _say(f"{router.name}: streams failed: {probed[router.name].said[:160]!r}")
         except DidNotStart as error:
             results.left_out[router.name] = str(error)
             _say(f"{router.name}: left out, {error}")
 
 
-async def _streams(bodies: list[bytes], port: int, health: str, key: str | None) -> Probed:
-    return await many_streams(bodies, port, health, streams=STREAMS, seconds=STREAMS_SECONDS, key=key)
+async def _streams(bodies: list[bytes], port: int, targets: dict[str, str], key: str | None) -> dict[str, Probed]:
+    return await many_streams(bodies, port, targets, streams=STREAMS, seconds=STREAMS_SECONDS, key=key)
 
 
 async def _cells(load: Load, ports: list[int], process: object, key: str | None) -> dict[tuple[bool, int], Cell]:

@@ -7,18 +7,16 @@ import itertools
 import statistics
 import subprocess
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway_load.asking import Asked, ask, requests_of
-from gateway_load.processes import answers, cost
+from gateway_load.processes import cost, end_probing, probed_by, start_probing
 from gateway_load.prompts import chat_bodies, unique_body
 
 CONCURRENT = (1, 64, 512)
 BODIES = 4_096
 WARM_SECONDS = 0.7
-PROBE_PERIOD_SECONDS = 0.1
-PROBE_TIMEOUT_SECONDS = 1.0  # a kubelet's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,34 +102,29 @@ def _percentile_ms(seconds: array[float], percent: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
+    """timer_late_ms: of the prober's own timer at the worst; as much of the slowest probe may be the machine's."""
+
     streams: int
     probes: int
     failed_probes: int
     slowest_probe_ms: float
+    timer_late_ms: float
     failures: int
     said: str
 
 
 async def many_streams(
-    load_bodies: Sequence[bytes], port: int, health: str, *, streams: int, seconds: float, key: str | None = None
-) -> Probed:
-    """Streams at once, and probes on connections of their own as a kubelet sends them."""
-    done = asyncio.Event()
-    times: list[float] = []
-    failed = 0
-
-    async def probe() -> None:
-        nonlocal failed
-        loop = asyncio.get_running_loop()
-        while not done.is_set():
-            before = loop.time()
-            if not await asyncio.to_thread(answers, port, health, PROBE_TIMEOUT_SECONDS):
-                failed += 1
-            times.append(loop.time() - before)
-            await asyncio.sleep(PROBE_PERIOD_SECONDS)
-
-    async with asyncio.TaskGroup() as group:
-        tasks: list[asyncio.Task[None]] = []
+    load_bodies: Sequence[bytes],
+    port: int,
+    targets: Mapping[str, str],
+    *,
+    streams: int,
+    seconds: float,
+    key: str | None = None,
+) -> dict[str, Probed]:
+    """Streams at once, and probes of each target beside them. targets: name -> PORT/PATH."""
+    prober: list[subprocess.Popen[str]] = []
+    try:
         asked = await ask(
             [port],
             requests_of(load_bodies, port, key),
@@ -139,10 +132,20 @@ async def many_streams(
             concurrent=streams,
             warm_seconds=0.5,
             seconds=seconds,
-            at_start=lambda: tasks.append(group.create_task(probe())),
-            at_end=done.set,
+            at_start=lambda: prober.append(start_probing(list(targets.values()))),
+            at_end=lambda: end_probing(prober[0]),
         )
-    return Probed(streams, len(times), failed, 1000 * max(times, default=0.0), asked.failures, asked.said)
+        told = await asyncio.to_thread(probed_by, prober[0])
+    finally:
+        for process in prober:
+            process.kill()
+            process.wait()
+    return {
+        name: Probed(
+            streams, len(times), failed, 1000 * max(times, default=0.0), 1000 * late, asked.failures, asked.said
+        )
+        for name, (times, failed, late) in zip(targets, told, strict=True)
+    }
 
 
 @dataclass(frozen=True, slots=True)

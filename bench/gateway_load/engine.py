@@ -1,6 +1,6 @@
 """Mock engines that cost next to nothing: four ports, one process, no HTTP library.
 
-    python -m gateway.engine --ports 8001,8002 --tokenizer FOLDER --chunks 32 --chunk-seconds 0.02
+    python -m gateway_load.engine --ports 8001,8002 --tokenizer FOLDER --chunks 32 --chunk-seconds 0.02
 
 Answers chat completions plain, and streamed with one event per token and a pause between two; /tokenize and
 .../render as vLLM does, with the same canned ids for each long prompt, so that tokenising is not measured here. Every
@@ -165,7 +165,7 @@ async def _serve(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="gateway.engine")
+    parser = argparse.ArgumentParser(prog="gateway_load.engine")
     parser.add_argument("--ports", type=lambda text: [int(port) for port in text.split(",")], required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--chunks", type=int, default=32)

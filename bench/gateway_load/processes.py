@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import socket
 import subprocess
@@ -56,7 +57,7 @@ def free_ports(count: int) -> list[int]:
 @contextlib.contextmanager
 def mock_engines(ports: list[int], tokenizer: Path, chunks: int, chunk_seconds: float) -> Iterator[None]:
     """One process that is all engines."""
-    command = [sys.executable, "-m", "gateway.engine", "--ports", ",".join(map(str, ports))]
+    command = [sys.executable, "-m", "gateway_load.engine", "--ports", ",".join(map(str, ports))]
     command += ["--tokenizer", str(tokenizer), "--chunks", str(chunks), "--chunk-seconds", str(chunk_seconds)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
@@ -67,6 +68,26 @@ def mock_engines(ports: list[int], tokenizer: Path, chunks: int, chunk_seconds: 
             yield
         finally:
             _stop(process)
+
+
+def start_probing(targets: list[str]) -> subprocess.Popen[str]:
+    """targets: PORT/PATH each."""
+    command = [sys.executable, "-m", "gateway_load.probing", *targets]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def end_probing(prober: subprocess.Popen[str]) -> None:
+    assert prober.stdin is not None
+    prober.stdin.close()
+
+
+def probed_by(prober: subprocess.Popen[str]) -> list[tuple[list[float], int, float]]:
+    """Per target: seconds of each probe, how many failed, and how late the prober's own timer was at the worst."""
+    assert prober.stdout is not None
+    if prober.stdout.readline() != "ready\n":
+        raise DidNotStart("the prober did not start")
+    return [(times, failed, late) for times, failed, late in json.loads(prober.stdout.readline())]
 
 
 @contextlib.contextmanager

@@ -91,7 +91,8 @@ def _probes(results: Results) -> str:
     for name, probed in results.probed.items():
         lines.append(
             f"  {name:<28}{probed.failed_probes:>4} of {probed.probes} probes failed, slowest "
-            f"{probed.slowest_probe_ms:.0f} ms; {probed.failures} streams failed"
+            f"{probed.slowest_probe_ms:.0f} ms (prober's own timer late by up to {probed.timer_late_ms:.0f} ms); "
+            f"{probed.failures} streams failed"
         )
     return "\n".join(lines)
 
@@ -154,6 +155,7 @@ def flat(results: Results) -> Figures:
         figures[prefix + "probes_count"] = probed.probes
         figures[prefix + "failed_probes_count"] = probed.failed_probes
         figures[prefix + "slowest_probe_ms"] = round(probed.slowest_probe_ms, 2)
+        figures[prefix + "prober_timer_late_ms"] = round(probed.timer_late_ms, 2)
         figures[prefix + "failures_count"] = probed.failures
     if results.memory is not None:
         figures["spillway_distinct_prompts_count"] = results.memory.prompts
@@ -169,4 +171,4 @@ def flat(results: Results) -> Figures:
 
 
 def _key(name: str) -> str:
-    return name.replace("-", "_").replace(" ", "_")
+    return name.replace("-", "_").replace(", ", "_").replace(" ", "_")

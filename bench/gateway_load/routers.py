@@ -48,15 +48,19 @@ class Router:
     install: Callable[[], Path]
     start: Callable[[Path, Path, int, int, Sequence[int]], Start]
     health: str = "/health"
+    operations: bool = False  # start() gives the other port to an operations listener
 
 
 def routers(tokenizer: Path | None, index_bytes: int | None = None) -> list[Router]:
     """All of them, Spillway first. tokenizer: a model folder; None leaves Spillway to match by text."""
 
-    def spillway(python: Path, folder: Path, port: int, _: int, engines: Sequence[int]) -> Start:
+    def spillway(python: Path, folder: Path, port: int, other: int, engines: Sequence[int]) -> Start:
         names = [{"name": f"engine-{at}", "url": f"http://127.0.0.1:{engine}"} for at, engine in enumerate(engines)]
         model = {"name": MODEL, "tokenizer": str(tokenizer) if tokenizer else None, "engines": names}
-        document: dict[str, object] = {"listen": {"host": "127.0.0.1", "port": port}, "models": [model]}
+        document: dict[str, object] = {
+            "listen": {"host": "127.0.0.1", "port": port, "opsPort": other},
+            "models": [model],
+        }
         if index_bytes is not None:
             document["index"] = {"bytesMax": index_bytes}
         path = folder / "gateway.yaml"
@@ -64,7 +68,7 @@ def routers(tokenizer: Path | None, index_bytes: int | None = None) -> list[Rout
         return Start(command, {path.name: yaml.safe_dump(document)})
 
     return [
-        Router("spillway", lambda: Path(sys.executable), spillway, "/ready"),
+        Router("spillway", lambda: Path(sys.executable), spillway, "/ready", operations=True),
         Router("vllm-router cache_aware", _vllm_router, _start_vllm_router("cache_aware")),
         Router("vllm-router round_robin", _vllm_router, _start_vllm_router("round_robin")),
         Router("sglang-router cache_aware", _sglang_router, _start_sglang_router),

@@ -23,7 +23,7 @@ def results(own: float, stack: float, cache_aware: float) -> Results:
             for stream in (False, True):
                 rounds = [cell(rate * share, p50, 4 * p50) for share in (1.0, 0.9, 1.1)]
                 found.cells[name, stream, concurrent] = rounds
-    found.probed["spillway"] = Probed(1000, 60, 0, 12.0, 0, "")
+    found.probed["spillway"] = Probed(1000, 60, 0, 12.0, 1.0, 0, "")
     found.memory = Memory(1000, [100.0, 110, 120, 121, 121, 121, 122, 122, 122, 122], 0)
     return found
 
@@ -40,7 +40,7 @@ def test_goals_are_told_apart() -> None:
 
 def test_a_stream_or_probe_that_failed_misses_its_goal() -> None:
     found = results(3000, 1000, 2500)
-    found.probed["spillway"] = Probed(1000, 60, 1, 1000.0, 0, "")
+    found.probed["spillway"] = Probed(1000, 60, 1, 1000.0, 1.0, 0, "")
 
     assert goals(found)["1,000 streams at once without a failed probe or stream"] == "missed"
 

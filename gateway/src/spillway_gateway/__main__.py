@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import sys
 from pathlib import Path
@@ -54,6 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
         log.info("listening on %s://%s:%d", "https" if listen.tls else "http", *listener.getsockname()[:2])
         if ops_listener is not None:
             log.info("operations on http://%s:%d", *ops_listener.getsockname()[:2])
+        # What stands now stays: modules, configuration, the index's tables. Collections of the oldest generation, which
+        # stop everything, then have little to look at, however many blocks the index holds.
+        gc.collect()
+        gc.freeze()
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(server.serve(sockets=[listener]))
     return 0 if server.started else 1

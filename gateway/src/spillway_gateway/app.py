@@ -25,6 +25,7 @@ from spillway_gateway.api.discovery_report import discovered, discovery_families
 from spillway_gateway.api.inference import FrontDoor, InferenceEndpoint, Lifecycle, StoredResponseEndpoint
 from spillway_gateway.api.live_families import access_families, config_families, live_families
 from spillway_gateway.api.models import ModelList
+from spillway_gateway.api.openapi import openapi_document
 from spillway_gateway.api.operations import Operations
 from spillway_gateway.api.routes import ROUTES
 from spillway_gateway.api.short_way import ShortWay
@@ -95,7 +96,7 @@ class Gateway:
                     restart_pending=bool(follower.restart_pending),
                 )
             )
-        operations = Operations(
+        self.operations = operations = Operations(
             self.fleets,
             self.lifecycle,
             self.metrics,
@@ -149,6 +150,7 @@ class Gateway:
         stored = "/v1/responses/{response_id}"
         routes.append(Route(stored, StoredResponseEndpoint("GET", "", door), methods=["GET"]))
         routes.append(Route(stored + "/cancel", StoredResponseEndpoint("POST", "/cancel", door), methods=["POST"]))
+        routes.append(Route("/openapi.json", self._openapi))
         routes += operations.probe_routes()
         if self.config.listen.ops_port is None:
             routes += [*operations.operator_routes(asks_for_key=True), *page.routes(asks_for_key=True)]
@@ -174,6 +176,9 @@ class Gateway:
             return Response(body, 500, media_type="application/json")
 
         return ShortWay(endpoints, app)
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi_document(keys=self.gatekeeper.enabled))
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:

@@ -79,6 +79,7 @@ class HealthConfig:
     timeout_seconds: float = 2.0
     metrics_period_seconds: float = 1.0  # between two readings of an engine's /metrics, in the rounds of the polls
     timeouts_before_down: int = 3  # a refused connection counts at once; a slow answer may only mean a busy machine
+    ending_seconds: float = 60.0  # what requests get on an engine that drains or terminates; less than it gives them
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,6 +180,14 @@ class EngineWentDown(UpstreamError):
     reason = "went_down"
 
 
+class EngineEnding(UpstreamError):
+    """The engine is shutting down, and the time for the requests that it had is over."""
+
+    status = 503
+    code = "engine_ending"
+    reason = "ending"
+
+
 class EngineBadReply(UpstreamError):
     """What came back is not HTTP."""
 

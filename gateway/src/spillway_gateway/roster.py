@@ -208,12 +208,12 @@ class Roster:
                 self._add_engine(served, found, newcomer=newcomers)
             elif known.withheld != found.withheld:
                 logger.info("model %s: engine %s: %s", fleet.name, known.name, found.withheld or "may take requests")
-                known.withhold(found.withheld)
+                known.withhold(found.withheld, terminating=found.terminating)
 
     def _add_engine(self, served: ServedModel, found: FoundEngine, *, newcomer: bool) -> None:
         fleet = served.fleet
         engine = fleet.add_engine(found.config, instance=found.instance, newcomer=newcomer)
-        engine.withhold(found.withheld)
+        engine.withhold(found.withheld, terminating=found.terminating)
         admission = self.admissions[fleet.name]
         engine.on_state.append(lambda _: admission.wake())
         if fleet.name in self._checks:

@@ -23,6 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from spillway_gateway.api.inference import Lifecycle
 from spillway_gateway.app import Gateway
 from spillway_gateway.certificate import Certificate
+from spillway_gateway.client_connection import ClientConnection
+from spillway_gateway.operations_server import OperationsServer
 
 logger = logging.getLogger(__name__)
 
@@ -67,30 +69,6 @@ def bind(host: str, port: int, setting: str = "listen.port") -> socket.socket:
     return listener
 
 
-class OperationsServer(uvicorn.Server):
-    """The operations listener, in the same process and loop; ends when the main server has ended."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        super().__init__(
-            uvicorn.Config(
-                gateway.ops_app,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=1,
-            )
-        )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are the main server's."""
-        yield
-
-
 class GatewayServer(uvicorn.Server):
     """uvicorn with the gateway's own shutdown. Raises ConfigError for an unusable certificate."""
 
@@ -98,11 +76,13 @@ class GatewayServer(uvicorn.Server):
         shutdown = gateway.config.shutdown
         tls = gateway.config.listen.tls
         self.certificate = Certificate(tls) if tls is not None else None
-        self._ops_listener = ops_listener
+        self._operations = (
+            OperationsServer(gateway.ops_app, gateway.operations, ops_listener) if ops_listener is not None else None
+        )
         super().__init__(
             uvicorn.Config(
                 closing_kept_connections(gateway.app, gateway.lifecycle),
-                http="httptools",
+                http=ClientConnection,
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -128,18 +108,15 @@ class GatewayServer(uvicorn.Server):
         if self.certificate is not None:
             self.config.ssl = self.certificate.context
         following = asyncio.create_task(self.certificate.follow()) if self.certificate is not None else None
-        operations = OperationsServer(self._gateway)
-        serving = None
-        if self._ops_listener is not None:
-            serving = asyncio.create_task(operations.serve(sockets=[self._ops_listener]))
+        if self._operations is not None:
+            self._operations.start()
         try:
             await super().serve(sockets)
         finally:
             if following is not None:
                 following.cancel()
-            if serving is not None:
-                operations.should_exit = True
-                await serving
+            if self._operations is not None:
+                await self._operations.stop()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import aiohttp
 import pytest
 import yaml
 
+from spillway_gateway import operations_server
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.testing.running import gateway_config, running_gateway
 
@@ -81,3 +84,35 @@ async def test_without_one_all_stay_where_they_were(start_engine: Any) -> None:
     async with running_gateway(gateway_config([engine])) as running, aiohttp.ClientSession() as client:
         for path in ("/health", "/ready", "/metrics", "/spillway/config"):
             assert (await get(client, running.url + path))[0] == 200
+
+
+async def test_probes_are_answered_while_the_main_loop_is_not(start_engine: Any) -> None:
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine], listen={"opsPort": 0})) as running:
+        asked = threading.Event()
+        statuses: list[int] = []
+
+        def probe() -> None:
+            for path in ("/health", "/ready"):
+                with urllib.request.urlopen(running.ops_url + path, timeout=60) as reply:
+                    statuses.append(reply.status)
+            asked.set()
+
+        threading.Thread(target=probe, daemon=True).start()
+        answered = asked.wait(60)  # in this thread, which is the main loop's: it turns no further until then
+
+    assert answered and statuses == [200, 200]
+
+
+async def test_a_main_loop_that_is_stuck_fails_the_liveness_probe(
+    start_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations_server, "STALLED_SECONDS", 0.0)
+    engine = await start_engine()
+    async with (
+        running_gateway(gateway_config([engine], listen={"opsPort": 0})) as running,
+        aiohttp.ClientSession() as client,
+    ):
+        status, body = await get(client, running.ops_url + "/health")
+
+    assert status == 503 and b"stalled" in body

@@ -89,3 +89,16 @@ async def test_a_page_without_end_is_not_read_to_it(start_engine: Any) -> None:
         await poller.observe_once()
 
     assert engine.foreign.requests == 0 and engine.state is EngineState.READY
+
+
+async def test_an_engine_joins_once_it_names_the_model(start_engine: Any) -> None:
+    fake = await start_engine(model="another")
+    engine = watched(fake)
+    async with aiohttp.ClientSession() as session:
+        poller = HealthPoller(engine, session, HealthConfig())
+        await poller.poll_once()
+        assert (engine.state, engine.answer) == (EngineState.NOT_READY, "serves another, not fake")
+        fake.model = "fake"
+        await poller.poll_once()
+
+    assert engine.state is EngineState.READY

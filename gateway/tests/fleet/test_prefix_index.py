@@ -185,7 +185,7 @@ def test_a_retired_engine_is_gone_at_once_and_freed_in_steps() -> None:
     assert set(made.match(long_keys, BLOCK)) == {"b"}
     made.apply("a", stored([7], None, list(range(BLOCK))))
     assert made.match(long_keys, BLOCK)["a"] == HeldPrefix(BLOCK, 0, 0)
-    assert len(list(steps)) == 1
+    assert len(list(steps)) == 3_000 // prefix_index.SWEEP_STEP
     assert made.match(long_keys, BLOCK)["a"] == HeldPrefix(BLOCK, 0, 0)
     assert made.estimated_bytes == 3_000 * ENTRY_BYTES + 3_001 * HOLDER_BYTES
     assert list(made.retire_engine("nobody")) == []
@@ -321,3 +321,45 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
 TestIndexAgainstModel = IndexAgainstModel.TestCase
 TestIndexAgainstModel.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_two_groups_that_hold_a_block_are_taken_off_one_by_one() -> None:
+    made = index()
+    tokens = PROMPT[:4]
+    for group in (0, 1):
+        made.apply("a", BlockStored([7], None, tokens, BLOCK, Tier.DEVICE, None, [], group, None))
+    made.apply("a", BlockRemoved([7], Tier.DEVICE, 0))
+    assert made.match(keys(tokens), BLOCK) == {}
+    made.apply("a", BlockRemoved([7], Tier.DEVICE, 1))
+
+    assert (made.blocks, made.estimated_bytes) == (0, 0)
+
+
+def test_a_device_is_cleared_in_steps_and_hidden_at_once() -> None:
+    made = index()
+    for name in ("a", "b"):
+        made.apply(name, stored(list(range(3_000)), None, list(range(3_000 * BLOCK))))
+    made.apply("a", stored([0], None, [], Tier.CPU))
+    long_keys = keys(list(range(3_000 * BLOCK)))
+
+    steps = made.clear_device("a")
+    next(steps)
+    assert set(made.match(long_keys, BLOCK)) == {"b"}
+    assert len(list(steps)) == 3_000 // prefix_index.SWEEP_STEP - 1
+
+    assert made.match(long_keys, BLOCK)["a"] == HeldPrefix(0, BLOCK, 0)
+
+
+def test_a_large_index_keeps_its_bound_and_its_order_of_use_over_many_tables() -> None:
+    each = ENTRY_BYTES + HOLDER_BYTES
+    made = index(bytes_max=prefix_index.SHARDED_BYTES_MIN)
+    count = prefix_index.SHARDED_BYTES_MIN // each
+    for number in range(count + count // 2):
+        tokens = [number, *range(BLOCK - 1)]
+        made.apply("a", stored([number], None, tokens))
+        made.match(keys([0, *range(BLOCK - 1)]), BLOCK)  # always in use
+        assert made.estimated_bytes <= made.bytes_max
+
+    assert made.match(keys([0, *range(BLOCK - 1)]), BLOCK)
+    assert not made.match(keys([1, *range(BLOCK - 1)]), BLOCK)
+    assert all(made._tables)  # every one took part

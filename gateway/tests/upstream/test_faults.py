@@ -31,7 +31,7 @@ def chat(**changes: Any) -> dict[str, Any]:
 def assert_idle(running: RunningGateway) -> None:
     for fleet in running.gateway.fleets:
         for engine in fleet.engines.values():
-            assert (engine.running_requests, engine.queued_tokens, engine.waiting) == (0, 0, set())
+            assert (engine.running_requests, engine.queued_tokens, engine.waiting | engine.requests) == (0, 0, set())
     assert not running.gateway.running
 
 
@@ -368,3 +368,23 @@ async def test_engines_without_a_ready_route_are_asked_for_health(
         status, _, _ = await ask(client, running)
 
     assert status == 200
+
+
+async def test_streams_of_an_engine_that_shuts_down_end_before_it_does(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    engines = await pair(start_engine)
+    health = {"periodSeconds": 0.05, "endingSeconds": 0.1}
+    async with running_gateway(gateway_config(engines, health=health)) as running:
+        chosen = await first_choice(client, running, engines)
+        chosen.fault = HoldInStream(1, asyncio.Event())
+        async with client.post(running.url + CHAT, json=chat(stream=True)) as reply:
+            assert await reply.content.readline()
+            chosen.ready = (503, {"ready": False, "reason": "draining"})
+            rest = await reply.read()
+
+        assert b'"code":"engine_ending"' in rest and b"[DONE]" not in rest
+        await chosen.seen[-1].cancelled.wait()
+        await until(lambda: not running.gateway.running)
+        assert running.engine(chosen.name).breaker.closed
+        assert_idle(running)

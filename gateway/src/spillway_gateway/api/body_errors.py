@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import re
+from typing import TypeVar
 
 import msgspec
 
 from spillway_gateway.errors import ClientBadRequest
 
+Fields = TypeVar("Fields")
 _FIELD = re.compile(r"at `\$\.?([^`]*)`")
 
 
-def bad_body(error: Exception) -> ClientBadRequest:
+def read_body(decoder: msgspec.json.Decoder[Fields], body: bytes) -> Fields:
+    """Raises ClientBadRequest for what is not JSON in UTF-8, or has a field of the wrong type."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise _bad_body(error) from error
+
+
+def _bad_body(error: Exception) -> ClientBadRequest:
     """Never quotes the body itself."""
     if isinstance(error, msgspec.ValidationError):
         text = str(error)
@@ -23,4 +33,6 @@ def bad_body(error: Exception) -> ClientBadRequest:
         return ClientBadRequest(f"The request body has a field of the wrong type: {text}", param)
     if isinstance(error, RecursionError):
         return ClientBadRequest("The request body is nested too deeply", code="invalid_json")
+    if isinstance(error, UnicodeDecodeError):
+        return ClientBadRequest(f"The request body is not UTF-8 from byte {error.start} on", code="invalid_json")
     return ClientBadRequest(f"The request body is not valid JSON: {error}", code="invalid_json")

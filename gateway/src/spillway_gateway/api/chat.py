@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.api.body_errors import bad_body
+from spillway_gateway.api.body_errors import read_body
 from spillway_gateway.api.parsed_body import ParsedBody, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
@@ -27,33 +27,27 @@ class _ChatFields(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Any = None
 
 
-class _ChatBody(_ChatFields, kw_only=True):
+class ChatBody(_ChatFields, kw_only=True):
     messages: list[dict[str, Any]]
 
 
-class _BatchBody(_ChatFields, kw_only=True):
+class ChatBatchBody(_ChatFields, kw_only=True):
     messages: list[list[dict[str, Any]]]
 
 
-_decoder = msgspec.json.Decoder(_ChatBody)
-_batch_decoder = msgspec.json.Decoder(_BatchBody)
+_decoder = msgspec.json.Decoder(ChatBody)
+_batch_decoder = msgspec.json.Decoder(ChatBatchBody)
 
 
 def parse_chat(body: bytes) -> ParsedBody:
     """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
-    try:
-        fields = _decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise bad_body(error) from error
+    fields = read_body(_decoder, body)
     return _parsed(fields, fields.messages)
 
 
 def parse_chat_batch(body: bytes) -> ParsedBody:
     """Several conversations; the first decides where all of them go. Raises ClientBadRequest."""
-    try:
-        fields = _batch_decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise bad_body(error) from error
+    fields = read_body(_batch_decoder, body)
     others = sum(
         len(content) // BYTES_PER_TOKEN
         for conversation in fields.messages[1:]

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.api.body_errors import bad_body
+from spillway_gateway.api.body_errors import read_body
 from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text
 from spillway_gateway.tokens.prompt import CompletionPrompt
 
 
-class _CompletionBody(msgspec.Struct):
+class CompletionBody(msgspec.Struct):
     model: str | None = None
     prompt: str | list[Any] | None = None
     stream: bool | None = None
@@ -19,16 +19,13 @@ class _CompletionBody(msgspec.Struct):
     add_special_tokens: Any = True
 
 
-_decoder = msgspec.json.Decoder(_CompletionBody)
+_decoder = msgspec.json.Decoder(CompletionBody)
 
 
 def parse_completion(body: bytes) -> ParsedBody:
     """Of a batch, the first prompt decides where all of it goes. Raises ClientBadRequest for what is not JSON or has a
     field of the wrong type."""
-    try:
-        fields = _decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise bad_body(error) from error
+    fields = read_body(_decoder, body)
     prompt, other_tokens = first_of(fields.prompt)
     return ParsedBody(
         model=fields.model,

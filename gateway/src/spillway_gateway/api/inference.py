@@ -20,6 +20,7 @@ from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant
 from spillway_gateway.api.routes import ApiRoute, Salting
 from spillway_gateway.api.stored_responses import Owner, ResponseOwners
+from spillway_gateway.client_connection import EXTENSION, ClientConnection
 from spillway_gateway.config import LimitsConfig, TimeoutsConfig
 from spillway_gateway.error_bodies import Dialect, body_of, headers_of
 from spillway_gateway.errors import (
@@ -91,10 +92,10 @@ class InferenceEndpoint:
         await serve(self._door, scope, receive, send, route=route.path, dialect=route.dialect, prepare=self._prepare)
 
     async def _prepare(
-        self, tenant: Tenant, headers: Headers, receive: Receive, request_id: bytes
+        self, tenant: Tenant, headers: Headers, receive: Receive, client: ClientConnection, request_id: bytes
     ) -> tuple[OutboundRequest, ServedModel]:
         route, door = self._route, self._door
-        body = await read_body(headers, receive, door.services.limits, door.services.timeouts)
+        body = await read_body(headers, receive, client, door.services.limits, door.services.timeouts)
         received_at = perf_counter()
         parsed = route.parse(body)
         served = named_model(door.models, parsed.model)
@@ -155,10 +156,10 @@ class StoredResponseEndpoint:
         query: bytes = scope["query_string"]
 
         async def prepare(
-            tenant: Tenant, headers: Headers, receive: Receive, request_id: bytes
+            tenant: Tenant, headers: Headers, receive: Receive, client: ClientConnection, request_id: bytes
         ) -> tuple[OutboundRequest, ServedModel]:
             door = self._door
-            body = await read_body(headers, receive, door.services.limits, door.services.timeouts)
+            body = await read_body(headers, receive, client, door.services.limits, door.services.timeouts)
             received_at = perf_counter()
             owner = door.owners.of(response_id, tenant.name)
             served = door.models.get(owner.model) if owner is not None else None
@@ -185,7 +186,7 @@ class StoredResponseEndpoint:
         await serve(self._door, scope, receive, send, route=route, dialect=Dialect.RESPONSES, prepare=prepare)
 
 
-Prepare = Callable[[Tenant, Headers, Receive, bytes], Awaitable[tuple[OutboundRequest, ServedModel]]]
+Prepare = Callable[[Tenant, Headers, Receive, ClientConnection, bytes], Awaitable[tuple[OutboundRequest, ServedModel]]]
 
 
 async def serve(
@@ -201,6 +202,7 @@ async def serve(
     """Who asks, what for, within which limits; then the relay. Errors are answered in the dialect. route: the path with
     names in place of ids."""
     headers: Headers = scope["headers"]
+    client: ClientConnection = scope["extensions"][EXTENSION]
     trace: RequestTrace | None = None
     if door.tracing is None:
         headers = with_trace(headers)
@@ -215,7 +217,7 @@ async def serve(
         tenant = door.gatekeeper.tenant_of(headers)
         if door.lifecycle.closed:
             raise GatewayDraining("This gateway is shutting down; send the request again.")
-        outbound, served = await prepare(tenant, headers, receive, request_id)
+        outbound, served = await prepare(tenant, headers, receive, client, request_id)
         if trace is not None:
             trace.prepared(served.fleet.name, request_id, stream=outbound.stream)
             outbound = replace(outbound, trace=trace)
@@ -243,7 +245,7 @@ async def serve(
                 )
             )
         return
-    relay = Relay(outbound, served.fleet, door.services, receive, send)
+    relay = Relay(outbound, served.fleet, door.services, client, send)
     try:
         await relay.run()
     finally:
@@ -305,14 +307,14 @@ class _ClientLeft(Exception):
 
 
 async def read_body(
-    headers: list[tuple[bytes, bytes]], receive: Receive, limits: LimitsConfig, timeouts: TimeoutsConfig
+    headers: Headers, receive: Receive, client: ClientConnection, limits: LimitsConfig, timeouts: TimeoutsConfig
 ) -> bytes:
     """The whole request body. Raises RequestTooLarge before reading more than the limit."""
     bytes_max = limits.body_bytes_max
     declared = header(headers, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > bytes_max:
         raise RequestTooLarge(_too_large(bytes_max))
-    message = await _next_part(receive, timeouts)
+    message = await _next_part(receive, client, timeouts)
     body: bytes = message.get("body", b"")
     if not message.get("more_body", False):
         if len(body) > bytes_max:
@@ -321,7 +323,7 @@ async def read_body(
     parts = [body]
     size = len(body)
     while message.get("more_body", False):
-        message = await _next_part(receive, timeouts)
+        message = await _next_part(receive, client, timeouts)
         part = message.get("body", b"")
         size += len(part)
         if size > bytes_max:
@@ -330,12 +332,15 @@ async def read_body(
     return b"".join(parts)
 
 
-async def _next_part(receive: Receive, timeouts: TimeoutsConfig) -> Message:
-    try:
-        async with asyncio.timeout(timeouts.body_read_seconds):
-            message = await receive()
-    except TimeoutError as error:
-        raise RequestBodyTimeout(f"no part of the body came for {timeouts.body_read_seconds:g} s") from error
+async def _next_part(receive: Receive, client: ClientConnection, timeouts: TimeoutsConfig) -> Message:
+    if client.request_read:  # no wait, so no need for a timer, which costs more
+        message = await receive()
+    else:
+        try:
+            async with asyncio.timeout(timeouts.body_read_seconds):
+                message = await receive()
+        except TimeoutError as error:
+            raise RequestBodyTimeout(f"no part of the body came for {timeouts.body_read_seconds:g} s") from error
     if message["type"] == "http.disconnect":
         raise _ClientLeft
     return message

@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.api.body_errors import bad_body
+from spillway_gateway.api.body_errors import read_body
 from spillway_gateway.api.parsed_body import ParsedBody, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt
 
 _PER_REQUEST_NOTE = "x-anthropic-billing-header"  # system blocks that engines leave out, as they differ by request
 
 
-class _MessagesBody(msgspec.Struct):
+class MessagesBody(msgspec.Struct):
     messages: list[dict[str, Any]]
     model: str | None = None
     stream: bool | None = None
@@ -32,15 +32,12 @@ class _MessagesBody(msgspec.Struct):
     cache_salt: Any = msgspec.UNSET
 
 
-_decoder = msgspec.json.Decoder(_MessagesBody)
+_decoder = msgspec.json.Decoder(MessagesBody)
 
 
 def parse_messages(body: bytes) -> ParsedBody:
     """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
-    try:
-        fields = _decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise bad_body(error) from error
+    fields = read_body(_decoder, body)
     variables = dict(fields.chat_template_kwargs) if isinstance(fields.chat_template_kwargs, dict) else {}
     effort = fields.output_config.get("effort") if isinstance(fields.output_config, dict) else None
     if effort is not None:

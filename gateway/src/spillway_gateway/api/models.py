@@ -51,7 +51,7 @@ class ModelList:
                 if reply.status != 200:
                     return
                 document = msgspec.json.decode(await reply.read())
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:
             logger.warning("engine %s: /v1/models failed (%s)", engine.name, error.__class__.__name__)
             return
         data = document.get("data") if isinstance(document, dict) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -17,6 +17,11 @@ from spillway_gateway.error_bodies import body_of
 from spillway_gateway.errors import GatewayError
 from spillway_gateway.fleet.engines import ModelFleet
 from spillway_gateway.metrics import GatewayMetrics
+
+
+class Answer(NamedTuple):
+    status: int
+    document: dict[str, Any]
 
 
 class Operations:
@@ -50,21 +55,27 @@ class Operations:
         config = self._config_for_keys if asks_for_key else self._show_config
         return [Route("/metrics", self._exposition), Route("/spillway/config", config)]
 
-    async def _health(self, request: Request) -> Response:
-        """The process is alive; says nothing about engines."""
-        return JSONResponse({"status": "ok"})
+    def health(self) -> Answer:
+        """The process is alive; says nothing about engines. May be called in any thread."""
+        return Answer(200, {"status": "ok"})
 
-    async def _ready(self, request: Request) -> Response:
-        """200 with at least one routable engine per model, unless the gateway drains."""
-        fleets = self._fleets
-        engines = {fleet.name: {engine.name: engine.says for engine in fleet.engines.values()} for fleet in fleets}
+    def readiness(self) -> Answer:
+        """200 with at least one routable engine per model, unless the gateway drains. May be called in any thread."""
+        fleets = [(fleet.name, list(fleet.engines.values())) for fleet in list(self._fleets)]
+        engines = {name: {engine.name: engine.says for engine in each} for name, each in fleets}
         if self._lifecycle.draining:
-            return JSONResponse({"ready": False, "reason": "draining", "models": engines}, 503)
-        missing = [fleet.name for fleet in fleets if not fleet.has_routable()]
+            return Answer(503, {"ready": False, "reason": "draining", "models": engines})
+        missing = [name for name, each in fleets if not any(engine.routable for engine in each)]
         if missing:
             reason = f"no routable engine for: {', '.join(missing)}"
-            return JSONResponse({"ready": False, "reason": reason, "models": engines}, 503)
-        return JSONResponse({"ready": True, "models": engines})
+            return Answer(503, {"ready": False, "reason": reason, "models": engines})
+        return Answer(200, {"ready": True, "models": engines})
+
+    async def _health(self, request: Request) -> Response:
+        return _response(self.health())
+
+    async def _ready(self, request: Request) -> Response:
+        return _response(self.readiness())
 
     async def _exposition(self, request: Request) -> Response:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -81,3 +92,7 @@ class Operations:
         except GatewayError as error:
             return Response(body_of(error), error.status, media_type="application/json")
         return await self._show_config(request)
+
+
+def _response(answer: Answer) -> Response:
+    return JSONResponse(answer.document, answer.status)

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.api.body_errors import bad_body
+from spillway_gateway.api.body_errors import read_body
 from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
 
 
-class _PoolingBody(msgspec.Struct):
+class PoolingBody(msgspec.Struct):
     model: str | None = None
     cache_salt: Any = msgspec.UNSET
     add_special_tokens: Any = True
@@ -32,15 +32,12 @@ class _PoolingBody(msgspec.Struct):
     data_2: Any = None
 
 
-_decoder = msgspec.json.Decoder(_PoolingBody)
+_decoder = msgspec.json.Decoder(PoolingBody)
 
 
 def parse_pooling(body: bytes) -> ParsedBody:
     """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
-    try:
-        fields = _decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise bad_body(error) from error
+    fields = read_body(_decoder, body)
     salt = salt_text(fields.cache_salt)
     prompt: ChatPrompt | CompletionPrompt
     if fields.messages is not None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.api.body_errors import bad_body
+from spillway_gateway.api.body_errors import read_body
 from spillway_gateway.api.parsed_body import ParsedBody, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt
 
 
-class _ResponsesBody(msgspec.Struct):
+class ResponsesBody(msgspec.Struct):
     input: str | list[Any]
     model: str | None = None
     stream: bool | None = None
@@ -29,15 +29,12 @@ class _ResponsesBody(msgspec.Struct):
     truncation: Any = None
 
 
-_decoder = msgspec.json.Decoder(_ResponsesBody)
+_decoder = msgspec.json.Decoder(ResponsesBody)
 
 
 def parse_responses(body: bytes) -> ParsedBody:
     """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
-    try:
-        fields = _decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise bad_body(error) from error
+    fields = read_body(_decoder, body)
     messages: list[Any] = []
     if isinstance(fields.instructions, str) and fields.instructions:
         messages.append({"role": "system", "content": fields.instructions})

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from spillway_gateway.api.chat import parse_chat, parse_chat_batch
-from spillway_gateway.api.completions import parse_completion
-from spillway_gateway.api.messages import parse_messages
+from spillway_gateway.api.chat import ChatBatchBody, ChatBody, parse_chat, parse_chat_batch
+from spillway_gateway.api.completions import CompletionBody, parse_completion
+from spillway_gateway.api.messages import MessagesBody, parse_messages
 from spillway_gateway.api.multipart import parse_audio, replace_field
 from spillway_gateway.api.parsed_body import ParseBody
-from spillway_gateway.api.pooling import parse_pooling
-from spillway_gateway.api.responses import parse_responses
-from spillway_gateway.api.token_bodies import parse_generate, parse_unrouted
+from spillway_gateway.api.pooling import PoolingBody, parse_pooling
+from spillway_gateway.api.responses import ResponsesBody, parse_responses
+from spillway_gateway.api.token_bodies import AnyBody, GenerateBody, parse_generate, parse_unrouted
 from spillway_gateway.error_bodies import Dialect
 from spillway_gateway.upstream.splice import replace_text
 
@@ -34,10 +34,12 @@ class Salting(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """parse: finds model, prompt and the like. set_text: puts another text into a top-level field of the body.
-    keeps_responses: replies can be asked for again by id, from the engine that made them."""
+    """body: what of the body is read, for the OpenAPI document; None: a form. parse: finds model, prompt and the like
+    in it. set_text: puts another text into a top-level field of the body. keeps_responses: replies can be asked for
+    again by id, from the engine that made them."""
 
     path: str
+    body: type | None
     parse: ParseBody
     dialect: Dialect = Dialect.OPENAI
     salting: Salting = Salting.FIELD
@@ -47,27 +49,27 @@ class ApiRoute:
 
 
 ROUTES = (
-    ApiRoute("/v1/chat/completions", parse_chat),
-    ApiRoute("/v1/chat/completions/batch", parse_chat_batch),
-    ApiRoute("/v1/chat/completions/render", parse_unrouted, salting=Salting.NEEDLESS),
-    ApiRoute("/v1/completions", parse_completion),
-    ApiRoute("/v1/completions/render", parse_unrouted, salting=Salting.NEEDLESS),
-    ApiRoute("/v1/responses", parse_responses, Dialect.RESPONSES, keeps_responses=True),
-    ApiRoute("/v1/messages", parse_messages, Dialect.ANTHROPIC, Salting.UNKNOWN),
-    ApiRoute("/v1/messages/count_tokens", parse_unrouted, Dialect.ANTHROPIC, Salting.NEEDLESS),
-    ApiRoute("/inference/v1/generate", parse_generate),
-    ApiRoute("/v1/embeddings", parse_pooling),
-    ApiRoute("/v2/embed", parse_pooling, salting=Salting.UNKNOWN),
-    ApiRoute("/pooling", parse_pooling),
-    ApiRoute("/classify", parse_pooling),
-    ApiRoute("/score", parse_pooling),
-    ApiRoute("/v1/score", parse_pooling),
-    ApiRoute("/rerank", parse_pooling),
-    ApiRoute("/v1/rerank", parse_pooling),
-    ApiRoute("/v2/rerank", parse_pooling),
-    ApiRoute("/generative_scoring", parse_pooling, salting=Salting.UNKNOWN),
-    ApiRoute("/tokenize", parse_unrouted, salting=Salting.NEEDLESS),
-    ApiRoute("/detokenize", parse_unrouted, salting=Salting.NEEDLESS),
-    ApiRoute("/v1/audio/transcriptions", parse_audio, salting=Salting.UNKNOWN, set_text=replace_field),
-    ApiRoute("/v1/audio/translations", parse_audio, salting=Salting.UNKNOWN, set_text=replace_field),
+    ApiRoute("/v1/chat/completions", ChatBody, parse_chat),
+    ApiRoute("/v1/chat/completions/batch", ChatBatchBody, parse_chat_batch),
+    ApiRoute("/v1/chat/completions/render", AnyBody, parse_unrouted, salting=Salting.NEEDLESS),
+    ApiRoute("/v1/completions", CompletionBody, parse_completion),
+    ApiRoute("/v1/completions/render", AnyBody, parse_unrouted, salting=Salting.NEEDLESS),
+    ApiRoute("/v1/responses", ResponsesBody, parse_responses, Dialect.RESPONSES, keeps_responses=True),
+    ApiRoute("/v1/messages", MessagesBody, parse_messages, Dialect.ANTHROPIC, Salting.UNKNOWN),
+    ApiRoute("/v1/messages/count_tokens", AnyBody, parse_unrouted, Dialect.ANTHROPIC, Salting.NEEDLESS),
+    ApiRoute("/inference/v1/generate", GenerateBody, parse_generate),
+    ApiRoute("/v1/embeddings", PoolingBody, parse_pooling),
+    ApiRoute("/v2/embed", PoolingBody, parse_pooling, salting=Salting.UNKNOWN),
+    ApiRoute("/pooling", PoolingBody, parse_pooling),
+    ApiRoute("/classify", PoolingBody, parse_pooling),
+    ApiRoute("/score", PoolingBody, parse_pooling),
+    ApiRoute("/v1/score", PoolingBody, parse_pooling),
+    ApiRoute("/rerank", PoolingBody, parse_pooling),
+    ApiRoute("/v1/rerank", PoolingBody, parse_pooling),
+    ApiRoute("/v2/rerank", PoolingBody, parse_pooling),
+    ApiRoute("/generative_scoring", PoolingBody, parse_pooling, salting=Salting.UNKNOWN),
+    ApiRoute("/tokenize", AnyBody, parse_unrouted, salting=Salting.NEEDLESS),
+    ApiRoute("/detokenize", AnyBody, parse_unrouted, salting=Salting.NEEDLESS),
+    ApiRoute("/v1/audio/transcriptions", None, parse_audio, salting=Salting.UNKNOWN, set_text=replace_field),
+    ApiRoute("/v1/audio/translations", None, parse_audio, salting=Salting.UNKNOWN, set_text=replace_field),
 )

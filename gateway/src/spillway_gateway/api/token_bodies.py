@@ -7,41 +7,35 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.api.body_errors import bad_body
+from spillway_gateway.api.body_errors import read_body
 from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text
 from spillway_gateway.tokens.prompt import CompletionPrompt
 
 
-class _AnyBody(msgspec.Struct):
+class AnyBody(msgspec.Struct):
     model: str | None = None
 
 
-class _GenerateBody(msgspec.Struct):
+class GenerateBody(msgspec.Struct):
     token_ids: list[Any]
     model: str | None = None
     stream: bool | None = None
     cache_salt: Any = msgspec.UNSET
 
 
-_any = msgspec.json.Decoder(_AnyBody)
-_generate = msgspec.json.Decoder(_GenerateBody)
+_any = msgspec.json.Decoder(AnyBody)
+_generate = msgspec.json.Decoder(GenerateBody)
 
 
 def parse_unrouted(body: bytes) -> ParsedBody:
     """Nothing is computed with the prompt, so every engine of the model is as good. Raises ClientBadRequest."""
-    try:
-        fields = _any.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise bad_body(error) from error
+    fields = read_body(_any, body)
     return ParsedBody(fields.model, names_salt=False, stream=False, prompt=CompletionPrompt(""))
 
 
 def parse_generate(body: bytes) -> ParsedBody:
     """Token ids in, token ids out. Raises ClientBadRequest."""
-    try:
-        fields = _generate.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise bad_body(error) from error
+    fields = read_body(_generate, body)
     prompt, _ = first_of(fields.token_ids)
     return ParsedBody(
         model=fields.model,

@@ -143,7 +143,7 @@ def _engine(key: str, entries: list[_Entry]) -> FoundEngine:
     best = min(entries)
     withheld = max(entry.withheld for entry in entries)
     config = EngineConfig(best.name, best.url, best.kv_events or None, best.kv_replay or None)
-    return FoundEngine(config, f"{key} {best.address}", _TEXTS.get(withheld))
+    return FoundEngine(config, f"{key} {best.address}", _TEXTS.get(withheld), withheld is _Withheld.TERMINATING)
 
 
 def _withheld(conditions: Conditions | None) -> _Withheld:

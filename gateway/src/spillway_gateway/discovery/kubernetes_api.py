@@ -139,7 +139,7 @@ class KubernetesApi:
             raise _unreachable(error) from error
         try:
             return _lists.decode(b"".join(parts))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise SourceFailed("invalid", f"the list is no EndpointSliceList: {error}") from error
 
     async def _get(self, parameters: dict[str, str], total_seconds: float) -> aiohttp.ClientResponse:
@@ -221,7 +221,7 @@ async def _check(reply: aiohttp.ClientResponse, patience_seconds: float) -> None
         body = b""
     try:
         told = _statuses.decode(body).message[:300]
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         told = ""
     if reply.status == 410:
         raise Gone
@@ -250,7 +250,7 @@ def _event(line: bytes) -> WatchEvent:
         if raw.type in ("ADDED", "MODIFIED", "DELETED"):
             piece = _slices.decode(raw.object)
             return WatchEvent(raw.type, piece.metadata.resource_version, piece)  # type: ignore[arg-type]
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SourceFailed("invalid", f"a watch event cannot be read: {error}") from error
     raise SourceFailed("invalid", f"a watch event of unknown type {raw.type[:40]!r}")
 

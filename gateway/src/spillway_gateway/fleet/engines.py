@@ -64,10 +64,14 @@ class StoreView(NamedTuple):
 NO_STORE = StoreView(0.0, 0.0)
 
 
-class WaitingRequest(Protocol):
-    """A request that could still be answered by another engine."""
+class EngineRequest(Protocol):
+    """A request that was sent to an engine."""
 
-    def engine_went_down(self, engine: Engine) -> None: ...
+    def engine_went_down(self, engine: Engine) -> None:
+        """Told to requests without a first byte: another engine could still answer."""
+
+    def engine_ends(self, engine: Engine) -> None:
+        """Told to all when the engine's time is over."""
 
 
 class Engine:
@@ -133,7 +137,10 @@ class Engine:
         self.traffic = TierTraffic()  # shown to people; routing does not read it
         self.events_live = False  # KV events arrive, so the index follows this engine by itself
         self.on_state: list[Callable[[Engine], None]] = []
-        self.waiting: set[WaitingRequest] = set()  # requests without a first byte
+        self.waiting: set[EngineRequest] = set()  # requests without a first byte
+        self.requests: set[EngineRequest] = set()  # all that it has
+        self.terminating = False  # says discovery
+        self.draining = False  # says the engine
         self.poll_soon: Callable[[], None] = lambda: None
         self.on_idle: Callable[[], None] = lambda: None  # the last request here is over
 
@@ -146,8 +153,9 @@ class Engine:
         """Why it takes requests or does not, for error messages."""
         return self.withheld or self.answer
 
-    def withhold(self, why: str | None) -> None:
-        """New requests may not go there any more, or may again; those it has go on."""
+    def withhold(self, why: str | None, *, terminating: bool = False) -> None:
+        """New requests may not go there any more, or may again; those it has go on. terminating: not for ever."""
+        self.terminating = terminating
         if why != self.withheld:
             self.withheld = why
             self._tell()
@@ -176,6 +184,11 @@ class Engine:
         self.set_state(EngineState.DOWN, answer)
         for request in list(self.waiting):
             request.engine_went_down(self)
+
+    def end_requests(self) -> None:
+        """The engine's process is about to end. With a client that stays connected vLLM may never get there."""
+        for request in list(self.requests):
+            request.engine_ends(self)
 
     @property
     def rates(self) -> EngineRates:
@@ -356,9 +369,6 @@ class ModelFleet:
         self.engines[config.name] = engine
         self.index.add_engine(config.name)
         return engine
-
-    def has_routable(self) -> bool:
-        return any(engine.routable for engine in self.engines.values())
 
     def remove_engine(self, name: str) -> Engine:
         """No new request goes there; those it has keep their leases, counters and connections. What the index holds of

@@ -24,6 +24,8 @@ from spillway_gateway.fleet.tier_traffic import moved_bytes
 
 logger = logging.getLogger(__name__)
 
+DRAINING = "not ready: draining"  # as an engine pod says it while it shuts down
+MODELS_BYTES_MAX = 1024 * 1024
 METRICS_STALE_PERIODS = 5  # without a reading, before the last one says nothing about the present
 
 
@@ -38,6 +40,7 @@ class HealthPoller:
         self._timeouts = 0
         self._observed_at = float("-inf")
         self._asked_at = float("-inf")
+        self._ending_since: float | None = None
         self._wake = asyncio.Event()
         engine.poll_soon = self._wake.set
 
@@ -49,6 +52,7 @@ class HealthPoller:
             before = self._engine.state
             await self.poll_once()
             await self.observe_once()
+            self._end_requests(loop.time())
             if self._engine.state is not before:
                 logger.info("engine %s is %s: %s", self._engine.name, self._engine.state.value, self._engine.answer)
             pause = max(0.05, started + self._config.period_seconds - loop.time())
@@ -67,6 +71,8 @@ class HealthPoller:
             if state is None:
                 self._path = "/health" if self._path == "/ready" else "/ready"
                 state, answer = await self._ask(self._path)
+            if state is EngineState.READY and engine.state is not EngineState.READY:
+                state, answer = await self._serves_model()
         except TimeoutError:
             self._timeouts += 1
             answer = f"no answer within {self._config.timeout_seconds:g} s"
@@ -77,6 +83,7 @@ class HealthPoller:
             engine.set_state(EngineState.DOWN, _why(error))
             return
         self._timeouts = 0
+        engine.draining = answer == DRAINING
         engine.set_state(state or EngineState.NOT_READY, answer)
 
     async def observe_once(self) -> None:
@@ -97,6 +104,32 @@ class HealthPoller:
                 engine.traffic.observed(moved_bytes(page), time.monotonic())
         if now - self._observed_at > METRICS_STALE_PERIODS * config.metrics_period_seconds:
             engine.unobserved()
+
+    def _end_requests(self, now: float) -> None:
+        """An engine that shuts down has a limit of its own, at which vLLM 0.23 may hang with its clients: the gateway
+        closes their connections before."""
+        engine = self._engine
+        if not (engine.terminating or engine.draining):
+            self._ending_since = None
+        elif self._ending_since is None:
+            self._ending_since = now
+        elif now - self._ending_since >= self._config.ending_seconds:
+            engine.end_requests()
+
+    async def _serves_model(self) -> tuple[EngineState, str]:
+        """An engine joins once it also names the model: an address may belong to another one's engine by now. What
+        asks for a key, or knows no such route, is taken at its word."""
+        timeout = aiohttp.ClientTimeout(total=self._config.timeout_seconds)
+        url = self._engine.config.url.rstrip("/") + "/v1/models"
+        async with self._session.get(url, timeout=timeout, allow_redirects=False) as reply:
+            if reply.status >= 500:
+                return EngineState.NOT_READY, f"/v1/models answers status {reply.status}"
+            body = await reply.content.read(MODELS_BYTES_MAX) if reply.status == 200 else b""
+        names = _model_names(body)
+        if names is None or self._engine.model in names:
+            return EngineState.READY, "ready"
+        shown = ", ".join(sorted(names)[:5]) or "no model"
+        return EngineState.NOT_READY, f"serves {shown[:200]}, not {self._engine.model}"
 
     async def _metrics_page(self) -> bytes | None:
         timeout = aiohttp.ClientTimeout(total=self._config.timeout_seconds)
@@ -125,10 +158,22 @@ class HealthPoller:
             return EngineState.NOT_READY, _reason(reply.status, await reply.content.read(4096))
 
 
+def _model_names(body: bytes) -> set[str] | None:
+    """None where the page does not say."""
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    cards = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(cards, list):
+        return None
+    return {card["id"] for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)}
+
+
 def _reason(status: int, body: bytes) -> str:
     try:
         document = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         document = None
     reason = document.get("reason") if isinstance(document, dict) else None
     return f"not ready: {reason[:200]}" if isinstance(reason, str) else f"answers status {status}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any
 
@@ -21,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from spillway_gateway.fleet.engines import Engine, EngineState
 from spillway_gateway.fleet.event_decoder import (
+    AllBlocksCleared,
     BatchFrame,
     EventBatch,
     ReplayEnd,
@@ -80,6 +81,7 @@ class EventFollower:
         self._replay_due: float | None = None  # loop time of the next try after a failed replay
         self._turn_started = 0.0
         self._parked: set[asyncio.Task[None]] = set()
+        self._freeing: set[asyncio.Task[None]] = set()  # what was forgotten, on its way out of the index
 
     async def run(self) -> None:
         self._engine.on_state.append(self._engine_changed)
@@ -198,8 +200,9 @@ class EventFollower:
 
     async def _forget(self) -> None:
         if not self._clean:
-            for _ in self._index.clear_engine(self._engine.name):
-                await asyncio.sleep(0)
+            freeing = asyncio.create_task(_in_turns(self._index.clear_engine(self._engine.name)))
+            self._freeing.add(freeing)
+            freeing.add_done_callback(self._freeing.discard)
         self._clean = True
         self._applied = -1
         self._applied_at = 0.0
@@ -271,6 +274,9 @@ class EventFollower:
         name = self._engine.name
         self._clean = False
         for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                await _in_turns(self._index.clear_device(name))
+                continue
             self._index.apply(name, event)
             if self._clock() - self._turn_started > TURN_SECONDS_MAX:
                 await asyncio.sleep(0)
@@ -285,3 +291,9 @@ class EventFollower:
     def _undecodable(self, error: Undecodable) -> None:
         self._metrics.events_undecodable.labels(self._engine.name).inc()
         logger.warning("engine %s: event message ignored: %s", self._engine.name, error)
+
+
+async def _in_turns(steps: Iterator[None]) -> None:
+    """A step in each turn of the loop, so that requests are not kept waiting."""
+    for _ in steps:
+        await asyncio.sleep(0)

@@ -6,12 +6,18 @@ engines of a model. A prompt is hashed once and looked up once, whatever hash an
 
 Holders are bits of one integer per block, four bits per engine, so that one step down the chain tests all engines at
 once. The index is bounded in bytes; the least recently used block goes first. Runs on the event loop only.
+
+The loop serves streams too, so nothing here may take long at once, however many blocks there are: entries lie in many
+small tables, as a table that grows is copied as a whole; they are of a kind that the cyclic garbage collector does not
+visit; and what concerns all blocks of an engine is done in steps.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
 
 from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
 from spillway_gateway.fleet.event_extras import split_extras
@@ -22,7 +28,10 @@ from spillway_gateway.routing.prefix import chain_key, extra_bytes, namespace_ke
 ENTRY_BYTES = 240
 HOLDER_BYTES = 220  # engine key -> request key, and the way back
 GHOSTS_MAX = 16_384
-SWEEP_STEP = 2_000  # entries looked at between two returns to the event loop
+SWEEP_STEP = 250  # entries looked at between two returns to the event loop: about a millisecond
+COMPACT_EVICTIONS_MIN = 100
+SHARDS = 256
+SHARDED_BYTES_MIN = 8 * 1024 * 1024  # a smaller index is one table, whose order of use is exact
 
 _BITS = 4
 _SLOT_BITS = (1 << _BITS) - 1
@@ -30,14 +39,14 @@ _SLOT_BITS = (1 << _BITS) - 1
 _PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
 
 
-class _Entry:
-    __slots__ = ("engine_keys", "mask", "speculative_mask", "speculative_until")
+class _Entry(msgspec.Struct, gc=False):
+    mask: int = 0
+    speculative_mask: int = 0
+    speculative_until: float = 0.0
+    engine_keys: tuple[tuple[int, int], ...] = ()  # (slot, engine key)
 
-    def __init__(self) -> None:
-        self.mask = 0
-        self.speculative_mask = 0
-        self.speculative_until = 0.0
-        self.engine_keys: tuple[tuple[int, int], ...] = ()
+
+_Table = OrderedDict[int, _Entry]
 
 
 class _EngineBlocks:
@@ -53,6 +62,11 @@ class _EngineBlocks:
         self.orphans: OrderedDict[int, list[BlockStored]] = OrderedDict()  # by the unknown parent
         self.orphans_held = 0
         self.groups: set[int] = set()
+
+    def keep_ghost(self, scoped: int, key: int) -> None:
+        self.ghosts[scoped] = key
+        if len(self.ghosts) > GHOSTS_MAX:
+            self.ghosts.popitem(last=False)
 
 
 class PrefixIndex:
@@ -76,11 +90,17 @@ class PrefixIndex:
         self._default_block_tokens = default_block_tokens
         self._learned_block_tokens: int | None = None
         self._clock = clock
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        shards = SHARDS if bytes_max >= SHARDED_BYTES_MIN else 1
+        self._tables: list[_Table] = [OrderedDict() for _ in range(shards)]  # by the key's lowest bits
+        self._table_of = shards - 1
+        self._blocks = 0
+        self._next_evicted = 0  # table that gives the next block when there are too many
+        self._next_compacted = 0
+        self._until_compacted = COMPACT_EVICTIONS_MIN  # evictions
         self._engines: dict[str, _EngineBlocks] = {}
         self._slots: dict[int, _EngineBlocks] = {}  # by slot; those of engines that are being retired included
         self._device_mask = 0  # the device bit of every known engine
-        self._hidden_mask = 0  # all bits of engines that are being cleared
+        self._hidden_mask = 0  # device bits of engines whose device is being cleared
         self._holders = 0
         self.evicted_blocks_total = 0
         self.orphans_dropped_total = 0
@@ -94,34 +114,104 @@ class PrefixIndex:
 
     @property
     def blocks(self) -> int:
-        return len(self._entries)
+        return self._blocks
 
     @property
     def estimated_bytes(self) -> int:
-        return len(self._entries) * ENTRY_BYTES + self._holders * HOLDER_BYTES
+        return self._blocks * ENTRY_BYTES + self._holders * HOLDER_BYTES
 
     def namespace(self, cache_salt: str | None = None, lora: str | None = None) -> int:
         return namespace_key(self._model, lora, cache_salt)
 
     def add_engine(self, name: str) -> None:
-        if name in self._engines:
-            return
+        if name not in self._engines:
+            self._add_engine(name)
+
+    def _add_engine(self, name: str) -> None:
         slot = next(number for number in range(len(self._slots) + 1) if number not in self._slots)
         self._engines[name] = self._slots[slot] = _EngineBlocks(slot)
         self._device_mask |= 1 << (slot * _BITS)
 
     def retire_engine(self, name: str) -> Iterator[None]:
         """Forget an engine for good. Its name is free for another one at once, and nothing of it is matched any more;
-        its entries are freed in steps, as in clear_engine: exhaust the iterator, or its slot stays taken."""
+        its entries are freed in steps: exhaust the iterator, or its slot stays taken."""
         engine = self._engines.pop(name, None)
         if engine is None:
             return iter(())
         self._device_mask &= ~(1 << (engine.slot * _BITS))
-        return self._retire(engine)
+        if not any(other.request_keys for other in self._engines.values()):
+            self._learned_block_tokens = None
+        return self._free(engine)
 
-    def _retire(self, engine: _EngineBlocks) -> Iterator[None]:
-        yield from self._clear(engine)
+    def clear_engine(self, name: str) -> Iterator[None]:
+        """Forget everything about an engine that stays; what it tells from now on counts at once. As retire_engine."""
+        steps = self.retire_engine(name)
+        self._add_engine(name)
+        return steps
+
+    def clear_device(self, name: str) -> Iterator[None]:
+        """The engine's device holds nothing any more; other tiers may. In steps, during which nothing of the engine is
+        matched and none of its events may be applied."""
+        engine = self._engines.get(name)
+        if engine is None:
+            return
+        device = 1 << (engine.slot * _BITS)
+        self._hidden_mask |= device
+        try:
+            for table, key, entry in self._each_entry():
+                if entry is None:
+                    yield
+                    continue
+                entry.speculative_mask &= ~device
+                if entry.mask & device:
+                    entry.mask &= ~device
+                    if not entry.mask >> (engine.slot * _BITS) & _SLOT_BITS:
+                        for scoped in self._release(engine, entry):
+                            engine.keep_ghost(scoped, key)
+                self._drop_unused(table, key, entry)
+        finally:
+            self._hidden_mask &= ~device
+
+    def _free(self, engine: _EngineBlocks) -> Iterator[None]:
+        bits = _SLOT_BITS << (engine.slot * _BITS)
+        for table, key, entry in self._each_entry():
+            if entry is None:
+                yield
+                continue
+            entry.mask &= ~bits
+            entry.speculative_mask &= ~bits
+            self._release(engine, entry)
+            self._drop_unused(table, key, entry)
         del self._slots[engine.slot]
+
+    def _each_entry(self) -> Iterator[tuple[_Table, int, _Entry | None]]:
+        """Every entry that was there at the start and still is; with None for an entry whenever SWEEP_STEP were looked
+        at."""
+        position = 0
+        for at in range(len(self._tables)):
+            for key in list(self._tables[at]):
+                position += 1
+                if position % SWEEP_STEP == 0:
+                    yield self._tables[at], key, None
+                table = self._tables[at]  # another one after a pause in which it was compacted
+                entry = table.get(key)
+                if entry is not None:
+                    yield table, key, entry
+
+    def _release(self, engine: _EngineBlocks, entry: _Entry) -> list[int]:
+        """Take the engine's own keys off an entry; returns them."""
+        mine = [scoped for slot, scoped in entry.engine_keys if slot == engine.slot]
+        if mine:
+            entry.engine_keys = tuple([pair for pair in entry.engine_keys if pair[0] != engine.slot])
+            for scoped in mine:
+                if engine.request_keys.pop(scoped, None) is not None:
+                    self._holders -= 1
+        return mine
+
+    def _drop_unused(self, table: _Table, key: int, entry: _Entry) -> None:
+        if not (entry.mask or entry.speculative_mask or entry.engine_keys):
+            del table[key]
+            self._blocks -= 1
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -135,7 +225,8 @@ class PrefixIndex:
         elif isinstance(event, BlockRemoved):
             self._remove(engine, event)
         elif isinstance(event, AllBlocksCleared):
-            self._clear_device(engine)
+            for _ in self.clear_device(engine_name):
+                pass
 
     def _store(self, engine: _EngineBlocks, event: BlockStored) -> None:
         if event.spec_kind not in _PREFIX_KINDS:
@@ -201,11 +292,13 @@ class PrefixIndex:
             self.orphans_dropped_total += len(dropped)
 
     def _hold(self, engine: _EngineBlocks, key: int, scoped: int, tier: Tier) -> None:
-        entry = self._entries.get(key)
+        table = self._tables[key & self._table_of]
+        entry = table.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry()
+            entry = table[key] = _Entry()
+            self._blocks += 1
         else:
-            self._entries.move_to_end(key)
+            table.move_to_end(key)
         entry.mask |= 1 << (engine.slot * _BITS + tier)
         known = engine.request_keys.get(scoped)
         if known == key:
@@ -225,7 +318,7 @@ class PrefixIndex:
             key = engine.request_keys.get(scoped)
             if key is None:
                 continue
-            entry = self._entries[key]
+            entry = self._tables[key & self._table_of][key]
             entry.mask &= ~(1 << (engine.slot * _BITS + event.tier))
             entry.speculative_mask &= ~(1 << (engine.slot * _BITS))
             if not entry.mask >> (engine.slot * _BITS) & _SLOT_BITS:
@@ -235,25 +328,13 @@ class PrefixIndex:
         """The engine holds this block in no tier any more."""
         del engine.request_keys[scoped]
         self._holders -= 1
-        engine.ghosts[scoped] = key
-        if len(engine.ghosts) > GHOSTS_MAX:
-            engine.ghosts.popitem(last=False)
-        entry = self._entries[key]
+        engine.keep_ghost(scoped, key)
+        table = self._tables[key & self._table_of]
+        entry = table[key]
         entry.engine_keys = tuple(pair for pair in entry.engine_keys if pair != (engine.slot, scoped))
         if not any(slot == engine.slot for slot, _ in entry.engine_keys):
             entry.mask &= ~(_SLOT_BITS << (engine.slot * _BITS))
-        if not entry.mask and not entry.speculative_mask:
-            del self._entries[key]
-
-    def _clear_device(self, engine: _EngineBlocks) -> None:
-        base = engine.slot * _BITS
-        device = 1 << base
-        for scoped, key in list(engine.request_keys.items()):
-            entry = self._entries[key]
-            entry.mask &= ~device
-            entry.speculative_mask &= ~device
-            if not entry.mask >> base & _SLOT_BITS:
-                self._forget(engine, scoped, key)
+        self._drop_unused(table, key, entry)
 
     def _learn_block_tokens(self, block_tokens: int) -> bool:
         """False for blocks of another size: partial blocks (newer engines) or an engine configured differently.
@@ -269,7 +350,9 @@ class PrefixIndex:
         return block_tokens == self._learned_block_tokens
 
     def _wipe(self) -> None:
-        self._entries.clear()
+        for table in self._tables:
+            table.clear()
+        self._blocks = 0
         self._holders = 0
         for engine in self._slots.values():
             engine.request_keys.clear()
@@ -277,55 +360,30 @@ class PrefixIndex:
             engine.orphans.clear()
             engine.orphans_held = 0
 
-    def clear_engine(self, engine_name: str) -> Iterator[None]:
-        """Forget everything about one engine, in steps; hidden from matches from the first step on.
-
-        Yields after every SWEEP_STEP entries so that the caller can let other work run.
-        """
-        engine = self._engines.get(engine_name)
-        if engine is not None:
-            yield from self._clear(engine)
-
-    def _clear(self, engine: _EngineBlocks) -> Iterator[None]:
-        bits = _SLOT_BITS << (engine.slot * _BITS)
-        self._hidden_mask |= bits
-        try:
-            engine.orphans.clear()
-            engine.orphans_held = 0
-            engine.groups.clear()
-            for position, key in enumerate(list(self._entries)):
-                entry = self._entries.get(key)
-                if entry is not None:
-                    self._strip(entry, key, engine, bits)
-                if position % SWEEP_STEP == SWEEP_STEP - 1:
-                    yield
-            engine.ghosts.clear()
-            if self._holders == 0:
-                self._learned_block_tokens = None
-        finally:
-            self._hidden_mask &= ~bits
-
-    def _strip(self, entry: _Entry, key: int, engine: _EngineBlocks, bits: int) -> None:
-        entry.mask &= ~bits
-        entry.speculative_mask &= ~bits
-        kept = []
-        for pair in entry.engine_keys:
-            if pair[0] == engine.slot:
-                if engine.request_keys.pop(pair[1], None) is not None:
-                    self._holders -= 1
-            else:
-                kept.append(pair)
-        entry.engine_keys = tuple(kept)
-        if not entry.mask and not entry.speculative_mask:
-            del self._entries[key]
-
     def _evict(self) -> None:
-        while self._entries and self.estimated_bytes > self.bytes_max:
-            _, entry = self._entries.popitem(last=False)
+        while self._blocks and self.estimated_bytes > self.bytes_max:
+            table = self._tables[self._next_evicted & self._table_of]
+            self._next_evicted += 1  # in turn: keys are hashes, so all tables hold about as much
+            if not table:
+                continue
+            _, entry = table.popitem(last=False)
+            self._blocks -= 1
             self.evicted_blocks_total += 1
             for slot, scoped in entry.engine_keys:
                 del self._slots[slot].request_keys[scoped]
                 self._holders -= 1
+            self._until_compacted -= 1
+            if self._until_compacted <= 0:
+                self._compact_one()
+
+    def _compact_one(self) -> None:
+        """A dict keeps the places of what was taken out until it is full and then grows threefold. Tables that are
+        full change places as fast as they gain them, so each is copied from time to time, one after the other: memory
+        then stays level instead of swinging with all tables at once."""
+        at = self._next_compacted & self._table_of
+        self._next_compacted += 1
+        self._tables[at] = self._tables[at].copy()
+        self._until_compacted = max(COMPACT_EVICTIONS_MIN, self._blocks // len(self._tables) // 5)
 
     # -- look-ups ----------------------------------------------------------------------------------------------------
 
@@ -336,13 +394,15 @@ class PrefixIndex:
             return
         bit = 1 << (engine.slot * _BITS)
         now = self._clock()
-        entries = self._entries
+        tables, table_of = self._tables, self._table_of
         for key in keys:
-            entry = entries.get(key)
+            table = tables[key & table_of]
+            entry = table.get(key)
             if entry is None:
-                entry = entries[key] = _Entry()
+                entry = table[key] = _Entry()
+                self._blocks += 1
             else:
-                entries.move_to_end(key)
+                table.move_to_end(key)
                 if entry.speculative_until <= now:
                     entry.speculative_mask = 0
             entry.speculative_mask |= bit
@@ -364,8 +424,9 @@ class PrefixIndex:
         total_blocks: dict[int, int] = {}
         visible = ~self._hidden_mask
         position = 0
+        tables, table_of = self._tables, self._table_of
         for key in keys:
-            entry = self._entries.get(key)
+            entry = tables[key & table_of].get(key)
             if entry is None:
                 break
             mask = entry.mask & visible
@@ -408,7 +469,7 @@ class PrefixIndex:
                 )
         if held:
             for key in keys[:position]:
-                self._entries.move_to_end(key)
+                tables[key & table_of].move_to_end(key)
         return held
 
 

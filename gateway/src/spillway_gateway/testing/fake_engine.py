@@ -210,6 +210,9 @@ class _Connection(asyncio.Protocol):
             self.engine.seen.append(seen)
         self._current = seen
         fault = self.engine.fault
+        if isinstance(fault, Status):
+            self._json(fault.status, _error(f"fault: {fault.status}", fault.status))
+            return
         if path.startswith("/v1/audio/"):
             self._json(200, {"text": f"{len(seen.body)} bytes heard", "usage": {"type": "duration", "seconds": 1}})
             return
@@ -330,9 +333,6 @@ class _Connection(asyncio.Protocol):
             await fault.release.wait()
         if isinstance(fault, Slow):
             await asyncio.sleep(fault.first_byte_seconds)
-        if isinstance(fault, Status):
-            self._json(fault.status, _error(f"fault: {fault.status}", fault.status))
-            return
         tokens = self.engine.tokenize(body)
         refusal = self._refusal(body, tokens)
         if refusal is not None:

@@ -46,7 +46,7 @@ class HoldInStream:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Answers with this status at once."""
+    """Answers every POST with this status at once, whatever its body."""
 
     status: int
 

@@ -67,14 +67,43 @@ class PromptReader:
 
     async def read(self, prompt: ChatPrompt | CompletionPrompt) -> PromptBlocks:
         """Never raises for a strange prompt: what cannot be tokenised is matched by its text."""
-        tokens = await self._tokens(prompt)
         namespace = self._index.namespace(prompt.cache_salt)
-        if tokens is not None:
-            block_tokens = self._index.block_tokens
-            keys = token_block_keys(namespace, tokens, block_tokens)
-            spread_key = keys[0] if keys else short_prompt_key(namespace, token_bytes(tokens))
-            return PromptBlocks(keys, block_tokens, max(1, len(tokens)), spread_key)
-        text = self._text(prompt)
+        if isinstance(prompt, CompletionPrompt) and not isinstance(prompt.prompt, str):
+            return self._of_tokens(namespace, prompt.prompt)
+        tokenizer = self.tokenizer
+        if tokenizer is not None and (
+            isinstance(prompt, CompletionPrompt) or (tokenizer.template is not None and prompt.exact)
+        ):
+            try:
+                small = _characters(prompt) <= INLINE_CHARS_MAX
+                if small and (soon := self._read_soon(tokenizer, prompt, namespace)) is not None:
+                    return soon
+                work = asyncio.get_running_loop().run_in_executor(self._executor, render_and_encode, tokenizer, prompt)
+                async with asyncio.timeout(TOKENIZE_SECONDS_MAX):
+                    return self._of_tokens(namespace, await work)
+            except (CannotRender, UnicodeEncodeError, OverflowError):
+                pass
+            except TimeoutError:
+                logger.warning("model %s: a prompt took more than %g s to tokenise", self._model, TOKENIZE_SECONDS_MAX)
+        return self._of_text(namespace, self._text(prompt))
+
+    def _read_soon(
+        self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt, namespace: int
+    ) -> PromptBlocks | None:
+        """On the event loop; None where that would hold it up. Raises CannotRender."""
+        text = render(tokenizer, prompt)
+        ids = tokenizer.encode_soon(
+            text, add_special_tokens=prompt.add_special_tokens, new_chars_max=INLINE_NEW_CHARS_MAX
+        )
+        return None if ids is None else self._of_tokens(namespace, ids)
+
+    def _of_tokens(self, namespace: int, tokens: array[int]) -> PromptBlocks:
+        block_tokens = self._index.block_tokens
+        keys = token_block_keys(namespace, tokens, block_tokens)
+        spread_key = keys[0] if keys else short_prompt_key(namespace, token_bytes(tokens))
+        return PromptBlocks(keys, block_tokens, max(1, len(tokens)), spread_key)
+
+    def _of_text(self, namespace: int, text: bytes) -> PromptBlocks:
         namespace ^= TEXT_NAMESPACE_MARK
         block_tokens = self._index.block_tokens
         keys = text_block_keys(namespace, text, block_tokens * BYTES_PER_TOKEN)
@@ -86,32 +115,6 @@ class PromptReader:
             return chat_text(prompt.messages, prompt.tools, self.limits.text_chars_max)
         assert isinstance(prompt.prompt, str)
         return completion_text(prompt.prompt, self.limits.text_chars_max)
-
-    async def _tokens(self, prompt: ChatPrompt | CompletionPrompt) -> array[int] | None:
-        if isinstance(prompt, CompletionPrompt) and not isinstance(prompt.prompt, str):
-            return prompt.prompt
-        tokenizer = self.tokenizer
-        if tokenizer is None or (isinstance(prompt, ChatPrompt) and (tokenizer.template is None or not prompt.exact)):
-            return None
-        small = _characters(prompt) <= INLINE_CHARS_MAX
-        try:
-            if small:
-                text = render(tokenizer, prompt)
-                soon = tokenizer.encode_soon(
-                    text, add_special_tokens=prompt.add_special_tokens, new_chars_max=INLINE_NEW_CHARS_MAX
-                )
-                if soon is not None:
-                    return soon
-            work = asyncio.get_running_loop().run_in_executor(self._executor, render_and_encode, tokenizer, prompt)
-            async with asyncio.timeout(TOKENIZE_SECONDS_MAX):
-                return await work
-        except CannotRender:
-            return None
-        except (UnicodeEncodeError, OverflowError):
-            return None
-        except TimeoutError:
-            logger.warning("model %s: a prompt took more than %g s to tokenise", self._model, TOKENIZE_SECONDS_MAX)
-            return None
 
 
 def load_tokenizer(model: str, folder: str | None) -> PromptTokenizer | None:

@@ -12,20 +12,21 @@ import json
 import os
 import re
 from array import array
-from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-import xxhash
 
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
+from spillway_gateway.tokens.segment_cache import SegmentCache, segment_key
+from spillway_gateway.tokens.word_memo import WordMemo
 
 # Texts are tokenised one at a time, so the library's own pool of threads would only add a way there and back.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+MEMO_CHARS_MAX = 1_024  # of longer texts the library's own pass, which leaves the interpreter to others, is better
 SEGMENT_CACHE_BYTES = 64 * 1024 * 1024
-_SEGMENT_OVERHEAD_BYTES = 200
 _PROBES = (
     "Hello, world! 12345  two  spaces\n\nnew paragraph\ttab",
     " leading blank and trailing blank ",
@@ -47,8 +48,8 @@ class PromptTokenizer:
         self._tokenizer.no_padding()
         self.template = template
         self._splitter = _segment_splitter(tokenizer)
-        self._segments: OrderedDict[bytes, array[int]] = OrderedDict()
-        self._segments_bytes = 0
+        self._segments = SegmentCache(SEGMENT_CACHE_BYTES)
+        self._memo = WordMemo.of(tokenizer)
         if self._splitter is not None and not self._segments_agree():
             self._splitter = None
 
@@ -82,32 +83,27 @@ class PromptTokenizer:
         if add_special_tokens or self._splitter is None:
             return self._encode(text, add_special_tokens) if len(text) <= new_chars_max else None
         segments = self._splitter(text)
-        found = [self._segments.get(xxhash.xxh3_128_digest(segment.encode())) for segment in segments]
-        missing = sum(len(segment) for segment, ids in zip(segments, found, strict=True) if ids is None)
-        if missing > new_chars_max:
-            return None
-        ids = array("I")
+        found = [self._segments.get(segment_key(segment)) for segment in segments]
+        if None in found:
+            missing = sum(len(segment) for segment, ids in zip(segments, found, strict=True) if ids is None)
+            if missing > new_chars_max:
+                return None
+        whole = array("I")
         for segment, known in zip(segments, found, strict=True):
-            ids.extend(self._segment(segment) if known is None else known)
-        return ids
+            whole.extend(self._segment(segment) if known is None else known)
+        return whole
 
     def _segment(self, segment: str) -> array[int]:
-        key = xxhash.xxh3_128_digest(segment.encode())
+        key = segment_key(segment)
         ids = self._segments.get(key)
-        if ids is not None:
-            return ids
-        ids = self._encode(segment, False)
-        self._segments[key] = ids
-        self._segments_bytes += len(ids) * 4 + _SEGMENT_OVERHEAD_BYTES
-        while self._segments_bytes > SEGMENT_CACHE_BYTES:
-            try:
-                _, dropped = self._segments.popitem(last=False)
-            except KeyError:
-                break
-            self._segments_bytes -= len(dropped) * 4 + _SEGMENT_OVERHEAD_BYTES
+        if ids is None:
+            ids = self._encode(segment, False)
+            self._segments.put(key, ids)
         return ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> array[int]:
+        if self._memo is not None and not add_special_tokens and len(text) <= MEMO_CHARS_MAX:
+            return self._memo.encode(text)
         # The batch form is the one that releases the lock; "fast" leaves out character offsets.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return array("I", encoding.ids)
@@ -116,7 +112,8 @@ class PromptTokenizer:
         specials = _special_texts(self._tokenizer)[:3] or [""]
         for special, first, second in itertools.product(specials, _PROBES, _PROBES):
             text = f"{special}{first}{special}{second}\n{special}"
-            if self.encode(text, add_special_tokens=False) != self._encode(text, False):
+            whole = self._tokenizer.encode(text, add_special_tokens=False).ids
+            if list(self.encode(text, add_special_tokens=False)) != whole:
                 return False
         return True
 
@@ -130,16 +127,16 @@ def _special_texts(tokenizer: tokenizers.Tokenizer) -> list[str]:
     ]
 
 
-def _segment_splitter(tokenizer: tokenizers.Tokenizer) -> Any:
+def _segment_splitter(tokenizer: tokenizers.Tokenizer) -> Callable[[str], list[str]] | None:
+    """Cuts before each special token."""
     specials = _special_texts(tokenizer)
     if not specials:
         return None
     longest_first = sorted(specials, key=len, reverse=True)
-    boundary = re.compile("(?=" + "|".join(re.escape(special) for special in longest_first) + ")")
+    special = re.compile("|".join(re.escape(text) for text in longest_first))
 
     def split(text: str) -> list[str]:
-        starts = [match.start() for match in boundary.finditer(text)]
-        cuts = [0, *[start for start in starts if start > 0], len(text)]
+        cuts = [0, *[match.start() for match in special.finditer(text)], len(text)]
         return [text[begin:end] for begin, end in itertools.pairwise(cuts) if begin < end]
 
     return split

@@ -64,7 +64,7 @@ async def _tokenize(engine: Engine, session: aiohttp.ClientSession, body: dict[s
             if reply.status != 200:
                 return None
             document = msgspec.json.decode(await reply.read())
-    except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+    except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     tokens = document.get("tokens") if isinstance(document, dict) else None
     return tokens if isinstance(tokens, list) else None

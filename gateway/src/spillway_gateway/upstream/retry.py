@@ -49,7 +49,7 @@ def plain_failure(status: int, body: bytes) -> str | None:
 def _error_of(body: bytes) -> _Error | None:
     try:
         return _decoder.decode(body).error
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
@@ -25,6 +25,7 @@ from spillway_gateway.error_bodies import Dialect, body_of, event_of, headers_of
 from spillway_gateway.errors import (
     EngineBadReply,
     EngineDisconnected,
+    EngineEnding,
     EngineFailed,
     EngineFirstByteTimeout,
     EngineIdleTimeout,
@@ -51,9 +52,16 @@ if TYPE_CHECKING:  # its imports cost memory and time where traces are off
 logger = logging.getLogger(__name__)
 
 Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ERROR_REPLY_BYTES_MAX = 64 * 1024  # of a 5xx reply kept while another engine is tried
+
+
+class Client(Protocol):
+    """The connection of who asks (client_connection.py)."""
+
+    def call_when_left(self, left: Callable[[], None]) -> None: ...
+
+    def forget(self, left: Callable[[], None]) -> None: ...
 
 
 class ClientGone(Exception):
@@ -114,12 +122,12 @@ class Relay:
     """One request. `run` answers the client in every case and leaves no count, timer or connection behind."""
 
     def __init__(
-        self, request: OutboundRequest, fleet: ModelFleet, services: UpstreamServices, receive: Receive, send: Send
+        self, request: OutboundRequest, fleet: ModelFleet, services: UpstreamServices, client: Client, send: Send
     ) -> None:
         self._request = request
         self._fleet = fleet
         self._services = services
-        self._receive = receive
+        self._client = client
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[Any] | None = None
@@ -147,7 +155,7 @@ class Relay:
     async def run(self) -> None:
         services = self._services
         self._task = asyncio.current_task()
-        watcher = self._loop.create_task(self._watch_client())
+        self._client.call_when_left(self._client_left)
         services.running.add(self)
         services.budget.earn()
         try:
@@ -169,7 +177,7 @@ class Relay:
             await self._answer_error(error)
         finally:
             services.running.discard(self)
-            watcher.cancel()
+            self._client.forget(self._client_left)
             if self._timer is not None:
                 self._timer.cancel()
             self._count()
@@ -184,6 +192,9 @@ class Relay:
         """The engine does not answer polls any more. Worth leaving only if nothing was sent and another is ready."""
         if not self.bytes_sent and any(other.routable for other in self._fleet.engines.values() if other is not engine):
             self.abort(EngineWentDown(f"Engine {engine.name} stopped answering"))
+
+    def engine_ends(self, engine: Engine) -> None:
+        self.abort(EngineEnding(f"Engine {engine.name} is shutting down, and this reply was not finished in time"))
 
     async def _enter(self, admission: Admission) -> None:
         """Wait until the engines have room; an abort ends the wait as it ends one for an engine."""
@@ -266,7 +277,8 @@ class Relay:
 
     def _engine_failed(self, lease: Lease, error: UpstreamError) -> None:
         engine = lease.engine
-        lease.failed(time.monotonic())
+        if not isinstance(error, EngineEnding):  # which is no fault of the engine
+            lease.failed(time.monotonic())
         if isinstance(error, EngineRefused):
             engine.refused(error.message)
         elif not isinstance(error, EngineAnsweredError):
@@ -278,6 +290,7 @@ class Relay:
         engine = lease.engine
         self._in_attempt = True
         engine.waiting.add(self)
+        engine.requests.add(self)
         assumed: asyncio.TimerHandle | None = None
         if not self._request.stream:
             assumed = self._loop.call_later(lease.expected_prefill_seconds, lease.prefill_assumed)
@@ -294,6 +307,7 @@ class Relay:
             if assumed is not None:
                 assumed.cancel()
             engine.waiting.discard(self)
+            engine.requests.discard(self)
             if self._connection is not None:
                 self._services.pool.give_back(engine, self._connection)
                 self._connection = None
@@ -446,7 +460,6 @@ class Relay:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _finish(self, body: bytes) -> None:
-        self._in_attempt = False  # the server wakes receive() when a reply is whole; that is no disconnect
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _answer_error(self, error: GatewayError) -> None:
@@ -476,13 +489,9 @@ class Relay:
 
     # -- waits -------------------------------------------------------------------------------------------------------
 
-    async def _watch_client(self) -> None:
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self._client_gone = True
-                self.abort(ClientGone())
-                return
+    def _client_left(self) -> None:
+        self._client_gone = True
+        self.abort(ClientGone())
 
     def _expect_within(self, seconds: float) -> None:
         self._deadline = self._loop.time() + seconds

@@ -73,7 +73,7 @@ def _is_events(data: bytes) -> bool:
 def _usage_in(document: bytes) -> Usage | None:
     try:
         reply = _decode(document)
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
     usage = reply.usage
     if usage is None and reply.response is not None:
@@ -92,7 +92,7 @@ def _tail_usage(data: bytes) -> Usage | None:
     while begin >= 0 and (end := tail.find(b"}", end + 1)) >= 0:
         try:
             return _told(_decode_usage(tail[begin : end + 1]))
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeDecodeError):
             return None
         except msgspec.DecodeError:
             continue  # an object inside it ended here

@@ -1,0 +1,56 @@
+"""Token ids of text segments by the hash of their text: bounded in bytes, the least recently used goes first.
+
+The event loop and the tokenizer threads share it, so each method takes the lock for its few steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+
+import xxhash
+
+# Key, array object, and the entry of an OrderedDict; measured with tracemalloc on CPython 3.11, rounded up.
+ENTRY_BYTES = 256
+
+
+def segment_key(segment: str) -> bytes:
+    """Raises UnicodeEncodeError for lone surrogates, which no tokenizer takes."""
+    return xxhash.xxh3_128_digest(segment.encode())
+
+
+class SegmentCache:
+    """bytes_max: of the ids and what keeping them costs."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.estimated_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: bytes) -> array[int] | None:
+        """Ids that nobody may change."""
+        with self._lock:
+            ids = self._entries.get(key)
+            if ids is not None:
+                self._entries.move_to_end(key)
+            return ids
+
+    def put(self, key: bytes, ids: array[int]) -> None:
+        with self._lock:
+            before = self._entries.pop(key, None)  # two threads may have made the same ids
+            if before is not None:
+                self.estimated_bytes -= _bytes_of(before)
+            self._entries[key] = ids
+            self.estimated_bytes += _bytes_of(ids)
+            while self.estimated_bytes > self._bytes_max:
+                _, dropped = self._entries.popitem(last=False)
+                self.estimated_bytes -= _bytes_of(dropped)
+
+
+def _bytes_of(ids: array[int]) -> int:
+    return len(ids) * ids.itemsize + ENTRY_BYTES
