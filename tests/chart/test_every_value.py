@@ -41,7 +41,11 @@ gateway:
   audit: {enabled: true, file: /tmp/audit.jsonl}
   ingress: {enabled: true, host: a.example, tlsSecret: tls}
   httpRoute: {enabled: true, parentRefs: [{name: public}]}
-networkPolicy: {restrictEgress: true, gatewayFrom: [{podSelector: {}}], engineEgress: [{to: [{podSelector: {}}]}]}
+networkPolicy:
+  restrictEgress: true
+  gatewayFrom: [{podSelector: {}}]
+  engineEgress: [{to: [{podSelector: {}}]}]
+  gatewayEgress: [{to: [{podSelector: {}}]}]
 monitoring:
   podMonitor: {enabled: true}
   serviceMonitor: {enabled: true}

@@ -348,6 +348,42 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "sharedLimits: {url: 'redis://r:6379/0', caSecret: {name: ca}}}}",
         ["url speaks no TLS; begin it with rediss"],
     ),
+    "a login for no server": (
+        "gateway: {auth: {sharedLimits: {existingSecret: {name: login}}}}",
+        ["sharedLimits.existingSecret.name: login, but url is empty; give the server's address"],
+    ),
+    "a user of no Secret": (
+        "gateway: {auth: {keysSecret: {name: k}, saltSecret: {name: s}, "
+        "sharedLimits: {url: 'redis://r:6379/0', existingSecret: {usernameKey: user}}}}",
+        ["existingSecret.usernameKey: user, but existingSecret.name is empty"],
+    ),
+    "limits in the embedded server": (
+        "{redis: {enabled: true}, engine: {offload: {sharedTier: {type: redis}}}, gateway: {auth: {keysSecret: "
+        "{name: k}, saltSecret: {name: s}, sharedLimits: {url: 'redis://chat-spillway-redis:6379/1'}}}}",
+        ["redis://chat-spillway-redis:6379/1 is the embedded server, whose only user may run no scripts"],
+    ),
+    "limits behind a closed network": (
+        "{networkPolicy: {restrictEgress: true, engineEgress: [{}]}, gateway: {auth: {keysSecret: {name: k}, "
+        "saltSecret: {name: s}, sharedLimits: {url: 'redis://r:6379/0'}}}}",
+        ["closes the way to gateway.auth.sharedLimits.url: redis://r:6379/0; list its address in", "gatewayEgress"],
+    ),
+    "traces behind a closed network": (
+        "{networkPolicy: {restrictEgress: true, engineEgress: [{}]}, "
+        "gateway: {tracing: {otlpEndpoint: 'http://collector:4318/v1/traces'}}}",
+        ["closes the way to gateway.tracing.otlpEndpoint: http://collector:4318/v1/traces"],
+    ),
+    "a model behind a closed network": (
+        "networkPolicy: {restrictEgress: true}",
+        ["closes the way to the hub that engine.model.path: Qwen/Qwen3-8B comes from", "engineEgress"],
+    ),
+    "variable that the chart sets in the gateway": (
+        "gateway: {extraEnvVars: [{name: SPILLWAY_LIMITS_PASSWORD, value: x}]}",
+        ["SPILLWAY_LIMITS_PASSWORD is set by the chart; name the Secret in gateway.auth.sharedLimits.existingSecret"],
+    ),
+    "variable twice in the gateway": (
+        "gateway: {extraEnvVars: [{name: A, value: b}, {name: A, value: c}]}",
+        ["gateway.extraEnvVars: A is listed twice"],
+    ),
     "leases shorter than reports": (
         "gateway: {auth: {keysSecret: {name: k}, saltSecret: {name: s}, "
         "sharedLimits: {url: 'redis://r:6379/0', leaseSeconds: 1, reportSeconds: 0.5}}}",
@@ -368,6 +404,10 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "a key where the Secret's name belongs": (
         "gateway: {auth: {keysSecret: {name: sk_Zm9vYmFy}}}",
         ["keysSecret", "pattern"],
+    ),
+    "a password where the Secret's name belongs": (
+        "gateway: {auth: {sharedLimits: {url: 'redis://r:6379/0', existingSecret: {name: 'correct horse'}}}}",
+        ["sharedLimits", "existingSecret", "pattern"],
     ),
     "entry of a Secret as a path": (
         "gateway: {auth: {keysSecret: {name: k, key: etc/keys.yaml}}}",

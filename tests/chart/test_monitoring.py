@@ -27,15 +27,18 @@ SERIES = re.compile(r"\b((?:spillway_|vllm:)[a-z_]+)")
 
 
 @pytest.fixture(scope="module")
-def known_series() -> set[str]:
+def own_series(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Of a histogram its buckets alone."""
     config = parse_config({"models": [{"name": "m", "engines": [{"name": "e", "url": "http://127.0.0.1:1"}]}]})
-    text = Gateway(config).metrics.exposition().decode()
-    names: set[str] = set()
-    for family in text_string_to_metric_families(text):
-        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
-        names |= {family.name + suffix for suffix in suffixes}
-    names |= {metric.name + ("_total" if metric.kind is Kind.COUNTER else "") for metric in ALL}
-    return names | FOREIGN
+    text = Gateway(config, tmp_path_factory.mktemp("gateway") / "gateway.yaml").metrics.exposition().decode()
+    suffixes = {"counter": "_total", "histogram": "_bucket"}
+    gateway = {family.name + suffixes.get(family.type, "") for family in text_string_to_metric_families(text)}
+    return gateway | {metric.name + ("_total" if metric.kind is Kind.COUNTER else "") for metric in ALL}
+
+
+@pytest.fixture(scope="module")
+def known_series(own_series: set[str]) -> set[str]:
+    return own_series | FOREIGN
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +74,37 @@ def test_every_alert_has_its_runbook(rules):
     assert sorted(described) == sorted(rule["alert"] for rule in rules)
 
 
-def test_dashboard_asks_for_series_that_exist(known_series):
-    board = json.loads(render(PRODUCTION).named("ConfigMap", "chat-spillway-dashboards")["data"]["spillway.json"])
-    asked = {
-        name for panel in board["panels"] for target in panel["targets"] for name in SERIES.findall(target["expr"])
+def test_an_engine_without_events_is_not_reported_as_deaf():
+    """A model's name is a regular expression here, and its dots are dots."""
+    engines = {
+        "deaf": {"model": {"servedName": "deaf"}, "kvEvents": {"enabled": False}},
+        "small": {"model": {"servedName": "Qwen2.5-7B"}},
+        "large": {"model": {"servedName": "org/large"}},
     }
+    rules = render(PRODUCTION, values={"engines": engines}).one("PrometheusRule")["spec"]["groups"][0]["rules"]
 
-    assert asked <= known_series
+    (lost,) = (rule["expr"] for rule in rules if rule["alert"] == "SpillwayEventsLost")
+    assert 'model=~"org/large|Qwen2\\\\.5-7B"' in lost
+
+
+@pytest.fixture(scope="module")
+def board() -> dict:
+    return json.loads(render(PRODUCTION).named("ConfigMap", "chat-spillway-dashboards")["data"]["spillway.json"])
+
+
+def test_dashboard_shows_every_series_and_none_that_does_not_exist(board, own_series, known_series):
+    charts = [panel for panel in board["panels"] if panel["type"] != "row"]
+    asked = {name for panel in charts for target in panel["targets"] for name in SERIES.findall(target["expr"])}
+
+    assert own_series <= asked <= known_series
+
+
+def test_panels_lie_beside_each_other(board):
+    places = [panel["gridPos"] for panel in board["panels"]]
+
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert len({(place["x"], place["y"]) for place in places}) == len(places)
+    assert all(place["x"] + place["w"] <= 24 for place in places)
 
 
 def test_monitors_find_a_port():

@@ -19,7 +19,7 @@ from cluster.client_pod import ClientPod
 from cluster.helm import VERSION, Release
 from cluster.image_builder import ImageBuilder
 from cluster.kube import Kubernetes, Object
-from cluster.local_cluster import LocalCluster, require_programs
+from cluster.local_cluster import REAL_ENGINES_NODE, LocalCluster, require_machine
 from cluster.report import Report, Row
 from cluster.values import MODEL
 
@@ -39,6 +39,7 @@ SMALL_IMAGES = (
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "own_cluster: needs the cluster that runs on this machine")
+    config.addinivalue_line("markers", "real_engines: vLLM itself, from an image of gigabytes")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -51,10 +52,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(path == HERE or HERE in path.parents for path in named) else True
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mine = [item for item in items if HERE in item.path.parents]
     for index, item in enumerate(mine):
-        item.add_marker(pytest.mark.timeout(BUILD_SECONDS if index == 0 else CASE_SECONDS))
+        assert isinstance(item, pytest.Function)
+        real = "real_engine_image" in item.fixturenames
+        item.add_marker(pytest.mark.timeout(BUILD_SECONDS if real or index == 0 else CASE_SECONDS))
+        if real:
+            item.add_marker(pytest.mark.real_engines)
+    # Last, so that the service has been proven before gigabytes of an image are built.
+    items.sort(key=lambda item: item.get_closest_marker("real_engines") is not None)
     if os.environ.get("KUBECONFIG"):
         left_out = [item for item in mine if item.get_closest_marker("own_cluster")]
         items[:] = [item for item in items if item not in left_out]
@@ -86,7 +94,7 @@ def kubernetes(machine: LocalCluster, builder: ImageBuilder, report: Report) -> 
     if keep and machine.is_up():
         yield Kubernetes(machine.environment())
         return
-    require_programs()
+    require_machine()
     with report.case("images built from the Dockerfiles") as row:
         archives = [builder.archive(name) for name in SMALL_IMAGES]
         row.note = ", ".join(f"{path.name.rsplit('-', 1)[0]} {path.stat().st_size / 1e6:.0f} MB" for path in archives)
@@ -102,6 +110,16 @@ def kubernetes(machine: LocalCluster, builder: ImageBuilder, report: Report) -> 
     finally:
         if not keep:
             machine.down()
+
+
+@pytest.fixture(scope="session")
+def real_engine_image(kubernetes: Kubernetes, machine: LocalCluster, builder: ImageBuilder, report: Report) -> None:
+    """On REAL_ENGINES_NODE."""
+    with report.case("engine image built from docker/engine-cpu.Dockerfile") as row:
+        archive = builder.archive(f"spillway-engine:{VERSION}-cpu")
+        row.note = f"{archive.stat().st_size / 1e9:.1f} GB as an archive"
+    with report.case("engine image on a node") as row:
+        machine.load(archive, REAL_ENGINES_NODE)
 
 
 @pytest.fixture

@@ -37,9 +37,8 @@ class Release:
         self._helm("rollback", self.name, "--wait", "--timeout", f"{READY_SECONDS:.0f}s")
 
     def test(self) -> str:
-        """What Helm says of the chart's own test; Helm 4 with the pod's words. Helm 3 has removed the pod by then."""
-        logs = ["--logs"] if self.helm.major > 3 else []
-        return self._helm("test", self.name, *logs, "--timeout", f"{READY_SECONDS:.0f}s")
+        """What Helm says of the chart's own test, with the pod's words."""
+        return self._helm("test", self.name, "--logs", "--timeout", f"{READY_SECONDS:.0f}s")
 
     def uninstall(self) -> None:
         self._helm("uninstall", self.name, "--wait", "--timeout", f"{READY_SECONDS:.0f}s")

@@ -60,6 +60,7 @@ class ImageBuilder:
     def __init__(self, folder: Path, version: str) -> None:
         self.folder = folder
         self._images = images(version)
+        self._keys: dict[str, str] = {}  # of what was found first: a file that is edited later changes no name midway
         folder.mkdir(parents=True, exist_ok=True)
 
     def archive(self, name: str) -> Path:
@@ -82,13 +83,15 @@ class ImageBuilder:
         self._buildah("rmi", "--prune", check=False)
 
     def _key(self, name: str) -> str:
-        image = self._images[name]
-        digest = hashlib.sha256(image.dockerfile.read_bytes())
-        digest.update((self._key(image.base) if image.base else BASE_PACKAGES).encode())
-        for source in image.copied:
-            for file in _files(ROOT / source):
-                digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
-        return digest.hexdigest()[:16]
+        if name not in self._keys:
+            image = self._images[name]
+            digest = hashlib.sha256(image.dockerfile.read_bytes())
+            digest.update((self._key(image.base) if image.base else BASE_PACKAGES).encode())
+            for source in image.copied:
+                for file in _files(ROOT / source):
+                    digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+            self._keys[name] = digest.hexdigest()[:16]
+        return self._keys[name]
 
     def _build(self, image: Image) -> None:
         if image.base:

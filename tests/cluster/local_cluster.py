@@ -1,10 +1,15 @@
-"""The lane's own cluster on this machine: machine/cluster.sh, asked to do one thing at a time."""
+"""The lane's own cluster on this machine: machine/cluster.sh, asked to do one thing at a time.
+
+`python -m cluster.local_cluster` says what this machine lacks for one, and exits with 1 if it lacks anything.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from cluster.commands import run
@@ -14,13 +19,14 @@ BUILD_SECONDS = 5400.0
 STEP_SECONDS = 300.0
 LOAD_SECONDS = 1200.0  # the engine image has gigabytes
 NODES = ("node1", "node2")
+REAL_ENGINES_NODE = NODES[0]  # all of them: their image is on this node alone, as it has gigabytes
 PACKAGES = (
     "containernetworking-plugins iptables iproute2 conntrack openssl libseccomp-dev pkg-config gcc buildah debootstrap"
 )
 PROGRAMS = ("go", "gcc", "pkg-config", "openssl", "ip", "iptables", "conntrack", "buildah", "debootstrap")
 
 
-def require_programs() -> None:
+def require_machine() -> None:
     """Raises RuntimeError naming what this machine lacks, and where to get it."""
     if os.geteuid() != 0:
         raise RuntimeError("a cluster of one's own needs root; set KUBECONFIG= to run the lane on another one")
@@ -30,6 +36,10 @@ def require_programs() -> None:
             f"{', '.join(missing)} missing; install Go 1.26 from https://go.dev/dl and the rest with "
             f"apt-get install -y --no-install-recommends {PACKAGES}"
         )
+    unshare = ["unshare", "--net", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
+    refused = subprocess.run(unshare, capture_output=True, text=True, check=False, timeout=STEP_SECONDS)
+    if refused.returncode != 0:
+        raise RuntimeError(f"no network and mount namespaces of one's own here: {refused.stderr.strip()}")
 
 
 class LocalCluster:
@@ -74,3 +84,10 @@ class LocalCluster:
 
     def _do(self, *words: str, seconds: float = STEP_SECONDS) -> str:
         return run(str(SCRIPT), *words, environment=self._environment, seconds=seconds)
+
+
+if __name__ == "__main__":
+    try:
+        require_machine()
+    except RuntimeError as lack:
+        sys.exit(str(lack))

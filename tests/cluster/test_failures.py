@@ -21,8 +21,9 @@ from stack_driver.deadlines import eventually
 
 ENGINES_SERVICE = "chat-spillway-engine-pods"
 WORKERS = 6
-# Even a pod that is deleted by force is first told to end; its process serves on until it is killed, two seconds later.
-KILL_SECONDS = 4.0
+# Even a pod that is deleted by force is first told to end; its process serves on until it is killed, two seconds later
+# where the machine is quick.
+KILL_SECONDS = 15.0
 PASSWORD = {
     "apiVersion": "v1",
     "kind": "Secret",

@@ -86,6 +86,11 @@
 {{- if and (not $isFolder) (ne $volume.type "none") -}}
 {{- $texts = append $texts (printf "%s.model.path: %s is a hub name, but model.volume.type is %s; write the folder below %s, or type: none" $path $engine.model.path $volume.type $volume.mountPath) -}}
 {{- end -}}
+{{- with $root.Values.networkPolicy -}}
+{{- if and .enabled .restrictEgress (not $isFolder) (eq $engine.model.cache.type "emptyDir") (not .engineEgress) -}}
+{{- $texts = append $texts (printf "networkPolicy.restrictEgress: true closes the way to the hub that %s.model.path: %s comes from; list it in networkPolicy.engineEgress, or bring the model by model.volume" $path $engine.model.path) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $isFolder (has $volume.type (list "existingClaim" "hostPath" "nfs")) (not (hasPrefix (printf "%s/" (trimSuffix "/" $volume.mountPath)) (printf "%s/" $engine.model.path))) -}}
 {{- $texts = append $texts (printf "%s.model.path: %s does not lie below model.volume.mountPath: %s" $path $engine.model.path $volume.mountPath) -}}
 {{- end -}}

@@ -52,6 +52,19 @@
 {{- end -}}
 {{- end -}}
 {{- $texts = concat $texts (include "spillway.authProblems" . | fromYamlArray) -}}
+{{- $seen := dict -}}
+{{- range $gateway.extraEnvVars -}}
+{{- if has .name (list "SPILLWAY_LIMITS_USERNAME" "SPILLWAY_LIMITS_PASSWORD") -}}{{- $texts = append $texts (printf "gateway.extraEnvVars: %s is set by the chart; name the Secret in gateway.auth.sharedLimits.existingSecret" .name) -}}{{- end -}}
+{{- if hasKey $seen .name -}}{{- $texts = append $texts (printf "gateway.extraEnvVars: %s is listed twice" .name) -}}{{- end -}}
+{{- $_ := set $seen .name true -}}
+{{- end -}}
+{{- if and $values.networkPolicy.enabled $values.networkPolicy.restrictEgress (not $values.networkPolicy.gatewayEgress) -}}
+{{- range $way := list (list "gateway.auth.sharedLimits.url" $gateway.auth.sharedLimits.url) (list "gateway.tracing.otlpEndpoint" $gateway.tracing.otlpEndpoint) -}}
+{{- if index $way 1 -}}
+{{- $texts = append $texts (printf "networkPolicy.restrictEgress: true closes the way to %s: %s; list its address in networkPolicy.gatewayEgress" (index $way 0) (index $way 1)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- $texts = concat $texts (include "spillway.volumeNameProblems" (dict "path" "gateway" "section" $gateway "own" (list "config" "scratch" "secrets")) | fromYamlArray) -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}{{- end -}}
 {{- end -}}
@@ -88,6 +101,16 @@
 {{- end -}}
 {{- if and .caSecret.name (not (hasPrefix "rediss" .url)) -}}
 {{- $texts = append $texts (printf "gateway.auth.sharedLimits.caSecret.name: %s, but url speaks no TLS; begin it with rediss, or remove caSecret" .caSecret.name) -}}
+{{- end -}}
+{{- if and (not .url) .existingSecret.name -}}
+{{- $texts = append $texts (printf "gateway.auth.sharedLimits.existingSecret.name: %s, but url is empty; give the server's address, or remove existingSecret" .existingSecret.name) -}}
+{{- end -}}
+{{- if and .existingSecret.usernameKey (not .existingSecret.name) -}}
+{{- $texts = append $texts (printf "gateway.auth.sharedLimits.existingSecret.usernameKey: %s, but existingSecret.name is empty; name the Secret, or remove usernameKey" .existingSecret.usernameKey) -}}
+{{- end -}}
+{{- $embedded := include "spillway.name" (dict "root" $.root "suffix" "redis") -}}
+{{- if and $values.redis.enabled (regexMatch (printf "//%s[.:/]" (regexQuoteMeta $embedded)) (printf "%s/" .url)) -}}
+{{- $texts = append $texts (printf "gateway.auth.sharedLimits.url: %s is the embedded server, whose only user may run no scripts, and limits are one; name a Redis or Valkey of your own" .url) -}}
 {{- end -}}
 {{- if and .url (lt (float64 .leaseSeconds) (mulf 10.0 (float64 .reportSeconds))) -}}
 {{- $texts = append $texts (printf "gateway.auth.sharedLimits.leaseSeconds: %v is less than ten times reportSeconds: %v; raise leaseSeconds" .leaseSeconds .reportSeconds) -}}

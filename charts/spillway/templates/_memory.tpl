@@ -116,7 +116,7 @@ compares the two. On top of it the pod's own share: processes, staging, page cac
 {{- end -}}
 {{- $sum := add $sharedNeeded $processBytes $deviceBytes $weightBytes $stagingBytes -}}
 {{- $needed := max $engineNeeds (div (mul $sum (add 100 (int64 $engine.memory.marginPercent))) 100) -}}
-{{- $arithmetic := printf "CPU tier %s (%d chunks x %s) + queues %s + processes %s (%d ranks)" (include "spillway.bytesText" $tierBytes) $chunks (include "spillway.bytesText" $rowBytes) (include "spillway.bytesText" $queueBytes) (include "spillway.bytesText" $processBytes) $ranks -}}
+{{- $arithmetic := printf "CPU tier %s (%d chunks x %s) + queues %s + processes %s (%s)" (include "spillway.bytesText" $tierBytes) $chunks (include "spillway.bytesText" $rowBytes) (include "spillway.bytesText" $queueBytes) (include "spillway.bytesText" $processBytes) (eq (int64 $ranks) 1 | ternary "1 rank" (printf "%d ranks" (int64 $ranks))) -}}
 {{- if $onCpu -}}{{- $arithmetic = printf "%s + device blocks %s + weights %s" $arithmetic (include "spillway.bytesText" $deviceBytes) (include "spillway.bytesText" $weightBytes) -}}{{- end -}}
 {{- if $stagingBytes -}}{{- $arithmetic = printf "%s + shared tier's buffers %s" $arithmetic (include "spillway.bytesText" $stagingBytes) -}}{{- end -}}
 {{- $arithmetic = printf "%s + %d %% margin = %s" $arithmetic (int64 $engine.memory.marginPercent) (include "spillway.bytesText" $needed) -}}

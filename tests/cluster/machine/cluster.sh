@@ -217,6 +217,7 @@ evictionHard: {memory.available: 100Mi, nodefs.available: 1%, imagefs.available:
 registerNode: true
 shutdownGracePeriod: 0s
 nodeStatusUpdateFrequency: 4s
+syncFrequency: 10s
 podLogsDir: $dir/logs
 K
     cat >"$dir/proxy.yaml" <<K
