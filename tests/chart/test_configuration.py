@@ -555,9 +555,24 @@ def test_defaults_of_the_gateway_are_written_once(gateway_of):
     """values.yaml repeats the gateway's defaults as documentation; they may not drift apart."""
     config = gateway_of(render())
     own = type(config)(models=config.models)
+    health = dataclasses.replace(
+        config.health, ending_seconds=own.health.ending_seconds
+    )  # which follows from the engines' drain
 
     for section in SECTIONS:
-        assert getattr(config, section) == getattr(own, section), section
+        assert getattr(dataclasses.replace(config, health=health), section) == getattr(own, section), section
+
+
+@pytest.mark.parametrize(
+    ("values", "seconds"),
+    [
+        ({}, 289.8),
+        ({"engine": {"lifecycle": {"drainDelaySeconds": 10, "drainTimeoutSeconds": 990}}}, 950.0),
+        ({"gateway": {"health": {"endingSeconds": 30}}}, 30.0),
+    ],
+)
+def test_gateways_end_requests_before_engines_do(gateway_of, values, seconds):
+    assert gateway_of(render(values=values)).health.ending_seconds == seconds
 
 
 def test_chart_needs_no_file_outside_itself():

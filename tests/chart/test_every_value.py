@@ -179,6 +179,7 @@ CHANGES: dict[str, Any] = {
     "gateway.routing.boundedLoadFactor": 2,
     "gateway.auth.unsaltedRoutes": "allow",
     "gateway.routing.sharedStoreTokensPerSecond": 90000,
+    "gateway.health.endingSeconds": 30,
     "gateway.discovery.type": "static",
     "gateway.auth.sharedLimits.url": "rediss://other:6379/1",
     "gateway.tracing.otlpEndpoint": "http://collector:4318/v1/traces",

@@ -82,7 +82,8 @@ TWO = {"engines": {"a": {"model": {"servedName": "a"}}, "b": {"model": {"servedN
     [
         (nested("engines.a.offload.numCpuBlocks", 999), {"a"}),
         (nested("engines.b.offload.batchMemcpy", "off"), {"b"}),
-        (nested("engine.lifecycle.drainTimeoutSeconds", 9), {"a", "b"}),
+        # Gateways let go of requests before engines end: what they wait for follows from the drain.
+        (nested("engine.lifecycle.drainTimeoutSeconds", 9), {"a", "b", "gateway"}),
         (nested("engines.a.replicas", 5), set()),  # gateways watch who is there
         (nested("gateway.timeouts.idleSeconds", 9), {"gateway"}),
         (nested("engines.a.model.aliases", ["x"]), {"gateway"}),

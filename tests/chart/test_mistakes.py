@@ -395,6 +395,10 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "gateway: {routing: {sharedStoreTokensPerSecond: 0}}",
         ["sharedStoreTokensPerSecond", "0"],
     ),
+    "gateways let go of requests after the engine": (
+        "{engine: {lifecycle: {drainTimeoutSeconds: 60}}, gateway: {health: {endingSeconds: 90}}}",
+        ["gateway.health.endingSeconds: 90", "65 s together", "leave it null"],
+    ),
     "metrics never read": ("gateway: {health: {metricsPeriodSeconds: 0}}", ["metricsPeriodSeconds", "0"]),
     "queue of a part of a request": (
         "gateway: {admission: {waitingRequestsMax: 0.5}}",

@@ -168,3 +168,13 @@ start-engine.sh: |
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
+
+{{/* (engines): seconds from an engine's SIGTERM to the end of its drain, of the one that gives the least; empty without engines, or when that is 0. */}}
+{{- define "spillway.engineEndSeconds" -}}
+{{- $least := 0.0 -}}
+{{- range $item := . -}}
+{{- $own := addf $item.engine.lifecycle.drainDelaySeconds $item.engine.lifecycle.drainTimeoutSeconds -}}
+{{- if or (eq $least 0.0) (lt $own $least) -}}{{- $least = $own -}}{{- end -}}
+{{- end -}}
+{{- if gt $least 0.0 -}}{{- $least -}}{{- end -}}
+{{- end -}}

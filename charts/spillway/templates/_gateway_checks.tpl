@@ -28,6 +28,11 @@
 {{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s x %d models and 384 MiB for the process; set it to %s or more, or lower index.bytesMax" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.quantity" $needed)) -}}
 {{- end -}}
 {{- end -}}
+{{- with include "spillway.engineEndSeconds" .engines -}}
+{{- if ge (float64 (default 0 $gateway.health.endingSeconds)) (float64 .) -}}
+{{- $texts = append $texts (printf "gateway.health.endingSeconds: %v is not before the engines' own limit, drainDelaySeconds and drainTimeoutSeconds of engine.lifecycle, %v s together; lower it, or leave it null" $gateway.health.endingSeconds (float64 .)) -}}
+{{- end -}}
+{{- end -}}
 {{- with $gateway.breaker -}}
 {{- if lt (float64 .openSecondsMax) (float64 .openSeconds) -}}
 {{- $texts = append $texts (printf "gateway.breaker.openSecondsMax: %v is less than openSeconds: %v, where it begins; raise openSecondsMax or lower openSeconds" .openSecondsMax .openSeconds) -}}

@@ -180,6 +180,10 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- include "spillway.overlay" (dict "base" $settings "over" (get $gateway $section)) -}}
 {{- $_ := set $.out $section $settings -}}
 {{- end -}}
+{{- with include "spillway.engineEndSeconds" .engines -}}
+{{- $health := get $.out "health" -}}
+{{- if kindIs "invalid" $gateway.health.endingSeconds -}}{{- $_ := set $health "endingSeconds" (round (mulf 0.95 (float64 .)) 1) -}}{{- end -}}
+{{- end -}}
 {{- $_ = set .out "auth" (include "spillway.gatewayAuth" $gateway.auth | fromYaml) -}}
 {{- range $pair := list (list "limits" "bodyBytesMax") (list "limits" "plainReplyBufferBytes") (list "index" "bytesMax") -}}
 {{- $section := get $.out (index $pair 0) -}}
