@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from stack_driver.deadlines import eventually
 from stack_driver.engine_metrics import new_failures
-from stack_driver.known_answers import KnownAnswers, learn
+from stack_driver.known_answers import learn
 from stack_driver.running_stack import RunningStack
 from stack_driver.shared_stores import NvmeStore, payload_offset
 from stack_driver.sick_folders import full, read_only, remove_in_use, replaced_by_file
@@ -108,17 +108,20 @@ def test_damage_costs_the_blocks_after_it_alone(stack: RunningStack) -> None:
     stack.a.complete(prompt.tokens[: kept * 128 + 1], 1)
     stack.wait_stored(old + kept, stack.a)
     whole = store.blocks().keys()
-    reference = KnownAnswers(prompt)
-    reference.add(stack.a.ask(prompt.tokens))
+    reference = stack.a.ask(prompt.tokens)
+    assert reference.cached_tokens == kept * 128
     stack.wait_stored(old + prompt.blocks, stack.a)
     damaged = [frame for key, frame in store.blocks().items() if key not in whole]
     assert len(damaged) == prompt.blocks - kept
     for frame in damaged:
         store.flip(frame, payload_offset(frame, 0.001))
     stack.b.forget(cpu_tier=True)
+    before = stack.b.failures()
     answer = stack.b.ask(prompt.tokens)
-    assert (answer.source, answer.cached_tokens) == ("shared", kept * 128)
-    reference.check(answer)
+    assert new_failures(before, stack.b.failures(), "load") == {"payload"}
+    assert (answer.source, answer.tokens) == ("shared", reference.tokens)
+    # vLLM counts what a load has been given blocks for, and one that begins early may be given them for all.
+    assert answer.cached_tokens in (kept * 128, prompt.reusable_tokens)
 
 
 def _store(stack: RunningStack) -> NvmeStore:
