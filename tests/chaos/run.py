@@ -12,7 +12,7 @@ from stack_driver.deadlines import eventually
 from .crowd import Counts, Crowd
 from .machines import SECONDS_MAX, Engines, Replica, gateway_document
 from .storm import Storm
-from .tenants import Answers, asks, write_keys, write_tokenizer
+from .tenants import Answers, asks, write_keys, write_model_folder
 
 IDLE = ("spillway_gateway_in_flight_requests", "spillway_gateway_queued_tokens",
         "spillway_gateway_admission_waiting_requests")  # fmt: skip
@@ -66,7 +66,7 @@ class Outcome:
 
 async def run(folder: Path, streams: int, requests_per_step: int) -> Outcome:
     tokenizer = folder / "tokenizer"
-    write_tokenizer(tokenizer)
+    write_model_folder(tokenizer)
     with contextlib.ExitStack() as stack:
         engines = Engines(folder, tokenizer)
         stack.callback(engines.close)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from spillway_gateway.access.keys import hash_key
+from spillway_gateway.testing.small_tokenizer import write_tokenizer
 from spillway_simulator.wire.model_tokens import ModelTokens
 
 MODEL = "chaos"
@@ -56,21 +56,9 @@ def write_keys(folder: Path) -> dict[str, str]:
     return {"keysFile": str(folder / "keys.yaml"), "saltSecretFile": str(folder / "salt")}
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A small byte-level tokenizer whose words are one token each, and a chat template."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([" ".join(WORDS)] * 50, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+def write_model_folder(folder: Path) -> None:
+    """A small tokenizer whose words are one token each, and a chat template."""
+    write_tokenizer(folder, " ".join(WORDS) * 50, 600, TEMPLATE)
     (folder / "tokenizer_config.json").write_text("{}", encoding="utf-8")
 
 

@@ -18,7 +18,6 @@ workers of several ranks are not), which costs seconds an engine where vLLM's pr
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -26,6 +25,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine_matrix.greedy import greedy_answers
 from engine_matrix.models import BLOCK_TOKENS, VOCABULARY, Model, build, model
 
 PROMPT_BLOCKS = 12
@@ -92,10 +92,6 @@ def transfer_config(case: str, wanted: Model, folder: Path) -> dict[str, Any] | 
 
 def answers(wanted: Model, folder: Path, case: str) -> dict[str, Any]:
     """Tokens of each answer, and how many tokens of each prompt came from a cache."""
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
     on_gpu = wanted.platform == "cuda"
     settings: dict[str, Any] = {
         "model": str(build(wanted, folder)),
@@ -111,24 +107,15 @@ def answers(wanted: Model, folder: Path, case: str) -> dict[str, Any]:
         "prefix_caching_hash_algo": "sha256_cbor",
         "disable_log_stats": True,
         "seed": 0,
+        "kv_transfer_config": transfer_config(case, wanted, folder),
         **wanted.engine,
     }
-    engine = LLM(**settings, kv_transfer_config=transfer_config(case, wanted, folder))
-    try:
-        greedy = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False)
-        asked = prompts(engine.llm_engine.vllm_config.cache_config.block_size)
-        tokens, cached = [], []
-        for name in _ORDER:
-            (answer,) = engine.generate([{"prompt_token_ids": asked[name]}], greedy, use_tqdm=False)
-            tokens.append(list(answer.outputs[0].token_ids))
-            cached.append(answer.num_cached_tokens or 0)
-        return {"tokens": tokens, "cached": cached}
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-        gc.collect()
-        ensure_kv_transfer_shutdown()  # a worker of this process would find the last engine's connector
-        cleanup_dist_env_and_memory()
+
+    def asked(block_tokens: int) -> list[list[int]]:
+        known = prompts(block_tokens)
+        return [known[name] for name in _ORDER]
+
+    return greedy_answers(settings, asked, ANSWER_TOKENS)
 
 
 class Tally:

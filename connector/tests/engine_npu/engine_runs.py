@@ -6,7 +6,6 @@ process should inherit, and pass on to the engines that other tests start. Print
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -26,6 +25,7 @@ os.environ.update(
 
 from acl_emulator import build
 from acl_emulator.control import Emulator
+from engine_matrix.greedy import greedy_answers
 
 BLOCK_TOKENS = 32
 DEVICE_BLOCKS = 20  # one and a half prompts, so that asking for another prompt evicts
@@ -59,11 +59,6 @@ def prompt(seed: int) -> list[int]:
 
 def answers(model: Path, extra_config: dict[str, Any] | None) -> dict[str, Any]:
     """Tokens of each answer, and how many of each prompt came from a cache; A, B and C evict one another."""
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-    from vllm.inputs import TokensPrompt
-
     transfer = extra_config and {
         "kv_connector": "SpillwayConnector",
         "kv_connector_module_path": "spillway_connector.engine.connector",
@@ -78,33 +73,20 @@ def answers(model: Path, extra_config: dict[str, Any] | None) -> dict[str, Any]:
             **extra_config,
         },
     }
-    engine = LLM(
-        model=str(model),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        block_size=BLOCK_TOKENS,
-        max_model_len=DEVICE_BLOCKS * BLOCK_TOKENS,
-        num_gpu_blocks_override=DEVICE_BLOCKS,
-        enable_prefix_caching=True,
-        prefix_caching_hash_algo="sha256_cbor",
-        kv_transfer_config=transfer,
-    )
-    try:
-        greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
-        tokens, cached = [], []
-        for seed in (1, 2, 3, 1, 2, 3, 1):
-            (answer,) = engine.generate([TokensPrompt(prompt_token_ids=prompt(seed))], greedy, use_tqdm=False)
-            tokens.append(list(answer.outputs[0].token_ids))
-            cached.append(answer.num_cached_tokens)
-        return {"tokens": tokens, "cached": cached}
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-        gc.collect()
-        ensure_kv_transfer_shutdown()  # a worker of this process would find the last engine's connector
-        cleanup_dist_env_and_memory()
+    settings = {
+        "model": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": DEVICE_BLOCKS * BLOCK_TOKENS,
+        "num_gpu_blocks_override": DEVICE_BLOCKS,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "kv_transfer_config": transfer,
+    }
+    return greedy_answers(settings, lambda _: [prompt(seed) for seed in (1, 2, 3, 1, 2, 3, 1)], answer_tokens=6)
 
 
 def main(folder: Path) -> None:

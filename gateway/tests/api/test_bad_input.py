@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from spillway_gateway.api.openapi import openapi_document
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.faults import Status
 from spillway_gateway.testing.running import gateway_config, running_gateway
+from spillway_gateway.testing.small_tokenizer import write_tokenizer
 
 DOCUMENT = openapi_document(keys=False)
 OPERATIONS = [(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods]
@@ -67,7 +67,7 @@ class Target:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     folder = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
+    write_tokenizer(folder, "the quick brown fox", 300, TEMPLATE)
     with asyncio.Runner() as runner:
         opened = serving(folder)
         port = runner.run(opened.__aenter__())
@@ -87,20 +87,6 @@ async def serving(folder: Path) -> AsyncIterator[int]:
             yield int(running.url.rpartition(":")[2])
     finally:
         await engine.stop()
-
-
-def write_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the quick brown fox"], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
 # -- requests of the document ------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from spillway_gateway.config import LimitsConfig
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.prefix import namespace_key, token_block_keys
+from spillway_gateway.testing.small_tokenizer import write_tokenizer
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt, PromptReader, render_and_encode
 from spillway_gateway.tokens.tokenizer import PromptTokenizer, TokenizerUnusable
@@ -43,17 +43,7 @@ PARTS_TEMPLATE = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 20], trainer)
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
+    write_tokenizer(path, "the quick brown fox jumps over the lazy dog " * 20, 400, TEMPLATE)
     config = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path

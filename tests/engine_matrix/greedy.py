@@ -1,0 +1,35 @@
+"""One engine of this process, asked one prompt after the other, and ended so that the next one can be built."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def greedy_answers(
+    settings: dict[str, Any], prompts: Callable[[int], Iterable[list[int]]], answer_tokens: int
+) -> dict[str, list[Any]]:
+    """Tokens of each answer, and how many tokens of its prompt came from a cache.
+
+    settings: of vllm.LLM. prompts: from the tokens of a block, which vLLM may have made larger than was asked.
+    """
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    engine = LLM(**settings)
+    try:
+        greedy = SamplingParams(temperature=0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
+        tokens, cached = [], []
+        for prompt in prompts(engine.llm_engine.vllm_config.cache_config.block_size):
+            (answer,) = engine.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
+            tokens.append(list(answer.outputs[0].token_ids))
+            cached.append(answer.num_cached_tokens or 0)
+        return {"tokens": tokens, "cached": cached}
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+        ensure_kv_transfer_shutdown()  # a worker of this process would find the last engine's connector
+        cleanup_dist_env_and_memory()
