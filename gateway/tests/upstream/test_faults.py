@@ -253,6 +253,26 @@ async def test_a_hung_engine_gives_its_waiting_requests_up(start_engine: Any, cl
         assert_idle(running)
 
 
+async def test_all_that_wait_for_a_hung_engine_move_however_many_they_are(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    engines = a, b = await pair(start_engine)
+    release = asyncio.Event()
+    async with running_gateway(gateway_config(engines, limits={"retryRatio": 0, "retryBurst": 1})) as running:
+        a.fault = Hang()
+        b.fault = HoldInStream(0, release)
+        prompts = [[{"role": "user", "content": f"prompt {at}"}] for at in range(20)]
+        requests = [asyncio.create_task(ask(client, running, stream=True, messages=prompt)) for prompt in prompts]
+        await until(lambda: len(a.seen) + len(b.seen) == 20)
+        assert len(a.seen) > 2
+        running.engine("a").hung("no answer within 2 s")
+        release.set()
+
+        replies = await asyncio.gather(*requests)
+        assert {(status, headers["x-spillway-engine"]) for status, headers, _ in replies} == {(200, "b")}
+        assert_idle(running)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_cancels_at_the_engine(
     start_engine: Any, client: aiohttp.ClientSession, stream: bool

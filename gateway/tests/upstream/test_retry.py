@@ -1,8 +1,20 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spillway_gateway.errors import (
+    EngineBadReply,
+    EngineConnectTimeout,
+    EngineDisconnected,
+    EngineEnding,
+    EngineFailed,
+    EngineFirstByteTimeout,
+    EngineRefused,
+    EngineWentDown,
+    UpstreamError,
+)
 from spillway_gateway.upstream.retry import RetryBudget, may_retry
 
 
@@ -15,9 +27,23 @@ def test_retries_stay_within_share_and_burst(steps: list[bool], burst: int) -> N
             requests += 1
             budget.earn()
         else:
-            granted += budget.spend()
+            granted += budget.spend(EngineFirstByteTimeout("late"))
 
     assert granted <= burst + 0.2 * requests + 1e-6
+
+
+@pytest.mark.parametrize("gone", [EngineRefused, EngineDisconnected, EngineWentDown, EngineEnding, EngineFailed])
+def test_all_that_waited_for_an_engine_that_is_gone_may_move(gone: type[UpstreamError]) -> None:
+    budget = RetryBudget(0.2, 1)
+    assert all(budget.spend(gone("gone")) for _ in range(1000))
+    assert budget.spend(EngineFirstByteTimeout("late"))  # they took nothing of it
+
+
+@pytest.mark.parametrize("late", [EngineConnectTimeout, EngineFirstByteTimeout, EngineBadReply])
+def test_an_engine_that_stays_is_not_loaded_twice(late: type[UpstreamError]) -> None:
+    budget = RetryBudget(0.2, 1)
+    assert budget.spend(late("late"))
+    assert not budget.spend(late("late"))
 
 
 def test_never_after_the_first_byte() -> None:

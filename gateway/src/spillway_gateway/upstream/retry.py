@@ -7,9 +7,21 @@ from __future__ import annotations
 
 import msgspec
 
+from spillway_gateway.errors import (
+    EngineDisconnected,
+    EngineEnding,
+    EngineFailed,
+    EngineRefused,
+    EngineWentDown,
+    UpstreamError,
+)
+
 RETRYABLE_STATUSES = frozenset({502, 503, 504})
 _ERROR_EVENT = b'data: {"error"'
 _ANTHROPIC_ERROR_EVENT = b"event: error\ndata: "
+# The engine is gone or ends, and what it had of the request went with it: whoever takes the request over does work that
+# was admitted already and that nobody else does. All that waited there move at once, however many they are.
+_ENGINE_GONE = (EngineRefused, EngineDisconnected, EngineWentDown, EngineEnding, EngineFailed)
 _DEAD_CORE = "EngineCore encountered an issue"  # vLLM 0.23's EngineDeadError, whatever status it comes with
 
 
@@ -56,8 +68,9 @@ def _error_of(body: bytes) -> _Error | None:
 class RetryBudget:
     """Token bucket filled by requests: a share of the traffic may be retried, and a burst at once.
 
-    ratio: retries earned per request. burst: most that can be saved up, sized so that all streams of one killed engine
-    fit while an outage of every engine cannot double the load.
+    ratio: retries earned per request. burst: most that can be saved up. Drawn on by retries of what an engine that
+    stays refused or was late with, as it does under too much load: there, a retry is load on top. What an engine left
+    behind that is gone is not charged; `may_retry`'s attempts_max bounds it.
     """
 
     def __init__(self, ratio: float, burst: int) -> None:
@@ -68,8 +81,10 @@ class RetryBudget:
     def earn(self) -> None:
         self._available = min(self._burst, self._available + self._ratio)
 
-    def spend(self) -> bool:
-        """Take one retry; False when none is left."""
+    def spend(self, failure: UpstreamError) -> bool:
+        """Take one retry after this failure; False when none is left."""
+        if isinstance(failure, _ENGINE_GONE):
+            return True
         if self._available < 1:
             return False
         self._available -= 1

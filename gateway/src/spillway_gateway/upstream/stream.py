@@ -265,7 +265,10 @@ class Relay:
                 attempts_max=services.limits.attempts_max,
                 engines_left=movable and engines_left,
             )
-            if not again or not services.budget.spend():
+            if not again:
+                raise failure
+            if not services.budget.spend(failure):
+                logger.warning("request %s: %s; the budget for retries is used up", self._id(), failure.message)
                 raise failure
             services.metrics.retry(lease.engine.name, failure.reason).inc()
             logger.warning("request %s: %s; trying another engine", self._id(), failure.message)
