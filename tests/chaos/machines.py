@@ -141,6 +141,9 @@ def gateway_document(entries: list[dict[str, Any]], tokenizer: Path, auth: dict[
         # All engines are one process here: what it is late for on a busy machine must not count as four engines down.
         "health": {"periodSeconds": 0.5, "timeoutSeconds": 15.0, "timeoutsBeforeDown": 2},
         "timeouts": {"idleSeconds": 60.0},
+        # Engines fail right after one another here, so that one request may wait at each that does; by default it is
+        # refused when three have failed with it.
+        "limits": {"attemptsMax": ENGINES},
         "shutdown": {"drainTimeoutSeconds": SECONDS_MAX},
     }
 

@@ -99,6 +99,17 @@ def test_dashboard_shows_every_series_and_none_that_does_not_exist(board, own_se
     assert own_series <= asked <= known_series
 
 
+def test_every_series_is_documented(own_series):
+    """In docs/metrics.md by its whole name, or as `..._end` behind one that begins alike."""
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+
+    def documented(name: str) -> bool:
+        ends = [name[at:] for at, letter in enumerate(name) if letter == "_"]
+        return f"`{name}`" in page or f"`{name}{{" in page or any(f"`...{end}`" in page for end in ends)
+
+    assert [name for name in sorted(own_series) if not documented(re.sub("_(bucket|sum|count)$", "", name))] == []
+
+
 def test_panels_lie_beside_each_other(board):
     places = [panel["gridPos"] for panel in board["panels"]]
 

@@ -86,9 +86,9 @@ class HealthConfig:
 class LimitsConfig:
     body_bytes_max: int = 64 * 1024 * 1024
     plain_reply_buffer_bytes: int = 4 * 1024 * 1024  # a larger plain reply is streamed, and so can no longer be retried
-    attempts_max: int = 3  # engines tried for one request, the first included
-    retry_ratio: float = 0.2  # retries allowed per request, over time
-    retry_burst: int = 64  # retries allowed at once: all streams of one killed engine must fit
+    attempts_max: int = 3  # engines that may get one request, the first included
+    retry_ratio: float = 0.2  # retries per request, over time, where the engine that failed is still there
+    retry_burst: int = 64  # such retries at once
     upstream_connections_max: int = 4096  # per gateway process
     text_chars_max: int = 262_144  # text hashed per request where no tokenizer is used
 

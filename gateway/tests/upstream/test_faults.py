@@ -88,6 +88,25 @@ async def test_a_refusing_engine_is_out_at_once_and_back_when_it_answers(
         assert_idle(running)
 
 
+async def test_engines_that_refuse_connections_use_no_attempt_up(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    engines = [await start_engine(name=name) for name in "abcd"]
+    document = gateway_config(engines, limits={"attemptsMax": 1}, health={"periodSeconds": 30})
+    async with running_gateway(document) as running:
+        chosen = await first_choice(client, running, engines)
+        last = next(engine for engine in engines if engine is not chosen)
+        for engine in engines:
+            if engine is not last:
+                await engine.stop()
+
+        status, headers, _ = await ask(client, running)
+
+        assert (status, headers["x-spillway-route"]) == (200, "retry")
+        assert headers["x-spillway-engine"] == last.name
+        assert_idle(running)
+
+
 async def test_a_stale_connection_is_no_failure(start_engine: Any, client: aiohttp.ClientSession) -> None:
     """The engine closes idle connections; the only engine must still answer the next request."""
     engine = await start_engine()

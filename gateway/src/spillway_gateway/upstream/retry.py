@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from spillway_gateway.errors import (
+    EngineConnectTimeout,
     EngineDisconnected,
     EngineEnding,
     EngineFailed,
@@ -22,6 +23,8 @@ _ANTHROPIC_ERROR_EVENT = b"event: error\ndata: "
 # The engine is gone or ends, and what it had of the request went with it: whoever takes the request over does work that
 # was admitted already and that nobody else does. All that waited there move at once, however many they are.
 _ENGINE_GONE = (EngineRefused, EngineDisconnected, EngineWentDown, EngineEnding, EngineFailed)
+# The request never left the gateway, so it cannot be what such an engine fails of, and asking the next costs nothing.
+_NEVER_SENT = (EngineRefused, EngineConnectTimeout)
 _DEAD_CORE = "EngineCore encountered an issue"  # vLLM 0.23's EngineDeadError, whatever status it comes with
 
 
@@ -91,5 +94,11 @@ class RetryBudget:
         return True
 
 
+def is_attempt(failure: UpstreamError) -> bool:
+    """Whether the engine that failed so had the request."""
+    return not isinstance(failure, _NEVER_SENT)
+
+
 def may_retry(*, bytes_sent: bool, attempts: int, attempts_max: int, engines_left: bool) -> bool:
+    """attempts: engines that have had the request. Each engine is asked once, so this ends."""
     return not bytes_sent and attempts < attempts_max and engines_left

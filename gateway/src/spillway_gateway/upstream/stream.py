@@ -43,7 +43,14 @@ from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.upstream.connection import EngineConnection, Headers
 from spillway_gateway.upstream.forward import header, reply_headers, request_head
 from spillway_gateway.upstream.pool import ConnectionPool
-from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, RetryBudget, may_retry, plain_failure, stream_failure
+from spillway_gateway.upstream.retry import (
+    RETRYABLE_STATUSES,
+    RetryBudget,
+    is_attempt,
+    may_retry,
+    plain_failure,
+    stream_failure,
+)
 from spillway_gateway.upstream.usage import Usage, read_usage
 
 if TYPE_CHECKING:  # its imports cost memory and time where traces are off
@@ -221,6 +228,7 @@ class Relay:
     async def _attempts(self) -> None:
         services = self._services
         tried: frozenset[str] = frozenset()
+        attempts = 0
         failure: UpstreamError | None = None
         while True:
             if self._client_gone:
@@ -257,11 +265,12 @@ class Relay:
                 lease.close()
                 self._end_attempt("cancelled")  # the client left, or the gateway ends; nothing where it has ended
             tried |= {lease.engine.name}
+            attempts += is_attempt(failure)
             movable = self._request.retryable and self._request.only_engine is None
             engines_left = any(engine.routable and name not in tried for name, engine in self._fleet.engines.items())
             again = may_retry(
                 bytes_sent=self.bytes_sent,
-                attempts=len(tried),
+                attempts=attempts,
                 attempts_max=services.limits.attempts_max,
                 engines_left=movable and engines_left,
             )
