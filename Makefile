@@ -96,6 +96,10 @@ bench-copy: ## KV copies on one CUDA device by size of piece, direction and path
 bench-gpu: ## Time to first token on one CUDA device by tier, beside upstream. PYTHON_CUDA= one with vLLM 0.23.0 for CUDA. About ten minutes
 	@PYTHONPATH=connector/src $(PYTHON_CUDA) bench/gpu.py $(BENCH)
 
+.PHONY: bench-gpu-no-hit
+bench-gpu-no-hit: ## Throughput where nothing is ever hit on one CUDA device, beside upstream. PYTHON_CUDA= as above. About five minutes
+	@PYTHONPATH=connector/src $(PYTHON_CUDA) bench/gpu_no_hit.py $(BENCH)
+
 .PHONY: bench-turns
 bench-turns: ## Multi-turn load on one CUDA device, by offload. PYTHON_CUDA= one with vLLM 0.23.0 for CUDA. About eight minutes
 	@PYTHONPATH=connector/src $(PYTHON_CUDA) bench/multi_turn.py $(BENCH)

@@ -110,32 +110,32 @@ def transfer_config(phase: str, folder: Path) -> dict[str, Any] | None:
 
 
 class Engine:
-    """vLLM's offline engine with one request at a time."""
+    """vLLM's offline engine. others: settings that differ from those of the phases here."""
 
-    def __init__(self, phase: str, folder: Path) -> None:
+    def __init__(self, phase: str, folder: Path, model_config: dict[str, Any] = MODEL, **others: Any) -> None:
         model = folder / "model"
         model.mkdir(parents=True, exist_ok=True)
-        (model / "config.json").write_text(json.dumps(MODEL))
+        (model / "config.json").write_text(json.dumps(model_config))
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - not for the phases without an engine
 
         self._sampling = SamplingParams
         config = transfer_config(phase, folder)
+        settings = {
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": LENGTHS[-1] + 2 * BLOCK_TOKENS,
+            "max_num_batched_tokens": STEP_TOKENS,
+            "max_num_seqs": 16,
+            "num_gpu_blocks_override": DEVICE_BLOCKS,
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "prefix_caching_hash_algo": "sha256_cbor",
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        if config is not None:
+            settings["kv_transfer_config"] = config
         self._llm = LLM(
-            model=str(model),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype="bfloat16",
-            block_size=BLOCK_TOKENS,
-            max_model_len=LENGTHS[-1] + 2 * BLOCK_TOKENS,
-            max_num_batched_tokens=STEP_TOKENS,
-            max_num_seqs=16,
-            num_gpu_blocks_override=DEVICE_BLOCKS,
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            prefix_caching_hash_algo="sha256_cbor",
-            disable_log_stats=True,
-            seed=0,
-            **({"kv_transfer_config": config} if config is not None else {}),
+            model=str(model), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", **(settings | others)
         )
 
     def ask(self, prompt: list[int], answer_tokens: int = 1) -> tuple[float, int, list[int]]:
@@ -144,6 +144,13 @@ class Engine:
         started = time.perf_counter()
         (output,) = self._llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         return time.perf_counter() - started, output.num_cached_tokens or 0, list(output.outputs[0].token_ids)
+
+    def ask_all(self, prompts: Sequence[list[int]], answer_tokens: int) -> tuple[float, int]:
+        """(seconds until all are answered, tokens found in a cache)"""
+        sampling = self._sampling(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return time.perf_counter() - started, sum(output.num_cached_tokens or 0 for output in outputs)
 
     def tick(self) -> None:
         """A few engine steps without a whole block: finished transfers are noticed in steps."""

@@ -33,6 +33,7 @@ from pathlib import Path
 
 import httpx
 from first_token import BLOCK_TOKENS, TAIL_TOKENS, BenchError, ask, free_port, make_prompt, processor, stored_counter
+from paired_rounds import GOAL_RATIO, ROUNDS_LEAST, ordered, paired_ratio, promise_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from spillway_stack.local_stack import LocalStack
@@ -41,9 +42,6 @@ from spillway_stack.settings import StackSettings
 
 CONFIGURATIONS = ("off", "cpu", "nvme", "redis")
 SHARED_TIERS = ("nvme", "redis")
-GOAL_RATIO = 0.98
-RESAMPLES = 10_000
-ROUNDS_LEAST = 6  # of fewer no interval can be told; of an even number, so that every order comes with its reverse
 SETTLE_SECONDS = 30.0
 SETTLE_POLL_SECONDS = 0.2
 QUIET_POLLS = 3  # readings without a change: nothing is being written any more
@@ -57,13 +55,6 @@ class Rounds:
     prompts_per_second: list[float] = field(default_factory=list)
     cpu_seconds_per_prompt: list[float] = field(default_factory=list)
     written_bytes: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    median: float
-    low: float
-    high: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,13 +102,6 @@ def settings_for(name: str, blocks: int, concurrency: int) -> StackSettings:
         max_length=(blocks + 2) * BLOCK_TOKENS,
         gateway=False,
     )
-
-
-def ordered(names: Sequence[str], number: int) -> list[str]:
-    """Another one begins every two rounds, and each order is followed by its reverse."""
-    place = number // 2 % len(names)
-    turned = [*names[place:], *names[:place]]
-    return turned[::-1] if number % 2 else turned
 
 
 def run_round(
@@ -173,19 +157,6 @@ def cpu_seconds(parent: int) -> float:
         fields = (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def paired_ratio(values: Sequence[float], base: Sequence[float], chance: random.Random) -> Interval:
-    """Median over rounds of value / base of the same round, and the middle 95 % of it over resampled rounds."""
-    ratios = [value / reference for value, reference in zip(values, base, strict=True)]
-    medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
-    return Interval(statistics.median(ratios), medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)])
-
-
-def promise_of(ratio: Interval) -> str:
-    if ratio.low >= GOAL_RATIO:
-        return "kept"
-    return "missed" if ratio.high < GOAL_RATIO else "undecided"
 
 
 def make_report(

@@ -5,7 +5,8 @@ import random
 
 import pytest
 from first_token import BenchError
-from no_hit import Interval, Rounds, cpu_seconds, make_report, ordered, paired_ratio, promise_of, render, settle
+from no_hit import Rounds, cpu_seconds, make_report, render, settle
+from paired_rounds import Interval, ordered, paired_ratio, promise_of
 
 
 def test_drift_of_the_machine_cancels_out() -> None:

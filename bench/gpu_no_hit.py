@@ -1,0 +1,207 @@
+"""What offload costs on a CUDA device where it cannot help: throughput of prompts that nobody has seen.
+
+    python bench/gpu_no_hit.py [--rounds 12] [--prompts 64] [--tokens 2048] [--configurations none spillway-cpu ...]
+
+Engines of a Qwen3-8B-shaped model with dummy weights stand beside each other in the memory of one device and take
+turns, so that one of them computes and the others wait: without a connector, with upstream's CPU tier, with Spillway's,
+and with Spillway's NVMe tier below it. A round gives an engine `--prompts` new prompts at once, of which 16 run, and 16
+tokens are answered to each. What a round left to be written is finished before the next engine's turn.
+
+    none, upstream-cpu, spillway-cpu, spillway-nvme     the engines
+
+Promised is a ratio of at least 0.98 to the engine without a connector. Ratios are medians over rounds with a 95 %
+bootstrap interval: `kept` when the whole interval is there, `missed` when none of it is (exit status 1), else
+`undecided`. Prints a table, writes build/bench/gpu_no_hit.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+import gpu
+from paired_rounds import GOAL_RATIO, ROUNDS_LEAST, ordered, paired_ratio, promise_of
+
+CONFIGURATIONS = ("none", "upstream-cpu", "spillway-cpu", "spillway-nvme")
+MODEL = gpu.MODEL | {
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+DEVICE_BLOCKS = 352  # 6.6 GB: the 16 prompts that run, and few that have run
+MEMORY_SHARE = 0.21  # of the device for each engine
+ANSWER_TOKENS = 16
+FOLDER = Path("build/bench/gpu_no_hit")
+OUTPUT = Path("build/bench/gpu_no_hit.json")
+ROUND = "ROUND "  # begins the lines that an engine's process writes for us, among vLLM's own
+
+
+def serve(name: str, folder: Path, prompts: int, tokens: int) -> None:
+    """In a process of its own: a round for each line of the input."""
+    os.environ.update(gpu.ENVIRONMENT)
+    engine = gpu.Engine(
+        name,
+        folder,
+        MODEL,
+        num_gpu_blocks_override=DEVICE_BLOCKS,
+        gpu_memory_utilization=MEMORY_SHARE,
+        **({"kv_transfer_config": config} if (config := transfer_config(name, folder)) else {}),
+    )
+    print(f"{ROUND}ready", flush=True)
+    stored = gpu.stable_folder(folder / "nvme") if name == "spillway-nvme" else lambda: True
+    for line in sys.stdin:
+        batch = [gpu.make_prompt(f"{line.strip()} {at}", tokens) for at in range(prompts)]
+        seconds, cached = engine.ask_all(batch, ANSWER_TOKENS)
+        if cached:
+            raise gpu.BenchError(f"{cached} tokens of prompts that nobody has seen were found in a cache")
+        engine.settle(stored)
+        print(f"{ROUND}{seconds}", flush=True)
+
+
+def transfer_config(name: str, folder: Path) -> dict[str, Any] | None:
+    """As in bench/gpu.py, but the NVMe tier keeps its own limits: here it may drop what comes too fast."""
+    config = gpu.transfer_config("spillway-cpu" if name == "spillway-nvme" else name, folder)
+    if name == "spillway-nvme" and config is not None:
+        tier = {"type": "nvme", "path": str(folder / "nvme"), "max_bytes": gpu.NVME_BYTES}
+        config["kv_connector_extra_config"]["secondary_tiers"] = [tier]
+    return config
+
+
+class Turn:
+    """One engine's process, asked for rounds."""
+
+    def __init__(self, name: str, given: argparse.Namespace, log: TextIO) -> None:
+        self.name = name
+        command = [sys.executable, __file__, "--serve", name, "--prompts", str(given.prompts)]
+        self._process = subprocess.Popen(
+            [*command, "--tokens", str(given.tokens)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+
+    def wait_ready(self) -> None:
+        self._answer()
+
+    def round(self, number: int) -> float:
+        """Seconds."""
+        assert self._process.stdin is not None
+        print(f"{self.name} {number}", file=self._process.stdin, flush=True)
+        return float(self._answer())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(ROUND):
+                return line.removeprefix(ROUND).strip()
+        raise gpu.BenchError(f"the engine {self.name} ended; see {FOLDER / self.name}.log")
+
+
+def measure(given: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each configuration's rounds."""
+    seconds: dict[str, list[float]] = {name: [] for name in given.configurations}
+    with ExitStack() as stack:
+        engines: dict[str, Turn] = {}
+        for name in given.configurations:  # one after the other: each looks at the memory that the ones before left
+            log = stack.enter_context((FOLDER / f"{name}.log").open("w"))
+            engines[name] = Turn(name, given, log)
+            stack.callback(engines[name].close)
+            engines[name].wait_ready()
+            print(f"{name}: ready", flush=True)
+        for engine in engines.values():  # pays for what is made on first use
+            engine.round(-1)
+        for number in range(max(given.rounds, ROUNDS_LEAST)):
+            for name in ordered(given.configurations, number):
+                seconds[name].append(engines[name].round(number))
+            print(
+                f"round {number + 1}: " + ", ".join(f"{name} {seconds[name][-1]:.3f}" for name in seconds) + " s",
+                flush=True,
+            )
+    return seconds
+
+
+def make_report(seconds: dict[str, list[float]], given: argparse.Namespace) -> dict[str, float | int | str]:
+    chance = random.Random(0)
+    tokens = given.prompts * given.tokens
+    report: dict[str, float | int | str] = {
+        "rounds_count": len(next(iter(seconds.values()))),
+        "prompt_tokens": given.tokens,
+        "prompts_count": given.prompts,
+    }
+    speeds = {name: [tokens / value for value in values] for name, values in seconds.items()}
+    for name, values in speeds.items():
+        report[f"{name}_prompt_tokens_per_second"] = round(statistics.median(values))
+        if name != "none" and "none" in speeds:
+            ratio = paired_ratio(values, speeds["none"], chance)
+            report[f"{name}_throughput_ratio"] = round(ratio.median, 4)
+            report[f"{name}_throughput_ratio_low"] = round(ratio.low, 4)
+            report[f"{name}_throughput_ratio_high"] = round(ratio.high, 4)
+            report[f"{name}_promise"] = promise_of(ratio)
+    return report
+
+
+def render(report: dict[str, float | int | str]) -> str:
+    lines = [
+        f"{report['prompts_count']} prompts of {report['prompt_tokens']} unseen tokens, medians of "
+        f"{report['rounds_count']} rounds",
+        "",
+        f"{'engine':16}{'tokens/s':>10}{'ratio to none (95 %)':>28}  at least {GOAL_RATIO:g}",
+    ]
+    for name in CONFIGURATIONS:
+        if f"{name}_prompt_tokens_per_second" not in report:
+            continue
+        cell = "1"
+        if f"{name}_throughput_ratio" in report:
+            median, low, high = (float(report[f"{name}_throughput_ratio{end}"]) for end in ("", "_low", "_high"))
+            cell = f"{median:.3f} ({low:.3f} to {high:.3f})"
+        speed = report[f"{name}_prompt_tokens_per_second"]
+        lines.append(f"{name:16}{speed:>10}{cell:>28}  {report.get(f'{name}_promise', '')}".rstrip())
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Throughput of unseen prompts on a CUDA device, by offload.")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=64, help="per engine and round (default 64)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of each prompt (default 2048)")
+    parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
+    parser.add_argument("--serve", choices=CONFIGURATIONS, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.serve:
+        serve(given.serve, (FOLDER / given.serve).absolute(), given.prompts, given.tokens)
+        return 0
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    try:
+        report = make_report(measure(given), given)
+    finally:
+        for name in CONFIGURATIONS:
+            shutil.rmtree(FOLDER / name, ignore_errors=True)
+    print(f"\n{render(report)}")
+    OUTPUT.write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if "missed" in report.values() else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except gpu.BenchError as error:
+        print(f"gpu_no_hit: {error}", file=sys.stderr)
+        sys.exit(1)
