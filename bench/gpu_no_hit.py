@@ -41,7 +41,7 @@ MODEL = gpu.MODEL | {
 }
 DEVICE_BLOCKS = 352  # 6.6 GB: the 16 prompts that run, and few that have run
 MEMORY_SHARE = 0.21  # of the device for each engine
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = 1
 FOLDER = Path("build/bench/gpu_no_hit")
 OUTPUT = Path("build/bench/gpu_no_hit.json")
 ROUND = "ROUND "  # begins the lines that an engine's process writes for us, among vLLM's own
