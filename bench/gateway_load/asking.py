@@ -74,7 +74,8 @@ class Client(asyncio.Protocol):
                 self._head = data
                 return
             if not data.startswith(b"HTTP/1.1 200"):
-                self._fail(data[:300].decode("latin-1"))
+                status = data.partition(b"\r\n")[0].decode("latin-1")
+                self._fail(f"{status}: {data[end + 4 : end + 300].decode('latin-1')}")
                 self.open = False  # this client ends here, and its connection is no second failure
                 self._rest()
                 self._transport.abort()

@@ -21,7 +21,7 @@ from gateway_load.prompts import MODEL
 
 HOME = Path(os.environ.get("SPILLWAY_RIVALS", "~/.cache/spillway/rivals")).expanduser()
 INSTALL_SECONDS_MAX = 900
-LITELLM_KEY = "sk-" + "0" * 32
+LITELLM_KEY = "sk-" + "bench" * 8  # not NUMBER, which is replaced in each request
 PRODUCTION_STACK_COMMIT = "a6c01db05f65f556235413ba8dbcfb0c01132fff"
 PRODUCTION_STACK_URL = "https://github.com/vllm-project/production-stack"
 
