@@ -221,6 +221,8 @@ def make_report(seconds: dict[str, list[float]], tokens: int, runs: int) -> dict
         report[f"{row}_slowest_seconds"] = round(max(seconds[row]), 4)
         if row != "recompute":
             report[f"recompute_over_{row}_ratio"] = round(medians["recompute"] / median, 2)
+        if row in SHARED_ROW.values():
+            report[f"{row}_over_cpu_tier_ratio"] = round(median / medians["cpu_tier"], 2)
     return report
 
 
@@ -229,14 +231,16 @@ def render(report: dict[str, float | int | str]) -> str:
         f"first token of a prompt of {report['prompt_tokens']} tokens, medians of {report['runs_per_figure']} "
         f"(recompute, device, CPU tier: of all pairs of engines), {report['processor']}",
         "",
-        f"{'':18}{'median':>10}{'fastest':>10}{'slowest':>10}{'speed-up':>10}",
+        f"{'':18}{'median':>10}{'fastest':>10}{'slowest':>10}{'speed-up':>10}{'of CPU tier':>13}",
     ]
     for row in ROWS:
         if f"{row}_seconds" in report:
             figures = [report[f"{row}{kind}_seconds"] for kind in ("", "_fastest", "_slowest")]
             ratio = report.get(f"recompute_over_{row}_ratio", 1.0)
             cells = "".join(f"{float(figure):>8.3f} s" for figure in figures)
-            lines.append(f"{row.replace('_', ' '):18}{cells}{float(ratio):>9.1f}x")
+            shared = row in SHARED_ROW.values()
+            share = f"{float(report[f'{row}_over_cpu_tier_ratio']):>12.2f}x" if shared else ""
+            lines.append(f"{row.replace('_', ' '):18}{cells}{float(ratio):>9.1f}x{share}")
     return "\n".join(lines)
 
 

@@ -3,12 +3,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.errors import HostMemoryError
+from spillway_connector.testing.memory import mapped_bytes
 
 
 @pytest.fixture
@@ -35,6 +38,27 @@ def test_the_name_goes_and_the_memory_stays(path: Path):
     assert not path.exists()
     second.create_kv_memoryview().cast("B")[:4] = b"kept"
     assert bytes(first.create_kv_memoryview().cast("B")[:4]) == b"kept"
+
+
+def test_each_process_takes_its_page_faults_ahead(path: Path):
+    first, second = HostRegion(path, 3, 3 << 20), HostRegion(path, 3, 3 << 20)
+    first.populate(0, first.size_bytes)
+    assert mapped_bytes(first.address) == first.size_bytes
+    assert mapped_bytes(second.address) == 0
+    second.populate_behind()
+    deadline = time.monotonic() + 60
+    while mapped_bytes(second.address) < second.size_bytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    second.cleanup()
+
+
+def test_a_region_can_be_closed_while_its_pages_are_being_mapped(path: Path):
+    for _ in range(20):
+        region = HostRegion(path, 16, 4 << 20)
+        region.populate_behind()
+        region.cleanup()
+        assert not [thread for thread in threading.enumerate() if thread.name == "spillway-populate"]
 
 
 def test_another_engines_file_of_that_name_is_left_alone(path: Path):

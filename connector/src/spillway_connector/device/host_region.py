@@ -7,10 +7,12 @@ the memory lives exactly as long as the processes that map it, so a killed engin
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import mmap
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -22,8 +24,12 @@ from spillway_connector.errors import HostMemoryError
 logger = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11's mmap does not name it
+_POPULATED_AT_ONCE_BYTES = 4 << 20  # a call of 1 ms, during which the process can map nothing else
 _OPEN_TIMEOUT_SECONDS = 30.0
 _SHM = Path("/dev/shm")  # noqa: S108 - the point of the file is to be in shared memory
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise keeps the GIL
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def region_path(replica_id: str) -> Path:
@@ -46,6 +52,8 @@ class HostRegion:
         finally:
             os.close(descriptor)
         self._bytes: npt.NDArray[np.int8] | None = np.frombuffer(self._mapping, dtype=np.int8)
+        self._populating: threading.Thread | None = None
+        self._closing = False
 
     def _open_or_create(self) -> int:
         try:
@@ -86,14 +94,31 @@ class HostRegion:
         return int(self._bytes.ctypes.data)
 
     def populate(self, offset_bytes: int, length_bytes: int) -> None:
-        """Take page faults now instead of in the first copies; a hint, so failure only costs time."""
-        assert self._mapping is not None
-        try:
-            self._mapping.madvise(_MADV_POPULATE_WRITE, offset_bytes, length_bytes)
-        except OSError as error:
-            # EINVAL: a kernel before 5.14. The pages themselves were taken when the file was made.
-            if error.errno != errno.EINVAL:
-                raise
+        """Take page faults now instead of in the first copies; a hint, so failure only costs time.
+
+        They are of this process alone: that another one, or posix_fallocate, has touched a page spares nobody's.
+        """
+        address, end = self.address, offset_bytes + length_bytes
+        for start in range(offset_bytes, end, _POPULATED_AT_ONCE_BYTES):
+            if self._closing:
+                return
+            if _madvise(address + start, min(_POPULATED_AT_ONCE_BYTES, end - start), _MADV_POPULATE_WRITE):
+                code = ctypes.get_errno()
+                if code == errno.EINVAL:
+                    return  # a kernel before 5.14. The pages themselves were taken when the file was made.
+                raise OSError(code, os.strerror(code))
+
+    def populate_behind(self) -> None:
+        """All of it on a thread of its own, row 0 first; `cleanup` ends it."""
+
+        def populate() -> None:
+            try:
+                self.populate(0, self.size_bytes)
+            except OSError as error:
+                logger.warning("CPU tier: pages could not be mapped ahead of their use: %s", error)
+
+        self._populating = threading.Thread(target=populate, name="spillway-populate", daemon=True)
+        self._populating.start()
 
     def create_kv_memoryview(self) -> memoryview:
         """Rows as vLLM's tiers want them: (num_rows, row_bytes), int8, writable, no copy."""
@@ -111,6 +136,9 @@ class HostRegion:
     def cleanup(self) -> None:
         """Close this process's mapping; vLLM's tier manager calls it by this name. Twice is harmless."""
         self.unlink_name()
+        self._closing = True
+        if self._populating is not None:
+            self._populating.join()  # at most one call
         self._bytes = None
         if self._mapping is not None:
             try:

@@ -98,6 +98,9 @@ class SpillwayOffloadingSpec(OffloadingSpec):
             primary = make_cpu_tier(self.num_blocks, region, self.eviction_policy, enable_events)
             view = primary.get_kv_memoryview()
             tiers = [self._create_tier(config, view) for config in self.secondary_tier_configs]
+            if tiers:
+                # Their threads fill rows in this process: 94 MB of rows never touched took 35 ms longer than others.
+                region.populate_behind()
             self._manager = SpillwayTieringManager(
                 primary,
                 tiers,

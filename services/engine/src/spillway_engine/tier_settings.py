@@ -66,7 +66,7 @@ class SharedTierSettings:
     nvme: NvmeTierSettings = field(default_factory=NvmeTierSettings)
     redis: RedisTierSettings = field(default_factory=RedisTierSettings)
     encryption: EncryptionSettings | None = None
-    io_threads: int = 4
+    io_threads: int = 8
     lookup_timeout_seconds: float = 0.2
     load_timeout_seconds: float = 2.0
     store_timeout_seconds: float = 10.0
