@@ -469,8 +469,13 @@ def test_a_certificate_and_a_port_for_operators(gateway_of):
     container = pod["containers"][0]
     assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"http": 8443, "ops": 8001}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+        # The operators' port is plain HTTP, and answers however busy the other one is.
+        assert container[probe]["httpGet"].keys() == {"path", "port"} and container[probe]["httpGet"]["port"] == "ops"
         assert "scheme" not in pod_spec(rendered.one("StatefulSet", "engine"))["containers"][0][probe]["httpGet"]
+    alone = render(values={"gateway": {**gateway, "opsPort": None}})
+    (container,) = pod_spec(alone.one("Deployment", "gateway"))["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert (container[probe]["httpGet"]["port"], container[probe]["httpGet"]["scheme"]) == ("http", "HTTPS")
     # Clients' Service leads to the main port alone; Prometheus finds the other one by the pod's name for it.
     (port,) = rendered.one("Service", "gateway")["spec"]["ports"]
     assert (port["targetPort"], port["appProtocol"]) == ("http", "https")

@@ -170,7 +170,7 @@ DIMENSIONS = {
         ),
         nested(
             "gateway",
-            {"opsPort": 8001, "tls": {"secret": {"name": "certificate", "privateKeyKey": "private.key"}}},
+            {"opsPort": 9001, "tls": {"secret": {"name": "certificate", "privateKeyKey": "private.key"}}},
         ),
     ],
     "network": [

@@ -316,7 +316,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         ["gateway.opsPort: 8000 is also port; give each its own"],
     ),
     "metrics behind a certificate": (
-        "{gateway: {tls: {secret: {name: c}}}, monitoring: {serviceMonitor: {enabled: true}}}",
+        "{gateway: {opsPort: null, tls: {secret: {name: c}}}, monitoring: {serviceMonitor: {enabled: true}}}",
         ["gateway.tls closes /metrics to plain HTTP; set gateway.opsPort, e.g. 8001"],
     ),
     "audit into a read-only folder": (

@@ -121,10 +121,11 @@ def test_panels_lie_beside_each_other(board):
 def test_monitors_find_a_port():
     rendered = render(PRODUCTION)
     service = rendered.one("Service", "gateway")
+    (container,) = rendered.one("Deployment", "gateway")["spec"]["template"]["spec"]["containers"]
     monitor = rendered.one("ServiceMonitor")["spec"]
 
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert monitor["endpoints"][0]["port"] in [port["name"] for port in service["spec"]["ports"]]
+    assert monitor["endpoints"][0]["targetPort"] in [port["name"] for port in container["ports"]]
     pods = rendered.one("PodMonitor")["spec"]
     labels = rendered.one("StatefulSet", "engine")["spec"]["template"]["metadata"]["labels"]
     assert pods["selector"]["matchLabels"].items() <= labels.items()

@@ -69,9 +69,9 @@ def command_of(workload: dict[str, Any], config: Path, name: str) -> list[str]:
 
 
 def test_gateway_starts_and_says_what_it_lacks(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    static = {"gateway": {"port": port, "discovery": {"type": "static"}}}
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
+        port, ops_port = free.getsockname()[1], other.getsockname()[1]
+    static = {"gateway": {"port": port, "opsPort": ops_port, "discovery": {"type": "static"}}}
     rendered = render(CHART / "values-cpu.yaml", values=static)
     config = tmp_path / "gateway.yaml"
     config.write_text(rendered.one("ConfigMap", "gateway")["data"]["gateway.yaml"])
@@ -83,9 +83,11 @@ def test_gateway_starts_and_says_what_it_lacks(tmp_path):
         for line in process.stderr:
             if "listening on" in line:
                 break
-        assert status(port, "/health") == 200
-        assert status(port, "/ready") == 503  # no engine answers under these names here
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        for listener in (port, ops_port):
+            assert status(listener, "/health") == 200
+            assert status(listener, "/ready") == 503  # no engine answers under these names here
+        assert status(port, "/metrics") == 404
+        with urllib.request.urlopen(f"http://127.0.0.1:{ops_port}/metrics", timeout=10) as reply:
             assert 'engine="chat-spillway-engine-1"' in reply.read().decode()
     finally:
         process.terminate()
@@ -98,7 +100,7 @@ def test_gateway_asks_for_the_keys_of_its_secret(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     auth = {"keysSecret": {"name": "k"}, "saltSecret": {"name": "s"}}
-    gateway = {"port": port, "auth": auth, "discovery": {"type": "static"}}
+    gateway = {"port": port, "opsPort": None, "auth": auth, "discovery": {"type": "static"}}
     rendered = render(CHART / "values-cpu.yaml", values={"gateway": gateway})
     config = tmp_path / "gateway.yaml"
     text = rendered.one("ConfigMap", "gateway")["data"]["gateway.yaml"]

@@ -19,19 +19,17 @@ from cluster.client_pod import ClientPod
 from cluster.helm import VERSION, Release
 from cluster.image_builder import ImageBuilder
 from cluster.kube import Kubernetes, Object
-from cluster.local_cluster import REAL_ENGINES_NODE, LocalCluster, require_machine
+from cluster.local_cluster import FOLDER, REAL_ENGINES_NODE, LocalCluster, require_machine
 from cluster.report import Report, Row
 from cluster.values import MODEL
 
 HERE = Path(__file__).resolve().parent
-FOLDER = Path(os.environ.get("SPILLWAY_CLUSTER", Path.home() / ".cache" / "spillway-cluster"))
 REPORT = ROOT / "build" / "cluster" / "report.json"
 ROW = pytest.StashKey[Row]()
 CASE_SECONDS = 900
 BUILD_SECONDS = 5400  # the first case of all may have to compile Kubernetes and build images
 SMALL_IMAGES = (
     f"spillway-gateway:{VERSION}",
-    f"spillway-tools:{VERSION}",
     "spillway-engine-simulated:lane",
     "valkey:lane",
 )
@@ -109,7 +107,9 @@ def kubernetes(machine: LocalCluster, builder: ImageBuilder, report: Report) -> 
         yield kubernetes
     finally:
         if not keep:
-            machine.down()
+            with report.case("cluster down: no process, link, namespace, mount or control group is left"):
+                machine.down()
+                assert not machine.left(), machine.left()
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from types import TracebackType
 
 from cluster.client_pod import ClientPod
 from cluster.kube import Kubernetes, Object
+from cluster.report import Report
 from cluster.values import OPERATIONS_PORT
 from stack_driver.deadlines import eventually
 
@@ -93,14 +94,15 @@ class DiscoveryWatch:
         later = (change for change in self._ready if at < change.at < at + PROMPT_SECONDS)
         return any(change.engines is not None and (name in change.engines) != used for change in later)
 
-    def words(self) -> str:
-        lags = self.lags()
-        return f"gateways followed {len(lags)} changes of engines within {max(lags.values(), default=0.0):.2f} s"
-
-    def require_prompt(self) -> None:
-        assert self.lags(), "something should have changed"
-        late = {name: round(lag, 2) for name, lag in self.lags().items() if lag > PROMPT_SECONDS}
-        assert not late, f"gateways were late to follow: {late}"
+    def require_prompt(self, report: Report, during: str) -> None:
+        """A row of its own: `requests` are the changes, `failed` those that a gateway followed late."""
+        with report.case(f"discovery: gateways follow within {PROMPT_SECONDS:.0f} s [{during}]") as row:
+            lags = self.lags()
+            late = {name: round(lag, 2) for name, lag in lags.items() if lag > PROMPT_SECONDS}
+            row.requests, row.failed = len(lags), len(late)
+            row.note = f"the slowest took {max(lags.values(), default=0.0):.2f} s"
+            assert lags, "something should have changed"
+            assert not late, f"gateways were late to follow: {late}"
 
 
 def _ready_pods(endpoint_slice: Object) -> frozenset[str]:

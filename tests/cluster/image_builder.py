@@ -61,17 +61,20 @@ class ImageBuilder:
         self.folder = folder
         self._images = images(version)
         self._keys: dict[str, str] = {}  # of what was found first: a file that is edited later changes no name midway
-        folder.mkdir(parents=True, exist_ok=True)
+        self._temporary = folder / "temporary"
+        shutil.rmtree(self._temporary, ignore_errors=True)  # gigabytes, where an earlier build was interrupted
+        self._temporary.mkdir(parents=True)
 
     def archive(self, name: str) -> Path:
-        """An OCI archive of the image, built now unless nothing in it has changed."""
+        """A docker archive of the image, built now unless nothing in it has changed."""
         path = self.folder / f"{name.replace(':', '_')}-{self._key(name)}.tar"
         if not path.exists():
             self._build(self._images[name])
             for old in self.folder.glob(f"{name.replace(':', '_')}-*.tar"):
                 old.unlink()
             made = path.with_suffix(".partial")
-            self._buildah("push", "--quiet", f"localhost/{name}", f"oci-archive:{made}:docker.io/library/{name}")
+            # Not an OCI archive, as buildah compresses the layers of those, for seconds each and for nothing.
+            self._buildah("push", "--quiet", f"localhost/{name}", f"docker-archive:{made}:docker.io/library/{name}")
             made.rename(path)
             self._forget(name)
         return path
@@ -110,7 +113,7 @@ class ImageBuilder:
         archive = self.archive(name)
         present = self._buildah("images", "--quiet", "--filter", f"reference=localhost/{name}", check=False)
         if not present.strip():
-            pulled = self._buildah("pull", "--quiet", f"oci-archive:{archive}").strip()
+            pulled = self._buildah("pull", "--quiet", f"docker-archive:{archive}").strip()
             self._buildah("tag", pulled, f"localhost/{name}")
 
     @cached_property
@@ -155,7 +158,7 @@ class ImageBuilder:
 
     def _buildah(self, *arguments: str, check: bool = True) -> str:
         storage = ["--root", str(self.folder / "storage"), "--runroot", str(self.folder / "storage-run")]
-        environment = {**os.environ, "BUILDAH_ISOLATION": "chroot", "TMPDIR": str(self.folder)}
+        environment = {**os.environ, "BUILDAH_ISOLATION": "chroot", "TMPDIR": str(self._temporary)}
         command = ["buildah", *storage, *arguments]
         return run(*command, seconds=BUILD_SECONDS, environment=environment, check=check)
 

@@ -1,11 +1,14 @@
 """The lane's own cluster on this machine: machine/cluster.sh, asked to do one thing at a time.
 
-`python -m cluster.local_cluster` says what this machine lacks for one, and exits with 1 if it lacks anything.
+`python -m cluster.local_cluster` says what this machine lacks for one, and exits with 1 if it lacks anything;
+`... packages` lists Debian's packages with the programs that it needs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,7 +17,11 @@ from pathlib import Path
 
 from cluster.commands import run
 
-SCRIPT = Path(__file__).resolve().parent / "machine" / "cluster.sh"
+MACHINE = Path(__file__).resolve().parent / "machine"
+SCRIPT = MACHINE / "cluster.sh"
+FOLDER = Path(os.environ.get("SPILLWAY_CLUSTER", Path.home() / ".cache" / "spillway-cluster"))
+CGROUPS = Path("/sys/fs/cgroup")
+CONTROLLERS = ("cpu", "memory", "pids")  # of cgroup v1, with which alone cluster.sh has been proven
 BUILD_SECONDS = 5400.0
 STEP_SECONDS = 300.0
 LOAD_SECONDS = 1200.0  # the engine image has gigabytes
@@ -23,6 +30,7 @@ REAL_ENGINES_NODE = NODES[0]  # all of them: their image is on this node alone, 
 PACKAGES = (
     "containernetworking-plugins iptables iproute2 conntrack openssl libseccomp-dev pkg-config gcc buildah debootstrap"
 )
+FILES = (Path("/usr/lib/cni/bridge"), Path("/usr/include/seccomp.h"))
 PROGRAMS = ("go", "gcc", "pkg-config", "openssl", "ip", "iptables", "conntrack", "buildah", "debootstrap")
 
 
@@ -31,6 +39,7 @@ def require_machine() -> None:
     if os.geteuid() != 0:
         raise RuntimeError("a cluster of one's own needs root; set KUBECONFIG= to run the lane on another one")
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    missing += [str(path) for path in FILES if not path.exists()]
     if missing:
         raise RuntimeError(
             f"{', '.join(missing)} missing; install Go 1.26 from https://go.dev/dl and the rest with "
@@ -40,6 +49,21 @@ def require_machine() -> None:
     refused = subprocess.run(unshare, capture_output=True, text=True, check=False, timeout=STEP_SECONDS)
     if refused.returncode != 0:
         raise RuntimeError(f"no network and mount namespaces of one's own here: {refused.stderr.strip()}")
+    for controller in CONTROLLERS:
+        mine = CGROUPS / controller / f"spillway-{os.getpid()}"
+        try:
+            mine.mkdir()
+            mine.rmdir()
+        except OSError as error:
+            raise RuntimeError(f"no cgroups (v1) of one's own here: {error}") from None
+    if not any(FOLDER.glob("bin/built-*")):
+        download = ["go", "mod", "download", "k8s.io/kubernetes"]
+        folder = MACHINE / "control-plane"
+        missed = subprocess.run(
+            download, cwd=folder, capture_output=True, text=True, check=False, timeout=BUILD_SECONDS
+        )
+        if missed.returncode != 0:
+            raise RuntimeError(f"Kubernetes' sources cannot be downloaded here: {missed.stderr.strip()}")
 
 
 class LocalCluster:
@@ -66,6 +90,23 @@ class LocalCluster:
     def down(self) -> None:
         self._do("down")
 
+    def left(self) -> list[str]:
+        """What is on this machine because of a cluster; nothing once it is down."""
+        run_folder = str(self.folder / "run")
+        namespaces = [line.split()[0] for line in run("ip", "netns", "list").splitlines()]
+        links = [link.name for link in Path("/sys/class/net").iterdir()]
+        found = [f"network namespace {name}" for name in namespaces if name.startswith("sw-node")]
+        found += [f"link {name}" for name in links if re.fullmatch(r"swbr0|sw\d+", name)]
+        mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        found += [f"mount {path}" for path in mounts if path.startswith(f"{self.folder.resolve()}/")]
+        found += [f"control group {path}" for path in CGROUPS.glob("*/spillway-node*")]
+        for command in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                words = command.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if run_folder in words:
+                    found.append(f"process {command.parent.name} {words.strip()}")
+        return found
+
     def load(self, archive: Path, node: str = "") -> None:
         """Into one node, or into all of them."""
         self._do("load", str(archive), *([node] if node else []), seconds=LOAD_SECONDS)
@@ -87,6 +128,9 @@ class LocalCluster:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["packages"]:
+        print(PACKAGES)
+        sys.exit()
     try:
         require_machine()
     except RuntimeError as lack:

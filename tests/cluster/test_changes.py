@@ -9,7 +9,7 @@ from cluster.client_pod import ClientPod, LoadResult
 from cluster.discovery_watch import DiscoveryWatch
 from cluster.helm import Release
 from cluster.kube import Kubernetes, name_of
-from cluster.report import Row
+from cluster.report import Report, Row
 from cluster.values import Values, simulated
 from stack_driver.deadlines import eventually
 
@@ -29,7 +29,7 @@ def no_failure(result: LoadResult, case: Row, *more: str) -> None:
     assert result.failed == 0, result.failures
 
 
-def test_scale(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+def test_scale(release: Release, namespace: Kubernetes, client: ClientPod, case: Row, report: Report) -> None:
     """scale 2 -> 4 -> 1 with requests under way"""
     with client.load() as result, following(namespace, client) as watch:
         release.upgrade(simulated(engine={"replicas": 4}))
@@ -38,14 +38,14 @@ def test_scale(release: Release, namespace: Kubernetes, client: ClientPod, case:
         release.upgrade(simulated(engine={"replicas": 1}))
         namespace.wait_for_pods("engine", 1)
         client.wait_for_requests(client.progress() + 40)
-    no_failure(result, case, watch.words())
+    no_failure(result, case)
     assert len(result.engines) == 4, result.engines
-    watch.require_prompt()
+    watch.require_prompt(report, "scale 2 -> 4 -> 1")
     release.upgrade(simulated())
     namespace.wait_for_pods("engine", 2)
 
 
-def test_rolling_upgrade(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+def test_rolling_upgrade(release: Release, namespace: Kubernetes, client: ClientPod, case: Row, report: Report) -> None:
     """rolling upgrade with a changed offload value under load"""
     gateways = {name_of(pod) for pod in namespace.pods("gateway")}
     before = {pod["metadata"]["uid"] for pod in namespace.pods("engine")}
@@ -53,20 +53,21 @@ def test_rolling_upgrade(release: Release, namespace: Kubernetes, client: Client
         release.upgrade(changed_offload())
         eventually("both engines replaced", lambda: replaced(namespace, before), 240.0)
         client.wait_for_requests(client.progress() + 40)
-    no_failure(result, case, watch.words())
+    no_failure(result, case)
     assert offload_in_use(client, namespace) == {96}
     assert {name_of(pod) for pod in namespace.pods("gateway")} == gateways, "no gateway had a reason to restart"
-    watch.require_prompt()
+    watch.require_prompt(report, "rolling upgrade")
 
 
-def test_rollback(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+def test_rollback(release: Release, namespace: Kubernetes, client: ClientPod, case: Row, report: Report) -> None:
     """rollback under load"""
     before = {pod["metadata"]["uid"] for pod in namespace.pods("engine")}
-    with client.load() as result:
+    with client.load() as result, following(namespace, client) as watch:
         release.rollback()
         eventually("both engines replaced", lambda: replaced(namespace, before), 240.0)
     no_failure(result, case)
     assert offload_in_use(client, namespace) == {64}
+    watch.require_prompt(report, "rollback")
 
 
 def test_gateway_upgrade(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
@@ -81,10 +82,11 @@ def test_gateway_upgrade(release: Release, namespace: Kubernetes, client: Client
     assert {pod["metadata"]["uid"] for pod in namespace.pods("engine")} == engines, "no engine had a reason to restart"
 
 
-def test_wrong_image(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+def test_wrong_image(release: Release, namespace: Kubernetes, client: ClientPod, case: Row, report: Report) -> None:
     """an upgrade to images that do not exist does not take the service down, and a rollback mends it"""
-    wrong = {"image": {"tag": "no-such-tag"}}
-    with client.load() as result:
+    # From an address that refuses at once: nodes without a way out would first wait a minute for a name server.
+    wrong = {"image": {"registry": "127.0.0.1:1", "tag": "no-such-tag"}}
+    with client.load() as result, following(namespace, client) as watch:
         release.upgrade(simulated(engine=wrong, gateway=wrong), wait=False)
         eventually("a pod waits for its image", lambda: waiting_for_image(namespace), 120.0)
         client.wait_for_requests(client.progress() + 60)
@@ -94,6 +96,7 @@ def test_wrong_image(release: Release, namespace: Kubernetes, client: ClientPod,
         namespace.wait_for_pods("engine", 2)
         namespace.wait_for_pods("gateway", 2)
     no_failure(result, case, "one engine stayed down until the rollback")
+    watch.require_prompt(report, "images that do not exist")
 
 
 def test_secret_rotated(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:

@@ -15,7 +15,7 @@ from cluster.discovery_watch import DiscoveryWatch
 from cluster.helm import Release
 from cluster.kube import Kubernetes, Object, name_of
 from cluster.local_cluster import NODES, LocalCluster
-from cluster.report import Row
+from cluster.report import Report, Row
 from cluster.values import simulated
 from stack_driver.deadlines import eventually
 
@@ -71,7 +71,7 @@ def require_only_lost_ones(result: LoadResult, at: float, case: Row, *more: str,
     assert result.failed <= most, result.failures
 
 
-def test_engine_killed(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+def test_engine_killed(namespace: Kubernetes, client: ClientPod, case: Row, report: Report) -> None:
     """engine pod killed"""
     victim = namespace.ready_pods("engine")[0]
     with client.load(WORKERS) as result, DiscoveryWatch(namespace, client, ENGINES_SERVICE) as watch:
@@ -79,8 +79,8 @@ def test_engine_killed(namespace: Kubernetes, client: ClientPod, case: Row) -> N
         eventually("the engine is back", lambda: back(namespace, victim), 180.0)
         namespace.wait_for_pods("engine", 2)
         client.wait_for_requests(client.progress() + 40)
-    require_only_lost_ones(result, at, case, watch.words())
-    watch.require_prompt()
+    require_only_lost_ones(result, at, case)
+    watch.require_prompt(report, "engine killed")
 
 
 def test_gateway_killed(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
@@ -106,7 +106,7 @@ def test_redis_killed(namespace: Kubernetes, client: ClientPod, case: Row) -> No
 
 @pytest.mark.own_cluster
 def test_api_server_restarted(
-    namespace: Kubernetes, client: ClientPod, machine: LocalCluster, release: Release, case: Row
+    namespace: Kubernetes, client: ClientPod, machine: LocalCluster, release: Release, case: Row, report: Report
 ) -> None:
     """API server restarted: requests go on, and gateways follow changes again"""
     with client.load(WORKERS) as result:
@@ -118,13 +118,13 @@ def test_api_server_restarted(
             eventually("the engine is back", lambda: back(namespace, victim), 180.0)
             namespace.wait_for_pods("engine", 2)
             client.wait_for_requests(client.progress() + 40)
-    case.requests, case.failed, case.note = result.requests, result.failed, f"{watch.words()}; {result.words()}"
+    case.requests, case.failed, case.note = result.requests, result.failed, result.words()
     assert result.failed == 0, result.failures
-    watch.require_prompt()
+    watch.require_prompt(report, "API server restarted")
 
 
 @pytest.mark.own_cluster
-def test_node_drained(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+def test_node_drained(namespace: Kubernetes, client: ClientPod, case: Row, report: Report) -> None:
     """node drained: the disruption budgets let pods go one at a time, and no request is lost"""
     node = NODES[1]
     with client.load(WORKERS) as result, DiscoveryWatch(namespace, client, ENGINES_SERVICE) as watch:
@@ -134,19 +134,20 @@ def test_node_drained(namespace: Kubernetes, client: ClientPod, case: Row) -> No
         client.wait_for_requests(client.progress() + 40)
         assert {pod["spec"]["nodeName"] for pod in pods_of_service(namespace)} == {NODES[0]}
     namespace.kubectl("uncordon", node)
-    case.requests, case.failed, case.note = result.requests, result.failed, f"{watch.words()}; {result.words()}"
+    case.requests, case.failed, case.note = result.requests, result.failed, result.words()
     assert result.failed == 0, result.failures
     rebalance(namespace)
+    watch.require_prompt(report, "node drained")
 
 
 @pytest.mark.own_cluster
-def test_node_lost(namespace: Kubernetes, client: ClientPod, machine: LocalCluster, case: Row) -> None:
+def test_node_lost(namespace: Kubernetes, client: ClientPod, machine: LocalCluster, case: Row, report: Report) -> None:
     """node lost and back: the other node serves on, and both serve afterwards"""
     node = NODES[1]
     lost = [pod for pod in pods_of_service(namespace) if pod["spec"]["nodeName"] == node]
     assert lost, "something of the service runs there"
     try:
-        with client.load(WORKERS) as result:
+        with client.load(WORKERS) as result, DiscoveryWatch(namespace, client, ENGINES_SERVICE) as watch:
             at = time.time()
             machine.lose_node(node)
             eventually("the node counts as lost", lambda: not node_ready(namespace, node), 120.0)
@@ -167,6 +168,7 @@ def test_node_lost(namespace: Kubernetes, client: ClientPod, machine: LocalClust
     late = [failure for failure in result.failures if failure["asked"] > at + noticed]
     assert not late, late
     assert result.failed <= 2 * WORKERS, result.failures
+    watch.require_prompt(report, "node lost and back")
 
 
 def back(namespace: Kubernetes, victim: Object, component: str = "engine") -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 Values = dict[str, Any]
 MODEL = "smollm2-135m-instruct"
-OPERATIONS_PORT = 8001
+OPERATIONS_PORT = 8001  # the default of gateway.opsPort
 GATEWAY_DRAIN_SECONDS = 20
 ENGINE_DRAIN_SECONDS = 20
 
@@ -37,7 +37,6 @@ _SIMULATED: Values = {
     },
     "gateway": {
         "replicas": 2,
-        "opsPort": OPERATIONS_PORT,
         "timeouts": {"connectSeconds": 1},
         "lifecycle": {"preStopSeconds": 3, "drainTimeoutSeconds": GATEWAY_DRAIN_SECONDS},
         "index": {"bytesMax": "64MiB"},

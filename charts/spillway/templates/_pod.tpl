@@ -56,21 +56,21 @@ lifecycle:
 {{- end }}
 {{- end -}}
 
-{{/* (startupSeconds, startupPeriodSeconds[, startupPath][, tls]): loading is the startup probe's; after it /ready decides on traffic and /health on life. */}}
+{{/* (startupSeconds, startupPeriodSeconds[, startupPath][, port][, tls]): loading is the startup probe's; after it /ready decides on traffic and /health on life. */}}
 {{- define "spillway.probes" -}}
-{{- $scheme := ternary ", scheme: HTTPS" "" (default false .tls) -}}
+{{- $port := printf "port: %s%s" (default "http" .port) (ternary ", scheme: HTTPS" "" (default false .tls)) -}}
 startupProbe:
-  httpGet: {path: {{ default "/ready" .startupPath }}, port: http{{ $scheme }}}
+  httpGet: {path: {{ default "/ready" .startupPath }}, {{ $port }}}
   periodSeconds: {{ .startupPeriodSeconds }}
   timeoutSeconds: 5
   failureThreshold: {{ div (add (int64 .startupSeconds) (sub .startupPeriodSeconds 1)) .startupPeriodSeconds }}
 readinessProbe:
-  httpGet: {path: /ready, port: http{{ $scheme }}}
+  httpGet: {path: /ready, {{ $port }}}
   periodSeconds: 2
   timeoutSeconds: 5
   failureThreshold: 3
 livenessProbe:
-  httpGet: {path: /health, port: http{{ $scheme }}}
+  httpGet: {path: /health, {{ $port }}}
   periodSeconds: 10
   timeoutSeconds: 10
   failureThreshold: 6

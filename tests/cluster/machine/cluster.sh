@@ -25,7 +25,7 @@ export PATH=$bin:$PATH
 kubernetes=$(awk '$1=="k8s.io/kubernetes"{print $2}' "$here/control-plane/go.mod")
 
 built() { # a file that exists once the binaries of exactly these modules are complete
-    echo "$bin/built-$(cat "$here"/*/go.mod "$here"/*/go.sum "$here/pause.c" | sha256sum | cut -c1-16)"
+    echo "$bin/built-$(cat "$here"/*/go.{mod,sum} "$here"/dns/*.go "$here/pause.c" | sha256sum | cut -c1-16)"
 }
 
 build() {
@@ -41,7 +41,7 @@ build() {
         CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$bin/etcd" go.etcd.io/etcd/server/v3
         # runc enters namespaces before Go starts, in C.
         CGO_ENABLED=1 go build -trimpath -tags seccomp -ldflags="-s -w" -o "$bin/runc" github.com/opencontainers/runc)
-    (cd "$here/dns" && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$bin/" tool)
+    (cd "$here/dns" && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$bin/coredns" .)
     gcc -Os -static -s -o "$bin/pause" "$here/pause.c"
     touch "$(built)"
 }
@@ -213,7 +213,7 @@ failCgroupV1: false
 failSwapOn: false
 resolvConf: ""
 imageGCHighThresholdPercent: 100
-evictionHard: {memory.available: 100Mi, nodefs.available: 1%, imagefs.available: 1%}
+evictionHard: {memory.available: 100Mi, nodefs.available: 200Mi, imagefs.available: 200Mi}
 registerNode: true
 shutdownGracePeriod: 0s
 nodeStatusUpdateFrequency: 4s
@@ -306,6 +306,8 @@ down() {
     if [ -f "$run/nodes" ]; then for i in $(seq "$(<"$run/nodes")"); do stop "node$i"; ip route del "10.251.$i.0/24" 2>/dev/null || true; done; fi
     for name in dns scheduler controllers apiserver etcd; do halt "$name"; done
     ip link del swbr0 2>/dev/null || true
+    # A build of an image that was killed leaves its root mounted.
+    awk -v base="$(realpath -m "$base")/" 'index($2, base) == 1 { print $2 }' /proc/mounts | tac | xargs -r umount --lazy
     rm -rf "$run"
 }
 
