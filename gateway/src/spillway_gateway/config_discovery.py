@@ -29,7 +29,7 @@ class KubernetesDiscovery:
     scheme: str = "http"  # http | https
     resync_seconds: float = 300.0  # between two full lists, however quiet the watch is
     timeout_seconds: float = 10.0  # of a list, and until a watch begins
-    # Longest pause between two tries while the API server is away: what changed meanwhile is followed within two seconds.
+    # Longest pause between two tries while the API server is away: changes meanwhile are followed within two seconds.
     retry_seconds_max: float = 1.0
     api_server: str | None = None  # https://HOST:PORT; None: of the cluster that the gateway runs in
     token_file: str = _ACCOUNT + "token"  # read anew for every call: the kubelet renews it
