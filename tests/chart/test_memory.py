@@ -191,7 +191,7 @@ def test_numbers_by_hand_win_over_a_preset():
     ("tier", "chunks"),
     [
         ({"type": "none"}, 0),
-        ({"type": "redis", "redis": {"url": "redis://r"}}, 4 * 2),
+        ({"type": "redis", "redis": {"url": "redis://r"}}, 8 * 2),
         ({"type": "redis", "ioThreads": 10, "redis": {"url": "redis://r", "connections": 3}}, 10 * 2),
         (
             {
