@@ -54,18 +54,50 @@ _TENANT_FACTOR = 0x9E3779B97F4A7C15
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+class _ColumnFile:
+    """Where the columns are written: the index's file, closed when the last who writes lets go.
+
+    An object of its own, so that the policy, which writes too, does not refer back to the index: in a circle with it,
+    the file and the locked mapping of an index that was replaced would stay until the interpreter looks for circles,
+    which engines rarely do.
+    """
+
+    __slots__ = ("_descriptor", "_places")
+
+    def __init__(self, descriptor: int, places: dict[str, tuple[int, int]]) -> None:
+        """places: offset and bytes per item of each column."""
+        self._descriptor = descriptor
+        self._places = places
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def put(self, name: str, position: int, value: int) -> None:
+        """Change one element of a column. Raises OSError."""
+        offset, item_bytes = self._places[name]
+        os.pwrite(self._descriptor, value.to_bytes(item_bytes, "little"), offset + position * item_bytes)
+
+    def put_bytes(self, name: str, raw: memoryview, first: int) -> None:
+        """Change consecutive elements of a column, from the place `first`. Raises OSError."""
+        offset, item_bytes = self._places[name]
+        position = offset + first * item_bytes
+        while raw.nbytes:
+            written = os.pwrite(self._descriptor, raw, position)
+            raw, position = raw[written:], position + written
+
+
 class SlabIndex:
     """The mapped index file at ``path``. Every change is made by the holder of the root's lock."""
 
     def __init__(self, shape: PoolShape, descriptor: int, *, writable: bool) -> None:
         self.shape = shape
         self.writable = writable
-        self._descriptor = descriptor
+        offsets, _ = shape.offsets()
+        self._file = _ColumnFile(descriptor, {c.name: (offsets[c.name], c.item_bytes) for c in COLUMNS})
+        self.put = self._file.put
         status = os.fstat(descriptor)
         self.identity = (status.st_dev, status.st_ino)
         mapped = mmap.mmap(descriptor, shape.index_bytes, access=mmap.ACCESS_READ)
-        offsets, _ = shape.offsets()
-        self._places = {column.name: (offsets[column.name], column.item_bytes) for column in COLUMNS}
         arrays = {
             column.name: np.ndarray((shape.rows(column),), column.dtype, mapped, offsets[column.name])
             for column in COLUMNS
@@ -103,14 +135,10 @@ class SlabIndex:
         self.queues = QueueArrays(
             self.state, self.queue, self.frequency, self.order, arrays["next_order"], arrays["small_used"]
         )
-        self.policy = S3Fifo(self.queues, self.put)
+        self.policy = S3Fifo(self.queues, self._file.put)
         self._free: list[int] = []
         # Held in memory where the limits allow: a mapped page that the disk fails to read back ends the process too.
         _libc.mlock(ctypes.c_void_p(self._slots_flat.ctypes.data - offsets["bucket_slot"]), shape.index_bytes)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
 
     @classmethod
     def create(cls, folder: Path, shape: PoolShape) -> SlabIndex:
@@ -201,19 +229,9 @@ class SlabIndex:
 
     # --- under the lock ---------------------------------------------------------------------------------------------
 
-    def put(self, name: str, position: int, value: int) -> None:
-        """Change one element of a column. Raises OSError."""
-        offset, item_bytes = self._places[name]
-        os.pwrite(self._descriptor, value.to_bytes(item_bytes, "little"), offset + position * item_bytes)
-
     def put_all(self, name: str, values: npt.NDArray[np.generic], first: int = 0) -> None:
         """Change consecutive elements of a column. Raises OSError."""
-        offset, item_bytes = self._places[name]
-        raw = memoryview(np.ascontiguousarray(values, self._arrays[name].dtype).tobytes())
-        position = offset + first * item_bytes
-        while raw.nbytes:
-            written = os.pwrite(self._descriptor, raw, position)
-            raw, position = raw[written:], position + written
+        self._file.put_bytes(name, memoryview(np.ascontiguousarray(values, self._arrays[name].dtype).tobytes()), first)
 
     def put_at(self, name: str, slots: npt.NDArray[np.int64], values: npt.ArrayLike) -> None:
         """Change many scattered elements of a column, by writing all of it. Raises OSError."""
