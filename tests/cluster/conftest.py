@@ -53,18 +53,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mine = [item for item in items if HERE in item.path.parents]
-    for index, item in enumerate(mine):
-        assert isinstance(item, pytest.Function)
-        real = "real_engine_image" in item.fixturenames
-        item.add_marker(pytest.mark.timeout(BUILD_SECONDS if real or index == 0 else CASE_SECONDS))
-        if real:
-            item.add_marker(pytest.mark.real_engines)
+    real = {item for item in mine if "real_engine_image" in _fixtures(item)}
     # Last, so that the service has been proven before gigabytes of an image are built.
-    items.sort(key=lambda item: item.get_closest_marker("real_engines") is not None)
+    items.sort(key=lambda item: item in real)
+    mine.sort(key=lambda item: item in real)
+    for index, item in enumerate(mine):
+        item.add_marker(pytest.mark.timeout(BUILD_SECONDS if item in real or index == 0 else CASE_SECONDS))
+        if item in real:
+            item.add_marker(pytest.mark.real_engines)
     if os.environ.get("KUBECONFIG"):
         left_out = [item for item in mine if item.get_closest_marker("own_cluster")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+def _fixtures(item: pytest.Item) -> list[str]:
+    assert isinstance(item, pytest.Function)
+    return item.fixturenames
 
 
 @pytest.fixture(scope="session")
