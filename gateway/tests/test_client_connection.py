@@ -9,6 +9,7 @@ from typing import Any
 from spillway_gateway.client_connection import HeadWithBody
 from spillway_gateway.testing.faults import HoldInStream
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
+from spillway_gateway.turn_writes import TurnWrites
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 
@@ -40,6 +41,29 @@ async def test_a_head_leaves_with_the_first_bytes_of_its_body() -> None:
     transport.write(b"more")
 
     assert wire.written == [HEAD + b"{}", b"more"]
+
+
+async def test_where_requests_share_the_turn_a_reply_leaves_at_its_end() -> None:
+    TurnWrites.here().requests = 2
+    wires = Wire(), Wire()
+    for wire in wires:
+        transport = HeadWithBody(wire)
+        transport.write(HEAD)
+        transport.write(b"{}")
+    assert [wire.written for wire in wires] == [[], []]
+
+    await asyncio.sleep(0)
+    assert [wire.written for wire in wires] == [[HEAD + b"{}"], [HEAD + b"{}"]]
+
+
+async def test_nothing_is_written_to_a_connection_that_was_lost_within_the_turn() -> None:
+    TurnWrites.here().requests = 2
+    wire = Wire()
+    HeadWithBody(wire).write(HEAD)
+    wire.closed = True
+    await asyncio.sleep(0)
+
+    assert wire.written == []
 
 
 async def test_a_head_without_a_body_leaves_by_itself() -> None:
@@ -113,3 +137,46 @@ async def test_what_is_not_http_is_refused_as_everything_else(start_engine: Any)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def plain_chat(content: str, *, close: bool = False) -> bytes:
+    data = json.dumps({"model": "fake", "messages": [{"role": "user", "content": content}]}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
+    return (head + ("connection: close\r\n" if close else "") + "\r\n").encode() + data
+
+
+async def test_requests_sent_without_waiting_get_their_own_replies_in_order(start_engine: Any) -> None:
+    """Both are parsed before the first is answered, so a reply must know its request and not the connection's last."""
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        writer.write(plain_chat("first " * 3) + plain_chat("second " * 7, close=True))
+        answers = await reader.read()
+        writer.close()
+
+    replies = answers.split(b"HTTP/1.1 ")[1:]
+    heads, bodies = zip(*(reply.split(b"\r\n\r\n", 1) for reply in replies), strict=True)
+    assert [head[:3] for head in heads] == [b"200", b"200"]
+    assert [b"connection: close" in head for head in heads] == [False, True]
+    prompts = [json.loads(body)["usage"]["prompt_tokens"] for body in bodies]
+    assert prompts[0] < prompts[1]
+    assert [int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]) for head in heads] == [
+        len(body) for body in bodies
+    ]
+
+
+async def test_a_gateway_that_drains_ends_a_connection_with_the_reply_that_is_due(start_engine: Any) -> None:
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        writer.write(plain_chat("before"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"connection: close" not in head
+        await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+
+        running.gateway.lifecycle.draining = True
+        writer.write(plain_chat("after"))
+        answer = await reader.read()  # to the end of the connection
+        writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"\r\nconnection: close\r\n" in answer

@@ -1,24 +1,41 @@
 """A client's connection: uvicorn's, with what ASGI has no words for.
 
-A reply's head leaves together with the first bytes of its body, in one packet. And who serves a request may be called
-when the client goes, instead of keeping a task that waits for it: with a thousand streams that is a thousand tasks.
+A reply's head leaves together with the first bytes of its body, in one packet. Who serves a request may be called when
+the client goes, instead of keeping a task that waits for it: with a thousand streams that is a thousand tasks. A reply
+that is whole needs no messages. And a gateway that drains ends each connection with its next reply.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, MutableMapping
-from typing import Any, cast
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, Protocol, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from spillway_gateway.error_bodies import error_body
+from spillway_gateway.turn_writes import TurnWrites
 
 EXTENSION = "spillway.client"
 
 
+class Drains(Protocol):
+    """Whether this gateway takes no new work any more."""
+
+    draining: bool
+
+
+class DrainingState(ServerState):
+    """uvicorn's state of a server, with what its connections have to know besides."""
+
+    def __init__(self, lifecycle: Drains) -> None:
+        super().__init__()
+        self.lifecycle = lifecycle
+
+
 class ClientConnection(HttpToolsProtocol):
-    """In a request's scope as extension EXTENSION."""
+    """Puts a ClientRequest into each request's scope, as extension EXTENSION. Its server's state is a DrainingState."""
 
     _left: Callable[[], None] | None = None
 
@@ -30,9 +47,17 @@ class ClientConnection(HttpToolsProtocol):
         if self._left is not None:
             self._left()
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        cast(MutableMapping[str, Any], self.scope)["extensions"] = {EXTENSION: self}
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        # Its task has not begun; and the next request may arrive on this connection before this one is answered.
+        cast(MutableMapping[str, Any], self.scope)["extensions"] = {EXTENSION: ClientRequest(self, self.cycle)}
+        if cast(DrainingState, self.server_state).lifecycle.draining:
+            self.end_with_next_reply()
+
+    def end_with_next_reply(self) -> None:
+        """The reply says so, unless it has begun."""
+        if self.cycle is not None and not self.cycle.response_started:
+            self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
         """What came is not HTTP. In the shape of every other error; never into the middle of a reply."""
@@ -42,39 +67,83 @@ class ClientConnection(HttpToolsProtocol):
             self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
 
-    @property
-    def request_read(self) -> bool:
-        """The whole request that is served now has arrived."""
-        return not self.cycle.more_body
-
     def call_when_left(self, left: Callable[[], None]) -> None:
-        """left: called in the same turn of the loop in which the connection is lost; soon, if it is lost already.
-        Until forget()."""
         self._left = left
-        if self.cycle.disconnected or self.transport.is_closing():
-            asyncio.get_running_loop().call_soon(self._tell_late)
-        else:
-            self.flow.resume_reading()  # a long body may have paused it, and the end would not be read
 
     def forget(self, left: Callable[[], None]) -> None:
         if self._left == left:  # else the next request on this connection has set its own
             self._left = None
 
-    def _tell_late(self) -> None:
+    def tell_late(self) -> None:
         if self._left is not None:
             self._left()
 
 
-class HeadWithBody:
-    """A transport that holds back the head of a reply until the next write, or to the end of the loop's turn."""
+class ClientRequest:
+    """One request on its connection."""
 
-    __slots__ = ("_flush", "_head", "_transport", "abort", "get_extra_info", "is_closing", "pause_reading",
+    __slots__ = ("_connection", "_cycle")
+
+    def __init__(self, connection: ClientConnection, cycle: RequestResponseCycle) -> None:
+        self._connection = connection
+        self._cycle = cycle
+
+    @property
+    def whole(self) -> bool:
+        """All of it has arrived."""
+        return not self._cycle.more_body
+
+    def call_when_left(self, left: Callable[[], None]) -> None:
+        """left: called in the same turn of the loop in which the connection is lost; soon, if it is lost already.
+        Until forget()."""
+        connection = self._connection
+        connection.call_when_left(left)
+        if self._cycle.disconnected or connection.transport.is_closing():
+            asyncio.get_running_loop().call_soon(connection.tell_late)
+        else:
+            connection.flow.resume_reading()  # a long body may have paused it, and the end would not be read
+
+    def forget(self, left: Callable[[], None]) -> None:
+        self._connection.forget(left)
+
+    def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """A whole reply in one write. False where it cannot be that, and nothing was written: a reply has begun, or the
+        client is slow to take the one before. headers: names in lower case, no line breaks; content-length is set where
+        it is missing."""
+        connection, cycle = self._connection, self._cycle
+        if connection.flow.write_paused or cycle.response_started:
+            return False
+        if cycle.disconnected:
+            return True
+        cycle.response_started = cycle.response_complete = True
+        lines = [STATUS_LINE[status]]
+        sized = status in (204, 304)
+        for name, value in (*cycle.default_headers, *headers):
+            lines += (name, b": ", value, b"\r\n")
+            sized = sized or name == b"content-length"
+        if not sized:
+            lines.append(b"content-length: %d\r\n" % len(body))
+        lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
+        lines.append(body)
+        connection.transport.write(b"".join(lines))
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            connection.transport.close()
+        cycle.on_response()
+        return True
+
+
+class HeadWithBody:
+    """A transport that holds back the head of a reply until the next write, or to the end of the loop's turn, and what
+    follows to the end of the turn too where other requests share it (turn_writes.py)."""
+
+    __slots__ = ("_held", "_transport", "_turn", "abort", "get_extra_info", "is_closing", "pause_reading",
                  "resume_reading", "set_protocol")  # fmt: skip
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._head = b""
-        self._flush: asyncio.Handle | None = None
+        self._turn = TurnWrites.here()
+        self._held: list[bytes] = []
         self.abort = transport.abort
         self.get_extra_info = transport.get_extra_info
         self.is_closing = transport.is_closing
@@ -83,23 +152,24 @@ class HeadWithBody:
         self.set_protocol = transport.set_protocol
 
     def write(self, data: bytes) -> None:
-        if self._flush is not None:
-            self._flush.cancel()
-            self._flush = None
-            self._transport.write(self._head + data)
-        elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 100 "):
-            self._head = data
-            self._flush = asyncio.get_running_loop().call_soon(self._write_head)
+        turn = self._turn
+        if self._held:
+            self._held.append(data)
+            if not turn.shared:
+                self._flush()
+        elif turn.shared or (data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 100 ")):
+            self._held.append(data)
+            turn.at_end(self._flush)
         else:
             self._transport.write(data)
 
     def close(self) -> None:
-        if self._flush is not None:
-            self._flush.cancel()
-            self._write_head()
+        self._flush()
         self._transport.close()
 
-    def _write_head(self) -> None:
-        self._flush = None
-        if not self._transport.is_closing():
-            self._transport.write(self._head)
+    def _flush(self) -> None:
+        if self._held:
+            data = b"".join(self._held)
+            self._held.clear()
+            if not self._transport.is_closing():
+                self._transport.write(data)

@@ -16,14 +16,13 @@ import signal
 import socket
 from collections.abc import Iterator
 from types import FrameType
+from typing import cast
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from spillway_gateway.api.inference import Lifecycle
 from spillway_gateway.app import Gateway
 from spillway_gateway.certificate import Certificate
-from spillway_gateway.client_connection import ClientConnection
+from spillway_gateway.client_connection import ClientConnection, DrainingState
 from spillway_gateway.operations_server import OperationsServer
 
 logger = logging.getLogger(__name__)
@@ -32,20 +31,6 @@ LISTEN_BACKLOG = 4096
 AFTER_DRAIN_SECONDS = 5.0  # for the last error events to leave
 POLL_SECONDS = 0.05
 KEPT_CONNECTION_SECONDS = 3.0  # for idle clients to send once more and hear that the connection ends
-
-
-def closing_kept_connections(app: ASGIApp, lifecycle: Lifecycle) -> ASGIApp:
-    """The same application; while it drains, each reply is the last one of its connection."""
-
-    async def closing(scope: Scope, receive: Receive, send: Send) -> None:
-        async def marked(message: Message) -> None:
-            if message["type"] == "http.response.start" and lifecycle.draining:
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-            await send(message)
-
-        await app(scope, receive, marked if scope["type"] == "http" else send)
-
-    return closing
 
 
 class PortInUse(Exception):
@@ -81,7 +66,7 @@ class GatewayServer(uvicorn.Server):
         )
         super().__init__(
             uvicorn.Config(
-                closing_kept_connections(gateway.app, gateway.lifecycle),
+                gateway.app,
                 http=ClientConnection,
                 ws="none",
                 lifespan="on",
@@ -97,6 +82,7 @@ class GatewayServer(uvicorn.Server):
                 + 1,
             )
         )
+        self.server_state = DrainingState(gateway.lifecycle)
         self._gateway = gateway
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -151,6 +137,8 @@ class GatewayServer(uvicorn.Server):
     async def _drain_and_exit(self) -> None:
         shutdown = self._gateway.config.shutdown
         self._gateway.lifecycle.draining = True
+        for connection in self.server_state.connections:
+            cast(ClientConnection, connection).end_with_next_reply()
         logger.info(
             "shutting down: %d requests running, listening for %g s more, then up to %g s for them to finish",
             len(self._gateway.running),

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from spillway_gateway.routing.fleet_view import (
     NOTHING_HELD,
@@ -59,7 +58,7 @@ def test_a_usable_engine_is_always_found_and_never_another(request: RouteRequest
 
 @given(st.integers(1, 20_000), held_prefixes, st.integers(0, 4000))
 def test_a_longer_device_prefix_never_costs_more(prompt_tokens: int, held: HeldPrefix, more: int) -> None:
-    longer = held._replace(device_tokens=held.device_tokens + more)
+    longer = structs.replace(held, device_tokens=held.device_tokens + more)
 
     shorter_cost = cost_of(engine("a", held), prompt_tokens).total_ms
     assert cost_of(engine("a", longer), prompt_tokens).total_ms <= shorter_cost + 1e-9
@@ -118,13 +117,13 @@ def test_equal_holders_share_by_load() -> None:
 
 
 def replace_running(view: EngineView, running: int) -> EngineView:
-    return view._replace(running_requests=running)
+    return structs.replace(view, running_requests=running)
 
 
 def test_only_and_retry_are_named() -> None:
     view = FleetView((engine("a"), engine("b")))
 
-    once = plan_route(RouteRequest(10, 1), replace(view, engines=view.engines[:1]), FACTOR)
+    once = plan_route(RouteRequest(10, 1), structs.replace(view, engines=view.engines[:1]), FACTOR)
     again = plan_route(RouteRequest(10, 1, frozenset({"a"})), view, FACTOR)
 
     assert once is not None and once.reason is RouteReason.ONLY
@@ -139,7 +138,8 @@ shares = st.floats(-0.5, 3.0)
 def test_every_term_is_a_finite_time_and_crowding_is_bounded(
     held: HeldPrefix, prompt_tokens: int, busy: float, usage: float, token_ms: float, link: int
 ) -> None:
-    view = engine("a", held)._replace(
+    view = structs.replace(
+        engine("a", held),
         busy_share=busy,
         shared_busy_share=busy,
         kv_usage=usage,
@@ -149,7 +149,7 @@ def test_every_term_is_a_finite_time_and_crowding_is_bounded(
     )
     cost = cost_of(view, prompt_tokens)
 
-    assert all(0 <= part < float("inf") for part in (*cost, cost.total_ms))
+    assert all(0 <= part < float("inf") for part in structs.astuple(cost))
     assert (
         cost.displaced_ms
         <= 4 * (cost.load_ms + cost.prefill_ms + uncached_tokens(held, prompt_tokens) * token_ms) + 1e-6
@@ -166,7 +166,7 @@ def test_crowding_grows_with_the_share(one: float, other: float) -> None:
 
 def test_a_load_displaces_others_on_a_busy_link() -> None:
     view = engine("a", HeldPrefix(0, 0, 4_000))
-    busy = view._replace(shared_busy_share=0.5)
+    busy = structs.replace(view, shared_busy_share=0.5)
 
     assert cost_of(view, 4_001).displaced_ms == 0
     assert cost_of(busy, 4_001).displaced_ms == cost_of(busy, 4_001).load_ms == 100
@@ -176,18 +176,18 @@ def test_a_hot_prefix_spreads_while_engines_are_idle_and_stays_when_they_are_not
     held = HeldPrefix(4_000, 0, 0)
     for busy, chosen in ((0.0, "b"), (0.9, "a")):
         views = (engine("a", held, queued=4_200), engine("b"))
-        view = FleetView(tuple(item._replace(busy_share=busy) for item in views))
+        view = FleetView(tuple(structs.replace(item, busy_share=busy) for item in views))
         decision = plan_route(RouteRequest(4_010, 1), view, FACTOR)
         assert decision is not None and decision.engine_name == chosen
 
 
 def test_a_queue_on_the_link_counts_for_those_who_load_alone() -> None:
-    loads = engine("a", HeldPrefix(0, 0, 4_000))._replace(shared_link_tokens=400_000)
+    loads = structs.replace(engine("a", HeldPrefix(0, 0, 4_000)), shared_link_tokens=400_000)
     other = engine("b", HeldPrefix(3_000, 0, 0))
 
     assert cost_of(loads, 4_001).link_ms == 10_000
-    assert cost_of(loads._replace(held=NOTHING_HELD), 4_001).link_ms == 0
-    assert cost_of(loads._replace(shared_link_tokens=0, store_wait_ms=7.0), 4_001).link_ms == 7
+    assert cost_of(structs.replace(loads, held=NOTHING_HELD), 4_001).link_ms == 0
+    assert cost_of(structs.replace(loads, shared_link_tokens=0, store_wait_ms=7.0), 4_001).link_ms == 7
     decision = plan_route(RouteRequest(4_001, 1), FleetView((loads, other)), FACTOR)
     assert decision is not None and decision.engine_name == "b"
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import string
-from array import array
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Encoding, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from spillway_gateway.routing.prefix import token_bytes
 from spillway_gateway.tokens import word_memo
 from spillway_gateway.tokens.segment_cache import ENTRY_BYTES, SegmentCache, segment_key
 from spillway_gateway.tokens.word_memo import WordMemo
@@ -33,19 +33,85 @@ def tokenizer() -> Tokenizer:
     return trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
-words = st.sampled_from([*CORPUS[0].split(), "Fox", "x1", "9", "don't", "東京", "\n", "", "a" * 40]) | st.text(
-    string.printable, max_size=6
+WORDS = (
+    *CORPUS[0].split()[:20],
+    *("Fox", "FOX,", "x1", "9", "12,345", "don't", "o'clock!", "it's?!", "rock'n'roll", "kebab-case", "snake_case"),
+    *(
+        "a",
+        "A.",
+        ".",
+        "a.b",
+        "(word)",
+        "word)",
+        "'word",
+        "naïve",
+        "caf\u00e9",
+        "e\u0301",
+        "\u0301",
+        "Straße.",
+        "東京",
+        "🙂",
+        "٣",
+    ),
+    *("\n", "end.\n", "\nStart", "a\nb", "\t", "\r\n", "\u00a0", "", "", "a" * 24, "a" * 25, "b" * 40 + ","),
+    *("<|end|>", "the<|end|>fox", "<|end|>\nThe"),
 )
+texts = st.lists(st.sampled_from(WORDS) | st.text(string.printable, max_size=6) | st.text(max_size=4), max_size=14).map(
+    " ".join
+)
+PRE_TOKENIZERS = {
+    "byte level": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "Llama 3": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(
+                Regex(
+                    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+                    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+                ),
+                "isolated",
+            ),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
+    "SentencePiece": pre_tokenizers.Metaspace(prepend_scheme="never"),
+}
 
 
-@given(text=st.lists(words, max_size=12).map(" ".join))
-def test_words_apart_are_the_text_s_tokens(tokenizer: Tokenizer, text: str) -> None:
+@pytest.fixture(scope="module", params=PRE_TOKENIZERS)
+def tokenizer_and_memo(request: pytest.FixtureRequest) -> tuple[Tokenizer, WordMemo]:
+    tokenizer = trained(PRE_TOKENIZERS[request.param])
+    tokenizer.add_special_tokens(["<|end|>"])
     memo = WordMemo.of(tokenizer)
     assert memo is not None
+    return tokenizer, memo
 
-    expected = tokenizer.encode(text, add_special_tokens=False).ids
-    assert list(memo.encode(text)) == expected
-    assert list(memo.encode(text)) == expected  # now from memory
+
+@given(several=st.lists(texts, min_size=1, max_size=3))
+@settings(deadline=None, max_examples=200)
+def test_words_apart_are_the_text_s_tokens(tokenizer_and_memo: tuple[Tokenizer, WordMemo], several: list[str]) -> None:
+    tokenizer, memo = tokenizer_and_memo  # remembers the words of all examples before this one
+
+    for text in (*several, *several):  # the second time from memory
+        assert memo.encode(text) == token_bytes(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def test_only_what_is_new_is_tokenised(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    memo = WordMemo.of(tokenizer)
+    assert memo is not None
+    memo.encode("x the quick fox, who jumps it's over")
+    asked: list[str] = []
+
+    class Noted:
+        def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Encoding]:
+            asked.extend(texts)
+            return tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(memo, "_tokenizer", Noted())
+    for _ in range(2):
+        memo.encode("the fox, who jumps 9 over the  quick brawn (fox) it's the")
+
+    first = ["the", " jumps 9 over", " the  quick", " brawn (fox) it's"]
+    assert asked == [*first, *first]
 
 
 def test_a_vocabulary_that_reaches_over_words_is_left_alone() -> None:
@@ -72,20 +138,20 @@ def test_the_memory_of_words_is_bounded(tokenizer: Tokenizer, monkeypatch: pytes
     assert memo is not None
     for first in string.ascii_lowercase:
         text = f"{first}{first} {first} fox"
-        assert list(memo.encode(text)) == tokenizer.encode(text, add_special_tokens=False).ids
+        assert memo.encode(text) == token_bytes(tokenizer.encode(text, add_special_tokens=False).ids)
         assert len(memo._words) <= 10
 
 
 def test_the_least_recently_used_segment_goes_first() -> None:
-    ids = array("I", range(10))
-    each = ENTRY_BYTES + 10 * ids.itemsize
+    ids = bytes(40)
+    each = ENTRY_BYTES + len(ids)
     cache = SegmentCache(3 * each)
     keys = [segment_key(str(number)) for number in range(4)]
     for key in keys[:3]:
         cache.put(key, ids)
-    assert cache.get(keys[0]) == ids
+    assert cache.get_all([keys[0], keys[3]]) == [ids, None]
     cache.put(keys[3], ids)
     cache.put(keys[3], ids)  # by another thread
 
-    assert [cache.get(key) is not None for key in keys] == [True, False, True, True]
+    assert cache.get_all(keys) == [ids, None, ids, ids]
     assert (len(cache), cache.estimated_bytes) == (3, 3 * each)

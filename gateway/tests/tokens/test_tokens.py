@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,16 @@ from hypothesis import strategies as st
 
 from spillway_gateway.config import LimitsConfig
 from spillway_gateway.fleet.prefix_index import PrefixIndex
-from spillway_gateway.routing.prefix import namespace_key, token_block_keys
+from spillway_gateway.routing.prefix import namespace_key, token_block_keys, token_bytes
 from spillway_gateway.testing.small_tokenizer import write_tokenizer
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
-from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt, PromptReader, render_and_encode
+from spillway_gateway.tokens.prompt import (
+    INLINE_NEW_CHARS_MAX,
+    ChatPrompt,
+    CompletionPrompt,
+    PromptReader,
+    render_and_encode,
+)
 from spillway_gateway.tokens.tokenizer import PromptTokenizer, TokenizerUnusable
 from spillway_gateway.tokens.verification import PROBE_MESSAGES, Disagreement, verify_tokenizer
 
@@ -103,7 +110,7 @@ def test_chats_render_and_encode_as_transformers_does(
         add_special_tokens=False,
         new_chars_max=0,
     )
-    assert again is not None and list(again) == expected
+    assert again == token_bytes(expected)
 
 
 def test_a_little_new_text_is_encoded_at_once_and_more_is_left_to_a_thread(tokenizer: PromptTokenizer) -> None:
@@ -112,12 +119,20 @@ def test_a_little_new_text_is_encoded_at_once_and_more_is_left_to_a_thread(token
 
     assert tokenizer.encode_soon(known + new, add_special_tokens=False, new_chars_max=len(new) - 1) is None
     soon = tokenizer.encode_soon(known + new, add_special_tokens=False, new_chars_max=len(new))
-    assert soon == tokenizer.encode(known + new, add_special_tokens=False)
+    assert soon == token_bytes(tokenizer.encode(known + new, add_special_tokens=False))
     assert tokenizer.encode_soon(known + new, add_special_tokens=False, new_chars_max=0) == soon
     assert tokenizer.encode_soon("plain words", add_special_tokens=True, new_chars_max=10) is None
-    assert tokenizer.encode_soon("plain words", add_special_tokens=True, new_chars_max=11) == tokenizer.encode(
-        "plain words", add_special_tokens=True
+    assert tokenizer.encode_soon("plain words", add_special_tokens=True, new_chars_max=11) == token_bytes(
+        tokenizer.encode("plain words", add_special_tokens=True)
     )
+
+
+@pytest.mark.parametrize("text", ["\ud800", "the \ud800 fox", "the fox\udfff"])
+def test_lone_surrogates_are_refused(tokenizer: PromptTokenizer, text: str) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.encode(text, add_special_tokens=False)
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.encode_soon(text, add_special_tokens=False, new_chars_max=100)
 
 
 text = st.text(max_size=40) | st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "the fox", " "])
@@ -169,10 +184,48 @@ def test_what_cannot_be_mirrored_is_said(tokenizer: PromptTokenizer, message: di
         tokenizer.template.render([message])
 
 
-def test_templates_are_sandboxed() -> None:
-    template = ChatTemplate("{{ messages.append(1) }}{{ ''.__class__.__mro__ }}", {})
-    with pytest.raises(CannotRender):
-        template.render([])
+UNSAFE = [
+    "messages.append(1)",
+    "messages[0].update({})",
+    "messages[0].update.__name__",
+    "messages[0].__class__.__mro__",
+    "''.__class__.__mro__",
+    "'{0.__class__.x}'.format(messages)",
+    "raise_exception.__globals__.x",
+    "strftime_now.__code__.x",
+]
+
+
+@pytest.mark.parametrize("unsafe", UNSAFE)
+def test_templates_are_sandboxed(unsafe: str) -> None:
+    template = ChatTemplate("{{ " + unsafe + " }}", {})
+    with pytest.raises(CannotRender, match="SecurityError"):
+        template.render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("name", ["__class__", "__init__", "__dict__", "_iterable", "_iterator", "_recurse"])
+@pytest.mark.parametrize("access", ["loop.{}.x", "loop['{}'].x", "(loop | attr('{}')).x"])
+def test_a_loop_object_gives_away_no_more_than_its_public_attributes(name: str, access: str) -> None:
+    expression = access.format(name)
+    template = ChatTemplate("{% for message in messages %}{{ " + expression + " }}{% endfor %}", {})
+    with pytest.raises(CannotRender, match="SecurityError"):
+        template.render([{"role": "user", "content": "x"}])
+
+
+def test_attributes_have_the_values_that_jinja2_s_own_sandbox_gives() -> None:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    source = (
+        "{% for message in messages %}{{ loop.index }} {{ loop.index0 }} {{ loop.first }} {{ loop.last }} "
+        "{{ loop.length }} {{ loop.revindex }} {{ loop.revindex0 }} {{ loop.depth }} {{ loop.depth0 }} "
+        "{{ loop.previtem }} {{ loop.nextitem }} {{ loop.cycle(1, 2) }} {{ loop.nothing }} "
+        "{{ message.role }} {{ message.content }} {{ message.nothing is defined }} {{ message.items() | list }} "
+        "{{ message.values is callable }} {{ message.tool_call_id }}\n{% endfor %}"
+    )
+    messages = [{"role": role, "content": "x"} for role in ("system", "user", "assistant")]
+    expected = ImmutableSandboxedEnvironment().from_string(source).render(messages=messages)
+
+    assert ChatTemplate(source, {}).render(messages) == expected
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -193,13 +246,20 @@ async def test_reader_uses_tokens_where_it_can_and_text_elsewhere(tokenizer: Pro
         by_text = await textual.read(ChatPrompt(messages, cache_salt="s"))
         with_image = await exact.read(ChatPrompt([{"role": "user", "content": [{"type": "image_url"}]}]))
         ids = list(render_and_encode(tokenizer, ChatPrompt(messages)))
-        as_ids = await textual.read(CompletionPrompt("the fox"))
+        short = await textual.read(CompletionPrompt("the fox"))
+        as_ids = await textual.read(CompletionPrompt(array("I", ids), cache_salt="s"))
+        long = [{"role": "user", "content": "new words " * INLINE_NEW_CHARS_MAX}]
+        by_thread = await exact.read(ChatPrompt(long, cache_salt="s"))
+        long_ids = list(render_and_encode(tokenizer, ChatPrompt(long)))
 
     assert by_tokens.keys == token_block_keys(namespace_key("m", None, "s"), ids, 4)
     assert by_tokens.prompt_tokens == len(ids)
     assert not set(by_tokens.keys) & set(by_text.keys)
     assert with_image.prompt_tokens >= 1
-    assert as_ids.keys == []
+    assert short.keys == []
+    assert as_ids == by_tokens
+    assert by_thread.keys == token_block_keys(namespace_key("m", None, "s"), long_ids, 4)
+    assert by_thread.prompt_tokens == len(long_ids)
 
 
 async def test_the_engine_s_own_tokens_decide(folder: Path, start_engine: Any) -> None:

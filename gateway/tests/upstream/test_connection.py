@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from spillway_gateway.errors import EngineBadReply, EngineDisconnected
+from spillway_gateway.turn_writes import TurnWrites
 from spillway_gateway.upstream.connection import HEAD_BYTES_MAX, READ_BUFFER_BYTES, EngineConnection
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
@@ -55,6 +56,19 @@ async def test_two_exchanges_on_one_connection() -> None:
             assert (connection.status, connection.headers[0]) == (201, (b"x-a", b"b"))
             assert connection.reusable
         assert connection.reused
+
+
+async def test_where_requests_share_the_turn_a_request_leaves_at_its_end() -> None:
+    async with connected(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc") as connection:
+        TurnWrites.here().requests = 2
+        for _ in range(2):
+            connection.send([REQUEST])
+            assert await whole_body(connection) == b"abc"
+
+        connection.send([REQUEST])
+        connection.abort()  # within the turn: the request never leaves, and the wait for its reply ends
+        with pytest.raises(EngineDisconnected):
+            await connection.head()
 
 
 async def test_an_unread_reply_makes_a_connection_unusable() -> None:

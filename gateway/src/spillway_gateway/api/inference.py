@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from spillway_gateway.access.audit import AuditLine, AuditLog, now_text
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant
 from spillway_gateway.api.routes import ApiRoute, Salting
 from spillway_gateway.api.stored_responses import Owner, ResponseOwners
-from spillway_gateway.client_connection import EXTENSION, ClientConnection
+from spillway_gateway.client_connection import EXTENSION, ClientRequest
 from spillway_gateway.config import LimitsConfig, TimeoutsConfig
 from spillway_gateway.error_bodies import Dialect, body_of, headers_of
 from spillway_gateway.errors import (
@@ -37,7 +38,7 @@ from spillway_gateway.tokens.prompt import CompletionPrompt, PromptReader
 from spillway_gateway.upstream.forward import header
 from spillway_gateway.upstream.splice import insert_text, replace_text
 from spillway_gateway.upstream.stream import OutboundRequest, Relay, UpstreamServices
-from spillway_gateway.upstream.trace_context import trace_id, with_trace
+from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
 
 if TYPE_CHECKING:  # its imports cost memory and time where traces are off
     from spillway_gateway.tracing.exporting import Tracing
@@ -92,7 +93,7 @@ class InferenceEndpoint:
         await serve(self._door, scope, receive, send, route=route.path, dialect=route.dialect, prepare=self._prepare)
 
     async def _prepare(
-        self, tenant: Tenant, headers: Headers, receive: Receive, client: ClientConnection, request_id: bytes
+        self, tenant: Tenant, headers: Headers, receive: Receive, client: ClientRequest, request_id: bytes
     ) -> tuple[OutboundRequest, ServedModel]:
         route, door = self._route, self._door
         body = await read_body(headers, receive, client, door.services.limits, door.services.timeouts)
@@ -111,10 +112,11 @@ class InferenceEndpoint:
             salt = gatekeeper.salt(tenant, said.cache_salt)
             if salt is not None:
                 body = (replace_text if parsed.names_salt else insert_text)(body, "cache_salt", salt)
-                said = replace(said, cache_salt=salt)  # the engine hashes it into the first block, as does routing
+                # The engine hashes it into the first block, as does routing.
+                said = structs.replace(said, cache_salt=salt)
         prompt = await served.reader.read(said)
         if parsed.other_tokens:
-            prompt = replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens)
+            prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens)
         only_engine = None
         if parsed.previous_response is not None:
             owner = door.owners.of(parsed.previous_response, tenant.name)
@@ -156,7 +158,7 @@ class StoredResponseEndpoint:
         query: bytes = scope["query_string"]
 
         async def prepare(
-            tenant: Tenant, headers: Headers, receive: Receive, client: ClientConnection, request_id: bytes
+            tenant: Tenant, headers: Headers, receive: Receive, client: ClientRequest, request_id: bytes
         ) -> tuple[OutboundRequest, ServedModel]:
             door = self._door
             body = await read_body(headers, receive, client, door.services.limits, door.services.timeouts)
@@ -186,7 +188,7 @@ class StoredResponseEndpoint:
         await serve(self._door, scope, receive, send, route=route, dialect=Dialect.RESPONSES, prepare=prepare)
 
 
-Prepare = Callable[[Tenant, Headers, Receive, ClientConnection, bytes], Awaitable[tuple[OutboundRequest, ServedModel]]]
+Prepare = Callable[[Tenant, Headers, Receive, ClientRequest, bytes], Awaitable[tuple[OutboundRequest, ServedModel]]]
 
 
 async def serve(
@@ -202,14 +204,14 @@ async def serve(
     """Who asks, what for, within which limits; then the relay. Errors are answered in the dialect. route: the path with
     names in place of ids."""
     headers: Headers = scope["headers"]
-    client: ClientConnection = scope["extensions"][EXTENSION]
+    client: ClientRequest = scope["extensions"][EXTENSION]
     trace: RequestTrace | None = None
     if door.tracing is None:
         headers = with_trace(headers)
     else:
         trace = door.tracing.request(scope["method"], route, headers)
         headers = trace.headers
-    request_id = (header(headers, b"x-request-id") or b"")[:REQUEST_ID_BYTES_MAX] or os.urandom(16).hex().encode()
+    request_id = (header(headers, b"x-request-id") or b"")[:REQUEST_ID_BYTES_MAX] or new_request_id()
     started = perf_counter()
     tenant: Tenant | None = None
     outbound: OutboundRequest | None = None
@@ -220,7 +222,7 @@ async def serve(
         outbound, served = await prepare(tenant, headers, receive, client, request_id)
         if trace is not None:
             trace.prepared(served.fleet.name, request_id, stream=outbound.stream)
-            outbound = replace(outbound, trace=trace)
+            outbound = structs.replace(outbound, trace=trace)
         usage = await door.gatekeeper.begin(tenant, outbound.prompt.prompt_tokens)
     except _ClientLeft:
         if trace is not None:
@@ -307,7 +309,7 @@ class _ClientLeft(Exception):
 
 
 async def read_body(
-    headers: Headers, receive: Receive, client: ClientConnection, limits: LimitsConfig, timeouts: TimeoutsConfig
+    headers: Headers, receive: Receive, client: ClientRequest, limits: LimitsConfig, timeouts: TimeoutsConfig
 ) -> bytes:
     """The whole request body. Raises RequestTooLarge before reading more than the limit."""
     bytes_max = limits.body_bytes_max
@@ -332,8 +334,8 @@ async def read_body(
     return b"".join(parts)
 
 
-async def _next_part(receive: Receive, client: ClientConnection, timeouts: TimeoutsConfig) -> Message:
-    if client.request_read:  # no wait, so no need for a timer, which costs more
+async def _next_part(receive: Receive, client: ClientRequest, timeouts: TimeoutsConfig) -> Message:
+    if client.whole:  # no wait, so no need for a timer, which costs more
         message = await receive()
     else:
         try:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedBody:
+class ParsedBody(msgspec.Struct, frozen=True):
     """model: None when the body names none. names_salt: cache_salt is there, whatever its value. other_tokens: about
     how many tokens the other prompts of a batch have; they count as work and not as prefix. previous_response: the
     id of a stored response that this one continues."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import structs
 
 from spillway_gateway.config import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import NoEngineReady
@@ -44,8 +46,7 @@ class EngineState(StrEnum):
     DOWN = "down"  # refuses connections or does not answer
 
 
-@dataclass(frozen=True, slots=True)
-class PromptBlocks:
+class PromptBlocks(msgspec.Struct, frozen=True, gc=False):
     """What routing needs of a prompt: keys of its full blocks, and its size."""
 
     keys: Sequence[int]
@@ -54,7 +55,7 @@ class PromptBlocks:
     spread_key: int
 
 
-class StoreView(NamedTuple):
+class StoreView(msgspec.Struct, frozen=True, gc=False):
     """The one store behind the shared tier, where its rate is configured: loads ahead there, and its busy share."""
 
     wait_ms: float
@@ -194,7 +195,7 @@ class Engine:
     def rates(self) -> EngineRates:
         prefill = self.prefill.tokens_per_second
         if prefill != self._rates.prefill_tokens_per_second:
-            self._rates = self._rates._replace(prefill_tokens_per_second=prefill)
+            self._rates = structs.replace(self._rates, prefill_tokens_per_second=prefill)
         return self._rates
 
     def own_work(self) -> OwnWork:
@@ -208,7 +209,8 @@ class Engine:
         self._resident_at_reading = self.resident_tokens
         self.prefill.reported = reading.prefill_tokens_per_second
         default = self._default_rates
-        self._rates = self._rates._replace(
+        self._rates = structs.replace(
+            self._rates,
             cpu_load_tokens_per_second=reading.cpu_load_tokens_per_second or default.cpu_load_tokens_per_second,
             shared_load_tokens_per_second=reading.shared_load_tokens_per_second
             or default.shared_load_tokens_per_second,
@@ -226,7 +228,7 @@ class Engine:
         if now >= self._warm_at:
             return rates
         warm = max(SLOW_START_SHARE, 1.0 - (self._warm_at - now) / self._slow_start_seconds)
-        return rates._replace(prefill_tokens_per_second=warm * rates.prefill_tokens_per_second)
+        return structs.replace(rates, prefill_tokens_per_second=warm * rates.prefill_tokens_per_second)
 
     def view(self, held: HeldPrefix, now: float, *, ejected: bool, store: StoreView = NO_STORE) -> EngineView:
         """What routing may know now. ejected: its breaker keeps requests away."""

@@ -414,7 +414,7 @@ class PrefixIndex:
         """How much of a prompt each engine holds; engines that hold nothing are absent.
 
         An engine first takes the longest start held on its device, then goes on from there through its CPU tier and
-        the shared tier, which every engine of the model can read.
+        the shared tier, which every engine of the model can read. Counts as no use: that is what speculate() is for.
         """
         now = self._clock()
         on_device = self._device_mask & ~self._hidden_mask
@@ -429,9 +429,14 @@ class PrefixIndex:
             entry = tables[key & table_of].get(key)
             if entry is None:
                 break
-            mask = entry.mask & visible
-            device = mask | (entry.speculative_mask & visible if entry.speculative_until > now else 0)
+            device = entry.mask
+            if entry.speculative_until > now:
+                device |= entry.speculative_mask
             still = on_device & device
+            if still == on_device and not loading:  # most blocks: all that had the ones before have this one
+                position += 1
+                continue
+            mask = entry.mask & visible
             fallen = on_device ^ still
             if fallen:
                 for bit in _bits(fallen):
@@ -467,9 +472,6 @@ class PrefixIndex:
                     cpu_tokens=(total - device_count - shared) * tokens_per_block,
                     shared_tokens=shared * tokens_per_block,
                 )
-        if held:
-            for key in keys[:position]:
-                tables[key & table_of].move_to_end(key)
         return held
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+
+import msgspec
 
 from spillway_gateway.routing.route import Decision
 
@@ -17,14 +18,14 @@ FIRST_BYTES_MAX = 2_048
 REQUEST_ID_CHARS_MAX = 64
 
 
-class NotedDecision(NamedTuple):
+class NotedDecision(msgspec.Struct, frozen=True, gc=False):
     at: float  # time()
     model: str
     request_id: bytes
     decision: Decision
 
 
-class NotedFirstByte(NamedTuple):
+class NotedFirstByte(msgspec.Struct, frozen=True, gc=False):
     at: float  # time()
     model: str
     engine: str

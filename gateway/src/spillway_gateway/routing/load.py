@@ -17,7 +17,7 @@ Every term is a time, so there are no weights to tune.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from spillway_gateway.routing.fleet_view import EngineView, HeldPrefix
 
@@ -25,7 +25,7 @@ from spillway_gateway.routing.fleet_view import EngineView, HeldPrefix
 RHO_MAX = 0.8
 
 
-class Cost(NamedTuple):
+class Cost(msgspec.Struct, frozen=True, gc=False):
     queue_ms: float
     link_ms: float
     load_ms: float

@@ -20,7 +20,8 @@ import xxhash
 _encode = msgspec.json.encode
 _hash = xxhash.xxh3_64_intdigest
 _UINT32 = "I"
-assert array(_UINT32).itemsize == 4
+TOKEN_BYTES = 4  # of a token id in the form that is hashed
+assert array(_UINT32).itemsize == TOKEN_BYTES
 
 
 def namespace_key(model: str, lora: str | None = None, cache_salt: str | None = None) -> int:
@@ -44,7 +45,7 @@ def chain_key(parent_key: int, block: bytes, extra: bytes = b"") -> int:
 
 def token_block_keys(namespace: int, tokens: Sequence[int] | array[int], block_tokens: int) -> list[int]:
     """Keys of all full blocks of `tokens`, in order; the last partial block has none, as in the engine."""
-    return chain_blocks(namespace, token_bytes(tokens), block_tokens * 4)
+    return chain_blocks(namespace, token_bytes(tokens), block_tokens * TOKEN_BYTES)
 
 
 def text_block_keys(namespace: int, text: bytes, block_bytes: int) -> list[int]:

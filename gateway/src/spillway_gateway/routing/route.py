@@ -6,9 +6,9 @@ same step, without an await between, so that two requests never decide on the sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+
+import msgspec
 
 from spillway_gateway.routing.fleet_view import EngineView, FleetView, HeldPrefix, RouteRequest
 from spillway_gateway.routing.load import Cost, cost_of, uncached_tokens
@@ -28,13 +28,12 @@ class RouteReason(StrEnum):
     PINNED = "pinned"  # it keeps what the request asks for
 
 
-class Candidate(NamedTuple):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     engine: EngineView
     cost: Cost
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, gc=False):
     engine_name: str
     reason: RouteReason
     held: HeldPrefix

@@ -7,14 +7,15 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from spillway_gateway.config import LimitsConfig
 from spillway_gateway.fleet.engines import PromptBlocks
 from spillway_gateway.fleet.prefix_index import PrefixIndex
-from spillway_gateway.routing.prefix import short_prompt_key, text_block_keys, token_block_keys, token_bytes
+from spillway_gateway.routing.prefix import TOKEN_BYTES, chain_blocks, short_prompt_key, text_block_keys, token_bytes
 from spillway_gateway.tokens.chat_template import CannotRender
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN, TEXT_NAMESPACE_MARK, chat_text, completion_text
 from spillway_gateway.tokens.tokenizer import PromptTokenizer, TokenizerUnusable
@@ -26,21 +27,19 @@ INLINE_NEW_CHARS_MAX = 1_024  # tokenising this much takes about as long as hand
 TOKENIZE_SECONDS_MAX = 2.0  # then the request is matched by text; a late token list would cost more than it saves
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(msgspec.Struct, frozen=True, gc=False):  # parsed JSON holds no cycles
     """What of a chat body makes up its prompt. exact: False when a field cannot be mirrored here."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = msgspec.field(default_factory=dict)
     cache_salt: str | None = None
     exact: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionPrompt:
+class CompletionPrompt(msgspec.Struct, frozen=True, gc=False):
     """prompt: text, or token ids as the client gave them. Of a batch, the first decides."""
 
     prompt: str | array[int]
@@ -69,7 +68,7 @@ class PromptReader:
         """Never raises for a strange prompt: what cannot be tokenised is matched by its text."""
         namespace = self._index.namespace(prompt.cache_salt)
         if isinstance(prompt, CompletionPrompt) and not isinstance(prompt.prompt, str):
-            return self._of_tokens(namespace, prompt.prompt)
+            return self._of_tokens(namespace, token_bytes(prompt.prompt))
         tokenizer = self.tokenizer
         if tokenizer is not None and (
             isinstance(prompt, CompletionPrompt) or (tokenizer.template is not None and prompt.exact)
@@ -80,7 +79,7 @@ class PromptReader:
                     return soon
                 work = asyncio.get_running_loop().run_in_executor(self._executor, render_and_encode, tokenizer, prompt)
                 async with asyncio.timeout(TOKENIZE_SECONDS_MAX):
-                    return self._of_tokens(namespace, await work)
+                    return self._of_tokens(namespace, token_bytes(await work))
             except (CannotRender, UnicodeEncodeError, OverflowError):
                 pass
             except TimeoutError:
@@ -97,11 +96,12 @@ class PromptReader:
         )
         return None if ids is None else self._of_tokens(namespace, ids)
 
-    def _of_tokens(self, namespace: int, tokens: array[int]) -> PromptBlocks:
+    def _of_tokens(self, namespace: int, data: bytes) -> PromptBlocks:
+        """data: token ids as token_bytes() gives them."""
         block_tokens = self._index.block_tokens
-        keys = token_block_keys(namespace, tokens, block_tokens)
-        spread_key = keys[0] if keys else short_prompt_key(namespace, token_bytes(tokens))
-        return PromptBlocks(keys, block_tokens, max(1, len(tokens)), spread_key)
+        keys = chain_blocks(namespace, data, block_tokens * TOKEN_BYTES)
+        spread_key = keys[0] if keys else short_prompt_key(namespace, data)
+        return PromptBlocks(keys, block_tokens, max(1, len(data) // TOKEN_BYTES), spread_key)
 
     def _of_text(self, namespace: int, text: bytes) -> PromptBlocks:
         namespace ^= TEXT_NAMESPACE_MARK

@@ -6,12 +6,12 @@ The event loop and the tokenizer threads share it, so each method takes the lock
 from __future__ import annotations
 
 import threading
-from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import xxhash
 
-# Key, array object, and the entry of an OrderedDict; measured with tracemalloc on CPython 3.11, rounded up.
+# Key, bytes object, and the entry of an OrderedDict; measured with tracemalloc on CPython 3.11, rounded up.
 ENTRY_BYTES = 256
 
 
@@ -21,26 +21,28 @@ def segment_key(segment: str) -> bytes:
 
 
 class SegmentCache:
-    """bytes_max: of the ids and what keeping them costs."""
+    """Ids as little-endian uint32. bytes_max: of the ids and what keeping them costs."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._entries: OrderedDict[bytes, bytes] = OrderedDict()
         self._lock = threading.Lock()
         self.estimated_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: bytes) -> array[int] | None:
-        """Ids that nobody may change."""
+    def get_all(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Ids of each key, None where there are none."""
+        entries = self._entries
         with self._lock:
-            ids = self._entries.get(key)
-            if ids is not None:
-                self._entries.move_to_end(key)
-            return ids
+            found = list(map(entries.get, keys))
+            for key, ids in zip(keys, found, strict=True):
+                if ids is not None:
+                    entries.move_to_end(key)
+        return found
 
-    def put(self, key: bytes, ids: array[int]) -> None:
+    def put(self, key: bytes, ids: bytes) -> None:
         with self._lock:
             before = self._entries.pop(key, None)  # two threads may have made the same ids
             if before is not None:
@@ -52,5 +54,5 @@ class SegmentCache:
                 self.estimated_bytes -= _bytes_of(dropped)
 
 
-def _bytes_of(ids: array[int]) -> int:
-    return len(ids) * ids.itemsize + ENTRY_BYTES
+def _bytes_of(ids: bytes) -> int:
+    return len(ids) + ENTRY_BYTES

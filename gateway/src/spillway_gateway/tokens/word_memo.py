@@ -9,15 +9,20 @@ and patterns that split text before the merges could still look across.
 from __future__ import annotations
 
 import re
-from array import array
-from itertools import chain
+import string
 
 import tokenizers
 
-WORDS_MAX = 32_768  # about 8 MiB
+from spillway_gateway.routing.prefix import token_bytes
+
+WORDS_MAX = 32_768  # about 4 MiB
 WORD_CHARS_MAX = 24
 
-_cut = re.compile(r"(?<=[A-Za-z.,;:?!])(?= [A-Za-z])").split
+# A text may be cut before a space between an end and a start.
+_ENDS = frozenset(string.ascii_letters + ".,;:?!")
+_STARTS = frozenset(string.ascii_letters)
+# From a start to an end. Without digits: numbers and names of things are too many to remember.
+_is_word = re.compile(r"[A-Za-z](?:(?:[^\W\d_]|['-])*[A-Za-z])?[.,;:?!]?").fullmatch
 # Spaces as vocabularies write them: byte level, SentencePiece, plain.
 _reaches_over = re.compile("[A-Za-z.,;:?!][\u0120\u2581 ][A-Za-z]").search
 _PROBES = (
@@ -34,7 +39,7 @@ class WordMemo:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._words: dict[str, tuple[int, ...]] = {}
+        self._words: dict[str, bytes] = {}  # ids of the word with a space before it
 
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer) -> WordMemo | None:
@@ -45,25 +50,50 @@ class WordMemo:
             return None
         memo = cls(tokenizer)
         agrees = all(
-            list(memo.encode(text)) == tokenizer.encode(text, add_special_tokens=False).ids for text in _PROBES
+            memo.encode(text) == token_bytes(tokenizer.encode(text, add_special_tokens=False).ids) for text in _PROBES
         )
         return memo if agrees else None
 
-    def encode(self, text: str) -> array[int]:
-        """Token ids without special tokens around them. Raises UnicodeEncodeError for lone surrogates."""
-        pieces = _cut(text)
-        words = self._words
-        try:
-            return array("I", chain.from_iterable(map(words.__getitem__, pieces)))
-        except KeyError:
-            pass
-        found = {piece: words.get(piece) for piece in pieces}
-        new = [piece for piece, ids in found.items() if ids is None]
-        encodings = self._tokenizer.encode_batch_fast(new, add_special_tokens=False)
-        for piece, encoding in zip(new, encodings, strict=True):
-            found[piece] = ids = tuple(encoding.ids)
-            if len(piece) <= WORD_CHARS_MAX and piece[1:].isalpha():
-                if len(words) >= WORDS_MAX:
-                    words.clear()  # all of them: a text of yesterday's words is rarer than a crowd of made-up ones
-                words[piece] = ids
-        return array("I", chain.from_iterable(map(found.__getitem__, pieces)))  # type: ignore[arg-type]
+    def encode(self, text: str) -> bytes:
+        """Token ids as little-endian uint32, without special tokens around them."""
+        pieces = text.split(" ")
+        found = list(map(self._words.get, pieces))
+        found[0] = None  # no space before it
+        groups = _groups_of_new(pieces, found)
+        texts = [(" " if begin else "") + " ".join(pieces[begin:end]) for begin, end in groups]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for (begin, end), encoding in zip(groups, encodings, strict=True):
+            ids = token_bytes(encoding.ids)
+            found[begin:end] = [ids, *[b""] * (end - begin - 1)]
+            if 0 < begin == end - 1:
+                self._remember(pieces[begin], ids)
+        return b"".join(found)  # type: ignore[arg-type]
+
+    def _remember(self, word: str, ids: bytes) -> None:
+        if len(word) <= WORD_CHARS_MAX and _is_word(word):
+            if len(self._words) >= WORDS_MAX:
+                self._words.clear()  # all: a text of yesterday's words is rarer than a crowd of made-up ones
+            self._words[word] = ids
+
+
+def _groups_of_new(pieces: list[str], found: list[bytes | None]) -> list[tuple[int, int]]:
+    """Ranges of pieces that hold all that were not found, each with as many neighbours as it takes to lie between two
+    cuts. In order and apart."""
+    groups = []
+    end = 0
+    for at in [at for at, ids in enumerate(found) if ids is None]:
+        if at < end:
+            continue
+        begin = at
+        while begin > end and not _may_cut(pieces, begin):
+            begin -= 1
+        end = at + 1
+        while end < len(pieces) and not _may_cut(pieces, end):
+            end += 1
+        groups.append((begin, end))
+    return groups
+
+
+def _may_cut(pieces: list[str], at: int) -> bool:
+    """Whether before the space that leads to pieces[at]."""
+    return pieces[at - 1][-1:] in _ENDS and pieces[at][:1] in _STARTS

@@ -61,14 +61,14 @@ def candidate_events(decision: Decision) -> list[Attributes]:
     """What each engine would have cost, for the events of a decision's span."""
     return [
         {
-            ENGINE: engine.name,
-            "spillway.cost.total_ms": cost.total_ms,
-            "spillway.cost.queue_ms": cost.queue_ms,
-            "spillway.cost.link_ms": cost.link_ms,
-            "spillway.cost.load_ms": cost.load_ms,
-            "spillway.cost.prefill_ms": cost.prefill_ms,
-            "spillway.cost.displaced_ms": cost.displaced_ms,
-            "spillway.prefix.total_tokens": engine.held.total_tokens,
+            ENGINE: candidate.engine.name,
+            "spillway.cost.total_ms": candidate.cost.total_ms,
+            "spillway.cost.queue_ms": candidate.cost.queue_ms,
+            "spillway.cost.link_ms": candidate.cost.link_ms,
+            "spillway.cost.load_ms": candidate.cost.load_ms,
+            "spillway.cost.prefill_ms": candidate.cost.prefill_ms,
+            "spillway.cost.displaced_ms": candidate.cost.displaced_ms,
+            "spillway.prefix.total_tokens": candidate.engine.held.total_tokens,
         }
-        for engine, cost in decision.candidates
+        for candidate in decision.candidates
     ]

@@ -14,6 +14,7 @@ from typing import cast
 import httptools
 
 from spillway_gateway.errors import EngineBadReply, EngineDisconnected, UpstreamError
+from spillway_gateway.turn_writes import TurnWrites
 
 READ_BUFFER_BYTES = 256 * 1024  # above it the engine is asked to wait, so a slow client cannot fill memory
 HEAD_BYTES_MAX = 64 * 1024
@@ -30,6 +31,8 @@ class EngineConnection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._failure: UpstreamError | None = None
+        self._turn = TurnWrites.here()
+        self._outgoing: Sequence[bytes] = ()
         self._chunks: list[bytes] = []
         self._paused = False
         self._eof = False
@@ -75,7 +78,16 @@ class EngineConnection(asyncio.Protocol):
         self._reset_exchange()
         self._parser = httptools.HttpResponseParser(self)
         self.exchanges += 1
-        self._transport.writelines(parts)
+        if self._turn.shared:
+            self._outgoing = parts
+            self._turn.at_end(self._write)
+        else:
+            self._transport.writelines(parts)
+
+    def _write(self) -> None:
+        parts, self._outgoing = self._outgoing, ()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.writelines(parts)
 
     async def head(self) -> None:
         """Wait for status and headers. Raises EngineDisconnected or EngineBadReply."""

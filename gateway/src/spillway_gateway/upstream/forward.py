@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+Headers = list[tuple[bytes, bytes]]
 
+_NOTHING: frozenset[bytes] = frozenset()
 HOP_BY_HOP = frozenset(
     {
         b"connection",
@@ -27,7 +28,7 @@ _REPLY_DROPPED = HOP_BY_HOP | {b"date", b"server"}
 def request_head(
     path: bytes,
     host: bytes,
-    headers: Iterable[tuple[bytes, bytes]],
+    headers: Headers,
     body_bytes: int,
     request_id: bytes,
     *,
@@ -38,7 +39,6 @@ def request_head(
     path: with its query. headers: the caller's, names in lower case as ASGI gives them. The caller's header values
     were parsed by the server, so none holds a line break.
     """
-    headers = list(headers)
     named = connection_named(headers)
     lines = [method + b" " + path + b" HTTP/1.1\r\nhost: " + host]
     for name, value in headers:
@@ -46,13 +46,12 @@ def request_head(
             continue
         lines.append(name + b": " + value)
     lines.append(b"x-request-id: " + request_id)
-    lines.append(b"content-length: " + str(body_bytes).encode() + b"\r\n\r\n")
+    lines.append(b"content-length: %d\r\n\r\n" % body_bytes)
     return b"\r\n".join(lines)
 
 
-def reply_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def reply_headers(headers: Headers) -> Headers:
     """The engine's headers as the client gets them."""
-    headers = list(headers)
     named = connection_named(headers)
     return [
         (name, value)
@@ -61,13 +60,16 @@ def reply_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, b
     ]
 
 
-def connection_named(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+def connection_named(headers: Headers) -> frozenset[bytes]:
     """Header names that the Connection header makes hop-by-hop (RFC 9110, 7.6.1)."""
-    named = {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
+    values = [value for name, value in headers if name == b"connection"]
+    if not values:
+        return _NOTHING
+    named = {token.strip().lower() for value in values for token in value.split(b",")}
     return frozenset(named - {b"close", b"keep-alive", b""})
 
 
-def header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
+def header(headers: Headers, wanted: bytes) -> bytes | None:
     for name, value in headers:
         if name == wanted:
             return value

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.config import LimitsConfig, TimeoutsConfig
@@ -40,6 +42,7 @@ from spillway_gateway.errors import (
 from spillway_gateway.fleet.engines import Engine, Lease, ModelFleet, PromptBlocks
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.turn_writes import TurnWrites
 from spillway_gateway.upstream.connection import EngineConnection, Headers
 from spillway_gateway.upstream.forward import header, reply_headers, request_head
 from spillway_gateway.upstream.pool import ConnectionPool
@@ -64,11 +67,13 @@ ERROR_REPLY_BYTES_MAX = 64 * 1024  # of a 5xx reply kept while another engine is
 
 
 class Client(Protocol):
-    """The connection of who asks (client_connection.py)."""
+    """Who asks (client_connection.py)."""
 
     def call_when_left(self, left: Callable[[], None]) -> None: ...
 
     def forget(self, left: Callable[[], None]) -> None: ...
+
+    def reply(self, status: int, headers: Headers, body: bytes) -> bool: ...
 
 
 class ClientGone(Exception):
@@ -106,8 +111,7 @@ class UpstreamServices:
     recent: Recent
 
 
-@dataclass(frozen=True, slots=True)
-class OutboundRequest:
+class OutboundRequest(msgspec.Struct, frozen=True):
     path: bytes
     headers: Headers  # the caller's
     body: bytes
@@ -137,6 +141,7 @@ class Relay:
         self._client = client
         self._send = send
         self._loop = asyncio.get_running_loop()
+        self._turn = TurnWrites.here()
         self._task: asyncio.Task[Any] | None = None
         self._in_attempt = False
         self._cause: Exception | None = None
@@ -164,6 +169,7 @@ class Relay:
         self._task = asyncio.current_task()
         self._client.call_when_left(self._client_left)
         services.running.add(self)
+        self._turn.requests += 1
         services.budget.earn()
         try:
             admission = services.admissions.get(self._fleet.name)
@@ -184,6 +190,7 @@ class Relay:
             await self._answer_error(error)
         finally:
             services.running.discard(self)
+            self._turn.requests -= 1
             self._client.forget(self._client_left)
             if self._timer is not None:
                 self._timer.cancel()
@@ -434,9 +441,12 @@ class Relay:
             self._request.on_reply(lease.engine.name, body)
         if connection.complete:
             self._note_usage(lease, body)
-            await self._start(connection.status, headers, lease)
+            self._complete_headers(connection.status, headers, lease)
+            if not self._client.reply(connection.status, headers, body):
+                await self._send_head(connection.status, headers)
+                self.bytes_sent = True
+                await self._finish(body)
             self.bytes_sent = True
-            await self._finish(body)
             return
         await self._start(connection.status, headers, lease)
         while body:
@@ -460,6 +470,10 @@ class Relay:
         return b"".join(parts)
 
     async def _start(self, status: int, headers: Headers, lease: Lease | None) -> None:
+        self._complete_headers(status, headers, lease)
+        await self._send_head(status, headers)
+
+    def _complete_headers(self, status: int, headers: Headers, lease: Lease | None) -> None:
         self.status = status
         if lease is not None:
             decision = lease.decision
@@ -469,6 +483,8 @@ class Relay:
         headers.append((b"x-spillway-overhead-ms", b"%.3f" % (self._overhead * 1000)))
         if header(headers, b"x-request-id") is None:
             headers.append((b"x-request-id", self._request.request_id))
+
+    async def _send_head(self, status: int, headers: Headers) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _finish(self, body: bytes) -> None:
