@@ -1,7 +1,7 @@
 """The gateway beside other routers: requests/s, added time, CPU and memory, in one run over the same mock engines.
 
     python bench/gateway.py [--rounds 1] [--only spillway,vllm-router] [--tokenizer FOLDER] [--distinct 150000]
-                            [--skip cells,streams,memory] [--output build/bench/gateway.json]
+                            [--other-python FILE] [--skip cells,streams,memory] [--output build/bench/gateway.json]
 
 Four mock engines are one process that costs some microseconds per request (gateway_load/engine.py); the load generator
 is this process (gateway_load/asking.py). What both can do without a router is the row `engines alone`, and the limit of
@@ -22,6 +22,7 @@ out with the reason. PRODUCTION_STACK=DIRECTORY takes that checkout instead of G
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import sys
@@ -47,6 +48,7 @@ STREAM_CHUNKS = 100
 STREAM_CHUNK_SECONDS = 0.1
 SECONDS = {1: 2.0, 64: 2.5, 512: 3.5}  # of a cell, by requests at once
 OUTPUT = Path("build/bench/gateway.json")
+OTHER_PYTHON = "spillway, other Python"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for router in routers(tokenizer)
         if not given.only or any(router.name.startswith(name) for name in given.only)
     ]
+    if given.other_python:
+        chosen.insert(1, dataclasses.replace(chosen[0], name=OTHER_PYTHON, install=lambda: given.other_python))
     installed: list[tuple[Router, Path]] = []
     for router in chosen:
         try:
@@ -164,6 +168,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="starts of routers' names")
     parser.add_argument("--skip", type=lambda text: text.split(","), default=[], help="cells,streams,memory")
+    parser.add_argument(
+        "--other-python",
+        type=Path,
+        help="of an environment that has the gateway: Spillway on it is a row of its own. The images' interpreter is a "
+        "profile-guided build, which one that was compiled on the spot seldom is",
+    )
     parser.add_argument("--tokenizer", type=Path, help="folder of a model; the bundled one without it")
     parser.add_argument("--distinct", type=int, default=150_000, metavar="PROMPTS")
     parser.add_argument("--index-bytes", type=int, default=32 * 1024 * 1024)
