@@ -54,7 +54,7 @@ def test_rolling_upgrade(release: Release, namespace: Kubernetes, client: Client
         eventually("both engines replaced", lambda: replaced(namespace, before), 240.0)
         client.wait_for_requests(client.progress() + 40)
     no_failure(result, case)
-    assert offload_in_use(client, namespace) == {96}
+    assert offload_in_use(client, namespace) == {48}
     assert {name_of(pod) for pod in namespace.pods("gateway")} == gateways, "no gateway had a reason to restart"
     watch.require_prompt(report, "rolling upgrade")
 
@@ -66,7 +66,7 @@ def test_rollback(release: Release, namespace: Kubernetes, client: ClientPod, ca
         release.rollback()
         eventually("both engines replaced", lambda: replaced(namespace, before), 240.0)
     no_failure(result, case)
-    assert offload_in_use(client, namespace) == {64}
+    assert offload_in_use(client, namespace) == {32}
     watch.require_prompt(report, "rollback")
 
 
@@ -140,7 +140,7 @@ def settled(namespace: Kubernetes) -> None:
 
 
 def changed_offload() -> Values:
-    return simulated(engine={"offload": {"numCpuBlocks": 96}})
+    return simulated(engine={"offload": {"numCpuBlocks": 48}})
 
 
 def guarded(revision: str) -> Values:

@@ -45,7 +45,7 @@ def values() -> dict:
             "other": {
                 "replicas": 1,
                 "model": {"servedName": "other"},
-                "offload": {"numCpuBlocks": 80, "sharedTier": {"type": "redis"}},
+                "offload": {"numCpuBlocks": 40, "sharedTier": {"type": "redis"}},
             },
         },
         redis={"enabled": True, "existingSecret": {"name": "redis-password"}},
@@ -134,7 +134,7 @@ def test_values_arrived(installed: Release, namespace: Kubernetes, client: Clien
         model = next(model for model in expected["models"] if model["name"] == settings["model"]["servedName"])
         compared += require_equal(model["settings"], settings)
         assert settings["name"] == name_of(pod)
-        assert settings["offload"]["numCpuBlocks"] == {MODEL: 64, "other": 80}[model["name"]]
+        assert settings["offload"]["numCpuBlocks"] == {MODEL: 32, "other": 40}[model["name"]]
     case.note = f"{compared} values of 4 processes compared"
 
 

@@ -24,7 +24,7 @@ _SIMULATED: Values = {
             "shape": {"weightBytes": "1MiB"},
         },
         "deviceBlocks": 33,
-        "offload": {"numCpuBlocks": 64, "sharedTier": {"type": "none"}},
+        "offload": {"numCpuBlocks": 32, "sharedTier": {"type": "none"}},
         "memory": {"limit": "512MiB", "force": True},
         "cpu": {"request": "50m"},
         "topologySpread": {"enabled": True},
