@@ -88,10 +88,13 @@ class ClientRequest:
         self._connection = connection
         self._cycle = cycle
 
-    @property
-    def whole(self) -> bool:
-        """All of it has arrived."""
-        return not self._cycle.more_body
+    def take_whole_body(self) -> bytes | None:
+        """As one ASGI message would hold it; None where it has not arrived yet, or the client left."""
+        cycle = self._cycle
+        if cycle.more_body or cycle.disconnected:
+            return None
+        body, cycle.body = cycle.body, bytearray()
+        return bytes(body)
 
     def call_when_left(self, left: Callable[[], None]) -> None:
         """left: called in the same turn of the loop in which the connection is lost; soon, if it is lost already.

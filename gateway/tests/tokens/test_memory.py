@@ -55,6 +55,20 @@ WORDS = (
     ),
     *("\n", "end.\n", "\nStart", "a\nb", "\t", "\r\n", "\u00a0", "", "", "a" * 24, "a" * 25, "b" * 40 + ","),
     *("<|end|>", "the<|end|>fox", "<|end|>\nThe"),
+    *(
+        "2024-05-04",
+        "v1.2",
+        "\n\n7",
+        "4\n\n",
+        "3  5",
+        "(12%)",
+        "user42,",
+        "0x1F",
+        "5's",
+        "\t8",
+        "9\u0301",
+        "7\ufe0f\u20e3",
+    ),
 )
 texts = st.lists(st.sampled_from(WORDS) | st.text(string.printable, max_size=6) | st.text(max_size=4), max_size=14).map(
     " ".join
@@ -74,7 +88,23 @@ PRE_TOKENIZERS = {
         ]
     ),
     "SentencePiece": pre_tokenizers.Metaspace(prepend_scheme="never"),
+    "digits apart": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+    "Qwen": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(
+                Regex(
+                    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+                    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+                ),
+                "isolated",
+            ),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
 }
+DIGITS_ALONE = {"digits apart", "Qwen"}
 
 
 @pytest.fixture(scope="module", params=PRE_TOKENIZERS)
@@ -82,7 +112,7 @@ def tokenizer_and_memo(request: pytest.FixtureRequest) -> tuple[Tokenizer, WordM
     tokenizer = trained(PRE_TOKENIZERS[request.param])
     tokenizer.add_special_tokens(["<|end|>"])
     memo = WordMemo.of(tokenizer)
-    assert memo is not None
+    assert memo is not None and (memo._digits_alone or request.param not in DIGITS_ALONE)
     return tokenizer, memo
 
 
@@ -112,6 +142,17 @@ def test_only_what_is_new_is_tokenised(tokenizer: Tokenizer, monkeypatch: pytest
 
     first = ["the", " jumps 9 over", " the  quick", " brawn (fox) it's"]
     assert asked == [*first, *first]
+
+
+def test_a_number_costs_nothing_once_its_digits_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = trained(PRE_TOKENIZERS["Qwen"])
+    memo = WordMemo.of(tokenizer)
+    assert memo is not None
+    memo.encode("<user>\n0123456789-5: the")
+    whole = tokenizer.encode("<user>\n82-75: the", add_special_tokens=False).ids
+    monkeypatch.setattr(memo, "_tokenizer", None)
+
+    assert memo.encode("<user>\n82-75: the") == token_bytes(whole)
 
 
 def test_a_vocabulary_that_reaches_over_words_is_left_alone() -> None:

@@ -316,16 +316,16 @@ async def read_body(
     declared = header(headers, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > bytes_max:
         raise RequestTooLarge(_too_large(bytes_max))
-    message = await _next_part(receive, client, timeouts)
-    body: bytes = message.get("body", b"")
-    if not message.get("more_body", False):
+    body = client.take_whole_body()
+    if body is not None:
         if len(body) > bytes_max:
             raise RequestTooLarge(_too_large(bytes_max))
         return body
-    parts = [body]
-    size = len(body)
+    parts: list[bytes] = []
+    size = 0
+    message: Message = {"more_body": True}
     while message.get("more_body", False):
-        message = await _next_part(receive, client, timeouts)
+        message = await _next_part(receive, timeouts)
         part = message.get("body", b"")
         size += len(part)
         if size > bytes_max:
@@ -334,15 +334,12 @@ async def read_body(
     return b"".join(parts)
 
 
-async def _next_part(receive: Receive, client: ClientRequest, timeouts: TimeoutsConfig) -> Message:
-    if client.whole:  # no wait, so no need for a timer, which costs more
-        message = await receive()
-    else:
-        try:
-            async with asyncio.timeout(timeouts.body_read_seconds):
-                message = await receive()
-        except TimeoutError as error:
-            raise RequestBodyTimeout(f"no part of the body came for {timeouts.body_read_seconds:g} s") from error
+async def _next_part(receive: Receive, timeouts: TimeoutsConfig) -> Message:
+    try:
+        async with asyncio.timeout(timeouts.body_read_seconds):
+            message = await receive()
+    except TimeoutError as error:
+        raise RequestBodyTimeout(f"no part of the body came for {timeouts.body_read_seconds:g} s") from error
     if message["type"] == "http.disconnect":
         raise _ClientLeft
     return message

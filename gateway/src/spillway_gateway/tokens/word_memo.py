@@ -4,6 +4,9 @@ Byte-pair merges only ever make tokens that are in the vocabulary. Where no toke
 space into the next word, nothing is ever merged across that place, so a text may be cut there and its pieces tokenised
 apart: the ids are the same. That is checked on the vocabulary when a tokenizer is loaded, and on texts, as normalisers
 and patterns that split text before the merges could still look across.
+
+Where every digit is a token of its own, as in most vocabularies of late, a text may be cut around it too: a number that
+nobody has seen costs no more than one that everybody has.
 """
 
 from __future__ import annotations
@@ -25,11 +28,17 @@ _STARTS = frozenset(string.ascii_letters)
 _is_word = re.compile(r"[A-Za-z](?:(?:[^\W\d_]|['-])*[A-Za-z])?[.,;:?!]?").fullmatch
 # Spaces as vocabularies write them: byte level, SentencePiece, plain.
 _reaches_over = re.compile("[A-Za-z.,;:?!][\u0120\u2581 ][A-Za-z]").search
+# More than the digit itself; what stands for a single byte is no product of merges.
+_joins_a_digit = re.compile("(?!<0x[0-9A-F]{2}>$)(?=.*[0-9])..").match
+_digits = re.compile("([0-9])").split
+# The last blank of several may belong to what follows it, so they are not to be parted from it.
+_blanks_before_a_digit = re.compile(r"\s\s[0-9]").search
 _PROBES = (
     "The quick brown fox, who had read README.md twice, didn't jump; it's 9 p.m. and 12,345 foxes sleep.",
     "  Indented code:\n\tfor item in items: print(item)  # no comment\n\n\nEnd. A b C d",
     "Grüße aus Köln! Naïve café owners say: 東京 is far away, isn't it? 🙂 yes... no?! ok",
     "I'll WE'VE they'd o'clock CamelCase camelCase snake_case kebab-case UPPER lower 3rd x2 a1 b",
+    "Order 66 of 2024-05-04: 3 x 19.99, no. 7;8 (12%) v1.2.3 user42 42nd\n1. one\n\n22 two\t3  4   5",
     "word,word word ,word word;word: word! word? Word (word) [word] word's 'word' word",
 )
 
@@ -37,9 +46,11 @@ _PROBES = (
 class WordMemo:
     """Shared by the event loop and the tokenizer threads: each step on the dict is atomic."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, digits_alone: bool) -> None:
         self._tokenizer = tokenizer
+        self._digits_alone = digits_alone
         self._words: dict[str, bytes] = {}  # ids of the word with a space before it
+        self._fragments: dict[str, bytes] = {}  # of what stands between digits, and of digits
 
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer) -> WordMemo | None:
@@ -48,11 +59,14 @@ class WordMemo:
             return None
         if any(map(_reaches_over, tokenizer.get_vocab(with_added_tokens=True))):
             return None
-        memo = cls(tokenizer)
-        agrees = all(
-            memo.encode(text) == token_bytes(tokenizer.encode(text, add_special_tokens=False).ids) for text in _PROBES
-        )
-        return memo if agrees else None
+        digits_alone = not any(map(_joins_a_digit, tokenizer.get_vocab(with_added_tokens=False)))
+        memos = [cls(tokenizer, digits_alone=True)] if digits_alone else []
+        memos.append(cls(tokenizer, digits_alone=False))
+        return next((memo for memo in memos if memo._agrees()), None)
+
+    def _agrees(self) -> bool:
+        whole = self._tokenizer.encode
+        return all(self.encode(text) == token_bytes(whole(text, add_special_tokens=False).ids) for text in _PROBES)
 
     def encode(self, text: str) -> bytes:
         """Token ids as little-endian uint32, without special tokens around them."""
@@ -61,19 +75,32 @@ class WordMemo:
         found[0] = None  # no space before it
         groups = _groups_of_new(pieces, found)
         texts = [(" " if begin else "") + " ".join(pieces[begin:end]) for begin, end in groups]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        for (begin, end), encoding in zip(groups, encodings, strict=True):
-            ids = token_bytes(encoding.ids)
+        for (begin, end), ids in zip(groups, self._encode_each(texts), strict=True):
             found[begin:end] = [ids, *[b""] * (end - begin - 1)]
-            if 0 < begin == end - 1:
-                self._remember(pieces[begin], ids)
+            if 0 < begin == end - 1 and _is_word(pieces[begin]):
+                _remember(self._words, pieces[begin], ids)
         return b"".join(found)  # type: ignore[arg-type]
 
-    def _remember(self, word: str, ids: bytes) -> None:
-        if len(word) <= WORD_CHARS_MAX and _is_word(word):
-            if len(self._words) >= WORDS_MAX:
-                self._words.clear()  # all: a text of yesterday's words is rarer than a crowd of made-up ones
-            self._words[word] = ids
+    def _encode_each(self, texts: list[str]) -> list[bytes]:
+        """One call of the library for all of them, and none where numbers are all that is new."""
+        split = [_around_digits(text) if self._digits_alone else [text] for text in texts]
+        ids = {fragment: self._fragments.get(fragment) for fragments in split for fragment in fragments}
+        new = [fragment for fragment, known in ids.items() if known is None]
+        if new:
+            encodings = self._tokenizer.encode_batch_fast(new, add_special_tokens=False)
+            ids.update(zip(new, [token_bytes(encoding.ids) for encoding in encodings], strict=True))
+            for fragments in split:
+                if len(fragments) > 1:
+                    for fragment in fragments:
+                        _remember(self._fragments, fragment, ids[fragment])  # type: ignore[arg-type]
+        return [b"".join([ids[fragment] for fragment in fragments]) for fragments in split]  # type: ignore[misc]
+
+
+def _remember(memo: dict[str, bytes], text: str, ids: bytes) -> None:
+    if len(text) <= WORD_CHARS_MAX:
+        if len(memo) >= WORDS_MAX:
+            memo.clear()  # all: a text of yesterday's words is rarer than a crowd of made-up ones
+        memo[text] = ids
 
 
 def _groups_of_new(pieces: list[str], found: list[bytes | None]) -> list[tuple[int, int]]:
@@ -97,3 +124,8 @@ def _groups_of_new(pieces: list[str], found: list[bytes | None]) -> list[tuple[i
 def _may_cut(pieces: list[str], at: int) -> bool:
     """Whether before the space that leads to pieces[at]."""
     return pieces[at - 1][-1:] in _ENDS and pieces[at][:1] in _STARTS
+
+
+def _around_digits(text: str) -> list[str]:
+    """The text cut before and after each digit; whole where that may not be."""
+    return [text] if _blanks_before_a_digit(text) else [fragment for fragment in _digits(text) if fragment]
