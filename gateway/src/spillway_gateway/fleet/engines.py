@@ -251,7 +251,7 @@ class Engine:
             self.cpu_link_tokens,
             self.shared_link_tokens,
             store.wait_ms,
-            max(self.shared_busy.at(now), store.busy_share),
+            self.shared_busy.at(now) if store is NO_STORE else max(self.shared_busy.at(now), store.busy_share),
             kv_usage,
             kv_token_ms,
         )

@@ -68,4 +68,5 @@ def crowding(rho: float) -> float:
 
 def uncached_tokens(held: HeldPrefix, prompt_tokens: int) -> int:
     """Tokens left to compute; at least one, as an engine always computes the last token for its logits."""
-    return max(1, prompt_tokens - held.total_tokens)
+    rest = prompt_tokens - held.device_tokens - held.cpu_tokens - held.shared_tokens
+    return rest if rest > 1 else 1
