@@ -22,7 +22,6 @@ out with the reason. PRODUCTION_STACK=DIRECTORY takes that checkout instead of G
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
 import sys
@@ -48,7 +47,6 @@ STREAM_CHUNKS = 100
 STREAM_CHUNK_SECONDS = 0.1
 SECONDS = {1: 2.0, 64: 2.5, 512: 3.5}  # of a cell, by requests at once
 OUTPUT = Path("build/bench/gateway.json")
-OTHER_PYTHON = "spillway, other Python"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,11 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = Results()
     chosen = [
         router
-        for router in routers(tokenizer)
+        for router in routers(tokenizer, other_python=given.other_python)
         if not given.only or any(router.name.startswith(name) for name in given.only)
     ]
-    if given.other_python:
-        chosen.insert(1, dataclasses.replace(chosen[0], name=OTHER_PYTHON, install=lambda: given.other_python))
     installed: list[tuple[Router, Path]] = []
     for router in chosen:
         try:

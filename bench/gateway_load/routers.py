@@ -51,8 +51,9 @@ class Router:
     operations: bool = False  # start() gives the other port to an operations listener
 
 
-def routers(tokenizer: Path | None, index_bytes: int | None = None) -> list[Router]:
-    """All of them, Spillway first. tokenizer: a model folder; None leaves Spillway to match by text."""
+def routers(tokenizer: Path | None, index_bytes: int | None = None, other_python: Path | None = None) -> list[Router]:
+    """All of them, Spillway first. tokenizer: a model folder; None leaves Spillway to match by text. other_python: on
+    which Spillway is a row of its own."""
 
     def spillway(python: Path, folder: Path, port: int, other: int, engines: Sequence[int]) -> Start:
         names = [{"name": f"engine-{at}", "url": f"http://127.0.0.1:{engine}"} for at, engine in enumerate(engines)]
@@ -67,8 +68,11 @@ def routers(tokenizer: Path | None, index_bytes: int | None = None) -> list[Rout
         command = [str(python), "-m", "spillway_gateway", "--config", str(path)]
         return Start(command, {path.name: yaml.safe_dump(document)})
 
+    pythons = {"spillway": Path(sys.executable)}
+    if other_python is not None:
+        pythons["spillway, other Python"] = other_python
     return [
-        Router("spillway", lambda: Path(sys.executable), spillway, "/ready", operations=True),
+        *(Router(name, lambda at=at: at, spillway, "/ready", operations=True) for name, at in pythons.items()),
         Router("vllm-router cache_aware", _vllm_router, _start_vllm_router("cache_aware")),
         Router("vllm-router round_robin", _vllm_router, _start_vllm_router("round_robin")),
         Router("sglang-router cache_aware", _sglang_router, _start_sglang_router),

@@ -180,3 +180,20 @@ async def test_a_gateway_that_drains_ends_a_connection_with_the_reply_that_is_du
         writer.close()
 
     assert answer.startswith(b"HTTP/1.1 200 ") and b"\r\nconnection: close\r\n" in answer
+
+
+async def test_who_asks_for_a_head_gets_no_body(start_engine: Any) -> None:
+    """A body after it would be taken for the start of the next reply."""
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        made = json.dumps({"model": "fake", "input": "hello"}).encode()
+        writer.write(b"POST /v1/responses HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(made) + made)
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        path = f"/v1/responses/{json.loads(await reader.readexactly(size))['id']}"
+        writer.write(f"HEAD {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        answer = await reader.read()
+        writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\n")

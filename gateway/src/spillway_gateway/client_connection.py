@@ -110,11 +110,11 @@ class ClientRequest:
         self._connection.forget(left)
 
     def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """A whole reply in one write. False where it cannot be that, and nothing was written: a reply has begun, or the
-        client is slow to take the one before. headers: names in lower case, no line breaks; content-length is set where
-        it is missing."""
+        """A whole reply in one write. False where it cannot be that, and nothing was written: a reply has begun, the
+        client is slow to take the one before, or it asked for a head alone. headers: names in lower case, no line
+        breaks; content-length is set where it is missing."""
         connection, cycle = self._connection, self._cycle
-        if connection.flow.write_paused or cycle.response_started:
+        if connection.flow.write_paused or cycle.response_started or cycle.scope["method"] == "HEAD":
             return False
         if cycle.disconnected:
             return True

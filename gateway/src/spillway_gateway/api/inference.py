@@ -35,7 +35,7 @@ from spillway_gateway.errors import (
 )
 from spillway_gateway.fleet.engines import ModelFleet
 from spillway_gateway.tokens.prompt import CompletionPrompt, PromptReader
-from spillway_gateway.upstream.forward import header
+from spillway_gateway.upstream.forward import Headers, header
 from spillway_gateway.upstream.splice import insert_text, replace_text
 from spillway_gateway.upstream.stream import OutboundRequest, Relay, UpstreamServices
 from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
 REQUEST_ID_BYTES_MAX = 256
 
 

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from spillway_gateway.config_tracing import TracingConfig
 from spillway_gateway.tracing.request_trace import RequestTrace
-from spillway_gateway.upstream.connection import Headers
+from spillway_gateway.upstream.forward import Headers
 
 SPANS_PER_EXPORT_MAX = 512
 

@@ -21,7 +21,7 @@ from spillway_gateway.fleet.engines import Engine
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.tracing import attributes as names
 from spillway_gateway.tracing.attributes import Attributes, candidate_events, operation_of, route_attributes
-from spillway_gateway.upstream.connection import Headers
+from spillway_gateway.upstream.forward import Headers
 from spillway_gateway.upstream.usage import Usage
 
 NO_USAGE = Usage(None, None, None)

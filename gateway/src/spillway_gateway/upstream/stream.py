@@ -43,8 +43,8 @@ from spillway_gateway.fleet.engines import Engine, Lease, ModelFleet, PromptBloc
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.turn_writes import TurnWrites
-from spillway_gateway.upstream.connection import EngineConnection, Headers
-from spillway_gateway.upstream.forward import header, reply_headers, request_head
+from spillway_gateway.upstream.connection import EngineConnection
+from spillway_gateway.upstream.forward import Headers, header, reply_headers, request_head
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import (
     RETRYABLE_STATUSES,
