@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -275,6 +277,47 @@ def test_a_tier_that_breaks_its_contract_costs_a_miss_not_a_thread(rig: Rig) -> 
     tier.failing = False
     shared.submit_store(3, keys([2]), [2])
     assert rig.outcome(3).success
+
+
+class WorkedOn:
+    """What a tier holds while it works: a buffer, a file."""
+
+
+class ClutchingTier(TierWrapper):
+    """Fails while it holds something, behind an error of its own."""
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier)
+        self.held: list[weakref.ref[WorkedOn]] = []
+
+    def before(self, operation: Operation) -> None:
+        worked_on = WorkedOn()
+        self.held.append(weakref.ref(worked_on))
+        try:
+            raise OSError("the cause")
+        except OSError as error:
+            raise TierUnreachable(UnreachableReason.DISCONNECTED, "injected") from error
+
+
+def test_what_failed_operations_worked_on_is_let_go_of_at_once(rig: Rig) -> None:
+    """Not when the interpreter next looks for circles: an engine's files and buffers would pile up until then."""
+    tier = ClutchingTier(rig.memory())
+    shared = rig.start(tier)
+    gc.collect()
+    gc.disable()
+    try:
+        shared.submit_load(1, keys([1]), [1])
+        shared.submit_store(2, keys([2]), [2])
+        assert rig.answer(key_of(3)) is Lookup.MISS
+        assert not rig.outcome(1).success
+        assert not rig.outcome(2).success
+        rig.reported.clear()
+        shared.close()
+        left = [one for one in tier.held if one() is not None]
+    finally:
+        gc.enable()
+    assert len(tier.held) >= 3
+    assert not left
 
 
 # --- deadlines ----------------------------------------------------------------------------------------------------

@@ -25,10 +25,17 @@ SMALL_BYTES = 48 << 20
 def read_only(folder: Path) -> Iterator[set[str]]:
     """The directory refuses writes; yields the failure reasons that fit."""
     reopened(folder)
+    aside = folder.with_name(f"{folder.name}.read-only")
+    aside.mkdir()
     with ExitStack() as cleanup:
-        if _mount("--bind", str(folder), str(folder)):
+        cleanup.callback(aside.rmdir)
+        if _mount("--bind", str(folder), str(aside)):
+            cleanup.callback(_unmount, aside)
+            # Where nobody goes: over the directory itself, an engine may open a file for writing between the two calls,
+            # and then the second is refused.
+            assert _mount("-o", "remount,bind,ro", str(aside)), "a bind mount was allowed, making it read-only was not"
+            assert _mount("--bind", str(aside), str(folder)), "a bind mount was allowed, a second one was not"
             cleanup.callback(_unmount, folder)
-            assert _mount("-o", "remount,bind,ro", str(folder)), "a bind mount was allowed, making it read-only was not"
             yield {"read_only"}
         else:
             with replaced_by_file(folder) as reasons:

@@ -19,6 +19,28 @@ Each tier error carries ``reason``, a word of a closed set that becomes a metric
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def without_frames(error: _Error) -> _Error:
+    """The same error, and what led to it, without tracebacks: for one that is kept after it was caught.
+
+    A traceback holds the frames an error went through, and these what they worked on: buffers, the files of a pool that
+    has been replaced since. The frame that keeps the error is one of them, so all of it is a circle, which is let go of
+    when the interpreter next looks for old ones; an engine hardly ever does.
+    """
+    led: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while led:
+        one = led.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = None
+        led += one.__cause__, one.__context__
+    return error
 
 
 class SpillwayError(Exception):

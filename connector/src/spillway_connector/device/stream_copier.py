@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from spillway_connector.device.copier import CopyResult, Direction
-from spillway_connector.errors import DeviceCopyError
+from spillway_connector.errors import DeviceCopyError, without_frames
 from spillway_connector.plan.copies import Addresses, CopyPlan
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class StreamCopier(abc.ABC):
         try:
             self._enqueue(job, stream)
         except DeviceCopyError as error:
-            job.error = error
+            job.error = without_frames(error)  # its frames hold the job
         except Exception as error:  # whatever it is, copies may be in flight
             job.error = DeviceCopyError(f"{self._direction.value} job {job_id}: {error!r}")
         try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, cast
 
-from spillway_connector.errors import RefusedReason, TierError, TierRefused, UnreachableReason
+from spillway_connector.errors import RefusedReason, TierError, TierRefused, UnreachableReason, without_frames
 from spillway_connector.plan.changes import ChangeLog
 from spillway_connector.tiers.breaker import Breaker
 from spillway_connector.tiers.presence import PresenceIndex
@@ -340,9 +340,9 @@ class LookupDesk:
         try:
             return self._tier.contains(batch.keys, batch.deadline)
         except TierError as error:
-            return error
+            return without_frames(error)
         except Exception as error:  # a defect of a tier must cost a miss, not the thread
-            return unexpected(error)
+            return without_frames(unexpected(error))
 
 
 def _unknown(keys: Sequence[bytes], expiries: list[float | None], now: float) -> Sequence[bytes]:

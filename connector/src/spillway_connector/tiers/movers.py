@@ -21,7 +21,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spillway_connector.errors import RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused
+from spillway_connector.errors import (
+    RefusedReason,
+    TierCorrupt,
+    TierError,
+    TierMiss,
+    TierRefused,
+    without_frames,
+)
 from spillway_connector.tiers.breaker import Breaker
 from spillway_connector.tiers.buffers import transfer_buffer
 from spillway_connector.tiers.jobs import Settled, TransferItem, TransferJob
@@ -168,9 +175,9 @@ class Movers:
             if not move(item, bounce, view, begun):
                 return  # given up meanwhile, before any I/O
         except TierError as raised:
-            error = raised
+            error = without_frames(raised)
         except Exception as raised:
-            error = unexpected(raised)
+            error = without_frames(unexpected(raised))
         ended = self._clock()
         settled = item.settle(error, begun, ended)
         if settled is Settled.LAST:

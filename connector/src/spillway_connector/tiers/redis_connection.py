@@ -240,7 +240,10 @@ class RedisConnection:
                 raise
             except OSError as error:
                 refused = error
-        raise refused or OSError(f"{host.host} has no address")
+        try:
+            raise refused or OSError(f"{host.host} has no address")
+        finally:
+            del refused  # whose traceback holds this frame
 
     def _reach(self, plain: socket.socket, address: Any, deadline: float) -> socket.socket:
         try:

@@ -66,4 +66,7 @@ def first_answer(
             return ask(address, now + (deadline - now) / (len(addresses) - position))
         except TierError as error:
             failure = error
-    raise failure or TierTimeout("the deadline passed before a server was looked for")
+    try:
+        raise failure or TierTimeout("the deadline passed before a server was looked for")
+    finally:
+        del failure  # whose traceback holds this frame

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from spillway_connector.errors import without_frames
+
 
 class Lanes:
     """``count``: how many stripes of one block may be under way at once. threads: of all blocks together."""
@@ -31,7 +33,7 @@ class Lanes:
                 try:
                     act(index)
                 except Exception as error:
-                    errors.append(error)
+                    errors.append(without_frames(error))
 
         helpers = []
         if self._helpers is not None and len(indices) > 1:
@@ -44,7 +46,7 @@ class Lanes:
             if not helper.cancel():
                 helper.result()
         if errors:
-            raise errors[0]
+            raise errors.pop(0)  # not held by this frame, which its traceback will hold
 
     def close(self) -> None:
         """Threads end with what they are at."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from spillway_connector.errors import without_frames
 from spillway_connector.tiers.redis_endpoint import Address
 from spillway_connector.tiers.tier import Clock
 
@@ -56,7 +57,10 @@ class Resolver:
             if question.error is None:
                 return question.addresses
             if known is None:
-                raise question.error
+                try:
+                    raise question.error
+                finally:
+                    del question  # whose error's traceback holds this frame
         if known is None:
             raise TimeoutError(f"{address.host}: no answer from the name servers")
         return known
@@ -78,7 +82,7 @@ class Resolver:
             if not question.addresses:
                 question.error = OSError(f"{address.host} has no address")
         except OSError as error:
-            question.error = error
+            question.error = without_frames(error)
         except Exception as error:  # a name that is none (too long, an empty label): nobody may wait for ever
             question.error = OSError(f"{address.host}: {error}")
         with self._lock:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierUnreachable
+from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierUnreachable, without_frames
 from spillway_connector.tiers.redis_connection import RedisConnection, refusal
 from spillway_connector.tiers.redis_endpoint import Address, RedisEndpoint, Topology
 from spillway_connector.tiers.redis_pool import RedisPool
@@ -117,7 +117,7 @@ class RedisRouter:
                 brief=True,
             )
         except (TierRefused, TierUnreachable) as error:
-            return [error] * len(commands)
+            return [without_frames(error)] * len(commands)
         server = self._endpoint.at(route.address)
         return [
             refusal(server, answer) if isinstance(answer, ErrorReply) else answer

@@ -7,6 +7,7 @@ file is still the one that is mapped.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -70,8 +71,7 @@ class SlabPool:
         self._lock = RootLock(root / SLAB_FOLDER / LOCK_NAME, clock)
         self._prepare_lock = threading.Lock()
         self._pool: Pool | None = None
-        self._read_only: TierRefused | None = None
-        self._read_only_until = 0.0
+        self._read_only_until = -math.inf
         self._changes_seen = -1
         self._suspected = False
         self._closed = False
@@ -94,15 +94,13 @@ class SlabPool:
 
     def readable(self, deadline: float) -> Pool | None:
         """Like :meth:`writable`, but where only writing is refused (a read-only mount) readers go on; None: no pool."""
-        try:
-            if self._read_only is not None and self._clock() < self._read_only_until:
-                raise self._read_only
-            return self.writable(deadline)
-        except TierRefused as refused:
-            if refused.reason not in _READING_GOES_ON:
-                raise
-            if refused is not self._read_only:
-                self._read_only, self._read_only_until = refused, self._clock() + READ_ONLY_RETRY_SECONDS
+        if self._clock() >= self._read_only_until:
+            try:
+                return self.writable(deadline)
+            except TierRefused as refused:
+                if refused.reason not in _READING_GOES_ON:
+                    raise
+                self._read_only_until = self._clock() + READ_ONLY_RETRY_SECONDS
         pool = self._pool
         if pool is not None and not self.replaced(pool.index):
             return pool
@@ -164,7 +162,7 @@ class SlabPool:
             ) from error
         except OSError as error:
             raise tier_error(error, f"path: {self._root}: preparing the directory") from error
-        self._pool, self._read_only = pool, None
+        self._pool, self._read_only_until = pool, -math.inf
         self._see_changes(pool)
         return pool
 
