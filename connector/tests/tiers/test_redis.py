@@ -159,6 +159,29 @@ def test_a_user_who_may_only_read_reads(own_valkey: StartValkey, tier_on: Callab
     assert error_of(lambda: reader.store(key_of(2), payload_of(2), soon())).reason == RefusedReason.PERMISSION
 
 
+def test_a_block_that_is_received_a_second_time_is_proven_anew(
+    own_valkey: StartValkey, tier_on: Callable[..., RedisTier]
+) -> None:
+    """This user may renew the first value that is asked for and only read the others, so all are asked for again."""
+    port = own_valkey().port
+    striped = {"stripe_bytes_max": 4096}
+    tier_on(RedisEndpoint(port=port), **striped).store(key_of(1), payload_of(1), soon())
+    first = f"spillway1:{NAMESPACE.hex}:{key_of(1).hex()}"
+    admin = redis.Redis(port=port)
+    assert len(admin.keys(f"{first}:*")) > 1
+    admin.acl_setuser(
+        "reader",
+        enabled=True,
+        passwords=["+pw"],
+        keys=["%R~spillway1:*", first],
+        commands=["+@read", "+getex", "+ping"],
+    )
+    reader = tier_on(RedisEndpoint(port=port, username="reader", password="pw"), **striped)
+    assert load(reader, key_of(1)) == payload_of(1)
+    refused = [entry for entry in admin.acl_log() if entry["reason"] == "key"]
+    assert f"{first}:0" in {entry["object"] for entry in refused}
+
+
 def test_a_server_at_its_memory_limit_refuses_stores_and_serves_loads(
     own_valkey: StartValkey, tier_on: Callable[..., RedisTier]
 ) -> None:

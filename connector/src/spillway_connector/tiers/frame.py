@@ -83,6 +83,11 @@ def digest_of_payload(payload: memoryview | bytes) -> bytes:
     return xxhash.xxh3_128_digest(payload)
 
 
+def running_digest() -> xxhash.xxh3_128:
+    """The same of a payload that comes in stretches: ``update`` with each, then ``digest``."""
+    return xxhash.xxh3_128()
+
+
 def digest_of_parts(payload_digests: Sequence[bytes]) -> bytes:
     """The set digest of a block stored in parts: xxh3_128 over the parts' payload digests, in order.
 
@@ -189,11 +194,13 @@ def verify(
     payload_bytes: int,
     part_index: int = 0,
     part_count: int = 1,
+    payload_digest: bytes | None = None,
 ) -> FrameHeader:
     """Prove that header and payload are the whole, undamaged frame of ``key`` in ``namespace``.
 
     payload: what was read, to be compared with ``payload_bytes``, the size this engine expects. Of a block in parts
     each frame is proven on its own; that they belong together is for the caller to compare (see digest_of_parts).
+    payload_digest: of all of ``payload`` as it lies there, where the caller has taken it already.
     Raises TierCorrupt with the first reason found; returns the header otherwise.
     """
     _check_names(namespace, key)
@@ -216,7 +223,7 @@ def verify(
     given_bytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     if given_bytes != payload_bytes:
         raise TierCorrupt(CorruptReason.SHORT, f"{given_bytes} of {payload_bytes} payload bytes are there")
-    if xxhash.xxh3_128_digest(payload) != found.payload_digest:
+    if (payload_digest or digest_of_payload(payload)) != found.payload_digest:
         raise TierCorrupt(CorruptReason.PAYLOAD, "the payload's checksum does not match its bytes")
     return found
 

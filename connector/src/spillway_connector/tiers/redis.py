@@ -25,6 +25,7 @@ from spillway_connector.tiers.frame import (
     build_header,
     digest_of_parts,
     digest_of_payload,
+    running_digest,
     verify,
 )
 from spillway_connector.tiers.redis_connection import RedisConnection, WrongType, refusal
@@ -135,9 +136,16 @@ class RedisTier:
         commit = self._plan.commit_index
 
         raws = [memoryview(bytearray(HEADER_BYTES)) for _ in names]
+        digests = [running_digest() for _ in names]
 
         def receive(indices: Sequence[int]) -> None:
-            """On one connection, each proven while the next is on its way."""
+            """On one connection, each proven while it and the next are on their way."""
+
+            def take_in(place: int, offset: int, stretch: memoryview) -> None:
+                if offset < HEADER_BYTES:
+                    digests[indices[place]].reset()  # it may be the second time that it comes
+                else:
+                    digests[indices[place]].update(stretch)
 
             def prove(place: int) -> None:
                 index = indices[place]
@@ -150,10 +158,12 @@ class RedisTier:
                     payload_bytes=end - start,
                     part_index=index,
                     part_count=self._plan.count,
+                    payload_digest=digests[index].digest(),
                 )
 
             targets = [[raws[index], target[slice(*self._plan.ranges[index])]] for index in indices]
-            self._receive([(names[index], self._ttl_of(index)) for index in indices], targets, prove, deadline)
+            values = [(names[index], self._ttl_of(index)) for index in indices]
+            self._receive(values, targets, prove, take_in, deadline)
 
         try:
             order = [commit, *range(commit)]
@@ -264,6 +274,7 @@ class RedisTier:
         values: list[tuple[bytes, int | None]],
         targets: list[list[memoryview]],
         received: Callable[[int], None],
+        arrived: Callable[[int, int, memoryview], None],
         deadline: float,
     ) -> None:
         """Values, each with its name and time to live, that one server has."""
@@ -274,12 +285,12 @@ class RedisTier:
 
         def receive(connection: RedisConnection, deadline: float) -> None:
             try:
-                connection.receive_values(renewing, targets, deadline, received)
+                connection.receive_values(renewing, targets, deadline, received, arrived)
             except TierRefused as refused:
                 # GETEX counts as a write: a replica or a user without write permission can still read.
                 if renewing == reads or refused.reason not in (RefusedReason.READ_ONLY, RefusedReason.PERMISSION):
                     raise
-                connection.receive_values(reads, targets, deadline, received)
+                connection.receive_values(reads, targets, deadline, received, arrived)
 
         self._router.run(values[0][0], receive, deadline)
 

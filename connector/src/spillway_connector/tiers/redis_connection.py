@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spillway_connector.errors import (
@@ -37,6 +37,8 @@ from spillway_connector.tiers.resp import (
 from spillway_connector.tiers.tier import Clock
 
 _STEP_BYTES = 4096  # read at once while looking for a line: the little of a value caught in it is copied
+# Of a value, read at once at most: what arrived() is told of is then still in the processor's caches.
+_STRETCH_BYTES = 512 * 1024
 _VALUE_BYTES_MAX = 512 * 1024 * 1024  # Redis' own limit
 
 _REFUSALS = {
@@ -159,11 +161,14 @@ class RedisConnection:
         targets: Sequence[list[memoryview]],
         deadline: float,
         received: Callable[[int], None] = lambda place: None,
+        arrived: Callable[[int, int, memoryview], None] = lambda place, offset, stretch: None,
     ) -> None:
         """The same for several values; the next one is asked for as soon as one is known to be there and to fit.
 
         So the server goes on sending while ``received`` looks at what has just arrived, and of an absent value only one
         is ever asked for. Where ``received`` raises, an answer is under way and the connection is not usable any more.
+        arrived(place, offset, stretch): bytes of a value that are in their place now, from ``offset`` within it on, in
+        order and each once; no stretch spans two of its targets. It runs while the server goes on sending.
         """
         self._begin()
         self._send([encode_command(*commands[0])], deadline)
@@ -171,10 +176,14 @@ class RedisConnection:
             self._expect_value(sum(part.nbytes for part in parts), deadline)
             if place + 1 < len(commands):
                 self._send([encode_command(*commands[place + 1])], deadline)
+            offset = 0
             for part in parts:
-                self._fill(part, deadline)
+                for stretch in self._fill(part, deadline):
+                    arrived(place, offset, stretch)
+                    offset += stretch.nbytes
             end = bytearray(2)
-            self._fill(memoryview(end), deadline)
+            for _ in self._fill(memoryview(end), deadline):
+                pass
             if end != b"\r\n":
                 raise ProtocolError(f"{self.endpoint}: a value without its end")
             self.usable = place + 1 == len(commands)
@@ -328,13 +337,17 @@ class RedisConnection:
             del self._received[:end]
             return line
 
-    def _fill(self, target: memoryview, deadline: float) -> None:
-        at_hand = min(len(self._received), target.nbytes)
-        target[:at_hand] = self._received[:at_hand]
-        del self._received[:at_hand]
-        filled = at_hand
+    def _fill(self, target: memoryview, deadline: float) -> Iterator[memoryview]:
+        """Receive until ``target`` is full; yields each stretch of it that has been filled."""
+        filled = min(len(self._received), target.nbytes)
+        if filled:
+            target[:filled] = self._received[:filled]
+            del self._received[:filled]
+            yield target[:filled]
         while filled < target.nbytes:
-            filled += self._receive_into(target[filled:], deadline)
+            count = self._receive_into(target[filled : filled + _STRETCH_BYTES], deadline)
+            yield target[filled : filled + count]
+            filled += count
 
     def _receive_some(self, deadline: float) -> None:
         count = self._receive_into(memoryview(self._step), deadline)
