@@ -36,7 +36,8 @@ _SEEN_BEFORE = 2  # what a tier under pressure admits: this request and one befo
 class TransferLimits:
     """Every bound of one shared tier. The timeouts count from the submission of a batch or job."""
 
-    # Twice what keeps a disk busy: while half of them verify and copy, the others read. Each has a buffer of one chunk.
+    # Twice what keeps a disk busy: half of them may be reading while the others verify and copy; of writes the same.
+    # Each has a buffer of one chunk.
     io_threads: int = 8
     lookup_timeout_seconds: float = 0.2
     load_timeout_seconds: float = 2.0

@@ -176,6 +176,7 @@ def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namesp
             max_bytes=config.max_bytes,
             ttl_seconds=config.ttl_seconds,
             tenant_max_bytes=config.tenant_max_bytes,
+            transfers_at_once=max(1, config.limits.io_threads // 2),
         )
     endpoint = RedisEndpoint.from_url(
         config.url,

@@ -35,7 +35,7 @@ from spillway_connector.errors import (
 from spillway_connector.namespace import Namespace, explain_difference
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
 from spillway_connector.tiers.nvme_age import AgeClock
-from spillway_connector.tiers.nvme_io import FrameFiles, supports_direct, tier_error
+from spillway_connector.tiers.nvme_io import TRANSFERS_AT_ONCE, FrameFiles, supports_direct, tier_error
 from spillway_connector.tiers.nvme_space import PARTIAL_NAME, EvictionReason, Space, frame_path
 from spillway_connector.tiers.nvme_tenants import TenantQuotas
 from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
@@ -55,7 +55,7 @@ class NvmeTier:
     max_bytes: bound for all namespaces and processes together; None takes 80 % of what the file system can give.
     ttl_seconds: how long a frame stays without being used, told by a clock of the node's own (nvme_age.py); None for
     ever. tenant_max_bytes: the most that each tenant may hold, those without a cache salt together being one; beyond
-    it the tenant's own oldest frames make room.
+    it the tenant's own oldest frames make room. transfers_at_once: reads, and as many writes, however many threads ask.
     Nothing is touched before the first operation.
     """
 
@@ -70,6 +70,7 @@ class NvmeTier:
         max_bytes: int | None = None,
         ttl_seconds: float | None = None,
         tenant_max_bytes: int | None = None,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
         clock: Clock = time.monotonic,
         wall_clock: WallClock = time.time,
     ) -> None:
@@ -82,7 +83,13 @@ class NvmeTier:
         self._clock = clock
         self._wall_clock = wall_clock
         self._ages = AgeClock(root, clock, wall_clock)
-        self._files = FrameFiles(payload_bytes, direct=False, clock=clock, wall_clock=self._ages.now)
+        self._files = FrameFiles(
+            payload_bytes,
+            direct=False,
+            clock=clock,
+            wall_clock=self._ages.now,
+            transfers_at_once=transfers_at_once,
+        )
         self._space = Space(root, max_bytes, clock, ttl_seconds=ttl_seconds, now_ns=self._ages.now_ns)
         self._quotas: TenantQuotas | None = None
         if tenant_max_bytes is not None:

@@ -7,7 +7,8 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,11 @@ from spillway_connector.errors import (
 )
 from spillway_connector.tiers.frame import PAGE_BYTES
 from spillway_connector.tiers.tier import Clock, WallClock
+
+# Reads, and as many writes, that are under way at once unless the tier is told otherwise. Enough to keep a disk busy,
+# and fewer than threads: the others have their checksums and copies to do meanwhile. Where all transfer at once they
+# all end at once as well, and the disk rests. See docs/benchmarks.md.
+TRANSFERS_AT_ONCE = 4
 
 _REFUSALS = {
     errno.ENOSPC: RefusedReason.NO_SPACE,
@@ -79,11 +85,22 @@ class FrameFiles:
     """Reads and writes files of the form: header page, payload, zero padding to a whole page.
 
     payload_bytes: of every frame. direct: start with O_DIRECT; turned off for good by the first EINVAL.
-    wall_clock: what frames' ages are told by.
+    wall_clock: what frames' ages are told by. transfers_at_once: of each direction, whatever the number of threads.
     """
 
-    def __init__(self, payload_bytes: int, *, direct: bool, clock: Clock, wall_clock: WallClock) -> None:
+    def __init__(
+        self,
+        payload_bytes: int,
+        *,
+        direct: bool,
+        clock: Clock,
+        wall_clock: WallClock,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
+    ) -> None:
         self.direct = direct
+        # One each: reads are waited for, and must not queue behind writes.
+        self._reading = threading.Semaphore(transfers_at_once)
+        self._writing = threading.Semaphore(transfers_at_once)
         self._clock = clock
         self._wall_clock = wall_clock
         self._tail_bytes = payload_bytes % PAGE_BYTES
@@ -125,7 +142,8 @@ class FrameFiles:
         views = [header, target[: self._whole_bytes]]
         if self._tail_bytes:
             views.append(tail)
-        self._move(os.preadv, descriptor, views, deadline, offset)
+        with self._turn(self._reading, deadline):
+            self._move(os.preadv, descriptor, views, deadline, offset)
         if self._tail_bytes:
             target[self._whole_bytes :] = tail[: self._tail_bytes]
         return header
@@ -157,7 +175,17 @@ class FrameFiles:
             tail[: self._tail_bytes] = source[self._whole_bytes :]
             tail[self._tail_bytes :] = bytes(PAGE_BYTES - self._tail_bytes)
             views.append(tail)
-        self._move(os.pwritev, descriptor, views, deadline, offset)
+        with self._turn(self._writing, deadline):
+            self._move(os.pwritev, descriptor, views, deadline, offset)
+
+    @contextmanager
+    def _turn(self, transfers: threading.Semaphore, deadline: float) -> Iterator[None]:
+        if not transfers.acquire(timeout=max(0.0, deadline - self._clock())):
+            raise TierTimeout("the transfers before it were not done at the deadline")
+        try:
+            yield
+        finally:
+            transfers.release()
 
     def _move(
         self,

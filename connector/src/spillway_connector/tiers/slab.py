@@ -40,7 +40,7 @@ from spillway_connector.errors import (
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
 from spillway_connector.tiers.nvme_age import AgeClock
-from spillway_connector.tiers.nvme_io import FrameFiles, tier_error
+from spillway_connector.tiers.nvme_io import TRANSFERS_AT_ONCE, FrameFiles, tier_error
 from spillway_connector.tiers.nvme_space import EvictionReason
 from spillway_connector.tiers.slab_fingerprint import fingerprint_of, fingerprints, namespace_words
 from spillway_connector.tiers.slab_house import Housekeeper
@@ -70,6 +70,7 @@ class SlabTier:
     file system can give. ttl_seconds: how long an entry stays without being used; None for ever.
     Ages are told by a clock of the node's own, see nvme_age.py. tenant_max_bytes: the most that each tenant may hold,
     those without a cache salt together being one; beyond it the tenant's own oldest entries make room.
+    transfers_at_once: reads, and as many writes, however many threads ask.
     Nothing is touched before the first operation.
     """
 
@@ -84,6 +85,7 @@ class SlabTier:
         max_bytes: int | None = None,
         ttl_seconds: float | None = None,
         tenant_max_bytes: int | None = None,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
         clock: Clock = time.monotonic,
         wall_clock: WallClock = time.time,
     ) -> None:
@@ -100,7 +102,13 @@ class SlabTier:
         self._clock = clock
         self._wall_clock = wall_clock
         self._ages = AgeClock(root, clock, wall_clock)
-        self._files = FrameFiles(payload_bytes, direct=False, clock=clock, wall_clock=self._ages.now)
+        self._files = FrameFiles(
+            payload_bytes,
+            direct=False,
+            clock=clock,
+            wall_clock=self._ages.now,
+            transfers_at_once=transfers_at_once,
+        )
         self._now_s = self._ages.now_s
         self._space = SlabSpace(
             root,
