@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from soak.flatness import Trend, second_half, trend
+from spillway_connector.tiers.slab_layout import parse_chunk_name
 from spillway_stack.processes import PROC, ProcessIdentity, command_line, descendants
 
 MIB = 1 << 20
@@ -27,7 +29,11 @@ _ROLES = (
 @dataclass(frozen=True, slots=True)
 class Sample:
     """own_memory_bytes: anonymous pages and shared memory, by proportion. pss_bytes also counts program files, which
-    this process pays for alone as soon as its peers are killed, so it jumps for reasons of others."""
+    this process pays for alone as soon as its peers are killed, so it jumps for reasons of others.
+
+    descriptors: without those of a slab tier's chunks that are still there. It keeps each of them open, and where a tier
+    is as small as here each frame is a chunk: their number says how full it is. Of chunks that are gone they count.
+    """
 
     seconds: float
     pss_bytes: int
@@ -89,12 +95,22 @@ def take_sample(pid: int, seconds: float) -> Sample | None:
     folder = PROC / str(pid)
     try:
         rollup = _kilobytes(folder / "smaps_rollup")
-        descriptors = sum(1 for _ in (folder / "fd").iterdir())
+        descriptors = sum(not _is_chunk(entry) for entry in (folder / "fd").iterdir())
         threads = sum(1 for _ in (folder / "task").iterdir())
     except OSError:
         return None
     own = rollup.get("Pss_Anon", 0) + rollup.get("Pss_Shmem", 0)
     return Sample(seconds, rollup.get("Pss", 0) * 1024, own * 1024, descriptors, threads)
+
+
+def _is_chunk(entry: Path) -> bool:
+    """Whether a descriptor is of a chunk that is still there. Of a file that is gone, or lies on a file system that has
+    been unmounted, the kernel gives a name that does not exist."""
+    try:
+        target = os.readlink(entry)
+    except FileNotFoundError:
+        return False  # closed meanwhile
+    return parse_chunk_name(os.path.basename(target)) is not None and os.path.exists(target)
 
 
 def _kilobytes(file: Path) -> dict[str, int]:

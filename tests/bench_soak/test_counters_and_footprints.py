@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from soak.counters import Counters, breakers_open, tier_moves
-from soak.footprints import Footprints, Generation, Sample, role_of
+from soak.footprints import Footprints, Generation, Sample, role_of, take_sample
 from stack_driver.engine_metrics import Reading
 
+from spillway_connector.tiers.slab_layout import chunk_name
 from spillway_stack.processes import ProcessIdentity
 
 
@@ -48,6 +50,24 @@ def test_this_process_is_sampled() -> None:
     footprints = Footprints()
     footprints.look(1.0, [("valkey", own)])  # whatever runs below pytest; roles are by command line
     assert all(generation.samples for generation in footprints.generations.values())
+
+
+def test_descriptors_of_chunks_count_once_the_chunk_is_gone(tmp_path: Path) -> None:
+    """A slab tier that fills up is no leak; one that keeps what was removed is."""
+
+    def descriptors() -> int:
+        sample = take_sample(os.getpid(), 1.0)
+        assert sample is not None
+        return sample.descriptors
+
+    before = descriptors()
+    chunk = tmp_path / chunk_name(3, 7)
+    with chunk.open("wb"):
+        assert descriptors() == before
+        chunk.unlink()
+        assert descriptors() == before + 1
+    with (tmp_path / "index").open("wb"):
+        assert descriptors() == before + 1
 
 
 def test_growth_is_said_by_process_and_quantity() -> None:

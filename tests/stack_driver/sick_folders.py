@@ -46,10 +46,12 @@ def reopened(folder: Path) -> None:
     """Have engines open slabs anew at their next operation: what they have open stays writable, whatever is mounted
     over it. An index that was replaced, as this one is by its copy, is how they see that somebody else was here."""
     for index in folder.glob(f"{SLAB_FOLDER}/*/{INDEX_NAME}"):
-        with RootLock(folder / SLAB_FOLDER / LOCK_NAME, time.monotonic).held(time.monotonic() + 60.0):
+        lock = RootLock(folder / SLAB_FOLDER / LOCK_NAME, time.monotonic)
+        with lock.held(time.monotonic() + 60.0):
             copy = index.with_name("index.copy")
             shutil.copyfile(index, copy)
             copy.rename(index)
+        lock.close()
 
 
 @contextmanager
