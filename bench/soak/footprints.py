@@ -31,8 +31,8 @@ class Sample:
     """own_memory_bytes: anonymous pages and shared memory, by proportion. pss_bytes also counts program files, which
     this process pays for alone as soon as its peers are killed, so it jumps for reasons of others.
 
-    descriptors: without those of a slab tier's chunks that are still there. It keeps each of them open, and where a tier
-    is as small as here each frame is a chunk: their number says how full it is. Of chunks that are gone they count.
+    descriptors: without those of a slab tier's chunks that are still there. It keeps each of them open, and in so small
+    a tier each frame is a chunk: their number says how full it is. Of chunks that are gone they count.
     """
 
     seconds: float
