@@ -68,6 +68,12 @@ def test_silence_after_connecting_is_a_timeout(tier_on: MakeTier) -> None:
         assert isinstance(error_of(lambda: tier.store(key_of(1), payload_of(1), shortly())), TierTimeout)
 
 
+def test_a_document_that_is_removed_between_two_commands_is_written_again(tier_on: MakeTier) -> None:
+    there, gone = [b"$-1\r\n"], [b"$-1\r\n"]  # not set, because there is one; and then there is none
+    with SickServer([PONG, there, gone, WRITTEN, [b":0\r\n"]]) as server:
+        assert tier_on(server).contains([key_of(1)], soon()) == [False]
+
+
 @pytest.mark.parametrize("sent", [0, 1, 5, 11, 12, HEADER_BYTES, 5000, len(VALUE) - 2, len(VALUE) - 1])
 def test_silence_within_a_value_is_a_timeout_and_the_connection_is_not_used_again(tier_on: MakeTier, sent: int) -> None:
     with SickServer([*READY, [VALUE[:sent]] if sent else []]) as server:

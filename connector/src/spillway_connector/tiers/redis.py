@@ -247,13 +247,16 @@ class RedisTier:
     def _stored_document(self, connection: RedisConnection, deadline: float) -> bytes:
         name = self._names.document
         ours = self._namespace.document
-        # Without a time to live: a few hundred bytes per layout, and an operator can always read what was there.
-        written = connection.command(b"SET", name, ours, b"NX", deadline=deadline)
-        if written == b"OK":
-            return ours
-        if isinstance(written, ErrorReply) and written.code in ("MOVED", "ASK"):
-            raise refusal(connection.endpoint, written)
-        stored = connection.command(b"GET", name, deadline=deadline)
+        while True:
+            # Without a time to live: a few hundred bytes per layout, and an operator can always read what was there.
+            written = connection.command(b"SET", name, ours, b"NX", deadline=deadline)
+            if written == b"OK":
+                return ours
+            if isinstance(written, ErrorReply) and written.code in ("MOVED", "ASK"):
+                raise refusal(connection.endpoint, written)
+            stored = connection.command(b"GET", name, deadline=deadline)
+            if written is not None or stored is not None:
+                break  # else somebody removed it between the two
         if isinstance(stored, bytes):
             return stored
         if stored is None and isinstance(written, ErrorReply):
