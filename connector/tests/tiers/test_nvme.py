@@ -463,7 +463,7 @@ def test_each_errno_has_its_reason(number: int, reason: str) -> None:
 
 
 def test_short_counts_are_continued_from_where_they_ended(tmp_path: Path) -> None:
-    files = FrameFiles(PAYLOAD_BYTES, direct=False, clock=lambda: 0.0, wall_clock=lambda: 0.0)
+    files = FrameFiles(PAYLOAD_BYTES, clock=lambda: 0.0, wall_clock=lambda: 0.0)
     views = [memoryview(bytearray(payload_of(seed, size))) for seed, size in enumerate((10, 1, 4096, 77))]
     wanted = b"".join(views)
     written = bytearray(len(wanted))

@@ -54,7 +54,7 @@ class SlowDisk:
 @pytest.fixture
 def frame(tmp_path: Path) -> Iterator[int]:
     """A descriptor of one frame."""
-    files = FrameFiles(PAYLOAD_BYTES, direct=False, clock=time.monotonic, wall_clock=time.time)
+    files = FrameFiles(PAYLOAD_BYTES, clock=time.monotonic, wall_clock=time.time)
     descriptor = os.open(tmp_path / "frame", os.O_CREAT | os.O_RDWR)
     files.write_at(descriptor, 0, HEADER, memoryview(payload_of(1)), soon())
     yield descriptor
@@ -70,9 +70,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, frame: int) -> Iterator[SlowDisk]:
 
 
 def make_files() -> FrameFiles:
-    return FrameFiles(
-        PAYLOAD_BYTES, direct=False, clock=time.monotonic, wall_clock=time.time, transfers_at_once=AT_ONCE
-    )
+    return FrameFiles(PAYLOAD_BYTES, AT_ONCE, clock=time.monotonic, wall_clock=time.time)
 
 
 def start(*moves: Callable[[], object]) -> list[threading.Thread]:

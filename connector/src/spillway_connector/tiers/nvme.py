@@ -83,13 +83,7 @@ class NvmeTier:
         self._clock = clock
         self._wall_clock = wall_clock
         self._ages = AgeClock(root, clock, wall_clock)
-        self._files = FrameFiles(
-            payload_bytes,
-            direct=False,
-            clock=clock,
-            wall_clock=self._ages.now,
-            transfers_at_once=transfers_at_once,
-        )
+        self._files = FrameFiles(payload_bytes, transfers_at_once, clock=clock, wall_clock=self._ages.now)
         self._space = Space(root, max_bytes, clock, ttl_seconds=ttl_seconds, now_ns=self._ages.now_ns)
         self._quotas: TenantQuotas | None = None
         if tenant_max_bytes is not None:

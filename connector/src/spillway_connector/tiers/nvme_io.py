@@ -84,20 +84,20 @@ def supports_direct(directory: Path) -> bool:
 class FrameFiles:
     """Reads and writes files of the form: header page, payload, zero padding to a whole page.
 
-    payload_bytes: of every frame. direct: start with O_DIRECT; turned off for good by the first EINVAL.
+    payload_bytes: of every frame. ``direct``: with O_DIRECT; set by whoever finds that the file system takes it, and
+    turned off for good by the first EINVAL.
     wall_clock: what frames' ages are told by. transfers_at_once: of each direction, whatever the number of threads.
     """
 
     def __init__(
         self,
         payload_bytes: int,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
         *,
-        direct: bool,
         clock: Clock,
         wall_clock: WallClock,
-        transfers_at_once: int = TRANSFERS_AT_ONCE,
     ) -> None:
-        self.direct = direct
+        self.direct = False
         # One each: reads are waited for, and must not queue behind writes.
         self._reading = threading.Semaphore(transfers_at_once)
         self._writing = threading.Semaphore(transfers_at_once)

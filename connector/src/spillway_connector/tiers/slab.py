@@ -102,13 +102,7 @@ class SlabTier:
         self._clock = clock
         self._wall_clock = wall_clock
         self._ages = AgeClock(root, clock, wall_clock)
-        self._files = FrameFiles(
-            payload_bytes,
-            direct=False,
-            clock=clock,
-            wall_clock=self._ages.now,
-            transfers_at_once=transfers_at_once,
-        )
+        self._files = FrameFiles(payload_bytes, transfers_at_once, clock=clock, wall_clock=self._ages.now)
         self._now_s = self._ages.now_s
         self._space = SlabSpace(
             root,
