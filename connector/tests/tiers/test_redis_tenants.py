@@ -15,6 +15,7 @@ from spillway_connector.tiers.redis_tenants import (
     USES_PER_COMMAND,
     USES_SECONDS,
     VICTIMS_MAX,
+    WRITING_MS,
     TenantShares,
 )
 from spillway_connector.tiers.resp import ProtocolError
@@ -38,7 +39,7 @@ def members_of(command: tuple[bytes, ...]) -> dict[bytes, int]:
 def test_a_store_counts_its_block_before_it_asks_how_many_there_are() -> None:
     clock = SteppedClock(500.0)
     assert shares(clock).count(b"k", TENANT) == [
-        (b"ZADD", INDEX, b"500000", b"k"),
+        (b"ZADD", INDEX, b"%d" % (500_000 + WRITING_MS), b"k"),
         (b"ZREMRANGEBYSCORE", INDEX, b"-inf", b"%d" % (500_000 - 60_000 - EXPIRED_GRACE_MS)),
         (b"ZCARD", INDEX),
         (b"ZRANGE", INDEX, b"0", b"%d" % VICTIMS_MAX),
@@ -81,9 +82,25 @@ def test_uses_are_told_with_the_next_store_of_their_tenant() -> None:
     clock.advance(1)
     quota.use(b"b", TENANT)
     clock.advance(1)
-    assert members_of(quota.count(b"k", TENANT)[0]) == {b"a": 500_000, b"b": 501_000, b"k": 502_000}
-    assert members_of(quota.count(b"k", TENANT)[0]) == {b"k": 502_000}
-    assert members_of(quota.count(b"k", OTHER)[0]) == {b"x": 500_000, b"k": 502_000}
+    writing = 502_000 + WRITING_MS
+    assert members_of(quota.count(b"k", TENANT)[0]) == {b"a": 500_000, b"b": 501_000, b"k": writing}
+    assert members_of(quota.count(b"k", TENANT)[0]) == {b"k": writing}
+    assert members_of(quota.count(b"k", OTHER)[0]) == {b"x": 500_000, b"k": writing}
+
+
+def test_what_was_written_is_told_before_any_use() -> None:
+    clock = SteppedClock(500.0)
+    quota = shares(clock)
+    for number in range(USES_PER_COMMAND):
+        quota.use(b"%d" % number, TENANT)
+    quota.count(b"k", TENANT)
+    for number in range(USES_PER_COMMAND):
+        quota.use(b"%d" % number, TENANT)
+    clock.advance(1)
+    quota.written(b"k", TENANT)
+    told = members_of(quota.count(b"next", TENANT)[0])
+    assert len(told) == USES_PER_COMMAND
+    assert (told[b"k"], told[b"next"]) == (501_000, 501_000 + WRITING_MS)
 
 
 def test_a_use_of_the_block_that_is_stored_is_told_once() -> None:
@@ -91,7 +108,7 @@ def test_a_use_of_the_block_that_is_stored_is_told_once() -> None:
     quota = shares(clock)
     quota.use(b"k", TENANT)
     clock.advance(1)
-    assert members_of(quota.count(b"k", TENANT)[0]) == {b"k": 501_000}
+    assert members_of(quota.count(b"k", TENANT)[0]) == {b"k": 501_000 + WRITING_MS}
 
 
 def test_uses_without_stores_are_told_each_minute_and_once() -> None:

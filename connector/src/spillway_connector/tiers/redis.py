@@ -191,6 +191,8 @@ class RedisTier:
         answers = self._router.attempt([*self._renewals(names), *counting], deadline)
         present = [self._integer(_reply(answer)) == 1 for answer in answers[: len(names)]]
         if all(present):
+            if shares is not None:
+                shares.written(key, tenant)
             return StoreOutcome.PRESENT
         try:
             if shares is not None:
@@ -207,6 +209,8 @@ class RedisTier:
                 wrong = isinstance(refused, WrongType)
                 self._in_passing([shares.drop(tenant) if wrong else shares.forget([key], tenant)], deadline)
             raise
+        if shares is not None:
+            shares.written(key, tenant)
         self._pressure.sample(deadline)
         return outcome
 

@@ -3,20 +3,21 @@
 One sorted set per tenant and namespace names the tenant's blocks by last use. All blocks of a namespace have one size,
 so the number of members is what the tenant holds. A store sends, in the round trip it begins with anyway:
 
-    ZADD index <now> <key>                   counted before it is written
+    ZADD index <now + 60 s> <key>            counted before it is written, and nobody's oldest while it is
     ZREMRANGEBYSCORE index -inf <long ago>   what has expired (only with a time to live)
     ZCARD index
     ZRANGE index 0 8                         who would have to go
     PEXPIRE index ...                        (only with a time to live)
 
 and only where the tenant is above its share, before its own values: UNLINK of the oldest blocks, at most 8, then one
-ZREM. Loads note what they used, for one ZADD with the next store, or with the next lookup after a minute.
+ZREM. Loads note what they used and stores what they have written, for one ZADD with the next store, or with the next
+lookup after a minute.
 
 Set and values are separate keys, on a cluster on separate nodes, and nothing ties them together but this order. Whoever
 dies in between leaves members without a block, never a block without its member: the tenant seems to hold more than it
-does until such a member is the oldest, or expires. The count is too low, for at most the time to live or until the
-blocks are used again, when a server at ``maxmemory`` has evicted the set, or when two engines store and remove the same
-block in the same moment. Clocks that disagree change the order by as much.
+does until such a member is the oldest, or expires. The count is too low when a server at ``maxmemory`` has evicted the
+set, for at most the time to live or until the blocks are used again; and when one engine removes a block that another
+stores in the same moment, until that one tells what it has written. Clocks that disagree change the order by as much.
 Engines at work at the same time may together be above the share by the blocks that they are writing.
 """
 
@@ -32,6 +33,9 @@ from spillway_connector.tiers.resp import ProtocolError, Reply
 from spillway_connector.tiers.tier import NO_TENANT, Clock, WallClock
 
 VICTIMS_MAX = 8  # of one store: a share that was made smaller is reached over several stores
+# A block whose member goes while it is written would never be counted. Longer than any store's deadline; and a member
+# whose writer died, or never stored again, is an old one like the others after that.
+WRITING_MS = 60_000
 EXPIRED_GRACE_MS = 120_000  # uses are told late; until then a member may look older than its block is
 USES_MAX = 4096  # remembered at once
 USES_PER_COMMAND = 256
@@ -78,7 +82,7 @@ class TenantShares:
         with self._lock:
             used = [used for used in self._uses if used[0] == tenant][: USES_PER_COMMAND - 1]
             members = {one: self._uses.pop((owner, one)) for owner, one in used}
-        members[key] = now_ms
+        members[key] = now_ms + WRITING_MS
         commands = [_add(index, members)]
         if self._ttl_ms is not None:
             expired_ms = now_ms - self._ttl_ms - EXPIRED_GRACE_MS
@@ -98,6 +102,10 @@ class TenantShares:
             return []
         return [member for member in oldest if isinstance(member, bytes) and member != key][:excess]
 
+    def written(self, key: bytes, tenant: bytes) -> None:
+        """A block that was counted is on the server. Told before any use: now it may be the oldest."""
+        self._note(key, tenant, told_last=False)
+
     def forget(self, keys: Sequence[bytes], tenant: bytes) -> Command:
         """Blocks that are gone."""
         return (b"ZREM", self._names.tenant(tenant), *keys)
@@ -108,13 +116,8 @@ class TenantShares:
 
     def use(self, key: bytes, tenant: bytes) -> None:
         """A block was loaded. Remembered until told; of too many the oldest is forgotten."""
-        if tenant == NO_TENANT:
-            return
-        with self._lock:
-            self._uses[tenant, key] = self._now_ms()
-            self._uses.move_to_end((tenant, key))
-            if len(self._uses) > USES_MAX:
-                self._uses.popitem(last=False)
+        if tenant != NO_TENANT:
+            self._note(key, tenant, told_last=True)
 
     def uses_due(self) -> list[Command]:
         """Uses that have waited for a minute, to go with any round trip; their answers do not matter."""
@@ -132,6 +135,13 @@ class TenantShares:
             for start in range(0, len(several), USES_PER_COMMAND):
                 commands.append(_add(self._names.tenant(tenant), dict(several[start : start + USES_PER_COMMAND])))
         return commands
+
+    def _note(self, key: bytes, tenant: bytes, *, told_last: bool) -> None:
+        with self._lock:
+            self._uses[tenant, key] = self._now_ms()
+            self._uses.move_to_end((tenant, key), last=told_last)
+            if len(self._uses) > USES_MAX:
+                self._uses.popitem(last=False)
 
     def _now_ms(self) -> int:
         return int(self._wall_clock() * 1000)

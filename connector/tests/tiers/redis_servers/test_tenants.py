@@ -16,7 +16,7 @@ from spillway_connector.tiers.frame import HEADER_BYTES
 from spillway_connector.tiers.redis import RedisTier
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint
 from spillway_connector.tiers.redis_names import RedisNames
-from spillway_connector.tiers.redis_tenants import VICTIMS_MAX
+from spillway_connector.tiers.redis_tenants import VICTIMS_MAX, WRITING_MS, TenantShares
 from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome
 
 BYTES = 1000
@@ -48,6 +48,16 @@ def store(tier: RedisTier, seed: int, tenant: bytes = ANN) -> StoreOutcome:
 def held(tier: RedisTier, seeds: range) -> list[int]:
     there = tier.contains([key_of(seed) for seed in seeds], FOREVER)
     return [seed for seed, is_there in zip(seeds, there, strict=True) if is_there]
+
+
+def members(client: redis.Redis) -> set[bytes]:
+    return set(client.zrange(NAMES.tenant(ANN), 0, -1))
+
+
+def stored_keys(client: redis.Redis) -> set[bytes]:
+    prefix = NAMES.block(b"")
+    names = {name for name in client.keys(prefix + b"*") if not name.startswith((NAMES.document, NAMES.tenant(b"")))}
+    return {bytes.fromhex(name.removeprefix(prefix).decode()) for name in names}
 
 
 def commands(client: redis.Redis) -> dict[str, int]:
@@ -109,7 +119,7 @@ def test_uses_reach_the_server_with_lookups_too(
     reader.load(key_of(1), memoryview(bytearray(BYTES)), FOREVER)
     clock.advance(1)
     assert reader.contains([key_of(1), key_of(2)], FOREVER) == [True, False]
-    assert before == 1_000_000
+    assert before == 1_000_000 + WRITING_MS
     assert client.zscore(NAMES.tenant(ANN), key_of(1)) == load_at * 1000
 
 
@@ -287,6 +297,56 @@ def test_engines_at_work_together_stay_within_what_they_are_writing(
     assert failures == []
     assert ROOM <= most <= ROOM + writers
     assert client.zcard(NAMES.tenant(ANN)) == ROOM
+
+
+def test_a_block_that_is_written_slowly_is_counted_whatever_others_store_meanwhile(
+    endpoint: RedisEndpoint, client: redis.Redis, tier_on: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SteppedClock()
+    slow, busy = (tier_on(endpoint, BYTES, wall_clock=clock, **QUOTA) for _ in range(2))
+    send = slow._send
+
+    def late(*args, **options) -> bool:
+        for seed in range(100, 100 + 3 * ROOM):
+            clock.advance(1)
+            store(busy, seed)
+        return send(*args, **options)
+
+    monkeypatch.setattr(slow, "_send", late)
+    store(slow, 1)
+    assert held(slow, range(200))[0] == 1
+    assert members(client) == stored_keys(client)
+    assert len(stored_keys(client)) == ROOM
+    monkeypatch.undo()
+    store(slow, 2)  # tells that the first is written, so it ages like the others
+    for seed in range(200, 200 + ROOM):
+        clock.advance(1)
+        store(busy, seed)
+    assert 1 not in held(slow, range(200))
+    assert members(client) == stored_keys(client)
+    assert len(stored_keys(client)) == ROOM
+
+
+def test_a_block_that_is_removed_while_it_is_stored_again_is_counted_again(
+    endpoint: RedisEndpoint, client: redis.Redis, tier_on: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SteppedClock()
+    removing, storing = (tier_on(endpoint, BYTES, wall_clock=clock, **QUOTA) for _ in range(2))
+    for seed in range(ROOM):
+        store(removing, seed)
+        clock.advance(1)
+    forget = TenantShares.forget
+
+    def late(self: TenantShares, keys: list[bytes], tenant: bytes) -> tuple[bytes, ...]:
+        monkeypatch.undo()
+        assert store(storing, 0) is StoreOutcome.STORED  # its values are gone, its member is not yet
+        return forget(self, keys, tenant)
+
+    monkeypatch.setattr(TenantShares, "forget", late)
+    store(removing, 100)
+    assert stored_keys(client) - members(client) == {key_of(0)}
+    store(storing, 101)
+    assert stored_keys(client) <= members(client)
 
 
 def test_on_a_cluster_set_and_blocks_lie_apart_and_the_bound_holds(cluster, tier_on: MakeTier) -> None:
