@@ -39,6 +39,10 @@ class Counters:
             self.totals[series] += sample.value - before if sample.value >= before else sample.value
             self._last[engine, series] = sample.value
 
+    def total(self, name: str) -> float:
+        """Of all series of one metric, whatever their labels."""
+        return sum(total for series, total in self.totals.items() if series == name or series.startswith(f"{name}_"))
+
 
 def series_name(name: str, labels: dict[str, str]) -> str:
     """`tier_failures_load_payload` for the failures of loads by their payload."""

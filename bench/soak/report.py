@@ -72,7 +72,7 @@ def flat_report(seen: Observed) -> Report:
         "cached_by_cpu_or_shared_tier_tokens": int(totals["external_prefix_cache_hits"]),
         "read_from_shared_tier_blocks": int(totals["tier_read_bytes"] / seen.block_bytes),
         "written_to_shared_tier_blocks": int(totals["tier_written_bytes"] / seen.block_bytes),
-        "evicted_from_shared_tier_frames": int(totals["tier_evicted_frames"]),
+        "evicted_from_shared_tier_frames": int(seen.counters.total("tier_evicted_frames")),
         "left_behind_count": len(seen.leftovers),
         "growing_processes_count": sum(bool(one.growths()) for one in seen.footprints.generations.values()),
     }
@@ -90,7 +90,7 @@ def flat_report(seen: Observed) -> Report:
         report[f"recovery_after_{kind}_median_seconds"] = round(statistics.median(seconds), 2)
         report[f"recovery_after_{kind}_slowest_seconds"] = round(max(seconds), 2)
     for series, total in sorted(totals.items()):
-        if series.startswith(("tier_failures", "tier_lookups")) and total:
+        if series.startswith(("tier_evicted_frames", "tier_failures", "tier_lookups")) and total:
             report[f"{series}_count"] = int(total)
     return {f"{seen.tier}_{key}": value for key, value in (report | _processes(seen.footprints)).items()}
 

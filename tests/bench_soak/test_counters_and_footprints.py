@@ -11,12 +11,15 @@ from spillway_connector.tiers.slab_layout import chunk_name
 from spillway_stack.processes import ProcessIdentity
 
 
-def reading(read: int, failures: int = 0, breaker: int = 0) -> Reading:
+def reading(read: int, failures: int = 0, breaker: int = 0, evicted: int = 0) -> Reading:
     return Reading.parse(
         "# TYPE spillway_tier_read_bytes counter\n"
         f'spillway_tier_read_bytes_total{{tier="nvme",engine="0",model_name="m"}} {read}\n'
         "# TYPE spillway_tier_failures counter\n"
         f'spillway_tier_failures_total{{tier="nvme",operation="load",reason="payload",engine="0"}} {failures}\n'
+        "# TYPE spillway_tier_evicted_frames counter\n"
+        f'spillway_tier_evicted_frames_total{{tier="nvme",reason="room",engine="0"}} {evicted}\n'
+        f'spillway_tier_evicted_frames_total{{tier="nvme",reason="ttl",engine="0"}} 1\n'
         "# TYPE spillway_tier_breaker_open gauge\n"
         f'spillway_tier_breaker_open{{tier="nvme",operation="load"}} {breaker}\n'
     )
@@ -29,6 +32,15 @@ def test_counters_outlive_restarts() -> None:
     counters.add("engine-1", reading(100, failures=2))
     assert counters.totals["tier_read_bytes"] == 25 + 9 + 100
     assert counters.totals["tier_failures_load_payload"] == 2
+
+
+def test_a_metric_is_the_sum_of_its_series() -> None:
+    counters = Counters()
+    counters.add("engine-0", reading(3, failures=2, evicted=4))
+    assert counters.totals["tier_evicted_frames_room"] == 4
+    assert counters.total("tier_evicted_frames") == 5
+    assert counters.total("tier_read_bytes") == 3
+    assert counters.total("tier_evict") == 0
 
 
 def test_breakers_and_moves() -> None:
