@@ -156,8 +156,8 @@ class TransferJob:
     def take_arrived(self) -> list[bytes]:
         """Scheduler: the keys that were moved since the last call, in order. Never blocks.
 
-        First when a quarter of the job has ended, then by eighths: nobody begins with less, and each telling costs a step.
-        What the last call before the job's end has not told, :meth:`moved` will.
+        First when a quarter of the job has ended, then by eighths: nobody begins with less, and each telling costs a
+        step. What the last call before the job's end has not told, :meth:`moved` will.
         """
         items, ended = len(self.keys), self.open_items_told - self.open_items
         if not ended or ended < items // ARRIVALS_TOLD_PARTS or 4 * self.open_items > 3 * items:
