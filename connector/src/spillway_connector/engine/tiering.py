@@ -27,12 +27,12 @@ from spillway_connector.engine.stats import SpillwayStats
 from spillway_connector.engine.tier_adapter import PrefixTier, SharedTierAdapter, TierJobResult
 from spillway_connector.plan.changes import ChangeLog
 from spillway_connector.plan.worth import LoadGate, RateMeter, WorthPolicy
+from spillway_connector.tiers.jobs import ARRIVALS_TOLD_FROM
 from spillway_connector.tiers.lookups import Lookup
 from spillway_connector.tiers.stats import MissReason
 
-# A load begins when a quarter of its chunks is there, from the first on, and the rest is expected within so much time.
+# A load begins when ARRIVALS_TOLD_FROM of it is there, from the first chunk on, and the rest is expected in this time.
 # They come a little out of order: where half was asked for, nothing was copied before three quarters had been read.
-_BEGUN_MISSING_MAX = 3.0  # per chunk that is there
 _BEGUN_SECONDS_MAX = 0.25
 _PREFIXES_MAX = 8  # of one request: one per KV group and length asked for lately
 
@@ -207,7 +207,8 @@ class SpillwayTieringManager(TieringOffloadingManager):
         missing = prefix.coming - prefix.ready
         return (
             rate is not None
-            and 0 < missing <= prefix.ready * _BEGUN_MISSING_MAX
+            and missing > 0
+            and prefix.ready >= prefix.coming * ARRIVALS_TOLD_FROM
             and missing * self._chunk_bytes <= rate * _BEGUN_SECONDS_MAX
         )
 

@@ -23,6 +23,7 @@ from spillway_connector.errors import TierError
 from spillway_connector.tiers.stats import Operation
 from spillway_connector.tiers.tier import NO_TENANT
 
+ARRIVALS_TOLD_FROM = 0.25  # of a job that has ended: nobody begins with less
 ARRIVALS_TOLD_PARTS = 8  # of a job, at most so many are told one by one
 
 
@@ -156,11 +157,11 @@ class TransferJob:
     def take_arrived(self) -> list[bytes]:
         """Scheduler: the keys that were moved since the last call, in order. Never blocks.
 
-        First when a quarter of the job has ended, then by eighths: nobody begins with less, and each telling costs a
-        step. What the last call before the job's end has not told, :meth:`moved` will.
+        First when a quarter of the job has ended, then by eighths: each telling costs a step. What the last call before
+        the job's end has not told, :meth:`moved` will.
         """
         items, ended = len(self.keys), self.open_items_told - self.open_items
-        if not ended or ended < items // ARRIVALS_TOLD_PARTS or 4 * self.open_items > 3 * items:
+        if not ended or ended < items // ARRIVALS_TOLD_PARTS or items - self.open_items < items * ARRIVALS_TOLD_FROM:
             return []
         if not self.lock.acquire(blocking=False):
             return []
