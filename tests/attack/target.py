@@ -1,0 +1,186 @@
+"""A gateway process under attack, with what another client of it sees and what it costs.
+
+Engines, gateway and the other client are processes of their own; the attacker is the test. The other client's stream
+comes from an engine that sends an event each 10 ms, and the same client reads the same engine beside the gateway too:
+what delays both is the machine's load. What is left may still hold one unlucky moment of a busy machine, so the least
+disturbed of some rounds counts: a gateway that stalls does so in each.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from stack_driver.deadlines import eventually
+
+from .paced_stream import SECONDS_MAX, PacedStream
+
+GAP_SECONDS_MAX = 0.050  # by which one request may delay another client's stream
+ROUNDS = 5
+EVENT_SECONDS = 0.01
+EVENTS = 60_000  # ten minutes
+MODEL = "fake"  # what the attacker may ask: answered at once
+PACED_MODEL = "paced"
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Harm:
+    """added_gap_seconds: by which the other client's longest wait exceeded that of the stream beside the gateway, in
+    the least disturbed round. grown_bytes: of the gateway's memory, from before the first round to the peak."""
+
+    added_gap_seconds: float
+    grown_bytes: int
+
+    def assert_bearable(self, grown_mib_max: int) -> None:
+        assert self.added_gap_seconds <= GAP_SECONDS_MAX, f"another stream waited {self.added_gap_seconds:.3f} s"
+        assert self.grown_bytes <= grown_mib_max * MIB, f"{self.grown_bytes / MIB:.0f} MiB more memory"
+
+
+class Target:
+    """settings: top-level sections of the gateway's configuration. model, engine: further keys of the attacked model
+    and of its engine. descriptors: RLIMIT_NOFILE of the gateway. key: the other client's."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any] | None = None,
+        *,
+        model: dict[str, Any] | None = None,
+        engine: dict[str, Any] | None = None,
+        descriptors: int | None = None,
+        key: str = "",
+    ) -> None:
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._streams: list[PacedStream] = []
+        try:
+            attacked = self._engine(MODEL)
+            paced = self._engine(PACED_MODEL, words=EVENTS, slow_seconds=EVENT_SECONDS)
+            self._start_gateway(attacked, paced, settings or {}, model or {}, engine or {}, descriptors)
+            self._through = self._stream(self.port, "through", key)
+            self._beside = self._stream(int(paced.rpartition(":")[2]), "beside", key)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_gateway(
+        self,
+        attacked: str,
+        paced: str,
+        settings: dict[str, Any],
+        model: dict[str, Any],
+        engine: dict[str, Any],
+        descriptors: int | None,
+    ) -> None:
+        document = {
+            "listen": {"host": "127.0.0.1", "port": 0, "opsPort": 0},
+            "models": [
+                {"name": MODEL, "engines": [{"name": "fake-0", "url": attacked, **engine}], **model},
+                {"name": PACED_MODEL, "engines": [{"name": "paced-0", "url": paced}]},
+            ],
+            **settings,
+        }
+        config = self._folder / "gateway.yaml"
+        config.write_text(yaml.safe_dump(document), encoding="utf-8")
+        limit = [] if descriptors is None else ["prlimit", f"--nofile={descriptors}:{descriptors}"]
+        with (self._folder / "gateway.log").open("wb") as log:
+            self._gateway = subprocess.Popen(
+                [*limit, sys.executable, "-m", "spillway_gateway", "--config", str(config)],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )
+        self._processes.append(self._gateway)
+        self.port = self._port_of("listening")
+        self.ops_port = self._port_of("operations")
+        eventually("the gateway is ready", self._ready, SECONDS_MAX)
+
+    def _engine(self, model: str, words: int = 4, slow_seconds: float = 0.0) -> str:
+        command = [sys.executable, "-m", "spillway_gateway.testing.fake_engine", "--model", model]
+        command += ["--name", f"{model}-0", "--words", str(words), "--slow-seconds", str(slow_seconds)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        self._processes.append(process)
+        assert process.stdout is not None
+        return process.stdout.readline().decode().split()[-1]
+
+    def _stream(self, port: int, name: str, key: str) -> PacedStream:
+        stream = PacedStream(port, PACED_MODEL, self._folder / f"{name}.times", key)
+        self._streams.append(stream)
+        return stream
+
+    def _port_of(self, what: str) -> int:
+        def found() -> int | None:
+            log = self.log()
+            assert self._gateway.poll() is None, log
+            match = re.search(rf"{what} on http://\S+:(\d+)", log)
+            return int(match.group(1)) if match else None
+
+        return eventually(f"{what} on a port", found, SECONDS_MAX)
+
+    def _ready(self) -> bool:
+        return httpx.get(f"http://127.0.0.1:{self.ops_port}/ready", timeout=SECONDS_MAX).status_code == 200
+
+    @property
+    def pid(self) -> int:
+        return self._gateway.pid
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def ops_url(self) -> str:
+        return f"http://127.0.0.1:{self.ops_port}"
+
+    def log(self) -> str:
+        return (self._folder / "gateway.log").read_text(encoding="utf-8")
+
+    def suffer(self, attack: Callable[[], object], rounds: int = ROUNDS) -> Harm:
+        """Runs the attack until a round disturbed the other client no more than is allowed, `rounds` times at most."""
+        before = self._memory("VmRSS")
+        self._forget_peak()
+        added = float("inf")
+        for _ in range(rounds):
+            since = time.monotonic()
+            attack()
+            added = min(added, self._through.longest_gap(since) - self._beside.longest_gap(since))
+            if added <= GAP_SECONDS_MAX:
+                break
+        return Harm(added, self._memory("VmHWM") - before)
+
+    def _pids(self) -> list[int]:
+        """The gateway's process and those it started."""
+        pids = [self._gateway.pid]
+        for pid in pids:
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                pids += map(int, children.read_text().split())
+        return pids
+
+    def _memory(self, field: str) -> int:
+        """Bytes; VmHWM is the peak that the kernel itself kept."""
+        total = 0
+        for pid in self._pids():
+            found = re.search(rf"^{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+            total += int(found.group(1)) * 1024 if found else 0
+        return total
+
+    def _forget_peak(self) -> None:
+        for pid in self._pids():
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc(5): resets VmHWM to the present size
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        for process in reversed(self._processes):
+            process.kill()
+            process.wait(SECONDS_MAX)
+            if process.stdout is not None:
+                process.stdout.close()
