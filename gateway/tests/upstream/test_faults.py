@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from spillway_gateway.client_connection import EXTENSION
 from spillway_gateway.fleet.engines import EngineState
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.faults import DieInStream, ErrorInStream, Hang, HeadThenDie, HoldInStream, Slow, Status
@@ -427,3 +428,94 @@ async def test_streams_of_an_engine_that_shuts_down_end_before_it_does(
         await until(lambda: not running.gateway.running)
         assert running.engine(chosen.name).breaker.closed
         assert_idle(running)
+
+
+class StalledClient:
+    """Takes everything but the last message of a reply."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.got = bytearray()
+
+    def take_whole_body(self) -> bytes:
+        return self.body
+
+    def call_when_left(self, left: Any) -> None: ...
+
+    def forget(self, left: Any) -> None: ...
+
+    def reply(self, status: int, headers: Any, body: bytes) -> bool:
+        return False
+
+    async def send(self, message: Any) -> None:
+        self.got += message.get("body", b"")
+        if message["type"] == "http.response.body" and not message["more_body"]:
+            await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_stalls_at_the_last_chunk_is_no_failure_of_the_engine(
+    start_engine: Any, stream: bool
+) -> None:
+    engine = await start_engine()
+    timeouts = {"idleSeconds": 0.2, "plainSeconds": 0.2}
+    async with running_gateway(gateway_config([engine], timeouts=timeouts)) as running:
+        client = StalledClient(json.dumps(chat(stream=stream)).encode())
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "extensions": {EXTENSION: client}}
+        await running.gateway.app(scope, Hang, client.send)
+
+        assert client.got.endswith(b"[DONE]\n\n") if stream else json.loads(client.got)["choices"]
+        page = running.gateway.metrics.exposition().decode()
+        assert_idle(running)
+
+    assert 'spillway_gateway_client_disconnects_total{model="fake",phase="after_first_byte"} 1.0' in page
+    assert "spillway_gateway_broken_replies_total{" not in page
+
+
+async def answer_once(reply: bytes) -> asyncio.Server:
+    """An engine that answers each POST with these bytes, and every poll well."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET"):
+                    models = json.dumps({"object": "list", "data": [{"id": "fake", "max_model_len": 1000}]}).encode()
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(models), models))
+                else:
+                    await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+                    writer.write(reply)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", 0)
+
+
+def engine_config(server: asyncio.Server) -> dict[str, Any]:
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    return {"models": [{"name": "fake", "engines": [{"name": "fake-0", "url": url}]}]}
+
+
+@pytest.mark.parametrize("size", [64 * 1024, 1_000_000])
+async def test_an_error_reply_is_whole_json_however_long(client: aiohttp.ClientSession, size: int) -> None:
+    made = json.dumps({"error": {"message": "", "code": 503}})
+    body = made.replace('""', f'"{"x" * (size - len(made))}"').encode()
+    server = await answer_once(b"HTTP/1.1 503 Busy\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+    async with server, running_gateway(engine_config(server)) as running:
+        status, _, got = await ask(client, running)
+
+    message = json.loads(got)["error"]["message"]
+    assert status == 503
+    assert got == body if size <= 64 * 1024 else "more than 65536 bytes" in message
+
+
+async def test_a_stream_is_one_whatever_the_case_of_its_content_type(client: aiohttp.ClientSession) -> None:
+    event = b'data: {"choices": []}\n\n'
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: Text/Event-Stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+    server = await answer_once(head + b"%x\r\n%s\r\n" % (len(event), event))
+    async with (
+        server,
+        running_gateway(engine_config(server)) as running,
+        client.post(running.url + CHAT, json=chat(stream=True)) as reply,
+    ):
+        assert await reply.content.readuntil(b"\n\n") == event, "held back until its end"

@@ -15,7 +15,8 @@ from spillway_gateway.upstream.connection import EngineConnection
 # Below uvicorn's own 5 s, which vLLM keeps: the gateway lets go first, so that an engine rarely closes a connection in
 # the moment in which it is used again.
 IDLE_SECONDS_MAX = 4.0
-
+# Reading the authorities' certificates takes about 20 ms. Changed ones are read within this time.
+TLS_CONTEXT_SECONDS = 300.0
 
 # A loop with hundreds of requests to begin at once comes late to its timers, and as late to what they wait for.
 LATE_SECONDS = 0.05
@@ -41,6 +42,8 @@ class ConnectionPool:
         self._clock = clock
         self._idle: dict[Engine, deque[EngineConnection]] = {}  # by the object: a name may get another address
         self._lent = 0
+        self._tls: asyncio.Task[ssl.SSLContext] | None = None
+        self._tls_since = 0.0
 
     def take_idle(self, engine: Engine) -> EngineConnection | None:
         """A warm connection, or None. Does not wait."""
@@ -67,9 +70,9 @@ class ConnectionPool:
             raise
 
     async def _connect(self, engine: Engine) -> EngineConnection:
-        context = ssl.create_default_context() if engine.tls else None
         try:
             async with _patient_timeout(self.connect_timeout_seconds):
+                context = await self._tls_context() if engine.tls else None
                 _, connection = await asyncio.get_running_loop().create_connection(
                     EngineConnection, engine.host, engine.port, ssl=context
                 )
@@ -80,6 +83,15 @@ class ConnectionPool:
         except OSError as error:
             raise EngineRefused(f"Engine {engine.name} cannot be reached ({error.strerror or error})") from error
         return connection
+
+    async def _tls_context(self) -> ssl.SSLContext:
+        """One for all connections, made in a thread: those that wait meanwhile share it."""
+        now = self._clock()
+        failed = self._tls is not None and self._tls.done() and (self._tls.cancelled() or self._tls.exception())
+        if self._tls is None or failed or now - self._tls_since >= TLS_CONTEXT_SECONDS:
+            self._tls = asyncio.create_task(asyncio.to_thread(ssl.create_default_context))
+            self._tls_since = now
+        return await asyncio.shield(self._tls)  # a request that ends does not end it for the others
 
     def give_back(self, engine: Engine, connection: EngineConnection) -> None:
         """After an exchange: kept when it can carry another one, closed otherwise."""

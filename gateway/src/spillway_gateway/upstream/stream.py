@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
-ERROR_REPLY_BYTES_MAX = 64 * 1024  # of a 5xx reply kept while another engine is tried
+ERROR_REPLY_BYTES_MAX = 64 * 1024  # of a 5xx reply kept while another engine is tried; a longer one is not passed on
 
 
 class Client(Protocol):
@@ -91,9 +91,21 @@ class EngineAnsweredError(UpstreamError):
 
     def __init__(self, engine: Engine, status: int, headers: Headers, body: bytes) -> None:
         super().__init__(f"Engine {engine.name} answered {status}")
-        self.reply_status = status
+        self.status = status
         self.reply_headers = headers
         self.reply_body = body
+
+
+class EngineErrorTooLong(UpstreamError):
+    """The same with a body that is too long to keep; the client gets the status and the gateway's own words."""
+
+    reason = "status"
+
+    def __init__(self, engine: Engine, status: int) -> None:
+        super().__init__(
+            f"Engine {engine.name} answered {status} with a body of more than {ERROR_REPLY_BYTES_MAX} bytes"
+        )
+        self.status = status
 
 
 @dataclass(slots=True)
@@ -300,7 +312,7 @@ class Relay:
             lease.failed(time.monotonic())
         if isinstance(error, EngineRefused):
             engine.refused(error.message)
-        elif not isinstance(error, EngineAnsweredError):
+        elif not isinstance(error, (EngineAnsweredError, EngineErrorTooLong)):
             engine.poll_soon()
         if self.bytes_sent:
             self._services.metrics.broken(engine.name, error.reason).inc()
@@ -308,6 +320,7 @@ class Relay:
     async def _attempt(self, lease: Lease) -> None:
         engine = lease.engine
         self._in_attempt = True
+        self._sending = False
         engine.waiting.add(self)
         engine.requests.add(self)
         assumed: asyncio.TimerHandle | None = None
@@ -376,9 +389,11 @@ class Relay:
         self._attempt_status = connection.status
         if connection.status in RETRYABLE_STATUSES:
             body = await self._collect(connection, ERROR_REPLY_BYTES_MAX)
+            if not connection.complete:
+                raise EngineErrorTooLong(lease.engine, connection.status)
             raise EngineAnsweredError(lease.engine, connection.status, connection.headers, body)
         content_type = header(connection.headers, b"content-type") or b""
-        if content_type.startswith(b"text/event-stream"):
+        if content_type[:17].lower() == b"text/event-stream":
             self._is_events = True
             await self._relay_events(lease, connection)
         else:
@@ -485,10 +500,14 @@ class Relay:
             headers.append((b"x-request-id", self._request.request_id))
 
     async def _send_head(self, status: int, headers: Headers) -> None:
+        self._sending = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self._sending = False
 
     async def _finish(self, body: bytes) -> None:
+        self._sending = True  # a client that takes no more bytes now is no fault of the engine
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        self._sending = False
 
     async def _answer_error(self, error: GatewayError) -> None:
         self.error_code = None if isinstance(error, EngineAnsweredError) else error.code
@@ -506,7 +525,7 @@ class Relay:
             # is the only way left to say so.
             return
         if isinstance(error, EngineAnsweredError):
-            await self._start(error.reply_status, reply_headers(error.reply_headers), self._decided)
+            await self._start(error.status, reply_headers(error.reply_headers), self._decided)
             await self._send({"type": "http.response.body", "body": error.reply_body, "more_body": False})
             return
         logger.warning("request %s: answered %d: %s", self._id(), error.status, error.message)
