@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from spillway_connector.errors import (
     CorruptReason,
@@ -21,6 +20,7 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
+from spillway_connector.tiers.redis_dial import dial
 from spillway_connector.tiers.redis_endpoint import Address, RedisEndpoint
 from spillway_connector.tiers.redis_resolve import SYSTEM
 from spillway_connector.tiers.resp import (
@@ -106,12 +106,17 @@ class RedisConnection:
         self._clock = clock
         self._received = bytearray()
         self._step = bytearray(_STEP_BYTES)
-        self._socket = self._connect(deadline)
+        self._socket, address = dial(endpoint, clock, deadline)
+        name = Address(endpoint.host, endpoint.port)
         try:
             self._log_in(deadline)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if address is not None and isinstance(error, TierUnreachable):  # TierTimeout is one
+                SYSTEM.avoid(name, address)
             raise
+        if address is not None:
+            SYSTEM.prefer(name, address)
         self.usable = True
 
     def close(self) -> None:
@@ -219,72 +224,6 @@ class RedisConnection:
         self.answered = False
         if self._received:
             raise ProtocolError(f"{self.endpoint}: bytes arrived that answer no command")
-
-    def _connect(self, deadline: float) -> socket.socket:
-        endpoint = self.endpoint
-        try:
-            if endpoint.unix_path is not None:
-                plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                return self._reach(plain, endpoint.unix_path, deadline)
-            plain = self._connect_tcp(deadline)
-            return self._encrypt(plain, deadline) if endpoint.tls else plain
-        except TimeoutError as error:
-            raise TierTimeout(f"{endpoint}: no connection before the deadline") from error
-        except OSError as error:
-            raise TierUnreachable(UnreachableReason.CONNECT, f"{endpoint}: {error.strerror or error}") from error
-
-    def _connect_tcp(self, deadline: float) -> socket.socket:
-        # Not socket.create_connection: that gives every address of a name the whole time anew.
-        self._remaining(deadline)
-        refused: OSError | None = None
-        host = Address(self.endpoint.host, self.endpoint.port)
-        for family, kind, protocol, address in SYSTEM.resolve(host, self._clock, deadline):
-            try:
-                plain = self._reach(socket.socket(family, kind, protocol), address, deadline)
-                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                # SO_RCVBUF is left alone: setting it ends the kernel's own tuning and gained nothing (3.0 GB/s).
-                return plain
-            except TimeoutError:
-                raise
-            except OSError as error:
-                refused = error
-        try:
-            raise refused or OSError(f"{host.host} has no address")
-        finally:
-            del refused  # whose traceback holds this frame
-
-    def _reach(self, plain: socket.socket, address: Any, deadline: float) -> socket.socket:
-        try:
-            plain.settimeout(self._remaining(deadline))
-            plain.connect(address)
-        except BaseException:
-            plain.close()
-            raise
-        return plain
-
-    def _encrypt(self, plain: socket.socket, deadline: float) -> ssl.SSLSocket:
-        endpoint = self.endpoint
-        try:
-            plain.settimeout(self._remaining(deadline))
-            # Files are read for every connection, so that renewed certificates are picked up without a restart.
-            context = ssl.create_default_context(cafile=endpoint.tls_ca_file)
-            if endpoint.tls_certificate_file is not None:
-                context.load_cert_chain(endpoint.tls_certificate_file, endpoint.tls_key_file)
-            return context.wrap_socket(plain, server_hostname=endpoint.host)
-        except TimeoutError:
-            plain.close()
-            raise
-        except ssl.SSLCertVerificationError as error:
-            plain.close()
-            raise TierUnreachable(
-                UnreachableReason.TLS,
-                f"{endpoint}: the server's certificate is not accepted: {error.verify_message}; "
-                f"authorities: {endpoint.tls_ca_file or 'those of the system'} (tlsCaFile)",
-            ) from error
-        except OSError as error:  # a file of ours, the peer's answer, or a peer that speaks no TLS
-            plain.close()
-            raise TierUnreachable(UnreachableReason.TLS, f"{endpoint}: TLS: {error}") from error
 
     def _log_in(self, deadline: float) -> None:
         commands: list[tuple[bytes, ...]] = []

@@ -35,13 +35,29 @@ class _Question:
     error: OSError | None = None
 
 
+@dataclass(slots=True)
+class _Known:
+    """What was true last of one name, and how its addresses fared."""
+
+    addresses: list[SocketAddress]
+    preferred: SocketAddress | None = None  # served a connection last
+    avoided: SocketAddress | None = None  # failed to, after it had been reached
+
+    def in_order(self, addresses: list[SocketAddress]) -> list[SocketAddress]:
+        return sorted(addresses, key=lambda one: (one == self.avoided, one != self.preferred))
+
+
 class Resolver:
-    """Asks anew for every connection, so that a service that moved is found, and falls back on what was true last."""
+    """Asks anew for every connection, so that a service that moved is found, and falls back on what was true last.
+
+    Addresses come in the name servers' order but for the one that served last, which is first, and one that failed
+    since, which is last.
+    """
 
     def __init__(self, lookup: Lookup | None = None) -> None:
         self._lookup = _system_lookup if lookup is None else lookup
         self._lock = threading.Lock()
-        self._good: OrderedDict[Address, list[SocketAddress]] = OrderedDict()
+        self._good: OrderedDict[Address, _Known] = OrderedDict()
         self._asking: dict[Address, _Question] = {}
 
     def resolve(self, address: Address, clock: Clock, deadline: float) -> list[SocketAddress]:
@@ -55,7 +71,7 @@ class Resolver:
         remaining = max(0.0, deadline - clock())
         if question.done.wait(remaining if known is None else min(remaining / 2, PATIENCE_SECONDS)):
             if question.error is None:
-                return question.addresses
+                return question.addresses if known is None else known.in_order(question.addresses)
             if known is None:
                 try:
                     raise question.error
@@ -63,7 +79,25 @@ class Resolver:
                     del question  # whose error's traceback holds this frame
         if known is None:
             raise TimeoutError(f"{address.host}: no answer from the name servers")
-        return known
+        return known.in_order(known.addresses)
+
+    def prefer(self, name: Address, address: SocketAddress) -> None:
+        """A connection to this address of ``name`` has served."""
+        with self._lock:
+            known = self._good.get(name)
+            if known is not None:
+                known.preferred = address
+                if known.avoided == address:
+                    known.avoided = None
+
+    def avoid(self, name: Address, address: SocketAddress) -> None:
+        """This address of ``name`` could be reached, but nothing useful came of it."""
+        with self._lock:
+            known = self._good.get(name)
+            if known is not None:
+                known.avoided = address
+                if known.preferred == address:
+                    known.preferred = None
 
     def _ask(self, address: Address) -> _Question:
         with self._lock:
@@ -88,7 +122,7 @@ class Resolver:
         with self._lock:
             del self._asking[address]
             if question.error is None:
-                self._good[address] = question.addresses
+                self._good.setdefault(address, _Known([])).addresses = question.addresses
                 self._good.move_to_end(address)
                 if len(self._good) > NAMES_MAX:
                     self._good.popitem(last=False)
