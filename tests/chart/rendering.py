@@ -68,10 +68,11 @@ def render(
     kubernetes: str = "1.32",
     kinds: Iterable[str] = CUSTOM_KINDS,
     release: str = "chat",
+    chart: Path = CHART,
     arguments: Iterable[str] = (),
 ) -> Render:
     """`helm template`. Raises RenderRefused."""
-    command = [str((helm or helms()[1]).path), "template", release, str(CHART), "-n", "llm"]
+    command = [str((helm or helms()[1]).path), "template", release, str(chart), "-n", "llm"]
     command += ["--kube-version", kubernetes, *(word for kind in kinds for word in ("-a", kind))]
     command += [word for file in files for word in ("-f", str(file))]
     if values is not None:

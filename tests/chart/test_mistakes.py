@@ -45,6 +45,53 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "engine: {offload: {numCpuBlocks: null, cpuBytes: 10gigs}}",
         ['engine.offload.cpuBytes: "10gigs" is no size; write for example 512MiB'],
     ),
+    "sizes that cannot be read, and nothing that follows from them": (
+        "{redis: {enabled: true, memory: 8Gx}, engine: {memory: {limit: 500m}, model: {cache: {sizeLimit: 80g}}, "
+        "offload: {sharedTier: {type: redis, redis: {tenantMaxBytes: 1GiB}}}}, "
+        "gateway: {resources: {requests: {memory: 1K}}, index: {bytesMax: lots}}}",
+        [
+            'engine.memory.limit: "500m" is no size; write for example 512MiB, 64Gi',
+            'engine.model.cache.sizeLimit: "80g" is no size',
+            'gateway.index.bytesMax: "lots" is no size',
+            'gateway.resources.requests.memory: "1K" is no size',
+            'redis.memory: "8Gx" is no size',
+        ],
+    ),
+    "credential for the name of a Secret": (
+        "{engine: {model: {hubTokenSecret: {name: hf_SECRET}}}, engines: {a: {apiKeySecret: {name: sk-SECRET}}}, "
+        "image: {pullSecrets: [{name: SECRET}]}, gateway: {ingress: {tlsSecret: SECRET}}}",
+        [
+            "engine.model.hubTokenSecret.name: what is given (9 characters) is no name of a Secret",
+            "engines.a.apiKeySecret.name: what is given (9 characters)",
+            "image.pullSecrets[0].name: what is given (6 characters)",
+            "gateway.ingress.tlsSecret: what is given (6 characters)",
+            "kubectl create secret generic NAME --from-literal=KEY=...",
+        ],
+    ),
+    "credentials in an address of no known form": (
+        "{gateway: {auth: {sharedLimits: {url: 'http://h:1?password=SECRET'}}}, engine: {offload: {sharedTier: {type: "
+        "redis, redis: {url: 'redis://h:1?password=SECRET'}}}}}",
+        [
+            'sharedLimits.url: "http://h:1?password=***" is no address',
+            'redis.url: "redis://h:1?password=***" is no address',
+        ],
+    ),
+    "credentials for traces": (
+        "gateway: {tracing: {otlpEndpoint: 'https://me:SECRET@collector:4318/v1/traces'}}",
+        ["gateway.tracing.otlpEndpoint holds credentials", "OTEL_EXPORTER_OTLP_HEADERS"],
+    ),
+    "key of an encryption that is off": (
+        "engine: {offload: {sharedTier: {type: nvme, encryption: {keyId: '2026-11', keySecretName: kv-key}}}}",
+        ["encryption: keyId: 2026-11 is given, but enabled is false, so blocks would be stored unsealed"],
+    ),
+    "Secret of an encryption that is off, without a tier": (
+        "engine: {offload: {sharedTier: {encryption: {keySecretName: kv-key}}}}",
+        ["encryption: keySecretName: kv-key is given, but enabled is false"],
+    ),
+    "locked memory without the right to it": (
+        "engine: {accelerator: {lockMemory: true}, securityContext: {runAsUser: 5, capabilities: {drop: [ALL]}}}",
+        ["engine.accelerator.lockMemory: true adds IPC_LOCK", "add capabilities.add: [IPC_LOCK] there"],
+    ),
     "CPU tier said twice": (
         "engine: {offload: {numCpuBlocks: 100, cpuBytes: 1GiB}}",
         ["numCpuBlocks: 100 and cpuBytes: 1GiB both size the CPU tier; set one of them to null"],
@@ -340,8 +387,8 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         ["no tenants to limit; set gateway.auth.keysSecret"],
     ),
     "a password in the address of shared limits": (
-        "gateway: {auth: {sharedLimits: {url: 'redis://:secret@r:6379/0'}}}",
-        ["sharedLimits", "pattern"],
+        "gateway: {auth: {sharedLimits: {url: 'redis://:SECRET@r:6379/0'}}}",
+        ["gateway.auth.sharedLimits.url holds credentials", "url: redis://***@r:6379/0, but there are no tenants"],
     ),
     "an authority without TLS": (
         "gateway: {auth: {keysSecret: {name: k}, saltSecret: {name: s}, "
@@ -406,12 +453,12 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     ),
     "keys in the values": ("gateway: {auth: {keys: [sk-1]}}", ["keys", "not allowed"]),
     "a key where the Secret's name belongs": (
-        "gateway: {auth: {keysSecret: {name: sk_Zm9vYmFy}}}",
-        ["keysSecret", "pattern"],
+        "gateway: {auth: {keysSecret: {name: sk_SECRETxyz}}}",
+        ["gateway.auth.keysSecret.name: what is given (12 characters) is no name of a Secret"],
     ),
     "a password where the Secret's name belongs": (
-        "gateway: {auth: {sharedLimits: {url: 'redis://r:6379/0', existingSecret: {name: 'correct horse'}}}}",
-        ["sharedLimits", "existingSecret", "pattern"],
+        "gateway: {auth: {sharedLimits: {url: 'redis://r:6379/0', existingSecret: {name: 'SECRET horses'}}}}",
+        ["gateway.auth.sharedLimits.existingSecret.name: what is given (13 characters) is no name of a Secret"],
     ),
     "entry of a Secret as a path": (
         "gateway: {auth: {keysSecret: {name: k, key: etc/keys.yaml}}}",
@@ -474,6 +521,7 @@ def test_message(mistake):
         message = refusal(yaml.safe_load(text), helm=helm)
         for word in words:
             assert any(option in message for option in word.split("|")), message
+        assert "SECRET" not in message and " 0 B" not in message
 
 
 def test_every_mistake_is_told_at_once():

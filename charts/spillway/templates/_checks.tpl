@@ -63,6 +63,12 @@
 {{- $texts = append $texts (printf "%s.image.variant: %q is an Ascend image; preset: cpu has no variants" $path $engine.image.variant) -}}
 {{- end -}}
 {{- end -}}
+{{- with $engine.securityContext -}}
+{{- $added := list -}}{{- with .capabilities -}}{{- $added = default list .add -}}{{- end -}}
+{{- if and $engine.accelerator.lockMemory (not .privileged) (not (has "IPC_LOCK" $added)) (not (has "ALL" $added)) -}}
+{{- $texts = append $texts (printf "%s.accelerator.lockMemory: true adds IPC_LOCK to the chart's own security context, but %s.securityContext replaces it; add capabilities.add: [IPC_LOCK] there, or remove one of the two" $path $path) -}}
+{{- end -}}
+{{- end -}}
 {{- $mode := $item.accelerator.visibleDevices -}}
 {{- if and (eq $mode "literal") (not $engine.accelerator.visibleDevices.value) -}}
 {{- $texts = append $texts (printf "%s.accelerator.visibleDevices.value is empty; mode: literal needs one, e.g. \"0,1\"" $path) -}}
@@ -160,6 +166,7 @@
 {{- $served := dict -}}
 {{- $names := dict -}}
 {{- $redisUsed := false -}}
+{{- include "spillway.secretReferenceChecks" (dict "path" "" "value" (omit $values "extraObjects") "problems" $problems) -}}
 {{- range $item := .engines -}}
 {{- range $name := concat (list $item.servedName) (default list $item.engine.model.aliases) -}}
 {{- if hasKey $served $name -}}

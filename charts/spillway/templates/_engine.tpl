@@ -140,14 +140,14 @@ start-engine.sh: |
 {{- else }}
 {{- $cache := deepCopy $engine.model.cache }}
 {{- with $cache.sizeLimit }}
-{{- $_ := set $cache "sizeLimit" (include "spillway.quantity" (include "spillway.bytes" (dict "value" . "path" "model.cache.sizeLimit" "problems" dict))) }}
+{{- $_ := set $cache "sizeLimit" (include "spillway.quantity" (include "spillway.bytes" (dict "value" . "path" (printf "%s.model.cache.sizeLimit" $.item.path)))) }}
 {{- end }}
 - name: hub
   {{ include "spillway.volumeSource" $cache }}
 {{- end }}
 {{- if include "spillway.usesNvme" .item }}
 {{- $volume := deepCopy $engine.offload.sharedTier.nvme.volume }}
-{{- $_ := set $volume "sizeLimit" (include "spillway.quantity" (include "spillway.bytes" (dict "value" $volume.size "path" "nvme.volume.size" "problems" dict))) }}
+{{- $_ := set $volume "sizeLimit" (include "spillway.quantity" (include "spillway.bytes" (dict "value" $volume.size "path" (printf "%s.offload.sharedTier.nvme.volume.size" $.item.path)))) }}
 {{- if eq $volume.type "sharedClaim" }}
 {{- $_ = set $volume "type" "existingClaim" }}
 {{- $_ = set $volume "claimName" (include "spillway.nvmeClaim" .) }}

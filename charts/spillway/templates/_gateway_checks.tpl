@@ -16,13 +16,13 @@
 {{- $texts = append $texts "gateway.httpRoute.parentRefs is empty; name the Gateway that the route attaches to, e.g. [{name: public}]" -}}
 {{- end -}}
 {{- if and $gateway.resources.requests.memory $gateway.resources.limits.memory -}}
-{{- $request := int64 (include "spillway.bytes" (dict "value" $gateway.resources.requests.memory "path" "gateway.resources.requests.memory" "problems" dict)) -}}
-{{- $limit := int64 (include "spillway.bytes" (dict "value" $gateway.resources.limits.memory "path" "gateway.resources.limits.memory" "problems" dict)) -}}
+{{- $request := int64 (include "spillway.bytes" (dict "value" $gateway.resources.requests.memory "path" "gateway.resources.requests.memory")) -}}
+{{- $limit := int64 (include "spillway.bytes" (dict "value" $gateway.resources.limits.memory "path" "gateway.resources.limits.memory")) -}}
 {{- if gt $request $limit -}}
 {{- $texts = append $texts (printf "gateway.resources: requests.memory %s is more than limits.memory %s" (include "spillway.bytesText" $request) (include "spillway.bytesText" $limit)) -}}
 {{- end -}}
 {{- /* The interpreter, tokenizers and buffers of running requests beside the index. */ -}}
-{{- $index := int64 (include "spillway.bytes" (dict "value" $gateway.index.bytesMax "path" "" "problems" dict)) -}}
+{{- $index := int64 (include "spillway.bytes" (dict "value" $gateway.index.bytesMax "path" "gateway.index.bytesMax")) -}}
 {{- $needed := add (mul $index (len .engines)) 402653184 -}}
 {{- if lt $limit $needed -}}
 {{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s x %d models and 384 MiB for the process; set it to %s or more, or lower index.bytesMax" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.quantity" $needed)) -}}
@@ -56,6 +56,13 @@
 {{- $texts = append $texts (printf "gateway.audit.file: %s, but audit.enabled is false; set it to true, or file: null" $file) -}}
 {{- end -}}
 {{- end -}}
+{{- with $gateway.tracing.otlpEndpoint -}}
+{{- if contains "@" . -}}
+{{- $texts = append $texts "gateway.tracing.otlpEndpoint holds credentials, which would lie in a ConfigMap; give them as a header by OTEL_EXPORTER_OTLP_HEADERS in gateway.extraEnvVars with valueFrom.secretKeyRef" -}}
+{{- else if not (regexMatch "^https?://[^ ]+$" .) -}}
+{{- $texts = append $texts (printf "gateway.tracing.otlpEndpoint: %q is no address; write http://collector:4318/v1/traces, or null for no traces" (include "spillway.shownUrl" .)) -}}
+{{- end -}}
+{{- end -}}
 {{- $texts = concat $texts (include "spillway.authProblems" . | fromYamlArray) -}}
 {{- $seen := dict -}}
 {{- range $gateway.extraEnvVars -}}
@@ -66,7 +73,7 @@
 {{- if and $values.networkPolicy.enabled $values.networkPolicy.restrictEgress (not $values.networkPolicy.gatewayEgress) -}}
 {{- range $way := list (list "gateway.auth.sharedLimits.url" $gateway.auth.sharedLimits.url) (list "gateway.tracing.otlpEndpoint" $gateway.tracing.otlpEndpoint) -}}
 {{- if index $way 1 -}}
-{{- $texts = append $texts (printf "networkPolicy.restrictEgress: true closes the way to %s: %s; list its address in networkPolicy.gatewayEgress" (index $way 0) (index $way 1)) -}}
+{{- $texts = append $texts (printf "networkPolicy.restrictEgress: true closes the way to %s: %s; list its address in networkPolicy.gatewayEgress" (index $way 0) (include "spillway.shownUrl" (index $way 1))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -101,8 +108,13 @@
 {{- $texts = append $texts (printf "gateway: user %d of its pods cannot read the files of their Secrets, which are root's alone; add fsGroup to gateway.podSecurityContext" (int64 $values.gateway.podSecurityContext.runAsUser)) -}}
 {{- end -}}
 {{- with $auth.sharedLimits -}}
+{{- if contains "@" .url -}}
+{{- $texts = append $texts "gateway.auth.sharedLimits.url holds credentials; put them into a Secret and name it in existingSecret" -}}
+{{- else if not (regexMatch "^((rediss?|redis-cluster|rediss-cluster|unix)://[^ ]+)?$" .url) -}}
+{{- $texts = append $texts (printf "gateway.auth.sharedLimits.url: %q is no address; write redis://host:6379/0, rediss://, redis-cluster://host:6379,host:6379 or unix:///path?db=0" (include "spillway.shownUrl" .url)) -}}
+{{- end -}}
 {{- if and .url (not $auth.keysSecret.name) -}}
-{{- $texts = append $texts (printf "gateway.auth.sharedLimits.url: %s, but there are no tenants to limit; set gateway.auth.keysSecret, or remove it" .url) -}}
+{{- $texts = append $texts (printf "gateway.auth.sharedLimits.url: %s, but there are no tenants to limit; set gateway.auth.keysSecret, or remove it" (include "spillway.shownUrl" .url)) -}}
 {{- end -}}
 {{- if and .caSecret.name (not (hasPrefix "rediss" .url)) -}}
 {{- $texts = append $texts (printf "gateway.auth.sharedLimits.caSecret.name: %s, but url speaks no TLS; begin it with rediss, or remove caSecret" .caSecret.name) -}}
@@ -115,7 +127,7 @@
 {{- end -}}
 {{- $embedded := include "spillway.name" (dict "root" $.root "suffix" "redis") -}}
 {{- if and $values.redis.enabled (regexMatch (printf "//%s[.:/]" (regexQuoteMeta $embedded)) (printf "%s/" .url)) -}}
-{{- $texts = append $texts (printf "gateway.auth.sharedLimits.url: %s is the embedded server, whose only user may run no scripts, and limits are one; name a Redis or Valkey of your own" .url) -}}
+{{- $texts = append $texts (printf "gateway.auth.sharedLimits.url: %s is the embedded server, whose only user may run no scripts, and limits are one; name a Redis or Valkey of your own" (include "spillway.shownUrl" .url)) -}}
 {{- end -}}
 {{- if and .url (lt (float64 .leaseSeconds) (mulf 10.0 (float64 .reportSeconds))) -}}
 {{- $texts = append $texts (printf "gateway.auth.sharedLimits.leaseSeconds: %v is less than ten times reportSeconds: %v; raise leaseSeconds" .leaseSeconds .reportSeconds) -}}

@@ -68,7 +68,7 @@ compares the two. On top of it the pod's own share: processes, staging, page cac
 {{- $deviceBytes := ternary (mul (default 0 $deviceBlocks) $blockBytes) 0 $onCpu -}}
 {{- $weightBytes := 0 -}}
 {{- if $onCpu -}}
-{{- $weightBytes = div (mul (int64 (include "spillway.bytes" (dict "value" $shape.weightBytes "path" (printf "%s.model.shape.weightBytes" $path) "problems" $problems))) $element) (get $elementBytes $shape.dtype | default 2) -}}
+{{- $weightBytes = div (mul (int64 (include "spillway.bytes" (dict "value" $shape.weightBytes "path" (printf "%s.model.shape.weightBytes" $path)))) $element) (get $elementBytes $shape.dtype | default 2) -}}
 {{- end -}}
 
 {{- /* CPU tier: rows of one chunk over all ranks, rounded up to a page. */ -}}
@@ -81,7 +81,7 @@ compares the two. On top of it the pod's own share: processes, staging, page cac
 {{- if $offload.numCpuBlocks -}}{{- $chunks = int64 $offload.numCpuBlocks -}}
 {{- else if $offload.cpuBytes -}}
 {{- $tierKey = "offload.cpuBytes" -}}
-{{- $tierGiven := int64 (include "spillway.bytes" (dict "value" $offload.cpuBytes "path" (printf "%s.offload.cpuBytes" $path) "problems" $problems)) -}}
+{{- $tierGiven := int64 (include "spillway.bytes" (dict "value" $offload.cpuBytes "path" (printf "%s.offload.cpuBytes" $path))) -}}
 {{- $chunks = div $tierGiven $rowBytes -}}
 {{- if eq $chunks 0 -}}
 {{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.offload.cpuBytes: %s holds no chunk of %s (%d tokens x %d B); set it to %d or more, or lower blocksPerChunk" $path (include "spillway.bytesText" $tierGiven) (include "spillway.bytesText" $rowBytes) $chunkTokens $tokenBytes $rowBytes)) -}}
@@ -95,7 +95,7 @@ compares the two. On top of it the pod's own share: processes, staging, page cac
 {{- $sharedComfortable := div (mul (add $tierBytes 167772160 (mul 251658240 $ranks)) 110) 100 -}}
 {{- $shared := $sharedComfortable -}}
 {{- if $engine.memory.sharedMemory -}}
-{{- $shared = int64 (include "spillway.bytes" (dict "value" $engine.memory.sharedMemory "path" (printf "%s.memory.sharedMemory" $path) "problems" $problems)) -}}
+{{- $shared = int64 (include "spillway.bytes" (dict "value" $engine.memory.sharedMemory "path" (printf "%s.memory.sharedMemory" $path))) -}}
 {{- if and (lt $shared $sharedNeeded) (not $engine.memory.force) -}}
 {{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.memory.sharedMemory: %s cannot hold the CPU tier of %s (%d chunks x %s) and queues of %s; set it to %s or more, null to have it computed, or %s <= %s" $path (include "spillway.bytesText" $shared) (include "spillway.bytesText" $tierBytes) $chunks (include "spillway.bytesText" $rowBytes) (include "spillway.bytesText" $queueBytes) (include "spillway.quantity" $sharedNeeded) $tierKey (include "spillway.tierFitting" (dict "key" $tierKey "rowBytes" $rowBytes "free" (sub $shared $queueBytes))))) -}}
 {{- end -}}
@@ -104,14 +104,14 @@ compares the two. On top of it the pod's own share: processes, staging, page cac
 {{- /* What the engine itself reckons with at its start, and what this pod reserves. */ -}}
 {{- $engineNeeds := add (mul 2411724800 $ranks) $sharedNeeded $deviceBytes $weightBytes -}}
 {{- $processText := ternary "2560MiB" "8GiB" $onCpu -}}
-{{- $processBytes := mul $ranks (int64 (include "spillway.bytes" (dict "value" (default $processText $engine.memory.processPerRank) "path" (printf "%s.memory.processPerRank" $path) "problems" $problems))) -}}
+{{- $processBytes := mul $ranks (int64 (include "spillway.bytes" (dict "value" (default $processText $engine.memory.processPerRank) "path" (printf "%s.memory.processPerRank" $path)))) -}}
 {{- $tier := $offload.sharedTier -}}
 {{- $stagingBytes := 0 -}}
 {{- if and $offload.enabled (ne $tier.type "none") -}}
 {{- /* Each thread: a chunk in flight, one on its way to or from the store, and a sealed one. */ -}}
 {{- $stagingBytes = mul (int64 $tier.ioThreads) (ternary 3 2 $tier.encryption.enabled) $rowBytes -}}
 {{- if eq $tier.type "nvme" -}}
-{{- $stagingBytes = add $stagingBytes (int64 (include "spillway.bytes" (dict "value" $engine.memory.pageCache "path" (printf "%s.memory.pageCache" $path) "problems" $problems))) -}}
+{{- $stagingBytes = add $stagingBytes (int64 (include "spillway.bytes" (dict "value" $engine.memory.pageCache "path" (printf "%s.memory.pageCache" $path)))) -}}
 {{- end -}}
 {{- end -}}
 {{- $sum := add $sharedNeeded $processBytes $deviceBytes $weightBytes $stagingBytes -}}
@@ -122,7 +122,7 @@ compares the two. On top of it the pod's own share: processes, staging, page cac
 {{- $arithmetic = printf "%s + %d %% margin = %s" $arithmetic (int64 $engine.memory.marginPercent) (include "spillway.bytesText" $needed) -}}
 {{- $limit := $needed -}}
 {{- if $engine.memory.limit -}}
-{{- $limit = int64 (include "spillway.bytes" (dict "value" $engine.memory.limit "path" (printf "%s.memory.limit" $path) "problems" $problems)) -}}
+{{- $limit = int64 (include "spillway.bytes" (dict "value" $engine.memory.limit "path" (printf "%s.memory.limit" $path))) -}}
 {{- if and (lt $limit $needed) (not $engine.memory.force) -}}
 {{- $rest := sub (div (mul $limit 100) (add 100 (int64 $engine.memory.marginPercent))) (sub $sum $tierBytes) -}}
 {{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.memory.limit: %s is too little: %s; set memory.limit >= %s, null to have it computed, or %s <= %s" $path (include "spillway.bytesText" $limit) $arithmetic (include "spillway.quantity" $needed) $tierKey (include "spillway.tierFitting" (dict "key" $tierKey "rowBytes" $rowBytes "free" $rest)))) -}}

@@ -25,6 +25,8 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- if not $groups -}}
 {{- $_ := set $groups "" (deepCopy $root.Values.engine) -}}
 {{- end -}}
+{{- include "spillway.sizeChecks" (dict "root" $root "groups" $groups "problems" $problems) -}}
+{{- include "spillway.requireNoProblem" (dict "problems" $problems) -}}
 {{- range $key := keys $groups | sortAlpha -}}
 {{- $engine := get $groups $key -}}
 {{- $path := ternary (printf "engines.%s" $key) "engine" (ne $key "") -}}
@@ -105,7 +107,7 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- $_ = set $rendered "evictionPolicy" $offload.evictionPolicy -}}
 {{- $_ = set $rendered "batchMemcpy" (include "spillway.onOff" $offload.batchMemcpy) -}}
 {{- if $offload.numCpuBlocks -}}{{- $_ = set $rendered "numCpuBlocks" $offload.numCpuBlocks -}}
-{{- else -}}{{- $_ = set $rendered "cpuBytes" (int64 (include "spillway.bytes" (dict "value" (default 0 $offload.cpuBytes) "path" (printf "%s.offload.cpuBytes" .item.path) "problems" dict))) -}}
+{{- else -}}{{- $_ = set $rendered "cpuBytes" (int64 (include "spillway.bytes" (dict "value" (default 0 $offload.cpuBytes) "path" (printf "%s.offload.cpuBytes" .item.path)))) -}}
 {{- end -}}
 {{- range $key := list "maxCopyDescriptors" "transport" "requestWaitSeconds" "promotionInFlightFraction" "promotionPerRequestFraction" -}}{{- $_ = set $rendered $key (get $offload $key) -}}{{- end -}}
 {{- range $key := list "prefillTokensPerSecond" "aclLibraryPath" "weightsVersion" -}}{{- with get $offload $key -}}{{- $_ := set $rendered $key . -}}{{- end -}}{{- end -}}
@@ -151,6 +153,13 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- end -}}
 {{- end -}}
 
+{{/* The gateway's settings that are sizes, as section.key. */}}
+{{- define "spillway.gatewaySizes" -}}
+- limits.bodyBytesMax
+- limits.plainReplyBufferBytes
+- index.bytesMax
+{{- end -}}
+
 {{/* (root, engines, problems, out): the YAML of `python -m spillway_gateway --config` into out. */}}
 {{- define "spillway.gatewaySettings" -}}
 {{- $root := .root -}}
@@ -185,9 +194,9 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- if kindIs "invalid" $gateway.health.endingSeconds -}}{{- $_ := set $health "endingSeconds" (round (mulf 0.95 (float64 .)) 1) -}}{{- end -}}
 {{- end -}}
 {{- $_ = set .out "auth" (include "spillway.gatewayAuth" $gateway.auth | fromYaml) -}}
-{{- range $pair := list (list "limits" "bodyBytesMax") (list "limits" "plainReplyBufferBytes") (list "index" "bytesMax") -}}
-{{- $section := get $.out (index $pair 0) -}}
-{{- $_ := set $section (index $pair 1) (int64 (include "spillway.bytes" (dict "value" (get $section (index $pair 1)) "path" (printf "gateway.%s.%s" (index $pair 0) (index $pair 1)) "problems" $problems))) -}}
+{{- range $setting := include "spillway.gatewaySizes" . | fromYamlArray -}}
+{{- $section := get $.out (splitList "." $setting | first) -}}{{- $key := splitList "." $setting | last -}}
+{{- $_ := set $section $key (int64 (include "spillway.bytes" (dict "value" (get $section $key) "path" (printf "gateway.%s" $setting)))) -}}
 {{- end -}}
 {{- $_ = set .out "shutdown" (dict "drainDelaySeconds" $gateway.lifecycle.drainDelaySeconds "drainTimeoutSeconds" $gateway.lifecycle.drainTimeoutSeconds) -}}
 {{- $_ = set .out "models" $models -}}

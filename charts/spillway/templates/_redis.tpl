@@ -6,7 +6,7 @@ resetkeys ~spillway1:* resetchannels -@all +ping +select +exists +get +getex +se
 {{/* The embedded Valkey: a cache in memory, so nothing is written to disk and the oldest blocks make room. */}}
 {{- define "spillway.redisFiles" -}}
 {{- $redis := .Values.redis -}}
-{{- $memory := int64 (include "spillway.bytes" (dict "value" $redis.memory "path" "redis.memory" "problems" dict)) -}}
+{{- $memory := int64 (include "spillway.bytes" (dict "value" $redis.memory "path" "redis.memory")) -}}
 valkey.conf: |
   bind * -::*
   port {{ int64 $redis.port }}

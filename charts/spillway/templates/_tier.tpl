@@ -26,9 +26,9 @@ volume's size: kubelet counts folders and files being written too, and evicts a 
 {{- $nvme := .item.engine.offload.sharedTier.nvme -}}
 {{- $at := printf "%s.offload.sharedTier.nvme" .item.path -}}
 {{- if $nvme.maxBytes -}}
-{{- include "spillway.bytes" (dict "value" $nvme.maxBytes "path" (printf "%s.maxBytes" $at) "problems" .problems) -}}
+{{- include "spillway.bytes" (dict "value" $nvme.maxBytes "path" (printf "%s.maxBytes" $at)) -}}
 {{- else if has $nvme.volume.type (list "emptyDir" "perPodClaim" "sharedClaim") -}}
-{{- div (mul (int64 (include "spillway.bytes" (dict "value" $nvme.volume.size "path" (printf "%s.volume.size" $at) "problems" .problems))) 9) 10 -}}
+{{- div (mul (int64 (include "spillway.bytes" (dict "value" $nvme.volume.size "path" (printf "%s.volume.size" $at)))) 9) 10 -}}
 {{- end -}}
 {{- end -}}
 
@@ -43,7 +43,7 @@ item.redisSecret. */}}
 {{- if ne $tier.type "none" -}}
 {{- range $key := list "ioThreads" "lookupTimeoutSeconds" "loadTimeoutSeconds" "storeTimeoutSeconds" "storeQueueSecondsMax" -}}{{- $_ := set $out $key (get $tier $key) -}}{{- end -}}
 {{- range $key := list "loadQueueBytesMax" "storeQueueBytesMax" -}}
-{{- $_ := set $out $key (int64 (include "spillway.bytes" (dict "value" (get $tier $key) "path" (printf "%s.%s" $at $key) "problems" $problems))) -}}
+{{- $_ := set $out $key (int64 (include "spillway.bytes" (dict "value" (get $tier $key) "path" (printf "%s.%s" $at $key)))) -}}
 {{- end -}}
 {{- end -}}
 {{- if eq $tier.type "nvme" -}}
@@ -51,7 +51,7 @@ item.redisSecret. */}}
 {{- with include "spillway.nvmeMaxBytes" (dict "item" $item "problems" $problems) -}}{{- $_ := set $nvme "maxBytes" (int64 .) -}}{{- end -}}
 {{- with $tier.nvme.ttlSeconds -}}{{- $_ := set $nvme "ttlSeconds" . -}}{{- end -}}
 {{- with $tier.nvme.tenantMaxBytes -}}
-{{- $_ := set $nvme "tenantMaxBytes" (int64 (include "spillway.bytes" (dict "value" . "path" (printf "%s.nvme.tenantMaxBytes" $at) "problems" $problems))) -}}
+{{- $_ := set $nvme "tenantMaxBytes" (int64 (include "spillway.bytes" (dict "value" . "path" (printf "%s.nvme.tenantMaxBytes" $at)))) -}}
 {{- end -}}
 {{- $_ = set $out "nvme" $nvme -}}
 {{- else if eq $tier.type "redis" -}}
@@ -59,7 +59,7 @@ item.redisSecret. */}}
 {{- if and (not $url) .root.Values.redis.enabled -}}{{- $url = include "spillway.redisUrl" .root -}}{{- end -}}
 {{- $redis := dict "url" $url "ttlSeconds" $tier.redis.ttlSeconds "connections" $tier.redis.connections "payloadConnections" $tier.redis.payloadConnections -}}
 {{- with $tier.redis.tenantMaxBytes -}}
-{{- $_ := set $redis "tenantMaxBytes" (int64 (include "spillway.bytes" (dict "value" . "path" (printf "%s.redis.tenantMaxBytes" $at) "problems" $problems))) -}}
+{{- $_ := set $redis "tenantMaxBytes" (int64 (include "spillway.bytes" (dict "value" . "path" (printf "%s.redis.tenantMaxBytes" $at)))) -}}
 {{- end -}}
 {{- $secret := dict -}}
 {{- include "spillway.redisSecret" (dict "root" .root "tier" $tier "out" $secret) -}}

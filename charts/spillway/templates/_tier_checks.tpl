@@ -47,6 +47,13 @@
 {{- else if $tier.encryption.enabled -}}
 {{- $texts = append $texts (printf "%s.encryption.enabled: true, but sharedTier.type is none; it seals a shared tier: set type: nvme or redis, or encryption.enabled: false" $at) -}}
 {{- end -}}
+{{- /* A key that is named and not used would leave blocks in the clear where somebody believes them sealed. */ -}}
+{{- with $tier.encryption -}}
+{{- if and (not .enabled) (or .keyId .keySecretName) -}}
+{{- $given := ternary (printf "keyId: %s" .keyId) (printf "keySecretName: %s" .keySecretName) (ne (default "" .keyId) "") -}}
+{{- $texts = append $texts (printf "%s.encryption: %s is given, but enabled is false, so blocks would be stored unsealed; set encryption.enabled: true, or remove keyId and keySecretName" $at $given) -}}
+{{- end -}}
+{{- end -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}{{- end -}}
 {{- end -}}
 
@@ -65,7 +72,7 @@
 {{- $texts = append $texts (printf "%s.volume.claimName is empty; type: existingClaim needs it" $at) -}}
 {{- end -}}
 {{- if and $nvme.maxBytes (has $volume.type (list "emptyDir" "perPodClaim" "sharedClaim")) -}}
-{{- $size := int64 (include "spillway.bytes" (dict "value" $volume.size "path" (printf "%s.volume.size" $at) "problems" .problems)) -}}
+{{- $size := int64 (include "spillway.bytes" (dict "value" $volume.size "path" (printf "%s.volume.size" $at))) -}}
 {{- if gt (int64 $settings.maxBytes) $size -}}
 {{- $texts = append $texts (printf "%s.maxBytes: %s does not fit into the volume of %s; set maxBytes <= %s, null for nine tenths of it, or enlarge volume.size" $at (include "spillway.bytesText" $settings.maxBytes) (include "spillway.bytesText" $size) $volume.size) -}}
 {{- end -}}
@@ -97,13 +104,13 @@
 {{- if not (or $redis.url $root.Values.redis.enabled) -}}
 {{- $texts = append $texts (printf "%s.url is empty; give one (redis://host:6379/0), or redis.enabled: true for the embedded trial server" $at) -}}
 {{- else if and $redis.url (not (contains "@" $redis.url)) (not (regexMatch (printf "^(%s)$" (join "|" $forms)) $redis.url)) -}}
-{{- $texts = append $texts (printf "%s.url: %q is no address; write redis://host:6379/0, redis-sentinel://host:26379,host:26379/service?db=0, redis-cluster://host:6379,host:6379 (rediss for TLS) or unix:///path?db=0" $at $redis.url) -}}
+{{- $texts = append $texts (printf "%s.url: %q is no address; write redis://host:6379/0, redis-sentinel://host:26379,host:26379/service?db=0, redis-cluster://host:6379,host:6379 (rediss for TLS) or unix:///path?db=0" $at (include "spillway.shownUrl" $redis.url)) -}}
 {{- end -}}
 {{- if and (hasPrefix "unix:" $redis.url) (not .item.engine.extraVolumeMounts) -}}
-{{- $texts = append $texts (printf "%s.url: %s is a socket in the pod, but nothing brings it; mount its folder with extraVolumes and extraVolumeMounts" $at $redis.url) -}}
+{{- $texts = append $texts (printf "%s.url: %s is a socket in the pod, but nothing brings it; mount its folder with extraVolumes and extraVolumeMounts" $at (include "spillway.shownUrl" $redis.url)) -}}
 {{- end -}}
 {{- if and $settings.tls (not (hasPrefix "rediss" $settings.url)) -}}
-{{- $texts = append $texts (printf "%s.tls names Secrets, but url: %s asks for no TLS; write rediss://..., or remove them" $at $settings.url) -}}
+{{- $texts = append $texts (printf "%s.tls names Secrets, but url: %s asks for no TLS; write rediss://..., or remove them" $at (include "spillway.shownUrl" $settings.url)) -}}
 {{- end -}}
 {{- if and $redis.existingSecret.usernameKey (not $redis.existingSecret.name) -}}
 {{- $texts = append $texts (printf "%s.existingSecret.usernameKey: %s, but existingSecret.name is empty; name the Secret, or remove usernameKey" $at $redis.existingSecret.usernameKey) -}}
@@ -112,14 +119,14 @@
 {{- $texts = append $texts (printf "%s.payloadConnections: %d is more than connections: %d; raise connections or lower payloadConnections" $at (int64 $redis.payloadConnections) (int64 $redis.connections)) -}}
 {{- end -}}
 {{- if and $settings.tenantMaxBytes (not $redis.url) $root.Values.redis.enabled -}}
-{{- $most := div (mul (int64 (include "spillway.bytes" (dict "value" $root.Values.redis.memory "path" "redis.memory" "problems" dict))) 3) 4 -}}
+{{- $most := div (mul (int64 (include "spillway.bytes" (dict "value" $root.Values.redis.memory "path" "redis.memory"))) 3) 4 -}}
 {{- if gt (int64 $settings.tenantMaxBytes) $most -}}
 {{- $texts = append $texts (printf "%s.tenantMaxBytes: %s for one tenant is more than the embedded server holds for all: three quarters of redis.memory, %s; set it to %d or less" $at (include "spillway.bytesText" $settings.tenantMaxBytes) (include "spillway.bytesText" $most) $most) -}}
 {{- end -}}
 {{- end -}}
 {{- with $root.Values.networkPolicy -}}
 {{- if and .enabled .restrictEgress $redis.url (not (hasPrefix "unix:" $redis.url)) (not .engineEgress) -}}
-{{- $texts = append $texts (printf "networkPolicy.restrictEgress: true closes the way to %s.url: %s; list its address in networkPolicy.engineEgress" $at $redis.url) -}}
+{{- $texts = append $texts (printf "networkPolicy.restrictEgress: true closes the way to %s.url: %s; list its address in networkPolicy.engineEgress" $at (include "spillway.shownUrl" $redis.url)) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $texts -}}

@@ -41,6 +41,10 @@ class Login:
 
 def check_shared_limits(where: str, given: SharedLimitsConfig) -> None:
     """Raises ConfigError naming the setting, what was given and what is needed."""
+    if "@" in given.url:  # before anything repeats it: messages end up in logs
+        raise ConfigError(
+            f"{where}.url: must not carry a user or password; name variables in usernameEnv and passwordEnv"
+        )
     try:
         parts = urlsplit(given.url)
         usable = parts.scheme in SCHEMES and bool(parts.path if parts.scheme == "unix" else parts.hostname)
@@ -49,10 +53,6 @@ def check_shared_limits(where: str, given: SharedLimitsConfig) -> None:
         usable = False
     if not usable:
         raise ConfigError(f"{where}.url: {given.url!r} is not understood; use {_FORMS}")
-    if "@" in parts.netloc:
-        raise ConfigError(
-            f"{where}.url: must not carry a user or password; name variables in usernameEnv and passwordEnv"
-        )
     if not given.key_prefix.isprintable() or "{" in given.key_prefix or len(given.key_prefix) > 128:
         raise ConfigError(f"{where}.keyPrefix: up to 128 printable characters without {{ needed")
     for key, number in (

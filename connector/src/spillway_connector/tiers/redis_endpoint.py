@@ -72,12 +72,12 @@ class RedisEndpoint:
         tls_key_file: str | None = None,
     ) -> RedisEndpoint:
         """Parse ``url``. Raises ConfigError; a password inside the URL is refused because URLs end up in logs."""
-        parts = urlsplit(url)
-        if "@" in parts.netloc:
+        if "@" in url:
             raise ConfigError(
                 "redis.url: must not carry a user or password; name variables in usernameEnv, passwordEnv "
                 "or a file in passwordFile"
             )
+        parts = urlsplit(url)
         if parts.scheme == "unix":
             if not parts.path or parts.netloc:
                 raise ConfigError(f"redis.url: {url!r} names no socket; use {_FORMS}")

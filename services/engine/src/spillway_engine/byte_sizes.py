@@ -1,35 +1,31 @@
-"""Sizes as people write them (512MiB, 2GiB) and as the rest of the code wants them: a count of bytes."""
+"""Sizes as people write them (512MiB, 64Gi) and as the rest of the code wants them: a count of bytes."""
 
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import NewType
 
 ByteCount = NewType("ByteCount", int)
 
-_UNITS = {
+_PREFIXES = "KMGTPE"
+# Kubernetes' decimal suffixes are one letter in this case; its "m" means thousandths and "K" does not exist there.
+_LETTERS = {"B": 1, "k": 10**3, **{letter: 10 ** (3 * (power + 2)) for power, letter in enumerate(_PREFIXES[1:])}}
+# Two letters and more mean one thing in any case.
+_WORDS = {
     "": 1,
-    "B": 1,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "TIB": 1 << 40,
-    "KI": 1 << 10,
-    "MI": 1 << 20,
-    "GI": 1 << 30,
-    "TI": 1 << 40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
+    **{f"{letter}B": 10 ** (3 * (power + 1)) for power, letter in enumerate(_PREFIXES)},
+    **{f"{letter}I": 1 << (10 * (power + 1)) for power, letter in enumerate(_PREFIXES)},
+    **{f"{letter}IB": 1 << (10 * (power + 1)) for power, letter in enumerate(_PREFIXES)},
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]{1,2}(?=\s*$))?)\s*([A-Za-z]*)\s*")
+_LIMIT_BYTES = int(9.2e18)  # below what 64 bits with a sign hold, which is what the chart reckons with
 
 
 def parse_byte_count(text: str | int) -> ByteCount:
-    """`2GiB`, `512 MiB`, `4Gi`, `1GB`, `1048576` -> bytes.
+    """A Kubernetes quantity of whole bytes (`64G`, `16Gi`, `12e9`) or a spelt-out unit (`512 MiB`, `1GB`) -> bytes.
 
-    Raises ValueError when the text is no size or is negative.
+    The chart's `spillway.parsedBytes` is the same grammar. Raises ValueError when the text is no size or is negative.
     """
     if isinstance(text, bool):
         raise ValueError(f"{text!r} is not a size; write for example 512MiB")
@@ -38,9 +34,12 @@ def parse_byte_count(text: str | int) -> ByteCount:
             raise ValueError(f"{text} is negative; a size counts bytes")
         return ByteCount(text)
     match = _SIZE.fullmatch(text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{text!r} is not a size; write for example 512MiB, 2GiB or a number of bytes")
-    return ByteCount(int(float(match[1]) * _UNITS[match[2].upper()]))
+    if match is not None:
+        number, unit = match.groups()
+        factor = _LETTERS.get(unit) if len(unit) == 1 else _WORDS.get(unit.upper())
+        if factor is not None and Decimal(number) * factor < _LIMIT_BYTES:
+            return ByteCount(int(Decimal(number) * factor))
+    raise ValueError(f"{text!r} is not a size; write for example 512MiB, 64Gi or a number of bytes")
 
 
 def format_byte_count(size_bytes: int) -> str:

@@ -150,7 +150,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         is_secret = name.startswith("--") and any(
-            word in name for word in ("api-key", "password", "secret", "hf-token")
+            word in name.replace("_", "-") for word in ("api-key", "password", "secret", "hf-token")
         )
         shown.append(
             "***" if hide_next and not name.startswith("--") else f"{name}=***" if is_secret and equals else argument
