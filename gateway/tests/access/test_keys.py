@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import KeyRing, Priority, hash_key, parse_keys, read_keys
-from spillway_gateway.access.limits import TenantUsage
+from spillway_gateway.access.limits import Settlement, TenantUsage, give_back, settle
 from spillway_gateway.access.salt import tenant_salt
 from spillway_gateway.config import AuthConfig
 from spillway_gateway.errors import ConfigError, KeyMissing, KeyUnknown, ModelForbidden, TenantLimited
@@ -174,11 +174,42 @@ def test_a_reply_takes_from_the_bucket_of_all_tokens_only() -> None:
     assert tenant is not None
     usage = TenantUsage(0.0)
     usage.begin(tenant, 60, 0.0)
-    usage.end(tenant, 90, 1.0)
+    usage.end(tenant, Settlement(reply_tokens=90), 1.0)
     with pytest.raises(TenantLimited, match="100 tokens per minute") as refused:
         usage.begin(tenant, 1, 1.0)
     assert refused.value.retry_after_seconds == 29
     usage.begin(tenant, 1, 1.1 + refused.value.retry_after_seconds)
+
+
+def test_the_engines_count_settles_the_estimate() -> None:
+    tenant = ring(promptTokensPerMinute=100, tokensPerMinute=100).tenant_of(KEY_A.encode())
+    assert tenant is not None
+    usage = TenantUsage(0.0)
+    usage.begin(tenant, 10, 0.0)
+    usage.end(tenant, settle(10, 160, 0), 0.0)  # fewer were estimated than there were
+    with pytest.raises(TenantLimited, match="100 prompt tokens") as refused:
+        usage.begin(tenant, 1, 0.0)
+    assert refused.value.retry_after_seconds == 36
+
+    usage = TenantUsage(0.0)
+    usage.begin(tenant, 100, 0.0)
+    usage.end(tenant, settle(100, 40, 10), 0.0)  # more
+    usage.begin(tenant, 50, 0.0)
+    with pytest.raises(TenantLimited, match="100 tokens per minute"):
+        usage.begin(tenant, 1, 0.0)
+    assert settle(100, None, 7) == Settlement(0, 0, 7)  # nothing told
+
+
+def test_what_no_engine_got_is_given_back_whole() -> None:
+    tenant = ring(requestsPerMinute=1, promptTokensPerMinute=100, tokensPerMinute=100).tenant_of(KEY_A.encode())
+    assert tenant is not None
+    usage = TenantUsage(0.0)
+    for _ in range(3):
+        usage.begin(tenant, 100, 0.0)
+        usage.end(tenant, give_back(100), 0.0)
+    usage.begin(tenant, 100, 0.0)
+    with pytest.raises(TenantLimited):
+        usage.begin(tenant, 1, 0.0)
 
 
 def test_requests_at_a_time() -> None:
@@ -188,7 +219,7 @@ def test_requests_at_a_time() -> None:
     usage.begin(tenant, 1, 0.0)
     with pytest.raises(TenantLimited, match="1 requests of this tenant"):
         usage.begin(tenant, 1, 0.0)
-    usage.end(tenant, 5, 0.0)
+    usage.end(tenant, Settlement(reply_tokens=5), 0.0)
     usage.begin(tenant, 1, 0.0)
 
 

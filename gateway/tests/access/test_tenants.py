@@ -113,6 +113,36 @@ async def test_replies_count_against_a_limit_of_all_tokens(start_engine: Any, tm
             assert 70 <= int(headers["retry-after"]) <= 90 + RETRY_JITTER_SECONDS_MAX
 
 
+async def test_a_request_refused_for_overload_gives_its_charge_back(start_engine: Any, tmp_path: Path) -> None:
+    fake = await start_engine()
+    release = asyncio.Event()
+    admission = {"requestsPerEngineMax": 1, "waitingRequestsMax": 1, "normalWaitSeconds": 0.01}
+    settings = auth(tmp_path, requestsPerMinute=1, promptTokensPerMinute=200, tokensPerMinute=500)
+    document = gateway_config([fake], auth=settings, admission=admission)
+    async with running_gateway(document) as gateway, aiohttp.ClientSession() as http:
+        fake.fault = HoldInStream(1, release)
+        first = asyncio.create_task(ask(http, gateway.url, "b", stream=True))
+        await until(lambda: len(fake.seen) == 1)
+        for _ in range(3):
+            status, _, reply = await ask(http, gateway.url, "a")
+            assert (status, reply["error"]["code"]) == (503, "engines_full")
+        fake.fault = None
+        release.set()
+        assert (await first)[0] == 200
+        assert (await ask(http, gateway.url, "a"))[0] == 200
+        assert (await ask(http, gateway.url, "a"))[0] == 429
+
+
+async def test_usage_settles_an_estimate_that_was_too_low(start_engine: Any, tmp_path: Path) -> None:
+    """Without a tokenizer a text's tokens are estimated; this engine counts each character as one."""
+    fake = await start_engine()
+    settings = auth(tmp_path, promptTokensPerMinute=300)
+    async with running_gateway(gateway_config([fake], auth=settings)) as gateway, aiohttp.ClientSession() as http:
+        status, _, reply = await ask(http, gateway.url, "a", prompt="word " * 100)
+        assert status == 200 and reply["usage"]["prompt_tokens"] > 300
+        assert (await ask(http, gateway.url, "a", prompt="x"))[0] == 429
+
+
 async def test_full_engines_make_requests_wait_and_then_refuse(start_engine: Any) -> None:
     fake = await start_engine()
     release = asyncio.Event()

@@ -182,6 +182,17 @@ def post(path: str, body: bytes) -> tuple[str, bytes]:
     return path, head.encode() + body
 
 
+def deep_arguments(levels: int) -> bytes:
+    arguments = "[" * levels + "]" * levels
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return json.dumps({"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}).encode()
+
+
+def deep_tool_use(levels: int) -> bytes:
+    block = b'{"type": "tool_use", "name": "f", "input": {"a": ' + b"[" * levels + b"]" * levels + b"}}"
+    return b'{"messages": [{"role": "assistant", "content": [' + block + b"]}]}"
+
+
 CHAT = "/v1/chat/completions"
 
 
@@ -190,6 +201,10 @@ CHAT = "/v1/chat/completions"
 @example(request=post(CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'))
 @example(request=post(CHAT, b'{"messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"))
 @example(request=post(CHAT, b'{"messages": [{"role": "user", "content": ' + b"[" * 900 + b"]" * 900 + b"}]}"))
+@example(request=post(CHAT, deep_arguments(100_000)))
+@example(request=post(CHAT, deep_arguments(900)))
+@example(request=post(CHAT, b'{"messages": [{"role": "assistant", "tool_calls": ' + b"[" * 990 + b"]" * 990 + b"}]}"))
+@example(request=post("/v1/messages", deep_tool_use(900)))
 @example(request=post(CHAT, b'{"messages": [], "tools": [{"function": {"name": 1, "parameters": {"x": 1e999}}}]}'))
 @example(request=post(CHAT, b'{"messages": [], "chat_template_kwargs": {"messages": 1, "self": 2, "tools": 3}}'))
 @example(request=post(CHAT, b'{"model": "alias", "messages": [], "\\ud800": 1, "\\u0000": {"model": "x"}}'))
@@ -242,3 +257,17 @@ def test_bytes_that_are_hardly_http_do_no_harm(target: Target, raw: bytes) -> No
     assert reply is None or reply.status < 500, reply
     alive = target.send(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     assert alive is not None and alive.status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHAT, deep_arguments(100_000)), (CHAT, deep_arguments(998)), ("/v1/messages", deep_tool_use(998))],
+)
+def test_arguments_nested_too_deeply_are_refused_and_leave_no_traceback(
+    target: Target, caplog: pytest.LogCaptureFixture, path: str, body: bytes
+) -> None:
+    reply = target.send(post(path, body)[1])
+
+    assert reply is not None and reply.status == 400 and not reply.from_engine
+    assert json.loads(reply.body)["error"]["message"] == "The request body is nested too deeply"
+    assert not any(record.exc_info or record.levelname == "ERROR" for record in caplog.records)

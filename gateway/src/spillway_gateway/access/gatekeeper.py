@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spillway_gateway.access.keys import NOBODY, KeyRing, Tenant, read_keys
-from spillway_gateway.access.limits import SharedLimitsAway, TenantUsage, limited
+from spillway_gateway.access.limits import Settlement, SharedLimitsAway, TenantUsage, limited
 from spillway_gateway.access.salt import SECRET_BYTES_MIN, tenant_salt
 from spillway_gateway.config import AuthConfig
 from spillway_gateway.errors import ConfigError, KeyMissing, KeyUnknown, ModelForbidden, OperatorOnly, RouteNotSalted
@@ -130,11 +130,11 @@ class Gatekeeper:
         usage.take(tenant, prompt_tokens, self._clock())  # so that this replica knows when it has to decide alone
         return usage
 
-    def end(self, tenant: Tenant, usage: TenantUsage, completion_tokens: int) -> None:
+    def end(self, tenant: Tenant, usage: TenantUsage, settlement: Settlement) -> None:
         """usage: what begin() gave."""
-        usage.end(tenant, completion_tokens, self._clock())
+        usage.end(tenant, settlement, self._clock())
         if self.shared is not None and tenant.limited:
-            self.shared.ended(tenant, usage, completion_tokens)
+            self.shared.ended(tenant, usage, settlement)
 
     async def follow(self) -> None:
         """Read the keys again whenever their file changes; a bad file is told of and the old keys stay."""

@@ -1,8 +1,8 @@
 """What one tenant may take: requests at a time, requests per minute, and tokens per minute. Counted by one process.
 
 Buckets of one minute. A request is let in while that of requests holds one and those of tokens hold anything; it takes
-its whole prompt at once and what the reply adds at its end, so prompts longer than a bucket work too and are paid for
-by waiting afterwards.
+its whole prompt at once, as estimated, so prompts longer than a bucket work too and are paid for by waiting afterwards.
+At its end the estimate is settled by what the engine counted, and the reply's tokens are added.
 access/shared_script.py does the same sums for all replicas together.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from typing import NamedTuple
 
 from spillway_gateway.access.keys import Tenant
 from spillway_gateway.errors import TenantLimited
@@ -37,6 +38,31 @@ def limited(tenant: Tenant, limit: Limit, retry_after_seconds: int) -> TenantLim
         Limit.TOKENS: (tenant.tokens_per_minute, "tokens"),
     }[limit]
     return TenantLimited(f"this tenant's {rate} {what} per minute are used up", retry_after_seconds)
+
+
+class Settlement(NamedTuple):
+    """What a request that was let in cost besides what it took at its beginning; negative: gives back."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    reply_tokens: int = 0
+
+    def __add__(self, other: Settlement) -> Settlement:  # type: ignore[override]
+        return Settlement(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+
+NOTHING_OWED = Settlement()
+
+
+def settle(estimated_prompt_tokens: int, counted_prompt_tokens: int | None, reply_tokens: int) -> Settlement:
+    """For a request that an engine got. counted_prompt_tokens: as the engine's usage told; None leaves the estimate."""
+    over = 0 if counted_prompt_tokens is None else counted_prompt_tokens - estimated_prompt_tokens
+    return Settlement(0, over, reply_tokens)
+
+
+def give_back(estimated_prompt_tokens: int) -> Settlement:
+    """For a request that no engine got."""
+    return Settlement(-1, -estimated_prompt_tokens, 0)
 
 
 class SharedLimitsAway(Exception):
@@ -102,8 +128,13 @@ class TenantUsage:
         if tenant.tokens_per_minute is not None:
             self._all_tokens.take(prompt_tokens, tenant.tokens_per_minute, now)
 
-    def end(self, tenant: Tenant, completion_tokens: int, now: float) -> None:
+    def end(self, tenant: Tenant, settlement: Settlement, now: float) -> None:
         """Count a request out that was let in."""
         self.running_requests -= 1
-        if tenant.tokens_per_minute is not None and completion_tokens > 0:
-            self._all_tokens.take(completion_tokens, tenant.tokens_per_minute, now)
+        requests, prompt_tokens, reply_tokens = settlement
+        if tenant.requests_per_minute is not None:
+            self._requests.take(requests, tenant.requests_per_minute, now)
+        if tenant.prompt_tokens_per_minute is not None:
+            self._prompt_tokens.take(prompt_tokens, tenant.prompt_tokens_per_minute, now)
+        if tenant.tokens_per_minute is not None:
+            self._all_tokens.take(prompt_tokens + reply_tokens, tenant.tokens_per_minute, now)

@@ -24,7 +24,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from spillway_gateway.access.keys import NOBODY, Tenant
-from spillway_gateway.access.limits import SharedLimitsAway, TenantUsage
+from spillway_gateway.access.limits import NOTHING_OWED, Settlement, SharedLimitsAway, TenantUsage
 from spillway_gateway.access.shared_script import SCRIPT, Refusal, arguments, key_of, refusal_of
 from spillway_gateway.config_shared_limits import Login, SharedLimitsConfig, login
 
@@ -43,7 +43,7 @@ class _Account:
     key: str
     usage: TenantUsage
     number: int = 0  # of the last message; they grow
-    reply_tokens: int = 0  # not told yet
+    owed: Settlement = NOTHING_OWED  # of requests that ended; not told yet
     due: bool = False
     told_at: float = 0.0
 
@@ -87,12 +87,12 @@ class SharedLimits:
         self.decided_total += 1
         return reply
 
-    def ended(self, tenant: Tenant, usage: TenantUsage, reply_tokens: int) -> None:
+    def ended(self, tenant: Tenant, usage: TenantUsage, settlement: Settlement) -> None:
         """A request is over. usage: as it is without it."""
         account = self._account(tenant, usage)
         account.due = True
         if self.connected:  # else the shared sums stand still, and would count an outage's tokens all at once
-            account.reply_tokens += reply_tokens
+            account.owed += settlement
             self._work.set()
 
     async def run(self) -> None:
@@ -156,7 +156,7 @@ class SharedLimits:
         """One round trip. prompt_tokens: of the request that asks; None: none does. What it tells is told at most once:
         whether a question without an answer was counted is not known."""
         account.number += 1
-        reply_tokens, account.reply_tokens = account.reply_tokens, 0
+        owed, account.owed = account.owed, NOTHING_OWED
         account.due, account.told_at = False, self._clock()
         values = arguments(
             account.tenant,
@@ -166,7 +166,7 @@ class SharedLimits:
             lease_seconds=self._config.lease_seconds,
             asks=prompt_tokens is not None,
             prompt_tokens=prompt_tokens or 0,
-            reply_tokens=reply_tokens,
+            owed=owed,
         )
         try:
             refusal = await self._ask(account.key, values, seconds)
@@ -207,7 +207,7 @@ class SharedLimits:
         if self._clock() - self._back_at > self._config.retry_seconds_max:
             self._pauses = 0  # it had been back for good, and this is another trouble
         for account in self._accounts.values():
-            account.reply_tokens = 0
+            account.owed = NOTHING_OWED
         logger.warning(
             "auth.sharedLimits: Redis does not answer (%s); tenants' limits hold per replica until it does", why
         )
@@ -223,7 +223,7 @@ class SharedLimits:
             lease_seconds=self._config.lease_seconds,
             asks=False,
             prompt_tokens=0,
-            reply_tokens=0,
+            owed=NOTHING_OWED,
         )
         key = key_of(self._config.key_prefix, self._secret, "")
         try:

@@ -13,7 +13,7 @@ import hmac
 from typing import NamedTuple
 
 from spillway_gateway.access.keys import Tenant
-from spillway_gateway.access.limits import Limit
+from spillway_gateway.access.limits import Limit, Settlement
 
 SCRIPT = """
 local time = redis.call('TIME')
@@ -21,11 +21,12 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local key, replica = KEYS[1], 'r:' .. ARGV[1]
 local number, running, lease = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local asks, most = ARGV[5] == '1', tonumber(ARGV[6])
-local prompt, reply = tonumber(ARGV[10]), tonumber(ARGV[11])
+local prompt = tonumber(ARGV[10])
+local owed_requests, owed_prompt, owed_reply = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
 local buckets = {
-  {field = 'requests', rate = tonumber(ARGV[7]), takes = 1, least = 1, limit = 2},
-  {field = 'prompt', rate = tonumber(ARGV[8]), takes = prompt, least = 0, limit = 3},
-  {field = 'tokens', rate = tonumber(ARGV[9]), takes = prompt, least = 0, limit = 4},
+  {field = 'requests', rate = tonumber(ARGV[7]), takes = 1, owed = owed_requests, least = 1, limit = 2},
+  {field = 'prompt', rate = tonumber(ARGV[8]), takes = prompt, owed = owed_prompt, least = 0, limit = 3},
+  {field = 'tokens', rate = tonumber(ARGV[9]), takes = prompt, owed = owed_prompt + owed_reply, least = 0, limit = 4},
 }
 local saved, others, known = {}, 0, nil
 local pairs_read = redis.call('HGETALL', key)
@@ -56,9 +57,7 @@ for _, bucket in ipairs(buckets) do
       local level, at = string.match(saved[bucket.field], '^(%S+) (%d+)$')
       bucket.level = math.min(bucket.rate, tonumber(level) + math.max(0, now - tonumber(at)) * bucket.rate / 60000)
     end
-    if bucket.field == 'tokens' then
-      bucket.level = bucket.level - reply
-    end
+    bucket.level = math.min(bucket.rate, bucket.level - bucket.owed)
     local missing = bucket.least - bucket.level
     local enough = missing < 0 or (bucket.least > 0 and missing <= 0)
     if asks and refused == 0 and not enough then
@@ -112,10 +111,10 @@ def arguments(
     lease_seconds: float,
     asks: bool,
     prompt_tokens: int,
-    reply_tokens: int,
+    owed: Settlement,
 ) -> list[str | int]:
     """ARGV of SCRIPT. running_requests: of this replica, the one that asks included. asks: whether one does, or only
-    ends are told. reply_tokens: of replies that ended since the last time."""
+    ends are told. owed: by requests that ended since the last time."""
     return [
         replica,
         number,
@@ -127,7 +126,7 @@ def arguments(
         tenant.prompt_tokens_per_minute or 0,
         tenant.tokens_per_minute or 0,
         prompt_tokens,
-        reply_tokens,
+        *owed,
     ]
 
 

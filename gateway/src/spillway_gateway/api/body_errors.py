@@ -17,8 +17,15 @@ def read_body(decoder: msgspec.json.Decoder[Fields], body: bytes) -> Fields:
     """Raises ClientBadRequest for what is not JSON in UTF-8, or has a field of the wrong type."""
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise too_deep() from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _bad_body(error) from error
+
+
+def too_deep() -> ClientBadRequest:
+    """For a RecursionError, whose traceback is as long as a client cares to nest: raise it `from None`."""
+    return ClientBadRequest("The request body is nested too deeply", code="invalid_json")
 
 
 def _bad_body(error: Exception) -> ClientBadRequest:
@@ -31,8 +38,6 @@ def _bad_body(error: Exception) -> ClientBadRequest:
         if missing:
             param = missing.group(1)
         return ClientBadRequest(f"The request body has a field of the wrong type: {text}", param)
-    if isinstance(error, RecursionError):
-        return ClientBadRequest("The request body is nested too deeply", code="invalid_json")
     if isinstance(error, UnicodeDecodeError):
         return ClientBadRequest(f"The request body is not UTF-8 from byte {error.start} on", code="invalid_json")
     return ClientBadRequest(f"The request body is not valid JSON: {error}", code="invalid_json")

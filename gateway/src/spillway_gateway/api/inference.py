@@ -19,6 +19,8 @@ from msgspec import structs
 from spillway_gateway.access.audit import AuditLine, AuditLog, now_text
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant
+from spillway_gateway.access.limits import give_back, settle
+from spillway_gateway.api.body_errors import too_deep
 from spillway_gateway.api.routes import ApiRoute, Salting
 from spillway_gateway.api.stored_responses import Owner, ResponseOwners
 from spillway_gateway.client_connection import EXTENSION, ClientRequest
@@ -92,6 +94,14 @@ class InferenceEndpoint:
         await serve(self._door, scope, receive, send, route=route.path, dialect=route.dialect, prepare=self._prepare)
 
     async def _prepare(
+        self, tenant: Tenant, headers: Headers, receive: Receive, client: ClientRequest, request_id: bytes
+    ) -> tuple[OutboundRequest, ServedModel]:
+        try:
+            return await self._read(tenant, headers, receive, client, request_id)
+        except RecursionError:  # in what is parsed, rendered or matched by text
+            raise too_deep() from None
+
+    async def _read(
         self, tenant: Tenant, headers: Headers, receive: Receive, client: ClientRequest, request_id: bytes
     ) -> tuple[OutboundRequest, ServedModel]:
         route, door = self._route, self._door
@@ -251,7 +261,10 @@ async def serve(
         await relay.run()
     finally:
         told = relay.usage
-        door.gatekeeper.end(tenant, usage, told.completion_tokens or 0)
+        estimated = outbound.prompt.prompt_tokens
+        got = relay.lease is not None  # else no engine had room or was ready, and nothing was computed
+        settlement = settle(estimated, told.prompt_tokens, told.completion_tokens or 0) if got else give_back(estimated)
+        door.gatekeeper.end(tenant, usage, settlement)
         if trace is not None:
             trace.end(relay.status, relay.error_code, told)
         if door.audit is not None:
