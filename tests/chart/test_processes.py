@@ -156,7 +156,8 @@ def test_engine_service_resolves_what_the_chart_reckoned(tmp_path):
     """float32 by name, since `auto` depends on the machine's core; the tier in Redis is only written down here."""
     model = {"path": str(tmp_path), "dtype": "float32", "servedName": "smol", "shape": {"preset": "smollm2-135m"}}
     values = nested(
-        "engine", {"model": model, "offload": {"numCpuBlocks": 8, "blocksPerChunk": 2}, "extraArgs": ["--seed=3"]}
+        "engine",
+        {"model": model, "offload": {"numCpuBlocks": 8, "blocksPerChunk": 2}, "extraArgs": ["--max-num-seqs=3"]},
     )
     rendered = render(CHART / "values-cpu.yaml", values=values)
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
@@ -178,7 +179,7 @@ def test_engine_service_resolves_what_the_chart_reckoned(tmp_path):
     assert resolved["memory"]["cpu_tier_bytes"] == reckoned["cpuTierBytes"] == 8 * 2 * 5_898_240
     assert resolved["memory"]["device_blocks"] == reckoned["deviceBlocks"] == 65
     assert resolved["memory"]["shared_memory_needed_bytes"] == reckoned["sharedMemoryNeededBytes"]
-    assert resolved["arguments"][-1] == "--seed=3"
+    assert resolved["arguments"][-1] == "--max-num-seqs=3"
     transfer = json.loads(resolved["arguments"][resolved["arguments"].index("--kv-transfer-config") + 1])
     extra = transfer["kv_connector_extra_config"]
     assert (extra["num_cpu_blocks"], extra["blocks_per_chunk"]) == (8, 2)

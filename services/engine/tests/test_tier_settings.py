@@ -22,7 +22,7 @@ REFUSED = {
     "unknown layout": ("{type: nvme, nvme: {path: /kv, mode: slabs}}", "'slabs' is none of files, slab, auto"),
     "a share larger than the whole": (
         "{type: nvme, nvme: {path: /kv, maxBytes: 1GiB, tenantMaxBytes: 2GiB}}",
-        "nvme.tenantMaxBytes: 2.0 GiB for one tenant is more than nvme.maxBytes: 1.0 GiB for all",
+        "nvme.tenantMaxBytes: 2.0 GiB for one tenant is more than offload.sharedTier.nvme.maxBytes: 1.0 GiB for all",
     ),
     "blocks that live for no time": ("{type: nvme, nvme: {path: /kv, ttlSeconds: 0}}", "nvme.ttlSeconds: 0 is too sm"),
     "redis without a server": ("type: redis", "redis.url is empty"),
@@ -38,25 +38,25 @@ REFUSED = {
     "sentinel without a service": ("{type: redis, redis: {url: 'redis-sentinel://h:1'}}", "is not understood"),
     "password from two places": (
         "{type: redis, redis: {url: 'redis://h', passwordEnv: P, passwordFile: /p}}",
-        "passwordEnv: P and passwordFile: /p are both set; remove one",
+        "passwordEnv: P and offload.sharedTier.redis.passwordFile: /p are both set; remove one",
     ),
     "certificates for a plain connection": (
         "{type: redis, redis: {url: 'redis://h:1/0', tls: {caFile: /ca}}}",
-        "redis.tls is set, but redis.url: redis://h:1/0 asks for no TLS; write rediss://",
+        "redis.tls is set, but offload.sharedTier.redis.url: redis://h:1/0 asks for no TLS; write rediss://",
     ),
     "a certificate without its key": (
         "{type: redis, redis: {url: 'rediss://h:1/0', tls: {certificateFile: /c}}}",
-        "certificateFile: /c and keyFile: None belong together",
+        "certificateFile: /c and offload.sharedTier.redis.tls.keyFile: None belong together",
     ),
     "more lanes than connections": (
         "{type: redis, redis: {url: 'redis://h', connections: 2, payloadConnections: 3}}",
-        "redis.payloadConnections: 3 is more than redis.connections: 2",
+        "redis.payloadConnections: 3 is more than offload.sharedTier.redis.connections: 2",
     ),
     "no thread": ("{type: nvme, nvme: {path: /kv}, ioThreads: 0}", "offload.sharedTier.ioThreads: 0 is too small"),
     "ioThreads below nvme": ("{type: nvme, nvme: {path: /kv, ioThreads: 4}}", "nvme.ioThreads is no setting"),
     "encryption of nothing": (
         "{type: none, encryption: {keyId: a, keyFile: /k}}",
-        "encryption is set, but sharedTier.type is none",
+        "encryption is set, but offload.sharedTier.type: none",
     ),
     "encryption without a name": (
         "{type: nvme, nvme: {path: /kv}, encryption: {keyFile: /k}}",
@@ -68,11 +68,11 @@ REFUSED = {
     ),
     "encryption without a key": (
         "{type: nvme, nvme: {path: /kv}, encryption: {keyId: a}}",
-        "keyFile: None and keyEnv: None; set exactly one of them",
+        "keyFile: None and offload.sharedTier.encryption.keyEnv: None; set exactly one of them",
     ),
     "encryption with two keys": (
         "{type: nvme, nvme: {path: /kv}, encryption: {keyId: a, keyFile: /k, keyEnv: K}}",
-        "keyFile: /k and keyEnv: K; set exactly one of them",
+        "keyFile: /k and offload.sharedTier.encryption.keyEnv: K; set exactly one of them",
     ),
 }
 

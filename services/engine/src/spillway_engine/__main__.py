@@ -33,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         settings = load_engine_settings(given.config, given.set)
-        engine = resolve_engine(settings, load_model_shape(settings.model.path), probe_machine(settings.platform))
+        engine = resolve_engine(
+            settings, load_model_shape(settings.model.path, settings.door), probe_machine(settings.platform)
+        )
         if given.print_config:
             print(json.dumps(engine.public(), indent=2))
             return 0 if engine.budget.fits else BUDGET_EXIT_CODE

@@ -14,6 +14,7 @@ from spillway_engine.byte_sizes import format_byte_count
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import DTYPE_BYTES, ModelShape
 from spillway_engine.settings import EngineSettings
+from spillway_engine.tier_settings import SHARED_TIER
 
 PAGE_BYTES = 4096
 # vLLM's own message queues, mapped lazily: 10 x 16 MiB plus 10 x 24 MiB per worker; about a tenth is ever touched.
@@ -140,17 +141,19 @@ def _cpu_chunks(settings: EngineSettings, row_bytes: int) -> int:
 
 def _length_problems(settings: EngineSettings, shape: ModelShape, device_blocks: int | None) -> list[str]:
     problems = []
+    door = settings.door
     if shape.max_length is not None and settings.model.max_length > shape.max_length:
         problems.append(
-            f"model.maxLength: {settings.model.max_length} tokens, the model's config.json allows {shape.max_length}; "
-            f"set model.maxLength <= {shape.max_length}"
+            f"{door.given('model.maxLength', settings.model.max_length)} tokens, the model's config.json allows "
+            f"{shape.max_length}; set {door.name('model.maxLength')} <= {shape.max_length}"
         )
     least = _least_device_blocks(settings)
     if device_blocks is not None and device_blocks < least:
         longest = (device_blocks - 1) * settings.block_size
         problems.append(
-            f"deviceBlocks: {device_blocks} of {settings.block_size} tokens hold no prompt of model.maxLength "
-            f"{settings.model.max_length}; set deviceBlocks >= {least} or model.maxLength <= {longest}"
+            f"{door.given('deviceBlocks', device_blocks)} of {settings.block_size} tokens hold no prompt of "
+            f"{door.given('model.maxLength', settings.model.max_length)}; "
+            f"set {door.name('deviceBlocks')} >= {least} or {door.name('model.maxLength')} <= {longest}"
         )
     return problems
 
@@ -160,11 +163,12 @@ def _shared_memory_problems(
 ) -> list[str]:
     if not settings.offload.enabled:
         return []
-    key, given = _tier_setting(settings)
+    door = settings.door
+    given = door.given(*_tier_setting(settings))
     if chunks == 0:
         return [
-            f"{key}: {given} holds no chunk of {format_byte_count(row_bytes)}; set offload.cpuBytes >= {row_bytes} "
-            "or lower offload.blocksPerChunk"
+            f"{given} holds no chunk of {format_byte_count(row_bytes)}; set {door.name('offload.cpuBytes')} >= "
+            f"{row_bytes} or lower {door.name('offload.blocksPerChunk')}"
         ]
     free_bytes = machine.shared_memory_free_bytes
     needed_bytes = chunks * row_bytes + queue_bytes
@@ -175,7 +179,7 @@ def _shared_memory_problems(
         f"set {_fitting_setting(settings, fitting, row_bytes)} or enlarge /dev/shm" if fitting else "enlarge /dev/shm"
     )
     return [
-        f"{key}: {given} needs {format_byte_count(needed_bytes)} of /dev/shm, "
+        f"{given} needs {format_byte_count(needed_bytes)} of /dev/shm, "
         f"{format_byte_count(free_bytes)} is free; {remedy}"
     ]
 
@@ -186,15 +190,19 @@ def _memory_problems(
     available_bytes = machine.memory_available_bytes
     if needed_bytes <= available_bytes:
         return []
+    door = settings.door
     said = (
         f"this engine needs {format_byte_count(needed_bytes)} of memory, "
         f"{format_byte_count(available_bytes)} is available ({machine.memory_limit_source})"
     )
     fitting = (available_bytes - (needed_bytes - chunks * row_bytes)) // row_bytes
     if chunks and fitting > 0:
-        return [f"{_tier_setting(settings)[0]}: {said}; set {_fitting_setting(settings, fitting, row_bytes)}"]
-    on_cpu = machine.platform == "cpu"
-    remedy = "lower deviceBlocks or model.maxLength, or give it more memory" if on_cpu else "give it more memory"
+        return [
+            f"{door.name(_tier_setting(settings)[0])}: {said}; set {_fitting_setting(settings, fitting, row_bytes)}"
+        ]
+    remedy = "give it more memory"
+    if machine.platform == "cpu":
+        remedy = f"lower {door.name('deviceBlocks')} or {door.name('model.maxLength')}, or {remedy}"
     return [f"{said}; {remedy}"]
 
 
@@ -203,6 +211,7 @@ def _tier_bound_problems(settings: EngineSettings, row_bytes: int) -> list[str]:
     tier = settings.offload.shared_tier
     if not settings.offload.enabled or tier.type == "none":
         return []
+    door = settings.door
     bounds: dict[str, int | None] = {
         "loadQueueBytesMax": tier.load_queue_bytes_max,
         "storeQueueBytesMax": tier.store_queue_bytes_max,
@@ -212,8 +221,8 @@ def _tier_bound_problems(settings: EngineSettings, row_bytes: int) -> list[str]:
     else:
         bounds |= {"redis.tenantMaxBytes": tier.redis.tenant_max_bytes}
     return [
-        f"offload.sharedTier.{key}: {format_byte_count(bound)} holds no chunk of {format_byte_count(row_bytes)}; "
-        f"set it to {row_bytes} or more, or lower offload.blocksPerChunk"
+        f"{door.given(SHARED_TIER + key, format_byte_count(bound))} holds no chunk of {format_byte_count(row_bytes)}; "
+        f"set it to {row_bytes} or more, or lower {door.name('offload.blocksPerChunk')}"
         for key, bound in bounds.items()
         if bound is not None and bound < row_bytes
     ]
@@ -227,8 +236,8 @@ def _tier_setting(settings: EngineSettings) -> tuple[str, str]:
 
 def _fitting_setting(settings: EngineSettings, chunks: int, row_bytes: int) -> str:
     if settings.offload.num_cpu_blocks is not None:
-        return f"offload.numCpuBlocks <= {chunks}"
-    return f"offload.cpuBytes <= {chunks * row_bytes}"
+        return f"{settings.door.name('offload.numCpuBlocks')} <= {chunks}"
+    return f"{settings.door.name('offload.cpuBytes')} <= {chunks * row_bytes}"
 
 
 def _warnings(settings: EngineSettings, chunks: int, tier_tokens: int) -> list[str]:
@@ -239,5 +248,5 @@ def _warnings(settings: EngineSettings, chunks: int, tier_tokens: int) -> list[s
     return [
         f"the CPU tier holds {tier_tokens:,} tokens ({chunks} chunks of {chunk_tokens}), one longest prompt has "
         f"{settings.model.max_length:,}; a prefix longer than the tier is recomputed: "
-        f"set offload.numCpuBlocks >= {needed}"
+        f"set {settings.door.name('offload.numCpuBlocks')} >= {needed}"
     ]

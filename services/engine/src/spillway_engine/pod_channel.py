@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from spillway_engine.door import FILE, Door
+
 ENVIRONMENT_VARIABLE = "SPILLWAY_ENGINE_POD"
 LINE_BYTES_MAX = 64 << 10
 
@@ -30,6 +32,7 @@ class PodBrief:
     expected_answer: str | None = None  # None: the model is unknown, its answers are only checked for sanity
     dtype: str = ""
     eager: bool = False
+    door: Door = FILE  # names the settings in what the self-check says
     configuration: dict[str, Any] = field(default_factory=dict)
 
     def to_environment(self) -> dict[str, str]:
@@ -38,7 +41,10 @@ class PodBrief:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> PodBrief:
         text = environment.get(ENVIRONMENT_VARIABLE)
-        return cls(**json.loads(text)) if text else cls()
+        if not text:
+            return cls()
+        values = json.loads(text)
+        return cls(**{**values, "door": Door(**values["door"])})
 
 
 def encode_message(message: Mapping[str, Any]) -> bytes:

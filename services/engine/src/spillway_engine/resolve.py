@@ -39,7 +39,7 @@ class ResolvedEngine:
         if self.budget.problems:
             raise BudgetError("\n".join(self.budget.problems))
         if self.settings.offload.enabled:
-            require_tier_files(self.settings.offload.shared_tier)
+            require_tier_files(self.settings.offload.shared_tier, door=self.settings.door)
 
     def public(self) -> dict[str, Any]:
         return {
@@ -62,6 +62,7 @@ class ResolvedEngine:
                 expected_answer=known_answer(settings),
                 dtype=self.budget.dtype,
                 eager="--enforce-eager" in arguments,
+                door=settings.door,
                 configuration=self.public(),
             ),
             lifecycle=settings.lifecycle,

@@ -38,8 +38,8 @@ async def run_self_check(ask: Ask, brief: PodBrief) -> str:
             return await _check_sanity(ask, brief)
     except TimeoutError as error:
         raise SelfCheckFailed(
-            f"no answer within lifecycle.selfCheckTimeoutSeconds: {brief.self_check_timeout_seconds:g}; "
-            "raise it when this machine is that slow"
+            f"no answer within {brief.self_check_timeout_seconds:g} seconds; raise "
+            f"{brief.door.name('lifecycle.selfCheckTimeoutSeconds')} when this machine is that slow"
         ) from error
 
 
@@ -83,12 +83,13 @@ async def _check_sanity(ask: Ask, brief: PodBrief) -> str:
 
 
 def _remedy(brief: PodBrief) -> str:
-    running = f"it runs model.dtype: {brief.dtype}, {'eager' if brief.eager else 'compiled'}"
+    door = brief.door
+    running = f"it runs in {brief.dtype}, {'eager' if brief.eager else 'compiled'}"
     changes = []
     if not brief.eager:
-        changes.append('add "--enforce-eager" to extraArgs')
+        changes.append(f"add --enforce-eager to {door.name('extraArgs')}")
     if brief.dtype != "float32":
-        changes.append("set model.dtype: float32")
+        changes.append(f"set {door.given('model.dtype', 'float32')}")
     return f"{running}; {' or '.join(changes) if changes else 'check the files of the model'}"
 
 

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from spillway_engine.bounds import require_at_least
 from spillway_engine.byte_sizes import ByteCount
+from spillway_engine.door import FILE, Door
 from spillway_engine.errors import SettingsError
+from spillway_engine.extra_arguments import check_extra_arguments
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
 
 
@@ -77,6 +79,7 @@ class EngineSettings:
     lifecycle: LifecycleSettings = field(default_factory=LifecycleSettings)
     extra_args: tuple[str, ...] = ()
     extra_env: dict[str, str] = field(default_factory=dict)
+    door: Door = FILE  # what all of these are called where a person set them
 
     @property
     def served_name(self) -> str:
@@ -90,20 +93,23 @@ def check_settings(settings: EngineSettings) -> EngineSettings:
     """
     _check_numbers(settings)
     _check_ports(settings)
-    offload = settings.offload
-    refuse_credentials(offload.shared_tier, offload.extra_tiers)
+    offload, door = settings.offload, settings.door
+    check_extra_arguments(settings.extra_args, door)
+    refuse_credentials(offload.shared_tier, offload.extra_tiers, door)
     if offload.enabled:
         if offload.num_cpu_blocks is not None and offload.cpu_bytes is not None:
             raise SettingsError(
-                f"offload.numCpuBlocks: {offload.num_cpu_blocks} and offload.cpuBytes: {offload.cpu_bytes} are both "
-                "set; they say the same thing twice, remove one"
+                f"{door.given('offload.numCpuBlocks', offload.num_cpu_blocks)} and "
+                f"{door.given('offload.cpuBytes', offload.cpu_bytes)} are both set; they say the same thing twice, "
+                "remove one"
             )
         if offload.num_cpu_blocks is None and offload.cpu_bytes is None:
             raise SettingsError(
-                "offload.enabled: true needs the size of the CPU tier; set offload.numCpuBlocks (or offload.cpuBytes), "
-                "or offload.enabled: false"
+                f"{door.given('offload.enabled', True)} needs the size of the CPU tier; set "
+                f"{door.name('offload.numCpuBlocks')} (or {door.name('offload.cpuBytes')}), "
+                f"or {door.given('offload.enabled', False)}"
             )
-        check_shared_tier(offload.shared_tier)
+        check_shared_tier(offload.shared_tier, door)
     return settings
 
 
@@ -124,30 +130,34 @@ def _check_numbers(settings: EngineSettings) -> None:
         ("lifecycle.stopTimeoutSeconds", settings.lifecycle.stop_timeout_seconds, 1),
         ("lifecycle.selfCheckTimeoutSeconds", settings.lifecycle.self_check_timeout_seconds, 1),
     ]
-    require_at_least(at_least)
+    door = settings.door
+    require_at_least(at_least, door)
     for key, fraction in (
         ("offload.promotionInFlightFraction", settings.offload.promotion_in_flight_fraction),
         ("offload.promotionPerRequestFraction", settings.offload.promotion_per_request_fraction),
     ):
         if not 0.0 < fraction <= 1.0:
-            raise SettingsError(f"{key}: {fraction} is no share of the CPU tier; set it above 0 and to 1 at most")
+            raise SettingsError(
+                f"{door.given(key, fraction)} is no share of the CPU tier; set it above 0 and to 1 at most"
+            )
     if settings.block_size % 16:
         raise SettingsError(
-            f"blockSize: {settings.block_size} is not a multiple of 16, as attention kernels need; "
+            f"{door.given('blockSize', settings.block_size)} is not a multiple of 16, as attention kernels need; "
             "128 suits every platform"
         )
     if not settings.model.path:
-        raise SettingsError("model.path is empty; set it to a model folder or a hub name")
+        raise SettingsError(f"{door.name('model.path')} is empty; set it to a model folder or a hub name")
 
 
 def _check_ports(settings: EngineSettings) -> None:
     ports = {"port": settings.port}
     if settings.kv_events.enabled:
         ports |= {"kvEvents.port": settings.kv_events.port, "kvEvents.replayPort": settings.kv_events.replay_port}
+    door = settings.door
     holders: dict[int, str] = {}
     for key, port in ports.items():
         if not 1 <= port <= 65_535:
-            raise SettingsError(f"{key}: {port} is no TCP port; choose one from 1 to 65535")
+            raise SettingsError(f"{door.given(key, port)} is no TCP port; choose one from 1 to 65535")
         if port in holders:
-            raise SettingsError(f"{key}: {port} is also {holders[port]}; give each its own port")
+            raise SettingsError(f"{door.given(key, port)} is also {door.name(holders[port])}; give each its own port")
         holders[port] = key

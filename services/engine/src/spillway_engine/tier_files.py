@@ -11,19 +11,29 @@ from pathlib import Path
 
 from spillway_connector.errors import ConfigError
 from spillway_connector.tiers.slab_mode import file_system_of, is_shared
+from spillway_engine.door import FILE, Door
 from spillway_engine.errors import SettingsError
-from spillway_engine.tier_settings import EncryptionSettings, SharedTierSettings
+from spillway_engine.tier_settings import (
+    ENCRYPTION,
+    NVME,
+    REDIS,
+    EncryptionSettings,
+    SharedTierSettings,
+    connector_refusal,
+)
 
-_AT = "offload.sharedTier"
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def require_tier_files(
-    tier: SharedTierSettings, environment: Mapping[str, str] = os.environ, mounts: Path = _MOUNTS
+    tier: SharedTierSettings,
+    environment: Mapping[str, str] = os.environ,
+    mounts: Path = _MOUNTS,
+    door: Door = FILE,
 ) -> None:
     """Raises SettingsError naming the setting and the file or variable, never what is in it."""
     if tier.type == "nvme" and tier.nvme.mode == "slab":
-        _require_local_disk(Path(tier.nvme.path), mounts)
+        _require_local_disk(Path(tier.nvme.path), door, mounts)
     if tier.type == "redis":
         redis = tier.redis
         files = {
@@ -34,47 +44,49 @@ def require_tier_files(
         }
         for key, file in files.items():
             if file is not None:
-                _require_readable(f"{_AT}.redis.{key}", Path(file))
+                _require_readable(door.given(REDIS + key, file), Path(file))
         for key, variable in {"usernameEnv": redis.username_env, "passwordEnv": redis.password_env}.items():
             if variable is not None and variable not in environment:
                 raise SettingsError(
-                    f"{_AT}.redis.{key}: the environment variable {variable} is not set; "
+                    f"{door.name(REDIS + key)}: the environment variable {variable} is not set; "
                     "set it from a Secret, or remove the setting"
                 )
     if tier.type != "none" and tier.encryption is not None:
-        _require_key(tier.encryption, environment)
+        _require_key(tier.encryption, door, environment)
 
 
-def _require_readable(key: str, file: Path) -> None:
+def _require_readable(given: str, file: Path) -> None:
     try:
         with file.open("rb") as opened:
             empty = not opened.read(1)
     except OSError as error:
         raise SettingsError(
-            f"{key}: {file} cannot be read: {error.strerror}; mount it, readable for user {os.geteuid()}"
+            f"{given} cannot be read: {error.strerror}; mount it, readable for user {os.geteuid()}"
         ) from error
     if empty:
-        raise SettingsError(f"{key}: {file} is empty; does the Secret hold that key?")
+        raise SettingsError(f"{given} is empty; does the Secret hold that key?")
 
 
-def _require_local_disk(folder: Path, mounts: Path) -> None:
+def _require_local_disk(folder: Path, door: Door, mounts: Path) -> None:
     try:
         kind = file_system_of(folder, mounts.read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError:
         return  # not Linux's /proc: the operator's word counts
     if kind is not None and is_shared(kind):
         raise SettingsError(
-            f"{_AT}.nvme.mode: slab needs a disk of this node alone, but {folder} lies on {kind}, which other nodes "
-            "may mount too; set mode: files (or auto), or another folder"
+            f"{door.given(NVME + 'mode', 'slab')} needs a disk of this node alone, but {folder} lies on {kind}, which "
+            f"other nodes may mount too; set {door.given(NVME + 'mode', 'files')} (or auto), or another "
+            f"{door.name(NVME + 'path')}"
         )
 
 
-def _require_key(encryption: EncryptionSettings, environment: Mapping[str, str]) -> None:
+def _require_key(encryption: EncryptionSettings, door: Door, environment: Mapping[str, str]) -> None:
     try:
         from spillway_connector.tiers.sealed import SealKey  # noqa: PLC0415  needs a package of its own
     except ImportError as error:
         raise SettingsError(
-            f"{_AT}.encryption needs a package that is not installed ({error}); install spillway-connector[encryption]"
+            f"{door.name(ENCRYPTION[:-1])} needs a package that is not installed ({error}); "
+            "install spillway-connector[encryption]"
         ) from error
     try:
         if encryption.key_file is not None:
@@ -84,4 +96,4 @@ def _require_key(encryption: EncryptionSettings, environment: Mapping[str, str])
                 raise ConfigError(f"encryption.keyEnv: the environment variable {encryption.key_env} is not set")
             SealKey.parse(encryption.key_id, environment[encryption.key_env], f"encryption.keyEnv {encryption.key_env}")
     except ConfigError as error:
-        raise SettingsError(f"{_AT}.{error}") from error
+        raise connector_refusal(error, door) from error

@@ -14,11 +14,16 @@ from spillway_connector.errors import ConfigError
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint
 from spillway_engine.bounds import require_at_least
 from spillway_engine.byte_sizes import ByteCount, format_byte_count
+from spillway_engine.door import FILE, Door
 from spillway_engine.errors import SettingsError
 
-_AT = "offload.sharedTier"
+SHARED_TIER = "offload.sharedTier."
+NVME = SHARED_TIER + "nvme."
+REDIS = SHARED_TIER + "redis."
+ENCRYPTION = SHARED_TIER + "encryption."
 _LOAD_QUEUE_BYTES = ByteCount(8 << 30)
 _STORE_QUEUE_BYTES = ByteCount(8 << 30)
+_PATH = re.compile(r"\w+(\.\w+)+")
 _SECRET_KEY = re.compile(r"password|secret|credential|api_?key", re.IGNORECASE)
 
 
@@ -75,34 +80,44 @@ class SharedTierSettings:
     store_queue_seconds_max: float = 5.0  # as are stores that waited longer
 
 
-def check_shared_tier(tier: SharedTierSettings) -> None:
+def check_shared_tier(tier: SharedTierSettings, door: Door = FILE) -> None:
     """Refuse what needs no look at the machine. Raises SettingsError with what to change."""
-    _check_numbers(tier)
+    _check_numbers(tier, door)
     if tier.type == "nvme":
-        _check_nvme(tier.nvme)
+        _check_nvme(tier.nvme, door)
     if tier.type == "redis":
-        _check_redis(tier.redis)
+        _check_redis(tier.redis, door)
     if tier.encryption is not None:
-        _check_encryption(tier.type, tier.encryption)
+        _check_encryption(tier.type, tier.encryption, door)
 
 
-def refuse_credentials(tier: SharedTierSettings, extra_tiers: Iterable[Mapping[str, Any]]) -> None:
+def refuse_credentials(tier: SharedTierSettings, extra_tiers: Iterable[Mapping[str, Any]], door: Door) -> None:
     """Also of tiers not in use: whatever stands in the file is shown by /spillway/config. Raises SettingsError."""
     if "@" in tier.redis.url:
         raise SettingsError(
-            f"{_AT}.redis.url holds credentials; keep them out of files: name environment variables in "
-            "redis.usernameEnv and redis.passwordEnv, or a file in redis.passwordFile"
+            f"{door.name(REDIS + 'url')} holds credentials; keep them out of files: name environment variables in "
+            f"{door.name(REDIS + 'usernameEnv')} and {door.name(REDIS + 'passwordEnv')}, "
+            f"or a file in {door.name(REDIS + 'passwordFile')}"
         )
     for position, extra in enumerate(extra_tiers):
         for key, value in extra.items():
             if isinstance(value, str) and _SECRET_KEY.search(key) and not key.endswith(("_env", "_file")):
                 raise SettingsError(
-                    f"offload.extraTiers[{position}].{key} would show a secret to whoever reads this file; "
-                    "give that tier its secret by an environment variable or a file"
+                    f"{door.name(f'offload.extraTiers[{position}].{key}')} would show a secret to whoever reads this "
+                    "file; give that tier its secret by an environment variable or a file"
                 )
 
 
-def _check_numbers(tier: SharedTierSettings) -> None:
+def connector_refusal(error: ConfigError, door: Door) -> SettingsError:
+    """The connector names keys below offload.sharedTier, as `redis.url: ...`; here they get their names at the door."""
+    text = str(error)
+    path = _PATH.match(text)
+    if path is None:
+        return SettingsError(f"{door.name(SHARED_TIER[:-1])}: {text}")
+    return SettingsError(f"{door.name(SHARED_TIER + path[0])}{text[path.end() :]}")
+
+
+def _check_numbers(tier: SharedTierSettings, door: Door) -> None:
     at_least: list[tuple[str, float | None, float]] = [
         ("ioThreads", tier.io_threads, 1),
         ("lookupTimeoutSeconds", tier.lookup_timeout_seconds, 0.001),
@@ -119,60 +134,70 @@ def _check_numbers(tier: SharedTierSettings) -> None:
         ("redis.payloadConnections", tier.redis.payload_connections, 1),
         ("redis.tenantMaxBytes", tier.redis.tenant_max_bytes, 1),
     ]
-    require_at_least(at_least, under=f"{_AT}.")
+    require_at_least([(SHARED_TIER + key, given, least) for key, given, least in at_least], door)
 
 
-def _check_nvme(nvme: NvmeTierSettings) -> None:
+def _check_nvme(nvme: NvmeTierSettings, door: Door) -> None:
     if not nvme.path.startswith("/"):
         raise SettingsError(
-            f"{_AT}.nvme.path: {nvme.path!r} is no absolute folder; "
-            "sharedTier.type: nvme needs one that every engine of this model can reach"
+            f"{door.given(NVME + 'path', repr(nvme.path))} is no absolute folder; "
+            f"{door.given(SHARED_TIER + 'type', 'nvme')} needs one that every engine of this model can reach"
         )
     if nvme.max_bytes is not None and nvme.tenant_max_bytes is not None and nvme.tenant_max_bytes > nvme.max_bytes:
         raise SettingsError(
-            f"{_AT}.nvme.tenantMaxBytes: {format_byte_count(nvme.tenant_max_bytes)} for one tenant is more than "
-            f"nvme.maxBytes: {format_byte_count(nvme.max_bytes)} for all; set it to {nvme.max_bytes} or less"
+            f"{door.given(NVME + 'tenantMaxBytes', format_byte_count(nvme.tenant_max_bytes))} for one tenant is more "
+            f"than {door.given(NVME + 'maxBytes', format_byte_count(nvme.max_bytes))} for all; "
+            f"set it to {nvme.max_bytes} or less"
         )
 
 
-def _check_redis(redis: RedisTierSettings) -> None:
+def _check_redis(redis: RedisTierSettings, door: Door) -> None:
     if not redis.url:
-        raise SettingsError(f"{_AT}.redis.url is empty; sharedTier.type: redis needs it, e.g. redis://cache:6379/0")
+        raise SettingsError(
+            f"{door.name(REDIS + 'url')} is empty; {door.given(SHARED_TIER + 'type', 'redis')} needs it, "
+            "e.g. redis://cache:6379/0"
+        )
     try:
         endpoint = RedisEndpoint.from_url(redis.url)
     except ConfigError as error:
-        raise SettingsError(f"{_AT}.{error}") from error
+        raise connector_refusal(error, door) from error
     if redis.password_env is not None and redis.password_file is not None:
         raise SettingsError(
-            f"{_AT}.redis: passwordEnv: {redis.password_env} and passwordFile: {redis.password_file} are both set; "
+            f"{door.given(REDIS + 'passwordEnv', redis.password_env)} and "
+            f"{door.given(REDIS + 'passwordFile', redis.password_file)} are both set; "
             "remove one (a file is read anew for each login, so a rotated password needs no restart)"
         )
     tls = redis.tls
     if tls != RedisTlsSettings() and not endpoint.tls:
-        raise SettingsError(f"{_AT}.redis.tls is set, but redis.url: {redis.url} asks for no TLS; write rediss://...")
+        raise SettingsError(
+            f"{door.name(REDIS + 'tls')} is set, but {door.given(REDIS + 'url', redis.url)} asks for no TLS; "
+            "write rediss://..."
+        )
     if (tls.certificate_file is None) != (tls.key_file is None):
         raise SettingsError(
-            f"{_AT}.redis.tls: certificateFile: {tls.certificate_file} and keyFile: {tls.key_file} belong together; "
-            "set both or none"
+            f"{door.given(REDIS + 'tls.certificateFile', tls.certificate_file)} and "
+            f"{door.given(REDIS + 'tls.keyFile', tls.key_file)} belong together; set both or none"
         )
     if redis.payload_connections > redis.connections:
         raise SettingsError(
-            f"{_AT}.redis.payloadConnections: {redis.payload_connections} is more than "
-            f"redis.connections: {redis.connections}; raise connections or lower payloadConnections"
+            f"{door.given(REDIS + 'payloadConnections', redis.payload_connections)} is more than "
+            f"{door.given(REDIS + 'connections', redis.connections)}; raise the latter or lower the former"
         )
 
 
-def _check_encryption(tier_type: str, encryption: EncryptionSettings) -> None:
+def _check_encryption(tier_type: str, encryption: EncryptionSettings, door: Door) -> None:
     if tier_type == "none":
         raise SettingsError(
-            f"{_AT}.encryption is set, but sharedTier.type is none; it seals a shared tier: choose nvme or redis"
+            f"{door.name(ENCRYPTION[:-1])} is set, but {door.given(SHARED_TIER + 'type', 'none')}; "
+            "it seals a shared tier: choose nvme or redis"
         )
     if not encryption.key_id or not encryption.key_id.isascii() or not encryption.key_id.isprintable():
         raise SettingsError(
-            f"{_AT}.encryption.keyId: {encryption.key_id!r} is not a name; use letters, digits and dashes"
+            f"{door.given(ENCRYPTION + 'keyId', repr(encryption.key_id))} is not a name; use letters, digits and dashes"
         )
     if (encryption.key_file is None) == (encryption.key_env is None):
         raise SettingsError(
-            f"{_AT}.encryption: keyFile: {encryption.key_file} and keyEnv: {encryption.key_env}; "
+            f"{door.given(ENCRYPTION + 'keyFile', encryption.key_file)} and "
+            f"{door.given(ENCRYPTION + 'keyEnv', encryption.key_env)}; "
             "set exactly one of them: where the key is read from"
         )

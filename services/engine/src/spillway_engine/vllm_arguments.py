@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from spillway_engine.extra_arguments import is_secret
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget
 from spillway_engine.settings import EngineSettings
@@ -144,18 +145,17 @@ def public_configuration(settings: EngineSettings, budget: MemoryBudget) -> dict
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The same command line with the value of --api-key and its like replaced by ***."""
+    """The same command line with the values of --api-key and its like replaced by ***."""
     shown: list[str] = []
-    hide_next = False
+    hide = False
     for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        is_secret = name.startswith("--") and any(
-            word in name.replace("_", "-") for word in ("api-key", "password", "secret", "hf-token")
-        )
-        shown.append(
-            "***" if hide_next and not name.startswith("--") else f"{name}=***" if is_secret and equals else argument
-        )
-        hide_next = is_secret and not equals
+        if argument.startswith("-"):
+            name, equals, _ = argument.partition("=")
+            secret = is_secret(argument)
+            shown.append(f"{name}=***" if secret and equals else argument)
+            hide = secret and not equals
+        else:
+            shown.append("***" if hide else argument)
     return shown
 
 
