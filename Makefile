@@ -24,7 +24,10 @@ STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) $(DISTRIBUTIONS:%=%/pyproje
 
 ##@ Use
 .PHONY: up
-up: $(STAMP) ## Install, prepare the model, start everything and wait for a first answer. PORT= ENGINES= MODEL= SHARED_TIER=nvme|redis|none NUM_CPU_BLOCKS= DEVICE_BLOCKS= OFFLOAD=on|off
+up: $(STAMP) ## Install, prepare the model, start everything and wait for a first answer
+##+ PORT= ENGINES= MODEL= DTYPE=auto|bfloat16|float16|float32 MAX_LENGTH= DEVICE_BLOCKS=
+##+ OFFLOAD=on|off NUM_CPU_BLOCKS= SHARED_TIER=nvme|redis|none
+##+ ENGINE_ARGS="arguments of vLLM" ENGINE_SET="key=value of the engine service"
 	@$(BIN)/python -m spillway_stack up
 
 .PHONY: demo
@@ -168,7 +171,7 @@ clean: ## Remove the environment, caches and build results (not the state of a r
 
 .PHONY: help
 help: ## This list
-	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 } /^##\+ / { printf "%25s %s\n", "", substr($$0, 5) }' $(MAKEFILE_LIST)
 
 # The installer, pinned by hash like everything it installs.
 $(UV): requirements/uv.txt

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from spillway_stack import make_door
 from spillway_stack.local_stack import ComponentStatus, LocalStack
 from spillway_stack.ports import is_free
 from spillway_stack.processes import ProcessIdentity
@@ -49,7 +50,11 @@ DEVELOPMENT_MODE = 'extraEnv.VLLM_SERVER_DEV_MODE="1"'
 def stack_settings(
     tier: str, *, engines: int = 2, gateway: bool = True, overrides: tuple[str, ...] = ()
 ) -> StackSettings:
-    """tier: "nvme", "redis", or "off" for engines without any offload. overrides: as StackSettings.engine_overrides."""
+    """tier: "nvme", "redis", or "off" for engines without any offload. overrides: as StackSettings.engine_overrides.
+
+    MODEL, DTYPE, ENGINE_ARGS and ENGINE_SET, as `make up` takes them, run all stack tests on such engines, the
+    references too.
+    """
     return StackSettings(
         port=free_base_port(),
         engines=engines,
@@ -61,19 +66,16 @@ def stack_settings(
         max_length=MAX_LENGTH,
         nvme_max_bytes=NVME_MAX_BYTES,
         gateway=gateway,
+        dtype=os.environ.get("DTYPE", "auto"),
+        engine_args=make_door.arguments(os.environ),
         engine_overrides=(
             DEVELOPMENT_MODE,
             SLOW_DRAIN,
-            *extra_overrides(),
+            *make_door.overrides(os.environ),
             *((*PATIENCE, ALWAYS_LOAD) if tier != "off" else ()),
             *overrides,
         ),
     )
-
-
-def extra_overrides() -> tuple[str, ...]:
-    """ENGINE_SET="model.dtype=float32 ..." runs all stack tests on such engines, the references too."""
-    return tuple(os.environ.get("ENGINE_SET", "").split())
 
 
 def free_base_port() -> int:

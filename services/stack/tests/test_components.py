@@ -1,10 +1,12 @@
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
-from spillway_engine.settings import EngineSettings, check_settings
-from spillway_engine.settings_reader import read_settings
+from spillway_engine.errors import SettingsError
+from spillway_engine.settings_reader import engine_settings, settings_tree
+from spillway_stack import make_door
 from spillway_stack.components import (
     Component,
     PreparedModel,
@@ -54,12 +56,48 @@ def test_the_engine_service_accepts_what_the_stack_writes() -> None:
     for tier in ("nvme", "redis", "none"):
         for offload in (True, False):
             settings = StackSettings(port=9000, shared_tier=tier, offload=offload)
-            engine = check_settings(read_settings(EngineSettings, engine_configuration(settings, MODEL, FOLDER, 1)))
+            engine = engine_settings(engine_configuration(settings, MODEL, FOLDER, 1))
             assert (engine.port, engine.kv_events.port, engine.kv_events.replay_port) == (9101, 9201, 9301)
             assert engine.offload.enabled is offload
             if offload:
                 assert engine.offload.shared_tier.type == tier
                 assert engine.offload.num_cpu_blocks == settings.num_cpu_blocks
+
+
+def test_dtype_and_arguments_of_vllm_reach_every_engine() -> None:
+    settings = StackSettings(dtype="float32", engine_args=("--max-num-seqs", "8"))
+    engine = engine_settings(engine_configuration(settings, MODEL, FOLDER, 1))
+
+    assert engine.model.dtype == "float32"
+    assert engine.extra_args == ("--max-num-seqs", "8")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (StackSettings(engine_args=("--api_key=k1",)), "ENGINE_ARGS: --api-key would show a secret"),
+        (StackSettings(engine_args=("-tp=2",)), "ENGINE_ARGS: -tp is decided by ENGINE_SET=tensorParallelSize"),
+        (StackSettings(engine_args=("--dtype", "half")), "ENGINE_ARGS: --dtype is decided by DTYPE; change that"),
+        (StackSettings(engine_overrides=("blockSize=100",)), "ENGINE_SET=blockSize=100 is not a multiple of 16"),
+        (StackSettings(engine_overrides=("blockSzie=100",)), "ENGINE_SET=blockSzie is no setting; did you mean block"),
+    ],
+)
+def test_a_refusal_names_the_variable(settings: StackSettings, said: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        engine_settings(engine_configuration(settings, MODEL, FOLDER, 0), settings.engine_overrides)
+
+    assert said in str(refused.value)
+    assert "k1" not in str(refused.value)
+
+
+def test_the_door_names_settings_that_there_are() -> None:
+    """A setting that is renamed must not keep a variable that decides nothing."""
+    tree = settings_tree(engine_settings(engine_configuration(StackSettings(), MODEL, FOLDER, 0)))
+    for path in [*make_door.VARIABLES, *make_door.OWN]:
+        below = tree
+        for key in path.split("."):
+            assert key in below, path
+            below = below[key]
 
 
 def test_the_gateway_is_told_of_every_engine() -> None:

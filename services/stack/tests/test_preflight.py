@@ -5,8 +5,7 @@ from pathlib import Path
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
-from spillway_engine.settings import EngineSettings
-from spillway_engine.settings_reader import read_settings
+from spillway_engine.settings_reader import engine_settings
 from spillway_stack.components import PreparedModel, engine_configuration
 from spillway_stack.preflight import check_machine, disk_problems, memory_problems
 from spillway_stack.settings import StackSettings
@@ -19,7 +18,7 @@ MODEL = PreparedModel("/models/m", "m", bundled=False, tokenizer=None)
 
 def problems(settings: StackSettings, machine: Machine) -> list[str]:
     tree = engine_configuration(settings, MODEL, StateFolder(Path("/state")), 0)
-    budget = plan_memory(read_settings(EngineSettings, tree), SHAPE, machine)
+    budget = plan_memory(engine_settings(tree), SHAPE, machine)
     return memory_problems(settings, machine, budget)
 
 
@@ -57,5 +56,17 @@ def test_a_whole_check_on_this_machine(tmp_path: Path) -> None:
     settings = StackSettings(engines=1, max_length=1024, offload=False)
 
     (problem,) = check_machine(settings, model, StateFolder(tmp_path), [])
-    assert problem == ("model.maxLength: 1024 tokens, the model's config.json allows 64; set model.maxLength <= 64")
+    assert problem == ("MAX_LENGTH=1024 tokens, the model's config.json allows 64; set MAX_LENGTH <= 64")
     assert check_machine(dataclasses.replace(settings, max_length=64), model, StateFolder(tmp_path), []) == []
+
+
+def test_what_overrides_ask_for_is_what_is_checked(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64, "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = PreparedModel(str(tmp_path), "m", bundled=False, tokenizer=None)
+    settings = StackSettings(engines=1, offload=False, engine_overrides=("blockSize=64",))
+
+    (problem,) = check_machine(settings, model, StateFolder(tmp_path), [])
+    assert problem.startswith(
+        "DEVICE_BLOCKS=80 of 64 tokens hold no prompt of MAX_LENGTH=8192; set DEVICE_BLOCKS >= 129"
+    )

@@ -14,15 +14,28 @@ def test_every_variable_is_heard(tmp_path: Path) -> None:
     settings = StackSettings.from_environment(
         {
             "PORT": "9000", "ENGINES": "3", "MODEL": str(tmp_path), "SHARED_TIER": "redis", "OFFLOAD": "off",
-            "NUM_CPU_BLOCKS": "12", "DEVICE_BLOCKS": "100",
+            "NUM_CPU_BLOCKS": "12", "DEVICE_BLOCKS": "100", "MAX_LENGTH": "2000", "DTYPE": "float32",
+            "ENGINE_ARGS": "--max-num-seqs 8 --limit-mm-per-prompt '{\"image\": 0}'",
+            "ENGINE_SET": "offload.blocksPerChunk=2 extraEnv.A='b c'",
         }
     )  # fmt: skip
 
-    assert settings == StackSettings(9000, 3, str(tmp_path), "redis", False, 12, 100)
+    assert settings == StackSettings(
+        9000, 3, str(tmp_path), "redis", False, 12, 100, max_length=2000, dtype="float32",
+        engine_args=("--max-num-seqs", "8", "--limit-mm-per-prompt", '{"image": 0}'),
+        engine_overrides=("offload.blocksPerChunk=2", "extraEnv.A=b c"),
+    )  # fmt: skip
+
+
+def test_settings_survive_the_plan_file() -> None:
+    settings = StackSettings(port=9000, engines=3, engine_args=("--x",), engine_overrides=("a.b=1",))
+
+    assert StackSettings.from_dict({**settings.as_dict(), "of_another_version": 1}) == settings
 
 
 def test_a_small_device_cache_shortens_the_longest_prompt() -> None:
     assert StackSettings.from_environment({"DEVICE_BLOCKS": "33"}).max_length == 32 * 128
+    assert StackSettings.from_environment({"DEVICE_BLOCKS": "33", "MAX_LENGTH": "5000"}).max_length == 5000
 
 
 @pytest.mark.parametrize(
@@ -34,6 +47,16 @@ def test_a_small_device_cache_shortens_the_longest_prompt() -> None:
         ("SHARED_TIER", "tape", "SHARED_TIER=tape is none of nvme, redis, none"),
         ("OFFLOAD", "maybe", "OFFLOAD=maybe is none of on, off"),
         ("NUM_CPU_BLOCKS", "-3", "NUM_CPU_BLOCKS=-3 is not a whole number of at least 1"),
+        ("DTYPE", "fp32", "DTYPE=fp32 is none of auto, bfloat16, float16, float32"),
+        ("ENGINE_ARGS", "--x 'y", "ENGINE_ARGS=--x 'y is not a command line: No closing quotation"),
+        ("ENGINE_SET", "model.dtype=float32", "ENGINE_SET=model.dtype=float32: model.dtype is set by DTYPE="),
+        ("ENGINE_SET", "extraArgs=[--x]", "ENGINE_SET=extraArgs=[--x]: extraArgs is set by ENGINE_ARGS="),
+        ("ENGINE_SET", "host=::", "ENGINE_SET=host=::: host is decided by the local stack; leave it out"),
+        (
+            "ENGINE_SET",
+            "door.others=x",
+            "ENGINE_SET=door.others=x: door.others is decided by the local stack; leave it out",
+        ),
     ],
 )
 def test_a_wrong_value_is_named(name: str, value: str, said: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from spillway_stack import make_door
 from spillway_stack.settings import VALKEY_MAX_BYTES, StackSettings
 from spillway_stack.state_folder import StateFolder
 
@@ -80,7 +81,12 @@ def engine_configuration(
         offload |= {"numCpuBlocks": settings.num_cpu_blocks, "sharedTier": _shared_tier(settings, folder)}
     return {
         "name": f"engine-{index}",
-        "model": {"path": model.folder, "servedName": model.served_name, "maxLength": settings.max_length},
+        "model": {
+            "path": model.folder,
+            "servedName": model.served_name,
+            "dtype": settings.dtype,
+            "maxLength": settings.max_length,
+        },
         "host": "127.0.0.1",
         "port": settings.engine_port(index),
         "blockSize": settings.block_size,
@@ -92,6 +98,8 @@ def engine_configuration(
         },
         "offload": offload,
         "lifecycle": dict(ENGINE_LIFECYCLE),
+        "extraArgs": list(settings.engine_args),
+        "door": make_door.door(),
     }
 
 

@@ -11,8 +11,7 @@ from spillway_engine.machine import Machine, probe_machine
 from spillway_engine.memory_budget import MemoryBudget
 from spillway_engine.model_shape import load_model_shape
 from spillway_engine.resolve import resolve_engine
-from spillway_engine.settings import EngineSettings, check_settings
-from spillway_engine.settings_reader import read_settings
+from spillway_engine.settings_reader import engine_settings
 from spillway_stack.components import Component, PreparedModel, engine_configuration
 from spillway_stack.ports import holder, is_free
 from spillway_stack.settings import GATEWAY_MEMORY_BYTES, VALKEY_MAX_BYTES, StackSettings
@@ -25,9 +24,9 @@ def check_machine(
     settings: StackSettings, model: PreparedModel, folder: StateFolder, components: Sequence[Component]
 ) -> list[str]:
     """Reasons why the stack cannot start here; an empty list means go."""
-    engine = check_settings(read_settings(EngineSettings, engine_configuration(settings, model, folder, 0)))
+    engine = engine_settings(engine_configuration(settings, model, folder, 0), settings.engine_overrides)
     machine = probe_machine(engine.platform)
-    budget = resolve_engine(engine, load_model_shape(engine.model.path), machine).budget
+    budget = resolve_engine(engine, load_model_shape(engine.model.path, engine.door), machine).budget
     return [
         *port_problems(components),
         *disk_problems(folder.root),

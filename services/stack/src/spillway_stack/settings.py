@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+from spillway_engine.settings import ModelSettings
+from spillway_stack import make_door
 from spillway_stack.errors import StackError
 
+DTYPES = get_args(get_type_hints(ModelSettings)["dtype"])
 SHARED_TIERS = ("nvme", "redis", "none")
 VALKEY_MAX_BYTES = 1 << 30
 GATEWAY_MEMORY_BYTES = 400 << 20
@@ -31,14 +34,13 @@ class StackSettings:
     max_length: int = 8192  # tokens
     nvme_max_bytes: int = 4 << 30
     gateway: bool = True
+    dtype: str = "auto"
+    engine_args: tuple[str, ...] = ()  # further arguments of vLLM, for every engine
     engine_overrides: tuple[str, ...] = ()  # `key.path=value`, as spillway_engine --set takes them, for every engine
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> StackSettings:
-        """PORT, ENGINES, MODEL, SHARED_TIER, OFFLOAD, NUM_CPU_BLOCKS, DEVICE_BLOCKS.
-
-        Raises StackError naming the variable.
-        """
+        """The variables of `make up`, see there. Raises StackError naming the variable."""
         default = cls()
         settings = cls(
             port=_number(environment, "PORT", default.port, least=1, most=65_535 - 400),
@@ -48,11 +50,15 @@ class StackSettings:
             offload=_choice(environment, "OFFLOAD", "on", ("on", "off")) == "on",
             num_cpu_blocks=_number(environment, "NUM_CPU_BLOCKS", default.num_cpu_blocks, least=1),
             device_blocks=_number(environment, "DEVICE_BLOCKS", default.device_blocks, least=2),
+            max_length=_number(environment, "MAX_LENGTH", default.max_length, least=1),
+            dtype=_choice(environment, "DTYPE", default.dtype, DTYPES),
+            engine_args=make_door.arguments(environment),
+            engine_overrides=make_door.overrides(environment),
         )
         longest = (settings.device_blocks - 1) * settings.block_size
-        if longest < settings.max_length:
+        if longest < settings.max_length and not environment.get("MAX_LENGTH", "").strip():
             # A small device cache is a way to see eviction; the longest prompt follows it down.
-            return StackSettings(**{**asdict(settings), "max_length": longest})
+            return replace(settings, max_length=longest)
         return settings
 
     def gateway_port(self) -> int:
@@ -71,7 +77,17 @@ class StackSettings:
         return self.port + 400
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "engine_overrides": list(self.engine_overrides)}
+        """Fit for JSON; `from_dict` is the way back."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> StackSettings:
+        """Keys that this version does not know are left out, those that are missing have their defaults."""
+        known = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items() if name in known
+        }
+        return cls(**values)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int, least: int, most: int | None = None) -> int:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from spillway_stack.demo.command import main
-from spillway_stack.demo.running_stack import limits_from_configuration, require_offload, settings_from_plan
+from spillway_stack.demo.running_stack import limits_from_configuration, require_offload
 from spillway_stack.errors import StackError
 from spillway_stack.settings import StackSettings
 
@@ -31,11 +31,6 @@ def test_a_stack_with_nothing_to_show_is_refused(settings: StackSettings, remedy
 
 def test_the_default_stack_has_all_that_is_needed() -> None:
     require_offload(StackSettings())
-
-
-def test_settings_survive_the_plan_file() -> None:
-    settings = StackSettings(port=9000, engines=3, engine_overrides=("a.b=1",))
-    assert settings_from_plan({**settings.as_dict(), "of_another_version": 1}) == settings
 
 
 CONFIGURATION = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def find_stack(state_dir: Path) -> RunningStack:
     plan = folder.read_plan()
     if plan is None or folder.read_state() is None:
         raise StackError(f"no stack is running in {folder.root}; start one with `make up`, then run `make demo` again")
-    settings = settings_from_plan(plan["settings"])
+    settings = StackSettings.from_dict(plan["settings"])
     require_offload(settings)
     stack = LocalStack(settings, folder.root)
     waiting = [f"{status.name} ({status.detail or status.state})" for status in stack.status() if not status.ready]
@@ -63,12 +63,6 @@ def find_stack(state_dir: Path) -> RunningStack:
         shared_tier=settings.shared_tier,
         shared_tier_bytes=settings.nvme_max_bytes if settings.shared_tier == "nvme" else VALKEY_MAX_BYTES,
     )
-
-
-def settings_from_plan(record: dict[str, Any]) -> StackSettings:
-    """What plan.json holds, as the settings it was written from; keys of another version are left out."""
-    known = {name: record[name] for name in (field.name for field in fields(StackSettings)) if name in record}
-    return StackSettings(**{**known, "engine_overrides": tuple(known.get("engine_overrides", ()))})
 
 
 def require_offload(settings: StackSettings) -> None:

@@ -1,0 +1,70 @@
+"""What the settings of an engine are called at `make up`: a variable each, ENGINE_SET for all that have none."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from spillway_stack.errors import StackError
+
+# Setting of the engine service -> variable of `make up` that decides it.
+VARIABLES = {
+    "model.path": "MODEL",
+    "model.servedName": "MODEL",
+    "model.dtype": "DTYPE",
+    "model.maxLength": "MAX_LENGTH",
+    "port": "PORT",
+    "kvEvents.port": "PORT",
+    "kvEvents.replayPort": "PORT",
+    "deviceBlocks": "DEVICE_BLOCKS",
+    "offload.enabled": "OFFLOAD",
+    "offload.numCpuBlocks": "NUM_CPU_BLOCKS",
+    "offload.cpuBytes": "NUM_CPU_BLOCKS",
+    "offload.sharedTier.type": "SHARED_TIER",
+    "extraArgs": "ENGINE_ARGS",
+}
+# Settings on which the parts of the stack agree among themselves.
+OWN = frozenset(
+    {"name", "host", "door", "kvEvents.enabled", "offload.sharedTier.nvme.path", "offload.sharedTier.redis.url"}
+)
+OVERRIDES = "ENGINE_SET"
+
+
+def door() -> dict[str, Any]:
+    """For `door:` of an engine's configuration."""
+    return {"names": dict(VARIABLES), "others": f"{OVERRIDES}={{path}}", "separator": "="}
+
+
+def overrides(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """ENGINE_SET="lifecycle.selfCheckTimeoutSeconds=300 blockSize=64", as spillway_engine's --set takes them.
+
+    Raises StackError for what has a variable of its own, and for what the stack decides.
+    """
+    words = _words(environment, OVERRIDES)
+    for word in words:
+        path = word.partition("=")[0]
+        for key in _sections(path):
+            if key in VARIABLES:
+                raise StackError(f"{OVERRIDES}={word}: {key} is set by {VARIABLES[key]}=")
+        if any(own == path or own.startswith(f"{path}.") or path.startswith(f"{own}.") for own in OWN):
+            raise StackError(f"{OVERRIDES}={word}: {path} is decided by the local stack; leave it out")
+    return words
+
+
+def arguments(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """ENGINE_ARGS="--max-num-seqs 8", split as a shell splits it; what is refused is the engine service's to say."""
+    return _words(environment, "ENGINE_ARGS")
+
+
+def _words(environment: Mapping[str, str], name: str) -> tuple[str, ...]:
+    text = environment.get(name, "")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise StackError(f"{name}={text} is not a command line: {error}") from error
+
+
+def _sections(path: str) -> list[str]:
+    parts = path.partition("[")[0].split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
