@@ -48,8 +48,20 @@ down: ## End everything
 
 ##@ Work on it
 .PHONY: test
-test: $(STAMP) ## Every test, engines included. TESTS=path narrows it
+test: $(STAMP) ## Every test, engines included; the slowest 30 at the end. TESTS=path narrows it
+ifeq ($(TESTS),)
+	@PYTHONPATH=tests $(BIN)/python -m lanes --profile full unit quick full
+else
 	@$(BIN)/python -m pytest $(TESTS)
+endif
+
+.PHONY: test-unit
+test-unit: $(STAMP) ## Tests that need no vLLM and no server. Under three minutes on two cores
+	@PYTHONPATH=tests $(BIN)/python -m lanes unit
+
+.PHONY: test-quick
+test-quick: $(STAMP) ## Everything but engines and the cluster: vLLM's modules, Valkey, Helm too. Under eight minutes on two cores
+	@PYTHONPATH=tests $(BIN)/python -m lanes unit quick
 
 .PHONY: test-cluster
 test-cluster: $(STAMP) ## The chart on a real Kubernetes on this machine: root, Go; compiles it once. KUBECONFIG= another one, KEEP_CLUSTER=1, TESTS=

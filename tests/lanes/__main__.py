@@ -1,0 +1,89 @@
+"""`python -m lanes unit quick full [-- pytest's arguments]`: one pytest for each lane, one closing line for them all.
+
+A lane of its own process keeps vLLM out of the unit tests and real engines out of the way of everything else: lanes
+without engines run on several cores, a lane with engines runs alone. Every lane runs, whatever failed before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from .rules import ROOT, Lane
+
+WORKERS_MOST = {Lane.UNIT: 8, Lane.QUICK: 4}  # a worker of the quick lane holds vLLM and a Valkey: 1.5 GB
+SLOWEST = 30
+NO_TESTS = 5  # pytest's exit status
+OUTCOMES = ("failed", "error", "passed", "skipped")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="lanes", description="Runs lanes of the test suite, one after the other.")
+    parser.add_argument("lanes", nargs="+", type=Lane, choices=list(Lane), metavar="LANE")
+    parser.add_argument("--profile", default="quick", help="of Hypothesis: quick (default) or full")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one for each core")
+    given, rest = parser.parse_known_args(arguments)
+    began = time.monotonic()
+    counts: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
+    took: list[str] = []
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="spillway-lanes-") as folder:
+        for lane in given.lanes:
+            report = Path(folder, lane)
+            lane_began = time.monotonic()
+            status = subprocess.run(
+                command(lane, given.profile, given.workers, report, [word for word in rest if word != "--"]),
+                cwd=ROOT,
+                check=False,
+            ).returncode
+            took.append(f"{lane} {time.monotonic() - lane_began:.0f} s")
+            failed |= status not in (0, NO_TESTS)
+            if report.exists():
+                found = json.loads(report.read_text())
+                counts.update(found["counts"])
+                seconds |= found["seconds"]
+            else:
+                counts["error"] += 1  # pytest ended before it could count
+    print(slowest(seconds), end="")
+    print("lanes: " + ", ".join(took))
+    print(closing_line(counts, time.monotonic() - began), flush=True)
+    return int(failed)
+
+
+def command(lane: Lane, profile: str, workers: int, report: Path, more: Sequence[str]) -> list[str]:
+    parallel = min(workers, WORKERS_MOST.get(lane, 1))
+    return [
+        *(sys.executable, "-m", "pytest", "--lanes", lane, "--lanes-report", str(report)),
+        *("--hypothesis-profile", profile),
+        *(("-n", str(parallel), "--dist", "worksteal") if parallel > 1 else ()),
+        *more,
+    ]
+
+
+def slowest(seconds: dict[str, float]) -> str:
+    """The slowest tests of all lanes, each with its fixtures."""
+    longest = sorted(seconds.items(), key=lambda pair: -pair[1])[:SLOWEST]
+    return f"\nslowest {len(longest)} of {len(seconds)} tests\n" + "".join(
+        f"{s:9.2f} s  {name}\n" for name, s in longest
+    )
+
+
+def closing_line(counts: Counter[str], seconds: float) -> str:
+    """As pytest words it, over all lanes."""
+    named = [*OUTCOMES, *sorted(set(counts) - set(OUTCOMES))]
+    said = ", ".join(f"{counts[name]} {name}" for name in named if counts[name]) or "no tests ran"
+    return f" {said} in {seconds:.2f}s ({timedelta(seconds=int(seconds))}) ".center(80, "=")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

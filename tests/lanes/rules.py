@@ -1,0 +1,140 @@
+"""What each folder's tests need, and the lane that gives it to them. The one place that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from pathlib import Path, PurePath
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTHING = "nothing"
+
+
+class Lane(StrEnum):
+    """In the order in which `make test` runs them; the last two it does not run."""
+
+    UNIT = "unit"
+    QUICK = "quick"
+    FULL = "full"
+    CLUSTER = "cluster"
+    BROWSER = "browser"
+
+
+# Marker -> (lane, what it means). A test with several needs runs in the last of their lanes.
+NEEDS: dict[str, tuple[Lane, str]] = {
+    NOTHING: (Lane.UNIT, "the packages of requirements/local.txt and a C compiler; no vLLM, no server process"),
+    "vllm": (Lane.QUICK, "imports vLLM, starts no engine"),
+    "servers": (Lane.QUICK, "Spillway's own servers as processes: gateway, simulator, mock engines"),
+    "valkey": (Lane.QUICK, "a real Valkey"),
+    "helm": (Lane.QUICK, "renders the chart with Helm 3 and 4"),
+    "engines": (Lane.FULL, "real vLLM engines with a model"),
+    "cluster": (Lane.CLUSTER, "a real Kubernetes on this machine"),
+    "chromium": (Lane.BROWSER, "a real browser"),
+}
+
+# Folder or file -> markers. A folder speaks for the files in it, not for folders below it; a file for itself alone.
+RULES: dict[str, tuple[str, ...]] = {
+    "connector/tests": (NOTHING,),
+    "connector/tests/device": (NOTHING,),
+    "connector/tests/engine": ("vllm",),
+    "connector/tests/engine_npu": ("engines",),
+    "connector/tests/plan": (NOTHING,),
+    "connector/tests/testing": (NOTHING,),
+    "connector/tests/tiers": (NOTHING,),
+    "connector/tests/tiers/redis_servers": ("valkey",),
+    "connector/tests/tiers/test_redis.py": ("valkey",),
+    "connector/tests/tiers/test_redis_connection.py": ("valkey",),
+    "connector/tests/tiers/test_redis_pool.py": ("valkey",),
+    "connector/tests/tiers/test_sealed.py": ("valkey",),
+    "gateway/tests": (NOTHING,),
+    "gateway/tests/access": (NOTHING,),
+    "gateway/tests/access/test_shared_limits.py": ("valkey",),
+    "gateway/tests/api": (NOTHING,),
+    "gateway/tests/discovery": (NOTHING,),
+    "gateway/tests/fleet": (NOTHING,),
+    "gateway/tests/routing": (NOTHING,),
+    "gateway/tests/test_config_follower.py": ("servers",),
+    "gateway/tests/test_main.py": ("servers",),
+    "gateway/tests/tokens": (NOTHING,),
+    "gateway/tests/tracing": (NOTHING,),
+    "gateway/tests/ui": (NOTHING,),
+    "gateway/tests/upstream": (NOTHING,),
+    "services/ctl/tests": ("valkey",),
+    "services/engine/tests": (NOTHING,),
+    "services/simulator/tests": (NOTHING,),
+    "services/stack/tests": (NOTHING,),
+    "services/stack/tests/demo": (NOTHING,),
+    "tests/attack": ("servers",),
+    "tests/bench_gateway": (NOTHING,),
+    "tests/bench_gateway/test_processes.py": ("servers",),
+    "tests/bench_soak": (NOTHING,),
+    "tests/bench_soak/test_run.py": ("servers", "valkey"),
+    "tests/bench_soak/test_store_faults.py": ("valkey",),
+    "tests/chaos": ("servers",),
+    "tests/chart": ("helm",),
+    "tests/chart/test_redis.py": ("helm", "valkey"),
+    "tests/cluster": ("cluster",),
+    "tests/e2e": ("engines",),
+    "tests/engine_lives": ("vllm",),
+    "tests/engine_matrix": ("engines",),
+    "tests/faults": ("engines",),
+    "tests/lanes": (NOTHING,),
+    "tests/random_plans": ("vllm",),
+    "tests/ui": ("chromium",),
+}
+
+# A word of a command line, without its folder -> the need that starting it betrays.
+PROGRAMS: dict[str, str] = {
+    "valkey-server": "valkey",
+    "helm": "helm",
+    "kubectl": "cluster",
+    "spillway_gateway": "servers",
+    "spillway_simulator": "servers",
+    "engine_lives": "vllm",
+    "engine_matrix.engine_run": "engines",
+    "engine_runs.py": "engines",
+}
+
+
+# What docs/reliability.md names and no lane runs -> where a person runs it. Everything else there is a test file.
+BY_HAND: dict[str, str] = {
+    "make bench-corruption": "by hand",
+    "make bench-soak": "by hand",
+    "make test-chaos": "by hand",
+    "make test-models": "by hand",
+    "make test-random": "by hand",
+    "make bench-gpu": "by hand on CUDA",
+    "make test-models PLATFORM=cuda": "by hand on CUDA",
+    "python -m spillway_connector.device.npu_probe": "by hand on Ascend",
+}
+
+
+class NoRule(LookupError):
+    """A test file in a folder that RULES does not name."""
+
+
+def needs_of(path: Path) -> frozenset[str]:
+    """Markers of a test file, without NOTHING. Raises NoRule."""
+    place = PurePath(path).relative_to(ROOT)
+    for named in (place, place.parent):
+        if (found := RULES.get(named.as_posix())) is not None:
+            return frozenset(found) - {NOTHING}
+    raise NoRule(
+        f'{place.parent.as_posix()}: tests/lanes/rules.py says nothing of this folder; add "{place.parent.as_posix()}" '
+        f"to RULES with what its tests need: {', '.join(NEEDS)}"
+    )
+
+
+def lane_of(needs: Iterable[str]) -> Lane:
+    order = list(Lane)
+    return max((NEEDS[need][0] for need in needs), key=order.index, default=Lane.UNIT)
+
+
+def lanes_below(folder: Path) -> set[Lane]:
+    """Of the rules for this folder and everything in it."""
+    place = PurePath(folder).relative_to(ROOT)
+    return {lane_of(needs) for named, needs in RULES.items() if PurePath(named).is_relative_to(place)}
+
+
+def needs_of_command(words: Sequence[str]) -> frozenset[str]:
+    return frozenset(PROGRAMS[name] for word in words if (name := PurePath(word).name) in PROGRAMS)

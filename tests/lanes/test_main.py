@@ -1,0 +1,67 @@
+"""The runner's command lines and its last line, which .ci/run reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lanes import __main__ as runner
+from lanes.rules import ROOT, Lane
+from lanes.small_repository import run_in_repository
+
+
+def test_lanes_without_engines_use_the_cores_and_engines_run_alone() -> None:
+    commands = {lane: runner.command(lane, "quick", 2, Path("r"), ["-x"]) for lane in Lane}
+    assert "-n" in commands[Lane.UNIT] and "-n" in commands[Lane.QUICK]
+    assert "-n" not in commands[Lane.FULL] and commands[Lane.FULL][-1] == "-x"
+    assert "-n" not in runner.command(Lane.UNIT, "quick", 1, Path("r"), [])
+    few = runner.command(Lane.QUICK, "quick", 64, Path("r"), [])
+    assert few[few.index("-n") + 1] == "4"
+
+
+def test_the_slowest_come_first_and_are_thirty() -> None:
+    lines = runner.slowest({f"t{at}": float(at) for at in range(40)}).splitlines()[1:]
+    assert lines[0] == "slowest 30 of 40 tests"
+    assert lines[1].split() == ["39.00", "s", "t39"] and len(lines) == 31
+
+
+def test_lanes_are_added_up_and_all_run_whatever_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = iter([(1, {"passed": 3, "failed": 1, "skipped": 1}), (0, {"passed": 4}), (2, None)])
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        status, counts = next(outcomes)
+        if counts is not None:
+            path = Path(command[command.index("--lanes-report") + 1])
+            path.write_text(json.dumps({"counts": counts, "seconds": {}}))
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(runner.subprocess, "run", run)
+    assert runner.main(["unit", "quick", "full"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"=+ 1 failed, 1 error, 7 passed, 1 skipped in \d+\.\d\ds \(0:00:\d\d\) =+", last)
+
+
+def test_ci_reads_the_last_line_as_it_reads_pytests_own() -> None:
+    expression = re.search(r"sed -n '(/.*/\{.*\})' \"\$logs", (ROOT / ".ci" / "run").read_text())
+    assert expression is not None
+    said = "collected 1 item\n===== 1 passed in 0.10s =====\n" + runner.closing_line(Counter(passed=7), 3723.4) + "\n"
+    done = subprocess.run(["sed", "-n", expression[1]], input=said, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "7 passed in 3723.40s (1:02:03)"
+
+
+def test_counts_and_durations_are_reported(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    files = {"tests/a/test_it.py": "def test_a(): ...\ndef test_b(): assert 0\n"}
+    done = run_in_repository(tmp_path, {"tests/a": ("nothing",)}, files, "--lanes-report", str(report))
+    assert done.returncode == 1
+    found = json.loads(report.read_text())
+    assert found["counts"] == {"passed": 1, "failed": 1}
+    assert set(found["seconds"]) == {"tests/a/test_it.py::test_a", "tests/a/test_it.py::test_b"}
