@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -13,8 +14,9 @@ import pytest
 import zmq.asyncio
 
 from spillway_gateway.config import EngineConfig, RoutingConfig
+from spillway_gateway.fleet import kv_events
 from spillway_gateway.fleet.engines import Engine, EngineState
-from spillway_gateway.fleet.kv_events import EventFollower
+from spillway_gateway.fleet.kv_events import EventFollower, ReplayFailed
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.routing.fleet_view import NOTHING_HELD
@@ -149,12 +151,117 @@ async def test_an_engine_that_is_down_holds_nothing_until_it_is_back(publisher: 
 
 async def test_what_cannot_be_decoded_is_counted_and_the_rest_goes_on(publisher: KvPublisher) -> None:
     async with followed(publisher) as view:
-        await until(lambda: view.engine.events_live)
+        await until(lambda: view.count("spillway_gateway_event_replays_total", outcome="completed"))
         publisher.publish([["NewKind", 1], 7])
         store(publisher, 0)
         await until(lambda: view.held_tokens() == 4)
 
     assert view.count("spillway_gateway_events_undecodable_total") == 2
+
+
+NO_BATCH = b"\xc1 no batch"
+
+
+async def test_an_undecodable_batch_within_a_replay_is_skipped_once(
+    publisher: KvPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    store(publisher, 0)
+    publisher.publish_payload(NO_BATCH)
+    store(publisher, 1)
+    publisher.publish_payload(NO_BATCH)
+    store(publisher, 2)
+    async with followed(publisher) as view:
+        await until(lambda: view.count("spillway_gateway_event_replays_total", outcome="completed"))
+        assert view.held_tokens() == 12
+        publisher.publish_payload(NO_BATCH)
+        store(publisher, 3)
+        await until(lambda: view.held_tokens() == 16)
+
+    assert view.count("spillway_gateway_events_undecodable_total") == 3
+    assert view.count("spillway_gateway_event_batches_total") == 4
+    assert view.count("spillway_gateway_event_replays_total", outcome="completed") == 1
+    assert (
+        len([record for record in caplog.records if "skipped" in record.message and record.levelname == "WARNING"]) == 1
+    )
+
+
+async def test_an_undecodable_batch_within_a_gap_is_skipped_once(publisher: KvPublisher) -> None:
+    store(publisher, 0)
+    async with followed(publisher) as view:
+        await until(lambda: view.count("spillway_gateway_event_replays_total", outcome="completed"))
+        publisher.publish_payload(NO_BATCH, lose=True)
+        store(publisher, 1, lose=True)
+        store(publisher, 2)
+        await until(lambda: view.held_tokens() == 12)
+
+    assert view.count("spillway_gateway_events_undecodable_total") == 1
+    assert view.count("spillway_gateway_event_replays_total", outcome="completed") == 2
+
+
+async def test_a_replay_that_brings_nothing_new_is_not_asked_for_at_once_again(
+    publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The publisher answers with what is already known, and never with its end marker."""
+    monkeypatch.setattr(kv_events, "REPLAY_PAUSE_SECONDS_MAX", 0.02)
+    store(publisher, 0)
+    async with followed(publisher) as view:
+        await until(lambda: view.count("spillway_gateway_event_replays_total", outcome="completed"))
+        asked_from: list[int] = []
+        first = publisher.batches(0)[:1]
+        monkeypatch.setattr(publisher, "batches", lambda start: asked_from.append(start) or first)
+        publisher.silent_replays = True
+        store(publisher, 1, lose=True)
+        store(publisher, 2)
+        await until(lambda: view.count("spillway_gateway_event_replays_total", outcome="failed"))
+        publisher.stored([77], None, [7, 7, 7, 7], BLOCK)
+        await until(lambda: view.index.blocks == 1)  # what follows the gap counts, what came before it does not
+
+        assert asked_from == [1]
+
+
+async def test_a_replay_port_that_refuses_costs_nothing_that_is_known(
+    publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "REPLAY_MESSAGE_SECONDS_MAX", 0.02)
+    monkeypatch.setattr(kv_events, "REPLAY_BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(kv_events, "REPLAY_BACKOFF_SECONDS_MAX", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        refusing = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    publisher.replay_url = refusing
+    async with followed(publisher) as view:
+        await until(lambda: view.engine.events_live)
+        known = []
+        for block in range(4):
+            failures = view.count("spillway_gateway_event_replays_total", outcome="failed")
+            async with asyncio.timeout(10):
+                while view.held_tokens() < 4:  # the subscription may not stand yet
+                    store(publisher, 0)
+                    await asyncio.sleep(0.005)
+            if block:
+                store(publisher, block)
+            await until(lambda at=block: view.held_tokens() == 4 * at + 4)
+            await until(
+                lambda before=failures: view.count("spillway_gateway_event_replays_total", outcome="failed") > before
+            )
+            known.append(view.held_tokens())
+
+    assert known == [4, 8, 12, 16]
+
+
+async def test_the_pause_between_replays_that_fail_grows(
+    publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = Followed(publisher)
+    follower = EventFollower(view.engine, view.index, view.metrics, zmq.asyncio.Context.instance())
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "time", lambda: 100.0)
+    pauses = []
+    for _ in range(8):
+        follower._replay_failed(ReplayFailed("no answer"))
+        assert follower._replay_due is not None
+        pauses.append(follower._replay_due - 100.0)
+
+    assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
 
 
 async def test_without_replay_a_gap_empties_the_view_of_that_engine() -> None:

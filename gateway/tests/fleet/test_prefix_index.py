@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from spillway_gateway.fleet import prefix_index
 from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, Tier
-from spillway_gateway.fleet.prefix_index import ENTRY_BYTES, HOLDER_BYTES, PrefixIndex
+from spillway_gateway.fleet.prefix_index import ENTRY_BYTES, HOLDER_BYTES, WAITING_SHARE, PrefixIndex
 from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.prefix import namespace_key, token_block_keys
 
@@ -119,8 +121,39 @@ def test_orphans_are_bounded() -> None:
     assert made.orphans_dropped_total == 7
 
 
+def test_orphans_are_part_of_the_bound_in_bytes() -> None:
+    bytes_max = 4_000_000
+    made = index(bytes_max=bytes_max, orphans_max=1_000_000)
+    made.apply("b", stored([1], None, PROMPT[:4]))
+    made.apply("b", stored([3], 2, PROMPT[8:12]))
+    tracemalloc.start()
+    try:
+        for parent in range(1_000, 2_000):
+            tokens = [parent * 1_000_003 % (1 << 31) + at for at in range(1_024)]
+            made.apply("a", stored([parent + 5_000 + (at << 40) for at in range(256)], parent, tokens))
+            assert made.estimated_bytes <= bytes_max
+        taken_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+    assert made.orphans_dropped_total > 900
+    assert made.waiting_bytes // 2 < taken_bytes < bytes_max // WAITING_SHARE * 2
+    made.apply("b", stored([2], 1, PROMPT[4:8]))  # what the other engine waits for was kept
+    assert made.match(keys(PROMPT), BLOCK) == {"b": HeldPrefix(12, 0, 0)}
+
+
+def test_ghosts_are_part_of_the_bound_in_bytes() -> None:
+    made = index(bytes_max=100_000)
+    for block in range(2_000):
+        made.apply("a", stored([block], None, [block] * BLOCK))
+        made.apply("a", BlockRemoved([block], Tier.DEVICE, 0))
+        assert made.estimated_bytes <= 100_000
+
+    assert 0 < made.waiting_bytes <= 100_000 // WAITING_SHARE
+
+
 def test_a_very_long_chain_of_orphans_resolves() -> None:
-    made = index(orphans_max=10_000)
+    made = index(bytes_max=100_000_000, orphans_max=10_000)
     tokens = list(range(BLOCK * 5_000))
     for block in range(4_999, 0, -1):
         made.apply("a", stored([block], block - 1, tokens[block * BLOCK : (block + 1) * BLOCK]))
@@ -199,6 +232,41 @@ def test_block_size_is_learnt_and_partial_blocks_do_not_confuse_it() -> None:
 
     assert made.block_tokens == 16
     assert made.mismatched_blocks_total == 1
+
+
+def test_engines_of_another_block_size_live_beside_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    made = index()
+    made.add_engine("c")
+    for name in ("a", "b"):
+        made.apply(name, stored([1, 2, 3, 4], None, PROMPT))
+    made.apply("c", stored([5], None, PROMPT, block=16))
+
+    assert made.block_sizes == (BLOCK, 16)
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(16, 0, 0), "b": HeldPrefix(16, 0, 0)}
+    assert made.match(token_block_keys(namespace_key("m"), PROMPT, 16), 16) == {"c": HeldPrefix(16, 0, 0)}
+    assert [made.block_tokens_of(name) for name in "abc"] == [BLOCK, BLOCK, 16]
+    assert "different block sizes (4 tokens: a, b; 16 tokens: c)" in caplog.text
+
+
+def test_the_block_size_of_most_engines_comes_first_through_a_rolling_change() -> None:
+    made = index()
+    for name in ("a", "b"):
+        made.apply(name, stored([1], None, PROMPT[:4]))
+    for name, sizes in (("a", (16, BLOCK)), ("b", (16,))):
+        list(made.clear_engine(name))  # it restarts
+        made.apply(name, stored([1], None, PROMPT, block=16))
+        assert made.block_sizes == sizes
+
+    assert made.match(keys(PROMPT), BLOCK) == {}
+
+
+def test_no_engine_loads_shared_blocks_of_another_size() -> None:
+    made = index()
+    made.add_engine("c")
+    made.apply("a", stored([1], None, PROMPT[:4], Tier.SHARED))
+    made.apply("c", stored([5], None, PROMPT, block=16))
+
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 4), "b": HeldPrefix(0, 0, 4)}
 
 
 def test_other_cache_groups_are_left_out() -> None:
@@ -332,7 +400,7 @@ def test_two_groups_that_hold_a_block_are_taken_off_one_by_one() -> None:
     assert made.match(keys(tokens), BLOCK) == {}
     made.apply("a", BlockRemoved([7], Tier.DEVICE, 1))
 
-    assert (made.blocks, made.estimated_bytes) == (0, 0)
+    assert (made.blocks, made.estimated_bytes) == (0, made.waiting_bytes)
 
 
 def test_a_device_is_cleared_in_steps_and_hidden_at_once() -> None:

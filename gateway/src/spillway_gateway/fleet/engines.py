@@ -47,12 +47,20 @@ class EngineState(StrEnum):
 
 
 class PromptBlocks(msgspec.Struct, frozen=True, gc=False):
-    """What routing needs of a prompt: keys of its full blocks, and its size."""
+    """What routing needs of a prompt: keys of its full blocks, and its size.
+
+    other_keys: by tokens per block, its keys for the engines whose blocks have another size.
+    """
 
     keys: Sequence[int]
     tokens_per_block: int
     prompt_tokens: int
     spread_key: int
+    other_keys: Mapping[int, Sequence[int]] = msgspec.field(default_factory=dict)
+
+    def keys_for(self, tokens_per_block: int) -> Sequence[int]:
+        """Those of an engine with blocks of that size."""
+        return self.other_keys.get(tokens_per_block, self.keys)
 
 
 class StoreView(msgspec.Struct, frozen=True, gc=False):
@@ -380,6 +388,10 @@ class ModelFleet:
     def choose(self, prompt: PromptBlocks, tried: frozenset[str], only: str | None = None) -> Lease:
         """Decide and count in one step. Raises NoEngineReady, naming the engines and what they answered."""
         held = self.index.match(prompt.keys, prompt.tokens_per_block)
+        for tokens_per_block, keys in prompt.other_keys.items():
+            for name, found in self.index.match(keys, tokens_per_block).items():
+                if found.total_tokens > held.get(name, NOTHING_HELD).total_tokens:
+                    held[name] = found
         now = self._clock()
         request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried, only)
         factor = self._routing.bounded_load_factor
@@ -396,7 +408,8 @@ class ModelFleet:
         if prompt.keys:
             live = engine.events_live
             seconds = self._routing.speculative_seconds if live else self._routing.approximate_seconds
-            self.index.speculate(engine.name, prompt.keys, now + seconds)
+            keys = prompt.keys_for(self.index.block_tokens_of(engine.name)) if prompt.other_keys else prompt.keys
+            self.index.speculate(engine.name, keys, now + seconds)
         return lease
 
     def _view(self, held: Mapping[str, HeldPrefix], now: float, *, breakers: bool) -> FleetView:

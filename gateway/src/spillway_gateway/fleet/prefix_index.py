@@ -14,20 +14,31 @@ visit; and what concerns all blocks of an engine is done in steps.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from spillway_gateway.fleet.engine_blocks import (
+    GHOST_BYTES,
+    EngineBlocks,
+    StoredChain,
+    chain_of,
+    scoped_key,
+    sizes_in_use,
+)
 from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
-from spillway_gateway.fleet.event_extras import split_extras
 from spillway_gateway.routing.fleet_view import HeldPrefix
-from spillway_gateway.routing.prefix import chain_key, extra_bytes, namespace_key, token_bytes
+from spillway_gateway.routing.prefix import TOKEN_BYTES, chain_key, namespace_key
+
+logger = logging.getLogger(__name__)
 
 # Measured with tracemalloc on CPython 3.11, rounded up.
 ENTRY_BYTES = 240
 HOLDER_BYTES = 220  # engine key -> request key, and the way back
-GHOSTS_MAX = 16_384
+WAITING_SHARE = 8  # an eighth of the bound, at most, for orphans and ghosts of all engines
+SIZES_MATCHED_MAX = 4  # block sizes that each prompt is hashed for; a rolling change of blockSize makes two
 SWEEP_STEP = 250  # entries looked at between two returns to the event loop: about a millisecond
 COMPACT_EVICTIONS_MIN = 100
 SHARDS = 256
@@ -49,26 +60,6 @@ class _Entry(msgspec.Struct, gc=False):
 _Table = OrderedDict[int, _Entry]
 
 
-class _EngineBlocks:
-    """What is known of one engine's own keys."""
-
-    __slots__ = ("ghosts", "groups", "orphans", "orphans_held", "request_keys", "slot")
-
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-        self.request_keys: dict[int, int] = {}
-        # Keys of blocks that left every tier: a late event of a lower tier or a late child still needs the mapping.
-        self.ghosts: OrderedDict[int, int] = OrderedDict()
-        self.orphans: OrderedDict[int, list[BlockStored]] = OrderedDict()  # by the unknown parent
-        self.orphans_held = 0
-        self.groups: set[int] = set()
-
-    def keep_ghost(self, scoped: int, key: int) -> None:
-        self.ghosts[scoped] = key
-        if len(self.ghosts) > GHOSTS_MAX:
-            self.ghosts.popitem(last=False)
-
-
 class PrefixIndex:
     """The index of one model.
 
@@ -88,7 +79,7 @@ class PrefixIndex:
         self.bytes_max = bytes_max
         self._orphans_max = orphans_max
         self._default_block_tokens = default_block_tokens
-        self._learned_block_tokens: int | None = None
+        self._sizes: tuple[int, ...] = ()
         self._clock = clock
         shards = SHARDS if bytes_max >= SHARDED_BYTES_MIN else 1
         self._tables: list[_Table] = [OrderedDict() for _ in range(shards)]  # by the key's lowest bits
@@ -97,9 +88,9 @@ class PrefixIndex:
         self._next_evicted = 0  # table that gives the next block when there are too many
         self._next_compacted = 0
         self._until_compacted = COMPACT_EVICTIONS_MIN  # evictions
-        self._engines: dict[str, _EngineBlocks] = {}
-        self._slots: dict[int, _EngineBlocks] = {}  # by slot; those of engines that are being retired included
-        self._device_mask = 0  # the device bit of every known engine
+        self._engines: dict[str, EngineBlocks] = {}
+        self._slots: dict[int, EngineBlocks] = {}  # by slot; those of engines that are being retired included
+        self._devices_of_size: dict[int, int] = {}  # block size -> device bits of engines; emptied when they change
         self._hidden_mask = 0  # device bits of engines whose device is being cleared
         self._holders = 0
         self.evicted_blocks_total = 0
@@ -109,8 +100,18 @@ class PrefixIndex:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens per block: the engines' own once an event has named it."""
-        return self._learned_block_tokens or self._default_block_tokens
+        """Tokens per block of most engines, once an event has named it."""
+        return self._sizes[0] if self._sizes else self._default_block_tokens
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Every size in use, that of most engines first; more than one while engines are configured differently."""
+        return self._sizes or (self._default_block_tokens,)
+
+    def block_tokens_of(self, engine_name: str) -> int:
+        """Tokens per block of one engine; of most engines while it has named none."""
+        engine = self._engines.get(engine_name)
+        return engine.block_tokens if engine is not None and engine.block_tokens is not None else self.block_tokens
 
     @property
     def blocks(self) -> int:
@@ -118,7 +119,15 @@ class PrefixIndex:
 
     @property
     def estimated_bytes(self) -> int:
+        return self._blocks_bytes() + self.waiting_bytes
+
+    def _blocks_bytes(self) -> int:
         return self._blocks * ENTRY_BYTES + self._holders * HOLDER_BYTES
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Orphans and ghosts of all engines."""
+        return sum([engine.waiting_bytes for engine in self._engines.values()])
 
     def namespace(self, cache_salt: str | None = None, lora: str | None = None) -> int:
         return namespace_key(self._model, lora, cache_salt)
@@ -129,8 +138,8 @@ class PrefixIndex:
 
     def _add_engine(self, name: str) -> None:
         slot = next(number for number in range(len(self._slots) + 1) if number not in self._slots)
-        self._engines[name] = self._slots[slot] = _EngineBlocks(slot)
-        self._device_mask |= 1 << (slot * _BITS)
+        self._engines[name] = self._slots[slot] = EngineBlocks(slot)
+        self._devices_of_size = {}
 
     def retire_engine(self, name: str) -> Iterator[None]:
         """Forget an engine for good. Its name is free for another one at once, and nothing of it is matched any more;
@@ -138,9 +147,9 @@ class PrefixIndex:
         engine = self._engines.pop(name, None)
         if engine is None:
             return iter(())
-        self._device_mask &= ~(1 << (engine.slot * _BITS))
-        if not any(other.request_keys for other in self._engines.values()):
-            self._learned_block_tokens = None
+        self._devices_of_size = {}
+        engine.forget_waiting()
+        self._sizes_changed()
         return self._free(engine)
 
     def clear_engine(self, name: str) -> Iterator[None]:
@@ -167,12 +176,12 @@ class PrefixIndex:
                     entry.mask &= ~device
                     if not entry.mask >> (engine.slot * _BITS) & _SLOT_BITS:
                         for scoped in self._release(engine, entry):
-                            engine.keep_ghost(scoped, key)
+                            self._keep_ghost(engine, scoped, key)
                 self._drop_unused(table, key, entry)
         finally:
             self._hidden_mask &= ~device
 
-    def _free(self, engine: _EngineBlocks) -> Iterator[None]:
+    def _free(self, engine: EngineBlocks) -> Iterator[None]:
         bits = _SLOT_BITS << (engine.slot * _BITS)
         for table, key, entry in self._each_entry():
             if entry is None:
@@ -198,7 +207,7 @@ class PrefixIndex:
                 if entry is not None:
                     yield table, key, entry
 
-    def _release(self, engine: _EngineBlocks, entry: _Entry) -> list[int]:
+    def _release(self, engine: EngineBlocks, entry: _Entry) -> list[int]:
         """Take the engine's own keys off an entry; returns them."""
         mine = [scoped for slot, scoped in entry.engine_keys if slot == engine.slot]
         if mine:
@@ -228,35 +237,32 @@ class PrefixIndex:
             for _ in self.clear_device(engine_name):
                 pass
 
-    def _store(self, engine: _EngineBlocks, event: BlockStored) -> None:
+    def _store(self, engine: EngineBlocks, event: BlockStored) -> None:
         if event.spec_kind not in _PREFIX_KINDS:
             return
         if not event.token_ids:
             self._store_known(engine, event)
             return
-        if not self._learn_block_tokens(event.block_tokens):
+        if not self._learn_block_tokens(engine, event.block_tokens):
             self.mismatched_blocks_total += len(event.block_hashes)
             return
         engine.groups.add(event.group)
-        waiting = [event]
+        waiting = [chain_of(self._model, event)]
         while waiting:  # a loop, as a chain of orphans may be longer than the interpreter's stack
-            current = waiting.pop()
-            parent = self._parent_key(engine, current)
+            chain = waiting.pop()
+            parent = self._parent_key(engine, chain)
             if parent is None:
-                self._keep_orphan(engine, current)
+                self._keep_orphan(engine, chain)
                 continue
-            self._store_chain(engine, current, parent)
-            for engine_key in current.block_hashes:
-                children = engine.orphans.pop(_scoped(engine_key, current.group), None)
-                if children:
-                    engine.orphans_held -= len(children)
-                    waiting.extend(children)
+            self._store_chain(engine, chain, parent)
+            for scoped in chain.engine_keys:
+                waiting.extend(engine.take_children(scoped))
         self._evict()
 
-    def _store_known(self, engine: _EngineBlocks, event: BlockStored) -> None:
+    def _store_known(self, engine: EngineBlocks, event: BlockStored) -> None:
         """An event without tokens (the CPU tier of 0.23) moves blocks whose tokens an earlier event told."""
         for engine_key in event.block_hashes:
-            scoped = _scoped(engine_key, event.group)
+            scoped = scoped_key(engine_key, event.group)
             key = engine.request_keys.get(scoped, engine.ghosts.get(scoped))
             if key is None:
                 self.unknown_blocks_total += 1
@@ -264,34 +270,41 @@ class PrefixIndex:
                 self._hold(engine, key, scoped, event.tier)
         self._evict()
 
-    def _parent_key(self, engine: _EngineBlocks, event: BlockStored) -> int | None:
-        if event.parent_hash is None:
-            extras = split_extras(event.extra_keys[0] if event.extra_keys else None, event.lora_name)
-            return namespace_key(self._model, event.lora_name, extras.cache_salt)
-        scoped = _scoped(event.parent_hash, event.group)
-        known = engine.request_keys.get(scoped)
-        return known if known is not None else engine.ghosts.get(scoped)
+    def _parent_key(self, engine: EngineBlocks, chain: StoredChain) -> int | None:
+        if chain.parent is None:
+            return chain.root
+        known = engine.request_keys.get(chain.parent)
+        return known if known is not None else engine.ghosts.get(chain.parent)
 
-    def _store_chain(self, engine: _EngineBlocks, event: BlockStored, parent: int) -> None:
-        data = token_bytes(event.token_ids)
-        size = event.block_tokens * 4
+    def _store_chain(self, engine: EngineBlocks, chain: StoredChain, parent: int) -> None:
+        size = chain.block_tokens * TOKEN_BYTES
         key = parent
-        for position, engine_key in enumerate(event.block_hashes):
-            raw = event.extra_keys[position] if position < len(event.extra_keys) else None
-            extra = extra_bytes(split_extras(raw, event.lora_name).others) if raw else b""
-            key = chain_key(key, data[position * size : (position + 1) * size], extra)
-            self._hold(engine, key, _scoped(engine_key, event.group), event.tier)
+        for position, scoped in enumerate(chain.engine_keys):
+            extra = chain.extras[position] if position < len(chain.extras) else b""
+            key = chain_key(key, chain.tokens[position * size : (position + 1) * size], extra)
+            self._hold(engine, key, scoped, chain.tier)
 
-    def _keep_orphan(self, engine: _EngineBlocks, event: BlockStored) -> None:
-        assert event.parent_hash is not None
-        engine.orphans.setdefault(_scoped(event.parent_hash, event.group), []).append(event)
-        engine.orphans_held += 1
+    def _keep_orphan(self, engine: EngineBlocks, chain: StoredChain) -> None:
+        engine.keep_orphan(chain)
         while engine.orphans_held > self._orphans_max:
-            _, dropped = engine.orphans.popitem(last=False)
-            engine.orphans_held -= len(dropped)
-            self.orphans_dropped_total += len(dropped)
+            self.orphans_dropped_total += engine.drop_oldest_orphans()
+        self._bound_waiting()
 
-    def _hold(self, engine: _EngineBlocks, key: int, scoped: int, tier: Tier) -> None:
+    def _keep_ghost(self, engine: EngineBlocks, scoped: int, key: int) -> None:
+        engine.keep_ghost(scoped, key)
+        if len(engine.ghosts) * GHOST_BYTES * len(self._engines) > self.bytes_max // WAITING_SHARE:
+            engine.drop_oldest_ghost()
+
+    def _bound_waiting(self) -> None:
+        """The engine with the most gives first, so that one that only sends orphans costs the others nothing."""
+        while self.waiting_bytes > self.bytes_max // WAITING_SHARE:
+            most = max(self._engines.values(), key=lambda engine: engine.waiting_bytes)
+            if most.orphans_held:
+                self.orphans_dropped_total += most.drop_oldest_orphans()
+            else:
+                most.drop_oldest_ghost()
+
+    def _hold(self, engine: EngineBlocks, key: int, scoped: int, tier: Tier) -> None:
         table = self._tables[key & self._table_of]
         entry = table.get(key)
         if entry is None:
@@ -310,11 +323,11 @@ class PrefixIndex:
         entry.engine_keys = (*entry.engine_keys, (engine.slot, scoped))
         self._holders += 1
 
-    def _remove(self, engine: _EngineBlocks, event: BlockRemoved) -> None:
+    def _remove(self, engine: EngineBlocks, event: BlockRemoved) -> None:
         if event.group not in engine.groups and engine.groups:
             return
         for engine_key in event.block_hashes:
-            scoped = _scoped(engine_key, event.group)
+            scoped = scoped_key(engine_key, event.group)
             key = engine.request_keys.get(scoped)
             if key is None:
                 continue
@@ -324,11 +337,11 @@ class PrefixIndex:
             if not entry.mask >> (engine.slot * _BITS) & _SLOT_BITS:
                 self._forget(engine, scoped, key)
 
-    def _forget(self, engine: _EngineBlocks, scoped: int, key: int) -> None:
+    def _forget(self, engine: EngineBlocks, scoped: int, key: int) -> None:
         """The engine holds this block in no tier any more."""
         del engine.request_keys[scoped]
         self._holders -= 1
-        engine.keep_ghost(scoped, key)
+        self._keep_ghost(engine, scoped, key)
         table = self._tables[key & self._table_of]
         entry = table[key]
         entry.engine_keys = tuple(pair for pair in entry.engine_keys if pair != (engine.slot, scoped))
@@ -336,32 +349,49 @@ class PrefixIndex:
             entry.mask &= ~(_SLOT_BITS << (engine.slot * _BITS))
         self._drop_unused(table, key, entry)
 
-    def _learn_block_tokens(self, block_tokens: int) -> bool:
-        """False for blocks of another size: partial blocks (newer engines) or an engine configured differently.
+    def _learn_block_tokens(self, engine: EngineBlocks, block_tokens: int) -> bool:
+        """False for a partial block, as newer engines announce them.
 
-        The largest size seen wins, since a partial block may be the first to arrive.
+        The engine's largest size wins, since a partial block may be the first to arrive. Keys of different sizes never
+        meet, so engines of several sizes live in one index; what an engine stored under a smaller size stays until it
+        removes it.
         """
-        learned = self._learned_block_tokens
-        if learned is None:
-            self._learned_block_tokens = block_tokens
-        elif block_tokens > learned:
-            self._learned_block_tokens = block_tokens
-            self._wipe()
-        return block_tokens == self._learned_block_tokens
+        if engine.block_tokens is None or block_tokens > engine.block_tokens:
+            engine.block_tokens = block_tokens
+            self._sizes_changed()
+        return block_tokens == engine.block_tokens
 
-    def _wipe(self) -> None:
-        for table in self._tables:
-            table.clear()
-        self._blocks = 0
-        self._holders = 0
-        for engine in self._slots.values():
-            engine.request_keys.clear()
-            engine.ghosts.clear()
-            engine.orphans.clear()
-            engine.orphans_held = 0
+    def _sizes_changed(self) -> None:
+        sizes = sizes_in_use(iter(self._engines.values()))
+        if sizes == self._sizes:
+            return
+        if len(sizes) > 1:
+            engines = self._engines.items()
+            users = [
+                f"{size} tokens: {', '.join(name for name, engine in engines if engine.block_tokens == size)}"
+                for size in sizes
+            ]
+            ignored = f"; only the first {SIZES_MATCHED_MAX} are matched" if len(sizes) > SIZES_MATCHED_MAX else ""
+            logger.warning(
+                "model %s: its engines use different block sizes (%s)%s", self._model, "; ".join(users), ignored
+            )
+        self._sizes = sizes[:SIZES_MATCHED_MAX]
+        self._devices_of_size = {}
+
+    def _devices(self, block_tokens: int) -> int:
+        """Device bits of the engines that can hold blocks of this size; those of unknown size included."""
+        devices = self._devices_of_size.get(block_tokens)
+        if devices is None:
+            devices = 0
+            for engine in self._engines.values():
+                if engine.block_tokens in (None, block_tokens):
+                    devices |= 1 << (engine.slot * _BITS)
+            self._devices_of_size[block_tokens] = devices
+        return devices
 
     def _evict(self) -> None:
-        while self._blocks and self.estimated_bytes > self.bytes_max:
+        blocks_bytes_max = self.bytes_max - self.waiting_bytes
+        while self._blocks and self._blocks_bytes() > blocks_bytes_max:
             table = self._tables[self._next_evicted & self._table_of]
             self._next_evicted += 1  # in turn: keys are hashes, so all tables hold about as much
             if not table:
@@ -407,7 +437,7 @@ class PrefixIndex:
                     entry.speculative_mask = 0
             entry.speculative_mask |= bit
             entry.speculative_until = max(entry.speculative_until, until)
-        if self.estimated_bytes > self.bytes_max:
+        if self._blocks_bytes() > self.bytes_max - self.bytes_max // WAITING_SHARE:
             self._evict()
 
     def match(self, keys: Sequence[int], tokens_per_block: int) -> dict[str, HeldPrefix]:
@@ -417,7 +447,8 @@ class PrefixIndex:
         the shared tier, which every engine of the model can read. Counts as no use: that is what speculate() is for.
         """
         now = self._clock()
-        on_device = self._device_mask & ~self._hidden_mask
+        devices = self._devices(tokens_per_block)
+        on_device = devices & ~self._hidden_mask
         loading = 0
         device_blocks: dict[int, int] = {}
         shared_blocks: dict[int, int] = {}
@@ -445,7 +476,7 @@ class PrefixIndex:
             on_device = still
             if loading:
                 cpu = loading & (mask >> Tier.CPU)
-                if mask >> Tier.SHARED & self._device_mask:
+                if mask >> Tier.SHARED & devices:
                     for bit in _bits(loading & ~cpu):
                         shared_blocks[bit] = shared_blocks.get(bit, 0) + 1
                 else:
@@ -473,10 +504,6 @@ class PrefixIndex:
                     shared_tokens=shared * tokens_per_block,
                 )
         return held
-
-
-def _scoped(engine_key: int, group: int) -> int:
-    return engine_key | group << 64 if group else engine_key
 
 
 def _bits(mask: int) -> Iterator[int]:

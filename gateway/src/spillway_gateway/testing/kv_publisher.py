@@ -35,6 +35,7 @@ class KvPublisher:
         self._clock = clock
         self._batches: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._sequence = 0
+        self.silent_replays = False  # replays end without their end marker
         self._lock = threading.Lock()
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
@@ -95,7 +96,10 @@ class KvPublisher:
 
     def publish(self, events: list[Any], *, lose: bool = False) -> None:
         """lose: kept for replays and never sent, as when a subscriber is too slow."""
-        payload = msgspec.msgpack.encode([self._clock(), events, None])
+        self.publish_payload(msgspec.msgpack.encode([self._clock(), events, None]), lose=lose)
+
+    def publish_payload(self, payload: bytes, *, lose: bool = False) -> None:
+        """A batch as bytes, decodable or not."""
         with self._lock:
             sequence = self._sequence
             self._sequence += 1
@@ -111,12 +115,16 @@ class KvPublisher:
             identity, _, start = router.recv_multipart()
             topic = [b"kv@fake"] if self._replay_topic else []
             end_topic = [b""] if self._replay_topic else []
-            first = int.from_bytes(start, "big")
-            with self._lock:
-                batches = [batch for batch in self._batches if batch[0] >= first]
+            batches = self.batches(int.from_bytes(start, "big"))
             for sequence, payload in batches:
                 router.send_multipart([identity, b"", *topic, sequence.to_bytes(8, "big"), payload])
-            router.send_multipart([identity, b"", *end_topic, _END, b""])
+            if not self.silent_replays:
+                router.send_multipart([identity, b"", *end_topic, _END, b""])
+
+    def batches(self, first: int) -> list[tuple[int, bytes]]:
+        """What a replay from this sequence on answers with."""
+        with self._lock:
+            return [batch for batch in self._batches if batch[0] >= first]
 
     def close(self) -> None:
         """Ends the thread and frees both ports."""

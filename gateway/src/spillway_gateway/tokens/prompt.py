@@ -98,10 +98,11 @@ class PromptReader:
 
     def _of_tokens(self, namespace: int, data: bytes) -> PromptBlocks:
         """data: token ids as token_bytes() gives them."""
-        block_tokens = self._index.block_tokens
+        block_tokens, *others = self._index.block_sizes
         keys = chain_blocks(namespace, data, block_tokens * TOKEN_BYTES)
         spread_key = keys[0] if keys else short_prompt_key(namespace, data)
-        return PromptBlocks(keys, block_tokens, max(1, len(data) // TOKEN_BYTES), spread_key)
+        other_keys = {size: chain_blocks(namespace, data, size * TOKEN_BYTES) for size in others}
+        return PromptBlocks(keys, block_tokens, max(1, len(data) // TOKEN_BYTES), spread_key, other_keys)
 
     def _of_text(self, namespace: int, text: bytes) -> PromptBlocks:
         namespace ^= TEXT_NAMESPACE_MARK

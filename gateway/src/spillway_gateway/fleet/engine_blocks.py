@@ -1,0 +1,130 @@
+"""What the index remembers of one engine: its names for blocks, chains whose parent is unknown (orphans), and blocks
+that left all of its tiers (ghosts). The latter two are counted in bytes, as the engine decides how many there are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import msgspec
+
+from spillway_gateway.fleet.event_decoder import BlockStored, Tier
+from spillway_gateway.fleet.event_extras import split_extras
+from spillway_gateway.routing.prefix import extra_bytes, namespace_key, token_bytes
+
+GHOSTS_MAX = 16_384
+# Measured with tracemalloc on CPython 3.11, rounded up.
+GHOST_BYTES = 200
+_CHAIN_BYTES = 500  # the object, its lists and its place in the table of orphans
+_HASH_BYTES = 48  # an integer above 2**30 and its place in a list
+_EXTRA_BYTES = 60  # a bytes object and its place in a list
+
+
+class StoredChain(msgspec.Struct, gc=False):  # holds numbers and bytes alone
+    """Consecutive blocks of one stored-event.
+
+    parent: scoped engine key of the block before them, or None; `root` is then the request key of their namespace.
+    """
+
+    engine_keys: list[int]  # scoped, in order
+    tokens: bytes  # as token_bytes() gives them, block_tokens of them for each key
+    block_tokens: int
+    extras: list[bytes]  # per block, or empty
+    tier: Tier
+    parent: int | None
+    root: int
+
+    @property
+    def held_bytes(self) -> int:
+        """What keeping it takes."""
+        extras = sum(map(len, self.extras)) + _EXTRA_BYTES * len(self.extras)
+        return _CHAIN_BYTES + len(self.tokens) + _HASH_BYTES * len(self.engine_keys) + extras
+
+
+def chain_of(model: str, event: BlockStored) -> StoredChain:
+    """An event that names its tokens as a chain."""
+    parent = None if event.parent_hash is None else scoped_key(event.parent_hash, event.group)
+    root = 0
+    if parent is None:
+        first = split_extras(event.extra_keys[0] if event.extra_keys else None, event.lora_name)
+        root = namespace_key(model, event.lora_name, first.cache_salt)
+    extras: list[bytes] = []
+    if any(event.extra_keys):
+        extras = [extra_bytes(split_extras(raw, event.lora_name).others) if raw else b"" for raw in event.extra_keys]
+    return StoredChain(
+        engine_keys=[scoped_key(engine_key, event.group) for engine_key in event.block_hashes],
+        tokens=token_bytes(event.token_ids),
+        block_tokens=event.block_tokens,
+        extras=extras,
+        tier=event.tier,
+        parent=parent,
+        root=root,
+    )
+
+
+def scoped_key(engine_key: int, group: int) -> int:
+    """An engine key within its KV cache group."""
+    return engine_key | group << 64 if group else engine_key
+
+
+class EngineBlocks:
+    """One engine's side of the index; `slot` is its place in the masks of holders."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.block_tokens: int | None = None  # the largest block it has named
+        self.request_keys: dict[int, int] = {}  # scoped engine key -> request key
+        # Keys of blocks that left every tier: a late event of a lower tier or a late child still needs the mapping.
+        self.ghosts: OrderedDict[int, int] = OrderedDict()
+        self.groups: set[int] = set()
+        self.orphans_held = 0
+        self.orphan_bytes = 0
+        self._orphans: OrderedDict[int, list[StoredChain]] = OrderedDict()  # by the unknown parent, oldest first
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of orphans and ghosts."""
+        return self.orphan_bytes + len(self.ghosts) * GHOST_BYTES
+
+    def keep_ghost(self, scoped: int, key: int) -> None:
+        self.ghosts[scoped] = key
+        if len(self.ghosts) > GHOSTS_MAX:
+            self.ghosts.popitem(last=False)
+
+    def keep_orphan(self, chain: StoredChain) -> None:
+        assert chain.parent is not None
+        self._orphans.setdefault(chain.parent, []).append(chain)
+        self.orphans_held += 1
+        self.orphan_bytes += chain.held_bytes
+
+    def take_children(self, scoped: int) -> list[StoredChain]:
+        """Chains that waited for this block."""
+        return self._without(self._orphans.pop(scoped)) if scoped in self._orphans else []
+
+    def drop_oldest_orphans(self) -> int:
+        """Forget those that wait for the parent that was missed first; returns how many events they were."""
+        return len(self._without(self._orphans.popitem(last=False)[1]))
+
+    def drop_oldest_ghost(self) -> None:
+        self.ghosts.popitem(last=False)
+
+    def forget_waiting(self) -> None:
+        self.ghosts.clear()
+        self._orphans.clear()
+        self.orphans_held = 0
+        self.orphan_bytes = 0
+
+    def _without(self, chains: list[StoredChain]) -> list[StoredChain]:
+        self.orphans_held -= len(chains)
+        self.orphan_bytes -= sum(chain.held_bytes for chain in chains)
+        return chains
+
+
+def sizes_in_use(engines: Iterator[EngineBlocks]) -> tuple[int, ...]:
+    """Block sizes in tokens, the one of most engines first; of equally many the larger."""
+    counts: dict[int, int] = {}
+    for engine in engines:
+        if engine.block_tokens is not None:
+            counts[engine.block_tokens] = counts.get(engine.block_tokens, 0) + 1
+    return tuple(sorted(counts, key=lambda size: (counts[size], size), reverse=True))
