@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import urllib.request
 from pathlib import Path
@@ -13,6 +14,8 @@ import yaml
 
 from spillway_gateway import operations_server
 from spillway_gateway.access.keys import hash_key
+from spillway_gateway.api.operations import Operations
+from spillway_gateway.fleet.engines import EngineState
 from spillway_gateway.testing.running import gateway_config, running_gateway
 
 OPERATOR, CLIENT = "sk-o" + "0" * 40, "sk-c" + "0" * 40
@@ -58,6 +61,48 @@ async def test_the_configuration_is_resolved_and_without_secrets(start_engine: A
     assert settings["auth"]["saltSecretFile"] == str(tmp_path / "salt")
     assert [entry["url"] for entry in settings["models"][0]["engines"]] == [engine.url, "http://127.0.0.1:1/base"]
     assert not any(secret in body for secret in (b"s3cr3t", b"engines-own-key", b"pass-word", b"sha256:"))
+
+
+async def test_one_model_may_be_away(start_engine: Any) -> None:
+    here, away = await start_engine("here"), await start_engine("away", model="other")
+    document = gateway_config([here])
+    document["models"].append({"name": "other", "engines": [{"name": away.name, "url": away.url}]})
+    async with running_gateway(document) as running, aiohttp.ClientSession() as client:
+        await away.stop()
+        await running.until_engine("away", lambda engine: engine.state is EngineState.DOWN)
+        status, body = await get(client, running.url + "/ready")
+        assert (status, json.loads(body)["unavailable"]) == (200, ["other"])
+        async with client.post(running.url + "/v1/completions", json={"model": "fake", "prompt": "hi"}) as reply:
+            assert reply.status == 200
+        async with client.post(running.url + "/v1/completions", json={"model": "other", "prompt": "hi"}) as reply:
+            assert reply.status == 503 and int(reply.headers["retry-after"]) > 0
+            assert (await reply.json())["error"]["code"] == "no_engine_ready"
+        await here.stop()
+        await running.until_engine("here", lambda engine: engine.state is EngineState.DOWN)
+        status, body = await get(client, running.url + "/ready")
+        assert (status, json.loads(body)["reason"]) == (503, "no routable engine for: fake, other")
+
+
+async def test_at_its_start_every_known_engine_is_asked_once(start_engine: Any) -> None:
+    engines = [await start_engine("a"), await start_engine("b")]
+    async with running_gateway(gateway_config(engines)) as running:
+        operations = running.gateway.operations
+        new = Operations(
+            operations._fleets,
+            operations._lifecycle,
+            operations._metrics,
+            operations._gatekeeper,
+            operations._config,
+            discovered=dict,
+        )
+        running.engine("b").state = EngineState.UNKNOWN
+        waiting = new.readiness()
+        running.engine("b").state = EngineState.DOWN
+        begun = new.readiness()
+        running.engine("b").state = EngineState.UNKNOWN  # one that is found later holds nobody up
+
+        assert (waiting.status, waiting.document["reason"]) == (503, "not asked yet since the start: b")
+        assert (begun.status, new.readiness().status) == (200, 200)
 
 
 @pytest.mark.parametrize("keys", [False, True])

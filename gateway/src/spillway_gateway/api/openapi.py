@@ -71,7 +71,7 @@ def openapi_document(*, keys: bool) -> dict[str, Any]:
     paths["/v1/responses/{response_id}"] = {"get": _stored("A stored response")}
     paths["/v1/responses/{response_id}/cancel"] = {"post": _stored("Cancel a response in the background")}
     paths["/v1/models"] = {"get": {"summary": "The models served here", "responses": _responses("Error", "401")}}
-    for path, summary in (("/health", "The process is alive"), ("/ready", "Each model has an engine")):
+    for path, summary in (("/health", "The process is alive"), ("/ready", "At least one model has an engine")):
         paths[path] = {"get": {"summary": summary, "security": [], "responses": {"200": _ok("yes"), "503": _ok("no")}}}
     document: dict[str, Any] = {
         "openapi": "3.1.0",

@@ -15,7 +15,7 @@ from spillway_gateway.api.inference import Lifecycle
 from spillway_gateway.config import GatewayConfig, shown_config
 from spillway_gateway.error_bodies import body_of
 from spillway_gateway.errors import GatewayError
-from spillway_gateway.fleet.engines import ModelFleet
+from spillway_gateway.fleet.engines import EngineState, ModelFleet
 from spillway_gateway.metrics import GatewayMetrics
 
 
@@ -46,6 +46,7 @@ class Operations:
         self._gatekeeper = gatekeeper
         self._config = config
         self._discovered = discovered
+        self._started = False
 
     def probe_routes(self) -> list[Route]:
         return [Route("/health", self._health), Route("/ready", self._ready)]
@@ -60,16 +61,26 @@ class Operations:
         return Answer(200, {"status": "ok"})
 
     def readiness(self) -> Answer:
-        """200 with at least one routable engine per model, unless the gateway drains. May be called in any thread."""
+        """200 while the gateway can serve at least one model and does not drain. May be called in any thread.
+
+        A model without an engine gets 503 for its own requests alone: were the whole gateway not ready, every client of
+        every other model would be refused as well. Only at its start a gateway also waits until every known engine has
+        answered or failed to, so that in a rolling restart it takes no request that the old replica could have served.
+        """
         fleets = [(fleet.name, list(fleet.engines.values())) for fleet in list(self._fleets)]
         engines = {name: {engine.name: engine.says for engine in each} for name, each in fleets}
         if self._lifecycle.draining:
             return Answer(503, {"ready": False, "reason": "draining", "models": engines})
         missing = [name for name, each in fleets if not any(engine.routable for engine in each)]
-        if missing:
+        if len(missing) == len(fleets):
             reason = f"no routable engine for: {', '.join(missing)}"
             return Answer(503, {"ready": False, "reason": reason, "models": engines})
-        return Answer(200, {"ready": True, "models": engines})
+        unasked = [engine.name for _, each in fleets for engine in each if engine.state is EngineState.UNKNOWN]
+        if unasked and not self._started:
+            reason = f"not asked yet since the start: {', '.join(unasked)}"
+            return Answer(503, {"ready": False, "reason": reason, "models": engines})
+        self._started = True
+        return Answer(200, {"ready": True, "unavailable": missing, "models": engines})
 
     async def _health(self, request: Request) -> Response:
         return _response(self.health())
