@@ -22,7 +22,7 @@ from starlette.routing import Route
 from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.api.discovery_report import discovered, discovery_families
-from spillway_gateway.api.inference import FrontDoor, InferenceEndpoint, Lifecycle, StoredResponseEndpoint
+from spillway_gateway.api.inference import FrontDoor, InferenceEndpoint, Lifecycle, StoredResponseEndpoint, no_model
 from spillway_gateway.api.live_families import access_families, config_families, live_families
 from spillway_gateway.api.models import ModelList
 from spillway_gateway.api.openapi import openapi_document
@@ -159,14 +159,20 @@ class Gateway:
         @app.get("/v1/models")
         async def models(request: Request) -> Response:
             try:
-                tenant = self.gatekeeper.tenant_of(request.headers.raw)
+                cards = await self.model_list.read(self.gatekeeper.tenant_of(request.headers.raw))
             except GatewayError as error:
                 return Response(body_of(error), error.status, media_type="application/json")
-            listed = await self.model_list.read()
-            listed["data"] = [
-                card for card in listed["data"] if tenant.may_use(card["id"]) or tenant.may_use(str(card.get("parent")))
-            ]
-            return JSONResponse(listed)
+            return JSONResponse({"object": "list", "data": list(cards.values())})
+
+        @app.get("/v1/models/{model:path}")
+        async def model(request: Request, model: str) -> Response:
+            try:
+                cards = await self.model_list.read(self.gatekeeper.tenant_of(request.headers.raw))
+                if model not in cards:
+                    raise no_model(model, cards)
+            except GatewayError as error:
+                return Response(body_of(error), error.status, media_type="application/json")
+            return JSONResponse(cards[model])
 
         app.add_exception_handler(HTTPException, _http_error)
 

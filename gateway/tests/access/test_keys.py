@@ -117,7 +117,7 @@ def test_both_header_forms_and_none(tmp_path: Path) -> None:
         with pytest.raises(KeyMissing):
             gate.tenant_of(headers)
     with pytest.raises(ModelForbidden):
-        gate.allow_model(gate.tenant_of([(b"x-api-key", KEY_A.encode())]), "other")
+        gate.allow_model(gate.tenant_of([(b"x-api-key", KEY_A.encode())]), "alias", "other")
 
 
 def test_files_that_cannot_be_used_stop_the_start(tmp_path: Path) -> None:

@@ -90,6 +90,29 @@ async def test_who_is_refused_is_told_in_openais_shape(start_engine: Any, tmp_pa
     assert fake.seen == []
 
 
+async def test_an_alias_in_a_tenants_list_is_a_name_it_may_use(start_engine: Any, tmp_path: Path) -> None:
+    fake, other = await start_engine(), await start_engine("other-0", model="other")
+    document = gateway_config([fake], auth=auth(tmp_path, models=["nick"]), aliases=["nick", "second"])
+    document["models"].append({"name": "other", "engines": [{"name": other.name, "url": other.url}]})
+    async with running_gateway(document) as gateway, aiohttp.ClientSession() as http:
+        headers = {"authorization": f"Bearer {KEYS['a']}"}
+        async with http.get(gateway.url + "/v1/models", headers=headers) as listed:
+            assert [card["id"] for card in (await listed.json())["data"]] == ["nick"]
+        async with http.get(gateway.url + "/v1/models/nick", headers=headers) as one:
+            card = await one.json()
+            assert (one.status, card["id"], card["object"], card["parent"]) == (200, "nick", "model", "fake")
+        assert (await ask(http, gateway.url, "a", model="nick"))[0] == 200
+        for name in ("fake", "second", "other"):
+            status, _, reply = await ask(http, gateway.url, "a", model=name)
+            assert (status, reply["error"]["code"]) == (403, "model_not_allowed")
+            async with http.get(gateway.url + f"/v1/models/{name}", headers=headers) as one:
+                assert (one.status, (await one.json())["error"]["code"]) == (404, "model_not_found")
+        status, _, reply = await ask(http, gateway.url, "a", model="nothing")
+        assert (status, reply["error"]["message"]) == (404, "The model 'nothing' does not exist; served here: nick")
+        async with http.get(gateway.url + "/v1/models/fake") as one:
+            assert one.status == 401
+
+
 async def test_a_tenants_limits_are_its_own(start_engine: Any, tmp_path: Path) -> None:
     fake = await start_engine()
     settings = auth(tmp_path, promptTokensPerMinute=100)

@@ -71,10 +71,11 @@ class Gatekeeper:
             raise KeyUnknown("This API key is not known here; check it, or ask for one")
         return tenant
 
-    def allow_model(self, tenant: Tenant, model: str) -> None:
-        """Raises ModelForbidden."""
-        if not tenant.may_use(model):
-            raise ModelForbidden(f"This API key may not use the model {model!r}")
+    def allow_model(self, tenant: Tenant, asked: str, model: str) -> None:
+        """asked: the name in the request, the model's own or an alias; either may be in the tenant's list. Raises
+        ModelForbidden."""
+        if not tenant.may_use(model) and not tenant.may_use(asked):
+            raise ModelForbidden(f"This API key may not use the model {asked!r}")
 
     def salt(self, tenant: Tenant, client_salt: str | None) -> str | None:
         """What the engine gets as cache_salt; None: the body stays as it is."""

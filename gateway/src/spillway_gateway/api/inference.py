@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -108,12 +108,12 @@ class InferenceEndpoint:
         body = await read_body(headers, receive, client, door.services.limits, door.services.timeouts)
         received_at = perf_counter()
         parsed = route.parse(body)
-        served = named_model(door.models, parsed.model)
+        served = named_model(door.models, parsed.model, tenant)
         model = served.fleet.name
         if parsed.model is not None and parsed.model != model:
             body = route.set_text(body, "model", model)
         gatekeeper = door.gatekeeper
-        gatekeeper.allow_model(tenant, model)
+        gatekeeper.allow_model(tenant, parsed.model or model, model)
         said = parsed.prompt
         if route.salting is Salting.UNKNOWN:
             gatekeeper.allow_unsalted(route.path)
@@ -297,18 +297,25 @@ def _milliseconds(seconds: float) -> float:
     return round(1000 * seconds, 3)
 
 
-def named_model(models: Mapping[str, ServedModel], model: str | None) -> ServedModel:
-    """Raises ModelNotFound, and ClientBadRequest where a name is needed and missing."""
+def named_model(models: Mapping[str, ServedModel], model: str | None, tenant: Tenant) -> ServedModel:
+    """Raises ModelNotFound, or ClientBadRequest where a name is missing; both name what the tenant may use."""
+    served = models.get(model) if model is not None else None
+    if served is not None:
+        return served
+    usable = {
+        name: served for name, served in models.items() if tenant.may_use(name) or tenant.may_use(served.fleet.name)
+    }
     if model is None:
-        distinct = {id(served): served for served in models.values()}
-        if len(distinct) == 1:
-            return next(iter(distinct.values()))  # as an engine does: its only model is meant
-        raise ClientBadRequest("'model' is missing; name one of: " + ", ".join(sorted(models)), "model")
-    served = models.get(model)
-    if served is None:
-        shown = model if len(model) <= 200 else model[:200] + "..."
-        raise ModelNotFound(f"The model {shown!r} does not exist; served here: {', '.join(sorted(models))}")
-    return served
+        if len({id(served) for served in usable.values()}) == 1:
+            return next(iter(usable.values()))  # as an engine does: its only model is meant
+        raise ClientBadRequest("'model' is missing; name one of: " + ", ".join(sorted(usable)), "model")
+    raise no_model(model, usable)
+
+
+def no_model(model: str, usable: Iterable[str]) -> ModelNotFound:
+    """usable: the names that the tenant may use instead."""
+    shown = model if len(model) <= 200 else model[:200] + "..."
+    return ModelNotFound(f"The model {shown!r} does not exist; served here: {', '.join(sorted(usable))}")
 
 
 def _no_response(response_id: str) -> ResponseNotFound:

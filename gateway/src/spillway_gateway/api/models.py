@@ -1,4 +1,4 @@
-"""GET /v1/models: what the engines serve, merged, with the gateway's aliases beside."""
+"""GET /v1/models and /v1/models/{model}: what the engines serve, merged, with the gateway's aliases beside."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from spillway_gateway.access.keys import Tenant
 from spillway_gateway.fleet.engines import Engine, ModelFleet
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,8 @@ class ModelList:
         self._asked_at: dict[str, float] = {}
         self._started_at = int(time.time())
 
-    async def read(self) -> dict[str, Any]:
-        """The merged list in OpenAI's shape."""
+    async def read(self, tenant: Tenant) -> dict[str, dict[str, Any]]:
+        """The merged cards in OpenAI's shape, by name, of what the tenant may use."""
         now = time.monotonic()
         due = [
             engine
@@ -42,7 +43,12 @@ class ModelList:
         in_service = {name for fleet in self._fleets for name in fleet.engines}
         for name in self._answers.keys() - in_service:
             del self._answers[name], self._asked_at[name]
-        return merge_models(self._fleets, self._answers, self._started_at)
+        cards = merge_models(self._fleets, self._answers, self._started_at)
+        return {
+            name: card
+            for name, card in cards.items()
+            if tenant.may_use(name) or tenant.may_use(str(card.get("parent")))
+        }
 
     async def _ask(self, engine: Engine, now: float) -> None:
         timeout = aiohttp.ClientTimeout(total=ASK_SECONDS_MAX)
@@ -62,8 +68,8 @@ class ModelList:
 
 def merge_models(
     fleets: Iterable[ModelFleet], answers: Mapping[str, list[dict[str, Any]]], started_at: int
-) -> dict[str, Any]:
-    """One card per model. Where engines disagree on max_model_len the smallest counts: it holds on all of them."""
+) -> dict[str, dict[str, Any]]:
+    """One card per model and alias, by name. Where engines disagree on max_model_len the smallest holds on all."""
     cards: dict[str, dict[str, Any]] = {}
     for fleet in fleets:
         for engine_name in fleet.engines:
@@ -74,7 +80,7 @@ def merge_models(
         own = cards.setdefault(fleet.name, _own_card(fleet.name, started_at))
         for alias in fleet.config.aliases:
             cards[alias] = {**own, "id": alias, "parent": fleet.name}
-    return {"object": "list", "data": list(cards.values())}
+    return cards
 
 
 def _merged(known: dict[str, Any] | None, card: dict[str, Any]) -> dict[str, Any]:

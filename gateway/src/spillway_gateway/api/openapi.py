@@ -71,6 +71,13 @@ def openapi_document(*, keys: bool) -> dict[str, Any]:
     paths["/v1/responses/{response_id}"] = {"get": _stored("A stored response")}
     paths["/v1/responses/{response_id}/cancel"] = {"post": _stored("Cancel a response in the background")}
     paths["/v1/models"] = {"get": {"summary": "The models served here", "responses": _responses("Error", "401")}}
+    paths["/v1/models/{model}"] = {
+        "get": {
+            "summary": "One of them",
+            "parameters": [_path_parameter("model")],
+            "responses": _responses("Error", "401", "404"),
+        }
+    }
     for path, summary in (("/health", "The process is alive"), ("/ready", "At least one model has an engine")):
         paths[path] = {"get": {"summary": summary, "security": [], "responses": {"200": _ok("yes"), "503": _ok("no")}}}
     document: dict[str, Any] = {
@@ -102,9 +109,16 @@ def _operation(route: ApiRoute) -> dict[str, Any]:
 
 
 def _stored(summary: str) -> dict[str, Any]:
-    parameter = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
     statuses = [status for status in _STATUSES if status not in ("400", "403")]
-    return {"summary": summary, "parameters": [parameter], "responses": _responses("Error", *statuses)}
+    return {
+        "summary": summary,
+        "parameters": [_path_parameter("response_id")],
+        "responses": _responses("Error", *statuses),
+    }
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def _responses(error: str, *statuses: str) -> dict[str, Any]:
