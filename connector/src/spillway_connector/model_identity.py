@@ -1,42 +1,100 @@
-"""Whose KV is it: an identity of a model's weights that changes whenever any tensor does.
+"""Whose KV is it: an identity of a model's weights that changes whenever any byte of them does.
 
-Reading all weights would take minutes on large models, so a folder is identified by its configuration in full and,
-per safetensors file, the header (names, shapes, places) and a sample of every tensor's bytes. Training moves every
-value of a tensor it touches, so a sample of each tensor tells two sets of weights apart.
+Every byte of the files that a model is loaded from counts (content_digests.py reads each file once). Where an operator
+names the version of the weights, that name and a sample of every tensor stand for the bytes, and nothing else is read.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import os
 import struct
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import blake3
 
+from spillway_connector.content_digests import digests_of
+
 _SAMPLE_BYTES = 4096
 _SMALL_FILE_BYTES = 1 << 20
 _HEADER_MAX_BYTES = 1 << 28  # the format's own bound is 100 MB
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")  # what a folder without safetensors is loaded from
+# The tokenizer and the generation defaults do not change what a token's KV is; keys are token ids.
+_WITHOUT_EFFECT = ("tokenizer*", "generation_config*", "special_tokens*", "vocab*", "added_tokens*", "chat_template*")
+# What vLLM 0.23 reads of an adapter (lora/lora_model.py: from_local_checkpoint; lora/peft_helper.py: from_local_dir).
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.*", "new_embeddings.*")
 
 
-def folder_identity(folder: Path) -> str:
-    """`weights:<64 hex digits>` of a local model folder. Raises OSError when a file cannot be read."""
+def folder_identity(folder: Path, cache_folders: Sequence[Path] = ()) -> str:
+    """`weights:<64 hex digits>` of a local model folder or of a single file. Raises OSError."""
+    paths = _weight_files(folder) + _code_and_configuration(folder)
+    return f"weights:{_digest_of_named(digests_of(paths, cache_folders).items()).hex()}"
+
+
+def sampled_identity(folder: Path) -> str:
+    """`sampled:<64 hex digits>`: sizes, headers and 4 KiB of every tensor. Changes elsewhere in a tensor are not seen.
+
+    Raises OSError when a file cannot be read.
+    """
     digest = blake3.blake3()
-    for path in sorted(folder.iterdir()):
-        if not path.is_file():
-            continue
-        if path.suffix == ".json" and path.stat().st_size <= _SMALL_FILE_BYTES and _shapes_the_computation(path):
-            digest.update(_framed(path.name, path.read_bytes()))
-        elif path.suffix == ".safetensors":
-            digest.update(_framed(path.name, _safetensors_sample(path)))
-        elif path.suffix in _WEIGHT_SUFFIXES:
-            digest.update(_framed(path.name, _spread_sample(path)))
-    return f"weights:{digest.hexdigest()}"
+    for path in _code_and_configuration(folder):
+        digest.update(_framed(path.name, path.read_bytes()))
+    for path in _weight_files(folder):
+        sample = _safetensors_sample(path) if path.suffix == ".safetensors" else _spread_sample(path)
+        digest.update(_framed(path.name, sample))
+    return f"sampled:{digest.hexdigest()}"
 
 
-def _shapes_the_computation(path: Path) -> bool:
-    """The tokenizer and the generation defaults do not change what a token's KV is; keys are token ids."""
-    return not path.name.startswith(("tokenizer", "generation_config", "special_tokens", "vocab", "added_tokens"))
+def adapter_files(folder: Path) -> list[Path]:
+    """The files of a LoRA adapter that vLLM loads, by name. Raises OSError."""
+    return [path for path in _files(folder) if any(fnmatch.fnmatch(path.name, wanted) for wanted in ADAPTER_FILES)]
+
+
+def adapter_digest(folder: Path) -> bytes:
+    """32 bytes that change with any byte of an adapter. Raises OSError."""
+    return _digest_of_named(digests_of(adapter_files(folder)).items())
+
+
+def cache_folders_of(folder: Path) -> tuple[Path, ...]:
+    """Where digests of a folder's files are remembered: beside them or, where that is read-only, in our cache."""
+    beside = folder if folder.is_dir() else folder.parent
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = blake3.blake3(str(beside.resolve()).encode()).hexdigest(length=16)
+    return beside, caches / "spillway" / "weights" / name
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Where there are safetensors, vLLM loads nothing else."""
+    if folder.is_file():
+        return [folder]
+    files = _files(folder)
+    safetensors = [path for path in files if path.suffix == ".safetensors"]
+    return safetensors or [path for path in files if path.suffix in _OTHER_WEIGHTS]
+
+
+def _code_and_configuration(folder: Path) -> list[Path]:
+    if folder.is_file():
+        return []
+    return [
+        path
+        for path in _files(folder)
+        if path.suffix in (".json", ".py")
+        and path.stat().st_size <= _SMALL_FILE_BYTES
+        and not any(fnmatch.fnmatch(path.name, pattern) for pattern in _WITHOUT_EFFECT)
+    ]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def _digest_of_named(digests: Iterable[tuple[Path, str]]) -> bytes:
+    whole = blake3.blake3()
+    for path, digest in sorted(digests):
+        whole.update(_framed(path.name, digest.encode()))
+    return whole.digest()
 
 
 def _framed(name: str, content: bytes) -> bytes:
