@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.failed_loads import start_again_where_windows_are
 from spillway_connector.engine.group_hits import hold_hits_of_all_groups
+from spillway_connector.engine.kv_layout import LayerCache, layout_facts
 from spillway_connector.engine.logs import join_engine_logging
 from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.engine.stats import SpillwayPromMetrics, SpillwayStats
 from spillway_connector.engine.versions import require_supported_vllm
 from spillway_connector.engine.weights import listen_for_weight_changes
@@ -38,7 +43,7 @@ class SpillwayConnector(OffloadingConnector):
             )
         # Not upstream's constructor: it would build upstream's halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        spec = OffloadingSpecFactory.create_spec(vllm_config, kv_cache_config)
+        spec = self._spec = OffloadingSpecFactory.create_spec(vllm_config, kv_cache_config)
         self.connector_scheduler = SpillwayConnectorScheduler(spec) if role == KVConnectorRole.SCHEDULER else None
         if role == KVConnectorRole.SCHEDULER:
             listen_for_weight_changes()
@@ -50,6 +55,20 @@ class SpillwayConnector(OffloadingConnector):
         """See engine/weights.py; called in the scheduler's process, between steps."""
         assert isinstance(self.connector_scheduler, SpillwayConnectorScheduler)
         self.connector_scheduler.weights_changing(cause)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._note_layout(kv_caches)
+        super().register_kv_caches(kv_caches)
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]) -> None:
+        self._note_layout({f"all layers, {attn_backend.get_name()}": kv_cache})
+        super().register_cross_layers_kv_cache(kv_cache, attn_backend)
+
+    def _note_layout(self, kv_caches: Mapping[str, LayerCache]) -> None:
+        """Before the caches are registered: from then on nobody looks at anything but bytes."""
+        spec = self._spec
+        if isinstance(spec, SpillwayOffloadingSpec):
+            spec.registered_layout = layout_facts(kv_caches, spec.vllm_config, spec.kv_cache_config.num_blocks)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         assert self.connector_worker is not None

@@ -1,8 +1,20 @@
-"""What changes the bytes or the meaning of a stored chunk, collected from vLLM's configuration."""
+"""What changes the bytes or the meaning of a stored chunk, collected from vLLM's configuration.
+
+All of the configuration counts but for the fields that config_fields.py leaves out, each for a reason; so do the
+model's own configuration as vLLM resolved it, the weights, the versions, the chip and the layout of the KV caches.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import functools
+import importlib.metadata
+import math
 import os
+import platform
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +23,24 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from spillway_connector.content_digests import digests_of
+from spillway_connector.engine.config_fields import (
+    ARCHITECTURES_BY_LENGTH,
+    CONFIG_FIELDS,
+    ENVIRONMENT_LEFT_OUT,
+    ENVIRONMENT_PREFIX_OF_PLUGINS,
+    HF_CONFIG_LEFT_OUT,
+    ROPE_TYPES_OF_ANY_LENGTH,
+)
 from spillway_connector.errors import ConfigError
-from spillway_connector.model_identity import folder_identity
+from spillway_connector.model_identity import cache_folders_of, folder_identity, sampled_identity
 from spillway_connector.plan.geometry import ChunkGeometry
 
+NAMESPACE_VERSION = 2  # of what the document says
 LAYOUT_VERSION = 1  # of how a row is filled (engine/handlers.py: copy_layout)
 _REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
+_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_PLUGIN_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 
 
 def require_shareable_hashes(vllm_config: VllmConfig) -> None:
@@ -34,28 +58,53 @@ def require_shareable_hashes(vllm_config: VllmConfig) -> None:
         )
 
 
+def require_shareable_scales(vllm_config: VllmConfig) -> None:
+    """Raises ConfigError where the scales of a quantised cache come from whatever request an engine computes first."""
+    cache = vllm_config.cache_config
+    if cache.calculate_kv_scales and cache.cache_dtype not in ("auto", "bfloat16", "float16", "half"):
+        raise ConfigError(
+            f"calculate_kv_scales with kv_cache_dtype {cache.cache_dtype!r} takes the scales of the KV cache from the "
+            "first request of each engine, so no engine can read another one's blocks; use a checkpoint with scales, "
+            "or turn the shared tiers off"
+        )
+
+
 def namespace_facts(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, geometry: ChunkGeometry, hash_block_size: int
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    geometry: ChunkGeometry,
+    *,
+    hash_block_size: int,
+    layouts: Sequence[Mapping[str, Any]],
+    weights_version: str | None = None,
 ) -> dict[str, Any]:
-    """JSON values only. Engines share blocks exactly when these are equal."""
+    """JSON values only. Engines share blocks exactly when these are equal.
+
+    layouts: of the registered KV caches, by rank (kv_layout.py). weights_version: what an operator calls the weights;
+    their bytes are then not read.
+    """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    return {
+    facts = {
+        "namespace_version": NAMESPACE_VERSION,
         "layout_version": LAYOUT_VERSION,
-        "weights": weights_identity(vllm_config),
+        "weights": weights_identity(vllm_config, pinned=weights_version is not None),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(cache.cache_dtype),
-        "rope": repr(getattr(model.hf_text_config, "rope_parameters", None)),  # --hf-overrides may change it
         "groups": [
             {
                 "kind": type(group.kv_cache_spec).__name__,
                 "block_tokens": group.kv_cache_spec.block_size,
                 "page_bytes": group.kv_cache_spec.page_size_bytes,
                 "layers": list(group.layer_names),
+                "spec": json_value(group.kv_cache_spec, "KV cache spec"),
             }
             for group in kv_cache_config.kv_cache_groups
         ],
+        # Which layers take turns on which bytes of a row.
+        "tensors": [list(tensor.shared_by) for tensor in kv_cache_config.kv_cache_tensors],
         "physical_layout": _physical_layout(vllm_config),
+        "layout": [dict(one) for one in layouts],
         "rank_block_bytes": geometry.rank_block_bytes,
         "blocks_per_chunk": geometry.blocks_per_chunk,
         "tokens_per_hash": hash_block_size,
@@ -67,36 +116,174 @@ def namespace_facts(
             "decode_context": parallel.decode_context_parallel_size,
             "prefill_context": parallel.prefill_context_parallel_size,
         },
+        "config": json_value(vllm_config, "VllmConfig"),
+        **context_length_facts(model),
+        "environment": environment_facts(os.environ),
+        "versions": version_facts(),
     }
+    if weights_version is not None:
+        facts["weights_version"] = weights_version
+    if (drafter := _drafter_identity(vllm_config, weights_version is not None)) is not None:
+        facts["drafter"] = drafter
+    if (scales := getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)) is not None:
+        facts["encoder_scales"] = digests_of([Path(scales)])[Path(scales)]
+    return facts
 
 
-def weights_identity(vllm_config: VllmConfig) -> str:
-    """A digest of a model folder, or the immutable revision of a model fetched from a hub. Raises ConfigError."""
+def weights_identity(vllm_config: VllmConfig, *, pinned: bool = False) -> str:
+    """A digest of what a model is loaded from, or the immutable revision of one fetched from a hub.
+
+    pinned: an operator has named the weights' version, so a sample will do. Raises ConfigError.
+    """
     model = vllm_config.model_config
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy:{model.model}:seed{model.seed}"
-    folder = Path(model.model)
-    if folder.is_dir():
-        return folder_identity(folder)
-    from huggingface_hub import try_to_load_from_cache
+    return _identity_of(model.model_weights or model.model, model.revision, pinned)
 
-    config_file = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+
+def _drafter_identity(vllm_config: VllmConfig, pinned: bool) -> str | None:
+    speculative = vllm_config.speculative_config
+    drafter = getattr(speculative, "draft_model_config", None)
+    if drafter is None or drafter.model == vllm_config.model_config.model:
+        return None
+    return _identity_of(drafter.model_weights or drafter.model, drafter.revision, pinned)
+
+
+def _identity_of(name: str, revision: str | None, pinned: bool) -> str:
+    place = Path(name)
+    if place.exists():
+        try:
+            return sampled_identity(place) if pinned else folder_identity(place, cache_folders_of(place))
+        except OSError as error:
+            raise ConfigError(f"model {name!r}: its weights cannot be read for their identity: {error}") from error
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config_file = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:
+        config_file = None
     if not isinstance(config_file, str):
+        if pinned:
+            return f"named:{name}"
         raise ConfigError(
-            f"model {model.model!r} is neither a folder nor in the hub's cache, so its weights cannot be told from "
-            "others' and its KV must not be shared; give a folder, or turn the shared tier off"
+            f"model {name!r} is neither a folder nor in the hub's cache, so its weights cannot be told from "
+            "others' and its KV must not be shared; give a folder, name the weights' version (weights_version), or "
+            "turn the shared tier off"
         )
-    return f"hub:{model.model}@{Path(config_file).parent.name}"
+    return f"hub:{name}@{Path(config_file).parent.name}"
+
+
+def context_length_facts(model: Any) -> dict[str, Any]:
+    """`max_model_len`, for models whose KV may depend on it.
+
+    With the length come other factors of the rotation, and processors may fit media to it.
+    """
+    kinds = set(_rope_types(json_value(getattr(model.hf_text_config, "rope_parameters", None), "rope_parameters")))
+    architectures = set(getattr(model, "architectures", None) or ())
+    by_length = kinds - ROPE_TYPES_OF_ANY_LENGTH or architectures & ARCHITECTURES_BY_LENGTH
+    if not by_length and getattr(model, "multimodal_config", None) is None:
+        return {}
+    return {"max_model_len": model.max_model_len}
+
+
+def _rope_types(parameters: Any) -> list[str]:
+    """Of all layers; models with several kinds of attention have one set of parameters for each."""
+    if isinstance(parameters, list):
+        return [kind for one in parameters for kind in _rope_types(one)]
+    if not isinstance(parameters, dict):
+        return []
+    nested = [kind for value in parameters.values() for kind in _rope_types(value)]
+    return nested + [str(parameters[name]) for name in ("rope_type", "type") if parameters.get(name) is not None]
+
+
+def environment_facts(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are set, known to vLLM, and not left out in config_fields.py. Secrets never."""
+    from vllm import envs
+
+    known = envs.compile_factors().keys() - ENVIRONMENT_LEFT_OUT
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if (name in known or name.startswith(ENVIRONMENT_PREFIX_OF_PLUGINS))
+        and not any(word in name for word in _SECRET_WORDS)
+    }
+
+
+def version_facts() -> dict[str, str]:
+    """Of what computes: vLLM, torch, and whatever is plugged into vLLM. Spillway's own does not count."""
+    import vllm
+
+    versions = {"vllm": vllm.__version__, "torch": torch.__version__}
+    for group in _PLUGIN_GROUPS:
+        for entry in importlib.metadata.entry_points(group=group):
+            if entry.dist is not None and not entry.dist.name.startswith("spillway"):
+                versions[entry.dist.name] = entry.dist.version
+    if current_platform.device_type == "npu":
+        for name in ("torch_npu", "vllm_ascend"):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def json_value(value: Any, path: str) -> Any:
+    """As JSON, so that different values never look alike. Raises ConfigError naming what has no such form."""
+    match value:
+        case None | bool() | str() | int() if not isinstance(value, enum.Enum):
+            return value
+        case float():
+            return value if math.isfinite(value) else repr(value)
+        case enum.Enum():
+            return f"{type(value).__name__}.{value.name}"
+        case torch.dtype() | torch.device() | Path():
+            return str(value)
+        case bytes():
+            return value.hex()
+        case type():
+            return f"{value.__module__}.{value.__qualname__}"
+        case Mapping():
+            if all(isinstance(name, str) for name in value):
+                return {name: json_value(inner, f"{path}.{name}") for name, inner in value.items()}
+            return [[json_value(name, path), json_value(inner, f"{path}.{name}")] for name, inner in value.items()]
+        case AbstractSet():
+            return sorted((json_value(inner, path) for inner in value), key=repr)
+        case list() | tuple():
+            return [json_value(inner, f"{path}[{position}]") for position, inner in enumerate(value)]
+        case functools.partial():
+            return [json_value(part, path) for part in (value.func, list(value.args), value.keywords)]
+    # transformers' PretrainedConfig with every override in it: a dataclass, too, but not all it holds are fields.
+    if hasattr(value, "to_dict"):
+        inner = {name: one for name, one in value.to_dict().items() if name not in HF_CONFIG_LEFT_OUT}
+        return json_value(inner, path)
+    if dataclasses.is_dataclass(value):
+        fields = CONFIG_FIELDS.get(type(value).__name__)
+        left_out = fields.left_out if fields is not None else frozenset()
+        return {
+            field.name: json_value(getattr(value, field.name, None), f"{path}.{field.name}")
+            for field in dataclasses.fields(value)
+            if field.name not in left_out
+            # The text part of a model that has no other part is the whole once more.
+            and not (field.name == "hf_text_config" and _is_the_whole(value))
+        }
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    raise ConfigError(
+        f"{path}: a {type(value).__name__} cannot be compared with other engines', so their KV must not be shared; "
+        "use plain values, or turn the shared tiers off"
+    )
+
+
+def _is_the_whole(model: Any) -> bool:
+    return model.hf_text_config is model.hf_config
 
 
 def _physical_layout(vllm_config: VllmConfig) -> str:
-    """How the platform's attention kernels arrange a block's bytes."""
+    """How the platform's attention kernels arrange a block's bytes, in a word for people; `layout` says all of it."""
     if not current_platform.is_cpu():
-        return f"{current_platform.device_name}:{os.environ.get('VLLM_KV_CACHE_LAYOUT', 'HND')}"
+        return f"{current_platform.device_name}:{os.environ.get('VLLM_KV_CACHE_LAYOUT', 'default')}"
     # The CPU kernels pack keys differently for each instruction set, so the same file serves only like machines.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     assert isinstance(model.dtype, torch.dtype)  # resolved when the model was loaded
     isa = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
-    return f"cpu:{isa}"
+    return f"cpu:{isa}:{platform.machine()}"

@@ -7,8 +7,9 @@ scheduler's process and one in each worker's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -31,7 +32,12 @@ from spillway_connector.device.npu_transport import NpuTransport, torch_npu_devi
 from spillway_connector.device.stream_copier import CopyLimits
 from spillway_connector.engine.cpu_tier import make_cpu_tier
 from spillway_connector.engine.handlers import CopyHandler, copy_layout
-from spillway_connector.engine.namespace_fields import namespace_facts, require_shareable_hashes
+from spillway_connector.engine.kv_layout import leave_layout, take_layouts
+from spillway_connector.engine.namespace_fields import (
+    namespace_facts,
+    require_shareable_hashes,
+    require_shareable_scales,
+)
 from spillway_connector.engine.tier_adapter import TIER_TYPES
 from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.errors import ConfigError
@@ -72,6 +78,9 @@ class SpillwayOffloadingSpec(OffloadingSpec):
         self.cpu_page_size_per_worker = self.geometry.rank_cell_bytes
         self.eviction_policy = self.config.eviction_policy
         self._manager: SpillwayTieringManager | None = None
+        self._layouts: list[dict[str, Any]] = []  # in the scheduler's process, of every rank
+        # In a worker, before its caches are registered: how they lie in memory.
+        self.registered_layout: Mapping[str, Any] | None = None
         # In a worker on an NPU or GPU, once its caches are registered.
         self.device_transport: NpuTransport | CudaTransport | None = None
         self._handlers: list[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]] = []
@@ -80,10 +89,15 @@ class SpillwayOffloadingSpec(OffloadingSpec):
     def namespace(self) -> Namespace:
         """Of the chunks this engine shares. Raises ConfigError when sharing them could not be safe or useful."""
         require_shareable_hashes(self.vllm_config)
-        facts = namespace_facts(self.vllm_config, self.kv_cache_config, self.geometry, self.hash_block_size)
-        weights_version = self.config.weights_version
-        if weights_version is not None:  # absent where it is not set, so that namespaces stay what they were
-            facts["weights_version"] = weights_version
+        require_shareable_scales(self.vllm_config)
+        facts = namespace_facts(
+            self.vllm_config,
+            self.kv_cache_config,
+            self.geometry,
+            hash_block_size=self.hash_block_size,
+            layouts=self._layouts,
+            weights_version=self.config.weights_version,
+        )
         return Namespace.of(facts)
 
     def get_manager(self) -> SpillwayTieringManager:
@@ -97,6 +111,8 @@ class SpillwayOffloadingSpec(OffloadingSpec):
             enable_events = events is not None and events.enable_kv_cache_events
             primary = make_cpu_tier(self.num_blocks, region, self.eviction_policy, enable_events)
             view = primary.get_kv_memoryview()
+            if self.secondary_tier_configs:
+                self._layouts = take_layouts(view.cast("B"), self.geometry.rank_cell_bytes, self.geometry.num_ranks)
             tiers = [self._create_tier(config, view) for config in self.secondary_tier_configs]
             if tiers:
                 # Their threads fill rows in this process: 94 MB of rows never touched took 35 ms longer than others.
@@ -129,7 +145,13 @@ class SpillwayOffloadingSpec(OffloadingSpec):
         if not self._handlers:
             region = self._open_region()
             region.populate(0, region.size_bytes)
-            layout = copy_layout(kv_caches, region, self.geometry, self.vllm_config.parallel_config.rank)
+            rank = self.vllm_config.parallel_config.rank
+            if self.registered_layout is not None and self.secondary_tier_configs:
+                cell_bytes = self.geometry.rank_cell_bytes
+                rows = region.create_kv_memoryview().cast("B")
+                leave_layout(rows, rank * cell_bytes, cell_bytes, self.registered_layout)
+                rows.release()
+            layout = copy_layout(kv_caches, region, self.geometry, rank)
             copier = self._open_transport(region)
             store = CopyHandler(Direction.STORE, layout, copier(Direction.STORE))
             load = CopyHandler(Direction.LOAD, layout, copier(Direction.LOAD))

@@ -1,0 +1,111 @@
+"""How the KV caches of a rank lie in memory, as its worker registered them, told to the scheduler's process.
+
+Backend, shape, strides, format and scales are known only where the attention layers are, and the namespace is made
+where the scheduler is. Both map the CPU tier's rows, and when the scheduler's connector is built, all workers have
+registered their caches and no row is in use: each rank leaves its description in its cell of row 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from blake3 import blake3
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from spillway_connector.errors import ConfigError
+
+LayerCache = torch.Tensor | Sequence[torch.Tensor]
+_MARK = b"SPILLKVL"
+_HEAD = struct.Struct("<8sI16s")  # mark, bytes of the document, its blake3
+
+
+def layout_facts(kv_caches: Mapping[str, LayerCache], vllm_config: VllmConfig, num_blocks: int) -> dict[str, Any]:
+    """JSON values. kv_caches: as vLLM registers them, by layer, one tensor or several."""
+    modules = vllm_config.compilation_config.static_forward_context
+    layers: dict[str, list[str]] = {}
+    for name, cache in kv_caches.items():
+        tensors = [cache] if isinstance(cache, torch.Tensor) else list(cache)
+        facts = _module_facts(modules.get(name)) | {"tensors": [_tensor_facts(one, num_blocks) for one in tensors]}
+        layers.setdefault(json.dumps(facts, sort_keys=True), []).append(name)
+    return {
+        "chip": str(current_platform.get_device_name()),
+        "layers": [json.loads(facts) | {"names": names} for facts, names in layers.items()],
+    }
+
+
+def _module_facts(module: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    if (backend := getattr(module, "get_attn_backend", None)) is not None:
+        facts["backend"] = backend().get_name()
+    for label, attribute in (("key_scale", "_k_scale_float"), ("value_scale", "_v_scale_float")):
+        if isinstance(scale := getattr(module, attribute, None), float):
+            facts[label] = scale
+    return facts
+
+
+def _tensor_facts(tensor: torch.Tensor, num_blocks: int) -> dict[str, Any]:
+    """Without what follows from the memory an engine has: the number of blocks, and strides that cross blocks."""
+    size_bytes = tensor.element_size()
+    blocks = _block_dimension(tensor, num_blocks)
+    stride_bytes = [stride * size_bytes for stride in tensor.stride()]
+    facts: dict[str, Any] = {
+        "dtype": str(tensor.dtype),
+        "shape": ["blocks" if dim == blocks else size for dim, size in enumerate(tensor.shape)],
+        "stride_bytes": [
+            stride if dim == blocks or stride < stride_bytes[blocks] else "across blocks"
+            for dim, stride in enumerate(stride_bytes)
+        ],
+    }
+    if tensor.shape[blocks] % num_blocks == 0 and tensor.shape[blocks] != num_blocks:
+        facts["kernel_blocks_per_block"] = tensor.shape[blocks] // num_blocks
+    if tensor.device.type == "npu":
+        # Of ND, FRACTAL_NZ and others, as a number (ACL_FORMAT_*).
+        facts["format"] = int(importlib.import_module("torch_npu").get_npu_format(tensor))
+    return facts
+
+
+def _block_dimension(tensor: torch.Tensor, num_blocks: int) -> int:
+    """Where the blocks are counted: before or behind the pair of K and V, or of the layers."""
+    sizes = list(tensor.shape)
+    for dim, size in enumerate(sizes):
+        if size == num_blocks:
+            return dim
+    for dim, size in enumerate(sizes):
+        if size % num_blocks == 0:
+            return dim
+    return sizes.index(max(sizes))  # vLLM-Ascend may have more blocks than vLLM manages
+
+
+def leave_layout(rows: memoryview, cell_offset: int, cell_bytes: int, facts: Mapping[str, Any]) -> None:
+    """rows: flat writable bytes of the CPU tier. A cell that is too small for all of it gets its digest."""
+    document = json.dumps(facts, sort_keys=True).encode()
+    if _HEAD.size + len(document) > cell_bytes:
+        document = json.dumps({"digest": blake3(document).hexdigest(16)}).encode()
+    assert _HEAD.size + len(document) <= cell_bytes, f"a cell of {cell_bytes} bytes holds no description of its layout"
+    head = _HEAD.pack(_MARK, len(document), blake3(document).digest(16))
+    rows[cell_offset : cell_offset + _HEAD.size + len(document)] = head + document
+
+
+def take_layouts(rows: memoryview, cell_bytes: int, num_ranks: int) -> list[dict[str, Any]]:
+    """What each rank left, in the order of ranks; once where all say the same.
+
+    Raises ConfigError where a rank has said nothing.
+    """
+    found: list[dict[str, Any]] = []
+    for rank in range(num_ranks):
+        cell = bytes(rows[rank * cell_bytes : (rank + 1) * cell_bytes])
+        mark, length, digest = _HEAD.unpack_from(cell) if len(cell) >= _HEAD.size else (b"", 0, b"")
+        document = cell[_HEAD.size : _HEAD.size + length]
+        if mark != _MARK or blake3(document).digest(16) != digest:
+            raise ConfigError(
+                f"rank {rank} of {num_ranks} has not said how its KV caches lie in memory, so nobody can tell whose "
+                "blocks fit it; a replica must run on one machine, or turn its shared tiers off"
+            )
+        found.append(json.loads(document))
+    return found[:1] if all(one == found[0] for one in found) else found
