@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.api.body_errors import read_body
+from spillway_gateway.api.body_errors import decoder_of, read_body
 from spillway_gateway.api.parsed_body import ParsedBody, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
+from spillway_gateway.upstream.forward import Body
 
 
 class _ChatFields(msgspec.Struct, kw_only=True):
@@ -35,17 +36,17 @@ class ChatBatchBody(_ChatFields, kw_only=True):
     messages: list[list[dict[str, Any]]]
 
 
-_decoder = msgspec.json.Decoder(ChatBody)
-_batch_decoder = msgspec.json.Decoder(ChatBatchBody)
+_decoder = decoder_of(ChatBody)
+_batch_decoder = decoder_of(ChatBatchBody)
 
 
-def parse_chat(body: bytes) -> ParsedBody:
+def parse_chat(body: Body) -> ParsedBody:
     """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
     fields = read_body(_decoder, body)
     return _parsed(fields, fields.messages)
 
 
-def parse_chat_batch(body: bytes) -> ParsedBody:
+def parse_chat_batch(body: Body) -> ParsedBody:
     """Several conversations; the first decides where all of them go. Raises ClientBadRequest."""
     fields = read_body(_batch_decoder, body)
     others = sum(

@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.api.body_errors import read_body
+from spillway_gateway.api.body_errors import decoder_of, read_body
 from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text
 from spillway_gateway.tokens.prompt import CompletionPrompt
+from spillway_gateway.upstream.forward import Body
 
 
 class CompletionBody(msgspec.Struct):
@@ -19,10 +20,10 @@ class CompletionBody(msgspec.Struct):
     add_special_tokens: Any = True
 
 
-_decoder = msgspec.json.Decoder(CompletionBody)
+_decoder = decoder_of(CompletionBody)
 
 
-def parse_completion(body: bytes) -> ParsedBody:
+def parse_completion(body: Body) -> ParsedBody:
     """Of a batch, the first prompt decides where all of it goes. Raises ClientBadRequest for what is not JSON or has a
     field of the wrong type."""
     fields = read_body(_decoder, body)

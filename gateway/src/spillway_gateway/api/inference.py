@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant
 from spillway_gateway.access.limits import give_back, settle
 from spillway_gateway.api.body_errors import too_deep
+from spillway_gateway.api.large_bodies import SHORT_BODY_BYTES_MAX, LargeBodies
 from spillway_gateway.api.routes import ApiRoute, Salting
 from spillway_gateway.api.stored_responses import Owner, ResponseOwners
 from spillway_gateway.client_connection import EXTENSION, ClientRequest
@@ -37,8 +38,8 @@ from spillway_gateway.errors import (
 )
 from spillway_gateway.fleet.engines import ModelFleet
 from spillway_gateway.tokens.prompt import CompletionPrompt, PromptReader
-from spillway_gateway.upstream.forward import Headers, header
-from spillway_gateway.upstream.splice import insert_text, replace_text
+from spillway_gateway.upstream.forward import Body, Headers, header
+from spillway_gateway.upstream.splice import insert_text
 from spillway_gateway.upstream.stream import OutboundRequest, Relay, UpstreamServices
 from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
 
@@ -79,6 +80,7 @@ class FrontDoor:
     owners: ResponseOwners
     audit: AuditLog | None
     tracing: Tracing | None = None
+    large_bodies: LargeBodies = field(default_factory=LargeBodies)
 
 
 class InferenceEndpoint:
@@ -107,22 +109,33 @@ class InferenceEndpoint:
         route, door = self._route, self._door
         body = await read_body(headers, receive, client, door.services.limits, door.services.timeouts)
         received_at = perf_counter()
-        parsed = route.parse(body)
+        large = len(body) > SHORT_BODY_BYTES_MAX
+        limits = door.services.limits
+        parsed = await door.large_bodies.parse(route, body, limits.text_chars_max) if large else route.parse(body)
         served = named_model(door.models, parsed.model, tenant)
         model = served.fleet.name
-        if parsed.model is not None and parsed.model != model:
-            body = route.set_text(body, "model", model)
         gatekeeper = door.gatekeeper
         gatekeeper.allow_model(tenant, parsed.model or model, model)
         said = parsed.prompt
+        replaced: dict[str, str] = {}
+        inserted: dict[str, str] = {}
+        if parsed.model is not None and parsed.model != model:
+            replaced["model"] = model
         if route.salting is Salting.UNKNOWN:
             gatekeeper.allow_unsalted(route.path)
         elif route.salting is Salting.FIELD:
             salt = gatekeeper.salt(tenant, said.cache_salt)
             if salt is not None:
-                body = (replace_text if parsed.names_salt else insert_text)(body, "cache_salt", salt)
+                (replaced if parsed.names_salt else inserted)["cache_salt"] = salt
                 # The engine hashes it into the first block, as does routing.
                 said = structs.replace(said, cache_salt=salt)
+        if large and route.body is not None and (replaced or inserted):
+            body = await door.large_bodies.set_texts(body, replaced, inserted)
+        else:
+            for name, text in replaced.items():
+                body = route.set_text(body, name, text)
+            for name, text in inserted.items():
+                body = insert_text(body, name, text)
         prompt = await served.reader.read(said)
         if parsed.other_tokens:
             prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens)
@@ -329,7 +342,7 @@ class _ClientLeft(Exception):
 
 async def read_body(
     headers: Headers, receive: Receive, client: ClientRequest, limits: LimitsConfig, timeouts: TimeoutsConfig
-) -> bytes:
+) -> Body:
     """The whole request body. Raises RequestTooLarge before reading more than the limit."""
     bytes_max = limits.body_bytes_max
     declared = header(headers, b"content-length")
@@ -340,17 +353,14 @@ async def read_body(
         if len(body) > bytes_max:
             raise RequestTooLarge(_too_large(bytes_max))
         return body
-    parts: list[bytes] = []
-    size = 0
+    parts = bytearray()  # grows in place: joining a long body would copy it at once
     message: Message = {"more_body": True}
     while message.get("more_body", False):
         message = await _next_part(receive, timeouts)
-        part = message.get("body", b"")
-        size += len(part)
-        if size > bytes_max:
+        parts += message.get("body", b"")
+        if len(parts) > bytes_max:
             raise RequestTooLarge(_too_large(bytes_max))
-        parts.append(part)
-    return b"".join(parts)
+    return parts
 
 
 async def _next_part(receive: Receive, timeouts: TimeoutsConfig) -> Message:

@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.api.body_errors import read_body
+from spillway_gateway.api.body_errors import decoder_of, read_body
 from spillway_gateway.api.parsed_body import ParsedBody, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt
+from spillway_gateway.upstream.forward import Body
 
 _PER_REQUEST_NOTE = "x-anthropic-billing-header"  # system blocks that engines leave out, as they differ by request
 
@@ -32,10 +33,10 @@ class MessagesBody(msgspec.Struct):
     cache_salt: Any = msgspec.UNSET
 
 
-_decoder = msgspec.json.Decoder(MessagesBody)
+_decoder = decoder_of(MessagesBody)
 
 
-def parse_messages(body: bytes) -> ParsedBody:
+def parse_messages(body: Body) -> ParsedBody:
     """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
     fields = read_body(_decoder, body)
     variables = dict(fields.chat_template_kwargs) if isinstance(fields.chat_template_kwargs, dict) else {}

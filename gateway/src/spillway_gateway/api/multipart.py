@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from spillway_gateway.api.parsed_body import ParsedBody
 from spillway_gateway.errors import ClientBadRequest
 from spillway_gateway.tokens.prompt import CompletionPrompt
+from spillway_gateway.upstream.forward import Body
 
 BOUNDARY_BYTES_MAX = 70  # RFC 2046
 PARTS_MAX = 1024
@@ -28,12 +29,12 @@ class Part:
     end: int
 
 
-def parse_audio(body: bytes) -> ParsedBody:
+def parse_audio(body: Body) -> ParsedBody:
     """Raises ClientBadRequest for what is no multipart body."""
     fields: dict[bytes, bytes] = {}
     for part in parts_of(body):
         if part.name in (b"model", b"stream"):
-            fields[part.name] = body[part.start : min(part.end, part.start + TEXT_FIELD_BYTES_MAX)]
+            fields[part.name] = bytes(body[part.start : min(part.end, part.start + TEXT_FIELD_BYTES_MAX)])
     model = fields.get(b"model")
     stream = fields.get(b"stream", b"").strip().lower() in (b"true", b"1", b"yes", b"on", b"t", b"y")
     try:
@@ -43,9 +44,9 @@ def parse_audio(body: bytes) -> ParsedBody:
     return ParsedBody(name, names_salt=False, stream=stream, prompt=CompletionPrompt(""))
 
 
-def replace_field(body: bytes, name: str, value: str) -> bytes:
+def replace_field(body: Body, name: str, value: str) -> bytes:
     """The body with another value in every field `name`; all other bytes as they were."""
-    pieces: list[bytes] = []
+    pieces: list[Body] = []
     copied = 0
     for part in parts_of(body):
         if part.name == name.encode():
@@ -54,7 +55,7 @@ def replace_field(body: bytes, name: str, value: str) -> bytes:
     return b"".join([*pieces, body[copied:]])
 
 
-def parts_of(body: bytes) -> list[Part]:
+def parts_of(body: Body) -> list[Part]:
     """The named fields in their order. Raises ClientBadRequest."""
     first_line = body[: BOUNDARY_BYTES_MAX + 4].partition(b"\r\n")[0]
     if not first_line.startswith(b"--") or len(first_line) < 3 or len(first_line) > BOUNDARY_BYTES_MAX + 2:

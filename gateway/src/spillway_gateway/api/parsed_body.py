@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
+from spillway_gateway.tokens.prompt import Prompt
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
+from spillway_gateway.upstream.forward import Body
 
 
 class ParsedBody(msgspec.Struct, frozen=True):
@@ -20,12 +21,12 @@ class ParsedBody(msgspec.Struct, frozen=True):
     model: str | None
     names_salt: bool
     stream: bool
-    prompt: ChatPrompt | CompletionPrompt
+    prompt: Prompt
     other_tokens: int = 0
     previous_response: str | None = None
 
 
-ParseBody = Callable[[bytes], ParsedBody]  # raises ClientBadRequest
+ParseBody = Callable[[Body], ParsedBody]  # raises ClientBadRequest
 
 
 def salt_text(value: object) -> str | None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.api.body_errors import read_body
+from spillway_gateway.api.body_errors import decoder_of, read_body
 from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
+from spillway_gateway.upstream.forward import Body
 
 
 class PoolingBody(msgspec.Struct):
@@ -32,10 +33,10 @@ class PoolingBody(msgspec.Struct):
     data_2: Any = None
 
 
-_decoder = msgspec.json.Decoder(PoolingBody)
+_decoder = decoder_of(PoolingBody)
 
 
-def parse_pooling(body: bytes) -> ParsedBody:
+def parse_pooling(body: Body) -> ParsedBody:
     """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
     fields = read_body(_decoder, body)
     salt = salt_text(fields.cache_salt)

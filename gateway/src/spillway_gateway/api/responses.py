@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.api.body_errors import read_body
+from spillway_gateway.api.body_errors import decoder_of, read_body
 from spillway_gateway.api.parsed_body import ParsedBody, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt
+from spillway_gateway.upstream.forward import Body
 
 
 class ResponsesBody(msgspec.Struct):
@@ -29,10 +30,10 @@ class ResponsesBody(msgspec.Struct):
     truncation: Any = None
 
 
-_decoder = msgspec.json.Decoder(ResponsesBody)
+_decoder = decoder_of(ResponsesBody)
 
 
-def parse_responses(body: bytes) -> ParsedBody:
+def parse_responses(body: Body) -> ParsedBody:
     """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
     fields = read_body(_decoder, body)
     messages: list[Any] = []

@@ -19,6 +19,7 @@ from spillway_gateway.api.pooling import PoolingBody, parse_pooling
 from spillway_gateway.api.responses import ResponsesBody, parse_responses
 from spillway_gateway.api.token_bodies import AnyBody, GenerateBody, parse_generate, parse_unrouted
 from spillway_gateway.error_bodies import Dialect
+from spillway_gateway.upstream.forward import Body
 from spillway_gateway.upstream.splice import replace_text
 
 
@@ -43,7 +44,7 @@ class ApiRoute:
     parse: ParseBody
     dialect: Dialect = Dialect.OPENAI
     salting: Salting = Salting.FIELD
-    set_text: Callable[[bytes, str, str], bytes] = replace_text
+    set_text: Callable[[Body, str, str], Body] = replace_text
     retryable: bool = True
     keeps_responses: bool = False
 

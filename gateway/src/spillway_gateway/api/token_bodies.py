@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.api.body_errors import read_body
+from spillway_gateway.api.body_errors import decoder_of, read_body
 from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text
 from spillway_gateway.tokens.prompt import CompletionPrompt
+from spillway_gateway.upstream.forward import Body
 
 
 class AnyBody(msgspec.Struct):
@@ -23,17 +24,17 @@ class GenerateBody(msgspec.Struct):
     cache_salt: Any = msgspec.UNSET
 
 
-_any = msgspec.json.Decoder(AnyBody)
-_generate = msgspec.json.Decoder(GenerateBody)
+_any = decoder_of(AnyBody)
+_generate = decoder_of(GenerateBody)
 
 
-def parse_unrouted(body: bytes) -> ParsedBody:
+def parse_unrouted(body: Body) -> ParsedBody:
     """Nothing is computed with the prompt, so every engine of the model is as good. Raises ClientBadRequest."""
     fields = read_body(_any, body)
     return ParsedBody(fields.model, names_salt=False, stream=False, prompt=CompletionPrompt(""))
 
 
-def parse_generate(body: bytes) -> ParsedBody:
+def parse_generate(body: Body) -> ParsedBody:
     """Token ids in, token ids out. Raises ClientBadRequest."""
     fields = read_body(_generate, body)
     prompt, _ = first_of(fields.token_ids)

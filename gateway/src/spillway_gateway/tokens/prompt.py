@@ -47,6 +47,17 @@ class CompletionPrompt(msgspec.Struct, frozen=True, gc=False):
     cache_salt: str | None = None
 
 
+class RawPrompt(msgspec.Struct, frozen=True, gc=False):
+    """A prompt too costly to parse: the bytes of its JSON, or the start of them, and about how many tokens it has."""
+
+    text: bytes
+    prompt_tokens: int
+    cache_salt: str | None = None
+
+
+Prompt = ChatPrompt | CompletionPrompt | RawPrompt
+
+
 class PromptReader:
     """Prompts of one model. Owns its tokenizer; the executor is shared and closed by the app."""
 
@@ -64,9 +75,13 @@ class PromptReader:
         self._executor = executor
         self.limits = limits
 
-    async def read(self, prompt: ChatPrompt | CompletionPrompt) -> PromptBlocks:
-        """Never raises for a strange prompt: what cannot be tokenised is matched by its text."""
+    async def read(self, prompt: Prompt) -> PromptBlocks:
+        """What cannot be tokenised is matched by its text. Raises RecursionError alone, for what is nested too deeply
+        to be walked."""
         namespace = self._index.namespace(prompt.cache_salt)
+        if isinstance(prompt, RawPrompt):
+            blocks = self._of_text(namespace, prompt.text)
+            return msgspec.structs.replace(blocks, prompt_tokens=prompt.prompt_tokens)
         if isinstance(prompt, CompletionPrompt) and not isinstance(prompt.prompt, str):
             return self._of_tokens(namespace, token_bytes(prompt.prompt))
         tokenizer = self.tokenizer

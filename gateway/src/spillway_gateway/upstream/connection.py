@@ -15,7 +15,7 @@ import httptools
 
 from spillway_gateway.errors import EngineBadReply, EngineDisconnected, UpstreamError
 from spillway_gateway.turn_writes import TurnWrites
-from spillway_gateway.upstream.forward import Headers
+from spillway_gateway.upstream.forward import Body, Headers
 
 READ_BUFFER_BYTES = 256 * 1024  # above it the engine is asked to wait, so a slow client cannot fill memory
 HEAD_BYTES_MAX = 64 * 1024
@@ -31,7 +31,7 @@ class EngineConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._failure: UpstreamError | None = None
         self._turn = TurnWrites.here()
-        self._outgoing: Sequence[bytes] = ()
+        self._outgoing: Sequence[Body] = ()
         self._chunks: list[bytes] = []
         self._paused = False
         self._eof = False
@@ -72,7 +72,7 @@ class EngineConnection(asyncio.Protocol):
             self._failure is None and not self._eof and self._transport is not None and not self._transport.is_closing()
         )
 
-    def send(self, parts: Sequence[bytes]) -> None:
+    def send(self, parts: Sequence[Body]) -> None:
         assert self._transport is not None
         self._reset_exchange()
         self._parser = httptools.HttpResponseParser(self)

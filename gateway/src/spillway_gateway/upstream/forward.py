@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 Headers = list[tuple[bytes, bytes]]
+Body = bytes | bytearray  # a long one is not copied once more to become bytes
 
 _NOTHING: frozenset[bytes] = frozenset()
 HOP_BY_HOP = frozenset(

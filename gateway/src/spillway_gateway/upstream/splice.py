@@ -1,4 +1,4 @@
-"""Sets a top-level text of a JSON body without touching any other byte.
+"""Sets top-level texts of a JSON body without touching any other byte.
 
 Re-serialising would change number formats, escapes and key order, which clients and engines may rely on. Used for the
 model's name behind an alias and for a tenant's salt; every other body passes as it came.
@@ -7,71 +7,69 @@ model's name behind an alias and for a tenant's salt; every other body passes as
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
-# Text in runs: one alternative per character would take as long as everything else together.
-_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]:,]', re.DOTALL)
-_BLANKS = b" \t\r\n"
+from spillway_gateway.upstream.forward import Body
+from spillway_gateway.upstream.json_walk import JsonWalk, Member
+
+_opening = re.compile(rb"[ \t\r\n]*+\{[ \t\r\n]*+(?=([^ \t\r\n]))").match
 
 
-def replace_text(body: bytes, name: str, value: str) -> bytes:
-    """body: a valid JSON object. Every top-level `name` gets the value, as parsers differ on which of two counts."""
-    replacement = msgspec.json.encode(value)
-    pieces: list[bytes] = []
+class Opening(NamedTuple):
+    """Of an object: the first byte behind its brace, and whether it has no member."""
+
+    inside: int
+    empty: bool
+
+
+class Edit(NamedTuple):
+    """body[start:end] becomes the text."""
+
+    start: int
+    end: int
+    text: bytes
+
+
+def replace_text(body: Body, name: str, value: str) -> bytes:
+    """body: a JSON object. Every top-level `name` gets the value, as parsers differ on which of two counts. Raises
+    NotAnObject."""
+    walk = JsonWalk(body, [name])
+    walk.advance(len(body))
+    return edited(body, replacements(walk.members.get(name, ()), value))
+
+
+def insert_text(body: Body, name: str, value: str) -> bytes:
+    """body: a valid JSON object without a top-level `name`. It becomes the first member."""
+    opening = opening_of(body, len(body))
+    assert opening is not None
+    return edited(body, [insertion(opening, name, value)])
+
+
+def replacements(members: Iterable[Member], value: str) -> list[Edit]:
+    text = msgspec.json.encode(value)
+    return [Edit(member.start, member.end, text) for member in members]
+
+
+def opening_of(body: Body, bytes_max: int) -> Opening | None:
+    """None where the first bytes of the body do not tell."""
+    match = _opening(body, 0, bytes_max)
+    return None if match is None else Opening(body.index(b"{") + 1, match[1] == b"}")
+
+
+def insertion(opening: Opening, name: str, value: str) -> Edit:
+    member = msgspec.json.encode(name) + b":" + msgspec.json.encode(value) + (b"" if opening.empty else b",")
+    return Edit(opening.inside, opening.inside, member)
+
+
+def edited(body: Body, edits: Iterable[Edit]) -> bytes:
+    """The body with all edits, which lie apart, in their order."""
+    pieces: list[Body] = []
     copied = 0
-    for start, end in _values_of(body, name):
-        pieces.append(body[copied:start])
-        pieces.append(replacement)
+    for start, end, text in edits:
+        pieces += (body[copied:start], text)
         copied = end
     pieces.append(body[copied:])
     return b"".join(pieces)
-
-
-def insert_text(body: bytes, name: str, value: str) -> bytes:
-    """body: a valid JSON object without a top-level `name`. It becomes the first member."""
-    inside = body.index(b"{") + 1
-    empty = body[inside:].lstrip(_BLANKS).startswith(b"}")
-    member = msgspec.json.encode(name) + b":" + msgspec.json.encode(value) + (b"" if empty else b",")
-    return body[:inside] + member + body[inside:]
-
-
-def _values_of(body: bytes, name: str) -> list[tuple[int, int]]:
-    """Spans of the values of top-level members called `name`."""
-    plain = msgspec.json.encode(name)
-    spans: list[tuple[int, int]] = []
-    depth = 0
-    key: bytes | None = None  # the last text at depth 1, until ':' or ',' tells what it was
-    start: int | None = None  # of a wanted value
-    in_value = False
-    for match in _TOKEN.finditer(body):
-        token = match.group()
-        first = token[:1]
-        if first in b"{[":
-            depth += 1
-        elif first in b"}]":
-            depth -= 1
-            if depth == 0 and start is not None:
-                spans.append(_trimmed(body, start, match.start()))
-                start = None
-        elif depth != 1:
-            continue
-        elif first == b'"':
-            if not in_value:
-                key = token
-        elif first == b":":
-            in_value = True
-            if key is not None and (key == plain or (b"\\" in key and msgspec.json.decode(key) == name)):
-                start = match.end()
-        else:
-            if start is not None:
-                spans.append(_trimmed(body, start, match.start()))
-                start = None
-            in_value = False
-            key = None
-    return spans
-
-
-def _trimmed(body: bytes, start: int, end: int) -> tuple[int, int]:
-    value = body[start:end]
-    return start + len(value) - len(value.lstrip(_BLANKS)), start + len(value.rstrip(_BLANKS))

@@ -44,7 +44,7 @@ from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.turn_writes import TurnWrites
 from spillway_gateway.upstream.connection import EngineConnection
-from spillway_gateway.upstream.forward import Headers, header, reply_headers, request_head
+from spillway_gateway.upstream.forward import Body, Headers, header, reply_headers, request_head
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import (
     RETRYABLE_STATUSES,
@@ -126,7 +126,7 @@ class UpstreamServices:
 class OutboundRequest(msgspec.Struct, frozen=True):
     path: bytes
     headers: Headers  # the caller's
-    body: bytes
+    body: Body
     request_id: bytes
     stream: bool
     prompt: PromptBlocks

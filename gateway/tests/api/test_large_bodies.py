@@ -1,0 +1,147 @@
+"""Long bodies are read in small steps, and to the same end as short ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from typing import Any
+
+import pytest
+
+from spillway_gateway.api.large_bodies import _STEP_BYTES, VALUES_MAX, LargeBodies
+from spillway_gateway.api.parsed_body import ParsedBody
+from spillway_gateway.api.routes import ROUTES, ApiRoute
+from spillway_gateway.errors import ClientBadRequest, RequestTooLarge
+from spillway_gateway.tokens.prompt import CompletionPrompt, RawPrompt
+from spillway_gateway.upstream.splice import insert_text, replace_text
+
+TEXT_BYTES_MAX = 1000
+
+
+def route(path: str) -> ApiRoute:
+    return next(route for route in ROUTES if route.path == path)
+
+
+CHAT, COMPLETION = route("/v1/chat/completions"), route("/v1/completions")
+
+
+def encoded(**body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+async def parsed(body: bytes | bytearray, of: ApiRoute = CHAT) -> ParsedBody:
+    return await LargeBodies().parse(of, body, TEXT_BYTES_MAX)
+
+
+CHEAP = [
+    encoded(model="m", stream=True, messages=[{"role": "user", "content": "The quick, brown fox. " * 5_000}]),
+    encoded(model="m", messages=[{"role": "user", "content": '{"a": [1, 2]}, ' * 10_000}], cache_salt="s"),
+    encoded(model="m", messages=[], extra="x" * 3_000_000),
+]
+
+
+@pytest.mark.parametrize("body", CHEAP)
+async def test_what_is_cheap_is_parsed_as_a_short_body_is(body: bytes) -> None:
+    assert await parsed(body) == CHAT.parse(body)
+    assert await parsed(bytearray(body)) == CHAT.parse(body)
+
+
+async def test_of_what_is_costly_all_but_the_prompt_is_parsed() -> None:
+    messages = [{"role": "user", "content": "x" * 40}] * 30_000
+    body = encoded(model="m", stream=True, cache_salt="s", messages=messages, extra=[[]] * 1000, model2="n")
+
+    found = await parsed(body)
+
+    assert (found.model, found.stream, found.names_salt) == ("m", True, True)
+    assert isinstance(found.prompt, RawPrompt)
+    assert found.prompt.cache_salt == "s"
+    assert found.prompt.text == body[body.index(b"[") :][:TEXT_BYTES_MAX]
+    assert 30_000 * 10 <= found.prompt.prompt_tokens <= 30_000 * 20
+
+
+async def test_a_costly_member_that_is_not_read_costs_nothing() -> None:
+    body = encoded(model="m", messages=[{"role": "user", "content": "hi"}], extra=[[]] * 100_000)
+
+    assert await parsed(body) == CHAT.parse(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("prompt", "/v1/completions"), ("token_ids", "/inference/v1/generate"), ("input", "/v1/embeddings")],
+)
+async def test_token_ids_are_read_whole(name: str, path: str) -> None:
+    ids = list(range(100_000, 300_000))
+    for separators in ((",", ":"), (" ,\n", ": ")):
+        body = json.dumps({"model": "m", name: ids}, separators=separators).encode()
+        found = await parsed(body, route(path))
+        assert isinstance(found.prompt, CompletionPrompt)
+        assert found.prompt.prompt == array("I", ids)
+
+
+@pytest.mark.parametrize("odd", [1.5, -1, 2**32, True, None])
+async def test_ids_that_are_none_still_count(odd: object) -> None:
+    found = await parsed(encoded(model="m", prompt=[*range(200_000), odd]), COMPLETION)
+
+    assert isinstance(found.prompt, RawPrompt)
+    assert found.prompt.prompt_tokens == 200_001
+
+
+async def test_several_prompts_of_ids_count_together() -> None:
+    found = await parsed(encoded(model="m", prompt=[list(range(1_000))] * 300), COMPLETION)
+
+    assert isinstance(found.prompt, RawPrompt)
+    assert found.prompt.prompt_tokens == 300_000
+
+
+async def test_too_many_values_and_no_json_are_refused() -> None:
+    with pytest.raises(RequestTooLarge, match=f"more than {VALUES_MAX} JSON values"):
+        await parsed(b'{"messages":[' + b"[]," * VALUES_MAX + b"[]]}")
+    for body in (b'{"messages":[' + b"[]," * 100_000, b"[" + b"[]," * 100_000 + b"1]"):
+        with pytest.raises(ClientBadRequest, match="not a JSON object"):
+            await parsed(body)
+    with pytest.raises(RecursionError):
+        await parsed(b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+
+
+@pytest.mark.parametrize("old", [b"", b'"cache_salt":"a",', b'"cache_salt":[1],"cache\\u005fsalt":{},'])
+async def test_texts_are_set_as_in_short_bodies(old: bytes) -> None:
+    body = b' {"model":"alias",' + old + b'"messages":[],"extra":"' + b"x" * 3_000_000 + b'"}'
+    replaced = {"model": "m", **({"cache_salt": "s"} if old else {})}
+
+    done = await LargeBodies().set_texts(body, replaced, {} if old else {"cache_salt": "s"})
+
+    expected = replace_text(body, "model", "m")
+    assert done == (replace_text if old else insert_text)(expected, "cache_salt", "s")
+
+
+async def test_a_salt_behind_many_blanks_is_set() -> None:
+    body = b" " * 100_000 + b"{" + b" " * 100_000 + b"}"
+
+    assert json.loads(await LargeBodies().set_texts(body, {}, {"cache_salt": "s"})) == {"cache_salt": "s"}
+
+
+async def test_other_tasks_run_between_steps_and_bodies_take_turns() -> None:
+    """Steps are counted: with no time for a second step in a turn, each lets everything else run once."""
+    bodies = LargeBodies(step_seconds=0.0)
+    body = b'{"messages":[' + b"[]," * 40_000 + b"[]]}"
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(others())
+    order: list[int] = []
+
+    async def read(number: int, data: bytes) -> None:
+        await bodies.parse(CHAT, data, TEXT_BYTES_MAX)
+        order.append(number)
+
+    await asyncio.gather(read(0, body * 1), read(1, body[:60_000].rstrip(b",") + b"]}"))
+    watching.cancel()
+
+    assert turns >= (len(body) + 60_000) // _STEP_BYTES
+    assert order == [1, 0]  # the shorter one, which came later, did not wait for the longer one

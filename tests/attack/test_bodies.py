@@ -1,0 +1,98 @@
+"""Bodies made to be costly to read: no request delays another client's stream, and memory stays bounded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from attack.target import MIB, Target
+
+from spillway_gateway.access.keys import hash_key
+from spillway_gateway.testing.small_tokenizer import write_tokenizer
+
+KEY = "sk-" + "0" * 40
+SECONDS_MAX = 120.0
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def target_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A tenant, whose salt is set in each body, an alias and a tokenizer: all ways of a body are open."""
+    folder = tmp_path_factory.mktemp("settings")
+    write_tokenizer(folder, "the quick brown fox jumps over the lazy dog " * 20, 400, TEMPLATE)
+    tenants = {"tenants": [{"name": "a", "keys": [hash_key(KEY)]}]}
+    (folder / "keys.yaml").write_text(yaml.safe_dump(tenants), encoding="utf-8")
+    (folder / "salt").write_text("s" * 32, encoding="utf-8")
+    auth = {"keysFile": str(folder / "keys.yaml"), "saltSecretFile": str(folder / "salt")}
+    return {"settings": {"auth": auth}, "model": {"aliases": ["alias"], "tokenizer": str(folder)}, "key": KEY}
+
+
+def filled(head: str, unit: str, tail: str, size: int) -> bytes:
+    """head, so many units with commas between them that the whole has about `size` bytes, and the tail."""
+    return (head + ",".join([unit] * (size // (len(unit) + 1))) + tail).encode()
+
+
+def chat(unit: str, size: int) -> bytes:
+    return filled('{"model":"alias","messages":[', unit, "]}", size)
+
+
+def call(unit: str, size: int) -> bytes:
+    head = '{"model":"alias","messages":[{"role":"assistant","content":"","tool_calls":['
+    return filled(head, unit, "]}]}", size)
+
+
+def arguments(text: str) -> bytes:
+    function = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [function]}]
+    return json.dumps({"model": "alias", "messages": messages}).encode()
+
+
+SHAPES: dict[str, Callable[[], bytes]] = {
+    "arrays": lambda: filled('{"model":"alias","messages":[],"cache_salt":"x","extra":[', "[]", "]}", 60 * MIB),
+    "arrays in tools": lambda: filled('{"model":"alias","messages":[],"tools":[', "[]", "]}", 700_000),
+    "nested arrays": lambda: b'{"model":"alias","messages":' + b"[" * 30_000_000 + b"]" * 30_000_000 + b"}",
+    "tool calls": lambda: call('{"id":"1","type":"function","function":{"name":"f","arguments":{"a":1}}}', 16 * MIB),
+    "short tool calls": lambda: call('{"function":{}}', 60_000),
+    "empty messages": lambda: chat("{}", 1_800_000),
+    "short messages": lambda: chat('{"role":"user","content":""}', 60_000),
+    "many short messages": lambda: chat('{"role":"user","content":""}', 400_000),
+    "tools": lambda: filled(
+        '{"model":"alias","messages":[{"role":"user","content":"x"}],"tools":[',
+        '{"type":"function","function":{"name":"f","parameters":{"a":[1,2,{"b":"c"}]}}}',
+        "]}",
+        19 * MIB,
+    ),
+    "long string": lambda: chat('{"role":"user","content":"' + "hello world " * 1_500_000 + '"}', 1),
+    "long other string": lambda: b'{"model":"alias","messages":[],"extra":"' + b"a" * 20_000_000 + b'"}',
+    "escapes": lambda: chat('{"role":"user","content":"' + "\\n" * 8_000_000 + '"}', 1),
+    "long floats": lambda: filled(
+        '{"model":"alias","messages":[],"tools":[', "1.2345678901234567890123e-300", "]}", 60_000
+    ),
+    "floats": lambda: filled('{"model":"alias","messages":[],"tools":[', "1.2345678901234567890123e-300", "]}", MIB),
+    "keys": lambda: b'{"model":"alias","messages":[]' + b"".join(b',"%x":0' % at for at in range(200_000)) + b"}",
+    "blanks": lambda: b" " * 10_000_000 + b'{"model":"alias",' + b" " * 10_000_000 + b'"messages":[]}',
+    "arguments": lambda: arguments("[" + "[]," * 5_000_000 + "[]]"),
+    "short arguments": lambda: arguments("[" + "[]," * 20_000 + "[]]"),
+    "deep arguments": lambda: arguments("[" * 50_000 + "]" * 50_000),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_body_delays_another_stream(target: Target, shape: str) -> None:
+    body = SHAPES[shape]()
+
+    def send() -> None:
+        headers = {"authorization": f"Bearer {KEY}"}
+        reply = httpx.post(target.url + "/v1/chat/completions", content=body, headers=headers, timeout=SECONDS_MAX)
+        assert reply.status_code in (200, 400, 413), reply.text
+
+    # The body itself, what it is copied to with another model's name and salt, and what of it waits in sockets.
+    target.suffer(send).assert_bearable(grown_mib_max=96 + 3 * len(body) // MIB)
