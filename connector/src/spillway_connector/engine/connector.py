@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVC
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from spillway_connector.engine.adapters import AdapterRegistry, tell_adapters_apart
 from spillway_connector.engine.failed_loads import start_again_where_windows_are
 from spillway_connector.engine.group_hits import hold_hits_of_all_groups
 from spillway_connector.engine.kv_layout import LayerCache, layout_facts
@@ -45,7 +48,9 @@ class SpillwayConnector(OffloadingConnector):
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         spec = self._spec = OffloadingSpecFactory.create_spec(vllm_config, kv_cache_config)
         self.connector_scheduler = SpillwayConnectorScheduler(spec) if role == KVConnectorRole.SCHEDULER else None
-        if role == KVConnectorRole.SCHEDULER:
+        if self.connector_scheduler is not None:
+            self.adapters: AdapterRegistry = self.connector_scheduler.adapters
+            tell_adapters_apart()
             listen_for_weight_changes()
             start_again_where_windows_are()
             hold_hits_of_all_groups()
@@ -55,6 +60,14 @@ class SpillwayConnector(OffloadingConnector):
         """See engine/weights.py; called in the scheduler's process, between steps."""
         assert isinstance(self.connector_scheduler, SpillwayConnectorScheduler)
         self.connector_scheduler.weights_changing(cause)
+
+    @contextmanager
+    def adapter_loading(self, request: LoRARequest) -> Iterator[None]:
+        """See engine/adapters.py; called in the scheduler's process, between steps."""
+        assert isinstance(self.connector_scheduler, SpillwayConnectorScheduler)
+        with self.adapters.loading(request):
+            yield
+        self.connector_scheduler.distrust_replaced_adapters()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._note_layout(kv_caches)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, cast
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -23,6 +24,7 @@ from vllm.v1.kv_offload.worker.worker import TransferSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from spillway_connector.engine.adapters import AdapterInstance, AdapterRegistry, adapter_of
 from spillway_connector.engine.early_loads import ComingRows, EarlyLoad, LoadPiece, SpillwayConnectorMetadata
 from spillway_connector.engine.tenancy import TenantContext, tenant_of
 from spillway_connector.engine.tiering import Prefix, SpillwayTieringManager
@@ -46,14 +48,34 @@ class _RequestState(RequestOffloadState):
     prefix: Prefix | None = None
     # What followed from `prefix` alone; None again as soon as the request has device blocks.
     matched: tuple[int | None, bool] | None = None
+    has_adapter = False  # LoRA
+    adapter: AdapterInstance | None = None
+    identified = True  # its keys can be said, and have been as far as its tokens go
+    _offload_tokens_max: int | None = None
+
+    @property
+    def max_offload_tokens(self) -> int | None:
+        """None: no cap. Nothing is stored for a request whose adapter is not known."""
+        return self._offload_tokens_max if self.identified else 0
+
+    @max_offload_tokens.setter
+    def max_offload_tokens(self, tokens: int | None) -> None:
+        self._offload_tokens_max = tokens
 
     def update_offload_keys(self) -> None:
+        adapter_key = b""
+        if self.has_adapter:
+            key = None if self.adapter is None else self.adapter.key
+            self.identified = key is not None
+            if key is None:
+                return
+            adapter_key = key
         hashes = self.req.block_hashes
         for config, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
             factor = config.hash_block_size_factor
             begin = factor * len(state.offload_keys) + factor - 1
             if begin < len(hashes):
-                group = make_offload_key(b"", config.group_idx)
+                group = make_offload_key(adapter_key, config.group_idx)
                 wanted = hashes[begin::factor] if begin or factor > 1 else hashes
                 state.offload_keys += cast(list[OffloadKey], [block_hash + group for block_hash in wanted])
 
@@ -89,6 +111,8 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         self._early_loads: dict[int, EarlyLoad] = {}
         self._loaded: set[str] = set()  # requests that hold what was loaded for them, and do not run yet
         self._gridlock = False
+        self.adapters = AdapterRegistry()
+        self._hash_bytes = 0  # of vLLM's block hashes, once there is one
         full_attention_only = len(self._lookup_groups) == 1 and not self._sliding_window_groups
         self.manager.loads_begin_early = full_attention_only and self.config.block_size_factor == 1
 
@@ -98,17 +122,24 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             kv_transfer_params=request.kv_transfer_params,
             tenant=tenant_of(getattr(request, "cache_salt", None)),
         )
-        self._req_status[request.request_id] = _RequestState(
+        status = _RequestState(
             config=self.config,
             req=request,
             req_context=context,
             offloading_context=self.manager.on_new_request(context),
         )
+        if getattr(request, "lora_request", None) is not None:
+            status.has_adapter, status.identified, status.adapter = True, False, adapter_of(request)
+        self._req_status[request.request_id] = status
+        if not self._hash_bytes and request.block_hashes:
+            self._hash_bytes = len(request.block_hashes[0])
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._gridlock:
             return None, False  # let those pass who have their blocks already
         status = cast(_RequestState, self._req_status[request.request_id])
+        if status.has_adapter and (status.adapter is None or status.adapter.key is None):
+            return 0, False  # nobody can say whose KV it would be
         matched = status.matched
         if matched is not None:
             manager, prefix = self.manager, status.prefix
@@ -290,6 +321,9 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         self._measure_prefill()
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, SpillwayWorkerMetadata):
+            if meta.adapters:
+                self.adapters.loaded_by_workers(meta.adapters)
+                self.distrust_replaced_adapters()
             self._failed_jobs |= meta.failed_jobs
             for job_id, count in meta.completed_jobs.items():
                 status = self._jobs.get(job_id)
@@ -328,6 +362,26 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             for job_id in status.transfer_jobs & self._early_loads.keys():
                 self._early_loads[job_id].abandon(needed=False)
         return super().request_finished(request)
+
+    def distrust_replaced_adapters(self) -> None:
+        """Other weights have been loaded under an adapter's id: stores under way may hold KV computed with these."""
+        for job in self._jobs.values():
+            adapter = cast(_RequestState, self._req_status[job.req_id]).adapter if job.is_store else None
+            if adapter is not None and not adapter.current:
+                self.manager.distrust_store(job.keys)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """With vLLM's own block hashes, which is what the device's events have."""
+        for event in super().take_events():
+            if isinstance(event, BlockStored | BlockRemoved):
+                event.block_hashes = [
+                    one[: self._hash_bytes] if isinstance(one, bytes) else one for one in event.block_hashes
+                ]
+            yield event
+
+    def shutdown(self) -> None:
+        self.adapters.close()
+        super().shutdown()
 
     def weights_changing(self, cause: str) -> None:
         """The model's weights are about to change: what has been offloaded is of no more use, here or elsewhere.

@@ -16,6 +16,7 @@ _REQUIRED = (
     ("vllm.v1.kv_offload.tiering.base", ("JobMetadata", "JobResult", "SecondaryTierManager")),
     ("vllm.v1.kv_offload.tiering.manager", ("CPUPrimaryTierOffloadingManager", "TieringOffloadingManager")),
     ("vllm.v1.kv_offload.worker.worker", ("OffloadingHandler", "TransferResult")),
+    ("vllm.v1.core.kv_cache_utils", ("_gen_lora_extra_hash_keys",)),
     ("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler", ("OffloadingConnectorScheduler",)),
     ("vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker", ("OffloadingConnectorWorker",)),
 )
@@ -74,7 +75,16 @@ _SIGNATURES = (
             ],
         },
     ),
-    ("vllm.v1.engine.core", "EngineCore", {"collective_rpc": ["self", "method", "timeout", "args", "kwargs"]}),
+    (
+        "vllm.v1.engine.core",
+        "EngineCore",
+        {
+            "collective_rpc": ["self", "method", "timeout", "args", "kwargs"],
+            "add_lora": ["self", "lora_request"],
+            "preprocess_add_request": ["self", "request"],
+        },
+    ),
+    ("vllm.lora.worker_manager", "WorkerLoRAManager", {"_load_adapter": ["self", "lora_request"]}),
     (
         "vllm.v1.kv_offload.tiering.manager",
         "TieringOffloadingManager",

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-# RPCs of vLLM itself that leave the weights alone. LoRA adapters are part of a block's key.
+# RPCs of vLLM itself that leave the weights alone. LoRA adapters are part of a block's key (engine/adapters.py).
 HARMLESS = frozenset(
     {
         "add_lora",

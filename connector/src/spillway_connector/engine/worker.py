@@ -20,6 +20,7 @@ from spillway_connector.device.acl_batch import BATCH, LOOP
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cuda_transport import CudaTransport
 from spillway_connector.device.npu_transport import NpuTransport
+from spillway_connector.engine.adapters import AdapterLoads
 from spillway_connector.engine.ascend import canonical_kv_caches, has_ascend_layout
 from spillway_connector.engine.early_loads import LoadPiece, SpillwayConnectorMetadata
 from spillway_connector.engine.stats import SpillwayStats
@@ -32,6 +33,8 @@ class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
     """What the ranks tell the scheduler: which jobs ended, and which of those must not be trusted."""
 
     failed_jobs: set[int] = field(default_factory=set)
+    # LoRA adapters that were loaded within the step, by id: the state of their files, several where ranks disagree.
+    adapters: dict[int, frozenset[bytes | None]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """A job has failed when any rank's part of it has."""
@@ -39,7 +42,10 @@ class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
         completed = dict(self.completed_jobs)
         for job_id, count in other.completed_jobs.items():
             completed[job_id] = completed.get(job_id, 0) + count
-        return SpillwayWorkerMetadata(completed_jobs=completed, failed_jobs=self.failed_jobs | other.failed_jobs)
+        adapters = dict(self.adapters)
+        for lora_int_id, states in other.adapters.items():
+            adapters[lora_int_id] = adapters.get(lora_int_id, frozenset()) | states
+        return SpillwayWorkerMetadata(completed, self.failed_jobs | other.failed_jobs, adapters)
 
 
 @dataclass(slots=True)
@@ -64,6 +70,8 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
         super().__init__(spec)
         self.kv_connector_stats = SpillwayStats()
         self._connector_worker_meta = SpillwayWorkerMetadata()
+        vllm_config = getattr(spec, "vllm_config", None)
+        self._adapter_loads = AdapterLoads(getattr(vllm_config, "lora_config", None))
         # The device blocks of each load outlive the step that submitted it: its completion may come later.
         self._load_blocks: dict[int, list[int]] = {}
         self._invalid_blocks: set[int] = set()
@@ -203,9 +211,12 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
         return invalid
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        if not self._connector_worker_meta.completed_jobs:
+        adapters = self._adapter_loads.take()
+        if not self._connector_worker_meta.completed_jobs and not adapters:
             return None
         meta, self._connector_worker_meta = self._connector_worker_meta, SpillwayWorkerMetadata()
+        assert isinstance(meta, SpillwayWorkerMetadata)
+        meta.adapters = adapters
         return meta
 
     @property

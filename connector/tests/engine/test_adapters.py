@@ -1,0 +1,412 @@
+"""KV of a request with a LoRA adapter is that of the adapter's weights, whatever the adapter is called."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import LoRAConfig
+from vllm.distributed.kv_events import BlockStored
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, get_request_block_hasher, init_none_hash
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.adapters import (
+    AdapterLoads,
+    AdapterRegistry,
+    adapter_of,
+    adapter_state,
+    tell_adapters_apart,
+)
+from spillway_connector.engine.cpu_tier import LruCpuTier
+from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.tiering import SpillwayTieringManager
+from spillway_connector.engine.worker import SpillwayWorkerMetadata
+from spillway_connector.testing.scheduler_half import scheduler_half
+
+BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 32
+TOKENS = BLOCK_TOKENS * BLOCKS
+
+
+class StepExecutor(Executor):
+    """Runs what was submitted when it is told to."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.waiting.append(lambda: fn(*args, **kwargs))
+        return Future()
+
+    def run(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for call in waiting:
+            call()
+
+
+class EngineProcess:
+    """One engine's process as far as adapters go: vLLM's EngineCore and hashes, our scheduler half, no model.
+
+    Workers that load adapters when vLLM asks them to, from the files as they are then.
+    """
+
+    def __init__(self, scheduler: SpillwayConnectorScheduler) -> None:
+        tell_adapters_apart()
+        self.half = scheduler
+        self.digests = StepExecutor()
+        self.adapters = scheduler.adapters = AdapterRegistry(executor=self.digests)
+        self.core = EngineCore.__new__(EngineCore)
+        self.core.scheduler = SimpleNamespace(connector=self)
+        self.core.model_executor = SimpleNamespace(add_lora=lambda request: True)
+        self.core.mm_receiver_cache = None
+        hash_fn = get_hash_fn_by_name("sha256_cbor")
+        init_none_hash(hash_fn)
+        self.core.request_block_hasher = get_request_block_hasher(BLOCK_TOKENS, hash_fn)
+
+    @contextmanager
+    def adapter_loading(self, request: LoRARequest) -> Iterator[None]:
+        with self.adapters.loading(request):
+            yield
+        self.half.distrust_replaced_adapters()
+
+    def load(self, adapter: LoRARequest) -> None:
+        """The RPC, and the digest that follows in the background."""
+        self.core.add_lora(adapter)
+        self.digests.run()
+
+    def request(self, name: str, adapter: LoRARequest | None, tokens: int = TOKENS) -> Request:
+        sent = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=list(range(tokens)),
+            mm_features=None,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=adapter,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        made, _ = self.core.preprocess_add_request(sent)
+        return made
+
+    def matched(self, name: str, adapter: LoRARequest | None) -> int | None:
+        """Tokens that a new request is offered; it is then computed as far as it was not."""
+        request = self.request(name, adapter)
+        self.half.on_new_request(request)
+        tokens, _ = self.half.get_num_new_matched_tokens(request, 0)
+        if tokens:
+            self.half.request_finished(request)
+        return tokens
+
+    def compute(self, name: str, adapter: LoRARequest | None) -> list[int]:
+        """One step with all of a new request, which the device cache knows nothing of; the store jobs it leaves."""
+        assert not self.matched(name, adapter)
+        return self.step({name: TOKENS}, new={name: [1, 2, 3, 4]})
+
+    def step(self, scheduled: dict[str, int], new: dict[str, list[int]] | None = None) -> list[int]:
+        output = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=name, block_ids=(blocks,)) for name, blocks in (new or {}).items()
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[name for name in scheduled if name not in (new or {})],
+                new_block_ids=[None for name in scheduled if name not in (new or {})],
+                resumed_req_ids=set(),
+            ),
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            preempted_req_ids=None,
+            finished_req_ids=set(),
+        )
+        jobs = list(self.half.build_connector_meta(output).store_jobs)
+        for name, tokens in scheduled.items():
+            self.half._req_status[name].req.num_computed_tokens += tokens
+        return jobs
+
+    def report(self, jobs: list[int], loaded: dict[int, set[bytes | None]] | None = None) -> None:
+        adapters = {lora_int_id: frozenset(states) for lora_int_id, states in (loaded or {}).items()}
+        meta = SpillwayWorkerMetadata(completed_jobs=dict.fromkeys(jobs, 1), adapters=adapters)
+        self.half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineProcess]:
+    region = HostRegion(region_path(f"test-adapters-{os.getpid()}"), ROWS, 4096)
+    region.unlink_name()
+    manager = SpillwayTieringManager(
+        LruCpuTier(ROWS, region, enable_events=True),
+        [],
+        ROWS,
+        ConnectorConfig.parse({"num_cpu_blocks": ROWS}),
+        enable_events=True,
+        chunk_tokens=BLOCK_TOKENS,
+        chunk_bytes=4096,
+    )
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    try:
+        yield EngineProcess(scheduler_half(manager, [spec]))
+    finally:
+        region.cleanup()
+
+
+def write_adapter(folder: Path, weights: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    partial = folder / "partial"  # another file under the same name: as a download replaces it
+    partial.write_bytes(weights)
+    partial.replace(folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "adapter", b"ours")
+
+
+def adapter(folder: Path, lora_int_id: int = 1, **options: Any) -> LoRARequest:
+    return LoRARequest("support", lora_int_id, str(folder), **options)
+
+
+def keys_of(engine: EngineProcess, name: str) -> list[bytes]:
+    return list(engine.half._req_status[name].group_states[0].offload_keys)
+
+
+def test_one_name_and_other_weights_are_other_keys(engine: EngineProcess, tmp_path: Path, folder: Path):
+    """What two engines with one store and one adapter name would ask it for."""
+    theirs = write_adapter(tmp_path / "theirs", b"theirs")
+    seen = set()
+    for number, place in enumerate((folder, theirs, write_adapter(tmp_path / "copy", b"ours"))):
+        other = EngineProcess(engine.half)
+        other.load(adapter(place))
+        other.compute(f"r{number}", adapter(place))
+        seen.add(tuple(keys_of(other, f"r{number}")))
+    assert len(seen) == 2  # the copy is the same adapter
+    assert all(len(keys) == BLOCKS for keys in seen)
+
+
+def test_an_adapters_kv_is_found_again(engine: EngineProcess, folder: Path):
+    engine.load(adapter(folder))
+    engine.report(engine.compute("writer", adapter(folder)))
+    assert engine.matched("reader", adapter(folder)) == TOKENS
+    assert engine.matched("base", None) == 0
+
+
+@pytest.mark.parametrize("lora_int_id", [1, 2])
+def test_a_reload_under_the_same_name_is_another_adapter(engine: EngineProcess, folder: Path, lora_int_id: int):
+    """In place (the same id) or unloaded and loaded again (another id), from one folder."""
+    engine.load(adapter(folder))
+    engine.report(engine.compute("writer", adapter(folder)))
+    write_adapter(folder, b"trained on")
+    engine.load(adapter(folder, lora_int_id, load_inplace=lora_int_id == 1))
+    assert engine.matched("reader", adapter(folder, lora_int_id)) == 0
+
+
+def test_a_reload_of_the_same_files_is_the_same_adapter(engine: EngineProcess, folder: Path):
+    engine.load(adapter(folder))
+    engine.report(engine.compute("writer", adapter(folder)))
+    engine.load(adapter(folder, 2))
+    assert engine.matched("reader", adapter(folder, 2)) == TOKENS
+
+
+def test_the_device_s_cache_tells_reloads_apart_too(engine: EngineProcess, tmp_path: Path, folder: Path):
+    """vLLM's hash has the name alone, so its device blocks would be hit by requests of the weights that came later."""
+    engine.load(adapter(folder))
+    hashes = [engine.request("first", adapter(folder)).block_hashes]
+    for content in (b"trained on", b"ours"):
+        write_adapter(folder, content)
+        engine.load(adapter(folder, load_inplace=True))
+        hashes.append(engine.request("later", adapter(folder)).block_hashes)
+    assert all(one[0] != other[0] for one in hashes for other in hashes if one is not other)
+    made = engine.request("named", adapter(folder))
+    extra, _ = generate_block_hash_extra_keys(made, 0, BLOCK_TOKENS, 0)
+    assert extra == ("support", ("lora", "weights 2"))  # what KV events carry; the gateway reads the name
+    other_name = LoRARequest("sales", 7, str(folder))
+    assert generate_block_hash_extra_keys(engine.request("x", other_name), 0, BLOCK_TOKENS, 0)[0] == ("sales",)
+
+
+def test_until_the_digest_is_known_nothing_is_loaded_or_stored(engine: EngineProcess, folder: Path):
+    engine.load(adapter(folder))
+    engine.report(engine.compute("writer", adapter(folder)))
+    fresh = EngineProcess(engine.half)
+    fresh.core.add_lora(adapter(folder))
+    assert fresh.compute("r", adapter(folder)) == []  # neither loaded, though it is there, nor stored
+    assert keys_of(fresh, "r") == []
+    fresh.digests.run()
+    assert fresh.step({"r": 0}) == []  # all of its blocks are there already
+    assert len(keys_of(fresh, "r")) == BLOCKS
+    assert fresh.matched("next", adapter(folder)) == TOKENS
+
+
+def test_what_was_computed_before_the_digest_was_known_is_stored_then(engine: EngineProcess, folder: Path):
+    engine.core.add_lora(adapter(folder))
+    assert engine.compute("r", adapter(folder)) == []
+    engine.digests.run()
+    engine.report(engine.step({"r": 0}))
+    assert engine.matched("reader", adapter(folder)) == TOKENS
+
+
+def test_an_adapter_that_a_step_loads_waits_for_the_workers_word(engine: EngineProcess, folder: Path):
+    assert engine.compute("r", adapter(folder)) == []
+    engine.digests.run()
+    assert engine.step({"r": 0}) == []
+    engine.report([], loaded={1: {adapter_state(adapter(folder))}})
+    engine.report(engine.step({"r": 0}))
+    assert engine.matched("reader", adapter(folder)) == TOKENS
+
+
+@pytest.mark.parametrize("disagree", [False, True])
+def test_files_that_changed_before_the_workers_loaded_them(engine: EngineProcess, folder: Path, disagree: bool):
+    old = adapter_state(adapter(folder))
+    assert engine.compute("r", adapter(folder)) == []
+    engine.digests.run()
+    write_adapter(folder, b"trained on")
+    loaded = {adapter_state(adapter(folder))} | ({old} if disagree else set())
+    engine.report([], loaded={1: loaded})
+    engine.digests.run()
+    assert engine.step({"r": 0}) == []
+    engine.report(engine.compute("next", adapter(folder)))
+    assert engine.matched("reader", adapter(folder)) == (0 if disagree else TOKENS)
+
+
+def test_a_store_under_way_while_other_weights_are_loaded_is_dropped(engine: EngineProcess, folder: Path):
+    engine.load(adapter(folder))
+    jobs = engine.compute("writer", adapter(folder))
+    write_adapter(folder, b"trained on")
+    engine.load(adapter(folder, load_inplace=True))
+    engine.report(jobs)
+    write_adapter(folder, b"ours")  # whoever loads the first weights once more must not find it
+    engine.load(adapter(folder, load_inplace=True))
+    assert engine.matched("reader", adapter(folder)) == 0
+
+
+def test_a_worker_that_loads_other_files_after_an_eviction(engine: EngineProcess, folder: Path):
+    """vLLM evicts the adapter used least and loads it again with the next request: the files may be others by then."""
+    engine.load(adapter(folder))
+    jobs = engine.compute("writer", adapter(folder))
+    write_adapter(folder, b"trained on")
+    engine.report(jobs, loaded={1: {adapter_state(adapter(folder))}})
+    engine.digests.run()
+    assert engine.step({"writer": 0}) == []
+    assert engine.matched("reader", adapter(folder)) == 0
+    assert keys_of(engine, "reader") != keys_of(engine, "writer")
+
+
+def test_a_request_that_waited_while_other_weights_came_is_left_alone(engine: EngineProcess, folder: Path):
+    engine.load(adapter(folder))
+    waiting = engine.request("waiting", adapter(folder))
+    engine.half.on_new_request(waiting)
+    engine.report(engine.compute("writer", adapter(folder)))
+    write_adapter(folder, b"trained on")
+    engine.load(adapter(folder, load_inplace=True))
+    assert engine.half.get_num_new_matched_tokens(waiting, 0) == (0, False)
+    assert engine.step({"waiting": TOKENS}, new={"waiting": [5, 6, 7, 8]}) == []
+
+
+def test_a_failed_reload_keeps_what_there_was(engine: EngineProcess, folder: Path):
+    engine.load(adapter(folder))
+    engine.report(engine.compute("writer", adapter(folder)))
+
+    def fail(request: LoRARequest) -> bool:
+        raise ValueError("unexpected modules")
+
+    engine.core.model_executor = SimpleNamespace(add_lora=fail)
+    with pytest.raises(ValueError, match="unexpected modules"):
+        engine.core.add_lora(adapter(folder, load_inplace=True))
+    assert engine.matched("reader", adapter(folder)) == TOKENS
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda folder: adapter(folder, tensorizer_config_dict={"tensorizer_uri": "s3://x"}),
+        lambda folder: LoRARequest("support", 1, str(folder / "not there")),
+        lambda folder: LoRARequest("support", 1, "nobody/has-this"),
+    ],
+)
+def test_an_adapter_whose_files_cannot_be_seen_is_not_offloaded(engine: EngineProcess, folder: Path, request_of):
+    request = request_of(folder)
+    engine.load(request)
+    assert engine.compute("r", request) == []
+    assert engine.matched("reader", request) == 0
+
+
+def test_a_prompt_shorter_than_a_block_knows_its_adapter(engine: EngineProcess, folder: Path):
+    engine.load(adapter(folder))
+    instance = adapter_of(engine.request("short", adapter(folder), tokens=3))
+    assert instance is not None
+    assert instance.key is not None
+
+
+def test_events_carry_the_hashes_that_the_device_s_events_carry(engine: EngineProcess, folder: Path):
+    engine.load(adapter(folder))
+    engine.report(engine.compute("writer", adapter(folder)))
+    stored = [event for event in engine.half.take_events() if isinstance(event, BlockStored)]
+    assert {one for event in stored for one in event.block_hashes} == set(
+        engine.half._req_status["writer"].req.block_hashes
+    )
+
+
+def test_ranks_are_heard_together():
+    one = SpillwayWorkerMetadata(adapters={1: frozenset({b"a"}), 2: frozenset({b"b"})})
+    other = SpillwayWorkerMetadata(adapters={1: frozenset({b"c"}), 2: frozenset({b"b"})})
+    together = one.aggregate(other)
+    assert isinstance(together, SpillwayWorkerMetadata)
+    assert together.adapters == {1: {b"a", b"c"}, 2: {b"b"}}
+
+
+def test_a_worker_says_what_it_loaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", lambda self, request: "loaded")
+    config, other_engine = LoRAConfig(), LoRAConfig()
+    loads, others = AdapterLoads(config), AdapterLoads(other_engine)
+    manager = WorkerLoRAManager.__new__(WorkerLoRAManager)
+    manager.lora_config = config
+    assert manager._load_adapter(adapter(folder)) == "loaded"
+    state = adapter_state(adapter(folder))
+    assert loads.take() == {1: {state}}
+    manager._load_adapter(adapter(folder))
+    assert loads.take() == {}  # the same files
+    write_adapter(folder, b"trained on")
+    manager._load_adapter(adapter(folder))
+    assert loads.take() == {1: {adapter_state(adapter(folder))}} != {1: {state}}
+    assert others.take() == {}
+
+
+def test_a_worker_says_when_files_change_while_it_loads(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", lambda self, request: write_adapter(folder, b"half"))
+    config = LoRAConfig()
+    loads = AdapterLoads(config)
+    manager = WorkerLoRAManager.__new__(WorkerLoRAManager)
+    manager.lora_config = config
+    manager._load_adapter(adapter(folder))
+    assert loads.take() == {1: {None}}
+
+
+def test_files_that_change_while_they_are_digested_are_nobody_s(folder: Path):
+    executor = StepExecutor()
+
+    def digest_and_change(place: Path) -> bytes:
+        write_adapter(place, b"trained on")
+        return b"x" * 32
+
+    registry = AdapterRegistry(digest=digest_and_change, executor=executor)
+    with registry.loading(adapter(folder)):
+        pass
+    executor.run()
+    assert registry.of(adapter(folder)).key is None
