@@ -12,6 +12,8 @@ metadata, take in what the workers report, collect statistics. Chunks are 4 KiB,
     promotions  requests come, their chunks are loaded from the shared tier, and they go
     stores      a request is computed and stored in every step, while the others wait as in `ready`
     misses      requests that nobody has seen before come and go
+    answers     256 requests of 256 chunks wait for one answer of the shared tier, all of them absent; each step that
+                takes in a part of it is measured (ours alone: upstream asks the file system within the step)
 
 Two things are told apart. `new` is done once per request, when it comes: register it, name its chunks, look them up for
 the first time. `step` is everything else that happens in a step: the requests that wait, loads, stores, ends. `all` is
@@ -74,7 +76,8 @@ WARM_STEPS = 100
 PAUSE_SECONDS = 0.002
 FOREVER_SECONDS = 3600.0
 DEVICE_BLOCKS = [KVCacheBlock(number) for number in range(1, 4096)]  # made once, as by vLLM's block pool
-SCENARIOS = ("ready", "pending", "promotions", "stores", "misses")
+SCENARIOS = ("ready", "pending", "promotions", "stores", "misses", "answers")
+ANSWER_REQUESTS, ANSWER_CHUNKS = 256, 256
 OUTPUT = Path("build/bench/scheduler_step.json")
 
 
@@ -240,7 +243,7 @@ def fake_spec(manager: object, num_rows: int) -> SimpleNamespace:
 
 
 @contextmanager
-def spillway_rig(num_rows: int, folder: Path) -> Iterator[Rig]:
+def spillway_rig(num_rows: int, folder: Path, layout: str = "slab") -> Iterator[Rig]:
     region = HostRegion(region_path(f"bench-step-{os.getpid()}"), num_rows, ROW_BYTES)
     region.unlink_name()
     hold = threading.Event()
@@ -248,7 +251,7 @@ def spillway_rig(num_rows: int, folder: Path) -> Iterator[Rig]:
     cpu_tier = make_cpu_tier(num_rows, region, "lru", enable_events=False)
     geometry = SimpleNamespace(payload_bytes=ROW_BYTES, row_bytes=ROW_BYTES)
     spec = SimpleNamespace(geometry=geometry, namespace=Namespace.of({"bench": "scheduler_step"}))
-    options = {"path": str(folder / "nvme"), "mode": "slab", "max_bytes": 1 << 28}
+    options = {"path": str(folder / "nvme"), "mode": layout, "max_bytes": 1 << 28}
     options |= {name: FOREVER_SECONDS for name in ("lookup_timeout_seconds", "load_timeout_seconds")}
     open_tier = tier_adapter.open_tier
     with patch.object(tier_adapter, "open_tier", lambda *given: held(open_tier(*given), hold)):
@@ -311,6 +314,9 @@ class Scenario(ABC):
         self.waiting: list[BenchRequest] = []
         self.coming: list[BenchRequest] = []
         self.next_prompt = 1_000_000
+
+    layout = "slab"  # of the NVMe tier
+    upstream = True  # whether it can be asked of upstream's manager, too
 
     @abstractmethod
     def prepare(self) -> None: ...
@@ -415,12 +421,44 @@ class Misses(Scenario):
             self.rig.finish(self.waiting.pop(0))
 
 
+class Answers(Scenario):
+    """One question of everybody is answered at once; who has an answer leaves, and then everybody asks anew."""
+
+    layout = "files"  # a slab's index answers without being asked in the background
+    upstream = False
+
+    def prepare(self) -> None:
+        self.chunks = ANSWER_CHUNKS
+
+    def before(self) -> None:
+        if not self.waiting:
+            self.rig.hold.clear()
+            self.wait_for(range(self.next_prompt, self.next_prompt + ANSWER_REQUESTS))
+            self.next_prompt += ANSWER_REQUESTS
+            self.rig.step()
+            shared = self.rig.scheduler.manager._shared_tiers[0]._shared
+            shared.wait_for_progress(0.0)
+            self.rig.hold.set()
+            assert shared.wait_for_progress(60.0)
+        super().before()
+
+    def run(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for request in waiting:
+            if self.rig.ask(request) is None:
+                self.waiting.append(request)
+            else:
+                self.rig.finish(request)
+        self.rig.end_step()
+
+
 KINDS: dict[str, type[Scenario]] = {
     "ready": Ready,
     "pending": Pending,
     "promotions": Promotions,
     "stores": Stores,
     "misses": Misses,
+    "answers": Answers,
 }
 
 
@@ -438,7 +476,8 @@ def measure(name: str, make_rig: Callable[..., object], given: argparse.Namespac
     figures = Figures()
     folder = Path(tempfile.mkdtemp(prefix="spillway-bench-step-"))
     try:
-        with make_rig(2 * given.chunks, folder) as rig:  # type: ignore[attr-defined]
+        layout = {"layout": KINDS[name].layout} if make_rig is spillway_rig else {}
+        with make_rig(2 * given.chunks, folder, **layout) as rig:  # type: ignore[attr-defined]
             scenario = KINDS[name](rig, given.requests, given.chunks)
             scenario.prepare()
             gc.collect()
@@ -505,6 +544,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{'fixed loop':24}{statistics.median(loop):>10.1f}{loop[int(0.99 * len(loop))]:>9.1f}")
     for name in given.only.split(","):
         for rival in given.rivals.split(","):
+            if rival == "upstream" and not KINDS[name].upstream:
+                continue
             figures = measure(name, rivals[rival], given)
             row = dict[str, float]()
             for label, values in (("step", figures.step), ("new", figures.new), ("all", figures.all)):

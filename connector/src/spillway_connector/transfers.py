@@ -54,8 +54,8 @@ class SharedTier:
     """Drives ``tier`` for one scheduler thread.
 
     rows: flat writable bytes of the CPU tier, row i at ``i * row_bytes``; its first ``payload_bytes`` are moved, the
-    padding is not. ``tier`` is owned from here on: close() closes it. ``changes``: keys whose lookup may say something
-    else than PENDING now. ``counters``: to be read in the scheduler thread.
+    padding is not. ``tier`` is owned from here on: close() closes it. ``changes``: requests whose lookup may say
+    something else than PENDING now. ``counters``: to be read in the scheduler thread.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SharedTier:
     ) -> None:
         if tier.payload_bytes != payload_bytes or not 0 < payload_bytes <= row_bytes:
             raise ValueError(f"payload_bytes: {payload_bytes}; the tier has {tier.payload_bytes}, a row {row_bytes}")
-        self.changes = ChangeLog()
+        self.changes: ChangeLog[str] = ChangeLog()
         self.moved = True  # a counter or gauge may have; for its reader to clear
         self._tier = tier
         self._rows_total = rows.nbytes // row_bytes

@@ -34,6 +34,7 @@ class ScriptedTier(PrefixTier):
     def __init__(self) -> None:
         self.tier_type = "scripted"
         self.changes = ChangeLog()
+        self.askers: dict[bytes, set[str]] = {}
         self.holds: dict[bytes, bool | None] = {}
         self.resting = False
         self.questions = 0
@@ -49,6 +50,7 @@ class ScriptedTier(PrefixTier):
 
     def lookup(self, key, req_context):
         self.questions += 1
+        self.askers.setdefault(key, set()).add(req_context.req_id)
         return False if self.resting else self.holds.get(key, False)
 
     def lookup_prefix(self, keys: Sequence[bytes], req_context) -> Answers:
@@ -62,7 +64,10 @@ class ScriptedTier(PrefixTier):
 
     def learn(self, keys: Sequence[bytes], held: bool | None) -> None:
         self.holds.update(dict.fromkeys(keys, held))
-        self.changes.add(keys)
+        self.tell_of(keys)
+
+    def tell_of(self, keys: Sequence[bytes]) -> None:
+        self.changes.add(set().union(*(self.askers.get(key, ()) for key in keys)))
 
     def submit_store(self, job_metadata):
         self.stores.append(job_metadata)
@@ -144,7 +149,7 @@ class Stack:
                     failed = [key for at, key in enumerate(job.keys) if job.is_promotion and at % 3 == 1 and number > 3]
                     for key in failed:
                         self.tier.holds[key] = False
-                    self.tier.changes.add(failed)
+                    self.tier.tell_of(failed)
                     self.tier.ended.append(
                         TierJobResult(job.job_id, not failed, failed_keys=frozenset(failed), seconds=0.05 * number)
                     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 
@@ -85,6 +86,10 @@ class Desk:
         self.desk.join(REAL_SECONDS)
 
 
+def unsent(desk: LookupDesk) -> list[bytes]:
+    return [key for page in desk._unsent for key in page.keys]
+
+
 actions = st.tuples(
     st.sampled_from(("ask", "ask", "answer", "hold", "wait", "forget")), st.integers(0, 7), st.sampled_from("ab")
 )
@@ -109,8 +114,8 @@ def test_a_batch_is_answered_as_its_keys_one_by_one(schedule, kind):
                 elif action == "forget":
                     desk.desk.forget(request)
             assert batch.counters.lookups == single.counters.lookups
-            assert batch.desk._asked == single.desk._asked
-            assert batch.desk._unsent == single.desk._unsent
+            assert batch.desk._asked.keys() == single.desk._asked.keys()
+            assert unsent(batch.desk) == unsent(single.desk)
     finally:
         batch.close()
         single.close()
@@ -123,12 +128,17 @@ def desk():
     desk.close()
 
 
-def test_the_keys_of_an_answer_are_logged_as_changed(desk: Desk):
+def test_an_answer_concerns_the_requests_that_wait_for_it_alone(desk: Desk):
+    assert desk.desk.lookup_batch(KEYS[:4], "first").found == [Lookup.PENDING] * 4
+    assert desk.desk.lookup_batch(KEYS[3:6], "second").found == [Lookup.PENDING] * 3
     since = desk.changes.position
-    assert desk.desk.lookup_batch(KEYS, "r").found == [Lookup.PENDING] * 8
-    assert not desk.changes.touches(since, frozenset(KEYS))
     desk.answer()
-    assert all(desk.changes.touches(since, frozenset([key])) for key in KEYS)
+    assert set(desk.changes.since(since)) == {"first", "second"}
+    since = desk.changes.position
+    assert desk.desk.lookup_batch(KEYS[7:], "third").found == [Lookup.PENDING]
+    assert not desk.changes.since(since)
+    desk.answer()
+    assert desk.changes.since(since) == ["third"]
 
 
 def test_an_answer_says_how_long_it_is_good(desk: Desk):
@@ -190,3 +200,93 @@ def test_who_is_asked_is_everyone_without_an_answer_before_the_first_absent(expi
         elif expiry < 0:
             break
     assert list(lookups._unknown(keys, expiries, now)) == expected
+
+
+class CountedKey(bytes):
+    """Counts what is done with it: every entry into, removal from and question to a dict or set asks for its hash."""
+
+    operations = 0
+
+    def __hash__(self) -> int:
+        CountedKey.operations += 1
+        return super().__hash__()
+
+    __eq__ = bytes.__eq__
+
+
+@pytest.mark.parametrize(("requests", "keys_each"), [(256, 256), (64, 1024), (1, 65_536), (4096, 16)])
+def test_an_answer_costs_a_few_operations_a_key_and_is_taken_in_by_steps(desk: Desk, requests: int, keys_each: int):
+    asked = [[CountedKey(key_of(r * keys_each + n)) for n in range(keys_each)] for r in range(requests)]
+    for number, keys in enumerate(asked):
+        assert desk.desk.lookup_batch(keys, f"r{number}").found == [Lookup.PENDING] * keys_each
+    desk.tier.held = set(asked[0])
+    desk.desk.flush()
+    assert desk.answered.acquire(timeout=REAL_SECONDS)
+    steps = 0
+    while desk.desk.has_work:
+        open_before, CountedKey.operations = len(desk.desk._asked), 0
+        desk.desk.collect()
+        desk.desk.collect()  # as often as a step may ask
+        taken_in = open_before - len(desk.desk._asked)
+        assert 0 < taken_in <= lookups.TAKEN_IN_KEYS_MAX + lookups.PAGE_KEYS
+        assert CountedKey.operations <= 8 * taken_in
+        desk.desk.flush()
+        steps += 1
+    assert steps >= requests * keys_each / (lookups.TAKEN_IN_KEYS_MAX + lookups.PAGE_KEYS)
+    assert desk.desk.lookup_batch(asked[0], "r0").found == [Lookup.HIT] * keys_each
+    if requests > 1:
+        assert desk.desk.lookup_batch(asked[-1], "last").found == [Lookup.MISS]
+
+
+def test_a_request_whose_answer_is_there_does_not_expire_before_it_is_taken_in(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lookups, "PAGE_KEYS", 2)
+    monkeypatch.setattr(lookups, "TAKEN_IN_KEYS_MAX", 2)
+    desk.tier.held = set(KEYS)
+    for request, keys in (("a", KEYS[:4]), ("b", KEYS[4:])):
+        assert desk.desk.lookup_batch(keys, request).found == [Lookup.PENDING] * 4
+    desk.desk.flush()
+    assert desk.answered.acquire(timeout=REAL_SECONDS)
+    desk.clock.advance(0.2)
+    desk.desk.collect()
+    desk.clock.advance(10.0)  # steps that take longer than any request may wait for the tier
+    assert desk.desk.lookup_batch(KEYS[4:], "b") == ([Lookup.PENDING] * 4, math.inf)
+    for _ in range(3):
+        desk.desk.flush()
+        desk.desk.collect()
+    assert desk.desk.lookup_batch(KEYS[4:], "b").found == [Lookup.HIT] * 4
+    absent = [key_of(100)]
+    assert desk.desk.lookup_batch(absent, "b") == ([Lookup.PENDING], desk.clock() + 0.25), "nothing of it was charged"
+
+
+def test_requests_that_wait_for_the_same_key_all_end_with_its_answer(desk: Desk):
+    begun = desk.clock()
+    for request in "abc":
+        assert desk.desk.lookup_batch(KEYS[:3], request).found == [Lookup.PENDING] * 3
+    assert desk.desk.lookup_batch(KEYS[2:5], "d").found == [Lookup.PENDING] * 3
+    assert unsent(desk.desk) == KEYS[:5], "each key once"
+    desk.clock.advance(0.125)
+    desk.answer()
+    desk.clock.advance(50.0)
+    for request in "abcd":
+        assert desk.desk._waits[request].expires_at(desk.clock()) == desk.clock() + 0.125, "left of its patience"
+    assert begun + 50.125 == desk.clock()
+
+
+def test_what_nobody_answers_is_given_up_and_asked_again(desk: Desk):
+    held = threading.Event()
+    contains = desk.tier.contains
+    desk.tier.contains = lambda keys, deadline: held.wait(REAL_SECONDS) and contains(keys, deadline)
+    assert desk.desk.lookup_batch(KEYS, "a").found == [Lookup.PENDING] * 8
+    desk.desk.flush()
+    desk.clock.advance(0.25)
+    assert desk.desk.lookup_batch(KEYS, "a").found == [Lookup.MISS]
+    desk.desk.collect()
+    assert not desk.desk.has_work
+    assert desk.desk.lookup_batch(KEYS, "b").found == [Lookup.PENDING] * 8
+    held.set()
+    assert desk.answered.acquire(timeout=REAL_SECONDS)  # the late answer to the first question
+    desk.answer()
+    assert desk.desk.lookup_batch(KEYS, "b").found == [Lookup.MISS]
+    assert desk.presence.get(KEYS[0], desk.clock()) is False

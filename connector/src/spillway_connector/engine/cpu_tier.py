@@ -31,7 +31,7 @@ class CpuTier(CPUPrimaryTierOffloadingManager):
 
     ready: set[OffloadKey]
     resident: AbstractSet[OffloadKey]
-    changes: ChangeLog
+    changes: ChangeLog[OffloadKey]
 
     def used_rows(self) -> int:
         return len(self.resident)

@@ -46,9 +46,12 @@ class TierJobResult(JobResult):
 
 
 class PrefixTier(SecondaryTierManager):
-    """A tier that answers about a whole prefix at once, and says what has changed since."""
+    """A tier that answers about a whole prefix at once.
 
-    changes: ChangeLog
+    changes: requests about which it may say something else than PENDING now.
+    """
+
+    changes: ChangeLog[str]
 
     @property
     @abstractmethod

@@ -44,6 +44,11 @@ class _Verdict(NamedTuple):
     open: bool
 
 
+class _News(NamedTuple):
+    chunks: frozenset[OffloadKey]  # whose state in the CPU tier has changed
+    requests: frozenset[str]  # about whose chunks the shared tier has answered
+
+
 @dataclass(slots=True)
 class View:
     """One reading of the clock and of everything that answers rest on, for a whole step.
@@ -57,7 +62,7 @@ class View:
     stamp: int = 0
     # What has changed between earlier positions and these: all who wait since the same step ask for the same. None:
     # perhaps everything.
-    news: dict[tuple[int, ...], list[bytes] | None] = field(default_factory=dict)
+    news: dict[tuple[int, ...], _News | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -144,9 +149,7 @@ class SpillwayTieringManager(TieringOffloadingManager):
         self._prefix_tier = only if isinstance(only, PrefixTier) else None
         self.view = View(-math.inf, (), _Verdict(passes=False, open=False))
         self.looked = False  # since the step began: `view` is of this step
-        self._logs: list[ChangeLog] = [primary_tier.changes]
-        if self._prefix_tier is not None:
-            self._logs.append(self._prefix_tier.changes)
+        self._answers: ChangeLog[str] = ChangeLog() if self._prefix_tier is None else self._prefix_tier.changes
         self._wait_seconds = config.request_wait_seconds
         self._clock = clock
         self._bounds = _PromotionBounds(
@@ -225,7 +228,7 @@ class SpillwayTieringManager(TieringOffloadingManager):
             return False
         if prefix.stamp == view.stamp:
             return True
-        if view.positions != prefix.positions and not self._untouched(prefix, view):
+        if view.positions != prefix.positions and not self._untouched(prefix, req_context.req_id, view):
             return False
         if prefix.verdict is not None and prefix.verdict is not view.verdict:
             # Last, because a verdict may make this request the probe of a slow tier.
@@ -259,33 +262,32 @@ class SpillwayTieringManager(TieringOffloadingManager):
         return view
 
     def _read_positions(self, view: View) -> None:
-        positions = tuple([log.position for log in self._logs])
+        positions = self.primary_tier.changes.position, self._answers.position
         if positions != view.positions:
             view.positions = positions
             view.stamp += 1
             view.news.clear()
 
-    def _untouched(self, prefix: Prefix, view: View) -> bool:
+    def _untouched(self, prefix: Prefix, request_id: str, view: View) -> bool:
         """Whether nothing that has changed since concerns the prefix."""
         if prefix.positions in view.news:
             news = view.news[prefix.positions]
         else:
             news = view.news[prefix.positions] = self._changed_since(prefix.positions)
-        if prefix.members is None:
-            prefix.members = frozenset(prefix.keys)
-        if news is None or not prefix.members.isdisjoint(news):
+        if news is None or request_id in news.requests:
             return False
+        if news.chunks:
+            if prefix.members is None:
+                prefix.members = frozenset(prefix.keys)
+            if not prefix.members.isdisjoint(news.chunks):
+                return False
         prefix.positions = view.positions
         return True
 
-    def _changed_since(self, positions: tuple[int, ...]) -> list[bytes] | None:
-        changed: list[bytes] = []
-        for log, position in zip(self._logs, positions, strict=True):
-            keys = log.since(position)
-            if keys is None:
-                return None
-            changed += keys
-        return changed
+    def _changed_since(self, positions: tuple[int, ...]) -> _News | None:
+        chunks = self.primary_tier.changes.since(positions[0])
+        requests = self._answers.since(positions[1])
+        return None if chunks is None or requests is None else _News(frozenset(chunks), frozenset(requests))
 
     def _verdict(self, req_context: ReqContext, view: View) -> _Verdict:
         if view.verdict.passes or self._prefix_tier is None:

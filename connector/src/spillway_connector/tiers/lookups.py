@@ -2,6 +2,10 @@
 
 All methods but the thread's body run in the scheduler thread, so the state needs no lock; answers come back through a
 deque, whose append and popleft are atomic.
+
+A batch is divided into pages. Each open key leads to its page and each page to the requests that wait for any of its
+keys, so that an answer costs a few dictionary operations per key, however many requests wait. An answer may be about
+65,536 keys: a step takes in some pages and leaves the others to the next steps.
 """
 
 from __future__ import annotations
@@ -9,10 +13,11 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import compress, islice, repeat
 from typing import NamedTuple, cast
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, UnreachableReason, without_frames
@@ -24,6 +29,8 @@ from spillway_connector.tiers.tier import Clock, Tier
 
 ASKED_KEYS_MAX = 65_536  # waiting for an answer; more are answered MISS
 WAITING_REQUESTS_MAX = 16_384
+PAGE_KEYS = 256
+TAKEN_IN_KEYS_MAX = 1024  # per step: well below a millisecond of the scheduler's thread
 RESIDENT_SECONDS = 10.0  # between two readings of the tier's size
 
 ContainsNow = Callable[[Sequence[bytes]], "list[bool] | None"]
@@ -51,43 +58,63 @@ class Answers(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class _Page:
+    """Open keys of one batch that are taken in together, and the requests that wait for any of them."""
+
+    keys: list[bytes] = field(default_factory=list)
+    waits: set[_Wait] = field(default_factory=set)
+    answered: bool = False  # the answer has come, and is to be taken in
+
+
+@dataclass(slots=True, eq=False)
 class _Wait:
     """How long one request may still wait for answers, over its whole life."""
 
+    request_id: str
     left_seconds: float
     since: float = 0.0
-    keys: set[bytes] = field(default_factory=set)
+    pages: set[_Page] = field(default_factory=set)
 
     def expires_at(self, now: float) -> float:
-        return (self.since if self.keys else now) + self.left_seconds
+        """Never while an answer is to be taken in: that delay is ours, not the tier's."""
+        if not self.pages:
+            return now + self.left_seconds
+        return math.inf if any(page.answered for page in self.pages) else self.since + self.left_seconds
 
     def expired(self, now: float) -> bool:
         return now >= self.expires_at(now)
 
-    def begin(self, keys: Collection[bytes], now: float) -> None:
-        if not self.keys:
+    def begin(self, page: _Page, now: float) -> None:
+        if not self.pages:
             self.since = now
-        self.keys.update(keys)
+        self.pages.add(page)
+        page.waits.add(self)
 
-    def end(self, keys: Collection[bytes], now: float) -> None:
-        if self.keys.isdisjoint(keys):
-            return
-        self.keys.difference_update(keys)
-        if not self.keys:
-            self.left_seconds -= now - self.since
+    def end(self, page: _Page, answered_at: float) -> None:
+        self.pages.discard(page)
+        if not self.pages:
+            self.left_seconds -= max(0.0, answered_at - self.since)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Batch:
-    number: int
-    keys: list[bytes]
+    pages: list[_Page]
     deadline: float
+    answered_at: float = math.inf
+
+
+class _Answer(NamedTuple):
+    """What is to be taken in about one page. found: None where nobody answered."""
+
+    page: _Page
+    found: list[bool] | None
+    at: float
 
 
 class LookupDesk:
     """Questions about keys of one tier. ``timeout_seconds`` bounds a batch and the total wait of one request.
 
-    ``changes`` lists the keys whose PENDING has ended.
+    ``changes`` lists the requests of which some PENDING has ended.
     """
 
     def __init__(
@@ -101,7 +128,7 @@ class LookupDesk:
         timeout_seconds: float,
         clock: Clock,
         progress: Callable[[], None],
-        changes: ChangeLog,
+        changes: ChangeLog[str],
     ) -> None:
         self.resident_bytes = 0
         self._tier = tier
@@ -114,14 +141,14 @@ class LookupDesk:
         self._clock = clock
         self._progress = progress
         self._changes = changes
-        self._waits: dict[str, _Wait] = {}
-        self._waiting: set[_Wait] = set()  # those with keys to be answered
-        self._asked: set[bytes] = set()  # keys without an answer
-        self._unsent: list[bytes] = []
-        self._batches: dict[int, _Batch] = {}  # in the order of their deadlines
-        self._next_number = 0
+        self._waits: OrderedDict[str, _Wait] = OrderedDict()  # of a dict the oldest is slow to find
+        self._asked: dict[bytes, _Page] = {}  # open keys
+        self._unsent: list[_Page] = []
+        self._batches: dict[_Batch, None] = {}  # without an answer, in the order of their deadlines
+        self._to_take_in: deque[_Answer] = deque()
+        self._keys_left = TAKEN_IN_KEYS_MAX  # to take in during this step
         self._questions: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
-        self._answers: deque[tuple[_Batch, list[bool] | TierError]] = deque()
+        self._answers: deque[tuple[_Batch, list[list[bool]] | TierError]] = deque()  # by page
         self._thread = threading.Thread(target=self._answer, name=f"spillway-{tier.name}-lookup", daemon=True)
         self._thread.start()
 
@@ -163,7 +190,8 @@ class LookupDesk:
             return self._ask_all(keys, self._wait_of(request_id), now)
         wait: _Wait | None = None
         found: list[Lookup] = []
-        pending: list[bytes] = []
+        pending = 0
+        unasked: list[bytes] = []
         ended_by: LookupOutcome | None = None
         good_until = math.inf
         for key, expiry in zip(keys, expiries, strict=True):
@@ -177,20 +205,21 @@ class LookupDesk:
             if wait.expired(now):
                 ended_by = LookupOutcome.EXPIRED
                 break
-            if key not in self._asked:
-                if len(self._asked) >= ASKED_KEYS_MAX:
-                    ended_by, good_until = LookupOutcome.REFUSED, now  # there may be room at any time
-                    break
-                self._asked.add(key)
-                self._unsent.append(key)
-            pending.append(key)
+            page = self._asked.get(key)
+            if page is not None:
+                wait.begin(page, now)
+            elif len(self._asked) + len(unasked) < ASKED_KEYS_MAX:
+                unasked.append(key)
+            else:
+                ended_by, good_until = LookupOutcome.REFUSED, now  # there may be room at any time
+                break
+            pending += 1
             found.append(Lookup.PENDING)
         if wait is not None and pending:
-            wait.begin(pending, now)
-            self._waiting.add(wait)
+            self._ask(unasked, wait, now)
             good_until = min(good_until, wait.expires_at(now))
-        if len(found) > len(pending):
-            self._counters.lookups[LookupOutcome.HIT] += len(found) - len(pending)
+        if len(found) > pending:
+            self._counters.lookups[LookupOutcome.HIT] += len(found) - pending
         if ended_by is not None:
             self._counters.count_lookup(ended_by)
             found.append(Lookup.MISS)
@@ -200,11 +229,27 @@ class LookupDesk:
         """Nothing is known of any of them: the usual new prompt, without a loop."""
         if wait.expired(now):
             return self._miss(LookupOutcome.EXPIRED)
-        self._unsent += keys if self._asked.isdisjoint(keys) else [key for key in keys if key not in self._asked]
-        self._asked.update(keys)
-        wait.begin(keys, now)
-        self._waiting.add(wait)
+        asked = self._asked
+        if asked.keys().isdisjoint(keys):
+            self._ask(keys, wait, now)
+        else:
+            for page in {asked[key] for key in keys if key in asked}:
+                wait.begin(page, now)
+            self._ask([key for key in keys if key not in asked], wait, now)
         return Answers([Lookup.PENDING] * len(keys), wait.expires_at(now))
+
+    def _ask(self, keys: Sequence[bytes], wait: _Wait, now: float) -> None:
+        """Have keys that are not open asked for at the next flush."""
+        begin = 0
+        while begin < len(keys):
+            if not self._unsent or len(self._unsent[-1].keys) >= PAGE_KEYS:
+                self._unsent.append(_Page())
+            page = self._unsent[-1]
+            end = begin + PAGE_KEYS - len(page.keys)
+            page.keys += keys[begin:end]
+            self._asked.update(dict.fromkeys(keys[begin:end], page))
+            wait.begin(page, now)
+            begin = end
 
     def _absent_until(self, key: bytes, now: float) -> float | None:
         """Until when the key is known to be absent, after asking a tier that can answer at once; else None."""
@@ -247,51 +292,55 @@ class LookupDesk:
         wait = self._waits.get(request_id)
         if wait is None:
             while len(self._waits) >= WAITING_REQUESTS_MAX:
-                del self._waits[next(iter(self._waits))]
-            wait = self._waits[request_id] = _Wait(self._timeout_seconds)
+                self._waits.popitem(last=False)
+            wait = self._waits[request_id] = _Wait(request_id, self._timeout_seconds)
         return wait
 
     def flush(self) -> None:
-        """Send what was asked since the last call, as one batch."""
+        """The end of a step: send what was asked since the last one, as one batch."""
+        self._keys_left = TAKEN_IN_KEYS_MAX
         if not self._unsent:
             return
-        keys, self._unsent = self._unsent, []
+        pages, self._unsent = self._unsent, []
+        now = self._clock()
         if not self._lookup_breaker.allow():
-            self._end_waits(keys)
+            self._to_take_in.extend(_Answer(page, None, now) for page in pages)
             return
-        batch = _Batch(self._next_number, keys, self._clock() + self._timeout_seconds)
-        self._next_number += 1
-        self._batches[batch.number] = batch
+        batch = _Batch(pages, now + self._timeout_seconds)
+        self._batches[batch] = None
         self._questions.put(batch)
 
     def collect(self) -> None:
-        """Take in the answers that have come, and give up the batches whose deadline has passed."""
+        """Take in the answers that have come, as far as this step may, and give up batches beyond their deadline."""
         while self._answers:
             batch, answer = self._answers.popleft()
-            if self._batches.pop(batch.number, None) is None:
+            if batch not in self._batches:
                 continue  # given up before; its keys may have been asked for again
-            self._end_waits(batch.keys)
+            del self._batches[batch]
             if isinstance(answer, TierError):
                 self._counters.failures[Operation.LOOKUP, answer.reason] += 1
                 self._lookup_breaker.record_failure()
-                answer = [False] * len(batch.keys)
+                absent = [False] * PAGE_KEYS
+                answers = [absent[: len(page.keys)] for page in batch.pages]
             else:
                 self._lookup_breaker.record_success()
-            for present in (True, False):
-                answered = [key for key, found in zip(batch.keys, answer, strict=True) if bool(found) is present]
-                if answered:
-                    self._presence.put_many(answered, present)
+                answers = answer
+            for page, found in zip(batch.pages, answers, strict=True):
+                page.answered = True
+                self._to_take_in.append(_Answer(page, found, batch.answered_at))
         if self._batches:
             now = self._clock()
             while self._batches:
-                batch = next(iter(self._batches.values()))
+                batch = next(iter(self._batches))
                 if now < batch.deadline:
                     break
-                del self._batches[batch.number]
-                self._end_waits(batch.keys)
+                del self._batches[batch]
+                self._to_take_in.extend(_Answer(page, None, now) for page in batch.pages)
                 self._counters.failures[Operation.LOOKUP, UnreachableReason.TIMEOUT] += 1
                 self._counters.expiries[Operation.LOOKUP] += 1
                 self._lookup_breaker.record_failure()
+        while self._to_take_in and self._keys_left > 0:
+            self._take_in(self._to_take_in.popleft())
 
     def forget(self, request_id: str) -> None:
         self._waits.pop(request_id, None)
@@ -303,14 +352,21 @@ class LookupDesk:
     def join(self, timeout_seconds: float) -> None:
         self._thread.join(timeout_seconds)
 
-    def _end_waits(self, keys: list[bytes]) -> None:
-        now = self._clock()
-        self._asked.difference_update(keys)
-        self._changes.add(keys)
-        for wait in list(self._waiting):
-            wait.end(keys, now)
-            if not wait.keys:
-                self._waiting.discard(wait)
+    def _take_in(self, answer: _Answer) -> None:
+        page, found, at = answer
+        self._keys_left -= len(page.keys)
+        deque(map(self._asked.pop, page.keys, repeat(None)), maxlen=0)
+        for wait in page.waits:
+            wait.end(page, at)
+        self._changes.add([wait.request_id for wait in page.waits])
+        page.waits.clear()
+        if found is None:
+            return
+        present = list(compress(page.keys, found))
+        if present:
+            self._presence.put_many(present, True)
+        if len(present) < len(page.keys):
+            self._presence.put_many([key for key, there in zip(page.keys, found, strict=True) if not there], False)
 
     def _miss(self, outcome: LookupOutcome) -> Answers:
         self._counters.count_lookup(outcome)
@@ -327,7 +383,9 @@ class LookupDesk:
             else:
                 if batch is None:
                     return
-                self._answers.append((batch, self._ask(batch)))
+                answer = self._answer_to(batch)
+                batch.answered_at = self._clock()
+                self._answers.append((batch, answer))
                 self._progress()
             if self._clock() >= resident_due and self._lookup_breaker.would_allow():
                 resident_due = self._clock() + RESIDENT_SECONDS
@@ -336,9 +394,12 @@ class LookupDesk:
                 except TierError:
                     pass  # a gauge: the last known value stands, and the breaker learns from real work
 
-    def _ask(self, batch: _Batch) -> list[bool] | TierError:
+    def _answer_to(self, batch: _Batch) -> list[list[bool]] | TierError:
+        # Put together and taken apart here: of 65,536 keys that alone takes a millisecond.
+        keys = [key for page in batch.pages for key in page.keys]
         try:
-            return self._tier.contains(batch.keys, batch.deadline)
+            found = iter(self._tier.contains(keys, batch.deadline))
+            return [list(islice(found, len(page.keys))) for page in batch.pages]
         except TierError as error:
             return without_frames(error)
         except Exception as error:  # a defect of a tier must cost a miss, not the thread
