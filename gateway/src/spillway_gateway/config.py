@@ -114,6 +114,8 @@ class BreakerConfig:
     """When an engine that answers polls and fails requests is left alone; see fleet/breaker.py."""
 
     failures: int = 5  # failed requests in a row
+    window_requests: int = 20  # or this share of the last so many
+    failure_share: float = 0.3
     open_seconds: float = 5.0  # doubled with each failed probe
     open_seconds_max: float = 60.0
 
@@ -341,6 +343,8 @@ def _check(config: GatewayConfig) -> None:
             zero_allowed = item.name in ("retry_ratio", "retry_burst", "running_request_ms", "slow_start_seconds")
             if not (number > 0 or (zero_allowed and number == 0)) or number == float("inf"):
                 raise ConfigError(f"{section}.{_camel(item.name)}: {number} given, a finite number above 0 needed")
+    if config.breaker.failure_share > 1:
+        raise ConfigError(f"breaker.failureShare: {config.breaker.failure_share} given, at most 1 needed")
     if not config.routing.bounded_load_factor >= 1:
         raise ConfigError(f"routing.boundedLoadFactor: {config.routing.bounded_load_factor} given, at least 1 needed")
     for item in dataclasses.fields(config.shutdown):

@@ -16,15 +16,47 @@ def opened(now: float = 0.0) -> Breaker:
     return breaker
 
 
-def test_only_failures_in_a_row_open_it() -> None:
+def test_a_few_failures_among_many_leave_it_closed() -> None:
     breaker = Breaker(CONFIG)
-    for _ in range(10):
+    for _ in range(20):
         breaker.failed(0.0)
-        breaker.failed(0.0)
-        breaker.succeeded()
+        for _ in range(3):
+            breaker.succeeded()
 
     assert breaker.closed and breaker.allows(0.0)
+
+
+def test_failures_in_a_row_open_it() -> None:
     assert not opened().allows(4.9)
+
+
+def test_a_share_of_failures_opens_it_without_many_in_a_row() -> None:
+    breaker = Breaker(CONFIG)
+    for _ in range(9):
+        breaker.succeeded()
+        breaker.failed(0.0)
+        assert breaker.closed  # too few verdicts to tell
+    breaker.succeeded()
+    breaker.failed(0.0)
+
+    assert not breaker.allows(4.9)
+
+
+def test_a_probe_that_began_lets_others_in_and_breaks_at_the_first_failure() -> None:
+    breaker = opened()
+    assert breaker.sent()
+    breaker.probe_began()
+    assert breaker.allows(5.0) and not breaker.sent()
+    breaker.failed(6.0)
+
+    assert not breaker.allows(15.9) and breaker.allows(16.0)  # the pause doubled
+
+
+def test_old_streams_that_end_do_not_close_it() -> None:
+    breaker = opened()
+    breaker.succeeded()
+
+    assert not breaker.closed
 
 
 def test_one_probe_at_a_time_after_the_pause() -> None:
@@ -33,7 +65,7 @@ def test_one_probe_at_a_time_after_the_pause() -> None:
     assert breaker.allows(5.0)
     assert breaker.sent()
     assert not breaker.allows(6.0)
-    breaker.succeeded()
+    breaker.succeeded(probe=True)
     assert breaker.closed and not breaker.sent()
 
 
@@ -66,7 +98,11 @@ def test_late_failures_of_older_requests_do_not_prolong_the_pause() -> None:
     assert breaker.opened_total == 1
 
 
-@given(st.lists(st.tuples(st.sampled_from(["sent", "ok", "fail", "lost"]), st.floats(0, 30)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["sent", "began", "ok", "whole", "fail", "lost"]), st.floats(0, 30)), max_size=60
+    )
+)
 def test_no_history_keeps_an_engine_out_for_ever(steps: list[tuple[str, float]]) -> None:
     breaker = Breaker(CONFIG)
     now = 0.0
@@ -74,8 +110,10 @@ def test_no_history_keeps_an_engine_out_for_ever(steps: list[tuple[str, float]])
         now += pause
         if action == "sent":
             breaker.sent()
-        elif action == "ok":
-            breaker.succeeded()
+        elif action == "began":
+            breaker.probe_began()
+        elif action in ("ok", "whole"):
+            breaker.succeeded(probe=action == "whole")
         elif action == "fail":
             breaker.failed(now)
         else:

@@ -171,6 +171,7 @@ def test_an_open_breaker_keeps_requests_away_unless_nobody_else_is_left() -> Non
     assert probe.engine.name == "a"  # idle, so cheapest
     assert fleet.choose(PromptBlocks([], 4, 1, 1), frozenset()).engine.name == "b"  # one probe at a time
 
+    probe.began()
     probe.succeeded()
     assert fleet.engines["a"].breaker.closed
 

@@ -453,6 +453,91 @@ class StalledClient:
             await asyncio.get_running_loop().create_future()
 
 
+@pytest.mark.parametrize("write_bytes", [1, 7, 64, 1_000])
+async def test_usage_is_counted_however_events_are_cut(
+    start_engine: Any, client: aiohttp.ClientSession, write_bytes: int
+) -> None:
+    engine = await start_engine()
+    engine.write_bytes = write_bytes
+    async with running_gateway(gateway_config([engine])) as running:
+        for _ in range(2):
+            messages = [{"role": "user", "content": "a prompt of several blocks " * 8}]
+            options = {"include_usage": True}
+            _, _, body = await ask(client, running, messages=messages, stream=True, stream_options=options)
+        usage = json.loads(body.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]
+        page = running.gateway.metrics.exposition().decode()
+
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0
+    assert f'spillway_gateway_actual_cached_tokens_total{{model="fake"}} {float(cached)}' in page
+
+
+@pytest.mark.parametrize("write_bytes", [1, 9, 30])
+async def test_a_first_error_event_in_pieces_goes_to_another_engine(
+    start_engine: Any, client: aiohttp.ClientSession, write_bytes: int
+) -> None:
+    engines = await pair(start_engine)
+    async with running_gateway(gateway_config(engines)) as running:
+        chosen = await first_choice(client, running, engines)
+        chosen.fault, chosen.write_bytes = ErrorInStream(0), write_bytes
+
+        status, headers, body = await ask(client, running, stream=True)
+
+        assert (status, headers["x-spillway-route"]) == (200, "retry")
+        assert body.endswith(b"data: [DONE]\n\n") and b"EngineCore died" not in body
+        assert_idle(running)
+
+
+async def test_a_death_inside_an_event_leaves_whole_events_alone(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+        engine.fault = DieInStream(2, inside=True)
+        status, _, body = await ask(client, running, stream=True)
+
+    events = [json.loads(event.removeprefix(b"data: ")) for event in body.split(b"\n\n")[:-1]]
+    assert status == 200 and len(events) == 3
+    assert events[-1]["error"]["code"] == "engine_disconnected"
+
+
+@pytest.mark.parametrize("fault", [DieInStream(1), DieInStream(1, inside=True), ErrorInStream(1)])
+async def test_an_engine_whose_streams_break_is_taken_out(
+    start_engine: Any, client: aiohttp.ClientSession, fault: Any
+) -> None:
+    """Every second one, so that failures never come in a row."""
+    engine = await start_engine()
+    breaker = {"failures": 5, "windowRequests": 10, "failureShare": 0.3, "openSeconds": 60}
+    async with running_gateway(gateway_config([engine], breaker=breaker)) as running:
+        for number in range(12):
+            engine.fault = fault if number % 2 else None
+            await ask(client, running, stream=True)
+
+        assert running.engine(engine.name).breaker.opened_total == 1
+
+
+async def test_a_client_that_leaves_at_done_got_all_of_it(start_engine: Any) -> None:
+    """As SDKs do. The connection to the engine stays usable."""
+    engine = await start_engine()
+    engine.end_seconds = 0.05
+    async with running_gateway(gateway_config([engine])) as running:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+            payload = json.dumps(chat(stream=True)).encode()
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
+            writer.write(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
+            await reader.readuntil(b"data: [DONE]\n\n")
+            writer.close()
+            await writer.wait_closed()
+            await until(lambda: not running.gateway.running)
+        page = running.gateway.metrics.exposition().decode()
+        connections = len(engine.connections)
+
+    assert "spillway_gateway_client_disconnects_total{" not in page
+    assert 'route="only",status="2xx"} 3.0' in page
+    assert connections <= 2  # one for requests, one for polls
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_stalls_at_the_last_chunk_is_no_failure_of_the_engine(
     start_engine: Any, stream: bool

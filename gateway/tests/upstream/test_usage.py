@@ -8,36 +8,62 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.testing.fake_documents import messages_events, response_events
-from spillway_gateway.upstream.usage import SCAN_BYTES_MAX, Usage, read_usage
+from spillway_gateway.upstream.usage import WHOLE_BYTES_MAX, ReplyUsage, Usage, usage_in_events, usage_in_reply
 
 CHAT = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 8}}
 TYPED = {"input_tokens": 9, "output_tokens": 4}
 
 
 def test_each_api_tells_its_own_way() -> None:
-    assert read_usage(json.dumps({"id": "x", "usage": CHAT}).encode()) == Usage(9, 4, 8)
-    assert read_usage(json.dumps({"usage": {**TYPED, "input_tokens_details": {"cached_tokens": 3}}}).encode()) == Usage(
-        9, 4, 3
-    )
-    assert read_usage(b"".join(response_events("r", ["a"], "m", TYPED))) == Usage(9, 4, None)
-    assert read_usage(messages_events(["a"], "m", TYPED)[0]) == Usage(9, 0, None)
-    assert read_usage(b"".join(messages_events(["a"], "m", TYPED))) == Usage(9, 4, None)
+    assert usage_in_reply(json.dumps({"id": "x", "usage": CHAT}).encode()) == Usage(9, 4, 8)
+    typed = {"usage": {**TYPED, "input_tokens_details": {"cached_tokens": 3}}}
+    assert usage_in_reply(json.dumps(typed).encode()) == Usage(9, 4, 3)
+    assert usage_in_events(b"".join(response_events("r", ["a"], "m", TYPED))) == Usage(9, 4, None)
+    assert usage_in_events(messages_events(["a"], "m", TYPED)[0]) == Usage(9, 0, None)
+    assert usage_in_events(b"".join(messages_events(["a"], "m", TYPED))) == Usage(9, 4, None)
     stream = b'data: {"choices":[]}\n\ndata: ' + json.dumps({"usage": CHAT}).encode() + b"\n\ndata: [DONE]\n\n"
-    assert read_usage(stream) == Usage(9, 4, 8)
+    assert usage_in_events(stream) == Usage(9, 4, 8)
 
 
-def test_the_end_of_a_long_reply_is_enough() -> None:
-    long = {"data": [0.123456] * SCAN_BYTES_MAX, "usage": {**CHAT, "extra": {"nested": {}}}}
-    assert read_usage(json.dumps(long).encode()) == Usage(9, 4, 8)
-    assert read_usage(json.dumps({"usage": CHAT, "data": "x" * SCAN_BYTES_MAX}).encode()) is None
+def long_reply(before: int, behind: int) -> bytes:
+    usage = {**CHAT, "extra": {"nested": {}}}
+    content = 'he said "usage": {"prompt_tokens": 0}'
+    return json.dumps(
+        {"ids": [7] * before, "usage": usage, "content": content, "prompt_token_ids": [123_456] * behind}
+    ).encode()
+
+
+@pytest.mark.parametrize(("before", "behind"), [(0, 0), (100_000, 0), (0, 100_000), (50_000, 50_000)])
+def test_usage_is_found_wherever_it_stands_in_a_long_reply(before: int, behind: int) -> None:
+    assert usage_in_reply(long_reply(before, behind)) == Usage(9, 4, 8)
+
+
+def test_an_event_of_any_length_is_read() -> None:
+    document = {"usage": CHAT, "token_ids": [1] * WHOLE_BYTES_MAX}
+    assert usage_in_events(b"data: " + json.dumps(document).encode() + b"\n\n") == Usage(9, 4, 8)
+
+
+@given(st.lists(st.integers(0, 3_000), max_size=8))
+def test_parts_of_a_reply_may_be_cut_anywhere(cuts: list[int]) -> None:
+    reply = long_reply(300, 300)
+    reader = ReplyUsage()
+    for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(reply)], strict=True):
+        reader.feed(reply[start:end])
+
+    assert reader.told == Usage(9, 4, 8)
 
 
 @pytest.mark.parametrize(
     "said",
-    [b"", b"{}", b'{"usage":null}', b'{"usage":7}', b'data: {"usage"', b'{"text":"\\"usage\\": {}"}', b'"usage"'],
+    [b"", b"{}", b'{"usage":null}', b'{"usage":7}', b'{"usage"', b'{"text":"\\"usage\\": {}"}', b'{"usage":{}}'],
 )
 def test_nothing_is_made_up(said: bytes) -> None:
-    assert read_usage(said) is None
+    reader = ReplyUsage()
+    reader.feed(said)
+    nothing = Usage(None, None, None)
+    assert usage_in_reply(said) in (None, nothing)
+    assert usage_in_events(b"data: " + said + b"\n\n") in (None, nothing)
+    assert reader.told is None
 
 
 json_like = st.recursive(
@@ -49,5 +75,6 @@ json_like = st.recursive(
 
 @given(st.binary() | json_like.map(lambda value: json.dumps({"usage": value}).encode()), st.booleans())
 def test_any_bytes_are_read_without_an_error(data: bytes, as_event: bool) -> None:
-    told: Any = read_usage(b"data: " + data + b"\n\n" if as_event else data)
+    told: Any = usage_in_events(b"data: " + data + b"\n\n") if as_event else usage_in_reply(data)
     assert told is None or isinstance(told, Usage)
+    ReplyUsage().feed(data)

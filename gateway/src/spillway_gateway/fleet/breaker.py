@@ -1,11 +1,15 @@
-"""Takes an engine out that answers polls and fails requests, and lets it back by one request at a time.
+"""Circuit breaker of one engine: takes it out when it fails requests, and lets it back by one request.
 
-closed -> open after `failures` failed requests in a row. Open for `open_seconds`, doubled each time up to
-`open_seconds_max`; then half-open: one request goes there, and its fate closes or reopens the breaker. A verdict that
-never comes (the client left) frees the place for the next probe, so a breaker cannot stay open for want of news.
+closed -> open after `failures` failed requests in a row, or when `failure_share` of the last `window_requests` failed:
+an engine whose streams break half of the time never fails many in a row. Open for `open_seconds`, doubled each time up
+to `open_seconds_max`; then half-open: one request (the probe) goes there. Its first byte closes the breaker on trial,
+so that a long stream does not keep the others away; the next failure opens it again. A verdict that never comes (the
+client left) frees the place for the next probe, so a breaker cannot stay open for want of news.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 from spillway_gateway.config import BreakerConfig
 
@@ -13,12 +17,21 @@ from spillway_gateway.config import BreakerConfig
 class Breaker:
     """Of one engine. now: monotonic seconds."""
 
-    __slots__ = ("_config", "_failures", "_open_until", "_probing", "_times_opened", "opened_total")
+    __slots__ = (
+        "_config",
+        "_failures",
+        "_open_until",
+        "_probing",
+        "_times_opened",
+        "_verdicts",
+        "opened_total",
+    )
 
     def __init__(self, config: BreakerConfig) -> None:
         self._config = config
-        self._failures = 0
-        self._times_opened = 0  # in a row, without a success between
+        self._failures = 0  # in a row
+        self._verdicts: deque[bool] = deque(maxlen=config.window_requests)  # since it closed; True: failed
+        self._times_opened = 0  # in a row, without a whole reply between
         self._open_until: float | None = None
         self._probing = False
         self.opened_total = 0
@@ -38,22 +51,42 @@ class Breaker:
         self._probing = True
         return True
 
-    def succeeded(self) -> None:
+    def probe_began(self) -> None:
+        """The probe's reply has begun."""
+        if self._probing:
+            self._close()
+            self._failures = self._config.failures - 1
+
+    def succeeded(self, *, probe: bool = False) -> None:
+        """A whole reply. Of requests sent before the breaker opened it says nothing about the engine of now."""
+        if self._open_until is not None:
+            if not probe:
+                return
+            self._close()
         self._failures = self._times_opened = 0
-        self._open_until = None
-        self._probing = False
+        self._verdicts.append(False)
 
     def failed(self, now: float) -> None:
         self._failures += 1
         if self._open_until is not None:
             if self._probing and now >= self._open_until:
                 self._open(now)
-        elif self._failures >= self._config.failures:
+            return
+        self._verdicts.append(True)
+        window = len(self._verdicts) == self._config.window_requests
+        if self._failures >= self._config.failures or (
+            window and sum(self._verdicts) >= self._config.failure_share * self._config.window_requests
+        ):
             self._open(now)
 
     def probe_ended(self) -> None:
         """Without a verdict."""
         self._probing = False
+
+    def _close(self) -> None:
+        self._open_until = None
+        self._probing = False
+        self._verdicts.clear()
 
     def _open(self, now: float) -> None:
         seconds = min(self._config.open_seconds * 2.0**self._times_opened, self._config.open_seconds_max)

@@ -306,10 +306,15 @@ class Lease:
             self.engine.prefill.sample(self._ahead_tokens + self._queued, now - self._started)
         self._dequeue()
 
+    def began(self) -> None:
+        """The reply's first byte has come."""
+        if self._probe:
+            self.engine.breaker.probe_began()
+
     def succeeded(self) -> None:
-        """The engine answered this request properly, as far as it has come."""
+        """The engine answered this request properly, to its end."""
+        self.engine.breaker.succeeded(probe=self._probe)
         self._probe = False
-        self.engine.breaker.succeeded()
 
     def failed(self, now: float) -> None:
         """The engine, not the request, is to blame."""

@@ -95,6 +95,8 @@ class FakeEngine:
         self.metrics_page: bytes | None = None  # None: the route is not there
         self.ready: tuple[int, dict[str, Any]] = (200, {"ready": True})
         self.fault: Fault | None = None
+        self.write_bytes: int | None = None  # streams are written in pieces of so many bytes; None: event by event
+        self.end_seconds = 0.0  # between [DONE] and the end of a stream
         self.seen: list[Seen] = []
         self.record = record
         self.connections: set[_Connection] = set()
@@ -360,18 +362,22 @@ class _Connection(asyncio.Protocol):
         cached = self.engine.prefill(tokens, body.get("cache_salt"))
         for sent, event in enumerate(self._events(path, body, tokens, cached)):
             if isinstance(fault, DieInStream) and sent == fault.after_chunks:
+                if fault.inside:
+                    self._chunk(event[: len(event) // 2])
                 await asyncio.sleep(0.01)
                 self.kill()
                 return
             if isinstance(fault, ErrorInStream) and sent == fault.after_chunks:
-                self._chunk(b"data: " + json.dumps(_error("EngineCore died", 500)).encode() + b"\n\n")
+                await self._write_event(b"data: " + json.dumps(_error("EngineCore died", 500)).encode() + b"\n\n")
                 break
             if isinstance(fault, HoldInStream) and sent == fault.after_chunks:
                 await fault.release.wait()
-            self._chunk(event)
+            await self._write_event(event)
             await asyncio.sleep(fault.between_chunks_seconds if isinstance(fault, Slow) else 0)
         if path not in ("/v1/messages", "/v1/responses"):
-            self._chunk(b"data: [DONE]\n\n")
+            await self._write_event(b"data: [DONE]\n\n")
+        if self.engine.end_seconds:
+            await asyncio.sleep(self.engine.end_seconds)
         self._current = None
         self.transport.write(b"0\r\n\r\n")
 
@@ -396,6 +402,13 @@ class _Connection(asyncio.Protocol):
         if (body.get("stream_options") or {}).get("include_usage"):
             documents.append({**envelope, "choices": [], "usage": self._usage(tokens, cached)})
         return [b"data: " + json.dumps(document).encode() + b"\n\n" for document in documents]
+
+    async def _write_event(self, event: bytes) -> None:
+        size = self.engine.write_bytes or len(event)
+        for start in range(0, len(event), size):
+            if start:
+                await asyncio.sleep(0)  # so that the reader sees a read of its own
+            self._chunk(event[start : start + size])
 
     def _chunk(self, data: bytes) -> None:
         self.transport.write(b"%x\r\n%s\r\n" % (len(data), data))

@@ -18,9 +18,10 @@ class HeadThenDie:
 
 @dataclass(frozen=True, slots=True)
 class DieInStream:
-    """The process dies after so many events (a plain reply: in its middle)."""
+    """The process dies after so many events (a plain reply: in its middle). inside: half of the next one is sent."""
 
     after_chunks: int
+    inside: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,12 @@ def stream_failure(first_chunk: bytes) -> str | None:
     return error.message if error is not None and isinstance(error.code, int) and error.code >= 500 else None
 
 
+def failure_within(events: bytes) -> bool:
+    """Whether whole events of a stream that has begun hold a server error: the engine failed, and says so itself."""
+    at = events.find(_ERROR_EVENT)
+    return at >= 0 and (at == 0 or events[at - 1 : at] == b"\n") and stream_failure(events[at:]) is not None
+
+
 def plain_failure(status: int, body: bytes) -> str | None:
     """The same for a plain reply. A 500 alone may be the request's own fault and is passed on."""
     error = _error_of(body) if status == 500 else None

@@ -49,12 +49,14 @@ from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import (
     RETRYABLE_STATUSES,
     RetryBudget,
+    failure_within,
     is_attempt,
     may_retry,
     plain_failure,
     stream_failure,
 )
-from spillway_gateway.upstream.usage import Usage, read_usage
+from spillway_gateway.upstream.sse import EventFramer, count_events, is_done, is_last_of_typed
+from spillway_gateway.upstream.usage import ReplyUsage, Usage, merged, usage_in_events, usage_in_reply
 
 if TYPE_CHECKING:  # its imports cost memory and time where traces are off
     from spillway_gateway.tracing.request_trace import AttemptTrace, RequestTrace
@@ -63,6 +65,8 @@ logger = logging.getLogger(__name__)
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
+END_OF_REPLY_SECONDS_MAX = 1.0  # from [DONE] to the end of the engine's reply, whose connection may then be used again
+BYTES_PER_TOKEN = 4  # of a long reply that does not say how many tokens it took
 ERROR_REPLY_BYTES_MAX = 64 * 1024  # of a 5xx reply kept while another engine is tried; a longer one is not passed on
 
 
@@ -161,13 +165,18 @@ class Relay:
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0
         self._sending = False
+        self._answered = False
         self.bytes_sent = False
         self._is_events = False
+        self._framer = EventFramer()
+        self._whole = False  # the reply's last event was passed on; what happens afterwards changes nothing
+        self._failed = False  # the engine failed in words, within a stream
         self._overhead = 0.0
         self._dispatched = False
         self._decided: Lease | None = None
         self._last_chunk = b""
         self._events_sent = 0
+        self._reply_bytes = 0  # of a plain reply that was too long to hold back
         self._usage: Usage | None = None
         self.status = 0  # 499: the client went away
         self.error_code: str | None = None  # of an error that the gateway itself answered
@@ -193,6 +202,8 @@ class Relay:
             finally:
                 admission.leave()
         except ClientGone as gone:
+            if self._whole and not isinstance(gone, ClientStalled):  # as SDKs do at [DONE], before the reply's own end
+                return
             phase = "after_first_byte" if self.bytes_sent else "before_first_byte"
             services.metrics.disconnect(self._fleet.name, phase).inc()
             self.status = 499
@@ -210,7 +221,7 @@ class Relay:
 
     def abort(self, cause: Exception) -> None:
         """End the current wait with `cause`; harmless when the request is not waiting for an engine any more."""
-        if self._in_attempt and self._cause is None and self._task is not None:
+        if self._in_attempt and self._cause is None and self._task is not None and not self._answered:
             self._cause = cause
             self._task.cancel()
 
@@ -403,12 +414,12 @@ class Relay:
         loop = self._loop
         metrics = self._services.metrics
         idle_seconds = self._services.timeouts.idle_seconds
-        chunk = await connection.chunk()
+        chunk = await self._next_events(connection)
         if (failure := stream_failure(chunk)) is not None:
             raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
         now = perf_counter()
         lease.first_byte(time.monotonic(), measures_prefill=True)
-        lease.succeeded()
+        lease.began()
         lease.engine.waiting.discard(self)
         self.first_byte_seconds = now - self._request.received_at
         metrics.first_byte(self._fleet.name, lease.engine.name).observe(self.first_byte_seconds)
@@ -430,14 +441,49 @@ class Relay:
         while chunk:
             self.bytes_sent = True
             self._last_chunk = chunk
-            self._events_sent += chunk.count(b"data:") - chunk.endswith(b"data: [DONE]\n\n")
-            self._note_usage(lease, chunk)
+            if self._note_events(lease, chunk):
+                await self._finish(chunk)
+                self._answered = True
+                await self._end_of_reply(connection)
+                return
             self._sending = True
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._sending = False
             self._deadline = loop.time() + idle_seconds
-            chunk = await connection.chunk()
+            chunk = await self._next_events(connection)
+        if not self._failed and not self._whole:
+            lease.succeeded()
         await self._finish(b"")
+
+    async def _next_events(self, connection: EngineConnection) -> bytes:
+        """Whole events; empty at the end of the stream."""
+        while chunk := await connection.chunk():
+            if events := self._framer.feed(chunk):
+                return events
+        return self._framer.rest()
+
+    def _note_events(self, lease: Lease, events: bytes) -> bool:
+        """What whole events say besides their text. True when nothing follows them."""
+        self._events_sent += count_events(events)
+        self._note_usage(lease, usage_in_events(events))
+        if not self._failed and failure_within(events):
+            self._failed = True
+            lease.failed(time.monotonic())
+        done = is_done(events)
+        if done or (self._request.dialect is not Dialect.OPENAI and is_last_of_typed(events)):
+            if not self._whole and not self._failed:
+                lease.succeeded()
+            self._whole = True
+        return done
+
+    async def _end_of_reply(self, connection: EngineConnection) -> None:
+        """The client has all of it; a connection whose reply ended properly can be used again."""
+        try:
+            async with asyncio.timeout(END_OF_REPLY_SECONDS_MAX):
+                while await connection.chunk():
+                    pass
+        except (TimeoutError, UpstreamError):
+            pass  # it is closed instead
 
     async def _relay_plain(self, lease: Lease, connection: EngineConnection) -> None:
         buffer_bytes = self._services.limits.plain_reply_buffer_bytes
@@ -448,29 +494,37 @@ class Relay:
             raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
         now = perf_counter()
         lease.first_byte(time.monotonic(), measures_prefill=False)
-        if connection.status < 500:  # else the request or the engine may be to blame
-            lease.succeeded()
         headers = reply_headers(connection.headers)
         self._overhead += perf_counter() - now
         if self._request.on_reply is not None and connection.status == 200:
             self._request.on_reply(lease.engine.name, body)
         if connection.complete:
-            self._note_usage(lease, body)
+            self._note_usage(lease, usage_in_reply(body))
             self._complete_headers(connection.status, headers, lease)
             if not self._client.reply(connection.status, headers, body):
                 await self._send_head(connection.status, headers)
                 self.bytes_sent = True
                 await self._finish(body)
             self.bytes_sent = True
+            self._plain_succeeded(lease, connection.status)
             return
         await self._start(connection.status, headers, lease)
+        reader = ReplyUsage()
         while body:
             self.bytes_sent = True
+            reader.feed(body)
+            self._reply_bytes += len(body)
             self._sending = True
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
             self._sending = False
             body = await connection.chunk()
+        self._note_usage(lease, reader.told)
+        self._plain_succeeded(lease, connection.status)
         await self._finish(b"")
+
+    def _plain_succeeded(self, lease: Lease, status: int) -> None:
+        if status < 500:  # else the request or the engine may be to blame
+            lease.succeeded()
 
     async def _collect(self, connection: EngineConnection, bytes_max: int) -> bytes:
         """The whole body, or its start once it is longer than bytes_max."""
@@ -513,11 +567,13 @@ class Relay:
         self.error_code = None if isinstance(error, EngineAnsweredError) else error.code
         if self.bytes_sent:
             logger.warning("request %s: ended after the first byte: %s", self._id(), error.message)
-            if self._is_events:
+            if self._whole:
+                await self._finish(b"")
+            elif self._is_events:
                 event = event_of(
                     error,
                     self._request.dialect,
-                    at_event_boundary=self._last_chunk.endswith(b"\n\n"),
+                    at_event_boundary=self._framer.at_boundary,
                     last_chunk=self._last_chunk,
                 )
                 await self._send({"type": "http.response.body", "body": event, "more_body": False})
@@ -580,20 +636,21 @@ class Relay:
 
     @property
     def usage(self) -> Usage:
-        """Token counts as the reply told them; a stream that tells none is counted by its events, which come one for
-        each token or few."""
+        """Token counts as the reply told them. A stream that tells none is counted by its events, which come one for
+        each token or few, and a long plain reply by its bytes."""
         told = self._usage or Usage(None, None, None)
         if told.completion_tokens is None and self._is_events:
             return told._replace(completion_tokens=self._events_sent)
+        if self._usage is None and self._reply_bytes:
+            return told._replace(completion_tokens=self._reply_bytes // BYTES_PER_TOKEN)
         return told
 
-    def _note_usage(self, lease: Lease, data: bytes) -> None:
-        told = read_usage(data)
+    def _note_usage(self, lease: Lease, told: Usage | None) -> None:
         if told is None:
             return
         before = self._usage
-        if before is not None:  # Anthropic tells the prompt's tokens first and the others last
-            told = Usage(*(new if new is not None else old for new, old in zip(told, before, strict=True)))
+        told = merged(before, told)
+        assert told is not None
         self._usage = told
         if told.cached_tokens is not None and (before is None or before.cached_tokens is None):
             metrics = self._services.metrics

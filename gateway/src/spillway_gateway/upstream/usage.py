@@ -1,7 +1,8 @@
 """Reads token counts out of a reply: for what routing expected to be cached, tenants' limits and the audit log.
 
-Never changes a byte. Three shapes: OpenAI's `usage` with prompt_tokens and completion_tokens, the same object under
-`response` in the Responses API, and Anthropic's input_tokens and output_tokens, in a stream also under `message`.
+Reads whole events (sse.py) and plain replies of any length. Three shapes: OpenAI's `usage` with prompt_tokens and
+completion_tokens, the same object under `response` in the Responses API, and Anthropic's input_tokens and
+output_tokens, in a stream also under `message`.
 """
 
 from __future__ import annotations
@@ -46,28 +47,62 @@ class Usage(NamedTuple):
 _decode = msgspec.json.Decoder(_Reply).decode
 _MARK = b'"usage"'
 _DATA = b"data:"
-SCAN_BYTES_MAX = 64 * 1024
-TAIL_BYTES = 2048
+WHOLE_BYTES_MAX = 64 * 1024  # a plain reply up to this is parsed; of a longer one, the object at its last `usage`
+OBJECT_BYTES_MAX = 4096  # of a usage object
 
 
-def read_usage(data: bytes) -> Usage | None:
-    """From a plain reply, or from a chunk of events; None where nothing is said. Of several, the last counts.
-
-    A reply above SCAN_BYTES_MAX (embeddings, mostly) is searched for its `usage` in the last TAIL_BYTES only.
-    """
-    if data.find(_MARK, -TAIL_BYTES if len(data) > SCAN_BYTES_MAX else 0) < 0:
-        return None
-    if not _is_events(data):
-        return _tail_usage(data) if len(data) > SCAN_BYTES_MAX else _usage_in(data)
-    found = None
-    for line in data[-SCAN_BYTES_MAX:].split(b"\n"):
-        if _MARK in line and line.startswith(_DATA):
-            found = _usage_in(line[len(_DATA) :]) or found
+def usage_in_events(events: bytes) -> Usage | None:
+    """From whole events; None where nothing is said. Of several, each number's last mention counts."""
+    found: Usage | None = None
+    at = events.find(_MARK)
+    while at >= 0:
+        start = events.rfind(b"\n", 0, at) + 1
+        end = events.find(b"\n", at)
+        line = events[start : end if end >= 0 else len(events)]
+        if line.startswith(_DATA):
+            found = merged(found, _usage_in(line[len(_DATA) :]))
+        at = events.find(_MARK, end) if end >= 0 else -1
     return found
 
 
-def _is_events(data: bytes) -> bool:
-    return data.startswith((_DATA, b"event:", b":", b"\n")) or b"\ndata:" in data[:256]
+def usage_in_reply(body: bytes) -> Usage | None:
+    """From a plain reply; None where nothing is said."""
+    if len(body) <= WHOLE_BYTES_MAX:
+        return _usage_in(body) if _MARK in body else None
+    reader = ReplyUsage()
+    reader.feed(body)
+    return reader.told
+
+
+class ReplyUsage:
+    """Reads a plain reply that passes in parts: the object after the last `"usage":`, wherever it stands and however
+    the parts are cut. What a model wrote is never taken for it: quotes inside a JSON string are escaped."""
+
+    def __init__(self) -> None:
+        self.told: Usage | None = None
+        self._tail = b""
+
+    def feed(self, part: bytes) -> None:
+        data = self._tail + part if self._tail else part
+        at = data.rfind(_MARK)
+        while at >= 0:
+            told, whole = _object_at(data, at)
+            if told is not None:
+                self.told = told
+            if told is not None or not whole:
+                break
+            at = data.rfind(_MARK, 0, at)  # a key of that name which holds no counts
+        if at >= 0 and told is None and len(data) - at < OBJECT_BYTES_MAX:
+            self._tail = data[at:]  # the rest of the object comes with the next part
+        else:
+            self._tail = data[-len(_MARK) + 1 :]
+
+
+def merged(before: Usage | None, told: Usage | None) -> Usage | None:
+    """Anthropic tells the prompt's tokens first and the others last."""
+    if before is None or told is None:
+        return told or before
+    return Usage(*(new if new is not None else old for new, old in zip(told, before, strict=True)))
 
 
 def _usage_in(document: bytes) -> Usage | None:
@@ -83,20 +118,24 @@ def _usage_in(document: bytes) -> Usage | None:
     return _told(usage) if usage is not None else None
 
 
-def _tail_usage(data: bytes) -> Usage | None:
-    """The object after the last `"usage":` of a long reply."""
-    tail = data[-TAIL_BYTES:]
-    start = tail.rfind(_MARK)
-    begin = tail.find(b"{", start)
-    end = begin
-    while begin >= 0 and (end := tail.find(b"}", end + 1)) >= 0:
+def _object_at(data: bytes, mark: int) -> tuple[Usage | None, bool]:
+    """(what the object after a mark says, whether all of it is there)."""
+    window = data[mark + len(_MARK) : mark + OBJECT_BYTES_MAX]
+    opening = window.lstrip(b" \t\r\n:")
+    if not opening:
+        return None, False
+    if not opening.startswith(b"{"):
+        return None, True
+    end = 0
+    while (end := opening.find(b"}", end) + 1) > 0:
         try:
-            return _told(_decode_usage(tail[begin : end + 1]))
+            told = _told(_decode_usage(opening[:end]))
         except (msgspec.ValidationError, UnicodeDecodeError):
-            return None
+            return None, True
         except msgspec.DecodeError:
             continue  # an object inside it ended here
-    return None
+        return (told if told.prompt_tokens is not None else None), True
+    return None, False
 
 
 _decode_usage = msgspec.json.Decoder(_Usage).decode

@@ -1,0 +1,74 @@
+"""Server-sent events as they come off a socket: whole events out, wherever the reads cut them.
+
+What ends an event is a blank line, after any of the line endings of the specification
+(https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream).
+"""
+
+from __future__ import annotations
+
+EVENT_BYTES_MAX = 1024 * 1024  # a longer event is passed on in parts
+_BLANK_LINES = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_DONE = b"data: [DONE]"
+# What ends a reply of Anthropic's messages and of Responses.
+_LAST_EVENTS = (b"\nevent: message_stop", b"\nevent: response.completed", b"\nevent: response.incomplete")
+
+
+class EventFramer:
+    """One stream. Holds back the event that is still being received, so that a stream which breaks ends between two."""
+
+    __slots__ = ("_open", "_pending")
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+        self._open = False
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether what was given out ends with a whole event."""
+        return not self._open
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Returns all whole events that are there now; empty while the first is not."""
+        pending = self._pending
+        if self._open:
+            self._open = not chunk.endswith(_BLANK_LINES)
+            return chunk
+        if not pending and chunk.endswith(b"\n\n"):
+            return chunk
+        start = max(0, len(pending) - 3)
+        pending += chunk
+        end = -1
+        for blank_line in _BLANK_LINES:
+            at = pending.rfind(blank_line, start)
+            if at >= 0:
+                end = max(end, at + len(blank_line))
+        if end < 0 and len(pending) > EVENT_BYTES_MAX:
+            self._open = True
+            end = len(pending)
+        if end < 0:
+            return b""
+        whole = bytes(pending[:end])
+        del pending[:end]
+        return whole
+
+    def rest(self) -> bytes:
+        """What a stream that ended properly has left: an event without its blank line."""
+        rest = bytes(self._pending)
+        self._pending.clear()
+        return rest
+
+
+def count_events(events: bytes) -> int:
+    """Events with data among whole events, [DONE] not counted."""
+    count = events.count(b"\ndata:") + events.startswith(b"data:")
+    return count - is_done(events)
+
+
+def is_done(events: bytes) -> bool:
+    """Whether whole events end with [DONE], after which OpenAI's streams hold nothing."""
+    return events[-len(_DONE) - 8 :].rstrip().endswith(_DONE)
+
+
+def is_last_of_typed(events: bytes) -> bool:
+    """Whether whole events hold the one that ends a reply in an API whose events have names."""
+    return any(mark in b"\n" + events for mark in _LAST_EVENTS)
