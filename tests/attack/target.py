@@ -106,6 +106,7 @@ class Target:
     def _engine(self, model: str, words: int = 4, slow_seconds: float = 0.0) -> str:
         command = [sys.executable, "-m", "spillway_gateway.testing.fake_engine", "--model", model]
         command += ["--name", f"{model}-0", "--words", str(words), "--slow-seconds", str(slow_seconds)]
+        command += ["--no-tokenize-route"]  # so that no tokenizer of the gateway's is found to disagree
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         self._processes.append(process)
         assert process.stdout is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from spillway_gateway.access.keys import hash_key
 from spillway_gateway.testing.small_tokenizer import write_tokenizer
 
 KEY = "sk-" + "0" * 40
+OTHER_KEY = "sk-" + "1" * 40
 SECONDS_MAX = 120.0
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -28,7 +30,7 @@ def target_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A tenant, whose salt is set in each body, an alias and a tokenizer: all ways of a body are open."""
     folder = tmp_path_factory.mktemp("settings")
     write_tokenizer(folder, "the quick brown fox jumps over the lazy dog " * 20, 400, TEMPLATE)
-    tenants = {"tenants": [{"name": "a", "keys": [hash_key(KEY)]}]}
+    tenants = {"tenants": [{"name": "a", "keys": [hash_key(KEY)]}, {"name": "b", "keys": [hash_key(OTHER_KEY)]}]}
     (folder / "keys.yaml").write_text(yaml.safe_dump(tenants), encoding="utf-8")
     (folder / "salt").write_text("s" * 32, encoding="utf-8")
     auth = {"keysFile": str(folder / "keys.yaml"), "saltSecretFile": str(folder / "salt")}
@@ -80,6 +82,8 @@ SHAPES: dict[str, Callable[[], bytes]] = {
     "keys": lambda: b'{"model":"alias","messages":[]' + b"".join(b',"%x":0' % at for at in range(200_000)) + b"}",
     "blanks": lambda: b" " * 10_000_000 + b'{"model":"alias",' + b" " * 10_000_000 + b'"messages":[]}',
     "arguments": lambda: arguments("[" + "[]," * 5_000_000 + "[]]"),
+    "long prompts": lambda: chat('{"role":"user","content":"' + "the quick brown fox, " * 150_000 + '"}', 1),
+    "prompt without a cut": lambda: chat('{"role":"user","content":"' + "x" * 3_000_000 + '"}', 1),
     "short arguments": lambda: arguments("[" + "[]," * 20_000 + "[]]"),
     "deep arguments": lambda: arguments("[" * 50_000 + "]" * 50_000),
 }
@@ -96,3 +100,24 @@ def test_no_body_delays_another_stream(target: Target, shape: str) -> None:
 
     # The body itself, what it is copied to with another model's name and salt, and what of it waits in sockets.
     target.suffer(send).assert_bearable(grown_mib_max=96 + 3 * len(body) // MIB)
+
+
+def test_long_prompts_of_one_tenant_hold_up_no_other_prompt(target: Target) -> None:
+    """Two of 4 MB, as many as there are threads that tokenise; another's is read by its tokens meanwhile."""
+    long = json.dumps({"model": "alias", "prompt": "jumps over the lazy dog, " * 160_000}).encode()
+    headers = {"authorization": f"Bearer {KEY}"}
+    with ThreadPoolExecutor(2) as attackers:
+
+        def attack() -> object:
+            url = target.url + "/v1/completions"
+            return httpx.post(url, content=long, headers=headers, timeout=SECONDS_MAX).status_code
+
+        attacks = [attackers.submit(attack) for _ in range(2)]
+        other = {"model": "fake", "prompt": "words of another kind " * 400}
+        headers = {"authorization": f"Bearer {OTHER_KEY}"}
+        for _ in range(5):
+            reply = httpx.post(target.url + "/v1/completions", json=other, headers=headers, timeout=SECONDS_MAX)
+            assert reply.status_code == 200
+            other["prompt"] += "and more of them "
+        assert [one.result() for one in attacks]
+    assert "was not tokenised within" not in target.log()

@@ -16,6 +16,8 @@ from spillway_gateway.config import GatewayConfig, load_config
 from spillway_gateway.errors import ConfigError
 from spillway_gateway.server import GatewayServer, PortInUse, bind
 
+SWITCH_SECONDS = 0.001
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 after a clean end, 1 with one sentence on stderr otherwise."""
@@ -59,6 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
         # stop everything, then have little to look at, however many blocks the index holds.
         gc.collect()
         gc.freeze()
+        # A thread that renders a prompt hands the interpreter to the event loop after this long, once for each socket
+        # that the loop serves in a turn.
+        sys.setswitchinterval(SWITCH_SECONDS)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(server.serve(sockets=[listener]))
     return 0 if server.started else 1

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +38,7 @@ from spillway_gateway.errors import GatewayError
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.roster import Roster
+from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.ui.page_routes import PageRoutes
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import RetryBudget
@@ -65,8 +65,8 @@ class Gateway:
         self.gatekeeper = Gatekeeper(config.auth)
         self.audit = AuditLog(config.audit) if config.audit.enabled else None
         self.tracing = _tracing(config.tracing)
-        self._executor = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self.roster = Roster(config, self.metrics, self._executor)
+        self._tokenizing = FairThreads(TOKENIZER_THREADS, "tokenizer")
+        self.roster = Roster(config, self.metrics, self._tokenizing)
         self.models = self.roster.models
         self.fleets = self.roster.fleets
         self.admissions = self.roster.admissions
@@ -193,7 +193,7 @@ class Gateway:
                 stack.push_async_callback(asyncio.to_thread, self.audit.close)
             if self.tracing is not None:
                 stack.push_async_callback(asyncio.to_thread, self.tracing.close)
-            stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
+            stack.callback(self._tokenizing.close)
             stack.callback(self.services.pool.close)
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)

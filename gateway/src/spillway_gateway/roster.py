@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from spillway_gateway.access.admission import Admission
@@ -25,6 +24,7 @@ from spillway_gateway.fleet.engines import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.token_check import TokenCheck
+from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.prompt import PromptReader, load_tokenizer
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
 
@@ -44,10 +44,10 @@ class Roster:
     """models: by name and by alias. fleets, models, admissions and sources are changed in place, so holders see the
     present. sources: by model, of those whose engines are found."""
 
-    def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, executor: ThreadPoolExecutor) -> None:
+    def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, threads: FairThreads) -> None:
         self._config = config
         self._metrics = metrics
-        self._executor = executor
+        self._threads = threads
         self._clients: Clients | None = None  # None: not started
         self._engine_tasks: EngineTasks | None = None
         self._following: dict[str, _Following] = {}
@@ -150,7 +150,10 @@ class Roster:
         fleet = ModelFleet(model, config.routing, index, breaker=config.breaker)
         if model.tokenizer is not None:
             self._metrics.tokenizer_usable.labels(model.name).set(tokenizer is not None)
-        served = ServedModel(fleet, PromptReader(model.name, index, tokenizer, self._executor, config.limits))
+        reader = PromptReader(
+            model.name, index, tokenizer, self._threads, config.limits, tokens_max=lambda: fleet.prompt_tokens_max
+        )
+        served = ServedModel(fleet, reader)
         self.fleets.append(fleet)
         for name in (model.name, *model.aliases):
             self.models[name] = served

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import re
 from array import array
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spillway_gateway.config import LimitsConfig
@@ -17,6 +19,7 @@ from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.prefix import namespace_key, token_block_keys, token_bytes
 from spillway_gateway.testing.small_tokenizer import write_tokenizer
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
+from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.prompt import (
     INLINE_NEW_CHARS_MAX,
     ChatPrompt,
@@ -135,6 +138,101 @@ def test_lone_surrogates_are_refused(tokenizer: PromptTokenizer, text: str) -> N
         tokenizer.encode_soon(text, add_special_tokens=False, new_chars_max=100)
 
 
+def stepped(tokenizer: PromptTokenizer, text: str, **options: Any) -> tuple[list[int], int, int]:
+    """Ids, tokens and the number of pauses."""
+    steps = tokenizer.encode_in_steps(text, **{"add_special_tokens": False, **options})
+    pauses = 0
+    while True:
+        try:
+            next(steps)
+            pauses += 1
+        except StopIteration as end:
+            ids = array("I")
+            ids.frombytes(end.value.ids)
+            return list(ids), end.value.tokens, pauses
+
+
+WORDS = "the quick brown fox jumps, over 東京。the lazy dog's tail\n  1,234 times: {x}\n\n"
+
+
+@pytest.fixture
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spillway_gateway.tokens.tokenizer.STEP_CHARS", 64)
+    monkeypatch.setattr("spillway_gateway.tokens.tokenizer.SEARCH_CHARS", 50)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from([*WORDS.split(), WORDS, " ", "\n", "<|im_start|>", "<|im_end|>", "<|im_"]), max_size=80),
+    st.booleans(),
+)
+def test_steps_never_change_the_tokens(
+    short_steps: None, folder: Path, pieces: list[str], add_special_tokens: bool
+) -> None:
+    tokenizer, text = PromptTokenizer.load(folder), "".join(pieces)
+    whole = list(tokenizer._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    for _ in range(2):  # the second time from what is remembered
+        ids, tokens, _ = stepped(tokenizer, text, add_special_tokens=add_special_tokens)
+        if ids == whole:
+            assert tokens == len(whole)
+        else:  # no place to cut was found; all before that was tokenised
+            assert ids[:-8] == whole[: len(ids) - 8 if len(ids) > 8 else 0]
+            assert max(map(len, re.split(r"\b", text))) > 16
+
+
+def test_a_long_text_is_tokenised_in_steps_up_to_what_a_model_takes(short_steps: None, folder: Path) -> None:
+    tokenizer = PromptTokenizer.load(folder)
+    text = WORDS * 100
+    whole = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+
+    ids, tokens, pauses = stepped(tokenizer, text, tokens_max=len(whole) // 10)
+    assert len(whole) // 10 < len(ids) < len(whole) // 5
+    assert tokens == pytest.approx(len(whole), rel=0.1)
+    assert pauses < len(text) // 64 // 5
+
+    ids, tokens, pauses = stepped(tokenizer, text)
+    assert (ids, tokens) == (whole, len(whole))
+    assert pauses >= len(text) // 128 - 1
+
+
+def test_late_work_stops_with_what_it_has(short_steps: None, folder: Path) -> None:
+    answers = iter([False, False, True])
+    text = WORDS * 100
+    ids, tokens, pauses = stepped(PromptTokenizer.load(folder), text, late=lambda: next(answers))
+
+    assert pauses == 3
+    assert 0 < len(ids) < tokens
+
+
+def test_a_text_without_a_place_to_cut_is_left_where_it_begins(short_steps: None, folder: Path) -> None:
+    tokenizer = PromptTokenizer.load(folder)
+    ids, tokens, pauses = stepped(tokenizer, WORDS + "x" * 1_000_000)
+    whole = tokenizer._tokenizer.encode(WORDS + "x" * 1_000, add_special_tokens=False).ids
+
+    assert pauses <= 4
+    assert len(ids) > 64 and ids[:-8] == whole[: len(ids) - 8]
+    assert 500_000 < tokens < 2_000_000  # by the share of tokens in what was read
+
+
+async def test_a_tenants_long_prompts_do_not_hold_up_anothers(folder: Path) -> None:
+    index = PrefixIndex("m", bytes_max=10_000, orphans_max=1, default_block_tokens=4, clock=lambda: 0.0)
+    order: list[str] = []
+    with contextlib.closing(FairThreads(1, "test")) as threads:
+        reader = PromptReader("m", index, PromptTokenizer.load(folder), threads, LimitsConfig())
+
+        async def read(tenant: str, text: str) -> None:
+            await reader.read(CompletionPrompt(text), tenant)
+            order.append(tenant)
+
+        async with asyncio.TaskGroup() as group:
+            for at in range(3):
+                group.create_task(read("long", f"{at} {WORDS}" * 4_000))
+            group.create_task(read("short", "other words " * INLINE_NEW_CHARS_MAX))
+
+    assert order[0] == "short"
+
+
 text = st.text(max_size=40) | st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "the fox", " "])
 
 
@@ -239,7 +337,7 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
 async def test_reader_uses_tokens_where_it_can_and_text_elsewhere(tokenizer: PromptTokenizer) -> None:
     index = PrefixIndex("m", bytes_max=10_000, orphans_max=1, default_block_tokens=4, clock=lambda: 0.0)
     messages = [{"role": "user", "content": "the quick brown fox " * 10}]
-    with ThreadPoolExecutor(1) as executor:
+    with contextlib.closing(FairThreads(1, "test")) as executor:
         exact = PromptReader("m", index, tokenizer, executor, LimitsConfig())
         textual = PromptReader("m", index, None, executor, LimitsConfig())
         by_tokens = await exact.read(ChatPrompt(messages, cache_salt="s"))

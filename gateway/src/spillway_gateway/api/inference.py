@@ -136,7 +136,7 @@ class InferenceEndpoint:
                 body = route.set_text(body, name, text)
             for name, text in inserted.items():
                 body = insert_text(body, name, text)
-        prompt = await served.reader.read(said)
+        prompt = await served.reader.read(said, tenant.name, short=not large)
         if parsed.other_tokens:
             prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens)
         only_engine = None

@@ -117,6 +117,7 @@ class Engine:
         host = f"[{self.host}]" if ":" in self.host else self.host
         self.host_header = (host if default_port else f"{host}:{self.port}").encode()
         self.state = EngineState.UNKNOWN
+        self.prompt_tokens_max: int | None = None  # of one request, as the engine tells
         self.answer = "no answer yet"  # what the engine last said, for error messages
         self.breaker = Breaker(breaker or BreakerConfig())
         self._clock = clock
@@ -368,6 +369,13 @@ class ModelFleet:
         self.engines: dict[str, Engine] = {}
         for engine in config.engines:
             self.add_engine(engine)
+
+    @property
+    def prompt_tokens_max(self) -> int | None:
+        """No engine takes a longer prompt; None where one has not said what it takes."""
+        lengths = [engine.prompt_tokens_max for engine in self.engines.values()]
+        known = [length for length in lengths if length is not None]
+        return max(known) if known and len(known) == len(lengths) else None
 
     def add_engine(self, config: EngineConfig, *, instance: str = "", newcomer: bool = False) -> Engine:
         engine = Engine(

@@ -29,6 +29,18 @@ MODELS_BYTES_MAX = 1024 * 1024
 METRICS_STALE_PERIODS = 5  # without a reading, before the last one says nothing about the present
 
 
+class _Card(msgspec.Struct):
+    id: str = ""
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card] = []
+
+
+_cards = msgspec.json.Decoder(_Cards)
+
+
 class HealthPoller:
     """Keeps one engine's state true until cancelled."""
 
@@ -126,6 +138,7 @@ class HealthPoller:
                 return EngineState.NOT_READY, f"/v1/models answers status {reply.status}"
             body = await reply.content.read(MODELS_BYTES_MAX) if reply.status == 200 else b""
         names = _model_names(body)
+        self._engine.prompt_tokens_max = _prompt_tokens_max(body, self._engine.model)
         if names is None or self._engine.model in names:
             return EngineState.READY, "ready"
         shown = ", ".join(sorted(names)[:5]) or "no model"
@@ -168,6 +181,15 @@ def _model_names(body: bytes) -> set[str] | None:
     if not isinstance(cards, list):
         return None
     return {card["id"] for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)}
+
+
+def _prompt_tokens_max(body: bytes, model: str) -> int | None:
+    """max_model_len of the model's card, as vLLM has it; None where the page does not say."""
+    try:
+        cards = _cards.decode(body).data
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    return next((card.max_model_len for card in cards if card.id == model and card.max_model_len), None)
 
 
 def _reason(status: int, body: bytes) -> str:

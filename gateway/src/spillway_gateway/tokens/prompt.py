@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -17,14 +17,17 @@ from spillway_gateway.fleet.engines import PromptBlocks
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.prefix import TOKEN_BYTES, chain_blocks, short_prompt_key, text_block_keys, token_bytes
 from spillway_gateway.tokens.chat_template import CannotRender
+from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN, TEXT_NAMESPACE_MARK, chat_text, completion_text
-from spillway_gateway.tokens.tokenizer import PromptTokenizer, TokenizerUnusable
+from spillway_gateway.tokens.tokenizer import Encoded, PromptTokenizer, TokenizerUnusable
 
 logger = logging.getLogger(__name__)
 
 INLINE_CHARS_MAX = 16_384  # rendering and looking up more than this goes to a thread, remembered or not
 INLINE_NEW_CHARS_MAX = 1_024  # tokenising this much takes about as long as handing it to a thread and back
-TOKENIZE_SECONDS_MAX = 2.0  # then the request is matched by text; a late token list would cost more than it saves
+INLINE_ITEMS_MAX = 256  # messages, tools and calls of tools
+TOKENIZE_SECONDS_MAX = 2.0  # then what was tokenised by then counts; a late token list would cost more than it saves
+WAIT_SECONDS_MAX = 2.5  # then the request is matched by text: it got no turn, or not even its first
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, gc=False):  # parsed JSON holds no cycles
@@ -59,25 +62,29 @@ Prompt = ChatPrompt | CompletionPrompt | RawPrompt
 
 
 class PromptReader:
-    """Prompts of one model. Owns its tokenizer; the executor is shared and closed by the app."""
+    """Prompts of one model. Owns its tokenizer; the threads are shared and closed by the app. tokens_max: of a prompt
+    that the model's engines take, where that is known."""
 
     def __init__(
         self,
         model: str,
         index: PrefixIndex,
         tokenizer: PromptTokenizer | None,
-        executor: ThreadPoolExecutor,
+        threads: FairThreads,
         limits: LimitsConfig,
+        *,
+        tokens_max: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._model = model
         self._index = index
         self.tokenizer = tokenizer
-        self._executor = executor
+        self._threads = threads
+        self._tokens_max = tokens_max
         self.limits = limits
 
-    async def read(self, prompt: Prompt) -> PromptBlocks:
-        """What cannot be tokenised is matched by its text. Raises RecursionError alone, for what is nested too deeply
-        to be walked."""
+    async def read(self, prompt: Prompt, tenant: str = "", *, short: bool = True) -> PromptBlocks:
+        """What cannot be tokenised is matched by its text. short: the request is, whatever it holds. Raises
+        RecursionError alone, for what is nested too deeply to be walked."""
         namespace = self._index.namespace(prompt.cache_salt)
         if isinstance(prompt, RawPrompt):
             blocks = self._of_text(namespace, prompt.text)
@@ -89,16 +96,18 @@ class PromptReader:
             isinstance(prompt, CompletionPrompt) or (tokenizer.template is not None and prompt.exact)
         ):
             try:
-                small = _characters(prompt) <= INLINE_CHARS_MAX
+                small = short and _is_small(prompt)
                 if small and (soon := self._read_soon(tokenizer, prompt, namespace)) is not None:
                     return soon
-                work = asyncio.get_running_loop().run_in_executor(self._executor, render_and_encode, tokenizer, prompt)
-                async with asyncio.timeout(TOKENIZE_SECONDS_MAX):
-                    return self._of_tokens(namespace, token_bytes(await work))
+                async with asyncio.timeout(WAIT_SECONDS_MAX):
+                    encoded = await self._threads.run(tenant, self._in_steps(tokenizer, prompt))
+                return msgspec.structs.replace(
+                    self._of_tokens(namespace, encoded.ids), prompt_tokens=max(1, encoded.tokens)
+                )
             except (CannotRender, UnicodeEncodeError, OverflowError):
                 pass
             except TimeoutError:
-                logger.warning("model %s: a prompt took more than %g s to tokenise", self._model, TOKENIZE_SECONDS_MAX)
+                logger.warning("model %s: a prompt was not tokenised within %g s", self._model, WAIT_SECONDS_MAX)
         return self._of_text(namespace, self._text(prompt))
 
     def _read_soon(
@@ -110,6 +119,25 @@ class PromptReader:
             text, add_special_tokens=prompt.add_special_tokens, new_chars_max=INLINE_NEW_CHARS_MAX
         )
         return None if ids is None else self._of_tokens(namespace, ids)
+
+    def _in_steps(
+        self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt
+    ) -> Generator[None, None, Encoded]:
+        until = monotonic() + TOKENIZE_SECONDS_MAX
+        tokens_max = self._tokens_max()
+
+        def steps() -> Generator[None, None, Encoded]:
+            text = render(tokenizer, prompt)
+            return (
+                yield from tokenizer.encode_in_steps(
+                    text,
+                    add_special_tokens=prompt.add_special_tokens,
+                    tokens_max=tokens_max,
+                    late=lambda: monotonic() >= until,
+                )
+            )
+
+        return steps()
 
     def _of_tokens(self, namespace: int, data: bytes) -> PromptBlocks:
         """data: token ids as token_bytes() gives them."""
@@ -162,11 +190,16 @@ def render_and_encode(tokenizer: PromptTokenizer, prompt: ChatPrompt | Completio
     return tokenizer.encode(render(tokenizer, prompt), add_special_tokens=prompt.add_special_tokens)
 
 
-def _characters(prompt: ChatPrompt | CompletionPrompt) -> int:
+def _is_small(prompt: ChatPrompt | CompletionPrompt) -> bool:
+    """Whether rendering it and looking its text up may be done on the event loop."""
     if isinstance(prompt, CompletionPrompt):
-        return len(prompt.prompt)
-    total = 0
-    for message in prompt.messages:
+        return len(prompt.prompt) <= INLINE_CHARS_MAX
+    items = len(prompt.messages) + len(prompt.tools or ())
+    characters = 0
+    for message in prompt.messages[:INLINE_ITEMS_MAX]:
         content = message.get("content")
-        total += len(content) if isinstance(content, str) else INLINE_CHARS_MAX
-    return total
+        characters += len(content) if isinstance(content, str) else INLINE_CHARS_MAX
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            items += len(calls)
+    return items <= INLINE_ITEMS_MAX and characters <= INLINE_CHARS_MAX

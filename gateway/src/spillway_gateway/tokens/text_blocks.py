@@ -29,7 +29,7 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tools: object, chars_max: i
             break
         content = message.get("content")
         part = b"\x1e" + str(message.get("role")).encode() + b"\x1f"
-        part += content.encode() if isinstance(content, str) else _encode(content)
+        part += content[:chars_max].encode() if isinstance(content, str) else _encode(content)
         calls = message.get("tool_calls")
         if calls:
             part += b"\x1f" + _encode(calls)

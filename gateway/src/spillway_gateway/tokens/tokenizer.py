@@ -13,13 +13,13 @@ import os
 import re
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
-from spillway_gateway.routing.prefix import token_bytes
+from spillway_gateway.routing.prefix import TOKEN_BYTES, token_bytes
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
 from spillway_gateway.tokens.segment_cache import SegmentCache, segment_key
 from spillway_gateway.tokens.word_memo import WordMemo
@@ -37,6 +37,22 @@ _PROBES = (
 )
 
 
+STEP_CHARS = 16_384  # new text of one step of encode_in_steps(), about 8 ms
+SEARCH_CHARS = 256 * 1024  # in one search for a special token, under the interpreter's lock
+CUT_TRIES = 8
+CUT_REACH_CHARS = 256
+# Where most tokenizers part a text before they merge: beside a word, behind a line.
+_cut_places = re.compile(r"(?<=\w)(?=[^\w\n])|(?<=\n)(?=\w)|(?<=[^\w\s])(?=\w)").finditer
+
+
+class Encoded(NamedTuple):
+    """ids: little-endian uint32, of the text or of its beginning. tokens: of the whole text, estimated where ids are of
+    its beginning."""
+
+    ids: bytes
+    tokens: int
+
+
 class TokenizerUnusable(Exception):
     """The folder holds no usable tokenizer; the message says what is missing."""
 
@@ -49,11 +65,14 @@ class PromptTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.template = template
-        self._splitter = _segment_splitter(tokenizer)
+        specials = _special_texts(tokenizer)
+        self._special = _special_pattern(specials)  # None: texts are not cut before special tokens
+        self._special_chars_max = max(map(len, specials), default=0)
         self._segments = SegmentCache(SEGMENT_CACHE_BYTES)
         self._memo = WordMemo.of(tokenizer)
-        if self._splitter is not None and not self._segments_agree():
-            self._splitter = None
+        if self._special is not None and not self._segments_agree():
+            self._special = None
+        self._around = self._special_tokens_around()
 
     @classmethod
     def load(cls, folder: Path) -> PromptTokenizer:
@@ -82,9 +101,10 @@ class PromptTokenizer:
     def encode_soon(self, text: str, *, add_special_tokens: bool, new_chars_max: int) -> bytes | None:
         """As encode(), but as little-endian uint32, and None when more than new_chars_max characters would have to be
         tokenised: cheap enough for the event loop, as handing a few to a thread costs more than they do."""
-        if add_special_tokens or self._splitter is None:
+        if add_special_tokens or self._special is None:
             return self._encode(text, add_special_tokens) if len(text) <= new_chars_max else None
-        segments = self._splitter(text)
+        cuts = [0, *[match.start() for match in self._special.finditer(text)], len(text)]
+        segments = [text[begin:end] for begin, end in itertools.pairwise(cuts) if begin < end]
         keys = list(map(segment_key, segments))
         found = self._segments.get_all(keys)
         new = [at for at, ids in enumerate(found) if ids is None]
@@ -94,6 +114,97 @@ class PromptTokenizer:
             found[at] = ids = self._encode(segments[at], False)
             self._segments.put(keys[at], ids)
         return b"".join(found)  # type: ignore[arg-type]
+
+    def encode_in_steps(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        tokens_max: int | None = None,
+        late: Callable[[], bool] = lambda: False,
+    ) -> Generator[None, None, Encoded]:
+        """As encode(), and yields after each STEP_CHARS of new text. Stops early, with the ids of the text's beginning:
+        where tokens_max are exceeded (no engine takes such a prompt), where late() after a step, and where a long text
+        cannot be cut. Raises UnicodeEncodeError for lone surrogates."""
+        before, after = self._around if add_special_tokens else (b"", b"")
+        parts = [before]
+        count, chars, new_chars = len(before) // TOKEN_BYTES, 0, 0
+        for segment in self._segments_of(text):
+            key = segment_key(segment)
+            (known,) = self._segments.get_all([key])
+            first, end = len(parts), chars + len(segment)
+            for piece in self._pieces_of(segment) if known is None else [segment]:
+                parts.append(self._encode(piece, False) if known is None else known)
+                count += len(parts[-1]) // TOKEN_BYTES
+                chars += len(piece)
+                new_chars += len(piece) if known is None else 0
+                if new_chars >= STEP_CHARS:
+                    new_chars = 0
+                    yield
+                    if late():
+                        break
+                if tokens_max is not None and count > tokens_max:
+                    break
+            if chars < end or (tokens_max is not None and count > tokens_max):
+                return Encoded(b"".join(parts), count * len(text) // max(1, chars))
+            if known is None:
+                self._segments.put(key, b"".join(parts[first:]))
+        return Encoded(b"".join([*parts, after]), count + len(after) // TOKEN_BYTES)
+
+    def _segments_of(self, text: str) -> Iterator[str]:
+        """The text cut before each special token, without a long search in one go."""
+        if self._special is None:
+            yield text
+            return
+        begin = at = 0
+        while at < len(text):
+            window = min(at + SEARCH_CHARS, len(text))
+            found = self._special.search(text, at, window)
+            if found is not None:
+                if found.start() > begin:
+                    yield text[begin : found.start()]
+                begin, at = found.start(), max(found.end(), found.start() + 1)
+            elif window == len(text):
+                break
+            else:
+                at = max(at + 1, window - self._special_chars_max)  # one may lie across the window's end
+        if begin < len(text):
+            yield text[begin:]
+
+    def _pieces_of(self, segment: str) -> Iterator[str]:
+        """Cut where that changes no token. Ends early where there is no such place, with a piece that is cut anywhere:
+        its last tokens may be others than the text's."""
+        begin = 0
+        while len(segment) - begin > 2 * STEP_CHARS:
+            end = self._cut_of(segment, begin + STEP_CHARS)
+            if end is None:
+                yield segment[begin : begin + STEP_CHARS]
+                return
+            yield segment[begin:end]
+            begin = end
+        yield segment[begin:]
+
+    def _cut_of(self, text: str, begin: int) -> int | None:
+        """A place near `begin` around which a text has the same tokens as its two halves. Merges reach no further than
+        what a tokenizer parts a text into, so what holds nearby holds for the whole."""
+        for match in itertools.islice(_cut_places(text, begin, begin + STEP_CHARS), CUT_TRIES):
+            at = match.start()
+            left, right = text[at - CUT_REACH_CHARS : at], text[at : at + CUT_REACH_CHARS]
+            whole = self._encode(left + right, False)
+            if whole == self._encode(left, False) + self._encode(right, False):
+                return at
+        return None
+
+    def _special_tokens_around(self) -> tuple[bytes, bytes]:
+        """What add_special_tokens puts before and behind a text; nothing where that depends on the text."""
+        found = set()
+        for probe in _PROBES[:3]:
+            plain, full = self._encode(probe, False), self._encode(probe, True)
+            at = full.find(plain)
+            if at < 0:
+                return b"", b""
+            found.add((full[:at], full[at + len(plain) :]))
+        return found.pop() if len(found) == 1 else (b"", b"")
 
     def _encode(self, text: str, add_special_tokens: bool) -> bytes:
         if self._memo is not None and not add_special_tokens and len(text) <= MEMO_CHARS_MAX:
@@ -121,19 +232,9 @@ def _special_texts(tokenizer: tokenizers.Tokenizer) -> list[str]:
     ]
 
 
-def _segment_splitter(tokenizer: tokenizers.Tokenizer) -> Callable[[str], list[str]] | None:
-    """Cuts before each special token."""
-    specials = _special_texts(tokenizer)
-    if not specials:
-        return None
+def _special_pattern(specials: list[str]) -> re.Pattern[str] | None:
     longest_first = sorted(specials, key=len, reverse=True)
-    special = re.compile("|".join(re.escape(text) for text in longest_first))
-
-    def split(text: str) -> list[str]:
-        cuts = [0, *[match.start() for match in special.finditer(text)], len(text)]
-        return [text[begin:end] for begin, end in itertools.pairwise(cuts) if begin < end]
-
-    return split
+    return re.compile("|".join(re.escape(text) for text in longest_first)) if specials else None
 
 
 def _load_template(folder: Path) -> ChatTemplate | None:
