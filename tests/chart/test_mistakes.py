@@ -330,7 +330,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     ),
     "argument that the chart writes": (
         "engine: {extraArgs: ['--kv-transfer-config={}']}",
-        ["--kv-transfer-config is written by the chart from its own values"],
+        ["engine.extraArgs: --kv-transfer-config is decided by engine.offload; change that instead"],
     ),
     "hash seed of one's own": ("engine: {extraEnv: {PYTHONHASHSEED: '1'}}", ["PYTHONHASHSEED is the chart's own"]),
     "variable that the chart sets": (

@@ -138,14 +138,7 @@
 {{- if hasKey $seen .name -}}{{- $texts = append $texts (printf "%s.extraEnvVars: %s is listed twice" $path .name) -}}{{- end -}}
 {{- $_ := set $seen .name true -}}
 {{- end -}}
-{{- range $engine.extraArgs -}}
-{{- $argument := first (splitList "=" .) -}}
-{{- if has $argument (list "--kv-transfer-config" "--kv-events-config" "--model" "--port" "--host" "--tensor-parallel-size" "--block-size" "--max-model-len" "--served-model-name" "--prefix-caching-hash-algo" "--kv-offloading-size") -}}
-{{- $texts = append $texts (printf "%s.extraArgs: %s is written by the chart from its own values; change those instead" $path $argument) -}}
-{{- else if has $argument (list "--api-key" "--hf-token") -}}
-{{- $texts = append $texts (printf "%s.extraArgs: %s would show a secret in a ConfigMap; use apiKeySecret or model.hubTokenSecret" $path $argument) -}}
-{{- end -}}
-{{- end -}}
+{{- range include "spillway.extraArgumentProblems" (dict "root" $root "item" $item) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
 {{- range include "spillway.volumeNameProblems" (dict "path" $path "section" $engine "own" (list "config" "shared-memory" "scratch" "model" "hub" "kv" "secrets")) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}{{- end -}}
 {{- end -}}

@@ -42,7 +42,7 @@ SECRET = {
     "--hf-token": "the environment variable HF_TOKEN",
 }
 # Other arguments of this kind, of plug-ins or of later versions.
-_SECRET_NAME = re.compile(r"api-key|password|secret|hf-token")
+SECRET_NAME = re.compile(r"api-key|password|secret|hf-token")
 
 
 def argument_name(argument: str) -> str | None:
@@ -55,7 +55,7 @@ def argument_name(argument: str) -> str | None:
 
 def is_secret(argument: str) -> bool:
     name = argument_name(argument) or ""
-    return bool(_SECRET_NAME.search(name)) or _meant(name) in SECRET
+    return bool(SECRET_NAME.search(name)) or _meant(name) in SECRET
 
 
 def check_extra_arguments(arguments: Iterable[str], door: Door) -> None:
