@@ -1,0 +1,73 @@
+"""An engine's event stream against its gateway: events that follow nothing known, and batches that are none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from attack.target import MIB, Target
+from stack_driver.deadlines import eventually
+
+from spillway_gateway.testing.kv_publisher import KvPublisher
+
+INDEX_MIB = 32
+ORPHANS = 4_000
+TOKENS = 1_024
+BLOCK = 16
+SECONDS_MAX = 60.0
+
+
+@pytest.fixture(scope="module")
+def publisher() -> Iterator[KvPublisher]:
+    made = KvPublisher(buffer_steps=100)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def target_settings(publisher: KvPublisher) -> dict[str, object]:
+    return {
+        "settings": {"index": {"bytesMax": INDEX_MIB * MIB, "orphansMax": 1_000_000}},
+        "engine": {"kvEvents": publisher.events_url, "kvReplay": publisher.replay_url},
+    }
+
+
+def series(target: Target, name: str) -> float:
+    page = httpx.get(target.ops_url + "/metrics", timeout=SECONDS_MAX).text
+    return sum(float(value) for value in re.findall(rf'^{name}{{[^}}]*engine="fake-0"[^}}]*}} (\S+)$', page, re.M))
+
+
+def test_events_that_follow_nothing_known_stay_within_the_index(target: Target, publisher: KvPublisher) -> None:
+    eventually("events are followed", lambda: series(target, "spillway_gateway_event_replays_total"), SECONDS_MAX)
+
+    def attack() -> None:
+        done = series(target, "spillway_gateway_event_batches_total") + ORPHANS
+        for number in range(ORPHANS):
+            tokens = [(number * TOKENS + at) * 2_654_435_761 % (1 << 31) for at in range(TOKENS)]
+            hashes = [(number << 32) + at for at in range(TOKENS // BLOCK)]
+            publisher.stored(hashes, (1 << 60) + number, tokens, BLOCK)
+        eventually(
+            "all are taken in", lambda: series(target, "spillway_gateway_event_batches_total") >= done, SECONDS_MAX
+        )
+
+    target.suffer(attack).assert_bearable(grown_mib_max=2 * INDEX_MIB)
+
+
+def test_batches_that_are_none_do_not_keep_it_busy(target: Target, publisher: KvPublisher) -> None:
+    replays = series(target, "spillway_gateway_event_replays_total")
+    for number in range(20):
+        publisher.publish_payload(b"\xc1 no batch")
+        publisher.stored([number], None, list(range(BLOCK)), BLOCK)
+    eventually(
+        "all are counted", lambda: series(target, "spillway_gateway_events_undecodable_total") >= 20, SECONDS_MAX
+    )
+    before = series(target, "spillway_gateway_event_batches_total")
+    publisher.stored([21], None, list(range(BLOCK)), BLOCK)
+    eventually(
+        "the next is taken in", lambda: series(target, "spillway_gateway_event_batches_total") > before, SECONDS_MAX
+    )
+
+    assert series(target, "spillway_gateway_events_undecodable_total") == 20
+    assert series(target, "spillway_gateway_event_replays_total") == replays
