@@ -12,10 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 from stack_driver.deadlines import eventually
+from stack_driver.kept_references import kept_file, read, write
 from stack_driver.known_answers import KnownAnswers
 from stack_driver.prompts import make_prompts
 from stack_driver.reference_pass import PROMPTS_ENV, identity_prompts, reference_answers
-from stack_driver.running_stack import RunningStack
+from stack_driver.running_stack import RunningStack, stack_settings
 
 TIERS = ("nvme", "redis")
 # nvme-files: one engine on a directory with one file per block, the layout of shared file systems.
@@ -53,12 +54,19 @@ def _turn(item: pytest.Item) -> tuple[int, bool]:
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KnownAnswers]:
-    """Prompt name -> its answers on an engine without any offload, started and ended here."""
+    """Prompt name -> its answers on an engine without any offload, started and ended here where none are kept."""
+    kept = kept_file(stack_settings("off", engines=1, gateway=False))
+    asked = int(os.environ[PROMPTS_ENV]) if os.environ.get(PROMPTS_ENV) else None
+    if kept is not None and (found := read(kept, asked)) is not None:
+        return found
     running = RunningStack.start("off", tmp_path_factory.mktemp("off"), engines=1, gateway=False)
     try:
-        return reference_answers(running.a, make_prompts(identity_prompts(running.blocks)))
+        known = reference_answers(running.a, make_prompts(identity_prompts(running.blocks)))
     finally:
         running.close()
+    if kept is not None:
+        write(kept, known)
+    return known
 
 
 @pytest.fixture(scope="session")

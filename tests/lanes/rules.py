@@ -80,6 +80,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/faults": ("engines",),
     "tests/lanes": (NOTHING,),
     "tests/random_plans": ("vllm",),
+    "tests/stack_driver": (NOTHING,),
     "tests/ui": ("chromium",),
 }
 
