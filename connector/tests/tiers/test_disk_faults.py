@@ -260,13 +260,14 @@ from pathlib import Path
 from spillway_connector.errors import TierMiss
 from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.nvme import NvmeTier
+from spillway_connector.tiers.nvme_space import Space
 from spillway_connector.tiers.slab import SlabTier
 layout, root, max_bytes, kills = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 kind = {"files": NvmeTier, "slab": SlabTier}[layout]
 payloads = [payload_of(seed) for seed in range(90)]
 target = memoryview(bytearray(PAYLOAD_BYTES))
 lots = random.Random(5)
-report = {"wrong": 0, "served": 0, "highest": 0, "lost_index": 0, "errors": []}
+report = {"wrong": 0, "served": 0, "highest": 0, "lost_index": 0, "misjudged": 0, "scans": 0, "errors": []}
 
 def open_tier():
     return kind(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=max_bytes, tenant_max_bytes=max_bytes // 2)
@@ -307,6 +308,11 @@ for kill in range(kills):
     os.waitpid(child, 0)
     os.close(read_end)
     report["highest"] = max(report["highest"], sum(sizes()))
+    if layout == "files":
+        survivor = Space(root, max_bytes, time.monotonic)
+        report["misjudged"] += survivor.resident_bytes(soon()) != sum(sizes())
+        report["scans"] += survivor.scans
+        survivor.close()
     if layout == "slab" and kill % 5 == 4:
         next(root.glob("slab/*/index")).unlink()
         report["lost_index"] += 1
@@ -341,6 +347,8 @@ def test_sixty_kills_at_random_instants_leave_only_whole_frames(layout: str, tmp
     assert report["wrong"] == 0
     assert report["served"] > 600
     assert report["highest"] <= MAX_BYTES
+    assert report["misjudged"] == 0, "the ledger, once someone has looked"
+    assert report["scans"] == 0
     assert report["lost_index"] == (12 if layout == "slab" else 0)
 
 

@@ -358,7 +358,8 @@ def test_partial_files_of_the_dead_are_swept_and_of_the_living_are_not(
     stale = medium.root / NAMESPACE.hex / "partial" / "of-a-dead-writer"
     stale.write_bytes(bytes(100))
     living = medium.root / NAMESPACE.hex / "partial" / "of-a-living-writer"
-    descriptor = tier._space.take(4096, lambda: os.open(living, os.O_CREAT | os.O_EXCL | os.O_WRONLY), soon())
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    descriptor = tier._space.take(4096, str(living), lambda: os.open(living, flags), soon())
     try:
         make_tier()._space.rescan(soon())
         assert medium.partial_files() == [living]

@@ -36,7 +36,7 @@ from spillway_connector.namespace import Namespace, explain_difference
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
 from spillway_connector.tiers.nvme_age import AgeClock
 from spillway_connector.tiers.nvme_io import TRANSFERS_AT_ONCE, FrameFiles, supports_direct, tier_error
-from spillway_connector.tiers.nvme_space import PARTIAL_NAME, EvictionReason, Space, frame_path
+from spillway_connector.tiers.nvme_space import DOCUMENT_PREFIX, PARTIAL_NAME, EvictionReason, Space, frame_path
 from spillway_connector.tiers.nvme_tenants import TenantQuotas
 from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
 
@@ -46,6 +46,7 @@ DOCUMENT_NAME = "namespace.json"
 HOUSEKEEPING_SECONDS = 300.0  # between scans that correct the ledger and measure the file system again
 SCAN_SECONDS_MIN = 30.0  # scans come sooner where frames expire sooner, but not sooner than this
 HOUSEKEEPING_DEADLINE_SECONDS = 60.0
+IDLE_SECONDS = 10.0  # after which the housekeeper looks, though nobody stores, for what the dead have left
 _LINK_ATTEMPTS = 4  # a folder may vanish between mkdir and link when another process evicts its last frame
 
 
@@ -193,8 +194,7 @@ class NvmeTier:
         self._check(deadline)
         path = self._path(key)
         try:
-            size = os.stat(path).st_size
-            self._space.give_back(size, deadline, lambda: os.unlink(path))
+            self._space.remove(path, deadline)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -258,7 +258,7 @@ class NvmeTier:
             except FileNotFoundError:
                 if not write:
                     return  # nothing was ever stored here
-                partial = self._partial / f"document-{self._unique()}"
+                partial = self._partial / f"{DOCUMENT_PREFIX}{self._unique()}"
                 partial.write_bytes(ours)
                 try:
                     os.replace(partial, path)
@@ -286,37 +286,34 @@ class NvmeTier:
                 try:
                     quotas.give_back(tenant, size, deadline)
                 except (TierError, OSError):
-                    pass  # as in _give_back
+                    pass  # the tenant's ledger stays too high until its markers are counted
         return outcome
 
     def _write_within_quota(self, path: str, header: bytes, source: memoryview, deadline: float) -> StoreOutcome:
         partial = f"{self._partial}/{self._unique()}"
         size = self._files.frame_bytes
-        descriptor = self._space.take(size, lambda: self._files.create(partial, source), deadline)
+        descriptor = self._space.take(size, partial, lambda: self._files.create(partial, source), deadline)
         kept = False
         try:
-            try:
-                self._files.write(descriptor, header, source, deadline)
-                kept = _link(partial, path)
-            finally:
-                Path(partial).unlink(missing_ok=True)
-                os.close(descriptor)
+            self._files.write(descriptor, header, source, deadline)
+            kept = _link(partial, path)
         finally:
-            if not kept:
-                self._give_back(size, deadline)
+            try:
+                if kept:
+                    Path(partial).unlink(missing_ok=True)  # its bytes are the frame's from now on
+                else:
+                    self._space.remove(partial, deadline)
+            except (TierError, OSError):
+                pass  # no time, or a sick disk: unlocked below, it is swept like that of a dead writer
+            finally:
+                os.close(descriptor)
         self._wake.set()  # the housekeeper looks at the watermark; writers never wait for it
         return StoreOutcome.STORED if kept else StoreOutcome.PRESENT
-
-    def _give_back(self, size: int, deadline: float) -> None:
-        try:
-            self._space.give_back(size, deadline)
-        except (TierError, OSError):
-            pass  # the ledger stays too high until the next scan; the first failure is the one to report
 
     def _keep_house(self) -> None:
         next_scan = self._clock() + self._scan_seconds
         while not self._closed:
-            self._wake.wait(timeout=self._scan_seconds)
+            self._wake.wait(timeout=IDLE_SECONDS)
             self._wake.clear()
             if self._closed:
                 return
@@ -327,6 +324,7 @@ class NvmeTier:
                     self._space.rescan(deadline)
                     while self._space.remove_expired(deadline) and not self._closed:
                         pass
+                self._space.reclaim(deadline)
                 if self._space.above_high_watermark(deadline):
                     self._space.make_room(0, deadline)
             except (TierError, OSError) as error:

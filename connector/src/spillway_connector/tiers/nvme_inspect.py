@@ -35,7 +35,7 @@ from spillway_connector.tiers.inspection import (
 )
 from spillway_connector.tiers.nvme import DOCUMENT_NAME
 from spillway_connector.tiers.nvme_io import tier_error
-from spillway_connector.tiers.nvme_ledger import Ledger
+from spillway_connector.tiers.nvme_ledger import Balance, Ledger
 from spillway_connector.tiers.nvme_space import FRAME_SUFFIX, LEDGER_NAME, PARTIAL_NAME, UNLINKS_PER_LOCK
 from spillway_connector.tiers.tier import Clock
 
@@ -119,11 +119,9 @@ class FileInspector:
                 with self._ledger.locked(self._clock() + REMOVAL_SECONDS) as balance:
                     freed: list[StoredFrame] = []
                     try:
-                        freed += (frame for frame in batch if _unlink(_file_of(frame), only_unused))
+                        freed += (frame for frame in batch if self._unlink(balance, _file_of(frame), only_unused))
                     finally:
-                        freed_bytes = sum(frame.stored_bytes for frame in freed)
-                        self._ledger.subtract(balance, freed_bytes)
-                        removed += Removal(len(freed), freed_bytes)
+                        removed += Removal(len(freed), sum(frame.stored_bytes for frame in freed))
                 for frame in freed:
                     _remove_empty_parent(_file_of(frame).path)  # which nobody has to wait for
             except OSError as error:
@@ -132,6 +130,20 @@ class FileInspector:
 
     def close(self) -> None:
         self._ledger.close()
+
+    def _unlink(self, balance: Balance | None, file: _File, only_unused: bool) -> bool:
+        """False where it is gone, replaced or, if that counts, was used since it was seen. Under the ledger's lock."""
+        try:
+            status = os.stat(file.path)
+            if status.st_ino != file.inode or (only_unused and status.st_mtime_ns != file.mtime_ns):
+                return False
+            if status.st_nlink > 1:
+                os.unlink(file.path)  # also a partial file still, whose removal subtracts it
+            else:
+                self._ledger.remove_file(balance, file.path, status)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def _walk(self, namespace_prefix: str) -> Iterator[StoredFrame]:
         for namespace in _folders(self._root):
@@ -331,18 +343,6 @@ def _entries(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
 
 def _folders(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
     return (entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False))
-
-
-def _unlink(file: _File, only_unused: bool) -> bool:
-    """False where it is gone, replaced or, if that counts, was used since it was seen. Under the ledger's lock."""
-    try:
-        status = os.stat(file.path)
-        if status.st_ino != file.inode or (only_unused and status.st_mtime_ns != file.mtime_ns):
-            return False
-        os.unlink(file.path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def _remove_empty_parent(path: str) -> None:

@@ -1,8 +1,11 @@
 """How full a directory is, and who leaves when room is needed or for its age.
 
 All processes that share a root keep one ledger in it (nvme_ledger.py): the bytes of all frames and partial files. Room
-is taken in the ledger before a file is written, so the sum of all processes stays within the bound; a file is unlinked
+is taken in the ledger before a file is made, so the sum of all processes stays within the bound; a file is unlinked
 and subtracted under the same lock, so a scan never counts too little.
+
+A partial file is locked by its writer for as long as it lives. One that is not locked is removed and subtracted by
+whoever notices: when room is needed, when somebody asks how full the directory is, and every few seconds.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ from spillway_connector.tiers.tier import Clock
 
 LEDGER_NAME = "space.ledger"
 PARTIAL_NAME = "partial"  # folder of files being written, inside each namespace folder
+DOCUMENT_PREFIX = "document-"  # of namespace documents being written there, which are not counted
 TENANTS_FOLDER = "tenants"  # who has what, see nvme_tenants.py
 FRAME_SUFFIX = ".kv"
 FREE_FRACTION = 0.8  # of what the file system could give us; the rest is for its other users
 HIGH_WATERMARK = 0.95  # above this share of the bound the housekeeper makes room in advance
 LOW_WATERMARK = 0.90  # down to which it does
 CANDIDATES_MAX = 4096  # oldest frames remembered from one scan: bounds memory, about 1 MB
+RECLAIM_SECONDS = 1.0  # between two searches for partial files of the dead, at least
 UNLINKS_PER_LOCK = 16  # frames removed while others wait for the ledger
 PRESSURE_SECONDS = 5.0  # how long an eviction or refusal for want of room counts as pressure
 
@@ -79,6 +84,7 @@ class Space:
         self._limit_bytes: int | None = None  # unknown before the first scan
         self._candidates: deque[_Candidate] = deque()
         self._room_lock = threading.Lock()
+        self._reclaimed_at = float("-inf")
         self.evictions: Counter[EvictionReason] = Counter()
         self.scans = 0
 
@@ -94,13 +100,24 @@ class Space:
         """A frame last used before this has expired."""
         return 0 if self._ttl_ns is None else self._now_ns() - self._ttl_ns
 
-    def take(self, size: int, create: Callable[[], int], deadline: float) -> int:
+    def take(self, size: int, path: str, create: Callable[[], int], deadline: float) -> int:
         """Take ``size`` bytes in the ledger, evicting if needed, then call ``create`` while others wait.
 
-        create: makes the partial file and returns its descriptor; the file is set to ``size`` and locked here, so a
-        scan counts it in full and a sweep leaves it alone. Returns the descriptor.
+        create: makes the partial file ``path`` and returns its descriptor; the file is set to ``size`` and locked here,
+        so a scan counts it in full and a sweep leaves it alone. Returns the descriptor.
         Raises TierRefused(NO_SPACE), TierTimeout, OSError from ``create`` (the room is then given back).
         """
+
+        def make() -> int:
+            descriptor = create()
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(descriptor, size)
+            except OSError:
+                os.close(descriptor)
+                raise
+            return descriptor
+
         measured = False
         while True:
             limit_bytes = self._limit_bytes
@@ -117,29 +134,23 @@ class Space:
                 )
             with self._ledger.locked(deadline) as balance:
                 if balance is not None and balance.resident_bytes + size <= limit_bytes:
-                    descriptor = create()
-                    try:
-                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        os.ftruncate(descriptor, size)
-                    except OSError:
-                        os.close(descriptor)  # unlocked and tiny: the next sweep takes it
-                        raise
-                    self._ledger.add(balance, size)
-                    return descriptor
+                    return self._ledger.make_file(balance, path, size, make)
             self.make_room(size, deadline)
 
-    def give_back(self, size: int, deadline: float, remove: Callable[[], object] = lambda: None) -> None:
-        """Call ``remove`` and subtract ``size`` under the ledger's lock. An OSError of ``remove`` passes through."""
+    def remove(self, path: str, deadline: float) -> None:
+        """Remove a file and its bytes from the ledger. OSError passes through.
+
+        A frame that is just being published, or was when its writer died, has two names, and stays.
+        """
         with self._ledger.locked(deadline) as balance:
-            remove()
-            self._ledger.subtract(balance, size)
+            status = os.stat(path)
+            if status.st_nlink == 1:
+                self._ledger.remove_file(balance, path, status)
 
     def remove_unused(self, path: str, mtime_ns: int, reason: EvictionReason, deadline: float) -> int | None:
         """Remove a frame unless it was used since ``mtime_ns``: then None. Returns its bytes, 0 where it had gone."""
         with self._ledger.locked(deadline) as balance:
-            size = self._unlink_unused(path, mtime_ns, reason)
-            self._ledger.subtract(balance, size or 0)
-            return size
+            return self._unlink_unused(balance, path, mtime_ns, reason)
 
     def remove_expired(self, deadline: float) -> bool:
         """Remove some of the frames that the last scan found expired; False when none are left."""
@@ -148,6 +159,7 @@ class Space:
             return bool(self._expired)
 
     def resident_bytes(self, deadline: float) -> int:
+        self.reclaim(deadline)
         with self._ledger.locked(deadline) as balance:
             if balance is not None:
                 return balance.resident_bytes
@@ -167,6 +179,22 @@ class Space:
         """Measure the file system again before the next frame: it gave less than it promised."""
         self._limit_bytes = None
 
+    def reclaim(self, deadline: float) -> None:
+        """Give back what writers that have died were writing; searched for at most once in RECLAIM_SECONDS."""
+        if not self._room_lock.acquire(blocking=False):
+            return  # whoever scans or makes room has swept; and what goes while a scan counts would stay counted
+        try:
+            self._reclaim(deadline)
+        finally:
+            self._room_lock.release()
+
+    def _reclaim(self, deadline: float) -> None:
+        if self._clock() - self._reclaimed_at < RECLAIM_SECONDS:
+            return
+        self._reclaimed_at = self._clock()
+        with self._ledger.locked(deadline) as balance:
+            self._sweep_partial_files(balance)
+
     def rescan(self, deadline: float) -> None:
         """Count what is really there, measure the file system again and sweep partial files of dead writers."""
         with self._room(deadline):
@@ -178,6 +206,7 @@ class Space:
         Raises TierRefused(NO_SPACE) when even a fresh scan finds nothing to evict, TierTimeout.
         """
         with self._room(deadline):
+            self._reclaim(deadline)
             scanned = found = False
             while True:
                 with self._ledger.locked(deadline) as balance:
@@ -222,16 +251,15 @@ class Space:
                 if not candidates or (needed_bytes is not None and freed >= needed_bytes):
                     break
                 candidate = candidates.popleft()
-                freed += self._unlink_unused(candidate.path, candidate.mtime_ns, reason) or 0
-            self._ledger.subtract(balance, freed)
+                freed += self._unlink_unused(balance, candidate.path, candidate.mtime_ns, reason) or 0
 
-    def _unlink_unused(self, path: str, mtime_ns: int, reason: EvictionReason) -> int | None:
+    def _unlink_unused(self, balance: Balance | None, path: str, mtime_ns: int, reason: EvictionReason) -> int | None:
         """The bytes of a frame that was removed; 0 where it had gone, None where it was used. Under the lock."""
         try:
             status = os.stat(path)
-            if status.st_mtime_ns != mtime_ns:
+            if status.st_mtime_ns != mtime_ns or status.st_nlink > 1:
                 return None  # the next scan ranks it anew
-            os.unlink(path)
+            self._ledger.remove_file(balance, path, status)
         except FileNotFoundError:
             return 0  # another process was quicker
         self.evictions[reason] += 1
@@ -241,10 +269,20 @@ class Space:
     def _scan(self, deadline: float) -> None:
         with self._ledger.locked(deadline) as balance:
             added_before = 0 if balance is None else balance.added_bytes
-            self._sweep_partial_files()
-        seen_bytes = 0
+            self._sweep_partial_files(balance)
         now_ns, oldest_ns = self._now_ns(), self.oldest_ns()
         expired: deque[_Candidate] = deque()
+        # Partial files first: one that becomes a frame meanwhile is then met as both, and told by its inode. The other
+        # way round it would be met as neither.
+        partial_inodes: set[int] = set()
+        seen_bytes = 0
+        for entry in self._partial_files():
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            partial_inodes.add(status.st_ino)
+            seen_bytes += status.st_size
 
         def candidates() -> Iterator[_Candidate]:
             nonlocal seen_bytes
@@ -253,7 +291,8 @@ class Space:
                     status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
-                seen_bytes += status.st_size
+                if status.st_ino not in partial_inodes:
+                    seen_bytes += status.st_size
                 candidate = _Candidate(status.st_mtime_ns, status.st_size, entry.path)
                 if candidate.mtime_ns > now_ns + FUTURE_SLACK_SECONDS * 10**9:
                     _set_back(candidate, now_ns)  # else a clock that ran ahead once would keep it for ever
@@ -264,11 +303,6 @@ class Space:
                     yield candidate
 
         oldest = heapq.nsmallest(CANDIDATES_MAX, candidates())
-        for entry in self._partial_files():
-            try:
-                seen_bytes += entry.stat(follow_symlinks=False).st_size
-            except FileNotFoundError:
-                continue
         with self._ledger.locked(deadline) as balance:
             added_bytes = 0 if balance is None else balance.added_bytes
             # A ledger that was replaced meanwhile counts from zero again: then nothing is known to have been added.
@@ -298,7 +332,7 @@ class Space:
         for namespace in self._namespaces():
             yield from _entries(f"{namespace.path}/{PARTIAL_NAME}")
 
-    def _sweep_partial_files(self) -> None:
+    def _sweep_partial_files(self, balance: Balance | None) -> None:
         """Remove partial files whose writer is gone. Runs under the ledger's lock, under which they are made.
 
         A writer holds a file lock, which the kernel drops with the process: right across containers, where process
@@ -311,7 +345,11 @@ class Space:
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(entry.path)
+                status = os.fstat(descriptor)
+                if status.st_nlink > 1 or entry.name.startswith(DOCUMENT_PREFIX):
+                    os.unlink(entry.path)  # its bytes are a frame's, or were never counted
+                else:
+                    self._ledger.remove_file(balance, entry.path, status)
             except OSError:
                 pass  # in use, or gone already
             finally:
