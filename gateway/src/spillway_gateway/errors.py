@@ -88,6 +88,14 @@ class RouteNotSalted(GatewayError):
     code = "route_not_salted"
 
 
+class TokensNotCounted(GatewayError):
+    """A tenant with a limit of tokens asks for what nothing tells the tokens of."""
+
+    status = 403
+    kind = "invalid_request_error"
+    code = "tokens_not_counted"
+
+
 class ResponseNotFound(GatewayError):
     status = 404
     kind = "invalid_request_error"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 import yaml
 
 from spillway_gateway.access.keys import hash_key
@@ -164,6 +165,78 @@ async def test_usage_settles_an_estimate_that_was_too_low(start_engine: Any, tmp
         status, _, reply = await ask(http, gateway.url, "a", prompt="word " * 100)
         assert status == 200 and reply["usage"]["prompt_tokens"] > 300
         assert (await ask(http, gateway.url, "a", prompt="x"))[0] == 429
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]
+HUNDRED = "東京" * 50
+COUNTED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": [1] * 100 + [2.0]}),
+    ("/v1/completions", {"prompt": [[1] * 50, [2] * 50]}),
+    ("/v1/completions", {"prompt": HUNDRED}),
+    ("/v1/completions", {"prompt": ["a", HUNDRED]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": HUNDRED}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "word " * 80}]}]}),
+    ("/v1/chat/completions", {"messages": [], "tools": [{"function": {"name": "word" * 100}}]}),
+    ("/v1/chat/completions/batch", {"messages": [[], [{"role": "user", "content": [{"text": HUNDRED}]}]]}),
+    ("/v1/rerank", {"query": "q", "documents": [{"text": HUNDRED}]}),
+    ("/v1/rerank", {"query": "q", "documents": {"content": [{"type": "text", "text": HUNDRED}]}}),
+    ("/v1/embeddings", {"input": [{"content": [{"type": "text", "text": HUNDRED}]}]}),
+    ("/inference/v1/generate", {"token_ids": [1] * 100, "stream": True}),
+    ("/inference/v1/generate", {"token_ids": [1.0] * 100, "stream": True}),
+    ("/tokenize", {"prompt": "word" * 100}),
+    ("/detokenize", {"tokens": list(range(1000, 1100))}),
+    ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "word" * 100}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), COUNTED)
+async def test_whatever_form_a_prompt_has_it_counts(
+    start_engine: Any, tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    """By the estimate alone: this engine tells no usage."""
+    fake = await start_engine()
+    fake.fault = Status(200)
+    settings = auth(tmp_path, promptTokensPerMinute=60, tokensPerMinute=1_000)
+    async with running_gateway(gateway_config([fake], auth=settings)) as gateway, aiohttp.ClientSession() as http:
+        headers = {"authorization": f"Bearer {KEYS['a']}"}
+        statuses = []
+        for _ in range(2):
+            async with http.post(gateway.url + path, json={"model": "fake", **body}, headers=headers) as reply:
+                statuses.append(reply.status)
+    assert statuses == [200, 429]
+
+
+UNCOUNTED: list[tuple[str, dict[str, Any], bool]] = [
+    ("/v1/chat/completions", {"messages": IMAGE, "stream": True}, False),
+    ("/v1/chat/completions", {"messages": IMAGE, "stream": True, "stream_options": {"include_usage": True}}, True),
+    ("/v1/chat/completions", {"messages": IMAGE}, True),
+    ("/v1/completions", {"prompt": None, "prompt_embeds": "AAAA", "stream": True}, False),
+    ("/v1/completions", {"prompt": None, "prompt_embeds": "AAAA"}, True),
+    ("/inference/v1/generate", {"token_ids": [1]}, False),
+    ("/inference/v1/generate", {"token_ids": [1], "stream": True}, True),
+]
+
+
+async def test_what_nothing_counts_is_refused_to_who_has_a_limit_of_it(start_engine: Any, tmp_path: Path) -> None:
+    fake = await start_engine()
+    fake.fault = Status(200)
+    form = '--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nfake\r\n--b--\r\n'
+    settings = {**auth(tmp_path, tokensPerMinute=1_000_000), "unsaltedRoutes": "allow"}
+    async with running_gateway(gateway_config([fake], auth=settings)) as gateway, aiohttp.ClientSession() as http:
+
+        async def status(tenant: str, path: str, body: str) -> int:
+            headers = {"authorization": f"Bearer {KEYS[tenant]}"}
+            async with http.post(gateway.url + path, data=body, headers=headers) as reply:
+                if reply.status == 403:
+                    assert (await reply.json())["error"]["code"] == "tokens_not_counted"
+                return reply.status
+
+        for path, body, passes in UNCOUNTED:
+            text = json.dumps({"model": "fake", **body})
+            assert await status("a", path, text) == (200 if passes else 403), (path, body)
+            assert await status("b", path, text) == 200  # without a limit
+        assert await status("a", "/v1/audio/transcriptions", form) == 403
+        assert await status("b", "/v1/audio/transcriptions", form) == 200
 
 
 async def test_full_engines_make_requests_wait_and_then_refuse(start_engine: Any) -> None:

@@ -16,7 +16,15 @@ from spillway_gateway.access.keys import NOBODY, KeyRing, Tenant, read_keys
 from spillway_gateway.access.limits import Settlement, SharedLimitsAway, TenantUsage, limited
 from spillway_gateway.access.salt import SECRET_BYTES_MIN, tenant_salt
 from spillway_gateway.config import AuthConfig
-from spillway_gateway.errors import ConfigError, KeyMissing, KeyUnknown, ModelForbidden, OperatorOnly, RouteNotSalted
+from spillway_gateway.errors import (
+    ConfigError,
+    KeyMissing,
+    KeyUnknown,
+    ModelForbidden,
+    OperatorOnly,
+    RouteNotSalted,
+    TokensNotCounted,
+)
 
 if TYPE_CHECKING:
     from spillway_gateway.access.shared_limits import SharedLimits
@@ -88,6 +96,15 @@ class Gatekeeper:
             raise RouteNotSalted(
                 f"{path} is closed here: the engines cannot keep tenants' caches apart on it. Use another route, or "
                 "ask the operator about auth.unsaltedRoutes"
+            )
+
+    def allow_uncounted(self, tenant: Tenant, path: str, *, prompt_counts: bool, reply_counts: bool) -> None:
+        """prompt_counts, reply_counts: whether anything tells their tokens. Raises TokensNotCounted where the tenant
+        has a limit of what nothing tells."""
+        if (tenant.counts_prompts and not prompt_counts) or (tenant.tokens_per_minute is not None and not reply_counts):
+            raise TokensNotCounted(
+                f"This API key has a limit of tokens, and nothing tells how many this request to {path} takes; where "
+                "the route can stream, send 'stream': true and 'stream_options': {'include_usage': true}"
             )
 
     def allow_operator(self, headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -63,6 +63,10 @@ class Tenant:
         )
         return any(limit is not None for limit in limits)
 
+    @property
+    def counts_prompts(self) -> bool:
+        return self.prompt_tokens_per_minute is not None or self.tokens_per_minute is not None
+
     def may_use(self, model: str) -> bool:
         return not self.models or model in self.models
 

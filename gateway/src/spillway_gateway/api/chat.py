@@ -7,15 +7,16 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
-from spillway_gateway.api.parsed_body import ParsedBody, salt_text
+from spillway_gateway.api.parsed_body import ParsedBody, salt_text, stream_tells_usage
+from spillway_gateway.tokens.estimates import value_tokens
 from spillway_gateway.tokens.prompt import ChatPrompt
-from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
 from spillway_gateway.upstream.forward import Body
 
 
 class _ChatFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
+    stream_options: Any = None
     tools: Any = None
     cache_salt: Any = msgspec.UNSET
     add_generation_prompt: Any = True
@@ -49,12 +50,7 @@ def parse_chat(body: Body) -> ParsedBody:
 def parse_chat_batch(body: Body) -> ParsedBody:
     """Several conversations; the first decides where all of them go. Raises ClientBadRequest."""
     fields = read_body(_batch_decoder, body)
-    others = sum(
-        len(content) // BYTES_PER_TOKEN
-        for conversation in fields.messages[1:]
-        for message in conversation
-        if isinstance(content := message.get("content"), str)
-    )
+    others = value_tokens(fields.messages[1:])
     return _parsed(fields, fields.messages[0] if fields.messages else [], others)
 
 
@@ -89,6 +85,7 @@ def _parsed(fields: _ChatFields, messages: list[dict[str, Any]], other_tokens: i
             exact=exact,
         ),
         other_tokens=other_tokens,
+        tells_usage=stream_tells_usage(fields.stream, fields.stream_options),
     )
 
 

@@ -37,7 +37,8 @@ from spillway_gateway.errors import (
     ResponseNotFound,
 )
 from spillway_gateway.fleet.engines import ModelFleet
-from spillway_gateway.tokens.prompt import CompletionPrompt, PromptReader
+from spillway_gateway.tokens.estimates import holds_media
+from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt, PromptReader
 from spillway_gateway.upstream.forward import Body, Headers, header
 from spillway_gateway.upstream.splice import insert_text
 from spillway_gateway.upstream.stream import OutboundRequest, Relay, UpstreamServices
@@ -121,6 +122,14 @@ class InferenceEndpoint:
         inserted: dict[str, str] = {}
         if parsed.model is not None and parsed.model != model:
             replaced["model"] = model
+        if tenant.counts_prompts:
+            media = not parsed.tells_usage and isinstance(said, ChatPrompt) and holds_media(said.messages)
+            gatekeeper.allow_uncounted(
+                tenant,
+                route.path,
+                prompt_counts=parsed.counts_prompt and not media,
+                reply_counts=parsed.counts_reply,
+            )
         if route.salting is Salting.UNKNOWN:
             gatekeeper.allow_unsalted(route.path)
         elif route.salting is Salting.FIELD:
@@ -160,6 +169,7 @@ class InferenceEndpoint:
             retryable=route.retryable,
             only_engine=only_engine,
             on_reply=partial(self._note_owner, tenant.name, model) if route.keeps_responses else None,
+            charged_tokens=parsed.charged_tokens,
         )
         return outbound, served
 
@@ -245,7 +255,7 @@ async def serve(
         if trace is not None:
             trace.prepared(served.fleet.name, request_id, stream=outbound.stream)
             outbound = structs.replace(outbound, trace=trace)
-        usage = await door.gatekeeper.begin(tenant, outbound.prompt.prompt_tokens)
+        usage = await door.gatekeeper.begin(tenant, outbound.prompt.prompt_tokens + outbound.charged_tokens)
     except _ClientLeft:
         if trace is not None:
             trace.end(499, None)
@@ -274,7 +284,7 @@ async def serve(
         await relay.run()
     finally:
         told = relay.usage
-        estimated = outbound.prompt.prompt_tokens
+        estimated = outbound.prompt.prompt_tokens + outbound.charged_tokens
         got = relay.lease is not None  # else no engine had room or was ready, and nothing was computed
         settlement = settle(estimated, told.prompt_tokens, told.completion_tokens or 0) if got else give_back(estimated)
         door.gatekeeper.end(tenant, usage, settlement)

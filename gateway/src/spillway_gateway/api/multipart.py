@@ -41,7 +41,9 @@ def parse_audio(body: Body) -> ParsedBody:
         name = model.decode() if model else None
     except UnicodeDecodeError as error:
         raise ClientBadRequest("The form field 'model' is not UTF-8 text", "model") from error
-    return ParsedBody(name, names_salt=False, stream=stream, prompt=CompletionPrompt(""))
+    return ParsedBody(
+        name, names_salt=False, stream=stream, prompt=CompletionPrompt(""), counts_prompt=False, counts_reply=False
+    )
 
 
 def replace_field(body: Body, name: str, value: str) -> bytes:

@@ -8,21 +8,27 @@ from typing import Any
 
 import msgspec
 
+from spillway_gateway.tokens.estimates import value_tokens
 from spillway_gateway.tokens.prompt import Prompt
-from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
 from spillway_gateway.upstream.forward import Body
 
 
 class ParsedBody(msgspec.Struct, frozen=True):
     """model: None when the body names none. names_salt: cache_salt is there, whatever its value. other_tokens: about
-    how many tokens the other prompts of a batch have; they count as work and not as prefix. previous_response: the
-    id of a stored response that this one continues."""
+    how many tokens the other prompts of a batch have; they count as work and not as prefix. charged_tokens: what
+    else a tenant pays for, though no engine computes with it. tells_usage: the reply will say how many tokens there
+    were. counts_prompt, counts_reply: False where nothing ever tells their tokens. previous_response: the id of a
+    stored response that this one continues."""
 
     model: str | None
     names_salt: bool
     stream: bool
     prompt: Prompt
     other_tokens: int = 0
+    charged_tokens: int = 0
+    tells_usage: bool = True
+    counts_prompt: bool = True
+    counts_reply: bool = True
     previous_response: str | None = None
 
 
@@ -37,24 +43,22 @@ def salt_text(value: object) -> str | None:
 def first_of(value: object) -> tuple[str | array[int], int]:
     """The first prompt of what may be a text, token ids, or a list of either, and the tokens of the rest of it.
 
-    What the engine would refuse routes as an empty prompt.
+    Anything else routes as an empty prompt, and all of its tokens count.
     """
     if isinstance(value, str):
         return value, 0
     if not isinstance(value, list) or not value:
-        return "", 0
+        return "", value_tokens(value)
     first = value[0]
     if isinstance(first, str):
-        return first, sum(_tokens_of(other) for other in value[1:])
+        return first, value_tokens(value[1:])
     tokens: Sequence[Any] = first if isinstance(first, list) else value
-    others = sum(_tokens_of(other) for other in value[1:]) if isinstance(first, list) else 0
     try:
-        return array("I", tokens), others
+        return array("I", tokens), value_tokens(value[1:]) if isinstance(first, list) else 0
     except (TypeError, OverflowError, ValueError):
-        return "", 0
+        return "", value_tokens(value)
 
 
-def _tokens_of(value: object) -> int:
-    if isinstance(value, str):
-        return len(value) // BYTES_PER_TOKEN
-    return len(value) if isinstance(value, list) else 0
+def stream_tells_usage(stream: object, options: object) -> bool:
+    """Of OpenAI's chat and completions: a plain reply always does, a stream where it is asked to."""
+    return not stream or (isinstance(options, dict) and options.get("include_usage") is True)

@@ -10,6 +10,7 @@ import msgspec
 from spillway_gateway.api.body_errors import decoder_of, read_body
 from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text
 from spillway_gateway.tokens.prompt import CompletionPrompt
+from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
 from spillway_gateway.upstream.forward import Body
 
 
@@ -29,18 +30,22 @@ _generate = decoder_of(GenerateBody)
 
 
 def parse_unrouted(body: Body) -> ParsedBody:
-    """Nothing is computed with the prompt, so every engine of the model is as good. Raises ClientBadRequest."""
+    """Nothing is computed with the prompt, so every engine of the model is as good. A tenant pays for its tokens all
+    the same, by the body's length. Raises ClientBadRequest."""
     fields = read_body(_any, body)
-    return ParsedBody(fields.model, names_salt=False, stream=False, prompt=CompletionPrompt(""))
+    charge = len(body) // BYTES_PER_TOKEN
+    return ParsedBody(fields.model, names_salt=False, stream=False, prompt=CompletionPrompt(""), charged_tokens=charge)
 
 
 def parse_generate(body: Body) -> ParsedBody:
     """Token ids in, token ids out. Raises ClientBadRequest."""
     fields = read_body(_generate, body)
-    prompt, _ = first_of(fields.token_ids)
+    prompt, other_tokens = first_of(fields.token_ids)
     return ParsedBody(
         model=fields.model,
         names_salt=fields.cache_salt is not msgspec.UNSET,
         stream=bool(fields.stream),
         prompt=CompletionPrompt(prompt if isinstance(prompt, array) else "", False, salt_text(fields.cache_salt)),
+        other_tokens=other_tokens,
+        counts_reply=bool(fields.stream),  # a stream is counted by its events; a plain reply tells nothing
     )

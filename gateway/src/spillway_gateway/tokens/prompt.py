@@ -17,6 +17,7 @@ from spillway_gateway.fleet.engines import PromptBlocks
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.prefix import TOKEN_BYTES, chain_blocks, short_prompt_key, text_block_keys, token_bytes
 from spillway_gateway.tokens.chat_template import CannotRender
+from spillway_gateway.tokens.estimates import text_tokens, value_tokens
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN, TEXT_NAMESPACE_MARK, chat_text, completion_text
 from spillway_gateway.tokens.tokenizer import Encoded, PromptTokenizer, TokenizerUnusable
@@ -108,7 +109,8 @@ class PromptReader:
                 pass
             except TimeoutError:
                 logger.warning("model %s: a prompt was not tokenised within %g s", self._model, WAIT_SECONDS_MAX)
-        return self._of_text(namespace, self._text(prompt))
+        blocks = self._of_text(namespace, self._text(prompt))
+        return msgspec.structs.replace(blocks, prompt_tokens=max(1, _estimate(prompt)))
 
     def _read_soon(
         self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt, namespace: int
@@ -188,6 +190,13 @@ def render(tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt) ->
 
 def render_and_encode(tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt) -> array[int]:
     return tokenizer.encode(render(tokenizer, prompt), add_special_tokens=prompt.add_special_tokens)
+
+
+def _estimate(prompt: ChatPrompt | CompletionPrompt) -> int:
+    if isinstance(prompt, CompletionPrompt):
+        assert isinstance(prompt.prompt, str)
+        return text_tokens(prompt.prompt)
+    return value_tokens(prompt.messages) + value_tokens(prompt.tools)
 
 
 def _is_small(prompt: ChatPrompt | CompletionPrompt) -> bool:

@@ -143,6 +143,7 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     only_engine: str | None = None  # it keeps what is asked for
     on_reply: Callable[[str, bytes], None] | None = None  # engine's name, and the reply or its first events
     trace: RequestTrace | None = None
+    charged_tokens: int = 0  # of the tenant's limits, besides the prompt's
 
 
 class Relay:
