@@ -471,7 +471,8 @@ def test_stores_beyond_the_queue_are_dropped_and_counted(rig: Rig, hang: Callabl
     tier.release()
     outcome = rig.outcome(1)
     assert set(outcome.failed) == set(keys([5, 6, 7]))
-    assert shared.snapshot().failures == {(Operation.STORE, RefusedReason.QUEUE_FULL): 3}
+    assert shared.snapshot().shed == {(Operation.STORE, RefusedReason.QUEUE_FULL): 3}
+    assert shared.snapshot().failures == {}
     assert shared.snapshot().queued_store_bytes == 0
 
 
@@ -483,6 +484,69 @@ def test_loads_beyond_the_queue_are_refused_and_known_missing(rig: Rig, hang: Ca
     tier.release()
     assert set(rig.outcome(1).failed) == set(keys([2, 3]))
     assert shared.lookup(key_of(3), "r") is Lookup.MISS
+
+
+class PacedTier(MemoryTier):
+    """Takes a tenth of a second for each chunk, and looks at the deadline when it begins and when it ends."""
+
+    clock: SteppedClock
+
+    def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        self._pace(deadline)
+        super().load(key, target, deadline)
+
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        self._pace(deadline)
+        return super().store(key, source, deadline, tenant)
+
+    def _pace(self, deadline: float) -> None:
+        if self.clock() < deadline:
+            self.clock.advance(0.1)
+        if self.clock() >= deadline:
+            raise TierTimeout("late")
+
+
+@pytest.mark.parametrize("operation", [Operation.LOAD, Operation.STORE])
+def test_more_at_once_than_a_healthy_tier_can_move_is_shed_and_opens_no_breaker(rig: Rig, operation: Operation) -> None:
+    if operation is Operation.LOAD:
+        rig.fill(range(60))
+    tier = PacedTier(NAMESPACE, PAYLOAD, rig.medium, clock=rig.clock)
+    tier.clock = rig.clock
+    limits = replace(LIMITS, io_threads=1, store_timeout_seconds=2.0)
+    shared = rig.start(tier, limits)
+    submit = shared.submit_load if operation is Operation.LOAD else shared.submit_store
+    for job_id in range(10):
+        rows = range(6 * job_id, 6 * job_id + 6)
+        submit(job_id, keys(rows), list(rows))
+    outcomes = [rig.outcome(job_id) for job_id in range(10)]
+    done = sum(len(outcome.done) for outcome in outcomes)
+    stats = shared.snapshot()
+    assert done >= 12  # 20 fit into two seconds, if the last is taken in before its deadline
+    assert stats.failures == {}
+    assert stats.shed == {(operation, RefusedReason.QUEUE_AGE): 60 - done}
+    assert stats.expiries == {}
+    assert stats.misses == ({MissReason.SHED: 60 - done} if operation is Operation.LOAD else {})
+    assert stats.breakers[operation] is BreakerState.CLOSED
+
+
+def test_loads_that_hang_open_the_breaker_though_others_were_served_a_moment_before(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    rig.fill(range(8))
+    tier = hang(Operation.LOAD)
+    tier.release()
+    shared = rig.start(tier)
+    shared.submit_load(0, keys([0]), [0])
+    assert rig.outcome(0).success
+    tier.hold()
+    rig.clock.advance(0.1)
+    for job_id in range(1, 4):
+        shared.submit_load(job_id, keys([job_id]), [job_id])
+        rig.clock.advance(2.0)
+        assert not rig.outcome(job_id).success
+    assert shared.snapshot().failures == {(Operation.LOAD, UnreachableReason.TIMEOUT): 3}
+    assert shared.snapshot().breakers[Operation.LOAD] is BreakerState.OPEN
+    tier.release()
 
 
 # --- the breaker --------------------------------------------------------------------------------------------------

@@ -64,7 +64,12 @@ class StoresUnderWay:
 
 
 def stores_under_way(reading: Reading, tier: str) -> StoresUnderWay:
-    ended = ("spillway_tier_written_bytes_total", "spillway_tier_failures_total", "spillway_tier_stores_skipped_total")
+    ended = (
+        "spillway_tier_written_bytes_total",
+        "spillway_tier_failures_total",
+        "spillway_tier_shed_total",
+        "spillway_tier_stores_skipped_total",
+    )
     return StoresUnderWay(
         reading.total("spillway_tier_queue_bytes", tier=tier),
         reading.total("spillway_device_copy_bytes_total", direction="store"),

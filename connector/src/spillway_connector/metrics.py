@@ -57,6 +57,12 @@ TIER_FAILURES = Metric(
     "Operations of a shared tier that failed; requests recomputed, stores were dropped.",
     ("tier", "operation", "reason"),
 )
+TIER_SHED = Metric(
+    "spillway_tier_shed",
+    Kind.COUNTER,
+    "Chunks dropped because more was to be moved at once than the tier can move in time; the tier did not fail.",
+    ("tier", "operation", "reason"),
+)
 TIER_RESIDENT_BYTES = Metric(
     "spillway_tier_resident_bytes", Kind.GAUGE, "Bytes a shared tier holds, where it can tell.", ("tier",)
 )
@@ -127,6 +133,7 @@ ALL = (
     TIER_WRITTEN_BYTES,
     TIER_WRITE_SECONDS,
     TIER_FAILURES,
+    TIER_SHED,
     TIER_RESIDENT_BYTES,
     TIER_BREAKER_OPEN,
     TIER_EVICTED_FRAMES,

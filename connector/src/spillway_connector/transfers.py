@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,15 @@ from spillway_connector.tiers.jobs import JobOutcome, TransferJob, check_shape
 from spillway_connector.tiers.lookups import Answers, Lookup, LookupDesk
 from spillway_connector.tiers.movers import LateEnd, Movers
 from spillway_connector.tiers.presence import PresenceIndex
-from spillway_connector.tiers.stats import MissReason, Operation, SkipReason, TierCounters, TierStats, miss_of_error
+from spillway_connector.tiers.stats import (
+    SHED_REASONS,
+    MissReason,
+    Operation,
+    SkipReason,
+    TierCounters,
+    TierStats,
+    miss_of_error,
+)
 from spillway_connector.tiers.tier import NO_TENANT, Clock, Tier
 
 ARRIVALS_TOLD_SECONDS = 0.01  # a load that ends sooner is told as a whole, which costs the scheduler less
@@ -248,8 +256,9 @@ class SharedTier:
         """
         self._weights_changed = self.moved = True
         self.counters.weights_changes += 1
+        changed = TierRefused(RefusedReason.CLOSED, "the model's weights have changed")
         for job in list(self._loads.values()):
-            self._void(job, TierRefused(RefusedReason.CLOSED, "the model's weights have changed"))
+            self._void(job, lambda _: changed)
             self._end_if_done(job)
         self.reset()
 
@@ -266,6 +275,7 @@ class SharedTier:
             written_bytes=counters.written_bytes,
             write_seconds=counters.write_seconds,
             failures=dict(counters.failures),
+            shed=dict(counters.shed),
             expiries=dict(counters.expiries),
             skipped=dict(counters.skipped),
             late_completions=counters.late_completions,
@@ -370,7 +380,8 @@ class SharedTier:
             self._fail(job.operation, keys, error)
 
     def _fail(self, operation: Operation, keys: Sequence[bytes], error: TierError) -> None:
-        self.counters.failures[operation, error.reason] += len(keys)
+        counts = self.counters.shed if error.reason in SHED_REASONS else self.counters.failures
+        counts[operation, error.reason] += len(keys)
         if operation is Operation.LOAD:
             self.counters.misses[miss_of_error(error)] += len(keys)
             # Before the job is reported, or the next lookup says HIT again and the request never ends (vllm#49176).
@@ -434,15 +445,22 @@ class SharedTier:
 
     def _expire(self, job: TransferJob) -> None:
         seconds = job.deadline - job.queued_at
-        if self._void(job, TierTimeout(f"{job.operation.value} not done within {seconds:g} s")):
+        late = TierTimeout(f"{job.operation.value} not done within {seconds:g} s")
+        shed = TierRefused(RefusedReason.QUEUE_AGE, f"no thread was free for it within {seconds:g} s")
+        movers, begun_at = self._movers, job.begun_at
+        voided = self._void(job, lambda index: shed if movers.kept_waiting(job, begun_at.get(index)) else late)
+        if late in voided:
             self.counters.expiries[job.operation] += 1
             self._breakers[job.operation].record_failure()  # once per job: its keys share the fate
 
-    def _void(self, job: TransferJob, error: TierError) -> bool:
-        voided = job.give_up(error)
-        if voided:
-            self._fail(job.operation, voided, error)
-        return bool(voided)
+    def _void(self, job: TransferJob, error_of: Callable[[int], TierError]) -> list[TierError]:
+        """Give up what can be given up; the errors that it was given up with."""
+        keys_by_error: dict[TierError, list[bytes]] = {}
+        for key, error in job.give_up(error_of).items():
+            keys_by_error.setdefault(error, []).append(key)
+        for error, keys in keys_by_error.items():
+            self._fail(job.operation, keys, error)
+        return list(keys_by_error)
 
     def _wait_until_idle(self, timeout_seconds: float) -> bool:
         until = time.monotonic() + timeout_seconds
@@ -458,11 +476,12 @@ class SharedTier:
 
     def _cancel_all(self) -> bool:
         until = time.monotonic() + 1.0
+        cancelled = TierRefused(RefusedReason.CLOSED, "cancelled while draining")
         while True:
             self._collect()
             for jobs in self._jobs.values():
                 for job in list(jobs.values()):
-                    self._void(job, TierRefused(RefusedReason.CLOSED, "cancelled while draining"))
+                    self._void(job, lambda _: cancelled)
                     self._end_if_done(job)
             if not (self._loads or self._stores):
                 return True

@@ -33,13 +33,13 @@ def test_every_key_ends_once_and_the_last_end_says_so(steps, operation):
             assert told == [], "less than a quarter is not worth telling"
         item = TransferItem(job, index)
         if action == "give up":
-            voided = job.give_up(TierTimeout("late"))
+            voided = job.give_up(lambda index: TierTimeout(f"late: {index}"))
             expected = [
                 number
                 for number in range(6)
                 if number not in fate and (number not in copied or operation is Operation.STORE)
             ]
-            assert voided == [key_of(number) for number in expected]
+            assert {key: str(error) for key, error in voided.items()} == {key_of(n): f"late: {n}" for n in expected}
             fate.update(dict.fromkeys(expected, "given up"))
         elif action == "copy":
             if index not in copied and item.begin_copy():

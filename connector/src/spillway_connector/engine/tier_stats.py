@@ -34,6 +34,7 @@ _FREQUENT_TOTALS = (
 _RARE_COUNTS = (
     (metrics.TIER_DEADLINES_EXPIRED, "expiries"),
     (metrics.TIER_FAILURES, "failures"),
+    (metrics.TIER_SHED, "shed"),
     (metrics.TIER_EVICTED_FRAMES, "evictions"),
 )
 _GAUGES = (
@@ -80,7 +81,7 @@ class TierReport:
                 told_totals[name] = total
                 stats.samples()[key] = total - (told or 0)
         rare = sum(counters.failures.values()) + sum(counters.expiries.values()) + counters.weights_changes
-        rare += sum(self._shared.evictions().values())
+        rare += sum(counters.shed.values()) + sum(self._shared.evictions().values())
         now = self._clock()
         if rare != self._rare_seen or now - self._drawn_at >= IDLE_SECONDS:
             self._rare_seen, self._drawn_at = rare, now

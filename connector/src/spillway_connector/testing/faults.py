@@ -99,6 +99,10 @@ class HangingTier(TierWrapper):
     def release(self) -> None:
         self._released.set()
 
+    def hold(self) -> None:
+        """Hang again from now on."""
+        self._released.clear()
+
 
 class FlakyTier(TierWrapper):
     """A share of the chosen operations fails with ``make_error()``."""

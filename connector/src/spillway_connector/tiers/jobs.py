@@ -15,7 +15,7 @@ cost the scheduler the same whatever its size.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
@@ -120,6 +120,7 @@ class TransferJob:
     rows: list[int] = field(default_factory=list)
     states: bytearray = field(default_factory=bytearray)
     taken: int = 0  # items that workers have taken, from the front
+    begun_at: dict[int, float] = field(default_factory=dict)  # when, by index
     open_items: int = 0
     errors: dict[int, TierError] = field(default_factory=dict)  # by index
     busy_seconds: float = 0.0  # of the workers
@@ -135,12 +136,13 @@ class TransferJob:
         self.keys, self.rows, self.states = keys, rows, bytearray(len(keys))
         self.open_items = self.open_items_told = len(keys)
 
-    def take(self) -> TransferItem | None:
+    def take(self, now: float) -> TransferItem | None:
         """Movers: the next item that still stands; None when there is none left."""
         while self.taken < len(self.keys):
             index = self.taken
             self.taken += 1
             if self.states[index] == ItemState.QUEUED:
+                self.begun_at[index] = now
                 return TransferItem(self, index)
         return None
 
@@ -177,24 +179,25 @@ class TransferJob:
         self.arrivals_told.update(arrived)
         return [self.keys[index] for index in arrived]
 
-    def give_up(self, error: TierError) -> list[bytes]:
+    def give_up(self, error_of: Callable[[int], TierError]) -> dict[bytes, TierError]:
         """Scheduler: void every item that no worker is copying or has loaded. Never blocks.
 
-        Returns the keys voided by this call; the job can be reported once ``open_items`` is 0.
+        error_of: why, by the item's index. Returns the keys voided by this call, each with its error; the job can be
+        reported once ``open_items`` is 0.
         """
         if not self.lock.acquire(blocking=False):
-            return []  # a worker is between two states; the next poll will do
-        voided = []
+            return {}  # a worker is between two states; the next poll will do
+        voided: dict[bytes, TierError] = {}
         try:
             for index, state in enumerate(self.states):
                 # A loaded item is COPIED and about to be settled: it is good, let it arrive.
                 if state == ItemState.QUEUED or (state == ItemState.COPIED and self.operation is Operation.STORE):
                     self.states[index] = ItemState.DEAD
-                    voided.append(self.keys[index])
+                    voided[self.keys[index]] = error_of(index)
             self.open_items -= len(voided)
         finally:
             self.lock.release()
-        self.failed.update(dict.fromkeys(voided, error))
+        self.failed.update(voided)
         return voided
 
     def outcome(self) -> JobOutcome:

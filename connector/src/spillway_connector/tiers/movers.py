@@ -27,6 +27,7 @@ from spillway_connector.errors import (
     TierError,
     TierMiss,
     TierRefused,
+    TierTimeout,
     without_frames,
 )
 from spillway_connector.tiers.breaker import Breaker
@@ -36,6 +37,7 @@ from spillway_connector.tiers.lookups import unexpected
 from spillway_connector.tiers.stats import Operation
 from spillway_connector.tiers.tier import Clock, Tier
 
+FAIR_SHARE = 0.5  # of a job's time: a tier that had less for an item may have been kept from it by us
 DISCARD_SECONDS = 1.0  # for removing an entry that was proven corrupt
 _OUR_OWN = (RefusedReason.RESOURCES, RefusedReason.CLOSED, RefusedReason.QUEUE_AGE, RefusedReason.BREAKER_OPEN)
 
@@ -75,6 +77,7 @@ class Movers:
         self._clock = clock
         self._progress = progress
         self._stopping = False
+        self._answered_at = dict.fromkeys(Operation, float("-inf"))  # when the tier last did something, or said no
         # A token says "look": a worker then works until there is nothing left for it, and wakes the next one while
         # there is more, so that the scheduler wakes one thread a job. Loads go first, and a thread stays free of
         # stores: loads are waited for, stores are not.
@@ -107,6 +110,16 @@ class Movers:
             return self._jobs[Operation.STORE][0].queued_at
         except IndexError:
             return None
+
+    def kept_waiting(self, job: TransferJob, begun_at: float | None) -> bool:
+        """Whether an item that is not done at its job's deadline waited here, and not for the tier.
+
+        So it is where the tier has answered others since the job came, and had too little time for this one. begun_at:
+        when a worker took the item; None: none has.
+        """
+        if self._answered_at[job.operation] <= job.queued_at:
+            return False
+        return begun_at is None or job.deadline - begun_at < FAIR_SHARE * (job.deadline - job.queued_at)
 
     def stop(self) -> None:
         """Ask the threads to end; they may be stuck in calls."""
@@ -160,7 +173,7 @@ class Movers:
             return None
         with self._pick:
             while jobs:
-                item = jobs[0].take()
+                item = jobs[0].take(self._clock())
                 if item is not None:
                     self._wake_one()
                     return item
@@ -191,15 +204,18 @@ class Movers:
         try:
             self._tier.load(item.key, view, item.job.deadline)
         except TierCorrupt as corrupt:
+            self._answered_at[Operation.LOAD] = self._clock()
             self._breakers[Operation.LOAD].record_success()
             self._discard(item.key)
             raise corrupt
         except TierMiss:
+            self._answered_at[Operation.LOAD] = self._clock()
             self._breakers[Operation.LOAD].record_success()
             raise
         except Exception as error:
-            self._record_failure(item, error)
+            self._judge(item, error, now)
             raise
+        self._answered_at[Operation.LOAD] = self._clock()
         if item.begin_copy():
             np.copyto(self._row(item.row), bounce)
             item.end_copy()
@@ -218,8 +234,9 @@ class Movers:
         try:
             self._tier.store(item.key, view, item.job.deadline, item.job.tenant)
         except Exception as error:
-            self._record_failure(item, error)
+            self._judge(item, error, now)
             raise
+        self._answered_at[Operation.STORE] = self._clock()
         if not item.dead:
             self._breakers[Operation.STORE].record_success()
         return True
@@ -228,7 +245,10 @@ class Movers:
         if not self._breakers[operation].allow():
             raise TierRefused(RefusedReason.BREAKER_OPEN, "the tier keeps failing and is left alone")
 
-    def _record_failure(self, item: TransferItem, error: Exception) -> None:
+    def _judge(self, item: TransferItem, error: Exception, begun_at: float) -> None:
+        """Whose failure it is. Raises TierRefused(QUEUE_AGE) where the item has waited too long for its turn."""
+        if isinstance(error, TierTimeout) and self.kept_waiting(item.job, begun_at):
+            raise TierRefused(RefusedReason.QUEUE_AGE, "its deadline passed soon after a thread took it") from error
         ours = isinstance(error, TierRefused) and error.reason in _OUR_OWN
         if not ours and not item.dead:  # a dead item's failure was recorded when its job was given up
             self._breakers[item.job.operation].record_failure()

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
-from spillway_connector.errors import TierCorrupt, TierError, TierMiss, TierTimeout
+from spillway_connector.errors import RefusedReason, TierCorrupt, TierError, TierMiss, TierTimeout
 from spillway_connector.tiers.breaker import BreakerState
 
 
@@ -39,6 +39,7 @@ class MissReason(StrEnum):
     CORRUPT = "corrupt"
     LOAD_DEADLINE = "load_deadline"
     LOAD_FAILED = "load_failed"
+    SHED = "shed"  # more loads at once than the tier can serve in time
     NOT_WORTH = "not_worth"  # recomputing is faster
     NO_ROOM = "no_room"  # the CPU tier's bounds on promotion
     REQUEST_DEADLINE = "request_deadline"  # the request has waited enough
@@ -51,6 +52,9 @@ class SkipReason(StrEnum):
     ADMISSION = "admission"  # the tier is full, and the chunk was never asked for twice
     WEIGHTS_CHANGED = "weights_changed"
 
+
+# Of errors: this process had more in hand than the tier can take, and dropped the rest. The tier has not failed.
+SHED_REASONS = frozenset({RefusedReason.QUEUE_FULL, RefusedReason.QUEUE_AGE})
 
 MISS_OF_OUTCOME = {
     LookupOutcome.MISS: MissReason.ABSENT,
@@ -65,6 +69,8 @@ def miss_of_error(error: TierError) -> MissReason:
         return MissReason.GONE
     if isinstance(error, TierCorrupt):
         return MissReason.CORRUPT
+    if error.reason in SHED_REASONS:
+        return MissReason.SHED
     return MissReason.LOAD_DEADLINE if isinstance(error, TierTimeout) else MissReason.LOAD_FAILED
 
 
@@ -72,7 +78,7 @@ def miss_of_error(error: TierError) -> MissReason:
 class TierStats:
     """All counts and sums only ever grow while the process lives; the gauges come last.
 
-    read_seconds and write_seconds are summed over threads. failures: by operation and reason (a TierError's).
+    read_seconds and write_seconds are summed over threads. failures and shed: by operation and reason (a TierError's).
     """
 
     tier: str
@@ -83,6 +89,7 @@ class TierStats:
     written_bytes: int
     write_seconds: float
     failures: dict[tuple[Operation, str], int]
+    shed: dict[tuple[Operation, str], int]  # chunks dropped because too much was to be done at once
     expiries: dict[Operation, int]  # lookup batches and jobs that were given up at their deadline
     skipped: dict[SkipReason, int]
     late_completions: int  # I/O that ended after its job had been given up; its bytes were dropped
@@ -110,6 +117,7 @@ class TierCounters:
     written_bytes: int = 0
     write_seconds: float = 0.0
     failures: Counter[tuple[Operation, str]] = field(default_factory=Counter)
+    shed: Counter[tuple[Operation, str]] = field(default_factory=Counter)
     expiries: Counter[Operation] = field(default_factory=Counter)
     skipped: Counter[SkipReason] = field(default_factory=Counter)
     late_completions: int = 0
