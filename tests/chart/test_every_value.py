@@ -67,6 +67,7 @@ EMBEDDED = laid_over(
         },
     ),
 )
+UNSEALED = {"enabled": False, "keyId": "", "keySecretName": ""}
 ON_CPU = nested("engine.accelerator.preset", "cpu")
 
 
@@ -88,7 +89,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
         "engine.accelerator.visibleDevices", {"mode": "literal", "value": "0"}
     ),
     "engine.offload.cpuBytes": nested("engine.offload", {"numCpuBlocks": None, "cpuBytes": "20GiB"}),
-    "engine.offload.enabled": nested("engine.offload.sharedTier", {"type": "none", "encryption": {"enabled": False}}),
+    "engine.offload.enabled": nested("engine.offload.sharedTier", {"type": "none", "encryption": UNSEALED}),
     "engine.offload.sharedTier.nvme": NVME,
     "engine.offload.sharedTier.nvme.volume.size": nvme_volume("sharedClaim"),
     "engine.offload.sharedTier.nvme.volume.storageClassName": nvme_volume("perPodClaim"),
@@ -270,6 +271,8 @@ def test_changing_a_leaf_changes_the_render(path, value, rendered_before):
     change = nested(path, changed(path, present(base, path, value)))
     if path == "engine.model.volume.type":
         change = laid_over(change, nested("engine.model.volume.nfs", {"server": "s", "path": "/p"}))
+    if path == "engine.offload.sharedTier.encryption.enabled":  # what is off names no key
+        change = laid_over(change, nested("engine.offload.sharedTier.encryption", UNSEALED))
     if path == "engine.model.cache.type":
         change = laid_over(change, nested("engine.model.cache.hostPath", "/c"))
 

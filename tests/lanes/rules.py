@@ -72,6 +72,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/bench_soak/test_store_faults.py": ("valkey",),
     "tests/chaos": ("servers",),
     "tests/chart": ("helm",),
+    "tests/chart/test_processes.py": ("helm", "servers"),
     "tests/chart/test_redis.py": ("helm", "valkey"),
     "tests/cluster": ("cluster",),
     "tests/e2e": ("engines",),

@@ -2,12 +2,24 @@
 What will be rendered, decided in one place before any object is: every group of engines with its defaults laid out,
 its accelerator, its memory arithmetic and the YAML that its pods will read, and what is wrong with the values.
 
-(root, plan): fills plan with
+(root, plan): fills plan, which all templates of a render share and none may change, with
   engines   list of dicts: key, path, name, headless, engine, accelerator, platform, memory, shape, servedName, pods,
             settings (the engine service's own configuration), secretFiles (what of which Secret becomes which file)
   problems  dict of texts, in order
 */}}
 {{- define "spillway.plan" -}}
+{{- /* The root is one map for all templates of a render: the first makes the plan, the others read it. */ -}}
+{{- if not (hasKey .root "spillwayPlan") -}}
+{{- $made := dict -}}
+{{- include "spillway.makePlan" (dict "root" .root "plan" $made) -}}
+{{- $_ := set .root "spillwayPlan" $made -}}
+{{- end -}}
+{{- $plan := .plan -}}
+{{- range $key, $value := .root.spillwayPlan -}}{{- $_ := set $plan $key $value -}}{{- end -}}
+{{- end -}}
+
+{{/* (root, plan): what spillway.plan promises, computed. */}}
+{{- define "spillway.makePlan" -}}
 {{- $root := .root -}}{{- $plan := .plan -}}
 {{- $problems := dict -}}
 {{- $presets := $root.Files.Get "files/accelerators.yaml" | fromYaml -}}

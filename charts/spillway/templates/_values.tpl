@@ -87,9 +87,9 @@ cannot be read is reported alone, not with the contradictions that 0 bytes would
 {{- end -}}
 {{- $gateway := .root.Values.gateway -}}
 {{- $_ := set $sizes "redis.memory" .root.Values.redis.memory -}}
-{{- range $kind := list "requests" "limits" -}}{{- $_ := set $sizes (printf "gateway.resources.%s.memory" $kind) (get (default dict (get $gateway.resources $kind)) "memory") -}}{{- end -}}
+{{- range $kind := list "requests" "limits" -}}{{- $_ := set $sizes (printf "gateway.resources.%s.memory" $kind) (index (default dict (get $gateway.resources $kind)) "memory") -}}{{- end -}}
 {{- range $setting := include "spillway.gatewaySizes" . | fromYamlArray -}}
-{{- $_ := set $sizes (printf "gateway.%s" $setting) (get (get $gateway (splitList "." $setting | first)) (splitList "." $setting | last)) -}}
+{{- $_ := set $sizes (printf "gateway.%s" $setting) (index (get $gateway (splitList "." $setting | first)) (splitList "." $setting | last)) -}}
 {{- end -}}
 {{- $problems := .problems -}}
 {{- range $path, $value := $sizes -}}
