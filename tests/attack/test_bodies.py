@@ -17,6 +17,7 @@ from spillway_gateway.testing.small_tokenizer import write_tokenizer
 
 KEY = "sk-" + "0" * 40
 OTHER_KEY = "sk-" + "1" * 40
+LIMITED_KEY = "sk-" + "2" * 40
 SECONDS_MAX = 120.0
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -30,8 +31,12 @@ def target_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A tenant, whose salt is set in each body, an alias and a tokenizer: all ways of a body are open."""
     folder = tmp_path_factory.mktemp("settings")
     write_tokenizer(folder, "the quick brown fox jumps over the lazy dog " * 20, 400, TEMPLATE)
-    tenants = {"tenants": [{"name": "a", "keys": [hash_key(KEY)]}, {"name": "b", "keys": [hash_key(OTHER_KEY)]}]}
-    (folder / "keys.yaml").write_text(yaml.safe_dump(tenants), encoding="utf-8")
+    tenants: list[dict[str, Any]] = [
+        {"name": "a", "keys": [hash_key(KEY)]},
+        {"name": "b", "keys": [hash_key(OTHER_KEY)]},
+    ]
+    tenants.append({"name": "limited", "keys": [hash_key(LIMITED_KEY)], "promptTokensPerMinute": 300})
+    (folder / "keys.yaml").write_text(yaml.safe_dump({"tenants": tenants}), encoding="utf-8")
     (folder / "salt").write_text("s" * 32, encoding="utf-8")
     auth = {"keysFile": str(folder / "keys.yaml"), "saltSecretFile": str(folder / "salt")}
     return {"settings": {"auth": auth}, "model": {"aliases": ["alias"], "tokenizer": str(folder)}, "key": KEY}
@@ -75,6 +80,7 @@ SHAPES: dict[str, Callable[[], bytes]] = {
     "long string": lambda: chat('{"role":"user","content":"' + "hello world " * 1_500_000 + '"}', 1),
     "long other string": lambda: b'{"model":"alias","messages":[],"extra":"' + b"a" * 20_000_000 + b'"}',
     "escapes": lambda: chat('{"role":"user","content":"' + "\\n" * 8_000_000 + '"}', 1),
+    "numbers": lambda: filled('{"model":"alias","messages":[],"prompt":[', "1", "]}", 20 * MIB),
     "long floats": lambda: filled(
         '{"model":"alias","messages":[],"tools":[', "1.2345678901234567890123e-300", "]}", 60_000
     ),
@@ -100,6 +106,39 @@ def test_no_body_delays_another_stream(target: Target, shape: str) -> None:
 
     # The body itself, what it is copied to with another model's name and salt, and what of it waits in sockets.
     target.suffer(send).assert_bearable(grown_mib_max=96 + 3 * len(body) // MIB)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
+def test_no_prompt_of_token_ids_delays_another_stream(target: Target, path: str) -> None:
+    name = "prompt" if "completions" in path else "token_ids"
+    body = filled('{"model":"alias","stream":true,"' + name + '":[', "12345", "]}", 8 * MIB)
+
+    def send() -> None:
+        headers = {"authorization": f"Bearer {KEY}"}
+        reply = httpx.post(target.url + path, content=body, headers=headers, timeout=SECONDS_MAX)
+        assert reply.status_code in (200, 400), reply.text
+
+    target.suffer(send).assert_bearable(grown_mib_max=128)
+
+
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": [1] * 1000 + [2.0]}),
+    ("/v1/completions", {"prompt": "東京" * 500}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "word " * 800}]}]}),
+    ("/v1/rerank", {"query": "q", "documents": [{"text": "word " * 800}]}),
+    ("/tokenize", {"prompt": "word " * 800}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+def test_no_form_of_a_prompt_passes_a_limit_of_tokens_by(target: Target, path: str, body: dict[str, Any]) -> None:
+    """One passes as its bucket holds something, whatever the forms before it took; the next finds it empty."""
+    headers = {"authorization": f"Bearer {LIMITED_KEY}"}
+    statuses = [
+        httpx.post(target.url + path, json={"model": "fake", **body}, headers=headers, timeout=SECONDS_MAX).status_code
+        for _ in range(3)
+    ]
+    assert statuses[1:] == [429, 429]
 
 
 def test_long_prompts_of_one_tenant_hold_up_no_other_prompt(target: Target) -> None:

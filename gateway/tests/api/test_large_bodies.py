@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spillway_gateway.api.large_bodies import _STEP_BYTES, VALUES_MAX, LargeBodies
+from spillway_gateway.api.large_bodies import _STEP_BYTES, IDS_MAX, VALUES_MAX, LargeBodies
 from spillway_gateway.api.parsed_body import ParsedBody
 from spillway_gateway.api.routes import ROUTES, ApiRoute
 from spillway_gateway.errors import ClientBadRequest, RequestTooLarge
@@ -109,7 +109,7 @@ async def test_texts_are_set_as_in_short_bodies(old: bytes) -> None:
     body = b' {"model":"alias",' + old + b'"messages":[],"extra":"' + b"x" * 3_000_000 + b'"}'
     replaced = {"model": "m", **({"cache_salt": "s"} if old else {})}
 
-    done = await LargeBodies().set_texts(body, replaced, {} if old else {"cache_salt": "s"})
+    done = await LargeBodies().set_texts(CHAT, body, replaced, {} if old else {"cache_salt": "s"})
 
     expected = replace_text(body, "model", "m")
     assert done == (replace_text if old else insert_text)(expected, "cache_salt", "s")
@@ -118,7 +118,7 @@ async def test_texts_are_set_as_in_short_bodies(old: bytes) -> None:
 async def test_a_salt_behind_many_blanks_is_set() -> None:
     body = b" " * 100_000 + b"{" + b" " * 100_000 + b"}"
 
-    assert json.loads(await LargeBodies().set_texts(body, {}, {"cache_salt": "s"})) == {"cache_salt": "s"}
+    assert json.loads(await LargeBodies().set_texts(CHAT, body, {}, {"cache_salt": "s"})) == {"cache_salt": "s"}
 
 
 async def test_other_tasks_run_between_steps_and_bodies_take_turns() -> None:
@@ -145,3 +145,23 @@ async def test_other_tasks_run_between_steps_and_bodies_take_turns() -> None:
 
     assert turns >= (len(body) + 60_000) // _STEP_BYTES
     assert order == [1, 0]  # the shorter one, which came later, did not wait for the longer one
+
+
+async def test_a_long_form_is_read_and_changed_as_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    audio = route("/v1/audio/transcriptions")
+    field = b'--bound\r\ncontent-disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+    sound = b"\r\n--boun" * 300_000
+    body = field % (b"file", sound) + field % (b"model", b"alias") + field % (b"stream", b"true") + b"--bound--\r\n"
+    for search_bytes in (1_000, 1_013, 1024 * 1024):
+        monkeypatch.setattr("spillway_gateway.api.multipart.SEARCH_BYTES", search_bytes)
+        found = await parsed(body, audio)
+        assert (found.model, found.stream) == ("alias", True)
+        done = await LargeBodies().set_texts(audio, body, {"model": "m"}, {})
+        assert done == body.replace(b"\r\nalias\r\n", b"\r\nm\r\n") == audio.set_text(body, "model", "m")
+
+
+async def test_more_ids_than_any_model_takes_only_count() -> None:
+    found = await parsed(b'{"model":"m","prompt":[' + b"1," * IDS_MAX + b"1]}", COMPLETION)
+
+    assert isinstance(found.prompt, RawPrompt)
+    assert found.prompt.prompt_tokens == IDS_MAX + 1

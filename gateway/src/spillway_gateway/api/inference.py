@@ -138,8 +138,8 @@ class InferenceEndpoint:
                 (replaced if parsed.names_salt else inserted)["cache_salt"] = salt
                 # The engine hashes it into the first block, as does routing.
                 said = structs.replace(said, cache_salt=salt)
-        if large and route.body is not None and (replaced or inserted):
-            body = await door.large_bodies.set_texts(body, replaced, inserted)
+        if large and (replaced or inserted):
+            body = await door.large_bodies.set_texts(route, body, replaced, inserted)
         else:
             for name, text in replaced.items():
                 body = route.set_text(body, name, text)

@@ -20,6 +20,7 @@ from time import perf_counter
 import msgspec
 from msgspec import structs
 
+from spillway_gateway.api.multipart import Part, audio_of, field_edits, parts_in_steps
 from spillway_gateway.api.parsed_body import ParsedBody
 from spillway_gateway.api.routes import ApiRoute
 from spillway_gateway.errors import ClientBadRequest, RequestTooLarge
@@ -33,6 +34,7 @@ SHORT_BODY_BYTES_MAX = 64 * 1024  # 20 ms at 307 ms per MB
 PARSE_SECONDS_MAX = 0.020
 VALUES_MAX = 500_000  # strings, arrays and objects of a body that is walked; each takes about 0.2 us
 OUTLINE_MEMBER_BYTES_MAX = 4096
+IDS_MAX = 2 * 1024 * 1024  # longer than any model's context; what is hashed of them is copied in one go
 
 _STEP_SECONDS = 0.001
 _STEP_BYTES = 8 * 1024  # 2 ms of the densest JSON
@@ -60,7 +62,9 @@ class LargeBodies:
     async def parse(self, route: ApiRoute, body: Body, text_bytes_max: int) -> ParsedBody:
         """As route.parse(body). text_bytes_max: of the prompt's bytes to keep where they are all that is read of it.
         Raises ClientBadRequest, and RequestTooLarge for more values than can be walked."""
-        if route.body is None or await self._seconds_by_count(body) <= PARSE_SECONDS_MAX:
+        if route.body is None:
+            return audio_of(body, await self._parts(body))
+        if await self._seconds_by_count(body) <= PARSE_SECONDS_MAX:
             return await self._parse_whole(route, body)
         names = [field.encode_name for field in structs.fields(route.body)]
         walk = JsonWalk(body, names)
@@ -68,9 +72,16 @@ class LargeBodies:
             return await self._parse_whole(route, body)
         return await self._parse_outline(route, body, walk, text_bytes_max)
 
-    async def set_texts(self, body: Body, replaced: Mapping[str, str], inserted: Mapping[str, str]) -> Body:
-        """The body with other top-level texts. Raises ClientBadRequest and RequestTooLarge."""
+    async def set_texts(
+        self, route: ApiRoute, body: Body, replaced: Mapping[str, str], inserted: Mapping[str, str]
+    ) -> Body:
+        """The body with other top-level texts, or fields of a form. Raises ClientBadRequest and RequestTooLarge."""
         edits: list[Edit] = []
+        if route.body is None:
+            parts = await self._parts(body)
+            for name, value in replaced.items():
+                edits += field_edits(parts, name, value)
+            return await self._edited(body, sorted(edits))
         opening = opening_of(body, _STEP_BYTES)
         if replaced or opening is None:
             walk = JsonWalk(body, replaced)
@@ -80,6 +91,20 @@ class LargeBodies:
                 edits += replacements(walk.members.get(name, ()), value)
         edits += [insertion(opening, name, value) for name, value in inserted.items()]
         return await self._edited(body, sorted(edits))
+
+    async def _parts(self, body: Body) -> list[Part]:
+        parts: list[Part] = []
+        rest = parts_in_steps(body)
+
+        def step() -> bool:
+            for part in rest:
+                if part is None:
+                    return False
+                parts.append(part)
+            return True
+
+        await self._in_steps(step)
+        return parts
 
     # -- what parsing would take -------------------------------------------------------------------------------------
 
@@ -165,6 +190,8 @@ class LargeBodies:
     async def _ids(self, body: Body, member: Member) -> array[int] | None:
         """Token ids of an array of nothing else; None for any other value."""
         if member.strings or member.containers != 1 or body[member.start] != ord("["):
+            return None
+        if await self._tokens(body, member) > IDS_MAX:
             return None
         ids = array("I")
         at, last = member.start + 1, member.end - 1

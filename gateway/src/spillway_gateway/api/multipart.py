@@ -6,17 +6,20 @@ The boundary is taken from the body's first line, where every client puts it, so
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from spillway_gateway.api.parsed_body import ParsedBody
 from spillway_gateway.errors import ClientBadRequest
 from spillway_gateway.tokens.prompt import CompletionPrompt
 from spillway_gateway.upstream.forward import Body
+from spillway_gateway.upstream.splice import Edit, edited
 
 BOUNDARY_BYTES_MAX = 70  # RFC 2046
 PARTS_MAX = 1024
 PART_HEAD_BYTES_MAX = 16 * 1024
 TEXT_FIELD_BYTES_MAX = 4096
+SEARCH_BYTES = 1024 * 1024
 _NAME = re.compile(rb'[;\s]name="([^"]*)"', re.IGNORECASE)
 
 
@@ -31,8 +34,13 @@ class Part:
 
 def parse_audio(body: Body) -> ParsedBody:
     """Raises ClientBadRequest for what is no multipart body."""
+    return audio_of(body, parts_of(body))
+
+
+def audio_of(body: Body, parts: Iterable[Part]) -> ParsedBody:
+    """Raises ClientBadRequest."""
     fields: dict[bytes, bytes] = {}
-    for part in parts_of(body):
+    for part in parts:
         if part.name in (b"model", b"stream"):
             fields[part.name] = bytes(body[part.start : min(part.end, part.start + TEXT_FIELD_BYTES_MAX)])
     model = fields.get(b"model")
@@ -48,22 +56,25 @@ def parse_audio(body: Body) -> ParsedBody:
 
 def replace_field(body: Body, name: str, value: str) -> bytes:
     """The body with another value in every field `name`; all other bytes as they were."""
-    pieces: list[Body] = []
-    copied = 0
-    for part in parts_of(body):
-        if part.name == name.encode():
-            pieces += [body[copied : part.start], value.encode()]
-            copied = part.end
-    return b"".join([*pieces, body[copied:]])
+    return edited(body, field_edits(parts_of(body), name, value))
+
+
+def field_edits(parts: Iterable[Part], name: str, value: str) -> list[Edit]:
+    return [Edit(part.start, part.end, value.encode()) for part in parts if part.name == name.encode()]
 
 
 def parts_of(body: Body) -> list[Part]:
     """The named fields in their order. Raises ClientBadRequest."""
+    return [part for part in parts_in_steps(body) if part is not None]
+
+
+def parts_in_steps(body: Body) -> Iterator[Part | None]:
+    """The same; None for a step, of SEARCH_BYTES at most, that found none. Raises ClientBadRequest."""
     first_line = body[: BOUNDARY_BYTES_MAX + 4].partition(b"\r\n")[0]
     if not first_line.startswith(b"--") or len(first_line) < 3 or len(first_line) > BOUNDARY_BYTES_MAX + 2:
         raise _bad("does not begin with a boundary")
     delimiter = b"\r\n" + first_line
-    parts: list[Part] = []
+    count = 0
     at = len(first_line)  # behind a delimiter
     while not body.startswith(b"--", at):
         head_start = at + 2
@@ -71,16 +82,18 @@ def parts_of(body: Body) -> list[Part]:
         if not body.startswith(b"\r\n", at) or head_end < 0:
             raise _bad("has a part without headers")
         start = head_end + 4
-        end = body.find(delimiter, start)
-        if end < 0:
-            raise _bad("ends inside a part")
-        if len(parts) == PARTS_MAX:
+        searched = start
+        while (end := body.find(delimiter, searched, searched + SEARCH_BYTES)) < 0:
+            if searched + SEARCH_BYTES >= len(body):
+                raise _bad("ends inside a part")
+            searched += SEARCH_BYTES - len(delimiter) + 1  # it may lie across the step's end
+            yield None
+        if count == PARTS_MAX:
             raise _bad(f"has more than {PARTS_MAX} parts")
+        count += 1
         name = _NAME.search(body, head_start, head_end)
-        if name is not None:
-            parts.append(Part(name.group(1), start, end))
+        yield None if name is None else Part(bytes(name.group(1)), start, end)
         at = end + len(delimiter)
-    return parts
 
 
 def _bad(what: str) -> ClientBadRequest:

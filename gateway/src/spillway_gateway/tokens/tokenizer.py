@@ -126,6 +126,10 @@ class PromptTokenizer:
         """As encode(), and yields after each STEP_CHARS of new text. Stops early, with the ids of the text's beginning:
         where tokens_max are exceeded (no engine takes such a prompt), where late() after a step, and where a long text
         cannot be cut. Raises UnicodeEncodeError for lone surrogates."""
+        if len(text) <= SEARCH_CHARS:  # most prompts: one step, with all look-ups at once
+            soon = self.encode_soon(text, add_special_tokens=add_special_tokens, new_chars_max=STEP_CHARS)
+            if soon is not None:
+                return Encoded(soon, len(soon) // TOKEN_BYTES)
         before, after = self._around if add_special_tokens else (b"", b"")
         parts = [before]
         count, chars, new_chars = len(before) // TOKEN_BYTES, 0, 0

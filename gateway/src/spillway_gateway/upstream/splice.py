@@ -41,11 +41,12 @@ def replace_text(body: Body, name: str, value: str) -> bytes:
     return edited(body, replacements(walk.members.get(name, ()), value))
 
 
-def insert_text(body: Body, name: str, value: str) -> bytes:
+def insert_text(body: Body, name: str, value: str) -> Body:
     """body: a valid JSON object without a top-level `name`. It becomes the first member."""
     opening = opening_of(body, len(body))
     assert opening is not None
-    return edited(body, [insertion(opening, name, value)])
+    at, _, text = insertion(opening, name, value)
+    return body[:at] + text + body[at:]
 
 
 def replacements(members: Iterable[Member], value: str) -> list[Edit]:
