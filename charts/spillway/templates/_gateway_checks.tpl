@@ -21,11 +21,12 @@
 {{- if gt $request $limit -}}
 {{- $texts = append $texts (printf "gateway.resources: requests.memory %s is more than limits.memory %s" (include "spillway.bytesText" $request) (include "spillway.bytesText" $limit)) -}}
 {{- end -}}
-{{- /* The interpreter, tokenizers and buffers of running requests beside the index. */ -}}
+{{- /* The interpreter, tokenizers and buffers of running requests beside the index and request bodies. */ -}}
 {{- $index := int64 (include "spillway.bytes" (dict "value" $gateway.index.bytesMax "path" "gateway.index.bytesMax")) -}}
-{{- $needed := add (mul $index (len .engines)) 402653184 -}}
+{{- $bodies := int64 (include "spillway.bytes" (dict "value" $gateway.limits.bodiesBytesMax "path" "gateway.limits.bodiesBytesMax")) -}}
+{{- $needed := add (mul $index (len .engines)) $bodies 402653184 -}}
 {{- if lt $limit $needed -}}
-{{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s x %d models and 384 MiB for the process; set it to %s or more, or lower index.bytesMax" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.quantity" $needed)) -}}
+{{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s x %d models, limits.bodiesBytesMax %s and 384 MiB for the process; set it to %s or more, or lower those" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.bytesText" $bodies) (include "spillway.quantity" $needed)) -}}
 {{- end -}}
 {{- end -}}
 {{- with include "spillway.engineEndSeconds" .engines -}}

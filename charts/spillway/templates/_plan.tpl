@@ -171,7 +171,11 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{/* The gateway's settings that are sizes, as section.key. */}}
 {{- define "spillway.gatewaySizes" -}}
 - limits.bodyBytesMax
+- limits.bodiesBytesMax
 - limits.plainReplyBufferBytes
+- connections.headBytesMax
+- connections.targetBytesMax
+- connections.bodyBytesPerSecondMin
 - index.bytesMax
 {{- end -}}
 
@@ -199,7 +203,7 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- $_ := set $listen "tls" (dict "certFile" (printf "%s/tls.crt" $folder) "keyFile" (printf "%s/tls.key" $folder) "reloadSeconds" $gateway.tls.reloadSeconds) -}}
 {{- end -}}
 {{- $_ := set .out "listen" $listen -}}
-{{- range $section := list "timeouts" "health" "limits" "routing" "breaker" "admission" "index" "log" "audit" "tracing" "reload" -}}
+{{- range $section := list "connections" "timeouts" "health" "limits" "routing" "breaker" "admission" "index" "log" "audit" "tracing" "reload" -}}
 {{- $settings := dict -}}
 {{- include "spillway.overlay" (dict "base" $settings "over" (get $gateway $section)) -}}
 {{- $_ := set $.out $section $settings -}}

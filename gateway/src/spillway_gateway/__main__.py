@@ -10,6 +10,7 @@ import logging
 import sys
 from pathlib import Path
 
+from spillway_gateway import descriptors
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.app import Gateway
 from spillway_gateway.config import GatewayConfig, load_config
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.config}: valid")
         return 0
     _set_up_logs(config)
+    descriptors.raise_limit()
     listen = config.listen
     with contextlib.ExitStack() as stack:
         try:

@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from spillway_gateway import descriptors
 from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.api.discovery_report import discovered, discovery_families
@@ -37,6 +38,7 @@ from spillway_gateway.error_bodies import body_of, error_body
 from spillway_gateway.errors import GatewayError
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.open_connections import OpenConnections
 from spillway_gateway.roster import Roster
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.ui.page_routes import PageRoutes
@@ -70,10 +72,10 @@ class Gateway:
         self.models = self.roster.models
         self.fleets = self.roster.fleets
         self.admissions = self.roster.admissions
+        shares = self._shares(config)
+        self.open_connections = OpenConnections(config.connections, shares.clients)
         self.services = UpstreamServices(
-            pool=ConnectionPool(
-                config.limits.upstream_connections_max, config.timeouts.connect_seconds, time.monotonic
-            ),
+            pool=ConnectionPool(shares.upstream, config.timeouts.connect_seconds, time.monotonic),
             budget=RetryBudget(config.limits.retry_ratio, config.limits.retry_burst),
             metrics=self.metrics,
             timeouts=config.timeouts,
@@ -115,13 +117,27 @@ class Gateway:
             exception_handlers={HTTPException: _http_error},
         )
 
+    def _shares(self, config: GatewayConfig) -> descriptors.DescriptorShares:
+        wanted = config.connections.open_max, config.limits.upstream_connections_max
+        engines = sum(len(fleet.engines) for fleet in self.fleets)
+        given = descriptors.shares(descriptors.limit(), *wanted, engines)
+        if (given.clients, given.upstream) != wanted:
+            logger.warning(
+                "ulimit -n is %d: connections.openMax counts as %d, limits.upstreamConnectionsMax as %d; raise it, or "
+                "set them lower",
+                descriptors.limit(),
+                given.clients,
+                given.upstream,
+            )
+        return given
+
     async def apply(self, config: GatewayConfig) -> None:
         """Put a changed configuration into effect, as far as config_follower.LIVE_SECTIONS goes."""
         before = self.config
         await self.roster.apply(config)
         services, limits = self.services, config.limits
         services.timeouts, services.limits = config.timeouts, limits
-        services.pool.connections_max = limits.upstream_connections_max
+        services.pool.connections_max = self._shares(config).upstream
         services.pool.connect_timeout_seconds = config.timeouts.connect_seconds
         if (limits.retry_ratio, limits.retry_burst) != (before.limits.retry_ratio, before.limits.retry_burst):
             services.budget = RetryBudget(limits.retry_ratio, limits.retry_burst)

@@ -1,4 +1,4 @@
-"""A client's connection: uvicorn's, with what ASGI has no words for.
+"""A client's connection: a bounded one, with what ASGI has no words for.
 
 A reply's head leaves together with the first bytes of its body, in one packet. Who serves a request may be called when
 the client goes, instead of keeping a task that waits for it: with a thousand streams that is a thousand tasks. A reply
@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Protocol, cast
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from spillway_gateway.error_bodies import error_body
+from spillway_gateway.bounded_connection import BoundedConnection, BoundedState
+from spillway_gateway.open_connections import OpenConnections
 from spillway_gateway.turn_writes import TurnWrites
 
 EXTENSION = "spillway.client"
@@ -26,15 +26,15 @@ class Drains(Protocol):
     draining: bool
 
 
-class DrainingState(ServerState):
-    """uvicorn's state of a server, with what its connections have to know besides."""
+class DrainingState(BoundedState):
+    """The state of a server, with what its connections have to know besides."""
 
-    def __init__(self, lifecycle: Drains) -> None:
-        super().__init__()
+    def __init__(self, lifecycle: Drains, open_connections: OpenConnections) -> None:
+        super().__init__(open_connections)
         self.lifecycle = lifecycle
 
 
-class ClientConnection(HttpToolsProtocol):
+class ClientConnection(BoundedConnection):
     """Puts a ClientRequest into each request's scope, as extension EXTENSION. Its server's state is a DrainingState."""
 
     _left: Callable[[], None] | None = None
@@ -48,7 +48,10 @@ class ClientConnection(HttpToolsProtocol):
             self._left()
 
     def on_headers_complete(self) -> None:
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is before:  # the head comes again, without the request for another protocol
+            return
         # Its task has not begun; and the next request may arrive on this connection before this one is answered.
         cast(MutableMapping[str, Any], self.scope)["extensions"] = {EXTENSION: ClientRequest(self, self.cycle)}
         if cast(DrainingState, self.server_state).lifecycle.draining:
@@ -58,14 +61,6 @@ class ClientConnection(HttpToolsProtocol):
         """The reply says so, unless it has begun."""
         if self.cycle is not None and not self.cycle.response_started:
             self.cycle.keep_alive = False
-
-    def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP. In the shape of every other error; never into the middle of a reply."""
-        if self.cycle is None or self.cycle.response_complete:
-            body = error_body(msg, "invalid_request_error", None, "invalid_http")
-            head = "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        self.transport.close()
 
     def call_when_left(self, left: Callable[[], None]) -> None:
         self._left = left
@@ -95,6 +90,25 @@ class ClientRequest:
             return None
         body, cycle.body = cycle.body, bytearray()
         return bytes(body)
+
+    def expect_body(self, seconds: float) -> None:
+        """The rest of the body is waited for; see BoundedConnection.expect_body."""
+        self._connection.expect_body(seconds)
+
+    @property
+    def body_is_late(self) -> bool:
+        return self._connection.body_is_late
+
+    def require_body_room(self, body_bytes: int, bytes_max: int) -> None:
+        """Raises NoBodyRoom where a body of that size would find none now."""
+        self._connection.open_connections.body_room.require(body_bytes, body_bytes, bytes_max)
+
+    def take_body_room(self, more_bytes: int, bytes_max: int) -> None:
+        """Until the request is over. Raises NoBodyRoom."""
+        self._connection.take_body_room(more_bytes, bytes_max)
+
+    def leave_body_room(self) -> None:
+        self._connection.leave_body_room()
 
     def call_when_left(self, left: Callable[[], None]) -> None:
         """left: called in the same turn of the loop in which the connection is lost; soon, if it is lost already.
@@ -140,8 +154,8 @@ class HeadWithBody:
     """A transport that holds back the head of a reply until the next write, or to the end of the loop's turn, and what
     follows to the end of the turn too where other requests share it (turn_writes.py)."""
 
-    __slots__ = ("_held", "_transport", "_turn", "abort", "get_extra_info", "is_closing", "pause_reading",
-                 "resume_reading", "set_protocol")  # fmt: skip
+    __slots__ = ("_held", "_transport", "_turn", "abort", "get_extra_info", "get_write_buffer_size", "is_closing",
+                 "pause_reading", "resume_reading", "set_protocol")  # fmt: skip
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -149,6 +163,7 @@ class HeadWithBody:
         self._held: list[bytes] = []
         self.abort = transport.abort
         self.get_extra_info = transport.get_extra_info
+        self.get_write_buffer_size = transport.get_write_buffer_size
         self.is_closing = transport.is_closing
         self.pause_reading = transport.pause_reading
         self.resume_reading = transport.resume_reading

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from spillway_gateway.body_room import LONG_SHARE
+from spillway_gateway.config_connections import ConnectionsConfig
 from spillway_gateway.config_discovery import DiscoveryConfig, check_discovery
 from spillway_gateway.config_shared_limits import SharedLimitsConfig, check_shared_limits
 from spillway_gateway.config_tracing import TracingConfig, check_tracing
@@ -85,6 +88,7 @@ class HealthConfig:
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
     body_bytes_max: int = 64 * 1024 * 1024
+    bodies_bytes_max: int = 256 * 1024 * 1024  # of all requests together; see body_room.py
     plain_reply_buffer_bytes: int = 4 * 1024 * 1024  # a larger plain reply is streamed, and so can no longer be retried
     attempts_max: int = 3  # engines that may get one request, the first included
     retry_ratio: float = 0.2  # retries per request, over time, where the engine that failed is still there
@@ -179,6 +183,7 @@ class ReloadConfig:
 class GatewayConfig:
     models: tuple[ModelConfig, ...]
     listen: ListenConfig = field(default_factory=ListenConfig)
+    connections: ConnectionsConfig = field(default_factory=ConnectionsConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -327,6 +332,7 @@ def _check(config: GatewayConfig) -> None:
     if config.audit.waiting_lines_max < 1:
         raise ConfigError(f"audit.waitingLinesMax: {config.audit.waiting_lines_max} given, at least 1 needed")
     positive: dict[str, Any] = {
+        "connections": config.connections,
         "timeouts": config.timeouts,
         "health": config.health,
         "limits": config.limits,
@@ -345,6 +351,12 @@ def _check(config: GatewayConfig) -> None:
                 raise ConfigError(f"{section}.{_camel(item.name)}: {number} given, a finite number above 0 needed")
     if config.breaker.failure_share > 1:
         raise ConfigError(f"breaker.failureShare: {config.breaker.failure_share} given, at most 1 needed")
+    limits = config.limits
+    if limits.body_bytes_max > LONG_SHARE * limits.bodies_bytes_max:
+        raise ConfigError(
+            f"limits.bodiesBytesMax: {limits.bodies_bytes_max} given with bodyBytesMax {limits.body_bytes_max}; at "
+            f"least {math.ceil(limits.body_bytes_max / LONG_SHARE)} needed, as long bodies get {LONG_SHARE:.0%} of it"
+        )
     if not config.routing.bounded_load_factor >= 1:
         raise ConfigError(f"routing.boundedLoadFactor: {config.routing.bounded_load_factor} given, at least 1 needed")
     for item in dataclasses.fields(config.shutdown):

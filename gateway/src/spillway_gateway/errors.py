@@ -42,6 +42,14 @@ class RequestTooLarge(GatewayError):
     code = "request_too_large"
 
 
+class UnsupportedEncoding(GatewayError):
+    """A compressed body: engines take none, and what it would grow to is not known."""
+
+    status = 415
+    kind = "invalid_request_error"
+    code = "unsupported_content_encoding"
+
+
 class RequestBodyTimeout(GatewayError):
     status = 408
     kind = "invalid_request_error"

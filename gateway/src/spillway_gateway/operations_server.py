@@ -24,6 +24,9 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spillway_gateway.api.operations import Answer, Operations
+from spillway_gateway.bounded_connection import BoundedConnection, BoundedState
+from spillway_gateway.config_connections import ConnectionsConfig
+from spillway_gateway.open_connections import OpenConnections
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +34,15 @@ BEAT_SECONDS = 1.0
 STALLED_SECONDS = 30.0  # longer than any pause that a working loop could have
 MAIN_LOOP_SECONDS_MAX = 10.0  # for an answer from the main loop; scrapers wait no longer either
 JOIN_SECONDS_MAX = 5.0
+CONNECTIONS_MAX = 48  # of descriptors.RESERVED; probes and scrapes take a few
 
 
 class OperationsServer:
     """Runs from start() to stop(), both called on the main loop."""
 
-    def __init__(self, app: ASGIApp, operations: Operations, listener: socket.socket) -> None:
+    def __init__(
+        self, app: ASGIApp, operations: Operations, listener: socket.socket, bounds: ConnectionsConfig
+    ) -> None:
         self._app = app
         self._operations = operations
         self._listener = listener
@@ -47,7 +53,7 @@ class OperationsServer:
             uvicorn.Config(
                 self._answer,
                 interface="asgi3",
-                http="httptools",
+                http=BoundedConnection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -57,6 +63,7 @@ class OperationsServer:
                 timeout_graceful_shutdown=1,
             )
         )
+        self._server.server_state = BoundedState(OpenConnections(bounds, CONNECTIONS_MAX))
         self._thread = threading.Thread(target=self._serve, name="operations", daemon=True)
 
     def start(self) -> None:
@@ -129,6 +136,12 @@ class OperationsServer:
 
 
 class _Server(uvicorn.Server):
+    server_state: BoundedState
+
+    async def on_tick(self, counter: int) -> bool:
+        self.server_state.open_connections.tick(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the main server's."""

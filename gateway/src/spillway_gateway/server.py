@@ -24,6 +24,7 @@ from spillway_gateway.app import Gateway
 from spillway_gateway.certificate import Certificate
 from spillway_gateway.client_connection import ClientConnection, DrainingState
 from spillway_gateway.operations_server import OperationsServer
+from spillway_gateway.tls_listener import TlsListener
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,9 @@ class GatewayServer(uvicorn.Server):
         tls = gateway.config.listen.tls
         self.certificate = Certificate(tls) if tls is not None else None
         self._operations = (
-            OperationsServer(gateway.ops_app, gateway.operations, ops_listener) if ops_listener is not None else None
+            OperationsServer(gateway.ops_app, gateway.operations, ops_listener, gateway.config.connections)
+            if ops_listener is not None
+            else None
         )
         super().__init__(
             uvicorn.Config(
@@ -75,14 +78,13 @@ class GatewayServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 backlog=LISTEN_BACKLOG,
-                timeout_keep_alive=75,  # longer than the idle timeout of usual load balancers
                 timeout_graceful_shutdown=int(
                     shutdown.drain_timeout_seconds + AFTER_DRAIN_SECONDS + KEPT_CONNECTION_SECONDS
                 )
                 + 1,
             )
         )
-        self.server_state = DrainingState(gateway.lifecycle)
+        self.server_state: DrainingState = DrainingState(gateway.lifecycle, gateway.open_connections)
         self._gateway = gateway
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -91,8 +93,6 @@ class GatewayServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         if not self.config.loaded:
             self.config.load()
-        if self.certificate is not None:
-            self.config.ssl = self.certificate.context
         following = asyncio.create_task(self.certificate.follow()) if self.certificate is not None else None
         if self._operations is not None:
             self._operations.start()
@@ -103,6 +103,26 @@ class GatewayServer(uvicorn.Server):
                 following.cancel()
             if self._operations is not None:
                 await self._operations.stop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.certificate is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+
+        def new_connection() -> ClientConnection:
+            return ClientConnection(self.config, self.server_state, self.lifespan.state)
+
+        for listener in sockets or []:
+            accepting = TlsListener(
+                listener, self.certificate.context, self.server_state.open_connections, new_connection
+            )
+            accepting.start()
+            self.servers.append(cast(asyncio.Server, accepting))
+
+    async def on_tick(self, counter: int) -> bool:
+        self.server_state.open_connections.tick(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

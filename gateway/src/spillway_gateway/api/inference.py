@@ -6,7 +6,6 @@ alone.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -21,25 +20,23 @@ from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant
 from spillway_gateway.access.limits import give_back, settle
 from spillway_gateway.api.body_errors import too_deep
+from spillway_gateway.api.body_reading import ClientLeft, read_body
 from spillway_gateway.api.large_bodies import SHORT_BODY_BYTES_MAX, LargeBodies
 from spillway_gateway.api.routes import ApiRoute, Salting
 from spillway_gateway.api.stored_responses import Owner, ResponseOwners
 from spillway_gateway.client_connection import EXTENSION, ClientRequest
-from spillway_gateway.config import LimitsConfig, TimeoutsConfig
 from spillway_gateway.error_bodies import Dialect, body_of, headers_of
 from spillway_gateway.errors import (
     ClientBadRequest,
     GatewayDraining,
     GatewayError,
     ModelNotFound,
-    RequestBodyTimeout,
-    RequestTooLarge,
     ResponseNotFound,
 )
 from spillway_gateway.fleet.engines import ModelFleet
 from spillway_gateway.tokens.estimates import holds_media
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt, PromptReader
-from spillway_gateway.upstream.forward import Body, Headers, header
+from spillway_gateway.upstream.forward import Headers, header
 from spillway_gateway.upstream.splice import insert_text
 from spillway_gateway.upstream.stream import OutboundRequest, Relay, UpstreamServices
 from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
@@ -256,7 +253,7 @@ async def serve(
             trace.prepared(served.fleet.name, request_id, stream=outbound.stream)
             outbound = structs.replace(outbound, trace=trace)
         usage = await door.gatekeeper.begin(tenant, outbound.prompt.prompt_tokens + outbound.charged_tokens)
-    except _ClientLeft:
+    except ClientLeft:
         if trace is not None:
             trace.end(499, None)
         return
@@ -344,48 +341,6 @@ def no_model(model: str, usable: Iterable[str]) -> ModelNotFound:
 def _no_response(response_id: str) -> ResponseNotFound:
     shown = response_id if len(response_id) <= 200 else response_id[:200] + "..."
     return ResponseNotFound(f"No response {shown!r} is known here; engines keep responses in memory, and only some do")
-
-
-class _ClientLeft(Exception):
-    """The client went away while its body was read."""
-
-
-async def read_body(
-    headers: Headers, receive: Receive, client: ClientRequest, limits: LimitsConfig, timeouts: TimeoutsConfig
-) -> Body:
-    """The whole request body. Raises RequestTooLarge before reading more than the limit."""
-    bytes_max = limits.body_bytes_max
-    declared = header(headers, b"content-length")
-    if declared is not None and declared.isdigit() and int(declared) > bytes_max:
-        raise RequestTooLarge(_too_large(bytes_max))
-    body = client.take_whole_body()
-    if body is not None:
-        if len(body) > bytes_max:
-            raise RequestTooLarge(_too_large(bytes_max))
-        return body
-    parts = bytearray()  # grows in place: joining a long body would copy it at once
-    message: Message = {"more_body": True}
-    while message.get("more_body", False):
-        message = await _next_part(receive, timeouts)
-        parts += message.get("body", b"")
-        if len(parts) > bytes_max:
-            raise RequestTooLarge(_too_large(bytes_max))
-    return parts
-
-
-async def _next_part(receive: Receive, timeouts: TimeoutsConfig) -> Message:
-    try:
-        async with asyncio.timeout(timeouts.body_read_seconds):
-            message = await receive()
-    except TimeoutError as error:
-        raise RequestBodyTimeout(f"no part of the body came for {timeouts.body_read_seconds:g} s") from error
-    if message["type"] == "http.disconnect":
-        raise _ClientLeft
-    return message
-
-
-def _too_large(bytes_max: int) -> str:
-    return f"The request body is larger than {bytes_max} bytes, the gateway's limits.bodyBytesMax"
 
 
 async def send_error(send: Send, error: GatewayError, request_id: bytes, dialect: Dialect) -> None:

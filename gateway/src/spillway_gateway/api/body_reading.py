@@ -1,0 +1,63 @@
+"""Reads a request's body, within its own bounds and within those of all bodies together."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from spillway_gateway.body_room import SHORT_BYTES_MAX
+from spillway_gateway.client_connection import ClientRequest
+from spillway_gateway.config import LimitsConfig, TimeoutsConfig
+from spillway_gateway.errors import RequestBodyTimeout, RequestTooLarge, UnsupportedEncoding
+from spillway_gateway.upstream.forward import Body, Headers, header
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class ClientLeft(Exception):
+    """The client went away while its body was read."""
+
+
+async def read_body(
+    headers: Headers, receive: Receive, client: ClientRequest, limits: LimitsConfig, timeouts: TimeoutsConfig
+) -> Body:
+    """The whole request body. Raises RequestTooLarge and NoBodyRoom before reading more than the limits, and
+    RequestBodyTimeout, UnsupportedEncoding or ClientLeft."""
+    encoding = header(headers, b"content-encoding")
+    if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
+        shown = encoding[:40].decode("latin-1")
+        raise UnsupportedEncoding(f"A body with content-encoding {shown!r} given; send it without")
+    bytes_max = limits.body_bytes_max
+    declared = header(headers, b"content-length")
+    if declared is not None and declared.isdigit() and int(declared) > bytes_max:
+        raise _too_large(bytes_max)
+    body = client.take_whole_body()
+    if body is not None:
+        if len(body) > bytes_max:
+            raise _too_large(bytes_max)
+        return body
+    if declared is not None and declared.isdigit():
+        client.require_body_room(int(declared), limits.bodies_bytes_max)
+    client.expect_body(timeouts.body_read_seconds)
+    parts = bytearray()  # grows in place: joining a long body would copy it at once
+    message: MutableMapping[str, Any] = {"more_body": True}
+    while message.get("more_body", False):
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        if client.body_is_late:
+            raise RequestBodyTimeout(
+                "The body took longer than the gateway's timeouts.bodyReadSeconds and connections.bodyBytesPerSecondMin"
+            )
+        part = message.get("body", b"")
+        if len(parts) + len(part) > bytes_max:
+            raise _too_large(bytes_max)
+        client.take_body_room(len(part), limits.bodies_bytes_max)
+        parts += part
+    if len(parts) <= SHORT_BYTES_MAX:
+        client.leave_body_room()
+    return parts
+
+
+def _too_large(bytes_max: int) -> RequestTooLarge:
+    return RequestTooLarge(f"The request body is larger than {bytes_max} bytes, the gateway's limits.bodyBytesMax")
