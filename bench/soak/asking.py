@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from reference_answers.margins import REQUEST, Spoken, spoken
 
 ANSWER_TOKENS = 12
 REQUEST_SECONDS = 120.0  # far beyond what any deadline inside adds up to: longer is a hang
@@ -15,7 +16,7 @@ REQUEST_SECONDS = 120.0  # far beyond what any deadline inside adds up to: longe
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    tokens: tuple[int, ...]
+    spoken: Spoken
     cached_tokens: int
     engine: str | None
 
@@ -37,7 +38,7 @@ def request_body(model: str, prompt: Sequence[int], salt: str | None) -> dict[st
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
         "ignore_eos": True,
-        "return_token_ids": True,
+        **REQUEST,
     }
     return body if salt is None else {**body, "cache_salt": salt}
 
@@ -53,12 +54,12 @@ def ask_engine(client: httpx.Client, url: str, engine: str, body: dict[str, Any]
         return Failure("timeout", False, 0, engine)
     except (httpx.HTTPError, ValueError) as error:
         return Failure(type(error).__name__, False, 0, engine)
-    return Reply(tuple(document["choices"][0]["token_ids"]), _cached(document.get("usage")), engine)
+    return Reply(spoken(document["choices"][0]), _cached(document.get("usage")), engine)
 
 
 def ask_gateway(client: httpx.Client, url: str, body: dict[str, Any]) -> Reply | Failure:
     """Streamed, so that an engine may die between two tokens."""
-    tokens: list[int] = []
+    said = Spoken((), ())
     engine: str | None = None
     cached, done, error = 0, False, None
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -76,16 +77,17 @@ def ask_gateway(client: httpx.Client, url: str, body: dict[str, Any]) -> Reply |
                     error = event if "error" in event else error
                     cached = _cached(event.get("usage")) or cached
                     for choice in event.get("choices", []):
-                        tokens += choice.get("token_ids") or []
+                        if choice.get("token_ids"):
+                            said += spoken(choice)
     except httpx.TimeoutException:
-        return Failure("timeout", False, len(tokens), engine)
+        return Failure("timeout", False, len(said.tokens), engine)
     except (httpx.HTTPError, ValueError) as broken:
-        return Failure(type(broken).__name__, False, len(tokens), engine)
+        return Failure(type(broken).__name__, False, len(said.tokens), engine)
     if error is not None:
-        return Failure("stream_error", _sentence(error), len(tokens), engine)
+        return Failure("stream_error", _sentence(error), len(said.tokens), engine)
     if not done:
-        return Failure("stream_without_end", False, len(tokens), engine)
-    return Reply(tuple(tokens), cached, engine)
+        return Failure("stream_without_end", False, len(said.tokens), engine)
+    return Reply(said, cached, engine)
 
 
 def _cached(usage: dict[str, Any] | None) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import httpx
+from reference_answers.margins import Spoken, compared_tokens
 
 from soak.asking import REQUEST_SECONDS, Failure, Reply, ask_engine, ask_gateway, request_body
 from soak.outages import GATEWAY, Outages
@@ -125,17 +126,17 @@ class Load:
         tally = self.tally
         tally.answers += 1
         if tally.answers == self._spoil_at:
-            reference = replace(reference, tokens=(reference.tokens[0] ^ 1, *reference.tokens[1:]))
+            reference = replace(reference, spoken=_another(reference.spoken))
         tally.by_route[target if target == GATEWAY else "direct"] += 1
-        tally.checked_tokens += len(reference.tokens)
+        tally.checked_tokens += compared_tokens(reference.spoken, reply.spoken)
         whole = reference.prompt.reusable_tokens
         tally.by_cached["none" if not reply.cached_tokens else "whole" if reply.cached_tokens == whole else "part"] += 1
         tally.unlearnt_lengths += reply.cached_tokens not in reference.lengths
-        if not reference.accepts(reply.tokens):
+        if (fault := reference.fault(reply.spoken)) is not None:
             tally.wrong += 1
             tally.note(
                 f"WRONG ANSWER {reference.prompt.name}, {reply.cached_tokens} tokens cached, from {reply.engine} by "
-                f"{target}: {reply.tokens}, the reference begins with {reference.tokens}"
+                f"{target}: {fault}; {reply.spoken.tokens}, the reference is {reference.spoken.tokens}"
             )
 
     def _judge_failure(self, reference: Reference, failure: Failure, target: str, begun: float, ended: float) -> None:
@@ -157,3 +158,9 @@ class Load:
         if failure.engine is None or not failure.tokens or not failure.told:
             return None
         return self._outages.excuse(failure.engine, begun, ended, routed=True)
+
+
+def _another(answer: Spoken) -> Spoken:
+    """With a first token that the model did not say."""
+    other = answer.tokens[0] ^ 1
+    return Spoken((other, *answer.tokens[1:]), ({other: 0.0}, *answer.tops[1:]))

@@ -1,12 +1,12 @@
-"""Right answers, learnt from an engine without any offload, and how sure they are.
+"""Right answers, learnt from an engine without any offload, and by how much rounding moves them.
 
 A CPU kernel rounds differently for another number of rows: by how much of a prompt is cached, and by what other
 requests share its engine steps. On a near tie another token wins, on stock vLLM as well. Under concurrent load no
-reference can be asked for in the same company, so the answers themselves must not hang on rounding. Each prompt is
-asked cold, after a shared beginning, as a whole hit, and in company; the largest difference of one token's
-log-probability between these is the noise. An answer is kept up to the first token whose lead over the runner-up is
-below `SAFETY` times the noise, and a prompt is used only if that leaves `CHECKED_LEAST` tokens. What remains is the
-answer at *every* cached length, those never learnt included, so every answer is checked and none needs an exception.
+reference can be asked for in the same company, so what is compared must not hang on rounding: the log-probabilities of
+the tokens that were likely at each position, up to a near tie that went the other way (reference_answers.margins). Each
+prompt is asked cold, after a shared beginning, as a whole hit, and in company; the largest difference of one token's
+log-probability between these is the noise, and an answer may move by `SAFETY` times the noise. That holds at *every*
+cached length, those never learnt included, so every answer is checked and none needs an exception.
 """
 
 from __future__ import annotations
@@ -17,42 +17,41 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from reference_answers.margins import ROUNDING, Spoken, difference, spoken
 from stack_driver.prompts import BLOCK_TOKENS, Prompt, make_group, make_prompt
 
-from soak.asking import ANSWER_TOKENS, REQUEST_SECONDS, request_body
+from soak.asking import REQUEST_SECONDS, request_body
 
-# Two log-probabilities move against each other: twice the noise can turn a lead. And the noise was only sampled.
-SAFETY = 8.0
-LEAD_LEAST = 1e-3  # natural logarithm; below it nothing counts as decided, however quiet the kernels are
-CHECKED_LEAST = 6
+SAFETY = 8.0  # the noise was only sampled
+ROUNDING_LEAST = 0.02  # natural logarithm; less is not told from noise, however quiet the kernels are
 SHARED_BLOCKS, OWN_BLOCKS, GROUP_PROMPTS = 2, 2, 4
 
 
 class NotDecisive(Exception):
-    """Too few prompts have answers that rounding cannot turn."""
+    """Rounding moves the answers by as much as wrong KV might."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """One answer: tokens, each one's log-probability and its lead over the runner-up."""
+    """One answer, and how much of its prompt was cached."""
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    leads: tuple[float, ...]
+    spoken: Spoken
     cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """tokens: the beginning of the answer that rounding cannot turn. lengths: cached lengths it was heard with."""
+    """rounding: how far a log-probability may move. lengths: cached lengths the answer was heard with."""
 
     prompt: Prompt
     salt: str | None
-    tokens: tuple[int, ...]
+    spoken: Spoken
+    rounding: float
     lengths: frozenset[int]
 
-    def accepts(self, answer: Sequence[int]) -> bool:
-        return len(answer) == ANSWER_TOKENS and tuple(answer[: len(self.tokens)]) == self.tokens
+    def fault(self, answer: Spoken) -> str | None:
+        """What is different beyond rounding."""
+        return difference(self.spoken, answer, self.rounding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,6 @@ class Pool:
 
     references: tuple[Reference, ...]
     noise: float
-    refused_prompts: int
     sensitive_prompts: int
 
 
@@ -79,48 +77,27 @@ class PlainEngine:
         self._http.post("/reset_prefix_cache").raise_for_status()
 
     def hear(self, tokens: Sequence[int]) -> Heard:
-        body = {**request_body(self._model, tokens, None), "logprobs": 2, "return_tokens_as_token_ids": True}
-        response = self._http.post("/v1/completions", json=body)
+        response = self._http.post("/v1/completions", json=request_body(self._model, tokens, None))
         response.raise_for_status()
         return heard(response.json())
 
 
 def heard(document: dict[str, Any]) -> Heard:
-    """From vLLM's completion document with `logprobs: 2`."""
-    choice = document["choices"][0]
+    """From vLLM's completion document."""
     details = (document.get("usage") or {}).get("prompt_tokens_details") or {}
-    leads = []
-    for position in choice["logprobs"]["top_logprobs"]:
-        best = sorted(position.values(), reverse=True)
-        leads.append(best[0] - best[1])
-    return Heard(
-        tuple(choice["token_ids"]),
-        tuple(choice["logprobs"]["token_logprobs"]),
-        tuple(leads),
-        int(details.get("cached_tokens") or 0),
-    )
+    return Heard(spoken(document["choices"][0]), int(details.get("cached_tokens") or 0))
 
 
 def noise_of(answers: Sequence[Heard]) -> float:
-    """Largest difference of a token's log-probability between answers that are the same up to and including it."""
+    """Largest difference of a chosen token's log-probability between answers that are the same up to and with it."""
     largest = 0.0
-    first = answers[0]
-    for other in answers[1:]:
-        for ours, theirs, mine, its in zip(first.tokens, other.tokens, first.logprobs, other.logprobs, strict=True):
-            if ours != theirs:
+    first = answers[0].spoken
+    for other in (answer.spoken for answer in answers[1:]):
+        for token, its, top, its_top in zip(first.tokens, other.tokens, first.tops, other.tops, strict=True):
+            if token != its:
                 break
-            largest = max(largest, abs(mine - its))
+            largest = max(largest, abs(top[token] - its_top[token]))
     return largest
-
-
-def decided_tokens(answers: Sequence[Heard], lead_least: float) -> tuple[int, ...]:
-    """The beginning on which all answers agree and which every one of them leads by `lead_least`."""
-    decided: list[int] = []
-    for position, token in enumerate(answers[0].tokens):
-        if any(answer.tokens[position] != token or answer.leads[position] < lead_least for answer in answers):
-            break
-        decided.append(token)
-    return tuple(decided)
 
 
 def learn_pool(engine: PlainEngine, prompts: int, seed: int) -> Pool:
@@ -130,39 +107,37 @@ def learn_pool(engine: PlainEngine, prompts: int, seed: int) -> Pool:
     """
     answers: dict[str, list[Heard]] = {}
     drawn: dict[str, tuple[Prompt, str | None]] = {}
-    for number in range(-(-prompts // GROUP_PROMPTS) + 2):  # two groups to spare
+    for number in range(-(-prompts // GROUP_PROMPTS)):
         group = make_group(f"soak {seed} group {number}", GROUP_PROMPTS, SHARED_BLOCKS, OWN_BLOCKS)
         salt = f"tenant {number}" if number % 2 else None
-        for prompt, spoken in zip(group, _ask_in_every_way(engine, group), strict=True):
-            answers[prompt.name], drawn[prompt.name] = spoken, (prompt, salt)
-    noise = max(noise_of(spoken) for spoken in answers.values())
-    lead_least = max(LEAD_LEAST, SAFETY * noise)
-    kept: list[Reference] = []
-    for name, spoken in answers.items():
-        tokens = decided_tokens(spoken, lead_least)
-        if len(tokens) >= CHECKED_LEAST:
-            kept.append(Reference(*drawn[name], tokens, frozenset(answer.cached_tokens for answer in spoken)))
-    if len(kept) < min(prompts, max(4, prompts // 2)):
+        for prompt, told in zip(group, _ask_in_every_way(engine, group), strict=True):
+            answers[prompt.name], drawn[prompt.name] = told, (prompt, salt)
+    noise = max(noise_of(told) for told in answers.values())
+    if 2 * noise > ROUNDING:
         raise NotDecisive(
-            f"{len(kept)} of {len(answers)} prompts have answers that rounding (up to {noise:.2g}) cannot turn, "
-            f"{max(4, prompts // 2)} are needed; run with --dtype float32"
+            f"rounding moves log-probabilities by {noise:.2g}; with more than {ROUNDING / 2:.2g}, wrong KV cannot be "
+            "told from it: run with --dtype float32"
         )
-    references = tuple(kept[:prompts])
-    return Pool(references, noise, len(answers) - len(kept), _sensitive(engine, references))
+    rounding = min(ROUNDING, max(ROUNDING_LEAST, SAFETY * noise))
+    references = tuple(
+        Reference(*drawn[name], told[0].spoken, rounding, frozenset(answer.cached_tokens for answer in told))
+        for name, told in answers.items()
+    )[:prompts]
+    return Pool(references, noise, _sensitive(engine, references))
 
 
 def _ask_in_every_way(engine: PlainEngine, group: Sequence[Prompt]) -> list[list[Heard]]:
     """Per prompt: in company, then alone cold, whole hit, and after the shared beginning."""
     engine.forget()
     with ThreadPoolExecutor(len(group)) as company:
-        spoken = [[answer] for answer in company.map(lambda prompt: engine.hear(prompt.tokens), group)]
+        told = [[answer] for answer in company.map(lambda prompt: engine.hear(prompt.tokens), group)]
     for place, prompt in enumerate(group):
         engine.forget()
-        spoken[place] += [engine.hear(prompt.tokens), engine.hear(prompt.tokens)]
+        told[place] += [engine.hear(prompt.tokens), engine.hear(prompt.tokens)]
         engine.forget()
         engine.hear(prompt.tokens[: prompt.shared_tokens + 1])
-        spoken[place].append(engine.hear(prompt.tokens))
-    return spoken
+        told[place].append(engine.hear(prompt.tokens))
+    return told
 
 
 def _sensitive(engine: PlainEngine, references: Iterable[Reference]) -> int:
@@ -170,7 +145,7 @@ def _sensitive(engine: PlainEngine, references: Iterable[Reference]) -> int:
     changed = 0
     for number, reference in enumerate(references):
         answer = engine.hear(with_foreign_block(reference.prompt, number % reference.prompt.blocks))
-        changed += not reference.accepts(answer.tokens)
+        changed += reference.fault(answer.spoken) is not None
     return changed
 
 

@@ -58,7 +58,6 @@ def flat_report(seen: Observed) -> Report:
         "processors_count": os.cpu_count() or 0,
         "load_average_at_end": round(os.getloadavg()[0], 2),
         "prompts_count": len(pool.references),
-        "prompts_refused_as_undecided_count": pool.refused_prompts,
         "prompts_sensitive_to_one_foreign_block_count": pool.sensitive_prompts,
         "rounding_noise_nats": pool.noise,
         "answers_checked_count": tally.answers,

@@ -65,9 +65,8 @@ def learn_references(settings: SoakSettings, say: Callable[[str], None]) -> Pool
             pool = learn_pool(engine, settings.prompts, settings.seed)
         finally:
             engine.close()
-    lengths = [len(reference.tokens) for reference in pool.references]
     say(
-        f"{len(lengths)} prompts with {min(lengths)} to {max(lengths)} decided tokens (rounding to {pool.noise:.2g}); "
+        f"{len(pool.references)} prompts, whose log-probabilities move by up to {pool.noise:.2g} of themselves; "
         f"another block changes the answer of {pool.sensitive_prompts}"
     )
     return pool

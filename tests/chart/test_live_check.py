@@ -34,15 +34,36 @@ class Tier:
         self.prompts: set[str] = set()
 
 
-PARIS = {"choices": [{"message": {"content": "Paris."}}]}
+USAGE = {"prompt_tokens": 30, "completion_tokens": 2, "total_tokens": 32}
+CHAT = {
+    "object": "chat.completion",
+    "choices": [{"message": {"role": "assistant", "content": "Here."}, "finish_reason": "stop"}],
+    "usage": USAGE,
+}
 Answer = tuple[int, dict | str]
+
+
+def streamed(*pieces: str, usage: dict | None = USAGE) -> str:
+    head = {"id": "1", "object": "chat.completion.chunk"}
+    choices = [{"delta": {"role": "assistant"}}, *({"delta": {"content": piece}} for piece in pieces)]
+    choices.append({"delta": {}, "finish_reason": "stop"})
+    chunks = [*({**head, "choices": [choice]} for choice in choices), {**head, "choices": [], "usage": usage}]
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
 class GatewayServer:
     """Asks for client_key where there is one; its tenant may read the settings if it is an operator."""
 
-    def __init__(self, settings: dict, client_key: str | None = None, operator: bool = True) -> None:
+    def __init__(
+        self,
+        settings: dict,
+        client_key: str | None = None,
+        operator: bool = True,
+        chat: dict | str = CHAT,
+        stream: str | None = None,
+    ) -> None:
         self.settings, self.client_key, self.operator = settings, client_key, operator
+        self.chat, self.stream = chat, streamed("He", "re.") if stream is None else stream
         self.authorizations: list[str | None] = []
 
     def get(self, path: str, authorization: str | None) -> Answer:
@@ -54,7 +75,9 @@ class GatewayServer:
     def post(self, path: str, body: dict, authorization: str | None) -> Answer:
         assert path == "/v1/chat/completions"
         self.authorizations.append(authorization)
-        return (401, {"error": {"code": "invalid_api_key"}}) if self.refuses(authorization) else (200, PARIS)
+        if self.refuses(authorization):
+            return 401, {"error": {"code": "invalid_api_key"}}
+        return 200, self.stream if body.get("stream") else self.chat
 
     def refuses(self, authorization: str | None) -> bool:
         return self.client_key is not None and authorization != f"Bearer {self.client_key}"
@@ -75,7 +98,7 @@ class EngineServer:
     def post(self, path: str, body: dict, authorization: str | None) -> Answer:
         self.authorizations.append(authorization)
         self.complete(body["prompt"])
-        return 200, PARIS
+        return 200, {}
 
     def complete(self, prompt: str) -> None:
         if len(prompt) < 200 or prompt in self.seen or not self.spills:
@@ -209,8 +232,8 @@ def test_a_gateway_with_keys_is_asked_with_a_client_s(run, expected, monkeypatch
 
     status, said = run(engine, gateway=gateway, auth=auth, shared=False)
 
-    assert status == 0 and "'Paris.'" in said
-    assert gateway.authorizations == [None, "Bearer open"]
+    assert status == 0 and "'Here.'" in said
+    assert gateway.authorizations == [None, "Bearer open", "Bearer open"]
     assert set(engine.authorizations) == {"Bearer sesame"}  # engines hear their own key alone
 
 
@@ -308,3 +331,40 @@ def test_prompts_fit_the_model(live_check):
     for chunk_tokens, longest in ((128, 2048), (2048, 4096), (16, 256)):
         prompt = live_check.long_prompt({"chunkTokens": chunk_tokens, "maxLength": longest})
         assert len(prompt.split()) <= longest // 2 + 1
+
+
+STREAM = streamed("He", "re.")
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"chat": {"choices": []}}, "no chat.completion with one choice"),
+        ({"chat": {**CHAT, "choices": [{"message": {"content": "a"}}]}}, "is not assistant"),
+        ({"chat": json.loads(json.dumps(CHAT).replace("Here.", " "))}, "answer is empty"),
+        ({"chat": json.loads(json.dumps(CHAT).replace("stop", "error"))}, "finish_reason 'error'"),
+        ({"chat": {**CHAT, "usage": None}}, "does not add up"),
+        ({"chat": {**CHAT, "usage": {**USAGE, "prompt_tokens": 31, "total_tokens": 33}}}, "31 tokens, and 30 when"),
+        ({"stream": STREAM.replace("data: [DONE]\n\n", "")}, "without [DONE]"),
+        ({"stream": STREAM.replace(".chunk", "")}, "something else than chunks"),
+        ({"stream": STREAM.replace('"id": "1"', '"id": "2"', 1)}, "this one has 2"),
+        ({"stream": STREAM.replace('"stop"', "null")}, "and []"),
+        ({"stream": streamed(" ")}, "answer is empty"),
+        ({"stream": streamed("a", usage=None)}, "does not add up"),
+    ],
+)
+def test_a_chat_that_is_not_well_formed_is_found(run, expected, broken, said):
+    gateway = GatewayServer(expected["gateway"]["settings"], **broken)
+
+    status, printed = run(EngineServer(expected["models"][0]["settings"], None), gateway=gateway, shared=False)
+
+    assert status == 1 and said in printed, printed
+
+
+def test_other_words_in_the_stream_are_no_fault(run, expected):
+    """Another engine may have answered, and rounding decides a near tie otherwise there."""
+    gateway = GatewayServer(expected["gateway"]["settings"], stream=streamed("Elsewhere."))
+
+    status, said = run(EngineServer(expected["models"][0]["settings"], None), gateway=gateway, shared=False)
+
+    assert status == 0 and "'Here.', streamed 'Elsewhere.'" in said

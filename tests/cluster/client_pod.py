@@ -75,7 +75,7 @@ class ClientPod:
         return self.python(code)
 
     def chat(self) -> dict[str, Any]:
-        """status, headers, body of one chat through the Service."""
+        """status, headers, body of one chat through the Service; under `streamed` those of the same one streamed."""
         return json.loads(self._kubernetes.execute(NAME, "python3", "/lane/load.py", "once", self.url, self.model))
 
     @contextmanager

@@ -1,5 +1,5 @@
-"""Tiers on or off, the same tokens: greedy answers of many prompts with shared beginnings, compared with an engine that
-has no offload at all. What "the same" is compared with is explained in stack_driver/known_answers.py."""
+"""Tiers on or off, the same answers: greedy ones to many prompts with shared beginnings, compared with an engine that
+has no offload at all. What "the same" is, and with what it is compared, stack_driver/known_answers.py explains."""
 
 from __future__ import annotations
 

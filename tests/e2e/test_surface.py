@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+from reference_answers.questions import CAPITAL
 from stack_driver.deadlines import eventually
 from stack_driver.engine_client import EngineClient
 from stack_driver.engine_metrics import Reading
@@ -15,7 +16,7 @@ from stack_driver.running_stack import MAX_LENGTH, RunningStack
 
 pytestmark = pytest.mark.tiers("nvme")
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": CAPITAL}]
 
 
 @pytest.fixture
@@ -33,8 +34,11 @@ def test_chat(stack: RunningStack, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=stack.model, messages=QUESTION, temperature=0, max_completion_tokens=16
     )
-    assert "Paris" in answer.choices[0].message.content
     assert answer.model == stack.model
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "stop")
+    assert choice.message.content.strip()
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
 def test_streaming_chat_says_what_plain_chat_says(stack: RunningStack, client: openai.OpenAI) -> None:
@@ -70,7 +74,7 @@ def test_messages_say_what_chat_says(stack: RunningStack, client: openai.OpenAI)
 
 
 def test_tokenize_and_back(stack: RunningStack) -> None:
-    text = "The capital of France is Paris."
+    text = "Any text survives the way to tokens and back."
     url = stack.local.gateway_url
     tokens = httpx.post(f"{url}/tokenize", json={"model": stack.model, "prompt": text}, timeout=30).json()["tokens"]
     back = httpx.post(f"{url}/detokenize", json={"model": stack.model, "tokens": tokens}, timeout=30).json()
@@ -90,7 +94,7 @@ def test_max_completion_tokens_bounds_the_answer(stack: RunningStack, client: op
 
 def test_completions_with_text_and_with_token_ids(stack: RunningStack, client: openai.OpenAI) -> None:
     text = client.completions.create(model=stack.model, prompt="The capital of France is", max_tokens=4, temperature=0)
-    assert "Paris" in text.choices[0].text
+    assert text.choices[0].text.strip() and text.usage.completion_tokens == 4
     tokens = client.completions.create(model=stack.model, prompt=[504, 3575, 282], max_tokens=4, temperature=0)
     assert tokens.usage.prompt_tokens == 3 and tokens.usage.completion_tokens == 4
 

@@ -91,7 +91,7 @@ def transfer_config(case: str, wanted: Model, folder: Path) -> dict[str, Any] | 
 
 
 def answers(wanted: Model, folder: Path, case: str) -> dict[str, Any]:
-    """Tokens of each answer, and how many tokens of each prompt came from a cache."""
+    """As greedy_answers: tokens of each answer, how likely they were, and what of each prompt came from a cache."""
     on_gpu = wanted.platform == "cuda"
     settings: dict[str, Any] = {
         "model": str(build(wanted, folder)),

@@ -6,11 +6,14 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from reference_answers.margins import TOP, Spoken
+
 
 def greedy_answers(
     settings: dict[str, Any], prompts: Callable[[int], Iterable[list[int]]], answer_tokens: int
 ) -> dict[str, list[Any]]:
-    """Tokens of each answer, and how many tokens of its prompt came from a cache.
+    """Tokens of each answer, how likely the likely ones were at each position (as reference_answers.margins.Spoken, fit
+    for JSON), and how many tokens of its prompt came from a cache.
 
     settings: of vllm.LLM. prompts: from the tokens of a block, which vLLM may have made larger than was asked.
     """
@@ -20,16 +23,26 @@ def greedy_answers(
 
     engine = LLM(**settings)
     try:
-        greedy = SamplingParams(temperature=0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
-        tokens, cached = [], []
+        greedy = SamplingParams(
+            temperature=0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False, logprobs=TOP
+        )
+        tokens, tops, cached = [], [], []
         for prompt in prompts(engine.llm_engine.vllm_config.cache_config.block_size):
             (answer,) = engine.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
-            tokens.append(list(answer.outputs[0].token_ids))
+            (said,) = answer.outputs
+            tokens.append(list(said.token_ids))
+            tops.append([{token: seen.logprob for token, seen in position.items()} for position in said.logprobs])
             cached.append(answer.num_cached_tokens or 0)
-        return {"tokens": tokens, "cached": cached}
+        return {"tokens": tokens, "tops": tops, "cached": cached}
     finally:
         engine.llm_engine.engine_core.shutdown()
         del engine
         gc.collect()
         ensure_kv_transfer_shutdown()  # a worker of this process would find the last engine's connector
         cleanup_dist_env_and_memory()
+
+
+def spoken_of(run: dict[str, list[Any]]) -> list[Spoken]:
+    """The answers of a run, which may have been JSON in between: its keys are text."""
+    answers = zip(run["tokens"], run["tops"], strict=True)
+    return [Spoken.from_json({"tokens": tokens, "tops": tops}) for tokens, tops in answers]

@@ -6,9 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from reference_answers.margins import Spoken, difference
+
+from engine_matrix.greedy import spoken_of
 
 _TESTS = Path(__file__).parents[1]
 # Cases that must answer as the engine without offload does, and have loaded something.
@@ -55,22 +60,20 @@ def faults(outcome: Outcome) -> list[str]:
     """What is wrong with the runs there are; empty when offload changes no answer, and would be seen if it did.
 
     An answer is right when the engine without offload gives it, computing the whole prompt (`none`) or, where that was
-    run, behind a hit of its own (`device`): in bfloat16 those two may differ by a rounding.
+    run, behind a hit of its own (`device`), but for what rounding does (reference_answers.margins).
     """
     runs, found = outcome.runs, []
     reference = runs["none"]
-    right = [
-        [whole, hit] for whole, hit in zip(reference["tokens"], runs.get("device", reference)["tokens"], strict=True)
-    ]
+    right = list(zip(spoken_of(reference), spoken_of(runs.get("device", reference)), strict=True))
     for case, run in runs.items():
-        differing = [at for at, answer in enumerate(run["tokens"]) if answer not in right[at]]
+        differing = _differing(right, run)
         if case in SAME and differing:
-            found.append(f"{case}: answers {differing} differ")
+            found.append(f"{case}: answers {list(differing)} differ: {next(iter(differing.values()))}")
         if case in SAME and sum(run["cached"]) <= sum(reference["cached"]):
             found.append(f"{case}: nothing came from a tier")
         if case in SAME and not run["loads"]:
             found.append(f"{case}: nothing was loaded")
-    if "lossy" in runs and all(answer in right[at] for at, answer in enumerate(runs["lossy"]["tokens"])):
+    if "lossy" in runs and not _differing(right, runs["lossy"]):
         found.append("lossy: loads that bring nothing change no answer, so the comparison proves nothing")
     if "nvme" in runs and not runs["nvme"]["tier_read_bytes"]:
         found.append("nvme: nothing was read from the files")
@@ -82,4 +85,14 @@ def faults(outcome: Outcome) -> list[str]:
                 found.append(f"{case}: {[(key, run[key]) for key in (wanted, other, 'unpinned_copies', 'left_open')]}")
     if "failing" in runs and not runs["failing"]["failed_loads"]:
         found.append("failing: no load failed")
+    return found
+
+
+def _differing(right: Sequence[tuple[Spoken, Spoken]], run: dict[str, Any]) -> dict[int, str]:
+    """Place of an answer that is none of the right ones there -> what is different."""
+    found = {}
+    for at, (answer, ways) in enumerate(zip(spoken_of(run), right, strict=True)):
+        told = [difference(one, answer) for one in ways]
+        if None not in told:
+            found[at] = str(told[0])
     return found

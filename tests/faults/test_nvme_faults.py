@@ -5,6 +5,7 @@ On slabs, the layout of local disks; what depends on the layout on one file per 
 from __future__ import annotations
 
 import pytest
+from reference_answers.margins import difference
 from stack_driver.deadlines import eventually
 from stack_driver.engine_metrics import new_failures
 from stack_driver.known_answers import learn
@@ -119,7 +120,8 @@ def test_damage_costs_the_blocks_after_it_alone(stack: RunningStack) -> None:
     before = stack.b.failures()
     answer = stack.b.ask(prompt.tokens)
     assert new_failures(before, stack.b.failures(), "load") == {"payload"}
-    assert (answer.source, answer.tokens) == ("shared", reference.tokens)
+    assert answer.source == "shared"
+    assert difference(reference.spoken, answer.spoken) is None
     # vLLM counts what a load has been given blocks for, and one that begins early may be given them for all.
     assert answer.cached_tokens in (kept * 128, prompt.reusable_tokens)
 

@@ -81,6 +81,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/faults": ("engines",),
     "tests/lanes": (NOTHING,),
     "tests/random_plans": ("vllm",),
+    "tests/reference_answers": (NOTHING,),
+    "tests/reference_answers/test_float32.py": ("engines",),
     "tests/stack_driver": (NOTHING,),
     "tests/ui": ("chromium",),
 }

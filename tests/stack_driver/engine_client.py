@@ -1,4 +1,4 @@
-"""One engine, asked directly: prompts are token ids, answers tell tokens and how much was cached."""
+"""One engine, asked directly: prompts are token ids, answers tell tokens, how likely they were, and what was cached."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from reference_answers.margins import REQUEST, Spoken, spoken
 
 from .engine_metrics import Reading, device_loads_bytes, stores_under_way, tier_failures, tier_reads_bytes
 
@@ -16,7 +17,7 @@ REQUEST_SECONDS = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    tokens: tuple[int, ...]
+    spoken: Spoken
     prompt_tokens: int
     cached_tokens: int
     source: str  # "none", "device", "cpu" or "shared": the deepest tier that took part
@@ -46,7 +47,7 @@ class EngineClient:
         read = int(tier_reads_bytes(after, self._tier) - tier_reads_bytes(before, self._tier))
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         source = "shared" if read else "cpu" if loaded else "device" if cached else "none"
-        return Answer(tuple(choice["token_ids"]), int(usage["prompt_tokens"]), cached, source, loaded, read)
+        return Answer(spoken(choice), int(usage["prompt_tokens"]), cached, source, loaded, read)
 
     def complete(self, prompt: Sequence[int], answer_tokens: int) -> dict[str, Any]:
         return self._post(
@@ -57,7 +58,7 @@ class EngineClient:
                 "max_tokens": answer_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
-                "return_token_ids": True,
+                **REQUEST,
             },
         )
 

@@ -14,6 +14,8 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from reference_answers.margins import Spoken
+
 import spillway_engine
 from spillway_engine.machine import cpu_flags
 from spillway_stack import bundled_model
@@ -61,7 +63,7 @@ def read(file: Path, asked: int | None) -> dict[str, KnownAnswers] | None:
             return None
         return {
             prompt.name: KnownAnswers(
-                prompt, {int(cached): tuple(map(int, tokens)) for cached, tokens in entry["answers"].items()}
+                prompt, {int(cached): Spoken.from_json(answer) for cached, answer in entry["answers"].items()}
             )
             for prompt, entry in zip(prompts, kept, strict=True)
         }
@@ -72,7 +74,11 @@ def read(file: Path, asked: int | None) -> dict[str, KnownAnswers] | None:
 def write(file: Path, references: dict[str, KnownAnswers]) -> None:
     """Whole or not at all."""
     kept = [
-        {"prompt": _prompt_digest(known.prompt), "answers": known.by_cached_tokens} for known in references.values()
+        {
+            "prompt": _prompt_digest(known.prompt),
+            "answers": {cached: answer.as_json() for cached, answer in known.by_cached_tokens.items()},
+        }
+        for known in references.values()
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from reference_answers.margins import Spoken
 
 from spillway_stack.settings import StackSettings
 from stack_driver import kept_references
@@ -19,7 +20,8 @@ OFF = StackSettings(port=20_000, offload=False, shared_tier="none")
 
 @pytest.fixture
 def made() -> dict[str, KnownAnswers]:
-    return {prompt.name: KnownAnswers(prompt, {0: (1, 2), 256: (3, 4)}) for prompt in make_prompts(7)}
+    cold, hit = Spoken((1, 2), ({1: -0.5}, {2: -0.25})), Spoken((3,), ({3: -0.1, 4: -2.5},))
+    return {prompt.name: KnownAnswers(prompt, {0: cold, 256: hit}) for prompt in make_prompts(7)}
 
 
 def test_what_was_written_is_read_in_its_order(made: dict[str, KnownAnswers], tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """What `helm test` runs: is the service that was asked for the service that runs?
 
 With the standard library alone: does the gateway obey the values, and for each model: does a chat through the gateway
-get an answer (and, where keys are asked for, none without a key), does every engine obey the values, and is a prefix
-that one engine computed served from a tier.
+get a well-formed answer, plain and streamed (and, where keys are asked for, none without a key), does every engine obey
+the values, and is a prefix that one engine computed served from a tier.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ from typing import Any
 
 REQUEST_SECONDS = 120.0
 POLL_SECONDS = 1.0
+QUESTION = "Name the capital of France."
+ANSWER_TOKENS = 16
+FINISH_REASONS = ("stop", "length")
+# Where a reasoning parser is on, the first tokens of an answer may all be here.
+TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 WORDS = ("the", "house", "and", "the", "water", "of", "one", "day")
 # Shown by engines by name alone, or with secrets replaced.
 NOT_COMPARED = ("extraEnv", "extraArgs")
@@ -80,8 +85,8 @@ def check_chat(gateway: str, auth: Mapping[str, Any], model: Mapping[str, Any], 
     """Where the gateway asks for keys, it has to refuse without one. Elsewhere it passes the engines' key on."""
     body = {
         "model": model["name"],
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "max_tokens": 16,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
     }
     url = f"{gateway}/v1/chat/completions"
@@ -92,10 +97,64 @@ def check_chat(gateway: str, auth: Mapping[str, Any], model: Mapping[str, Any], 
             return "the gateway refuses without a key; name one in tests.apiKeySecret to have a chat asked"
         key = client_key(auth)
     answer, headers = ask(url, key, body)
-    text = answer["choices"][0]["message"].get("content")
-    if not text:
-        raise CheckFailed(f"the chat's answer is empty: {answer}")
-    return f"chat answered by {headers.get('x-spillway-engine', 'an unnamed engine')}: {text!r}"
+    plain, prompt_tokens = plain_chat(answer)
+    streamed, streamed_prompt_tokens = streamed_chat(
+        ask_stream(url, key, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    )
+    if prompt_tokens != streamed_prompt_tokens:
+        raise CheckFailed(f"one question has {prompt_tokens} tokens, and {streamed_prompt_tokens} when streamed")
+    # Not compared word by word: on another engine, or for a model that is not sure, rounding may choose another word.
+    said = f"{plain!r}" if plain == streamed else f"{plain!r}, streamed {streamed!r}"
+    return f"chat answered by {headers.get('x-spillway-engine', 'an unnamed engine')}: {said}"
+
+
+def plain_chat(answer: Mapping[str, Any]) -> tuple[str, int]:
+    """Text and tokens of the prompt. Raises CheckFailed unless it is one well-formed chat.completion."""
+    choices = answer.get("choices") or []
+    if answer.get("object") != "chat.completion" or len(choices) != 1:
+        raise CheckFailed(f"the chat's answer is no chat.completion with one choice: {answer}")
+    message = choices[0].get("message") or {}
+    if message.get("role") != "assistant":
+        raise CheckFailed(f"the role of the chat's answer is not assistant: {answer}")
+    return checked_chat(text_of(message), choices[0].get("finish_reason"), answer.get("usage"))
+
+
+def streamed_chat(events: list[str]) -> tuple[str, int]:
+    """The same of the data of a stream's events."""
+    if not events or events[-1] != "[DONE]":
+        raise CheckFailed(f"the streamed chat ended without [DONE]: {events[-2:]}")
+    chunks = [json.loads(event) for event in events[:-1]]
+    for chunk in chunks:
+        if chunk.get("object") != "chat.completion.chunk":
+            raise CheckFailed(f"the streamed chat holds something else than chunks: {chunk}")
+    choices = [choice for chunk in chunks for choice in chunk.get("choices") or []]
+    deltas = [choice.get("delta") or {} for choice in choices]
+    ids = {chunk.get("id") for chunk in chunks}
+    roles = {delta["role"] for delta in deltas if delta.get("role")}
+    reasons = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+    if len(ids) != 1 or roles != {"assistant"} or len(reasons) != 1:
+        raise CheckFailed(
+            f"a streamed chat has one id, the role assistant and one finish_reason; this one has {len(ids)}, "
+            f"{sorted(roles)} and {reasons}"
+        )
+    usage = next((chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")), None)
+    return checked_chat("".join(map(text_of, deltas)), reasons[0], usage)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    return "".join(message.get(name) or "" for name in TEXT_FIELDS)
+
+
+def checked_chat(text: str, finish_reason: object, usage: Mapping[str, Any] | None) -> tuple[str, int]:
+    if not text.strip():
+        raise CheckFailed("the chat's answer is empty")
+    if finish_reason not in FINISH_REASONS:
+        raise CheckFailed(f"the chat's answer ends with finish_reason {finish_reason!r}")
+    usage = usage or {}
+    prompt, completion = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+    if prompt < 1 or not 1 <= completion <= ANSWER_TOKENS or usage.get("total_tokens") != prompt + completion:
+        raise CheckFailed(f"the usage of the chat's answer does not add up: {usage}")
+    return text, prompt
 
 
 def require_refusal(url: str, body: Mapping[str, Any]) -> None:
@@ -212,6 +271,18 @@ def ask(url: str, key: str, body: Mapping[str, Any] | None = None) -> tuple[dict
     try:
         with open_url(url, REQUEST_SECONDS, None if body is None else json.dumps(body).encode(), headers) as reply:
             return json.load(reply), reply.headers
+    except urllib.error.HTTPError as error:
+        raise CheckFailed(f"{url} answered {error.code}: {error.read(500).decode(errors='replace')}") from error
+
+
+def ask_stream(url: str, key: str, body: Mapping[str, Any]) -> list[str]:
+    """The data of each event."""
+    headers = {"content-type": "application/json"}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    try:
+        with open_url(url, REQUEST_SECONDS, json.dumps(body).encode(), headers) as reply:
+            return [line[5:].strip().decode() for line in reply if line.startswith(b"data:")]
     except urllib.error.HTTPError as error:
         raise CheckFailed(f"{url} answered {error.code}: {error.read(500).decode(errors='replace')}") from error
 

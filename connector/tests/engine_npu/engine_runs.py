@@ -58,7 +58,7 @@ def prompt(seed: int) -> list[int]:
 
 
 def answers(model: Path, extra_config: dict[str, Any] | None) -> dict[str, Any]:
-    """Tokens of each answer, and how many of each prompt came from a cache; A, B and C evict one another."""
+    """As greedy_answers tells them; A, B and C evict one another."""
     transfer = extra_config and {
         "kv_connector": "SpillwayConnector",
         "kv_connector_module_path": "spillway_connector.engine.connector",

@@ -12,23 +12,26 @@ from spillway_stack.errors import StackError
 from spillway_stack.first_answer import check_first_answer
 from spillway_stack.http_probe import probe_ready
 
-Serve = Callable[[int, str, bytes], int]
+Serve = Callable[..., int]
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
+    """(status, content type, body[, body of what is asked without `stream`]) -> port"""
     servers: list[http.server.HTTPServer] = []
 
-    def start(status: int, content_type: str, body: bytes) -> int:
+    def start(status: int, content_type: str, body: bytes, plain: bytes | None = None) -> int:
         class Handler(http.server.BaseHTTPRequestHandler):
             def _answer(self) -> None:
-                self.rfile.read(int(self.headers.get("content-length", 0)))
+                asked = self.rfile.read(int(self.headers.get("content-length", 0)))
+                streamed = not asked or json.loads(asked).get("stream")
+                content = body if streamed or plain is None else plain
                 self.send_response(status)
                 self.send_header("content-type", content_type)
-                self.send_header("content-length", str(len(body)))
+                self.send_header("content-length", str(len(content)))
                 self.send_header("x-spillway-engine", "engine-1")
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write(content)
 
             do_GET = do_POST = _answer
 
@@ -46,31 +49,77 @@ def serve() -> Iterator[Serve]:
         server.server_close()
 
 
-def events(*pieces: str) -> bytes:
-    chunks = [json.dumps({"choices": [{"delta": {"content": piece}}]}) for piece in pieces]
-    return "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"]).encode()
+USAGE = {"prompt_tokens": 30, "completion_tokens": 9, "total_tokens": 39}
+
+
+def events(*pieces: str, finish: str | None = "stop", usage: Any = USAGE, done: bool = True) -> bytes:
+    head = {"id": "chat-1", "object": "chat.completion.chunk", "model": "m"}
+    chunks: list[dict[str, Any]] = [{**head, "choices": [{"delta": {"role": "assistant", "content": ""}}]}]
+    chunks += [{**head, "choices": [{"delta": {"content": piece}}]} for piece in pieces]
+    chunks += [{**head, "choices": [{"delta": {}, "finish_reason": finish}]}, {**head, "choices": [], "usage": usage}]
+    lines = [json.dumps(chunk) for chunk in chunks] + (["[DONE]"] if done else [])
+    return "".join(f"data: {line}\n\n" for line in lines).encode()
+
+
+def document(text: str, finish: str = "stop", **more: Any) -> bytes:
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    return json.dumps({"object": "chat.completion", "model": "m", "choices": [choice], "usage": USAGE, **more}).encode()
 
 
 def test_pieces_become_the_answer(serve: Serve) -> None:
-    answer = check_first_answer(serve(200, "text/event-stream", events("It is ", "Paris", ".")), "m", bundled=True)
+    port = serve(200, "text/event-stream", events("It is ", "here", "."), document("It is here."))
+    answer = check_first_answer(port, "m", bundled=True)
 
-    assert (answer.text, answer.engine) == ("It is Paris.", "engine-1")
-    assert 0 <= answer.first_token_seconds <= answer.total_seconds
+    assert (answer.text, answer.engine) == ("It is here.", "engine-1")
+    assert answer.first_token_seconds >= 0
+
+
+def test_other_words_are_a_fault_only_where_no_token_is_a_near_tie(serve: Serve) -> None:
+    port = serve(200, "text/event-stream", events("It is there."), document("It is here."))
+
+    assert check_first_answer(port, "m", bundled=False).text == "It is there."
+    with pytest.raises(StackError, match="differ in text: 'It is there"):
+        check_first_answer(port, "m", bundled=True)
+
+
+def test_an_answer_may_begin_with_its_reasoning(serve: Serve) -> None:
+    streamed = events("Hm.").replace(b'"content": "Hm."', b'"reasoning_content": "Hm."')
+    plain = document("Hm.").replace(b'"content": "Hm."', b'"content": null, "reasoning_content": "Hm."')
+
+    assert check_first_answer(serve(200, "text/event-stream", streamed, plain), "m", bundled=True).text == "Hm."
+
+
+GOOD = events("a")
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "said"),
+    ("status", "streamed", "plain", "said"),
     [
-        (200, events("It is ", "Lyon"), "which lacks 'Paris'"),
-        (200, events(" "), "is empty"),
-        (200, b'data: {"error": {"message": "gone"}}\n\n', "ended with an error"),
-        (200, b"data: {", "failed: JSONDecodeError"),
-        (503, b"{}", "status 503"),
+        (200, events(" "), b"", "is empty"),
+        (200, b'data: {"error": {"message": "gone"}}\n\n', b"", "ended with an error"),
+        (200, b"data: {", b"", "no JSON"),
+        (200, events("a", done=False), b"", "without \\[DONE\\]"),
+        (200, GOOD + b"data: {}\n\n", b"", "goes on after"),
+        (200, events("a", finish=None), b"", "one finish_reason; it has 1"),
+        (200, events("a", finish="error"), b"", "finish_reason is 'error'"),
+        (200, events("a", finish="length"), b"", "cut at 9 tokens, 16 were allowed"),
+        (200, events("a", usage=None), b"", "does not add up"),
+        (200, events("a", usage={**USAGE, "total_tokens": 40}), b"", "does not add up"),
+        (200, events("a").replace(b"chat-1", b"chat-2", 1), b"", "needs one id"),
+        (200, events("a").replace(b'"role": "assistant", ', b""), b"", "the role assistant"),
+        (200, events("a").replace(b".chunk", b""), b"", "no chat.completion.chunk"),
+        (200, GOOD, b"{}", "no chat.completion"),
+        (200, GOOD, document(""), "is empty"),
+        (200, GOOD, document("a", choices=[]), "0 choices"),
+        (200, GOOD, document("a", usage={**USAGE, "prompt_tokens": 31, "total_tokens": 40}), "differ in prompt_tokens"),
+        (200, GOOD, document("a", model="n"), "differ in model"),
+        (200, GOOD, b"{", "failed: JSONDecodeError"),
+        (503, b"{}", b"{}", "status 503"),
     ],
 )
-def test_anything_else_is_refused(serve: Serve, status: int, body: bytes, said: str) -> None:
+def test_anything_else_is_refused(serve: Serve, status: int, streamed: bytes, plain: bytes, said: str) -> None:
     with pytest.raises(StackError, match=said):
-        check_first_answer(serve(status, "text/event-stream", body), "m", bundled=True)
+        check_first_answer(serve(status, "text/event-stream", streamed, plain), "m", bundled=False)
 
 
 def test_readiness_carries_the_servers_reason(serve: Serve) -> None:

@@ -24,6 +24,8 @@ from typing import Any
 import aiohttp
 
 CONNECT_SECONDS = 2.0
+QUESTION = "Name the capital of France."
+QUESTION_TOKENS = 16
 ANSWER_SECONDS = 60.0
 CONNECT_TRIES = 30
 CLOSED_TRIES = 2
@@ -154,18 +156,21 @@ async def _streamed(reply: aiohttp.ClientResponse) -> str:
 
 
 async def once(url: str, model: str) -> None:
+    """The same chat plain and streamed; one line of JSON with both."""
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "max_tokens": 16,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": QUESTION_TOKENS,
         "temperature": 0,
     }
     timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
-    async with (
-        aiohttp.ClientSession(timeout=timeout, headers=key_header()) as session,
-        session.post(f"{url}/v1/chat/completions", json=body) as reply,
-    ):
-        print(json.dumps({"status": reply.status, "headers": dict(reply.headers), "body": await reply.text()}))
+    replies = []
+    async with aiohttp.ClientSession(timeout=timeout, headers=key_header()) as session:
+        for more in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+            async with session.post(f"{url}/v1/chat/completions", json={**body, **more}) as reply:
+                headers = dict(reply.headers)
+                replies.append({"status": reply.status, "headers": headers, "body": await reply.text()})
+    print(json.dumps({**replies[0], "streamed": replies[1]}))
 
 
 def key_header() -> dict[str, str]:

@@ -1,0 +1,17 @@
+"""`PYTHONPATH=tests python -m reference_answers`: measures the questions anew and writes questions.json."""
+
+from __future__ import annotations
+
+import transformers
+
+from spillway_stack.bundled_model import prepare
+
+from .float32 import measure
+from .questions import QUESTIONS, write_record
+
+if __name__ == "__main__":
+    folder = prepare(print)
+    measured = measure(folder, QUESTIONS)
+    write_record(measured, f"{folder.name}, float32, transformers {transformers.__version__}")
+    for one in measured:
+        print(f"{one.question!r} -> {one.answer!r}: least margin {min(one.margins):.3f}")
