@@ -44,12 +44,14 @@ def sample(
     token_ids: Sequence[int] = (1, 2, 3),
     delta: EngineCounters | None = None,
     ttft_seconds: float | None = None,
+    leads: Sequence[float] = (),
 ) -> Sample:
     delta = delta if delta is not None else PLANNED[phase]
     served = attribute(delta, LIMITS)
     headers = {"x-spillway-engine": "engine-0", "content-type": "x"} if phase is Phase.GATEWAY else {}
     seconds = ttft_seconds if ttft_seconds is not None else TTFT_SECONDS[phase]
-    answer = Answer("Lisbon", tuple(token_ids), PROMPT_TOKENS, sum(served.tokens_by_tier.values()), seconds, headers)
+    cached = sum(served.tokens_by_tier.values())
+    answer = Answer("Lisbon", tuple(token_ids), PROMPT_TOKENS, cached, seconds, headers, tuple(leads))
     return Sample(phase, document, ENGINES.get(phase, "engine-0"), answer, delta, served)
 
 

@@ -65,6 +65,15 @@ def test_an_answer_holds_text_tokens_usage_and_headers(engine: Engine) -> None:
     assert answer.ttft_seconds > 0
 
 
+def test_the_lead_of_each_token_is_told(engine: Engine) -> None:
+    def sure(*leads: float) -> dict[str, Any]:
+        return {"content": [{"top_logprobs": [{"logprob": -0.5}, {"logprob": -0.5 - lead}]} for lead in leads]}
+
+    for event, leads in zip(engine.events[1:], ((2.0,), (1.0, 3.0)), strict=False):
+        event["choices"][0]["logprobs"] = sure(*leads)
+    assert ask(engine.server_port, "m", []).leads == (2.0, 1.0, 3.0)
+
+
 def test_the_request_is_greedy_streamed_and_bounded(engine: Engine) -> None:
     ask(engine.server_port, "m", [])
     (body,) = engine.bodies

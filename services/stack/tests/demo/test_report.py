@@ -53,6 +53,17 @@ def test_a_hit_that_equals_neither_reference_is_a_fault(phase: Phase) -> None:
         assert row.identical == (row.phase != phase.value) == row.is_proven
 
 
+@pytest.mark.parametrize(("lead", "proven"), [(0.3, True), (3.0, False)])
+def test_a_near_tie_that_went_the_other_way_is_rounding_and_a_sure_token_is_a_fault(lead: float, proven: bool) -> None:
+    samples = [
+        sample(each, document, token_ids=(1, 9, 5) if each is Phase.RESTARTED else (1, 2, 3), leads=(4.0, lead, 4.0))
+        for each in Phase
+        for document in range(3)
+    ]
+    row = next(row for row in rows_of(samples) if row.phase == Phase.RESTARTED.value)
+    assert (row.identical, row.differs_by_rounding, row.is_proven) == (False, proven, proven)
+
+
 def test_documents_served_from_different_tiers_are_mixed_and_named() -> None:
     samples = [
         *(sample(Phase.COLD, document) for document in range(2)),

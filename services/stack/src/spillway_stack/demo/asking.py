@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ class Answer:
     cached_tokens: int  # as the engine reports it in usage
     ttft_seconds: float
     headers: Mapping[str, str]  # lower-case names
+    leads: tuple[float, ...] = ()  # of each token over its runner-up, natural logarithm; empty: not told
 
 
 def ask(port: int, model: str, messages: list[dict[str, str]]) -> Answer:
@@ -38,11 +40,14 @@ def ask(port: int, model: str, messages: list[dict[str, str]]) -> Answer:
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,  # text can agree where tokens do not
+        "logprobs": True,
+        "top_logprobs": 2,
     }
     started = time.monotonic()
     first: float | None = None
     pieces: list[str] = []
     token_ids: list[int] = []
+    leads: list[float] = []
     usage: dict[str, Any] | None = None
     headers: dict[str, str] = {}
     for event in _events(port, "/v1/chat/completions", body, headers):
@@ -55,6 +60,7 @@ def ask(port: int, model: str, messages: list[dict[str, str]]) -> Answer:
                 first = time.monotonic()
             pieces.append(piece)
             token_ids += choice.get("token_ids") or []
+            leads += [_lead(position) for position in (choice.get("logprobs") or {}).get("content") or []]
     if first is None or usage is None or not token_ids:
         raise StackError(f"port {port} streamed no content, no token ids or no usage; see make logs")
     details = usage.get("prompt_tokens_details") or {}
@@ -65,6 +71,7 @@ def ask(port: int, model: str, messages: list[dict[str, str]]) -> Answer:
         int(details.get("cached_tokens") or 0),
         first - started,
         headers,
+        tuple(leads) if len(leads) == len(token_ids) else (),
     )
 
 
@@ -76,6 +83,11 @@ def ask_one_token(port: int, model: str) -> None:
 def count_prompt_tokens(port: int, model: str, messages: list[dict[str, str]]) -> int:
     """Chat template included, as the engine counts them."""
     return int(_post(port, "/tokenize", {"model": model, "messages": messages})["count"])
+
+
+def _lead(position: Mapping[str, Any]) -> float:
+    best, *others = (float(token["logprob"]) for token in position["top_logprobs"])
+    return best - max(others, default=-math.inf)
 
 
 def _events(port: int, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[dict[str, Any]]:

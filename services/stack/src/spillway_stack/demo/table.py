@@ -42,6 +42,8 @@ def footnotes(rows: Sequence[Row], documents: int) -> list[str]:
         )
     else:
         lines.append("identical: token for token, every answer to the cold answer about the same document.")
+    if any(row.differs_by_rounding for row in rows):
+        lines.append("no (rounding): two tokens were about equally likely, and rounding chose the other one.")
     for row in rows:
         lines += [f"(!) {row.phase}: {note}" for note in row.notes]
         if not row.identical and not row.is_proven:
