@@ -8,8 +8,10 @@ import pytest
 
 from spillway_engine.errors import BudgetError, SettingsError
 from spillway_engine.machine import Machine
-from spillway_engine.model_shape import ModelShape
-from spillway_engine.resolve import known_answer, resolve_engine
+from spillway_engine.model_shape import ModelShape, load_model_shape
+from spillway_engine.pod_channel import PodBrief
+from spillway_engine.reference_likelihood import MODEL_FILE, REFERENCES
+from spillway_engine.resolve import resolve_engine
 from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import read_settings
 
@@ -71,22 +73,65 @@ def test_the_command_carries_the_brief_of_the_middleware() -> None:
     command = resolve_engine(settings(offload={"numCpuBlocks": 96}), SHAPE, MACHINE).command()
 
     assert command.arguments[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
-    assert (command.brief.dtype, command.brief.eager, command.brief.expected_answer) == ("float32", True, None)
+    assert (command.brief.dtype, command.brief.eager, command.brief.quantised_kv) == ("float32", True, False)
+    assert (command.brief.reference, command.brief.vocabulary, command.brief.self_check_text) == (None, None, "")
     assert command.brief.configuration["memory"]["bytes_per_token"] == 46_080
 
 
+def brief_of(model: Path, **lifecycle: Any) -> PodBrief:
+    given = {"model": {"path": str(model)}, "offload": {"enabled": False}, "deviceBlocks": 80}
+    extra = lifecycle.pop("extraArgs", [])
+    settings = read_settings(EngineSettings, {**given, "lifecycle": lifecycle, "extraArgs": extra})
+    return resolve_engine(settings, load_model_shape(str(model)), MACHINE).command().brief
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 49_152}))
+    (tmp_path / MODEL_FILE).write_text(f"{next(iter(REFERENCES))}\n")
+    return tmp_path
+
+
+def test_a_known_model_is_known_by_what_its_folder_says(folder: Path) -> None:
+    assert brief_of(folder).reference == next(iter(REFERENCES))
+    assert brief_of(folder).vocabulary == 49_152
+
+
+@pytest.mark.parametrize("content", ["another-model-1", "", "\xff"])
+def test_another_model_has_no_reference(folder: Path, content: str) -> None:
+    (folder / MODEL_FILE).write_text(content, encoding="latin-1")
+
+    assert brief_of(folder).reference is None
+
+
+@pytest.mark.parametrize("argument", ["--quantization=fp8", "--hf_overrides={}", "-q", "--hf-overrides.rope_theta=1"])
+def test_arguments_that_change_the_model_leave_it_without_a_reference(folder: Path, argument: str) -> None:
+    assert brief_of(folder, extraArgs=[argument]).reference is None
+
+
 @pytest.mark.parametrize(
-    ("path", "name", "answer"),
+    ("arguments", "quantised", "logits"),
     [
-        ("/m/smollm2-135m-instruct-ab12-1", "", "Paris"),
-        ("/m", "SmolLM2-135M-Instruct", "Paris"),
-        ("/m/smollm2-135m", "", None),
+        (["--kv-cache-dtype", "fp8"], True, False),
+        (["--kv_cache_dtype=fp8_e5m2"], True, False),
+        (["--kv-cache-dtype=fp8", "--kv-cache-dtype=auto"], False, False),
+        (["--logprobs-mode", "raw_logits"], False, True),
+        (["--logprobs-mode=processed_logprobs"], False, False),
     ],
 )
-def test_a_known_model_is_known_by_either_name(path: str, name: str, answer: str | None) -> None:
-    given = read_settings(EngineSettings, {"model": {"path": path, "servedName": name}, "offload": {"enabled": False}})
+def test_arguments_that_change_what_is_measured_reach_the_check(
+    folder: Path, arguments: list[str], quantised: bool, logits: bool
+) -> None:
+    brief = brief_of(folder, extraArgs=arguments)
 
-    assert known_answer(given) == answer
+    assert (brief.quantised_kv, brief.generates_logits) == (quantised, logits)
+
+
+def test_a_person_may_switch_the_check_off_or_change_its_text(folder: Path) -> None:
+    text = "Alle Menschen werden Brüder, wo dein sanfter Flügel weilt."
+
+    assert not brief_of(folder, selfCheck="off").self_check
+    assert brief_of(folder, selfCheckText=text).self_check_text == text
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

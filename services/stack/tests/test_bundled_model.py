@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from spillway_engine.reference_likelihood import MODEL_FILE, REFERENCES
 from spillway_stack import bundled_model
 from spillway_stack.bundled_model import SERVED_NAME, choose_model, models_folder, prepare, prepared_folder
 from spillway_stack.errors import StackError
@@ -21,6 +22,11 @@ def test_the_folder_is_named_after_the_content(cache: Path) -> None:
     assert name == SERVED_NAME
     assert len(digest) == 12 and int(digest, 16) >= 0
     assert recipe.isdigit()
+
+
+def test_the_start_up_check_has_a_reference_for_it() -> None:
+    assert prepared_folder().name in REFERENCES
+    assert bundled_model.MODEL_FILE == MODEL_FILE
 
 
 def test_a_prepared_model_is_used_as_it_is() -> None:

@@ -7,7 +7,7 @@ two to one list of cases.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from spillway_engine.door import Door
 from spillway_engine.errors import SettingsError
@@ -51,6 +51,19 @@ def argument_name(argument: str) -> str | None:
         return None
     name = re.split(r"[=.\s]", argument, maxsplit=1)[0]
     return name.replace("_", "-") if name.startswith("--") else name
+
+
+def argument_value(arguments: Sequence[str], name: str) -> str | None:
+    """What `--name value`, `--name=value` or `--na_me value` gives; the last one wins, None: it is not given.
+
+    Abbreviations are not followed.
+    """
+    value = None
+    for index, argument in enumerate(arguments):
+        if argument_name(argument) == name:
+            _, equals, given = argument.partition("=")
+            value = given if equals else next(iter(arguments[index + 1 : index + 2]), "")
+    return value
 
 
 def is_secret(argument: str) -> bool:

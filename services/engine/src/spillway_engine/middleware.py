@@ -15,8 +15,9 @@ import socket
 from typing import Any
 
 from spillway_engine.in_flight import AsgiApp, InFlightRequests, Message, Receive, Scope, Send, error_body, send_json
+from spillway_engine.in_process import Ask, ask_through
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
-from spillway_engine.self_check import Ask, SelfCheckFailed, ask_through, run_self_check
+from spillway_engine.self_check import SelfCheckFailed, run_self_check
 
 logger = logging.getLogger("vllm.spillway_engine")
 
@@ -80,7 +81,7 @@ class ReadinessMiddleware:
         if self._brief.self_check:
             self._move("self-check", only_from="starting")
             try:
-                answer = await run_self_check(ask, self._brief)
+                measured = await run_self_check(ask, self._brief)
             except Exception as error:
                 known = isinstance(error, SelfCheckFailed)
                 reason = f"self-check failed: {error if known else f'{type(error).__name__}: {error}'}"
@@ -88,7 +89,7 @@ class ReadinessMiddleware:
                 logger.error("%s", reason)
                 self._tell({"event": "self_check_failed", "reason": reason})
                 return
-            logger.info("self-check passed, the engine answered %r", answer)
+            logger.info("self-check passed: %s", measured)
         if self._reason in ("starting", "self-check"):
             self._reason = None
             self._tell({"event": "ready"})

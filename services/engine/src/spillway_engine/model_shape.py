@@ -25,6 +25,7 @@ class ModelShape:
     dtype: str  # of the checkpoint
     max_length: int | None  # tokens the model was trained for
     weight_bytes: int  # files on disk; 0 when they are not here
+    vocabulary: int | None = None  # tokens; None: config.json does not say
 
     def bytes_per_token_of_rank(self, dtype: str, tensor_parallel_size: int) -> int:
         """KV bytes of one token on one rank, all layers.
@@ -70,6 +71,7 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
         dtype=dtype,
         max_length=int(max_length) if max_length else None,
         weight_bytes=weight_bytes,
+        vocabulary=vocabulary if isinstance(vocabulary := text.get("vocab_size"), int) and vocabulary > 1 else None,
     )
 
 

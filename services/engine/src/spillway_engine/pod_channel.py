@@ -29,8 +29,12 @@ class PodBrief:
     served_name: str = ""
     self_check: bool = True
     self_check_timeout_seconds: float = 120.0
-    expected_answer: str | None = None  # None: the model is unknown, its answers are only checked for sanity
+    self_check_text: str = ""  # empty: the built-in texts
+    reference: str | None = None  # key of reference_likelihood.REFERENCES; None: the model is not known
+    vocabulary: int | None = None  # tokens
+    generates_logits: bool = False  # vLLM shows logits where it is asked for generated tokens' log-probabilities
     dtype: str = ""
+    quantised_kv: bool = False
     eager: bool = False
     door: Door = FILE  # names the settings in what the self-check says
     configuration: dict[str, Any] = field(default_factory=dict)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spillway_engine.byte_sizes import format_byte_count
 from spillway_engine.errors import BudgetError
+from spillway_engine.extra_arguments import argument_value
 from spillway_engine.launch import EngineCommand, python_module
 from spillway_engine.machine import SHARED_MEMORY_FOLDER, Machine
 from spillway_engine.memory_budget import MemoryBudget, plan_memory
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.pod_channel import PodBrief
+from spillway_engine.reference_likelihood import reference_name
 from spillway_engine.settings import EngineSettings
 from spillway_engine.tier_files import require_tier_files
 from spillway_engine.vllm_arguments import (
@@ -23,8 +26,7 @@ from spillway_engine.vllm_arguments import (
     without_secrets,
 )
 
-# Models whose answer to the self-check's question is known word for word.
-KNOWN_ANSWERS = {"smollm2-135m-instruct": "Paris", "smollm2-360m-instruct": "Paris", "smollm2-1.7b-instruct": "Paris"}
+PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")  # vLLM's --kv-cache-dtype; all others are quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +57,25 @@ class ResolvedEngine:
         return EngineCommand(
             arguments=python_module(SERVER_MODULE, arguments),
             environment=server_environment(settings, self.machine, is_folder),
-            brief=PodBrief(
-                served_name=settings.served_name,
-                self_check=settings.lifecycle.self_check == "auto",
-                self_check_timeout_seconds=settings.lifecycle.self_check_timeout_seconds,
-                expected_answer=known_answer(settings),
-                dtype=self.budget.dtype,
-                eager="--enforce-eager" in arguments,
-                door=settings.door,
-                configuration=self.public(),
-            ),
+            brief=self._brief(arguments),
             lifecycle=settings.lifecycle,
+        )
+
+    def _brief(self, arguments: Sequence[str]) -> PodBrief:
+        settings = self.settings
+        return PodBrief(
+            served_name=settings.served_name,
+            self_check=settings.lifecycle.self_check == "auto",
+            self_check_text=settings.lifecycle.self_check_text,
+            self_check_timeout_seconds=settings.lifecycle.self_check_timeout_seconds,
+            reference=reference_name(settings.model.path, settings.extra_args),
+            vocabulary=self.shape.vocabulary,
+            generates_logits="logits" in (argument_value(settings.extra_args, "--logprobs-mode") or ""),
+            dtype=self.budget.dtype,
+            quantised_kv=(argument_value(settings.extra_args, "--kv-cache-dtype") or "auto") not in PLAIN_KV_DTYPES,
+            eager="--enforce-eager" in arguments,
+            door=settings.door,
+            configuration=self.public(),
         )
 
     def table(self) -> str:
@@ -118,13 +128,6 @@ class ResolvedEngine:
 
 def resolve_engine(settings: EngineSettings, shape: ModelShape, machine: Machine) -> ResolvedEngine:
     return ResolvedEngine(settings, shape, machine, plan_memory(settings, shape, machine))
-
-
-def known_answer(settings: EngineSettings) -> str | None:
-    names = (settings.served_name.lower(), Path(settings.model.path).name.lower())
-    return next(
-        (answer for known, answer in KNOWN_ANSWERS.items() if any(name.startswith(known) for name in names)), None
-    )
 
 
 def _device_text(budget: MemoryBudget) -> str:

