@@ -316,6 +316,13 @@ def test_self_check_words(given, meant, engine_of):
     assert engine_of(render(values={"engine": {"lifecycle": {"selfCheck": given}}})).lifecycle.self_check == meant
 
 
+def test_the_text_of_the_self_check_reaches_the_engine(engine_of):
+    text = "水在一百摄氏度沸腾。法国的首都是巴黎。"
+    lifecycle = engine_of(render(values={"engine": {"lifecycle": {"selfCheckText": text}}})).lifecycle
+
+    assert lifecycle.self_check_text == text
+
+
 def test_an_entry_of_engines_differs_where_it_says_so(engine_of):
     values = {
         "engine": {"nodeSelector": {"a": "b"}, "lifecycle": {"drainTimeoutSeconds": 77}},

@@ -164,6 +164,7 @@ CHANGES: dict[str, Any] = {
     "engine.memory.pageCache": "4GiB",
     "engine.cpu.limit": "16",
     "engine.lifecycle.selfCheck": "off",
+    "engine.lifecycle.selfCheckText": "Alle Menschen werden Brüder.",
     "engine.image.variant": "openeuler",
     "engine.image.digest": "sha256:" + "a" * 64,
     "engine.image.registry": "other.example",

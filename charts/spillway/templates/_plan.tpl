@@ -130,7 +130,7 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- end -}}
 {{- $_ := set $settings "offload" $rendered -}}
 {{- $lifecycle := $engine.lifecycle -}}
-{{- $_ = set $settings "lifecycle" (dict "drainDelaySeconds" $lifecycle.drainDelaySeconds "drainTimeoutSeconds" $lifecycle.drainTimeoutSeconds "stopTimeoutSeconds" $lifecycle.stopTimeoutSeconds "selfCheck" (ternary "auto" (include "spillway.onOff" $lifecycle.selfCheck) (eq (toString $lifecycle.selfCheck) "true")) "selfCheckTimeoutSeconds" $lifecycle.selfCheckTimeoutSeconds) -}}
+{{- $_ = set $settings "lifecycle" (dict "drainDelaySeconds" $lifecycle.drainDelaySeconds "drainTimeoutSeconds" $lifecycle.drainTimeoutSeconds "stopTimeoutSeconds" $lifecycle.stopTimeoutSeconds "selfCheck" (ternary "auto" (include "spillway.onOff" $lifecycle.selfCheck) (eq (toString $lifecycle.selfCheck) "true")) "selfCheckText" $lifecycle.selfCheckText "selfCheckTimeoutSeconds" $lifecycle.selfCheckTimeoutSeconds) -}}
 {{- $door := dict -}}
 {{- include "spillway.door" (dict "root" .root "item" .item "out" $door) -}}
 {{- $_ = set $settings "door" $door -}}

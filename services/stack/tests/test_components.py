@@ -72,9 +72,19 @@ def test_dtype_and_arguments_of_vllm_reach_every_engine() -> None:
     assert engine.extra_args == ("--max-num-seqs", "8")
 
 
+def test_the_start_up_check_may_be_switched_off_or_read_another_text() -> None:
+    text = "Alle Menschen werden Brüder: wo dein Flügel weilt."
+    engine = engine_settings(engine_configuration(StackSettings(self_check_text=text), MODEL, FOLDER, 0))
+    off = engine_settings(engine_configuration(StackSettings(self_check="off"), MODEL, FOLDER, 0))
+
+    assert (engine.lifecycle.self_check, engine.lifecycle.self_check_text) == ("auto", text)
+    assert off.lifecycle.self_check == "off"
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        (StackSettings(self_check_text="Too short."), "SELF_CHECK_TEXT has 10 characters; give 16 to 400"),
         (StackSettings(engine_args=("--api_key=k1",)), "ENGINE_ARGS: --api-key would show a secret"),
         (StackSettings(engine_args=("-tp=2",)), "ENGINE_ARGS: -tp is decided by ENGINE_SET=tensorParallelSize"),
         (StackSettings(engine_args=("--dtype", "half")), "ENGINE_ARGS: --dtype is decided by DTYPE; change that"),

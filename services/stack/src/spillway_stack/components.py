@@ -97,7 +97,11 @@ def engine_configuration(
             "replayPort": settings.replay_port(index),
         },
         "offload": offload,
-        "lifecycle": dict(ENGINE_LIFECYCLE),
+        "lifecycle": {
+            **ENGINE_LIFECYCLE,
+            "selfCheck": settings.self_check,
+            "selfCheckText": settings.self_check_text,
+        },
         "extraArgs": list(settings.engine_args),
         "door": make_door.door(),
     }

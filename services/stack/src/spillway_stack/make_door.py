@@ -22,6 +22,8 @@ VARIABLES = {
     "offload.numCpuBlocks": "NUM_CPU_BLOCKS",
     "offload.cpuBytes": "NUM_CPU_BLOCKS",
     "offload.sharedTier.type": "SHARED_TIER",
+    "lifecycle.selfCheck": "SELF_CHECK",
+    "lifecycle.selfCheckText": "SELF_CHECK_TEXT",
     "extraArgs": "ENGINE_ARGS",
 }
 # Settings on which the parts of the stack agree among themselves.

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from spillway_engine.settings import ModelSettings
+from spillway_engine.settings import LifecycleSettings, ModelSettings
 from spillway_stack import make_door
 from spillway_stack.errors import StackError
 
 DTYPES = get_args(get_type_hints(ModelSettings)["dtype"])
+SELF_CHECKS = get_args(get_type_hints(LifecycleSettings)["self_check"])
 SHARED_TIERS = ("nvme", "redis", "none")
 VALKEY_MAX_BYTES = 1 << 30
 GATEWAY_MEMORY_BYTES = 400 << 20
@@ -35,6 +36,8 @@ class StackSettings:
     nvme_max_bytes: int = 4 << 30
     gateway: bool = True
     dtype: str = "auto"
+    self_check: str = "auto"
+    self_check_text: str = ""  # empty: the built-in sentences
     engine_args: tuple[str, ...] = ()  # further arguments of vLLM, for every engine
     engine_overrides: tuple[str, ...] = ()  # `key.path=value`, as spillway_engine --set takes them, for every engine
 
@@ -52,6 +55,8 @@ class StackSettings:
             device_blocks=_number(environment, "DEVICE_BLOCKS", default.device_blocks, least=2),
             max_length=_number(environment, "MAX_LENGTH", default.max_length, least=1),
             dtype=_choice(environment, "DTYPE", default.dtype, DTYPES),
+            self_check=_choice(environment, "SELF_CHECK", default.self_check, SELF_CHECKS),
+            self_check_text=environment.get("SELF_CHECK_TEXT", "").strip(),
             engine_args=make_door.arguments(environment),
             engine_overrides=make_door.overrides(environment),
         )
