@@ -27,6 +27,7 @@ STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) $(DISTRIBUTIONS:%=%/pyproje
 up: $(STAMP) ## Install, prepare the model, start everything and wait for a first answer
 ##+ PORT= ENGINES= MODEL= DTYPE=auto|bfloat16|float16|float32 MAX_LENGTH= DEVICE_BLOCKS=
 ##+ OFFLOAD=on|off NUM_CPU_BLOCKS= SHARED_TIER=nvme|redis|none
+##+ SELF_CHECK=auto|off SELF_CHECK_TEXT="sentences that the model knows"
 ##+ ENGINE_ARGS="arguments of vLLM" ENGINE_SET="key=value of the engine service"
 	@$(BIN)/python -m spillway_stack up
 
@@ -80,6 +81,10 @@ endif
 test-random: $(STAMP) ## 100,000 random copies, and 10,000 random schedules of each shape
 	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m random_plans
 	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m engine_lives
+
+.PHONY: test-selfcheck
+test-selfcheck: $(STAMP) ## The start-up check of healthy and of broken engines, and 30 starts; build/selfcheck.json. About 20 minutes
+	@PYTHONPATH=tests $(BIN)/python -m self_check $(SELFCHECK)
 
 .PHONY: test-chaos
 test-chaos: $(STAMP) ## 200 streams while engines and a gateway are killed, hung, slowed and restarted, with the counts

@@ -83,6 +83,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/random_plans": ("vllm",),
     "tests/reference_answers": (NOTHING,),
     "tests/reference_answers/test_float32.py": ("engines",),
+    "tests/self_check": ("engines",),
+    "tests/self_check/test_reference.py": ("vllm",),
     "tests/stack_driver": (NOTHING,),
     "tests/ui": ("chromium",),
 }
@@ -107,6 +109,7 @@ BY_HAND: dict[str, str] = {
     "make test-chaos": "by hand",
     "make test-models": "by hand",
     "make test-random": "by hand",
+    "make test-selfcheck": "by hand",
     "make bench-gpu": "by hand on CUDA",
     "make test-models PLATFORM=cuda": "by hand on CUDA",
     "python -m spillway_connector.device.npu_probe": "by hand on Ascend",

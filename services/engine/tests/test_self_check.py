@@ -1,6 +1,7 @@
 """The check against a scripted model: what it asks, and what it refuses with which words."""
 
 import asyncio
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -11,9 +12,10 @@ import pytest
 from spillway_engine.door import Door
 from spillway_engine.in_process import Ask, Reply
 from spillway_engine.pod_channel import PodBrief
-from spillway_engine.reference_likelihood import TEXTS
+from spillway_engine.reference_likelihood import REFERENCE_TEXTS, REFERENCES, TEXTS
 from spillway_engine.self_check import DECODED_TOKENS, SelfCheckFailed, run_self_check
 
+KNOWN = "smollm2-135m-instruct-b179c9523d0e-2"
 UNKNOWN_MODEL = PodBrief(served_name="m", dtype="bfloat16", eager=True, vocabulary=50_000)
 MAKE = Door(
     others="ENGINE_SET={path}", separator="=", names={"model.dtype": "DTYPE", "lifecycle.selfCheck": "SELF_CHECK"}
@@ -104,16 +106,64 @@ async def test_logits_are_not_compared(bigram_model: Callable[..., Any]) -> None
 
 
 async def test_a_known_model_must_answer_as_it_did_in_float32(bigram_model: Callable[..., Any]) -> None:
-    told = brief(reference="smollm2-135m-instruct-b179c9523d0e-2")
+    told = brief(reference=KNOWN)
 
     assert "has the tokens 0, 1, 2, 3, 4, 5, ..., 504, 3575, 282, 4649, 314, 7042, ... are expected" in await refusal(
         replies(bigram_model()), told
     )
 
 
+class KnownModel:
+    """Answers the texts of the reference like the reference, all others with seven nats a token."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.texts = dict(zip(REFERENCE_TEXTS, REFERENCES[KNOWN].texts, strict=True))
+
+    def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        prompt = request["prompt"]
+        self.asked.append(prompt)
+        known = self.texts.get(prompt) if isinstance(prompt, str) else None
+        token_ids = known.token_ids if known else prompt if isinstance(prompt, list) else range(len(prompt.split()))
+        logprobs = known.logprobs if known else [-7.0] * (len(token_ids) - 1)
+        return {
+            "choices": [
+                {
+                    "prompt_token_ids": list(token_ids),
+                    "prompt_logprobs": [None, *({str(t): {"logprob": v}} for t, v in zip(token_ids[1:], logprobs))],
+                    "token_ids": [5] * request["max_tokens"],
+                    "logprobs": {"token_logprobs": [-7.0] * request["max_tokens"]},
+                }
+            ]
+        }
+
+
+async def test_a_known_model_is_compared_on_every_text_of_its_reference() -> None:
+    model = KnownModel()
+    said = await run_self_check(replies(model), brief(dtype="float32", reference=KNOWN))
+
+    assert said == (
+        "mean negative log-likelihood 1.3016, 3.9575, 6.0390 (shuffled: 7.0000, 7.0000), decode steps within 0.0000, "
+        "tokens within 0.0000 of the reference"
+    )
+    assert set(REFERENCE_TEXTS) <= {prompt for prompt in model.asked if isinstance(prompt, str)}
+
+
+async def test_a_known_model_is_refused_for_the_words_that_only_it_is_asked() -> None:
+    model = KnownModel()
+    words = model.texts[REFERENCE_TEXTS[-1]]
+    model.texts[REFERENCE_TEXTS[-1]] = dataclasses.replace(
+        words, logprobs=tuple(value + (0.3 if index % 2 else -0.3) for index, value in enumerate(words.logprobs))
+    )
+
+    assert "differ from those of SmolLM2-135M-Instruct by 0.193 on average" in await refusal(
+        replies(model), brief(reference=KNOWN)
+    )
+
+
 async def test_a_text_of_ones_own_is_measured_instead(bigram_model: Callable[..., Any]) -> None:
     model = bigram_model()
-    told = brief(self_check_text=TEXTS[1], reference="smollm2-135m-instruct-b179c9523d0e-2")
+    told = brief(self_check_text=TEXTS[1], reference=KNOWN)
 
     await run_self_check(replies(model), told)
     assert not any(request["prompt"] == TEXTS[0] for request in model.requests)

@@ -1,0 +1,103 @@
+"""`python -m self_check`: what the start-up check says of healthy engines of every kind and of broken ones.
+
+Prints a line per case and writes build/selfcheck.json. `--kinds` and `--starts` narrow it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from self_check.broken import BROKEN, SUBTLE
+from self_check.engine import Engine
+from self_check.starts import forked_start
+from spillway_engine.machine import probe_machine
+from spillway_stack.bundled_model import prepare
+
+REPORT = Path("build/selfcheck.json")
+TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16")
+# Settings of one healthy engine each. Compiled graphs take minutes.
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"model": {"dtype": "float32"}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "float16": {"model": {"dtype": "float16"}},
+    "bfloat16, fp8 KV": {"model": {"dtype": "bfloat16"}, "extraArgs": ["--kv-cache-dtype", "fp8"]},
+    "bfloat16, compiled": {
+        "model": {"dtype": "bfloat16"},
+        "extraArgs": ["--no-enforce-eager"],
+        "extraEnv": {"TORCH_COMPILE_DISABLE": "0"},
+    },
+    "bfloat16, blocks of 16": {"model": {"dtype": "bfloat16"}, "blockSize": 16, "deviceBlocks": 128},
+    "bfloat16, logits": {"model": {"dtype": "bfloat16"}, "extraArgs": ["--logprobs-mode", "raw_logits"]},
+    "bfloat16, pooling": {"model": {"dtype": "bfloat16"}, "extraArgs": ["--runner", "pooling"]},
+}
+BROKEN_KINDS = ("float32", "bfloat16", "float16")
+STARTED_KINDS = ("bfloat16", "float32", "float16")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="self_check", description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS), metavar="KIND")
+    parser.add_argument("--starts", type=int, default=30, help="healthy starts, dtypes in turn")
+    given = parser.parse_args()
+    model = prepare(print)
+    report = _read_report()
+    wrong = 0
+    for kind in given.kinds:
+        with tempfile.TemporaryDirectory() as folder, Engine(Path(folder), model, **KINDS[kind]) as engine:
+            _tell(kind, engine.verdict.healthy, engine.verdict.said)
+            report["healthy"][kind] = dataclasses.asdict(engine.verdict)
+            wrong += not engine.verdict.healthy
+            if kind in BROKEN_KINDS and engine.verdict.healthy:
+                report["broken"][kind] = asyncio.run(_broken(engine))
+                wrong += sum(report["broken"][kind][name]["healthy"] for name in BROKEN)
+        _write_report(report)
+    for number, kind in zip(range(given.starts), itertools.cycle(STARTED_KINDS)):
+        with tempfile.TemporaryDirectory() as folder:
+            verdict = forked_start(Path(folder), model, KINDS[kind])
+        _tell(f"start {number + 1}, {kind}", verdict.healthy, verdict.said)
+        report["starts"].append({"kind": kind, **dataclasses.asdict(verdict)})
+        wrong += not verdict.healthy
+        _write_report(report)
+    print(f"{wrong} verdicts are wrong; {REPORT} has them all")
+    return int(wrong > 0)
+
+
+async def _broken(engine: Engine) -> dict[str, dict[str, Any]]:
+    """Each damage with the reference and without one, as of a model that is not known."""
+    verdicts: dict[str, dict[str, Any]] = {}
+    brief = engine.brief()
+    for name, order in {**BROKEN, **SUBTLE}.items():
+        await engine.order(*order)
+        known, unknown = await engine.check(brief), await engine.check(dataclasses.replace(brief, reference=None))
+        await engine.order("mend")
+        _tell(f"  {name}", known.healthy, known.said)
+        verdicts[name] = {**dataclasses.asdict(known), "without_reference": dataclasses.asdict(unknown)}
+    return verdicts
+
+
+def _tell(name: str, healthy: bool, said: str) -> None:
+    print(f"{name}: {'passes' if healthy else 'refused'}: {said}", flush=True)
+
+
+def _read_report() -> dict[str, Any]:
+    """Results of earlier runs stay, so that the cases can be run a few at a time."""
+    flags = probe_machine("cpu").cpu_flags
+    report = json.loads(REPORT.read_text()) if REPORT.is_file() else {"healthy": {}, "broken": {}, "starts": []}
+    return {**report, "cpu_flags": [flag for flag in TELLING_FLAGS if flag in flags]}
+
+
+def _write_report(report: dict[str, Any]) -> None:
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
