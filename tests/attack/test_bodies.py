@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from attack.target import MIB, Target
+from attack.target import MIB, ROUNDS, Target
 
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.testing.small_tokenizer import write_tokenizer
@@ -142,21 +142,25 @@ def test_no_form_of_a_prompt_passes_a_limit_of_tokens_by(target: Target, path: s
 
 
 def test_long_prompts_of_one_tenant_hold_up_no_other_prompt(target: Target) -> None:
-    """Two of 4 MB, as many as there are threads that tokenise; another's is read by its tokens meanwhile."""
-    long = json.dumps({"model": "alias", "prompt": "jumps over the lazy dog, " * 160_000}).encode()
-    headers = {"authorization": f"Bearer {KEY}"}
+    """Two of 4 MB, as many as there are threads that tokenise; another's is read by its tokens meanwhile. A machine
+    with other work may once take too long for that; a gateway whose threads are held does so in each round."""
+    assert any(not _missed_turns(target) for _ in range(ROUNDS))
+
+
+def _missed_turns(target: Target) -> int:
+    """How many prompts were matched by text, as they were not tokenised in time."""
+    before = target.log().count("was not tokenised within")
+    long = {"model": "alias", "prompt": "jumps over the lazy dog, " * 160_000}
+    other = {"model": "fake", "prompt": "words of another kind " * 400}
     with ThreadPoolExecutor(2) as attackers:
-
-        def attack() -> object:
-            url = target.url + "/v1/completions"
-            return httpx.post(url, content=long, headers=headers, timeout=SECONDS_MAX).status_code
-
-        attacks = [attackers.submit(attack) for _ in range(2)]
-        other = {"model": "fake", "prompt": "words of another kind " * 400}
-        headers = {"authorization": f"Bearer {OTHER_KEY}"}
+        attacks = [attackers.submit(_complete, target, KEY, long) for _ in range(2)]
         for _ in range(5):
-            reply = httpx.post(target.url + "/v1/completions", json=other, headers=headers, timeout=SECONDS_MAX)
-            assert reply.status_code == 200
+            assert _complete(target, OTHER_KEY, other) == 200
             other["prompt"] += "and more of them "
-        assert [one.result() for one in attacks]
-    assert "was not tokenised within" not in target.log()
+        assert all(attack.result() in (200, 400) for attack in attacks)
+    return target.log().count("was not tokenised within") - before
+
+
+def _complete(target: Target, key: str, body: dict[str, Any]) -> int:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(target.url + "/v1/completions", json=body, headers=headers, timeout=SECONDS_MAX).status_code
