@@ -206,6 +206,31 @@ async def test_whatever_form_a_prompt_has_it_counts(
     assert statuses == [200, 429]
 
 
+async def test_a_conversation_that_an_engine_keeps_counts_before_it_is_continued(
+    start_engine: Any, tmp_path: Path
+) -> None:
+    fake = await start_engine()
+    release = asyncio.Event()
+    settings = auth(tmp_path, promptTokensPerMinute=600)
+    async with running_gateway(gateway_config([fake], auth=settings)) as gateway, aiohttp.ClientSession() as http:
+        headers = {"authorization": f"Bearer {KEYS['a']}"}
+
+        async def respond(**fields: Any) -> tuple[int, Any]:
+            body = {"model": "fake", **fields}
+            async with http.post(gateway.url + "/v1/responses", json=body, headers=headers) as reply:
+                return reply.status, await reply.json(content_type=None) if not fields.get("stream") else None
+
+        status, kept = await respond(input="word " * 100)
+        assert status == 200 and 400 < kept["usage"]["input_tokens"] < 600
+        fake.fault = HoldInStream(1, release)
+        more = asyncio.create_task(respond(input="on", previous_response_id=kept["id"], stream=True))
+        await until(lambda: len(fake.seen) == 2)
+        async with asyncio.timeout(60):  # else it would be held as the second is
+            assert (await respond(input="on"))[0] == 429  # though no usage of the second has been told
+        release.set()
+        await more
+
+
 UNCOUNTED: list[tuple[str, dict[str, Any], bool]] = [
     ("/v1/chat/completions", {"messages": IMAGE, "stream": True}, False),
     ("/v1/chat/completions", {"messages": IMAGE, "stream": True, "stream_options": {"include_usage": True}}, True),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +39,7 @@ from spillway_gateway.upstream.forward import Headers, header
 from spillway_gateway.upstream.splice import insert_text
 from spillway_gateway.upstream.stream import OutboundRequest, Relay, UpstreamServices
 from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
+from spillway_gateway.upstream.usage import Usage
 
 if TYPE_CHECKING:  # its imports cost memory and time where traces are off
     from spillway_gateway.tracing.exporting import Tracing
@@ -146,12 +146,15 @@ class InferenceEndpoint:
         if parsed.other_tokens:
             prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens)
         only_engine = None
+        charged_tokens = parsed.charged_tokens
         if parsed.previous_response is not None:
             owner = door.owners.of(parsed.previous_response, tenant.name)
             if owner is not None and owner.model == model:
                 only_engine = owner.engine
+                charged_tokens += owner.tokens
             elif gatekeeper.enabled:
                 raise _no_response(parsed.previous_response)
+        kept = _KeptResponse(door.owners, tenant.name, model) if route.keeps_responses else None
         outbound = OutboundRequest(
             self._path,
             gatekeeper.engine_headers(headers),
@@ -165,13 +168,28 @@ class InferenceEndpoint:
             dialect=route.dialect,
             retryable=route.retryable,
             only_engine=only_engine,
-            on_reply=partial(self._note_owner, tenant.name, model) if route.keeps_responses else None,
-            charged_tokens=parsed.charged_tokens,
+            on_reply=kept.on_reply if kept is not None else None,
+            charged_tokens=charged_tokens,
+            on_end=kept.on_end if kept is not None else None,
         )
         return outbound, served
 
-    def _note_owner(self, tenant: str, model: str, engine: str, reply_start: bytes) -> None:
-        self._door.owners.note(reply_start, Owner(tenant, model, engine))
+
+class _KeptResponse:
+    """A response that its engine may keep: who owns it, and what continuing it will take."""
+
+    def __init__(self, owners: ResponseOwners, tenant: str, model: str) -> None:
+        self._owners = owners
+        self._tenant = tenant
+        self._model = model
+        self._id: str | None = None
+
+    def on_reply(self, engine: str, reply_start: bytes) -> None:
+        self._id = self._owners.note(reply_start, Owner(self._tenant, self._model, engine))
+
+    def on_end(self, usage: Usage) -> None:
+        if self._id is not None:
+            self._owners.count(self._id, (usage.prompt_tokens or 0) + (usage.completion_tokens or 0))
 
 
 class StoredResponseEndpoint:
@@ -281,6 +299,8 @@ async def serve(
         await relay.run()
     finally:
         told = relay.usage
+        if outbound.on_end is not None:
+            outbound.on_end(told)
         estimated = outbound.prompt.prompt_tokens + outbound.charged_tokens
         got = relay.lease is not None  # else no engine had room or was ready, and nothing was computed
         settlement = settle(estimated, told.prompt_tokens, told.completion_tokens or 0) if got else give_back(estimated)

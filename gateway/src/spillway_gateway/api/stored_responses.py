@@ -16,9 +16,12 @@ _SCAN_BYTES = 4096
 
 
 class Owner(NamedTuple):
+    """tokens: of the response and of all before it, as far as its usage has told."""
+
     tenant: str
     model: str
     engine: str
+    tokens: int = 0
 
 
 class ResponseOwners:
@@ -28,18 +31,25 @@ class ResponseOwners:
         self._owners: OrderedDict[str, Owner] = OrderedDict()
         self._owners_max = owners_max
 
-    def note(self, reply_start: bytes, owner: Owner) -> None:
-        """reply_start: a plain reply, or a stream's first events; the first id in either is the response's."""
+    def note(self, reply_start: bytes, owner: Owner) -> str | None:
+        """The response's id. reply_start: a plain reply, or a stream's first events; the first id in either is it."""
         found = _ID.search(reply_start, 0, _SCAN_BYTES)
         if found is None:
-            return
+            return None
         response_id = found.group(1).decode()
         known = self._owners.get(response_id)
         if known is not None and known.tenant != owner.tenant:
-            return  # a client may choose an id, and must not take another tenant's response by choosing its
+            return None  # a client may choose an id, and must not take another tenant's response by choosing its
         self._owners[response_id] = owner
         if len(self._owners) > self._owners_max:
             self._owners.popitem(last=False)
+        return response_id
+
+    def count(self, response_id: str, tokens: int) -> None:
+        """What a request that continues this response has to read, once that is known."""
+        owner = self._owners.get(response_id)
+        if owner is not None:
+            self._owners[response_id] = owner._replace(tokens=tokens)
 
     def of(self, response_id: str, tenant: str) -> Owner | None:
         """None for an unknown id and for another tenant's alike."""

@@ -144,6 +144,7 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     on_reply: Callable[[str, bytes], None] | None = None  # engine's name, and the reply or its first events
     trace: RequestTrace | None = None
     charged_tokens: int = 0  # of the tenant's limits, besides the prompt's
+    on_end: Callable[[Usage], None] | None = None
 
 
 class Relay:
