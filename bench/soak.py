@@ -1,12 +1,13 @@
 """Faults at random under load, with every answer checked token by token.
 
     python bench/soak.py [--minutes 30] [--tier nvme|redis|both] [--seed N]
-                         [--nvme-mode auto|slab|files] [--inject-wrong]
+                         [--nvme-mode auto|slab|files] [--shared-blocks 32] [--reset-seconds 5] [--inject-wrong]
 
 An engine without offload gives the right answers first (soak/references.py says how rounding is kept out of them). Then
 two engines behind the gateway, with device, CPU and shared tier all too small for the prompts, answer a few clients who
-never rest, while two lanes of faults strike from a seeded schedule (soak/schedule.py): one the shared store, one the
-processes. Each fault is healed and recovery waited for; memory, descriptors and threads of each process are sampled.
+never rest, while three lanes of faults strike from a seeded schedule (soak/schedule.py): one the shared store, one the
+processes, one the prefix caches of an engine, connector included. Each fault is healed and recovery waited for; memory,
+descriptors and threads of each process are sampled.
 
 Broken, and exit status 1: a wrong answer; a failed request that was not in flight on a killed process; a tier that is
 not used again after a fault; an engine that does not come back; a process that grows; anything left behind. With `both`
@@ -61,12 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.dtype,
         given.inject_wrong,
         given.nvme_mode,
+        given.shared_blocks,
+        given.reset_seconds,
     )
     report: Report = {
         "seed": given.seed,
         "clients_count": given.clients,
         "dtype": given.dtype,
         "nvme_mode": given.nvme_mode,
+        "shared_tier_blocks": given.shared_blocks,
+        "reset_mean_seconds": given.reset_seconds,
     }
     broken: list[str] = []
     pool = learn_references(settings, _say)
@@ -95,6 +100,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--dtype", default="float32", help="of the model; auto takes what the engine would")
     parser.add_argument("--nvme-mode", choices=("auto", "slab", "files"), default="auto", help="its layout")
+    parser.add_argument("--shared-blocks", type=int, default=32, help="of the shared tier: fewer evict more")
+    parser.add_argument(
+        "--reset-seconds", type=float, default=5.0, help="between resets of caches, on average; 0: none"
+    )
     parser.add_argument("--inject-wrong", action="store_true", help="spoil one reference: the run must fail")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     return parser.parse_args(arguments)

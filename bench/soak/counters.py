@@ -11,6 +11,7 @@ WANTED = (
     "vllm:prompt_tokens_total",
     "vllm:prefix_cache_hits_total",
     "vllm:external_prefix_cache_hits_total",
+    "spillway_cpu_tier_resets_total",
     "spillway_tier_lookups_total",
     "spillway_tier_read_bytes_total",
     "spillway_tier_written_bytes_total",

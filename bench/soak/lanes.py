@@ -35,7 +35,7 @@ class Log:
 
 
 class Lanes:
-    """`stop` ends both at the next quiet moment: no fault is left unhealed."""
+    """`stop` ends all at the next quiet moment: no fault is left unhealed."""
 
     def __init__(
         self,
@@ -44,19 +44,26 @@ class Lanes:
         engines: Mapping[str, str],
         *,
         strike_engine: Callable[[Fault], None],
+        strike_caches: Callable[[Fault], None],
         store: StoreFaults,
         say: Callable[[str], None],
     ) -> None:
         self.log = Log()
         self._run_seconds, self._outages, self._engines = run_seconds, outages, engines
-        self._strike_engine, self._store, self._say = strike_engine, store, say
+        self._strike_engine, self._strike_caches = strike_engine, strike_caches
+        self._store, self._say = store, say
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self._begun = time.monotonic()
 
-    def start(self, store: Iterator[Fault], engine: Iterator[Fault]) -> None:
+    def start(self, store: Iterator[Fault], engine: Iterator[Fault], reset: Iterator[Fault]) -> None:
         self._begun = time.monotonic()
-        for name, lane, faults in (("store", self._store_fault, store), ("engine", self._engine_fault, engine)):
+        lanes = (
+            ("store", self._store_fault, store),
+            ("engine", self._engine_fault, engine),
+            ("reset", self._strike_caches, reset),
+        )
+        for name, lane, faults in lanes:
             thread = threading.Thread(target=self._run, args=(lane, faults), name=f"{name} lane", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -84,7 +91,7 @@ class Lanes:
                 self.log.broken.append(f"{allowed.kind} {self._target(allowed)}: {type(error).__name__}: {error}")
 
     def _target(self, fault: Fault) -> str:
-        return list(self._engines)[fault.target] if fault.kind.startswith("engine_") else ""
+        return list(self._engines)[fault.target] if fault.kind.startswith(("engine_", "caches_")) else ""
 
     def _engine_fault(self, fault: Fault) -> None:
         begun = time.monotonic()

@@ -72,6 +72,8 @@ def flat_report(seen: Observed) -> Report:
         "read_from_shared_tier_blocks": int(totals["tier_read_bytes"] / seen.block_bytes),
         "written_to_shared_tier_blocks": int(totals["tier_written_bytes"] / seen.block_bytes),
         "evicted_from_shared_tier_frames": int(seen.counters.total("tier_evicted_frames")),
+        "cpu_tier_resets_done_count": int(totals["cpu_tier_resets_done"]),
+        "cpu_tier_resets_refused_count": int(totals["cpu_tier_resets_refused"]),
         "left_behind_count": len(seen.leftovers),
         "growing_processes_count": sum(bool(one.growths()) for one in seen.footprints.generations.values()),
     }

@@ -20,6 +20,7 @@ from stack_driver.engine_client import EngineClient
 from stack_driver.footprint import Footprint
 from stack_driver.running_stack import RunningStack, stack_settings
 
+from soak.cache_faults import CacheFaults
 from soak.counters import Counters, read_metrics
 from soak.engine_faults import EngineFaults
 from soak.folder_faults import FolderFaults
@@ -29,14 +30,14 @@ from soak.load import Load, new_client
 from soak.outages import GATEWAY, Outages
 from soak.references import PlainEngine, Pool, learn_pool
 from soak.report import Observed
-from soak.schedule import engine_faults, store_faults
+from soak.schedule import engine_faults, reset_faults, store_faults
 from soak.valkey_faults import ValkeyFaults
 from spillway_engine.shared_memory import REGION_PATTERN, paths_in_use
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import StackSettings
 
 # All of them small, so that the pool of prompts fits nowhere whole: device, CPU tier and shared tier all evict.
-DEVICE_BLOCKS, CPU_BLOCKS, SHARED_BLOCKS = 28, 24, 32
+DEVICE_BLOCKS, CPU_BLOCKS = 28, 24
 MAX_TOKENS = 1024
 SAMPLE_SECONDS = 5.0
 QUIET_SHARE = 0.05  # of the time, at the end: the last faults heal under load
@@ -55,6 +56,8 @@ class SoakSettings:
     dtype: str
     inject_wrong: bool = False
     nvme_mode: str = "auto"
+    shared_blocks: int = 32  # of the shared tier
+    reset_seconds: float = 5.0  # between resets of an engine's caches, on average; 0: none
 
 
 def learn_references(settings: SoakSettings, say: Callable[[str], None]) -> Pool:
@@ -91,7 +94,7 @@ def _disturb(
     store: StoreFaults = (
         FolderFaults(stack)
         if settings.tier == "nvme"
-        else ValkeyFaults(stack, SHARED_BLOCKS * block_bytes + VALKEY_OWN_BYTES)
+        else ValkeyFaults(stack, settings.shared_blocks * block_bytes + VALKEY_OWN_BYTES)
     )
     engine_lane = EngineFaults(stack, outages)
     load = Load(
@@ -104,11 +107,23 @@ def _disturb(
         clients=settings.clients,
         inject_wrong=settings.inject_wrong,
     )
-    lanes = Lanes(settings.seconds, outages, urls, strike_engine=engine_lane.strike, store=store, say=say)
+    lanes = Lanes(
+        settings.seconds,
+        outages,
+        urls,
+        strike_engine=engine_lane.strike,
+        strike_caches=CacheFaults(urls, outages).strike,
+        store=store,
+        say=say,
+    )
     watch = _Watch(stack, urls)
     begun = time.monotonic()
     load.start()
-    lanes.start(store_faults(settings.seed, settings.tier), engine_faults(settings.seed, settings.tier, ENGINES))
+    lanes.start(
+        store_faults(settings.seed, settings.tier),
+        engine_faults(settings.seed, settings.tier, ENGINES),
+        reset_faults(settings.seed, settings.tier, ENGINES, settings.reset_seconds),
+    )
     try:
         quiet_at = begun + settings.seconds * (1 - QUIET_SHARE)
         while time.monotonic() < quiet_at and not stopped.is_set():
@@ -208,7 +223,7 @@ def _settings_of(tier: str, settings: SoakSettings, *, engines: int, gateway: bo
         num_cpu_blocks=CPU_BLOCKS,
         device_blocks=DEVICE_BLOCKS,
         max_length=MAX_TOKENS,
-        nvme_max_bytes=SHARED_BLOCKS * _frame_bytes(settings.dtype),
+        nvme_max_bytes=settings.shared_blocks * _frame_bytes(settings.dtype),
         engine_overrides=overrides,
     )
 

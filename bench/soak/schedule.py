@@ -1,7 +1,8 @@
 """Which fault comes when. Pure: a seed gives one schedule, whatever the machine does meanwhile.
 
-Two lanes run at once, so that an engine may die while the store is sick: `store` disturbs what the engines share,
-`engine` disturbs the processes. Within a lane one fault is healed before the next begins. Kinds come in shuffled decks:
+Three lanes run at once, so that an engine may die while the store is sick: `store` disturbs what the engines share,
+`engine` the processes, and `reset` empties the prefix caches of an engine, connector included. Within a lane one fault
+is healed before the next begins. Kinds come in shuffled decks:
 each is met before any is met again, in an order that the seed alone decides.
 """
 
@@ -41,6 +42,7 @@ GATEWAY_KINDS = ("gateway_terminated",)
 STORE_GAP_SECONDS = (4.0, 15.0)
 STORE_HOLD_SECONDS = (2.0, 8.0)
 ENGINE_GAP_SECONDS = (15.0, 60.0)
+RESET_KINDS = ("caches_reset", "caches_reset_preempting")
 # Afterwards the gateway and the last engine are left alone: only a process that lives long can be seen to grow.
 DISTURBED_SHARE = 1 / 3
 
@@ -82,13 +84,22 @@ def engine_faults(seed: int, tier: str, engines: int) -> Iterator[Fault]:
         deck = shuffled(chance, ENGINE_KINDS + GATEWAY_KINDS)
 
 
+def reset_faults(seed: int, tier: str, engines: int, mean_seconds: float) -> Iterator[Fault]:
+    """Without end, every `mean_seconds` on average; none where that is 0."""
+    chance = random.Random(f"{seed} reset {tier}")
+    while mean_seconds:
+        for kind in shuffled(chance, RESET_KINDS):
+            gap = chance.uniform(0.1, 1.9) * mean_seconds
+            yield Fault(kind, gap, 0.0, chance.randrange(engines), chance.getrandbits(32))
+
+
 def may_disturb(fault: Fault, elapsed_share: float, engines: int) -> Fault | None:
     """The fault as it may happen after this share of the run: the same, on the first engine instead, or not at all."""
     if elapsed_share < DISTURBED_SHARE:
         return fault
     if fault.kind in GATEWAY_KINDS:
         return None
-    if fault.target == engines - 1:
+    if fault.kind not in RESET_KINDS and fault.target == engines - 1:
         return Fault(fault.kind, fault.gap_seconds, fault.hold_seconds, 0, fault.seed)
     return fault
 

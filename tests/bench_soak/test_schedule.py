@@ -7,10 +7,12 @@ from soak.schedule import (
     DISTURBED_SHARE,
     ENGINE_KINDS,
     GATEWAY_KINDS,
+    RESET_KINDS,
     STORE_KINDS,
     Fault,
     engine_faults,
     may_disturb,
+    reset_faults,
     store_faults,
 )
 
@@ -46,3 +48,12 @@ def test_the_last_engine_and_the_gateway_are_spared_later() -> None:
     assert later is not None
     assert (later.kind, later.target) == ("engine_killed", 0)
     assert may_disturb(gateway, DISTURBED_SHARE, 2) is None
+
+
+def test_resets_go_on_to_the_end_on_every_engine() -> None:
+    drawn = list(islice(reset_faults(1, "nvme", 2, 5.0), 40))
+    assert {fault.kind for fault in drawn} == set(RESET_KINDS)
+    assert {fault.target for fault in drawn} == {0, 1}
+    assert 3.0 < sum(fault.gap_seconds for fault in drawn) / len(drawn) < 7.0
+    assert all(may_disturb(fault, 0.9, 2) == fault for fault in drawn)
+    assert list(reset_faults(1, "nvme", 2, 0.0)) == []
