@@ -93,6 +93,7 @@ class BenchRequest(SimpleNamespace):
             num_tokens=chunks * BLOCK_TOKENS + 1,
             num_prompt_tokens=chunks * BLOCK_TOKENS + 1,
             num_computed_tokens=0,
+            skip_reading_prefix_cache=False,
             status=RequestStatus.RUNNING,
             finished=False,
         )

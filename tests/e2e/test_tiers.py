@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from reference_answers.margins import difference
+from stack_driver.engine_metrics import device_loads_bytes
 from stack_driver.known_answers import learn
 from stack_driver.running_stack import DEVICE_BLOCKS, RunningStack
 
@@ -29,6 +30,20 @@ def test_cpu_tier_hit_after_eviction_from_the_device(stack: RunningStack) -> Non
     assert answer.cached_tokens == known.prompt.reusable_tokens
     assert answer.device_load_bytes == known.prompt.blocks * stack.block_bytes
     known.check(answer)
+
+
+def test_prompt_logprobs_are_whole_where_the_prefix_could_be_loaded(stack: RunningStack) -> None:
+    """vLLM returns them for tokens that it computes, so nothing may be loaded for such a request. Where nothing was
+    computed, the log-probability is whatever the memory held; a true one is negative."""
+    known = stack.learn_and_store(stack.a)
+    stack.a.forget(cpu_tier=False)
+    reads = device_loads_bytes(stack.a.metrics())
+    logprobs = stack.a.prompt_logprobs(known.prompt.tokens)
+    assert device_loads_bytes(stack.a.metrics()) == reads
+    assert len(logprobs) == len(known.prompt.tokens)
+    for token, position in zip(known.prompt.tokens[1:], logprobs[1:], strict=True):
+        assert position[str(token)]["logprob"] < 0.0
+        assert position[str(token)]["rank"] >= 1
 
 
 def test_part_of_a_prefix_on_the_device_and_the_rest_in_a_tier(stack: RunningStack) -> None:

@@ -1,4 +1,5 @@
-"""`python -m engine_lives [--count 10000] [--seed 0] [--shapes full chunks windows shared window-alone]`"""
+"""`python -m engine_lives [--count 10000] [--seed 0] [--shapes full chunks windows shared window-alone]`
+and, with `--races 20`, resets that meet copies in one order each, on a real NVMe tier."""
 
 from __future__ import annotations
 
@@ -13,15 +14,25 @@ from pathlib import Path
 
 def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update(PYTHONHASHSEED="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
-    from engine_lives.engine import SHAPES, Engine
+    from engine_lives.engine import RANDOM_SHAPES, SHAPES, Engine
+    from engine_lives.resets import RACES
     from engine_lives.schedules import run
 
     parser = argparse.ArgumentParser(prog="engine_lives", description="Random schedules on vLLM's real scheduler.")
     parser.add_argument("--count", type=int, default=10_000, help="schedules of each shape (default 10000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule (default 0)")
-    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=RANDOM_SHAPES)
+    parser.add_argument("--races", type=int, default=0, help="of a reset with copies, each in its one order, first")
     parser.add_argument("--without", nargs="+", choices=("failures", "resets"), default=[], help="to narrow a fault")
     given = parser.parse_args(arguments)
+    if given.races:
+        with tempfile.TemporaryDirectory() as folder:
+            engine = Engine(SHAPES["nvme"], Path(folder))
+            for name, race in RACES.items():
+                for number in range(given.races):
+                    race(engine, number)
+                print(f"{name}: {given.races} races", flush=True)
+            engine.close()
     for name in given.shapes:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -41,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{figures.preemptions} preemptions, {figures.aborted} aborts, {figures.failures} steps with failed loads, "
             f"{len(engine.copiers[next(iter(engine.copiers))].submitted_ids)} stores, "
             f"{len(list(engine.copiers.values())[1].submitted_ids)} loads or pieces of them, "
-            f"{engine.figures.early_loads} begun early; {time.monotonic() - started:.0f} s",
+            f"{figures.early_loads} begun early, {figures.resets} resets, {figures.resets_refused} refused, "
+            f"{figures.resets_forced} for new weights, {figures.rows_kept_back} rows kept back; "
+            f"{time.monotonic() - started:.0f} s",
             flush=True,
         )
     return 0

@@ -19,7 +19,8 @@ DICE = "dice"
 
 
 class DiceTier(PrefixTier):
-    """Bytes reach a row at `advance`, not at `submit_load`: a row that is read before is read wrong and found out."""
+    """Bytes move at `advance`, not when they are submitted: a row that is read before a load, or written before a store
+    has read it, is found out."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **_: Any) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
@@ -51,21 +52,21 @@ class DiceTier(PrefixTier):
     def submit_load(self, job_metadata: JobMetadata) -> None:
         self._loads.append((job_metadata, list(job_metadata.keys), job_metadata.block_ids.tolist()))
 
-    def advance(self, chunks: int) -> None:
-        """Read the next `chunks` chunks, and write the stores that are waiting."""
-        for job in self._stores:
+    def advance(self, chunks: int, stores: int) -> None:
+        """Read the next `chunks` chunks, and write the oldest `stores` stores."""
+        for job in self._stores[:stores]:
             keys = list(job.keys)
             for key, row in zip(keys, job.block_ids.tolist(), strict=True):
                 self._frames[key] = self._rows[row].tobytes()
             self.changes.add(keys)
             self._ended.append(TierJobResult(job.job_id, success=True))
-        self._stores.clear()
+        del self._stores[:stores]
         while chunks and self._loads:
             job, keys, rows = self._loads[0]
             key, row = keys.pop(0), rows.pop(0)
             chunks -= 1
             failed = self._failed.setdefault(job.job_id, set())
-            if self.dice.random() < self.losing_share:
+            if self.dice.random() < self.losing_share or key not in self._frames:
                 failed.add(key)
                 self._frames.pop(key, None)
                 self.changes.add([key])

@@ -7,6 +7,8 @@ that its attention reads has been found in its blocks, byte for byte.
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from engine_lives.dice_tier import DICE, DiceTier
 from engine_lives.manual_copies import ManualCopier
 from spillway_connector.device.copier import Direction
+from spillway_connector.engine.tier_adapter import SharedTierAdapter
 
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 8
@@ -65,6 +68,7 @@ class Shape:
     cpu_rows: int
     blocks_per_chunk: int = 1
     shared_tier: bool = False  # a DiceTier behind the CPU tier
+    nvme_tier: bool = False  # a real one, with its threads and files
 
 
 SHAPES = {
@@ -72,8 +76,10 @@ SHAPES = {
     "chunks": Shape((None,), device_blocks=22, cpu_rows=20, blocks_per_chunk=2),
     "windows": Shape((None, 3 * BLOCK_TOKENS), device_blocks=40, cpu_rows=80),
     "shared": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True),
+    "nvme": Shape((None,), device_blocks=28, cpu_rows=24, nvme_tier=True),
     "window-alone": Shape((2 * BLOCK_TOKENS + 5,), device_blocks=22, cpu_rows=40),
 }
+RANDOM_SHAPES = [name for name, shape in SHAPES.items() if not shape.nvme_tier]  # the dice move every byte
 
 
 @dataclass
@@ -92,6 +98,10 @@ class Figures:
     failures: int = 0
     checked_tokens: int = 0
     early_loads: int = 0
+    resets: int = 0
+    resets_refused: int = 0
+    resets_forced: int = 0
+    rows_kept_back: int = 0
     finished: int = 0
     aborted: int = 0
     by_request: dict[str, list[int]] = field(default_factory=dict)
@@ -122,9 +132,11 @@ class Engine:
         )
         manager = self._scheduler_half.manager
         self.tier: DiceTier | None = manager.secondary_tiers[0] if shape.shared_tier else None
-        if self.tier is not None:  # so near that a load may begin whenever half of it is there
-            manager._gates[self.tier].load_rate.add(1e15, 1.0, 0.0)
+        for tier in manager.secondary_tiers:  # so near that a load may begin whenever half of it is there
+            manager._gates[tier].load_rate.add(1e15, 1.0, 0.0)
         self._rows: dict[str, _Row] = {}
+        self.scheduled: deque[SchedulerOutput] = deque()  # steps that the workers have not run
+        self._requests: dict[str, Request] = {}  # those of a step that runs may have been aborted since
         self._digests: dict[str, list[int]] = {}
         self.figures = Figures()
         self.may_fail = self.may_reset = True
@@ -136,7 +148,8 @@ class Engine:
 
     def submit(self, name: str, prompt: list[int], answer_tokens: int) -> None:
         sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True, temperature=0.0)
-        self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._block_hasher))
+        self._requests[name] = Request(name, prompt, sampling, None, block_hasher=self._block_hasher)
+        self.scheduler.add_request(self._requests[name])
         self._digests[name] = []
 
     def abort(self, name: str) -> None:
@@ -145,7 +158,10 @@ class Engine:
 
     def preempt_all(self) -> None:
         """As when the prefix cache is reset under running requests. Left alone while others hold blocks, for a load
-        or since one: vLLM cannot take those away, says so, and may never find room for anyone again."""
+        or since one: vLLM cannot take those away, says so, and may never find room for anyone again. And while the
+        workers have not run a step: without async scheduling vLLM would sample its tokens twice."""
+        if self.scheduled:
+            return
         running = {request.request_id for request in self.scheduler.running}
         get_blocks = self.scheduler.kv_cache_manager.coordinator.get_blocks
         if not any(any(get_blocks(name)) for name in self.scheduler.requests.keys() - running):
@@ -154,17 +170,51 @@ class Engine:
     def forget_device_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
 
+    def reset_prefix_cache(self) -> bool:
+        """Of device and connector: both forget everything, or neither does."""
+        half = self._scheduler_half
+        pool, cpu_tier = self.scheduler.kv_cache_manager.block_pool, half.manager.primary_tier
+        before = dict(cpu_tier._rows), set(cpu_tier.ready), set(half._jobs), len(pool.cached_block_hash_to_block)
+        done = self.scheduler.reset_prefix_cache(reset_connector=True)
+        self.figures.rows_kept_back += len(cpu_tier.quarantine)
+        if done:
+            assert not cpu_tier.resident, "a reset left chunks in the CPU tier"
+            assert not len(pool.cached_block_hash_to_block), "a reset left blocks in the device's prefix cache"
+        else:
+            after = dict(cpu_tier._rows), set(cpu_tier.ready), set(half._jobs), len(pool.cached_block_hash_to_block)
+            assert after == before, "a refused reset has changed something"
+        self.figures.resets += done
+        self.figures.resets_refused += not done
+        return done
+
+    def change_weights(self) -> None:
+        """The connector forgets everything at once, whatever is under way."""
+        self._scheduler_half.weights_changing("the test")
+        self.figures.rows_kept_back += len(self._scheduler_half.manager.primary_tier.quarantine)
+        self.figures.resets_forced += 1
+
     def unfinished(self) -> list[Request]:
         return [request for request in self.scheduler.requests.values() if not request.is_finished()]
 
     # -- a step, in the order of vLLM's engine core and model runner
 
-    def step(self) -> None:
+    def step(self, meanwhile: Callable[[], None] = lambda: None, *, steps_ahead: int = 0) -> None:
+        """meanwhile: what happens after the step is scheduled and before the workers hear of it.
+        steps_ahead: how many steps are scheduled beyond the one that runs, as with vLLM's batch queue."""
+        while len(self.scheduled) <= steps_ahead:
+            self._schedule()
+            meanwhile()
+        self._run(self.scheduled.popleft())
+
+    def _schedule(self) -> None:
         output = self.scheduler.schedule()
+        self.scheduled.append(output)
         self.figures.steps += 1
-        meta = output.kv_connector_metadata
-        self._write_down(output, meta)
-        self.figures.early_loads += sum(piece.last for piece in getattr(meta, "pieces", ()))
+        self._write_down(output, output.kv_connector_metadata)
+        self.figures.early_loads += sum(piece.last for piece in getattr(output.kv_connector_metadata, "pieces", ()))
+
+    def _run(self, output: SchedulerOutput) -> None:
+        meta: Any = output.kv_connector_metadata
         self._worker.handle_preemptions(meta)
         self._take_in(output)
         self._worker.bind_connector_metadata(meta)
@@ -233,7 +283,7 @@ class Engine:
     def _compute(self, output: SchedulerOutput) -> dict[str, list[int]]:
         sampled: dict[str, list[int]] = {}
         for name, count in output.num_scheduled_tokens.items():
-            request, row = self.scheduler.requests[name], self._rows[name]
+            request, row = self._requests[name], self._rows[name]
             tokens = request.all_token_ids
             digests = self._digests_of(name, tokens)
             for group, window in enumerate(self.shape.windows):
@@ -266,6 +316,12 @@ class Engine:
             digests.append(xxhash.xxh64_intdigest(packed) >> 8)
         return digests
 
+    def settle_nvme(self) -> None:
+        """Until the tier's threads have ended all of their jobs; the scheduler hears of it in a later step."""
+        for tier in self._scheduler_half.manager.secondary_tiers:
+            if isinstance(tier, SharedTierAdapter):
+                assert tier._shared.drain(60.0)
+
     # -- what must be so when nobody asks for anything
 
     def drain(self, steps_max: int = 2_000) -> None:
@@ -275,14 +331,16 @@ class Engine:
             for copier in self.copiers.values():
                 copier.advance(1_000)
             if self.tier is not None:
-                self.tier.advance(1_000)
+                self.tier.advance(1_000, 1_000)
+            self.settle_nvme()
             # The engine core steps while requests are unfinished or finished ones are to be told to the workers.
-            if not (self.scheduler.has_requests() or connector._jobs or connector.manager._transfer_jobs):
+            if not (self.scheduled or self.scheduler.has_requests() or _under_way(connector)):
                 break
             self.step()
         else:
             waiting = [(request.request_id, request.status.name) for request in self.unfinished()]
             raise AssertionError(f"after {steps_max} steps there still are {waiting}, jobs {list(connector._jobs)}")
+        self._requests.clear()
         self._digests.clear()
         self.trace.clear()
 
@@ -310,6 +368,7 @@ class Engine:
         assert not half.manager._bounds.waits
         assert not half.manager._distrusted
         assert not half.manager._taken_in
+        assert not half._forgotten_jobs and not half.manager._forgotten and not tier.quarantine, "rows kept back"
         assert not half.manager._bounds.rows_in_flight
         worker = self._worker.connector_worker
         held_by_worker = ("_load_jobs", "_load_blocks", "_refused_loads", "_unsubmitted_store_jobs", "_invalid_blocks")
@@ -325,6 +384,10 @@ class Engine:
     def close(self) -> None:
         self._worker.shutdown()
         self.scheduler.shutdown()
+
+
+def _under_way(half: Any) -> bool:
+    return bool(half._jobs or half._forgotten_jobs or half.manager._transfer_jobs)
 
 
 def _ids(spec: Any) -> str:
@@ -358,10 +421,15 @@ def _engine_config(shape: Shape, folder: Path) -> VllmConfig:
                 "num_cpu_blocks": shape.cpu_rows,
                 "blocks_per_chunk": shape.blocks_per_chunk,
                 "prefill_tokens_per_second": 1.0,
-                "secondary_tiers": [{"type": DICE}] if shape.shared_tier else [],
+                "secondary_tiers": _tiers(shape, folder),
             },
         },
     ).create_engine_config()
+
+
+def _tiers(shape: Shape, folder: Path) -> list[dict[str, Any]]:
+    nvme = {"type": "nvme", "path": str(folder / "tier"), "mode": "files"}
+    return [{"type": DICE}] * shape.shared_tier + [nvme] * shape.nvme_tier
 
 
 def _kv_cache_config(shape: Shape, groups: list[str]) -> KVCacheConfig:

@@ -38,18 +38,30 @@ def run(engine: Engine, seed: int) -> None:
                 engine.preempt_all()
         elif action < 0.42:
             engine.forget_device_cache()
+        elif action < 0.46:
+            if engine.may_reset:
+                engine.trace.append(f"reset: {engine.reset_prefix_cache()}")
+        elif action < 0.48:
+            if engine.may_reset:
+                engine.trace.append("weights change")
+                engine.change_weights()
         else:
-            for copier in engine.copiers.values():
-                copier.advance(dice.choice([0, 0, 1, 2, 100]))
-            if tier is not None:
-                tier.advance(dice.choice([0, 1, 2, 3, 100]))
-            engine.step()
+            move_bytes(engine, dice)
+            engine.step(meanwhile=lambda: move_bytes(engine, dice), steps_ahead=dice.choice([0, 0, 1]))
     for copier in engine.copiers.values():
         copier.failing_share = copier.refused_share = 0.0
     if tier is not None:
         tier.losing_share = 0.0
     engine.drain()
     engine.require_nothing_left()
+
+
+def move_bytes(engine: Engine, dice: random.Random) -> None:
+    """Copies and tiers have threads of their own, which no step waits for."""
+    for copier in engine.copiers.values():
+        copier.advance(dice.choice([0, 0, 1, 2, 100]))
+    if engine.tier is not None:
+        engine.tier.advance(dice.choice([0, 1, 2, 3, 100]), dice.choice([0, 0, 1, 100]))
 
 
 def prompt_of(dice: random.Random) -> list[int]:

@@ -11,13 +11,14 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 SHAPES = ("full", "chunks", "windows", "shared", "window-alone")
 COUNT = 100  # of each shape
+RACES = 5  # of each kind
 
 
 def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     # In a process of its own: vLLM reads its settings from the environment when it is imported. In one for all shapes:
     # the import takes four times as long as the schedules of a shape.
     done = subprocess.run(
-        [sys.executable, "-m", "engine_lives", "--count", str(COUNT), "--shapes", *SHAPES],
+        [sys.executable, "-m", "engine_lives", "--count", str(COUNT), "--races", str(RACES), "--shapes", *SHAPES],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
@@ -26,3 +27,4 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert re.findall(rf"^(\S+): {COUNT} schedules", done.stdout, re.M) == list(SHAPES)
+    assert re.findall(rf"^(\S+): {RACES} races", done.stdout, re.M) == ["store-that-began-before", "load-under-way"]

@@ -62,6 +62,12 @@ class EngineClient:
             },
         )
 
+    def prompt_logprobs(self, prompt: Sequence[int]) -> list[Any]:
+        """Of a token prompt, one entry per token; the first has none."""
+        body = {"model": self._model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+        choice = self._post("/v1/completions", body)["choices"][0]
+        return list(choice["prompt_logprobs"])
+
     def nudge(self) -> None:
         """One engine step that touches no full block: pending news of the tiers is taken in and counted."""
         self.complete([7, 7, 7], 1)

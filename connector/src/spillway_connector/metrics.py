@@ -40,6 +40,12 @@ HOST_MEMORY_PINNED = Metric(
 CPU_TIER_BLOCKS = Metric(
     "spillway_cpu_tier_blocks", Kind.GAUGE, "Chunks of the CPU tier, used and in total.", ("state",)
 )
+CPU_TIER_RESETS = Metric(
+    "spillway_cpu_tier_resets",
+    Kind.COUNTER,
+    "Resets of the CPU tier that were asked for: done, or refused because requests held device blocks.",
+    ("outcome",),
+)
 TIER_LOOKUPS = Metric(
     "spillway_tier_lookups", Kind.COUNTER, "Chunks asked of a shared tier, by answer.", ("tier", "outcome")
 )
@@ -127,6 +133,7 @@ ALL = (
     DEVICE_COPY_PATH,
     HOST_MEMORY_PINNED,
     CPU_TIER_BLOCKS,
+    CPU_TIER_RESETS,
     TIER_LOOKUPS,
     TIER_READ_BYTES,
     TIER_READ_SECONDS,

@@ -141,6 +141,7 @@ class Rig:
             num_tokens=TOKENS + 1,
             num_prompt_tokens=TOKENS + 1,
             num_computed_tokens=0,
+            skip_reading_prefix_cache=False,
             status=RequestStatus.RUNNING,
             is_finished=lambda: self.finished,
         )

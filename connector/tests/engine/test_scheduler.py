@@ -46,6 +46,7 @@ class FakeRequest(SimpleNamespace):
             num_tokens=TOKENS,
             num_prompt_tokens=TOKENS,
             num_computed_tokens=0,
+            skip_reading_prefix_cache=False,
             status=RequestStatus.RUNNING,
             finished=False,
         )
@@ -392,3 +393,19 @@ def test_a_reset_preempts_without_a_word_and_its_stores_end_first(scheduler):
     assert build_meta(scheduler, {"other": TOKENS}).jobs_to_flush == {job}
     report(scheduler, {job: 2})
     assert build_meta(scheduler).jobs_to_flush == set()
+
+
+def test_a_request_that_may_not_read_a_prefix_cache_is_offered_nothing_and_stores_all_the_same(scheduler):
+    job = compute_and_store(scheduler, "writer")
+    report(scheduler, {job: 2})
+    request = FakeRequest("prompt-logprobs", prompt=0)
+    request.skip_reading_prefix_cache = True
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert not build_meta(scheduler, {request.request_id: TOKENS}, {request.request_id: [5, 6, 7, 8]}).store_jobs
+    assert ask(scheduler, "reader")[1] == (TOKENS, True)
+    fresh = FakeRequest("fresh-prompt-logprobs", prompt=7)
+    fresh.skip_reading_prefix_cache = True
+    scheduler.on_new_request(fresh)
+    assert scheduler.get_num_new_matched_tokens(fresh, 0) == (0, False)
+    assert build_meta(scheduler, {fresh.request_id: TOKENS}, {fresh.request_id: [9, 10, 11, 12]}).store_jobs

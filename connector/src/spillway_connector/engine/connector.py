@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
@@ -82,6 +83,15 @@ class SpillwayConnector(OffloadingConnector):
         spec = self._spec
         if isinstance(spec, SpillwayOffloadingSpec):
             spec.registered_layout = layout_facts(kv_caches, spec.vllm_config, spec.kv_cache_config.num_blocks)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        assert isinstance(self.connector_scheduler, SpillwayConnectorScheduler)
+        self.connector_scheduler.device_blocks = gpu_block_pool
+
+    def reset_cache(self) -> bool:
+        """False, and nothing has changed, where vLLM could not reset the device's prefix cache either."""
+        assert isinstance(self.connector_scheduler, SpillwayConnectorScheduler)
+        return self.connector_scheduler.reset_with_device()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         assert self.connector_worker is not None

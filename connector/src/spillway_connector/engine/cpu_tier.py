@@ -7,13 +7,16 @@ row is a number, a pin is an entry of a dict, and "which of these are ready" is 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from abc import abstractmethod
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice, repeat
+from typing import Literal
 
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingEvent, OffloadKey, PrepareStoreOutput, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
 from spillway_connector.device.host_region import HostRegion
@@ -26,15 +29,56 @@ class CpuTier(CPUPrimaryTierOffloadingManager):
     """What the tiering manager needs beyond upstream's interface.
 
     ready: chunks that may be read. resident: those and the ones still being written. changes: chunks that came, became
-    ready or left.
+    ready or left. quarantine: rows whose chunks a reset has forgotten while jobs still read or write them, and by how
+    many; each is handed out again when the last of these jobs has ended.
     """
 
     ready: set[OffloadKey]
     resident: AbstractSet[OffloadKey]
     changes: ChangeLog[OffloadKey]
+    quarantine: Counter[int]
+
+    def __init__(
+        self, num_rows: int, region: HostRegion, *, policy: Literal["lru", "arc"], enable_events: bool
+    ) -> None:
+        # The region has what upstream's manager calls.
+        super().__init__(num_rows, region, cache_policy=policy, enable_events=enable_events)  # type: ignore[arg-type]
+        self.ready = set()
+        self.changes = ChangeLog()
+        self.quarantine = Counter()
 
     def used_rows(self) -> int:
         return len(self.resident)
+
+    @abstractmethod
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Of resident chunks."""
+
+    @abstractmethod
+    def _rows_in_use(self) -> Counter[int]:
+        """Rows that are being written, each by one job, or read, and by how many."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """All chunks, ready or not."""
+
+    def reset_cache(self) -> None:
+        """Forget every chunk at once; rows that jobs still read or write are kept back until `release`."""
+        self.quarantine += self._rows_in_use()
+        self._forget()
+        self.ready.clear()
+        # Handed out from the end, so from row 0 on as in a new tier: rows side by side are copied in one run.
+        self._free_list = [row for row in reversed(range(self._num_allocated_blocks)) if row not in self.quarantine]
+        self.changes.add_all()
+
+    def release(self, rows: Iterable[int]) -> None:
+        """A job that used these rows when a reset forgot their chunks has ended."""
+        for row in rows:
+            self.quarantine[row] -= 1
+            assert self.quarantine[row] >= 0, f"row {row} was released more often than it was used"
+            if not self.quarantine[row]:
+                del self.quarantine[row]
+                self._free_list.append(row)
 
 
 def make_cpu_tier(num_rows: int, region: HostRegion, policy: str, enable_events: bool) -> CpuTier:
@@ -47,13 +91,10 @@ class LruCpuTier(CpuTier):
     """The least recently used ready chunk that nobody reads leaves first."""
 
     def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
-        # The region has what upstream's manager calls.
-        super().__init__(num_rows, region, cache_policy="lru", enable_events=enable_events)  # type: ignore[arg-type]
+        super().__init__(num_rows, region, policy="lru", enable_events=enable_events)
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
         self._readers: dict[OffloadKey, int] = {}  # of the chunks that are being read
-        self.ready = set()
         self.resident = self._rows.keys()
-        self.changes = ChangeLog()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """True: ready. None: being written. False: not here."""
@@ -112,13 +153,17 @@ class LruCpuTier(CpuTier):
             self._free_list += [self._rows.pop(key) for key in written]
         self.changes.add(written)
 
-    def reset_cache(self) -> None:
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        return list(map(self._rows.__getitem__, keys))
+
+    def _rows_in_use(self) -> Counter[int]:
+        in_use = Counter(self.rows_of(self._rows.keys() - self.ready))
+        in_use.update({self._rows[key]: count for key, count in self._readers.items()})
+        return in_use
+
+    def _forget(self) -> None:
         self._rows.clear()
-        self.ready.clear()
         self._readers.clear()
-        self._free_list.clear()
-        self._num_allocated_blocks = 0
-        self.changes.add_all()
 
     def _allocate(self, count: int) -> list[int]:
         fresh = min(count, self._num_blocks - self._num_allocated_blocks)
@@ -159,11 +204,9 @@ class ArcCpuTier(CpuTier):
     """Upstream's ARC, with the two sets beside it."""
 
     def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
-        super().__init__(num_rows, region, cache_policy="arc", enable_events=enable_events)  # type: ignore[arg-type]
-        self.ready = set()
+        super().__init__(num_rows, region, policy="arc", enable_events=enable_events)
         self._resident: set[OffloadKey] = set()
         self.resident = self._resident
-        self.changes = ChangeLog()
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys, req_context)
@@ -183,11 +226,22 @@ class ArcCpuTier(CpuTier):
             self._resident.difference_update(written)
         self._log(written)
 
-    def reset_cache(self) -> None:
-        super().reset_cache()
-        self.ready.clear()
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        return [self._block_of(key).block_id for key in keys]
+
+    def _rows_in_use(self) -> Counter[int]:
+        blocks = [self._block_of(key) for key in self._resident]
+        return Counter({block.block_id: abs(block.ref_cnt) for block in blocks if block.ref_cnt})
+
+    def _forget(self) -> None:
+        self._policy.clear()
         self._resident.clear()
-        self.changes.add_all()
+
+    def _block_of(self, key: OffloadKey) -> BlockStatus:
+        """Its `ref_cnt` is -1 while it is being written, else the number of its readers."""
+        block = self._policy.get(key)
+        assert block is not None, "a resident chunk has a row"
+        return block
 
     def _log(self, *changed: Iterable[OffloadKey]) -> None:
         for keys in changed:

@@ -78,10 +78,12 @@ class EarlyLoad:
         self.closed = False  # the last piece has left
 
     def abandon(self, *, needed: bool) -> None:
-        """What has not left will not. needed: by a request that has to recompute it."""
-        lost = list(self._waiting.values()) if needed else []
+        """What has not left will not. needed: by a request that has to recompute it. Twice is harmless."""
+        lost = list(self._waiting.values())
+        if self._ending is not None:
+            lost += self._ending.lost
         self._waiting.clear()
-        self._ending = Due([], lost, last=True)
+        self._ending = Due([], lost if needed else [], last=True)
 
     def due(self, ready: AbstractSet[OffloadKey], resident: AbstractSet[OffloadKey]) -> Due | None:
         """What leaves now; None: nothing yet. Positions are due once.

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     RequestOffloadState,
 )
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -87,6 +89,14 @@ class _Shorter(NamedTuple):
     num_tokens: int
 
 
+@dataclass(slots=True)
+class _ForgottenJob:
+    """Of a reset, until every rank has reported it."""
+
+    ranks_pending: int
+    rows: list[int]  # of the CPU tier, which it may still read or write
+
+
 class _Step(NamedTuple):
     begun_at: float  # time.monotonic seconds
     tokens: int
@@ -103,8 +113,10 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             isinstance(group.kv_cache_spec, MambaSpec) for group in spec.kv_cache_config.kv_cache_groups
         )
         self._largest_chunk_tokens = max(group.offloaded_block_size for group in self.config.kv_group_configs)
+        self._forgotten_jobs: dict[int, _ForgottenJob] = {}
         self._failed_jobs: set[int] = set()  # some rank failed, others still to answer
         self._recompute_only: set[str] = set()  # requests whose load failed once: never offered a load again
+        self.device_blocks: BlockPool | None = None  # vLLM's; bound before the first request
         self._steps: deque[_Step] = deque(maxlen=_STEPS_MAX)  # begun, not yet reported by the workers
         self._last_step_ended_at = 0.0
         self._weights_changed = False
@@ -135,7 +147,13 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             self._hash_bytes = len(request.block_hashes[0])
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if request.skip_reading_prefix_cache:
+            # It needs what a forward pass over the whole prompt returns (`prompt_logprobs`, pooling over all tokens).
+            # vLLM 0.23 honours that for the device's cache, but asks the connector all the same; 0.32 does not.
+            return 0, False
         if self._gridlock:
+            # vLLM asks about requests without computed tokens: the load of this one failed as a whole, if it had one.
+            self._loaded.discard(request.request_id)
             return None, False  # let those pass who have their blocks already
         status = cast(_RequestState, self._req_status[request.request_id])
         if status.has_adapter and (status.adapter is None or status.adapter.key is None):
@@ -324,6 +342,8 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             if meta.adapters:
                 self.adapters.loaded_by_workers(meta.adapters)
                 self.distrust_replaced_adapters()
+            if self._forgotten_jobs:
+                self._end_forgotten(meta.completed_jobs)
             self._failed_jobs |= meta.failed_jobs
             for job_id, count in meta.completed_jobs.items():
                 status = self._jobs.get(job_id)
@@ -354,6 +374,15 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
                     load = self._early_loads.pop(job_id)
                     if self._blocks_being_loaded:
                         self._blocks_being_loaded.difference_update(load.keys)
+
+    def _end_forgotten(self, completed_jobs: dict[int, int]) -> None:
+        """completed_jobs: by how many ranks each was reported since the last call."""
+        for job_id in completed_jobs.keys() & self._forgotten_jobs.keys():
+            job = self._forgotten_jobs[job_id]
+            job.ranks_pending -= completed_jobs[job_id]
+            if not job.ranks_pending:
+                del self._forgotten_jobs[job_id]
+                self.manager.primary_tier.release(job.rows)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._recompute_only.discard(request.request_id)
@@ -400,8 +429,34 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         for status in self._req_status.values():
             status.max_offload_tokens = 0
 
+    def reset_with_device(self) -> bool:
+        """Forget the CPU tier; False, and nothing has changed, while requests hold blocks of the device.
+
+        vLLM resets the device's prefix cache first and refuses while a block is in use, but asks the connector all the
+        same. Those blocks stay cached there, and a load that is under way would add to them: a CPU tier that is empty
+        beside them is no reset. So both forget, or neither does.
+        """
+        if self.device_blocks is not None and (in_use := _blocks_in_use(self.device_blocks)):
+            logger.warning(
+                "The CPU tier was not reset, like the device's prefix cache: %d blocks are in use; reset again when no "
+                "request runs, or with reset_running_requests",
+                in_use,
+            )
+            self.manager.count_refused_reset()
+            return False
+        self.reset_cache()
+        return True
+
     def reset_cache(self) -> None:
+        """Drop every chunk and job. What the workers still copy, they end in their next step; the rows come back as
+        each job is reported by all of them."""
+        for job_id, job in self._jobs.items():
+            rows = self.manager.primary_tier.rows_of(job.keys)
+            self._forgotten_jobs[job_id] = _ForgottenJob(job.pending_count, rows)
+        # Upstream's asserts that there are none, but those of a reset wait here for the next step.
+        jobs_to_flush, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
         super().reset_cache()
+        self._current_batch_jobs_to_flush |= jobs_to_flush
         self._failed_jobs.clear()
         for load in self._early_loads.values():
             load.abandon(needed=True)
@@ -411,3 +466,8 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             status.transfer_jobs.clear()
             if status.req.is_finished():
                 del self._req_status[request_id]
+
+
+def _blocks_in_use(device_blocks: BlockPool) -> int:
+    """What vLLM's own reset counts; the null block is always taken."""
+    return device_blocks.num_gpu_blocks - device_blocks.get_num_free_blocks() - 1

@@ -85,7 +85,6 @@ class SharedTierAdapter(PrefixTier):
             payload_bytes=geometry.payload_bytes,
             limits=config.limits,
         )
-        self._drain_seconds = max(config.limits.load_timeout_seconds, config.limits.store_timeout_seconds)
         self.changes = self._shared.changes
         self.report = TierReport(tier_type, self._shared)
         logger.info("Shared tier %s: namespace %s", tier_type, offloading_spec.namespace.hex)
@@ -142,10 +141,6 @@ class SharedTierAdapter(PrefixTier):
 
     def on_schedule_end(self) -> None:
         self._shared.step_end()
-
-    def drain_jobs(self) -> None:
-        """Wait, at most one deadline, until no job of this tier touches a row; outcomes are still to be collected."""
-        self._shared.drain(self._drain_seconds)
 
     def shutdown(self) -> None:
         self._shared.close()

@@ -145,6 +145,7 @@ class SpillwayTieringManager(TieringOffloadingManager):
         self._reported_rows = -1
         self._reported_rates: dict[str, float] = {}  # by tier; "" is the prefill's
         self._misses: dict[tuple[str, MissReason], int] = {}
+        self._resets = {"done": 0, "refused": 0}
         only = secondary_tiers[0] if len(secondary_tiers) == 1 else None
         self._prefix_tier = only if isinstance(only, PrefixTier) else None
         self.view = View(-math.inf, (), _Verdict(passes=False, open=False))
@@ -159,6 +160,7 @@ class SpillwayTieringManager(TieringOffloadingManager):
         self._distrusted: set[OffloadKey] = set()
         self.loads_begin_early = False  # for the scheduler half to say
         self._taken_in: dict[int, int] = {}  # chunks of promotions under way that have come, by job
+        self._forgotten: dict[int, list[int]] = {}  # rows of jobs under way whose chunks a reset has forgotten
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """True: in the CPU tier. None: on its way, ask again. False: recompute."""
@@ -427,7 +429,8 @@ class SpillwayTieringManager(TieringOffloadingManager):
                 self._complete(tier, result)
         if self.loads_begin_early and self._prefix_tier is not None and self._bounds.rows_in_flight:
             for job_id, arrived in self._prefix_tier.take_arrived():
-                self._take_in(job_id, arrived)
+                if job_id not in self._forgotten:
+                    self._take_in(job_id, arrived)
 
     def _take_in(self, job_id: int, arrived: list[OffloadKey]) -> None:
         """These chunks of a promotion have come; from here on its job is about the others."""
@@ -447,8 +450,12 @@ class SpillwayTieringManager(TieringOffloadingManager):
 
     def _complete(self, tier: SecondaryTierManager, result: JobResult) -> None:
         job = self._transfer_jobs.pop(result.job_id)
+        forgotten_rows = self._forgotten.pop(result.job_id, None)
+        if forgotten_rows is not None:
+            self.primary_tier.release(forgotten_rows)
         if not job.is_promotion:
-            self.primary_tier.complete_read(job.keys, job.req_context)
+            if forgotten_rows is None:
+                self.primary_tier.complete_read(job.keys, job.req_context)
             return
         self._bounds.rows_in_flight -= len(job.keys)
         arrived: Collection[OffloadKey] = job.keys if result.success else ()
@@ -460,6 +467,8 @@ class SpillwayTieringManager(TieringOffloadingManager):
             chunks = len(arrived) + self._taken_in.pop(result.job_id, 0)
             self._gates[tier].load_rate.add(chunks * self._chunk_bytes, result.seconds, self._clock())
             self._unreported = True
+        if forgotten_rows is not None:
+            return
         if arrived:
             self.primary_tier.complete_write(arrived, job.req_context, True)
         if lost:
@@ -498,19 +507,22 @@ class SpillwayTieringManager(TieringOffloadingManager):
         super().on_request_finished(req_context)
 
     def reset_cache(self) -> None:
-        """Forget the CPU tier. Jobs of the shared tiers still touch its rows, so they end first.
-
-        Called between steps by an administrator; waits for at most one load or store deadline per tier.
-        """
+        """Forget the CPU tier. Jobs of the shared tiers go on; the rows they use are kept back until they end."""
         self._flush_pending_promotions()
-        for tier in self._shared_tiers:
-            tier.drain_jobs()
         self._process_finished_jobs()
+        for job_id, job in self._transfer_jobs.items():
+            if job_id not in self._forgotten:
+                self._forgotten[job_id] = self.primary_tier.rows_of(job.keys)
         self._distrusted.clear()
-        self._taken_in.clear()
         self._bounds.waits.clear()
         self.looked = False
         self.primary_tier.reset_cache()
+        self._resets["done"] += 1
+        self._unreported = True
+
+    def count_refused_reset(self) -> None:
+        self._resets["refused"] += 1
+        self._unreported = True
 
     def take_stats(self) -> SpillwayStats | None:
         """What happened since the last call, as vLLM's stats; called once per engine step, where mostly nothing has."""
@@ -531,6 +543,10 @@ class SpillwayTieringManager(TieringOffloadingManager):
         if (rate := self.prefill_rate.per_second) is not None and rate != self._reported_rates.get(""):
             self._reported_rates[""] = rate
             stats.add(metrics.PREFILL_RATE, rate)
+        for outcome, count in self._resets.items():
+            if count:
+                stats.add(metrics.CPU_TIER_RESETS, count, outcome)
+                self._resets[outcome] = 0
         for shared in self._shared_tiers:
             shared.report.add_to(stats)
         for tier, gate in self._gates.items():
