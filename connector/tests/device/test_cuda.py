@@ -138,7 +138,11 @@ def word_spans(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return list(zip(*sides, sizes))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=3 * settings.default.max_examples // 2,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     st.lists(word_spans(), min_size=1, max_size=3),
     st.sampled_from(BOTH),

@@ -89,7 +89,11 @@ class Twin:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=3 * settings.default.max_examples,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(steps=steps)
 def test_it_decides_as_upstream_does(region: HostRegion, policy: str, steps: list[tuple[str, list[int]]]):
     twin = Twin(region, policy)

@@ -265,7 +265,7 @@ engine_steps = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=settings.default.max_examples, deadline=None)
 @given(schedule=engine_steps)
 @example(schedule=[("come", 0), ("come", 0), ("go", 0), ("ask", 0), ("report", 0), ("ask", 0)])
 def test_who_waits_is_told_what_a_look_would_say(schedule):

@@ -71,7 +71,7 @@ def plan_of(layout, blocks, sizes, firsts, rows) -> CopyPlan:
     return plan_copies(layout, flat, sizes, firsts, np.array(rows, dtype=np.int64))
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(jobs())
 def test_every_byte_moves_once_and_to_its_place(job):
     layout, blocks, sizes, firsts, chunks, rows, _, _ = job

@@ -95,7 +95,7 @@ actions = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples // 2, deadline=None)
 @given(schedule=st.lists(actions, max_size=25), kind=st.sampled_from((SetTier, KnowingTier)))
 def test_a_batch_is_answered_as_its_keys_one_by_one(schedule, kind):
     batch, single = Desk(kind), Desk(kind)

@@ -80,7 +80,7 @@ def check_bounds(engine: SimulatedEngine, shared: SharedTier) -> None:
     assert engine.running_requests <= SHAPE.max_running
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=settings.default.max_examples, deadline=None)
 @given(work, st.booleans())
 def test_bounds_conservation_prefixes_and_events_hold_under_any_work(steps, whole_decodes):
     shared = SharedTier(10)
