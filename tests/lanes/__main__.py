@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts: Counter[str] = Counter()
     seconds: dict[str, float] = {}
     took: list[str] = []
+    broken: list[str] = []
     failed = False
     with tempfile.TemporaryDirectory(prefix="spillway-lanes-") as folder:
         for lane in given.lanes:
@@ -52,10 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found = json.loads(report.read_text())
                 counts.update(found["counts"])
                 seconds |= found["seconds"]
+                broken += found["broken"]
             else:
                 counts["error"] += 1  # pytest ended before it could count
     print(slowest(seconds), end="")
     print("lanes: " + ", ".join(took))
+    for name in broken:
+        print(f"BROKEN {name}")
     print(closing_line(counts, time.monotonic() - began), flush=True)
     return int(failed)
 

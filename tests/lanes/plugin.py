@@ -130,10 +130,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     seconds: dict[str, float] = {}
     counts: dict[str, int] = {}
+    broken: list[str] = []
     for outcome, reports in terminalreporter.stats.items():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid] = seconds.get(report.nodeid, 0.0) + report.duration
             if outcome and outcome != "deselected" and getattr(report, "count_towards_summary", True):
                 counts[outcome] = counts.get(outcome, 0) + 1
-    target.write_text(json.dumps({"counts": counts, "seconds": seconds}))
+                if outcome in ("failed", "error"):
+                    broken.append(report.nodeid)
+    target.write_text(json.dumps({"counts": counts, "seconds": seconds, "broken": broken}))

@@ -40,12 +40,14 @@ def test_lanes_are_added_up_and_all_run_whatever_failed(
         status, counts = next(outcomes)
         if counts is not None:
             path = Path(command[command.index("--lanes-report") + 1])
-            path.write_text(json.dumps({"counts": counts, "seconds": {}}))
+            broken = ["a.py::test"] if status else []
+            path.write_text(json.dumps({"counts": counts, "seconds": {}, "broken": broken}))
         return subprocess.CompletedProcess(command, status)
 
     monkeypatch.setattr(runner.subprocess, "run", run)
     assert runner.main(["unit", "quick", "full"]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
+    said, last = capsys.readouterr().out.splitlines()[-2:]
+    assert said == "BROKEN a.py::test"
     assert re.fullmatch(r"=+ 1 failed, 1 error, 7 passed, 1 skipped in \d+\.\d\ds \(0:00:\d\d\) =+", last)
 
 
@@ -64,4 +66,5 @@ def test_counts_and_durations_are_reported(tmp_path: Path) -> None:
     assert done.returncode == 1
     found = json.loads(report.read_text())
     assert found["counts"] == {"passed": 1, "failed": 1}
+    assert found["broken"] == ["tests/a/test_it.py::test_b"]
     assert set(found["seconds"]) == {"tests/a/test_it.py::test_a", "tests/a/test_it.py::test_b"}
