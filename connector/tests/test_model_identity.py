@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spillway_connector.model_identity import adapter_digest, folder_identity, sampled_identity
+from spillway_connector.model_identity import adapter_digest, cache_folders_of, folder_identity, sampled_identity
 
 IDENTITIES = pytest.mark.parametrize("identity", [folder_identity, sampled_identity])
 Identity = Callable[[Path], str]
@@ -73,6 +73,14 @@ def test_configuration_counts_and_the_tokenizer_does_not(folder: Path, identity:
 
 
 @IDENTITIES
+def test_a_long_description_of_the_quantisation_counts(folder: Path, identity: Identity):
+    (folder / "quant_model_description.json").write_text(json.dumps({f"layer.{n}": "W8A8" for n in range(100_000)}))
+    before = identity(folder)
+    (folder / "quant_model_description.json").write_text(json.dumps({f"layer.{n}": "FLOAT" for n in range(100_000)}))
+    assert identity(folder) != before
+
+
+@IDENTITIES
 def test_code_that_comes_with_the_model_counts(folder: Path, identity: Identity):
     before = identity(folder)
     (folder / "modeling_own.py").write_text("SCALE = 2")
@@ -96,6 +104,18 @@ def test_a_single_file_is_a_model_too(tmp_path: Path):
 
 def test_remembering_changes_nothing(folder: Path):
     assert folder_identity(folder, [folder]) == folder_identity(folder, [folder]) == folder_identity(folder)
+
+
+def test_digests_are_remembered_beside_the_weights_or_in_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    beside, cache = cache_folders_of(folder)
+    assert beside == folder
+    assert cache.is_relative_to("/cache/spillway/weights")
+    assert cache != cache_folders_of(folder.parent)[1]
+    assert cache_folders_of(folder / "model.safetensors")[0] == folder
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "")  # a container's user that nobody has written down
+    assert cache_folders_of(folder)[0] == folder
 
 
 def test_a_damaged_header_still_gives_an_identity(folder: Path):

@@ -18,7 +18,6 @@ import blake3
 from spillway_connector.content_digests import digests_of
 
 _SAMPLE_BYTES = 4096
-_SMALL_FILE_BYTES = 1 << 20
 _HEADER_MAX_BYTES = 1 << 28  # the format's own bound is 100 MB
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")  # what a folder without safetensors is loaded from
 # The tokenizer and the generation defaults do not change what a token's KV is; keys are token ids.
@@ -60,9 +59,11 @@ def adapter_digest(folder: Path) -> bytes:
 def cache_folders_of(folder: Path) -> tuple[Path, ...]:
     """Where digests of a folder's files are remembered: beside them or, where that is read-only, in our cache."""
     beside = folder if folder.is_dir() else folder.parent
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(caches):  # a user without a home
+        return (beside,)
     name = blake3.blake3(str(beside.resolve()).encode()).hexdigest(length=16)
-    return beside, caches / "spillway" / "weights" / name
+    return beside, Path(caches) / "spillway" / "weights" / name
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -81,7 +82,6 @@ def _code_and_configuration(folder: Path) -> list[Path]:
         path
         for path in _files(folder)
         if path.suffix in (".json", ".py")
-        and path.stat().st_size <= _SMALL_FILE_BYTES
         and not any(fnmatch.fnmatch(path.name, pattern) for pattern in _WITHOUT_EFFECT)
     ]
 

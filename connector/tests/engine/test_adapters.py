@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -361,6 +362,14 @@ def test_events_carry_the_hashes_that_the_device_s_events_carry(engine: EnginePr
     assert {one for event in stored for one in event.block_hashes} == set(
         engine.half._req_status["writer"].req.block_hashes
     )
+
+
+def test_vllm_still_finds_what_an_rpc_s_argument_is():
+    """It converts what comes over the wire by the annotations of the method that it calls."""
+    tell_adapters_apart()
+    parameters = inspect.signature(EngineCore.add_lora).parameters
+    assert list(parameters) == ["self", "lora_request"]
+    assert parameters["lora_request"].annotation is LoRARequest
 
 
 def test_ranks_are_heard_together():

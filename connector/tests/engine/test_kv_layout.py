@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from spillway_connector.engine.kv_layout import layout_facts, leave_layout, take_layouts
+from spillway_connector.engine import kv_layout
+from spillway_connector.engine.kv_layout import _memory_format, layout_facts, leave_layout, take_layouts
 from spillway_connector.errors import ConfigError
 
 BLOCKS = 20
@@ -65,6 +67,17 @@ def test_backend_and_scales_of_a_layer_count():
         found.append(layout_facts({"layers.0": cache(NHD)}, config, BLOCKS))
     assert [one["layers"][0]["backend"] for one in found] == ["FLASH_ATTN", "FLEX_ATTENTION", "FLASH_ATTN"]
     assert found[0] != found[1] != found[2] != found[0]
+
+
+def test_the_memory_format_of_an_npu_counts(monkeypatch: pytest.MonkeyPatch):
+    """A cache in FRACTAL_NZ has the shape and strides of one in ND."""
+    on_npu, found = SimpleNamespace(device=SimpleNamespace(type="npu")), []
+    monkeypatch.setattr(kv_layout, "_memory_format", lambda _: _memory_format(on_npu))
+    for number in (2, 29):  # ACL_FORMAT_ND, ACL_FORMAT_FRACTAL_NZ
+        monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(get_npu_format=lambda _, number=number: number))
+        found.append(facts(cache(NHD)))
+    assert found[0] != found[1]
+    assert [one["layers"][0]["tensors"][0]["format"] for one in found] == [2, 29]
 
 
 def test_layers_that_are_alike_are_said_once():

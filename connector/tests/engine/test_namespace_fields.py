@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,9 @@ from spillway_connector.engine.namespace_fields import (
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace, explain_difference
 from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_connector.testing.models import write_tiny_llama
 
 BLOCK_TOKENS, NUM_BLOCKS = 32, 20
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -65,15 +51,7 @@ def layouts(backend: str = "FLASH_ATTN", chip: str = "NVIDIA H200", **tensor: An
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model", MODEL)
-
-
-def write_model(folder: Path, config: Settings, weights: bytes = b"\1" * 64) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    header = json.dumps({"a": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + weights)
-    return folder
+    return write_tiny_llama(tmp_path / "model")
 
 
 def engine(folder: Path, settings: Settings | None = None) -> VllmConfig:
@@ -177,7 +155,7 @@ def test_another_registered_layout_is_another_namespace(model: Path, other: Layo
 
 
 def test_a_longrope_model_with_another_length_is_another_model(tmp_path: Path):
-    folder = write_model(tmp_path / "longrope", MODEL | {"rope_parameters": LONGROPE})
+    folder = write_tiny_llama(tmp_path / "longrope", rope_parameters=LONGROPE)
     short, long = engine(folder, {"max_model_len": 512}), engine(folder, {"max_model_len": 2048})
     assert namespace(short).hex != namespace(long).hex
 
@@ -228,7 +206,7 @@ def test_another_vllm_or_torch_or_plugin_is_another_namespace(model: Path, monke
 
 
 def test_weights_that_differ_in_one_byte(tmp_path: Path, model: Path):
-    other = write_model(tmp_path / "other", MODEL, weights=b"\1" * 63 + b"\2")
+    other = write_tiny_llama(tmp_path / "other", weights=b"\1" * 63 + b"\2")
     assert namespace(engine(model)).hex != namespace(engine(other)).hex
 
 
@@ -244,16 +222,15 @@ def test_variables_that_choose_kernels_or_layout_count(model: Path, monkeypatch:
     ours = namespace(config)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
     assert namespace(config).hex != ours.hex
-    assert environment_facts({"VLLM_ASCEND_ENABLE_NZ": "1", "VLLM_API_KEY": "x", "HOME": "/", "VLLM_PORT": "1"}) == {
-        "VLLM_ASCEND_ENABLE_NZ": "1"
-    }
+    others = {"VLLM_API_KEY": "x", "HOME": "/", "VLLM_PORT": "1", "VLLM_ASCEND_RPC_PORT": "2"}
+    assert environment_facts({"VLLM_ASCEND_ENABLE_NZ": "1"} | others) == {"VLLM_ASCEND_ENABLE_NZ": "1"}
 
 
 # --- what must not ---------------------------------------------------------------------------------------------------
 
 
 def test_the_same_weights_in_another_place_are_shared(tmp_path: Path, model: Path):
-    copy = write_model(tmp_path / "copy on another node", MODEL)
+    copy = write_tiny_llama(tmp_path / "copy on another node")
     assert namespace(engine(copy)).hex == namespace(engine(model)).hex
 
 
@@ -301,7 +278,7 @@ def test_what_differs_between_pods_of_a_deployment_splits_nothing(model: Path, p
 
 
 def test_the_order_in_which_settings_are_written_splits_nothing(tmp_path: Path, model: Path):
-    turned = write_model(tmp_path / "turned", MODEL)
+    turned = write_tiny_llama(tmp_path / "turned")
     (turned / "config.json").write_text((model / "config.json").read_text())
     ours = facts_of(engine(model, {"additional_config": {"a": 1, "b": 2}}))
     assert Namespace.of(ours).hex == namespace(engine(turned, {"additional_config": {"b": 2, "a": 1}})).hex
@@ -398,6 +375,19 @@ def test_a_value_that_cannot_be_compared_is_refused():
         json_value({"hook": (_ for _ in ())}, "additional_config")
 
 
+def test_credentials_are_neither_written_down_nor_part_of_it(model: Path):
+    """A loader's settings may hold those of the store that the weights come from."""
+    config = engine(model)
+    documents = set()
+    for secret in ("one", "other"):
+        given = {"s3_secret_access_key": secret, "auth_token": secret, "password": secret, "bos_token_id": 1}
+        config.load_config.model_loader_extra_config = given
+        documents.add(namespace(config).document)
+    (document,) = documents
+    assert b"bos_token_id" in document
+    assert not {b"s3_secret_access_key", b"auth_token", b"password"} & set(re.findall(rb'"(\w+)":', document))
+
+
 def test_a_set_has_no_order():
     assert json_value({"b", "a", "c"}, "x") == ["a", "b", "c"]
 
@@ -422,7 +412,7 @@ def test_a_drafter_counts_by_its_weights(tmp_path: Path, model: Path):
         model_weights = ""
 
         def __init__(self, weights: bytes) -> None:
-            self.model = str(write_model(tmp_path / weights.hex()[:4], MODEL, weights))
+            self.model = str(write_tiny_llama(tmp_path / weights.hex()[:4], weights))
 
     config = engine(model)
     identities = set()

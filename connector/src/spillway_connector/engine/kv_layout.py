@@ -64,10 +64,16 @@ def _tensor_facts(tensor: torch.Tensor, num_blocks: int) -> dict[str, Any]:
     }
     if tensor.shape[blocks] % num_blocks == 0 and tensor.shape[blocks] != num_blocks:
         facts["kernel_blocks_per_block"] = tensor.shape[blocks] // num_blocks
-    if tensor.device.type == "npu":
-        # Of ND, FRACTAL_NZ and others, as a number (ACL_FORMAT_*).
-        facts["format"] = int(importlib.import_module("torch_npu").get_npu_format(tensor))
+    if (memory_format := _memory_format(tensor)) is not None:
+        facts["format"] = memory_format
     return facts
+
+
+def _memory_format(tensor: torch.Tensor) -> int | None:
+    """On an NPU: ND, FRACTAL_NZ or another, by its number (ACL_FORMAT_*). Strides say nothing of it."""
+    if tensor.device.type != "npu":
+        return None
+    return int(importlib.import_module("torch_npu").get_npu_format(tensor))
 
 
 def _block_dimension(tensor: torch.Tensor, num_blocks: int) -> int:

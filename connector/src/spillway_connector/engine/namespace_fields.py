@@ -6,6 +6,7 @@ model's own configuration as vLLM resolved it, the weights, the versions, the ch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -13,6 +14,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -39,7 +41,10 @@ from spillway_connector.plan.geometry import ChunkGeometry
 NAMESPACE_VERSION = 2  # of what the document says
 LAYOUT_VERSION = 1  # of how a row is filled (engine/handlers.py: copy_layout)
 _REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
-_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+# Credentials change no byte, and the document is readable to whoever can read the store.
+_SECRET = re.compile(r"secret|password|credential|(api|access)_?key|(api|auth|access|hf)_?token", re.IGNORECASE)
+# Of a plugin's variables: where a process is and what it writes down.
+_OF_A_PLACE = re.compile(r"_(PORT|IP|HOST|PATH|DIR|RANK|LOG[A-Z]*)(_|$)")
 _PLUGIN_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 
 
@@ -205,8 +210,8 @@ def environment_facts(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if (name in known or name.startswith(ENVIRONMENT_PREFIX_OF_PLUGINS))
-        and not any(word in name for word in _SECRET_WORDS)
+        if (name in known or (name.startswith(ENVIRONMENT_PREFIX_OF_PLUGINS) and not _OF_A_PLACE.search(name)))
+        and not _SECRET.search(name)
     }
 
 
@@ -221,12 +226,16 @@ def version_facts() -> dict[str, str]:
                 versions[entry.dist.name] = entry.dist.version
     if current_platform.device_type == "npu":
         for name in ("torch_npu", "vllm_ascend"):
-            versions[name] = importlib.metadata.version(name)
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[name] = importlib.metadata.version(name)
     return versions
 
 
 def json_value(value: Any, path: str) -> Any:
-    """As JSON, so that different values never look alike. Raises ConfigError naming what has no such form."""
+    """As JSON, without credentials, so that different values never look alike.
+
+    Raises ConfigError naming what has no such form.
+    """
     match value:
         case None | bool() | str() | int() if not isinstance(value, enum.Enum):
             return value
@@ -242,7 +251,11 @@ def json_value(value: Any, path: str) -> Any:
             return f"{value.__module__}.{value.__qualname__}"
         case Mapping():
             if all(isinstance(name, str) for name in value):
-                return {name: json_value(inner, f"{path}.{name}") for name, inner in value.items()}
+                return {
+                    name: json_value(inner, f"{path}.{name}")
+                    for name, inner in value.items()
+                    if not _SECRET.search(name)
+                }
             return [[json_value(name, path), json_value(inner, f"{path}.{name}")] for name, inner in value.items()]
         case AbstractSet():
             return sorted((json_value(inner, path) for inner in value), key=repr)
@@ -261,6 +274,7 @@ def json_value(value: Any, path: str) -> Any:
             field.name: json_value(getattr(value, field.name, None), f"{path}.{field.name}")
             for field in dataclasses.fields(value)
             if field.name not in left_out
+            and not _SECRET.search(field.name)
             # The text part of a model that has no other part is the whole once more.
             and not (field.name == "hf_text_config" and _is_the_whole(value))
         }

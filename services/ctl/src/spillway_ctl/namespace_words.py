@@ -17,10 +17,11 @@ _RAW_CHARACTERS = 100
 
 
 def describe(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Label -> text, in the order to show them: model, layout, parallel, hash, codec, as far as the document says."""
+    """Label -> text, in the order to show them: model, layout, versions, parallel, hash, codec, as far as it says."""
     words = {
         "model": _model(facts),
         "layout": _layout(facts),
+        "versions": _versions(facts.get("versions")),
         "parallel": _parallel(facts.get("parallel")),
         "hash": _hash(facts),
         "codec": _codec(facts.get("codec")),
@@ -35,11 +36,13 @@ def describe(facts: Mapping[str, Any]) -> dict[str, str]:
 def _model(facts: Mapping[str, Any]) -> str:
     weights = str(facts.get("weights", ""))
     kind, _, rest = weights.partition(":")
-    if kind == "weights":
+    if kind in ("weights", "sampled"):
         weights = f"weights {rest[:_DIGITS_SHOWN]}"
     elif kind == "hub":
         name, _, revision = rest.rpartition("@")
         weights = f"{name} at {revision[:_DIGITS_SHOWN]}"
+    if "weights_version" in facts:
+        weights += f" named {facts['weights_version']!r}"
     parts = [weights, str(facts.get("dtype", "")).removeprefix("torch.")]
     if facts.get("kv_cache_dtype") not in (None, "auto"):
         parts.append(f"KV as {facts['kv_cache_dtype']}")
@@ -50,6 +53,7 @@ def _model(facts: Mapping[str, Any]) -> str:
 
 def _layout(facts: Mapping[str, Any]) -> str:
     parts = [str(facts["physical_layout"])] if "physical_layout" in facts else []
+    parts += _registered(facts.get("layout"))
     groups = facts.get("groups")
     groups = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
     layers = sum(len(group.get("layers", ())) for group in groups)
@@ -63,6 +67,24 @@ def _layout(facts: Mapping[str, Any]) -> str:
         blocks = "" if per_chunk == 1 else f"{per_chunk} x "
         parts.append(f"{blocks}{' or '.join(map(str, tokens))} tokens per frame")
     return ", ".join(parts)
+
+
+def _registered(layout: object) -> list[str]:
+    """The chip and the attention backends that the first rank registered its caches with."""
+    first = layout[0] if isinstance(layout, list) and layout else None
+    if not isinstance(first, Mapping):
+        return []
+    chip = str(first.get("chip", ""))
+    layers = first.get("layers")
+    layers = [one for one in layers if isinstance(one, Mapping)] if isinstance(layers, list) else []
+    backends = sorted({str(one["backend"]) for one in layers if "backend" in one})
+    return [part for part in (chip if chip != "cpu" else "", " and ".join(backends)) if part]
+
+
+def _versions(versions: object) -> str:
+    if not isinstance(versions, Mapping):
+        return ""
+    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
 
 
 def _parallel(parallel: object) -> str:
