@@ -182,14 +182,14 @@ async def connections_of(running: RunningGateway, count: int) -> list[Any]:
 async def test_a_trickle_gets_no_more_time_but_bytes_at_the_least_rate_do(start_engine: Any) -> None:
     whole = request("x" * 3000)
     async with bounded(start_engine) as (running, _), client_of(running) as client:
-        client.send(whole[:1500])  # about 14 s at 100 bytes per second, on top of 10
+        client.send(whole[:1500])  # more than 10 s at 100 bytes per second ask for
         (connection,) = await connections_of(running, 1)
         await until(lambda: connection._body_bytes > 1000 and connection._body_seconds)
         pass_seconds(running, 20)
         assert not connection.body_is_late
         client.send(whole[1500:1510])
         await until(lambda: connection._body_bytes > 1400)
-        pass_seconds(running, 30)
+        pass_seconds(running, 32)
         status, answer = await client.reply()
 
     assert (status, answer["error"]["code"]) == (408, "request_timeout")

@@ -58,6 +58,15 @@ def test_camel_case_keys_reach_their_fields() -> None:
         ({"models": [{"name": "m", "engines": [{"name": "e", "url": "127.0.0.1:80"}]}]}, "http://HOST:PORT"),
         ({"models": [{"name": "m", "engines": [{**ENGINE, "kvReplay": "tcp://h:1"}]}]}, "kvReplay is set without"),
         ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "h:1"}]}]}, "kvEvents"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "tcp://h"}]}]}, "kvEvents"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "tcp://h:0"}]}]}, "kvEvents"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "tcp://h:99999"}]}]}, "kvEvents"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "ipc://"}]}]}, "kvEvents"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "url": "http://h:1 "}]}]}, "url"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "url": "http://h :1"}]}]}, "url"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "url": "http://h:1/a\tb"}]}]}, "url"),
+        ({"connections": {"headSeconds": 0}}, "connections.headSeconds"),
+        ({"limits": {"bodyBytesMax": 2**30}}, "limits.bodiesBytesMax"),
         ({"models": [{"name": "m", "engines": [{**ENGINE, "name": "a b"}]}]}, "visible ASCII"),
     ],
 )
@@ -91,3 +100,14 @@ def test_any_document_is_parsed_or_refused(value: object, section: object) -> No
             parse_config(candidate)
         except ConfigError as error:
             assert str(error)
+
+
+def test_a_key_that_is_there_twice_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    engine = "models: [{name: m, engines: [{name: e, url: 'http://h:1'}]}]\n"
+    file.write_text(engine + "limits:\n  attemptsMax: 2\n  attemptsMax: 3\n")
+    with pytest.raises(ConfigError, match=r"'attemptsMax' is there twice.* line 4"):
+        load_config(file)
+    file.write_text(engine + "x: &base {attemptsMax: 2}\nlimits: {<<: *base, attemptsMax: 3}\n")
+    with pytest.raises(ConfigError, match="x: unknown setting"):
+        load_config(file)  # a merged key may be set anew

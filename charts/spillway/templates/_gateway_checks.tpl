@@ -45,6 +45,8 @@
 {{- end -}}
 {{- else if and $gateway.tls.secret.name $values.monitoring.serviceMonitor.enabled -}}
 {{- $texts = append $texts "monitoring.serviceMonitor.enabled: true, but gateway.tls closes /metrics to plain HTTP; set gateway.opsPort, e.g. 8001, where Prometheus needs no certificate" -}}
+{{- else if and $gateway.auth.keysSecret.name $values.monitoring.serviceMonitor.enabled -}}
+{{- $texts = append $texts "monitoring.serviceMonitor.enabled: true, but with gateway.auth.keysSecret /metrics on the port of clients asks for an operator's key; set gateway.opsPort, e.g. 8001, where it does not" -}}
 {{- end -}}
 {{- with $gateway.audit.file -}}
 {{- $file := . -}}

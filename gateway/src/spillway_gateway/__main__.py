@@ -15,6 +15,7 @@ from spillway_gateway.access.keys import hash_key
 from spillway_gateway.app import Gateway
 from spillway_gateway.config import GatewayConfig, load_config
 from spillway_gateway.errors import ConfigError
+from spillway_gateway.one_line import OneLineFormatter
 from spillway_gateway.server import GatewayServer, PortInUse, bind
 
 SWITCH_SECONDS = 0.001
@@ -91,11 +92,9 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 
 
 def _set_up_logs(config: GatewayConfig) -> None:
-    logging.basicConfig(
-        level=config.log.level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=config.log.level.upper(), handlers=[handler])
     if config.log.requests:
         logging.getLogger("spillway_gateway.upstream.stream").setLevel(logging.DEBUG)
     for noisy in ("uvicorn.error", "asyncio"):

@@ -23,7 +23,7 @@ from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.api.discovery_report import discovered, discovery_families
 from spillway_gateway.api.inference import FrontDoor, InferenceEndpoint, Lifecycle, StoredResponseEndpoint, no_model
-from spillway_gateway.api.live_families import access_families, config_families, live_families
+from spillway_gateway.api.live_families import access_families, config_families, connection_families, live_families
 from spillway_gateway.api.models import ModelList
 from spillway_gateway.api.openapi import openapi_document
 from spillway_gateway.api.operations import Operations
@@ -87,6 +87,7 @@ class Gateway:
         self.follower = ConfigFollower(config_path, config, self.apply) if config_path is not None else None
         self.metrics.watch(lambda: live_families(self.fleets))
         self.metrics.watch(lambda: discovery_families(self.roster.sources, self.fleets))
+        self.metrics.watch(lambda: connection_families(self.open_connections))
         self.metrics.watch(lambda: access_families(self.admissions, self.gatekeeper, self.audit))
         if self.follower is not None:
             follower = self.follower
@@ -116,6 +117,7 @@ class Gateway:
             ],
             exception_handlers={HTTPException: _http_error},
         )
+        self.ops_app.router.redirect_slashes = False
 
     def _shares(self, config: GatewayConfig) -> descriptors.DescriptorShares:
         wanted = config.connections.open_max, config.limits.upstream_connections_max
@@ -151,6 +153,7 @@ class Gateway:
         app = FastAPI(
             title="Spillway gateway", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan
         )
+        app.router.redirect_slashes = False  # it would send clients to whatever host they name
         door = FrontDoor(
             models=self.models,
             services=self.services,

@@ -70,7 +70,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._trailers = 0
         self._body_room_bytes = 0  # taken of what all bodies may have
         self._body_seconds = 0.0
-        self._body_since = 0.0
+        self._body_bytes_before = 0
         self.body_is_late = False
         self._upgrading = False
         self._refusal: Refusal | None = None
@@ -272,11 +272,11 @@ class BoundedConnection(HttpToolsProtocol):
         self._feed(held)
 
     def expect_body(self, seconds: float) -> None:
-        """The body has to be whole in so many seconds, and those that its bytes take at bodyBytesPerSecondMin. What is
-        late then ends receive() with `body_is_late` set."""
+        """Until the body is whole, each such time has to bring as much of it as bodyBytesPerSecondMin asks for. What is
+        late ends receive() with `body_is_late` set."""
         self._body_seconds = seconds
-        self._body_since = self.loop.time()
-        self._deadline = self._body_since + seconds
+        self._body_bytes_before = 0
+        self._deadline = self.loop.time() + seconds
 
     def take_body_room(self, more_bytes: int, bytes_max: int) -> None:
         """For bytes of the present body, until leave_body_room() or the end of the request. Raises NoBodyRoom."""
@@ -310,9 +310,11 @@ class BoundedConnection(HttpToolsProtocol):
             seconds = bounds.head_seconds
             self._refuse(Refusal(408, "request_timeout", f"The request's head was not whole within {seconds:g} s"))
         elif self._phase is _Phase.BODY and not self.cycle.response_complete:
-            needed = self._body_seconds + self._body_bytes / bounds.body_bytes_per_second_min
-            self._deadline = self._body_since + needed
-            if now > self._deadline:
+            came = self._body_bytes - self._body_bytes_before
+            if came >= self._body_seconds * bounds.body_bytes_per_second_min:
+                self._body_bytes_before = self._body_bytes
+                self._deadline = now + self._body_seconds
+            else:
                 self._deadline = NEVER
                 self.body_is_late = True
                 self.cycle.message_event.set()

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from spillway_gateway import unique_yaml
 from spillway_gateway.body_room import LONG_SHARE
 from spillway_gateway.config_connections import ConnectionsConfig
 from spillway_gateway.config_discovery import DiscoveryConfig, check_discovery
@@ -73,7 +74,7 @@ class TimeoutsConfig:
     first_byte_seconds: float = 300.0  # streams: request sent -> first body byte; covers queueing and prefill
     idle_seconds: float = 120.0  # streams: between two chunks
     plain_seconds: float = 900.0  # plain replies: request sent -> whole reply
-    body_read_seconds: float = 60.0  # the client's own upload
+    body_read_seconds: float = 60.0  # the client's own upload; longer where it keeps connections.bodyBytesPerSecondMin
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ def load_config(path: Path) -> GatewayConfig:
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: is not UTF-8 text; save it as UTF-8") from error
     try:
-        document = yaml.safe_load(text)
+        document = unique_yaml.load(text)
     except yaml.YAMLError as error:
         detail = " ".join(str(error).split())
         raise ConfigError(f"--config {path}: is not valid YAML: {detail}") from error
@@ -419,12 +420,22 @@ def _check_engine(model: str, engine: EngineConfig) -> None:
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
-    if not usable:
+    if not usable or any(not 0x21 <= ord(letter) <= 0x7E for letter in engine.url):
         raise ConfigError(f"{where}: url {engine.url!r} given, http://HOST:PORT needed")
     for key, address in (("kvEvents", engine.kv_events), ("kvReplay", engine.kv_replay)):
-        if address is not None and not address.startswith(("tcp://", "ipc://")):
+        if address is not None and not _is_zmq_address(address):
             raise ConfigError(f"{where}: {key} {address!r} given, tcp://HOST:PORT or ipc://PATH needed")
     if engine.kv_replay is not None and engine.kv_events is None:
         raise ConfigError(f"{where}: kvReplay is set without kvEvents; set both, or neither")
     if any(ord(letter) < 0x21 or ord(letter) > 0x7E for letter in engine.name):
         raise ConfigError(f"{where}: the name goes into a header; use visible ASCII letters without blanks")
+
+
+def _is_zmq_address(address: str) -> bool:
+    if address.startswith("ipc://"):
+        return len(address) > len("ipc://")
+    try:
+        parts = urlsplit(address)
+        return parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port) and not parts.path
+    except ValueError:
+        return False

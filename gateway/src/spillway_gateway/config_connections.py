@@ -17,4 +17,4 @@ class ConnectionsConfig:
     head_seconds: float = 15.0  # from the accept, or from the first byte of a later request, to a whole head
     idle_seconds: float = 75.0  # between two requests; longer than usual load balancers keep theirs
     stalled_seconds: float = 60.0  # for which a client takes none of the bytes that wait for it
-    body_bytes_per_second_min: int = 64 * 1024  # after timeouts.bodyReadSeconds
+    body_bytes_per_second_min: int = 64 * 1024  # of a body, over each timeouts.bodyReadSeconds

@@ -161,3 +161,21 @@ async def test_a_main_loop_that_is_stuck_fails_the_liveness_probe(
         status, body = await get(client, running.ops_url + "/health")
 
     assert status == 503 and b"stalled" in body
+
+
+async def test_on_the_port_of_clients_metrics_are_for_operators(start_engine: Any, tmp_path: Path) -> None:
+    document = gateway_config([await start_engine()], auth=auth(tmp_path))
+    async with running_gateway(document) as running, aiohttp.ClientSession() as client:
+        for path in ("/metrics", "/spillway/config"):
+            assert (await get(client, running.url + path))[0] == 401
+        for path in ("/health", "/ready"):
+            assert (await get(client, running.url + path))[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/v1/chat/completions/", "/metrics/"])
+async def test_no_client_is_sent_to_the_host_that_it_named(start_engine: Any, path: str) -> None:
+    document = gateway_config([await start_engine()], listen={"opsPort": 0})
+    async with running_gateway(document) as running, aiohttp.ClientSession() as client:
+        for url in (running.url, running.ops_url):
+            async with client.get(url + path, headers={"host": "evil.example"}, allow_redirects=False) as reply:
+                assert reply.status == 404 and "location" not in reply.headers

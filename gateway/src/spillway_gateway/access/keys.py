@@ -26,6 +26,7 @@ from typing import Any
 
 import yaml
 
+from spillway_gateway import unique_yaml
 from spillway_gateway.errors import ConfigError
 
 KEY_BYTES_MIN = 24
@@ -110,7 +111,7 @@ def read_keys(path: Path) -> KeyRing:
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
             raise ConfigError(f"auth.keysFile {path}: more than {FILE_BYTES_MAX} bytes; remove old tenants")
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = unique_yaml.load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"auth.keysFile {path}: cannot be read ({error.strerror}); give a readable file") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:

@@ -47,7 +47,8 @@ async def read_body(
             raise ClientLeft
         if client.body_is_late:
             raise RequestBodyTimeout(
-                "The body took longer than the gateway's timeouts.bodyReadSeconds and connections.bodyBytesPerSecondMin"
+                "The body came slower than timeouts.bodyReadSeconds and connections.bodyBytesPerSecondMin of the gateway "
+                "allow"
             )
         part = message.get("body", b"")
         if len(parts) + len(part) > bytes_max:

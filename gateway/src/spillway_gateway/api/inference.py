@@ -7,6 +7,7 @@ alone.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -50,7 +51,8 @@ logger = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-REQUEST_ID_BYTES_MAX = 256
+# Visible ASCII: it goes into logs, which a NEL or another control character would break into lines.
+_REQUEST_ID = re.compile(rb"[!-~]{1,256}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,7 @@ async def serve(
     else:
         trace = door.tracing.request(scope["method"], route, headers)
         headers = trace.headers
-    request_id = (header(headers, b"x-request-id") or b"")[:REQUEST_ID_BYTES_MAX] or new_request_id()
+    request_id = _request_id(header(headers, b"x-request-id"))
     started = perf_counter()
     tenant: Tenant | None = None
     outbound: OutboundRequest | None = None
@@ -309,6 +311,11 @@ async def serve(
             trace.end(relay.status, relay.error_code, told)
         if door.audit is not None:
             door.audit.write(_audit_line(relay, outbound, headers, scope["path"], perf_counter() - started))
+
+
+def _request_id(given: bytes | None) -> bytes:
+    found = _REQUEST_ID.match(given) if given is not None else None
+    return found[0] if found is not None else new_request_id()
 
 
 def _audit_line(relay: Relay, outbound: OutboundRequest, headers: Headers, path: str, seconds: float) -> AuditLine:

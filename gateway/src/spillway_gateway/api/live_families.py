@@ -10,6 +10,7 @@ from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.fleet.engines import ModelFleet
+from spillway_gateway.open_connections import OpenConnections
 
 
 def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
@@ -66,6 +67,24 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
         ignored.add_metric((fleet.name, "unknown"), index.unknown_blocks_total)
         ignored.add_metric((fleet.name, "block_size"), index.mismatched_blocks_total)
     return (up, running, queued, rate, live, ejected, ejections, foreign, blocks, size, evicted, ignored)
+
+
+def connection_families(connections: OpenConnections) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+    """Clients' connections and the bodies that arrive on them. No label names an address."""
+    yield GaugeMetricFamily("spillway_gateway_client_connections", "Open connections of clients.", len(connections))
+    yield CounterMetricFamily(
+        "spillway_gateway_client_connections_refused",
+        "Connections refused at once because of connections.openMax or perAddressMax.",
+        connections.refused_total,
+    )
+    yield CounterMetricFamily(
+        "spillway_gateway_client_connections_ended_for_room",
+        "Connections without a request that made room for others.",
+        connections.ended_for_room_total,
+    )
+    yield GaugeMetricFamily(
+        "spillway_gateway_body_bytes", "Bytes that count in limits.bodiesBytesMax.", connections.body_room.taken_bytes
+    )
 
 
 def access_families(

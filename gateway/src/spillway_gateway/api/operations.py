@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +17,8 @@ from spillway_gateway.error_bodies import body_of
 from spillway_gateway.errors import GatewayError
 from spillway_gateway.fleet.engines import EngineState, ModelFleet
 from spillway_gateway.metrics import GatewayMetrics
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Answer(NamedTuple):
@@ -52,9 +54,13 @@ class Operations:
         return [Route("/health", self._health), Route("/ready", self._ready)]
 
     def operator_routes(self, *, asks_for_key: bool) -> list[Route]:
-        """asks_for_key: where clients reach the listener too, the configuration is for operators' keys only."""
-        config = self._config_for_keys if asks_for_key else self._show_config
-        return [Route("/metrics", self._exposition), Route("/spillway/config", config)]
+        """asks_for_key: where clients reach the listener too, both are for operators' keys only: metrics name engines
+        and tenants."""
+        routes = {"/metrics": self._exposition, "/spillway/config": self._show_config}
+        return [
+            Route(path, self._for_keys(answer) if asks_for_key else answer, methods=["GET"])
+            for path, answer in routes.items()
+        ]
 
     def health(self) -> Answer:
         """The process is alive; says nothing about engines. May be called in any thread."""
@@ -97,12 +103,15 @@ class Operations:
         document = {"settings": shown_config(self._config()), "discovered": self._discovered()}
         return Response(msgspec.json.encode(document), media_type="application/json")
 
-    async def _config_for_keys(self, request: Request) -> Response:
-        try:
-            self._gatekeeper.allow_operator(request.headers.raw)
-        except GatewayError as error:
-            return Response(body_of(error), error.status, media_type="application/json")
-        return await self._show_config(request)
+    def _for_keys(self, answer: Endpoint) -> Endpoint:
+        async def asked(request: Request) -> Response:
+            try:
+                self._gatekeeper.allow_operator(request.headers.raw)
+            except GatewayError as error:
+                return Response(body_of(error), error.status, media_type="application/json")
+            return await answer(request)
+
+        return asked
 
 
 def _response(answer: Answer) -> Response:
