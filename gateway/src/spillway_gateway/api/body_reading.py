@@ -47,8 +47,8 @@ async def read_body(
             raise ClientLeft
         if client.body_is_late:
             raise RequestBodyTimeout(
-                "The body came slower than timeouts.bodyReadSeconds and connections.bodyBytesPerSecondMin of the gateway "
-                "allow"
+                "The body came slower than timeouts.bodyReadSeconds and connections.bodyBytesPerSecondMin of the "
+                "gateway allow"
             )
         part = message.get("body", b"")
         if len(parts) + len(part) > bytes_max:
