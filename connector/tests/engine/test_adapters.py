@@ -38,8 +38,11 @@ from spillway_connector.engine.adapters import (
 )
 from spillway_connector.engine.cpu_tier import LruCpuTier
 from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.tier_adapter import SharedTierAdapter
 from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.engine.worker import SpillwayWorkerMetadata
+from spillway_connector.namespace import Namespace
+from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.testing.scheduler_half import scheduler_half
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 32
@@ -116,6 +119,15 @@ class EngineProcess:
             self.half.request_finished(request)
         return tokens
 
+    def matched_in_store(self, name: str, adapter: LoRARequest) -> int:
+        """As :meth:`matched`, asked again at every step until the shared tier has answered and loaded."""
+        request = self.request(name, adapter)
+        self.half.on_new_request(request)
+        while (tokens := self.half.get_num_new_matched_tokens(request, 0)[0]) is None:
+            self.step({})
+            self.half.manager.secondary_tiers[0]._shared.wait_for_progress(1.0)
+        return tokens
+
     def compute(self, name: str, adapter: LoRARequest | None) -> list[int]:
         """One step with all of a new request, which the device cache knows nothing of; the store jobs it leaves."""
         assert not self.matched(name, adapter)
@@ -149,13 +161,29 @@ class EngineProcess:
 
 @pytest.fixture
 def engine() -> Iterator[EngineProcess]:
+    with open_engine() as opened:
+        yield opened
+
+
+@contextmanager
+def open_engine(store: Path | None = None) -> Iterator[EngineProcess]:
+    """store: a directory that several engines share; what they compute differs in nothing but adapters."""
     region = HostRegion(region_path(f"test-adapters-{os.getpid()}"), ROWS, 4096)
     region.unlink_name()
+    cpu_tier, tiers = LruCpuTier(ROWS, region, enable_events=True), []
+    if store is not None:
+        geometry = ChunkGeometry(rank_block_bytes=4096, blocks_per_chunk=1, num_ranks=1)
+        spec: Any = SimpleNamespace(geometry=geometry, namespace=Namespace.of({"model": "one"}))
+        limits = {"lookup_timeout_seconds": 60.0, "load_timeout_seconds": 60.0, "store_timeout_seconds": 60.0}
+        options = {"path": str(store), "max_bytes": 1 << 26} | limits
+        tiers.append(SharedTierAdapter(spec, cpu_tier.get_kv_memoryview(), "nvme", **options))
     manager = SpillwayTieringManager(
-        LruCpuTier(ROWS, region, enable_events=True),
-        [],
+        cpu_tier,
+        tiers,
         ROWS,
-        ConnectorConfig.parse({"num_cpu_blocks": ROWS}),
+        ConnectorConfig.parse(
+            {"num_cpu_blocks": ROWS, "prefill_tokens_per_second": 1e-3, "request_wait_seconds": 60.0}
+        ),
         enable_events=True,
         chunk_tokens=BLOCK_TOKENS,
         chunk_bytes=4096,
@@ -164,6 +192,7 @@ def engine() -> Iterator[EngineProcess]:
     try:
         yield EngineProcess(scheduler_half(manager, [spec]))
     finally:
+        manager.shutdown()
         region.cleanup()
 
 
@@ -200,6 +229,22 @@ def test_one_name_and_other_weights_are_other_keys(engine: EngineProcess, tmp_pa
         seen.add(tuple(keys_of(other, f"r{number}")))
     assert len(seen) == 2  # the copy is the same adapter
     assert all(len(keys) == BLOCKS for keys in seen)
+
+
+def test_two_engines_with_one_store_and_one_adapter_name(tmp_path: Path, folder: Path):
+    store, theirs = tmp_path / "kv", write_adapter(tmp_path / "theirs", b"theirs")
+    with open_engine(store) as first:
+        first.load(adapter(folder))
+        first.report(first.compute("writer", adapter(folder)))
+        assert first.half.manager.secondary_tiers[0]._shared.drain(60.0)
+    with open_engine(store) as second:
+        second.load(adapter(theirs))
+        assert second.matched_in_store("theirs", adapter(theirs)) == 0
+        second.load(adapter(folder, load_inplace=True))  # after a reload vLLM's hash has a number besides
+        assert second.matched_in_store("reloaded", adapter(folder)) == 0
+    with open_engine(store) as third:
+        third.load(adapter(folder))
+        assert third.matched_in_store("ours", adapter(folder)) == TOKENS
 
 
 def test_an_adapters_kv_is_found_again(engine: EngineProcess, folder: Path):
