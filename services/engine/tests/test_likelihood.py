@@ -86,3 +86,11 @@ def test_shuffling_keeps_the_words_and_not_their_order(text: str) -> None:
 
     assert nonsense != text and nonsense == shuffled(text)
     assert sorted(nonsense.split()) == sorted(text.split()) if " " in text else sorted(nonsense) == sorted(text)
+
+
+def test_a_message_quotes_the_beginning_of_a_long_text() -> None:
+    said = problem(scored(lambda _, value: value - 1.0))
+
+    assert said is not None and said.startswith(
+        "the mean negative log-likelihood of 'The capital of France is Paris. The capi...' is 2.302, 1.302 +- 0.15"
+    )

@@ -32,6 +32,8 @@ WORDS_MIN = 8
 # A text of one's own: long enough to be measured, and shorter than a block of 128 tokens.
 TEXT_CHARACTERS_MIN, TEXT_CHARACTERS_MAX = 16, 400
 
+QUOTED_CHARACTERS = 40  # of a text in a message
+
 
 class Unmeasurable(Exception):
     """A reply does not hold what was asked for; the text says what it lacks."""
@@ -133,7 +135,7 @@ def problem_of(measured: Measured, expected: Expected) -> str | None:
     """What is wrong, measured against expected; None: nothing."""
     for scored in (*measured.plain, *measured.words, measured.again, *measured.shuffled):
         if not all(map(math.isfinite, scored.logprobs)):
-            return f"log-probabilities of {scored.text!r} are not finite: {_shown(scored.logprobs)}"
+            return f"log-probabilities of {_quoted(scored.text)} are not finite: {_shown(scored.logprobs)}"
     return (
         _reference_problem((*measured.plain, *measured.words), expected)
         or _repetition_problem(measured, expected)
@@ -199,12 +201,12 @@ def _reference_problem(texts: Sequence[Scored], expected: Expected) -> str | Non
     for scored, text in zip(texts, reference.texts, strict=True):
         if scored.token_ids != text.token_ids:
             return (
-                f"{scored.text!r} has the tokens {_shown(scored.token_ids)}, {_shown(text.token_ids)} are expected of "
-                f"{reference.model}"
+                f"{_quoted(scored.text)} has the tokens {_shown(scored.token_ids)}, {_shown(text.token_ids)} are "
+                f"expected of {reference.model}"
             )
         if not abs(scored.mean_nll - text.mean_nll) <= allowed:
             return (
-                f"the mean negative log-likelihood of {scored.text!r} is {scored.mean_nll:.3f}, "
+                f"the mean negative log-likelihood of {_quoted(scored.text)} is {scored.mean_nll:.3f}, "
                 f"{text.mean_nll:.3f} +- {allowed:g} is expected of {reference.model} in {expected.dtype}"
             )
     difference = token_difference(texts, reference)
@@ -221,8 +223,8 @@ def _repetition_problem(measured: Measured, expected: Expected) -> str | None:
     if first.token_ids == again.token_ids and abs(first.mean_nll - again.mean_nll) <= allowed:
         return None
     return (
-        f"the mean negative log-likelihood of {first.text!r} is {first.mean_nll:.3f} and then {again.mean_nll:.3f}, "
-        f"the same within {allowed:g} is expected"
+        f"the mean negative log-likelihood of {_quoted(first.text)} is {first.mean_nll:.3f} and then "
+        f"{again.mean_nll:.3f}, the same within {allowed:g} is expected"
     )
 
 
@@ -280,6 +282,10 @@ def _flattened(value: Any) -> list[float]:
     if isinstance(value, list):
         return [number for item in value for number in _flattened(item)]
     return [_number(value)]
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= QUOTED_CHARACTERS else f"{text[:QUOTED_CHARACTERS]}...")
 
 
 def _shown(values: Sequence[float]) -> str:
