@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 
 from spillway_connector.config import ConnectorConfig, NvmeTierConfig, RedisTierConfig, parse_tier
+from spillway_connector.device.pinned import CHUNK_BYTES
 from spillway_connector.errors import ConfigError
+from spillway_connector.tiers.limits import DEFAULT_LIMITS
+from spillway_connector.tiers.redis import RedisTier
+from spillway_connector.transfers import SharedTier
 
 
 def test_defaults_and_vllm_keys_pass():
@@ -67,3 +72,20 @@ def test_tiers():
 def test_a_wrong_tier_setting_is_named(kind, options, message):
     with pytest.raises(ConfigError, match=message):
         parse_tier(kind, options)
+
+
+def test_the_documentation_states_the_defaults_as_they_are():
+    docs = Path(__file__).parents[2] / "docs"
+    [row] = [line for line in (docs / "reliability.md").read_text().splitlines() if line.startswith("| stores pile up")]
+    limits = DEFAULT_LIMITS
+    assert f"by bytes ({limits.store_queue_bytes_max >> 30} GiB) and age ({limits.store_queue_seconds_max:g} s)" in row
+    [row] = [line for line in (docs / "operations.md").read_text().splitlines() if "207001" in line]
+    assert f"in pieces of {CHUNK_BYTES >> 30} GiB" in row
+
+
+def test_what_is_constructed_without_settings_has_the_defaults_of_the_settings():
+    parameters = inspect.signature(RedisTier).parameters
+    config = RedisTierConfig(url="redis://h")
+    for name in ("ttl_seconds", "connections", "payload_connections"):
+        assert parameters[name].default == getattr(config, name), name
+    assert inspect.signature(SharedTier).parameters["limits"].default == config.limits == DEFAULT_LIMITS

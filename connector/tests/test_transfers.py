@@ -486,6 +486,61 @@ def test_loads_beyond_the_queue_are_refused_and_known_missing(rig: Rig, hang: Ca
     assert shared.lookup(key_of(3), "r") is Lookup.MISS
 
 
+class BusyElsewhere(MemoryTier):
+    """Another engine is writing the odd blocks."""
+
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        if key in keys(range(1, ROWS, 2)):
+            return StoreOutcome.PENDING
+        return super().store(key, source, deadline, tenant)
+
+
+def test_what_another_engine_is_writing_is_no_failure_and_not_believed_to_be_there(rig: Rig) -> None:
+    shared = rig.start(BusyElsewhere(NAMESPACE, PAYLOAD, rig.medium, clock=rig.clock))
+    shared.submit_store(1, keys(range(4)), range(4))
+    outcome = rig.outcome(1)
+    assert outcome.success
+    assert set(outcome.done) == set(keys(range(4))), "their rows are free"
+    assert shared.lookup(key_of(0), "r") is Lookup.HIT
+    assert rig.answer(key_of(1)) is Lookup.MISS
+    stats = shared.snapshot()
+    assert stats.skipped == {SkipReason.PENDING: 2}
+    assert stats.written_bytes == 2 * PAYLOAD
+    shared.submit_store(2, keys([1]), [1])  # asked again, not taken for present
+    rig.outcome(2)
+    assert shared.snapshot().skipped == {SkipReason.PENDING: 3}
+
+
+def test_a_tier_that_cannot_be_used_is_said_at_start_and_when_it_can_be(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = MemoryTier(NAMESPACE, PAYLOAD, rig.medium, clock=rig.clock)
+    tried, usable = threading.Semaphore(0), threading.Event()
+
+    def prepare(deadline: float) -> None:
+        tried.release()
+        if not usable.is_set():
+            raise TierUnreachable(UnreachableReason.ROOT_MISSING, "path: /mnt/nmve: /mnt/nmve does not exist")
+
+    tier.prepare = prepare  # type: ignore[method-assign]
+    shared = rig.start(tier)
+    for _ in range(2):
+        assert tried.acquire(timeout=REAL_SECONDS)
+        rig.clock.advance(11.0)
+        shared.lookup(key_of(50), str(rig.clock()))
+        shared.step_end()
+    assert tried.acquire(timeout=REAL_SECONDS)
+    assert not shared.snapshot().ready
+    usable.set()
+    while not shared.snapshot().ready:
+        rig.clock.advance(11.0)
+        rig.answer(key_of(50), str(rig.clock()))
+    said = [record.getMessage() for record in caplog.records if "Shared tier memory" in record.getMessage()]
+    assert len(said) == 2, "once, however often it is tried"
+    assert "path: /mnt/nmve: /mnt/nmve does not exist" in said[0]
+    assert "can be used again" in said[1]
+
+
 class PacedTier(MemoryTier):
     """Takes a tenth of a second for each chunk, and looks at the deadline when it begins and when it ends."""
 

@@ -1,6 +1,6 @@
 """What an operator may set on the connector, parsed once from vLLM's `kv_connector_extra_config`.
 
-Each default is written here and nowhere else; inner code takes these frozen values, never a dict.
+Each default is written here or in tiers/limits.py and nowhere else; inner code takes these frozen values, never a dict.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from typing import Any
 
 from spillway_connector.device.cuda_paths import H200_TABLE, CopyTable
 from spillway_connector.errors import ConfigError
-from spillway_connector.transfers import TransferLimits
+from spillway_connector.tiers.limits import (
+    REDIS_CONNECTIONS,
+    REDIS_PAYLOAD_CONNECTIONS,
+    REDIS_TTL_SECONDS,
+    TransferLimits,
+)
 
 # Keys of the extra config that vLLM itself reads; we pass them by.
 _VLLM_KEYS = frozenset({"spec_name", "spec_module_path", "offload_prompt_only", "secondary_tiers"})
@@ -62,9 +67,9 @@ class RedisTierConfig:
     tls_ca_file: str | None = None  # None: the system's authorities
     tls_certificate_file: str | None = None  # with tls_key_file, where the server asks clients for one
     tls_key_file: str | None = None
-    ttl_seconds: int = 86_400
-    connections: int = 4
-    payload_connections: int = 1  # for the stripes of one block; more may pay on a network with long round trips
+    ttl_seconds: int = REDIS_TTL_SECONDS
+    connections: int = REDIS_CONNECTIONS
+    payload_connections: int = REDIS_PAYLOAD_CONNECTIONS
     tenant_max_bytes: int | None = None  # of one tenant's values; beyond it, that tenant's own oldest make room
     encryption: EncryptionConfig | None = None
     limits: TransferLimits = field(default_factory=TransferLimits)

@@ -84,6 +84,12 @@ TIER_EVICTED_FRAMES = Metric(
     "Frames this engine removed from a shared tier although nothing was wrong with them, by reason.",
     ("tier", "reason"),
 )
+TIER_QUARANTINED = Metric(
+    "spillway_tier_quarantined_files",
+    Kind.COUNTER,
+    "Files of a shared tier, apart from frames, that were damaged: renamed and written anew.",
+    ("tier", "reason"),
+)
 TIER_QUEUE_BYTES = Metric(
     "spillway_tier_queue_bytes", Kind.GAUGE, "Bytes waiting to be stored in a shared tier.", ("tier",)
 )
@@ -108,6 +114,12 @@ TIER_STORES_SKIPPED = Metric(
     Kind.COUNTER,
     "Chunks not handed to a shared tier although nothing failed, by reason.",
     ("tier", "reason"),
+)
+TIER_READY = Metric(
+    "spillway_tier_ready",
+    Kind.GAUGE,
+    "1 while a shared tier can be used: it answered when it was last asked how much it holds, every 10 s.",
+    ("tier",),
 )
 TIER_WEIGHTS_CHANGED = Metric(
     "spillway_tier_weights_changed",
@@ -144,11 +156,13 @@ ALL = (
     TIER_RESIDENT_BYTES,
     TIER_BREAKER_OPEN,
     TIER_EVICTED_FRAMES,
+    TIER_QUARANTINED,
     TIER_QUEUE_BYTES,
     TIER_QUEUE_AGE,
     TIER_DEADLINES_EXPIRED,
     TIER_MISSES,
     TIER_STORES_SKIPPED,
+    TIER_READY,
     TIER_WEIGHTS_CHANGED,
     PREFILL_RATE,
     TIER_LOAD_RATE,

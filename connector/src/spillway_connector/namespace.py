@@ -50,6 +50,10 @@ class Namespace:
         """The 16 bytes that stand for this namespace in names and headers."""
         return blake3(self.document).digest(length=NAMESPACE_DIGEST_BYTES)
 
+    def may_own(self, document: bytes) -> bool:
+        """Whether ``document`` is a whole one that may lie under this namespace's name; else it is damaged."""
+        return blake3(document).digest(length=NAMESPACE_DIGEST_BYTES) == self.digest16
+
     @property
     def hex(self) -> str:
         return self.digest16.hex()

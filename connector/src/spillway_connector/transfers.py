@@ -12,15 +12,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierTimeout
 from spillway_connector.plan.changes import ChangeLog
 from spillway_connector.plan.frequency import FrequencySketch
-from spillway_connector.tiers.breaker import Breaker, BreakerPolicy
+from spillway_connector.tiers.breaker import Breaker
 from spillway_connector.tiers.jobs import JobOutcome, TransferJob, check_shape
+from spillway_connector.tiers.limits import DEFAULT_LIMITS, TransferLimits
 from spillway_connector.tiers.lookups import Answers, Lookup, LookupDesk
 from spillway_connector.tiers.movers import LateEnd, Movers
 from spillway_connector.tiers.presence import PresenceIndex
@@ -40,24 +40,6 @@ EVICTED_FOR_UNSPECIFIED = "unspecified"  # of a tier that counts what it removed
 _SEEN_BEFORE = 2  # what a tier under pressure admits: this request and one before it asked for the chunk
 
 
-@dataclass(frozen=True, slots=True)
-class TransferLimits:
-    """Every bound of one shared tier. The timeouts count from the submission of a batch or job."""
-
-    # Twice what keeps a disk busy: half of them may be reading while the others verify and copy; of writes the same.
-    # Each has a buffer of one chunk.
-    io_threads: int = 8
-    lookup_timeout_seconds: float = 0.2
-    load_timeout_seconds: float = 2.0
-    store_timeout_seconds: float = 10.0
-    load_queue_bytes_max: int = 8 << 30
-    # Six steps of 8,192 tokens of a 14B model, 1.3 GB each. It costs no memory (rows are pinned, not copied, so the CPU
-    # tier bounds it, too), and at less than 1.7 GB/s store_queue_seconds_max drops stores before this does.
-    store_queue_bytes_max: int = 8 << 30
-    store_queue_seconds_max: float = 5.0  # a store that waited longer is dropped: its row is better freed
-    breaker: BreakerPolicy = field(default_factory=BreakerPolicy)
-
-
 class SharedTier:
     """Drives ``tier`` for one scheduler thread.
 
@@ -73,7 +55,7 @@ class SharedTier:
         rows: memoryview,
         row_bytes: int,
         payload_bytes: int,
-        limits: TransferLimits = TransferLimits(),
+        limits: TransferLimits = DEFAULT_LIMITS,
         clock: Clock = time.monotonic,
     ) -> None:
         if tier.payload_bytes != payload_bytes or not 0 < payload_bytes <= row_bytes:
@@ -279,11 +261,13 @@ class SharedTier:
             expiries=dict(counters.expiries),
             skipped=dict(counters.skipped),
             late_completions=counters.late_completions,
+            quarantined=dict(getattr(self._tier, "quarantined", None) or {}),
             evictions=self.evictions(),
             resident_bytes=self._desk.resident_bytes,
             queued_store_bytes=self._queued_bytes[Operation.STORE],
             queued_load_bytes=self._queued_bytes[Operation.LOAD],
             oldest_store_seconds=0.0 if waiting_since is None else self._clock() - waiting_since,
+            ready=self._desk.ready,
             weights_changed=self._weights_changed,
             breakers={operation: breaker.state for operation, breaker in self._breakers.items()},
         )
@@ -421,6 +405,7 @@ class SharedTier:
         if moved:
             job.done += moved
             self._presence.put_many(moved, True)
+        self._skip(job, [job.keys[index] for index in job.pending], SkipReason.PENDING)
         for index, error in job.errors.items():
             key = job.keys[index]
             job.failed[key] = error
@@ -430,8 +415,8 @@ class SharedTier:
         self.moved = True
         self.counters.late_completions += 1
         operation = late.item.job.operation
-        self._count_transfer(operation, 0 if late.error else 1, late.seconds)
-        if operation is Operation.STORE and late.error is None:
+        self._count_transfer(operation, 0 if late.error or late.pending else 1, late.seconds)
+        if operation is Operation.STORE and late.error is None and not late.pending:
             self._presence.put(late.item.key, True)  # late, but true
 
     def _count_transfer(self, operation: Operation, items: int, seconds: float) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spillway_connector.errors import TierMiss
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, load, payload_of, soon
+from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.slab import SlabTier
 from spillway_connector.tiers.slab_index import SlabIndex
 from spillway_connector.tiers.slab_policy import WRITING
@@ -168,13 +168,27 @@ def test_the_slot_of_a_dead_writer_is_taken_back_and_that_of_a_living_one_is_not
         assert tier._claim(key_of(seed), NO_TENANT, soon()) is not None
     other = SlabTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=MAX_BYTES)
     for seed in (1, 2):  # both writers live: whoever comes second leaves it to them
-        assert other.store(key_of(seed), payload_of(seed), soon()) is StoreOutcome.PRESENT
+        assert other.store(key_of(seed), payload_of(seed), soon()) is StoreOutcome.PENDING
     dead.close()
     assert other.store(key_of(2), payload_of(2), soon()) is StoreOutcome.STORED
-    assert other.store(key_of(1), payload_of(1), soon()) is StoreOutcome.PRESENT
+    assert other.store(key_of(1), payload_of(1), soon()) is StoreOutcome.PENDING
     assert other.contains([key_of(1), key_of(2)], soon()) == [False, True]
     living.close()
     other.close()
     last = SlabTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=MAX_BYTES)
     assert last.store(key_of(1), payload_of(1), soon()) is StoreOutcome.STORED
     last.close()
+
+
+def test_what_another_engine_is_writing_is_neither_there_nor_promised(tmp_path: Path) -> None:
+    first, second = (SlabTier(NAMESPACE, PAYLOAD_BYTES, tmp_path, max_bytes=100 << 20) for _ in range(2))
+    first.prepare(soon())
+    claim = first._claim(key_of(1), NO_TENANT, soon())
+    assert not isinstance(claim, StoreOutcome)
+    assert second.store(key_of(1), payload_of(1), soon()) is StoreOutcome.PENDING
+    assert second.contains([key_of(1)], soon()) == second.contains_now([key_of(1)]) == [False]
+    assert isinstance(error_of(lambda: load(second, key_of(1))), TierMiss)
+    first.close()  # it dies before the block is whole
+    assert second.store(key_of(1), payload_of(1), soon()) is StoreOutcome.STORED
+    assert load(second, key_of(1)) == payload_of(1)
+    second.close()

@@ -9,8 +9,8 @@ import pytest
 
 from spillway_engine.errors import SettingsError
 from spillway_engine.settings_reader import read_settings
-from spillway_engine.tier_files import require_tier_files
-from spillway_engine.tier_settings import SharedTierSettings
+from spillway_engine.tier_files import misplaced_tier, require_tier_files
+from spillway_engine.tier_settings import NvmeTierSettings, SharedTierSettings
 
 KEY = secrets.token_hex(32)
 
@@ -122,3 +122,18 @@ def test_a_machine_without_a_list_of_mounts_is_believed(tmp_path: Path) -> None:
     settings = read_settings(SharedTierSettings, {"type": "nvme", "nvme": {"path": "/kv", "mode": "slab"}})
 
     require_tier_files(settings, {}, tmp_path / "nothing")
+
+
+def test_a_folder_whose_parent_is_missing_is_said_and_keeps_nobody_from_serving(tmp_path: Path) -> None:
+    mistyped = tmp_path / "nmve" / "kv"
+    tier = SharedTierSettings("nvme", nvme=NvmeTierSettings(str(mistyped)))
+    require_tier_files(tier)
+    said = misplaced_tier(tier)
+    assert said is not None
+    assert said.startswith(f"offload.sharedTier.nvme.path: {mistyped}: ")
+    assert f"{tmp_path / 'nmve'} does not exist" in said
+    assert "correct the path, or mount the file system" in said
+    assert "serves without the shared tier" in said
+    mistyped.parent.mkdir()
+    assert misplaced_tier(tier) is None
+    assert misplaced_tier(SharedTierSettings("none", nvme=NvmeTierSettings("/no/such/folder"))) is None

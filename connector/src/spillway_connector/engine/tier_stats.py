@@ -36,11 +36,13 @@ _RARE_COUNTS = (
     (metrics.TIER_FAILURES, "failures"),
     (metrics.TIER_SHED, "shed"),
     (metrics.TIER_EVICTED_FRAMES, "evictions"),
+    (metrics.TIER_QUARANTINED, "quarantined"),
 )
 _GAUGES = (
     (metrics.TIER_RESIDENT_BYTES, "resident_bytes"),
     (metrics.TIER_QUEUE_BYTES, "queued_store_bytes"),
     (metrics.TIER_QUEUE_AGE, "oldest_store_seconds"),
+    (metrics.TIER_READY, "ready"),
     (metrics.TIER_WEIGHTS_CHANGED, "weights_changed"),
 )
 

@@ -90,14 +90,16 @@ class TransferItem:
     def dead(self) -> bool:
         return self.job.states[self.index] == ItemState.DEAD
 
-    def settle(self, error: TierError | None, begun_at: float, ended_at: float) -> Settled:
+    def settle(self, error: TierError | None, begun_at: float, ended_at: float, *, pending: bool = False) -> Settled:
         """Worker: what became of the item between two points of the clock. Once, and last."""
         job = self.job
         with job.lock:
             if job.states[self.index] == ItemState.DEAD:
                 return Settled.LATE
             job.busy_seconds += ended_at - begun_at
-            if error is None:
+            if pending:
+                job.pending.add(self.index)
+            elif error is None:
                 job.last_moved_at = max(ended_at, job.last_moved_at or 0.0)
             else:
                 job.errors[self.index] = error
@@ -123,6 +125,7 @@ class TransferJob:
     begun_at: dict[int, float] = field(default_factory=dict)  # when, by index
     open_items: int = 0
     errors: dict[int, TierError] = field(default_factory=dict)  # by index
+    pending: set[int] = field(default_factory=set)  # stores left to another writer, by index
     busy_seconds: float = 0.0  # of the workers
     last_moved_at: float | None = None
     done: list[bytes] = field(default_factory=list)
@@ -148,12 +151,12 @@ class TransferJob:
 
     def moved(self) -> list[bytes]:
         """Scheduler: the keys that were stored or loaded, once ``open_items`` is 0."""
-        if not self.errors and ItemState.DEAD not in self.states:
+        if not self.errors and not self.pending and ItemState.DEAD not in self.states:
             return self.keys
         return [
             key
             for index, (key, state) in enumerate(zip(self.keys, self.states, strict=True))
-            if state == ItemState.SETTLED and index not in self.errors
+            if state == ItemState.SETTLED and index not in self.errors and index not in self.pending
         ]
 
     def take_arrived(self) -> list[bytes]:

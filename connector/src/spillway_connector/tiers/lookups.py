@@ -10,6 +10,7 @@ keys, so that an answer costs a few dictionary operations per key, however many 
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -27,11 +28,14 @@ from spillway_connector.tiers.presence import PresenceIndex
 from spillway_connector.tiers.stats import LookupOutcome, Operation, TierCounters
 from spillway_connector.tiers.tier import Clock, Tier
 
+_log = logging.getLogger(__name__)
+
 ASKED_KEYS_MAX = 65_536  # waiting for an answer; more are answered MISS
 WAITING_REQUESTS_MAX = 16_384
 PAGE_KEYS = 256
 TAKEN_IN_KEYS_MAX = 1024  # per step: well below a millisecond of the scheduler's thread
 RESIDENT_SECONDS = 10.0  # between two readings of the tier's size
+START_SECONDS = 5.0  # for the first one, which prepares the tier
 
 ContainsNow = Callable[[Sequence[bytes]], "list[bool] | None"]
 """An optional `contains_now(keys)` of a tier whose index is in memory: answers without waiting, or None."""
@@ -131,6 +135,7 @@ class LookupDesk:
         changes: ChangeLog[str],
     ) -> None:
         self.resident_bytes = 0
+        self.ready = False  # whether the tier answered when it was last asked how much it holds
         self._tier = tier
         self._contains_now: ContainsNow | None = getattr(tier, "contains_now", None)
         self._presence = presence
@@ -149,6 +154,7 @@ class LookupDesk:
         self._keys_left = TAKEN_IN_KEYS_MAX  # to take in during this step
         self._questions: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._answers: deque[tuple[_Batch, list[list[bool]] | TierError]] = deque()  # by page
+        self._problem = ""
         self._thread = threading.Thread(target=self._answer, name=f"spillway-{tier.name}-lookup", daemon=True)
         self._thread.start()
 
@@ -374,7 +380,8 @@ class LookupDesk:
 
     def _answer(self) -> None:
         """The lookup thread."""
-        resident_due = self._clock()
+        self._read_size(START_SECONDS)
+        resident_due = self._clock() + RESIDENT_SECONDS
         while True:
             try:
                 batch = self._questions.get(timeout=RESIDENT_SECONDS)
@@ -389,10 +396,24 @@ class LookupDesk:
                 self._progress()
             if self._clock() >= resident_due and self._lookup_breaker.would_allow():
                 resident_due = self._clock() + RESIDENT_SECONDS
-                try:
-                    self.resident_bytes = self._tier.resident_bytes(self._clock() + self._timeout_seconds)
-                except TierError:
-                    pass  # a gauge: the last known value stands, and the breaker learns from real work
+                self._read_size(self._timeout_seconds)
+
+    def _read_size(self, timeout_seconds: float) -> None:
+        """Ask the tier how much it holds, which also finds out whether it can be used at all, from the start on."""
+        try:
+            deadline = self._clock() + timeout_seconds
+            self._tier.prepare(deadline)
+            self.resident_bytes = self._tier.resident_bytes(deadline)
+            ready, problem = True, ""
+        except TierError as error:  # a gauge: the last known value stands, and the breaker learns from real work
+            ready, problem = False, str(error)
+        except Exception as error:  # a defect of a tier must not cost the thread
+            ready, problem = False, str(unexpected(error))
+        if problem and problem != self._problem:
+            _log.error("Shared tier %s cannot be used; the engine serves without it: %s", self._tier.name, problem)
+        elif ready and self._problem:
+            _log.warning("Shared tier %s can be used again", self._tier.name)
+        self.ready, self._problem = ready, problem
 
     def _answer_to(self, batch: _Batch) -> list[list[bool]] | TierError:
         # Put together and taken apart here: of 65,536 keys that alone takes a millisecond.

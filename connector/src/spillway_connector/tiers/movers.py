@@ -35,7 +35,7 @@ from spillway_connector.tiers.buffers import transfer_buffer
 from spillway_connector.tiers.jobs import Settled, TransferItem, TransferJob
 from spillway_connector.tiers.lookups import unexpected
 from spillway_connector.tiers.stats import Operation
-from spillway_connector.tiers.tier import Clock, Tier
+from spillway_connector.tiers.tier import Clock, StoreOutcome, Tier
 
 FAIR_SHARE = 0.5  # of a job's time: a tier that had less for an item may have been kept from it by us
 DISCARD_SECONDS = 1.0  # for removing an entry that was proven corrupt
@@ -48,6 +48,7 @@ class LateEnd(NamedTuple):
     item: TransferItem
     error: TierError | None
     seconds: float
+    pending: bool = False
 
 
 class Movers:
@@ -183,23 +184,28 @@ class Movers:
     def _run(self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview) -> None:
         begun = self._clock()
         error: TierError | None = None
+        outcome: StoreOutcome | None = None
         try:
-            move = self._load if item.job.operation is Operation.LOAD else self._store
-            if not move(item, bounce, view, begun):
-                return  # given up meanwhile, before any I/O
+            if item.job.operation is Operation.LOAD:
+                self._load(item, bounce, view, begun)
+            else:
+                outcome = self._store(item, bounce, view, begun)
+                if outcome is None:
+                    return  # given up meanwhile, before any I/O
         except TierError as raised:
             error = without_frames(raised)
         except Exception as raised:
             error = without_frames(unexpected(raised))
         ended = self._clock()
-        settled = item.settle(error, begun, ended)
+        pending = outcome is StoreOutcome.PENDING
+        settled = item.settle(error, begun, ended, pending=pending)
         if settled is Settled.LAST:
             self.ended.append(item.job)
         elif settled is Settled.LATE:
-            self.late.append(LateEnd(item, error, ended - begun))
+            self.late.append(LateEnd(item, error, ended - begun, pending))
         self._progress()
 
-    def _load(self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview, now: float) -> bool:
+    def _load(self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview, now: float) -> None:
         self._pass_breaker(Operation.LOAD)
         try:
             self._tier.load(item.key, view, item.job.deadline)
@@ -220,26 +226,28 @@ class Movers:
             np.copyto(self._row(item.row), bounce)
             item.end_copy()
             self._breakers[Operation.LOAD].record_success()
-        return True
 
-    def _store(self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview, now: float) -> bool:
+    def _store(
+        self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview, now: float
+    ) -> StoreOutcome | None:
+        """None: the item was given up before anything was done."""
         waited = now - item.job.queued_at
         if waited > self._store_queue_seconds_max:
             raise TierRefused(RefusedReason.QUEUE_AGE, f"waited {waited:.1f} s for a thread")
         self._pass_breaker(Operation.STORE)
         if not item.begin_copy():
-            return False
+            return None
         np.copyto(bounce, self._row(item.row))
         item.end_copy()
         try:
-            self._tier.store(item.key, view, item.job.deadline, item.job.tenant)
+            outcome = self._tier.store(item.key, view, item.job.deadline, item.job.tenant)
         except Exception as error:
             self._judge(item, error, now)
             raise
         self._answered_at[Operation.STORE] = self._clock()
         if not item.dead:
             self._breakers[Operation.STORE].record_success()
-        return True
+        return outcome
 
     def _pass_breaker(self, operation: Operation) -> None:
         if not self._breakers[operation].allow():

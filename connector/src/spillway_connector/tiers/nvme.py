@@ -32,17 +32,17 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
-from spillway_connector.namespace import Namespace, explain_difference
+from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
 from spillway_connector.tiers.nvme_age import AgeClock
 from spillway_connector.tiers.nvme_io import TRANSFERS_AT_ONCE, FrameFiles, supports_direct, tier_error
+from spillway_connector.tiers.nvme_root import NamespaceDocument, make_root
 from spillway_connector.tiers.nvme_space import DOCUMENT_PREFIX, PARTIAL_NAME, EvictionReason, Space, frame_path
 from spillway_connector.tiers.nvme_tenants import TenantQuotas
 from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
 
 _log = logging.getLogger(__name__)
 
-DOCUMENT_NAME = "namespace.json"
 HOUSEKEEPING_SECONDS = 300.0  # between scans that correct the ledger and measure the file system again
 SCAN_SECONDS_MIN = 30.0  # scans come sooner where frames expire sooner, but not sooner than this
 HOUSEKEEPING_DEADLINE_SECONDS = 60.0
@@ -81,6 +81,7 @@ class NvmeTier:
         self._root = root
         self._folder = root / namespace.hex
         self._partial = self._folder / PARTIAL_NAME
+        self._document = NamespaceDocument(self._folder, namespace)
         self._clock = clock
         self._wall_clock = wall_clock
         self._ages = AgeClock(root, clock, wall_clock)
@@ -95,6 +96,7 @@ class NvmeTier:
         self._prepared = False
         self._closed = False
         self._wake = threading.Event()
+        self._house_lock = threading.Lock()
         self._housekeeper: threading.Thread | None = None
 
     @property
@@ -111,6 +113,11 @@ class NvmeTier:
     def evictions(self) -> Mapping[EvictionReason, int]:
         """The same by reason."""
         return self._space.evictions
+
+    @property
+    def quarantined(self) -> Mapping[str, int]:
+        """Damaged files that were renamed, by reason."""
+        return self._document.quarantined
 
     @property
     def under_pressure(self) -> bool:
@@ -208,21 +215,23 @@ class NvmeTier:
             raise tier_error(error, f"{self._root}: reading the space ledger") from error
 
     def close(self) -> None:
-        self._closed = True
+        with self._house_lock:  # a thread that is being started can be joined afterwards, and none is started any more
+            self._closed = True
+            housekeeper = self._housekeeper
         self._wake.set()
-        if self._housekeeper is not None and self._housekeeper is not threading.current_thread():
+        if housekeeper is not None and housekeeper is not threading.current_thread():
             # Bounded: a thread stuck in a dead mount must not hold up the engine's exit; it is a daemon.
-            self._housekeeper.join(timeout=1.0)
-        if self._housekeeper is None or not self._housekeeper.is_alive():
+            housekeeper.join(timeout=1.0)
+        if housekeeper is None or not housekeeper.is_alive():
             self._space.close()
             if self._quotas is not None:
                 self._quotas.close()
 
     def _prepare(self) -> None:
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            make_root(self._root)
             self._partial.mkdir(parents=True, exist_ok=True)
-            self._compare_document(write=True)
+            self._document.ensure(lambda: self._partial / f"{DOCUMENT_PREFIX}{self._unique()}")
             self._ages.share()
             self._files.direct = supports_direct(self._partial)
         except FileExistsError as error:
@@ -232,9 +241,10 @@ class NvmeTier:
         except OSError as error:
             raise tier_error(error, f"path: {self._root}: preparing the directory") from error
         self._prepared = True
-        if self._housekeeper is None:
-            self._housekeeper = threading.Thread(target=self._keep_house, name="spillway-nvme-house", daemon=True)
-            self._housekeeper.start()
+        with self._house_lock:
+            if self._housekeeper is None and not self._closed:
+                self._housekeeper = threading.Thread(target=self._keep_house, name="spillway-nvme-house", daemon=True)
+                self._housekeeper.start()
 
     def _prepare_for_reading(self, deadline: float) -> None:
         """Prepare, but where only writing is refused (a read-only mount) let readers go on."""
@@ -244,34 +254,10 @@ class NvmeTier:
             if refused.reason not in (RefusedReason.READ_ONLY, RefusedReason.PERMISSION, RefusedReason.NO_SPACE):
                 raise
             try:
-                self._compare_document(write=False)
+                self._document.check()
                 self._ages.share()
             except OSError as error:
                 raise tier_error(error, f"{self._root}: reading the namespace document") from error
-
-    def _compare_document(self, *, write: bool) -> None:
-        path = self._folder / DOCUMENT_NAME
-        ours = self._namespace.document
-        for _ in range(2):
-            try:
-                stored = path.read_bytes()
-            except FileNotFoundError:
-                if not write:
-                    return  # nothing was ever stored here
-                partial = self._partial / f"{DOCUMENT_PREFIX}{self._unique()}"
-                partial.write_bytes(ours)
-                try:
-                    os.replace(partial, path)
-                except FileNotFoundError:
-                    pass  # another process's sweep took it for abandoned: once more
-                continue
-            if stored != ours:
-                raise TierRefused(
-                    RefusedReason.NAMESPACE,
-                    f"{path} describes another layout: {explain_difference(ours, stored)}; "
-                    f"remove {self._folder} if its blocks are no longer wanted",
-                )
-            return
 
     def _write(self, key: bytes, tenant: bytes, header: bytes, source: memoryview, deadline: float) -> StoreOutcome:
         quotas, size = self._quotas, self._files.frame_bytes

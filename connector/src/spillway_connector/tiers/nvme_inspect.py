@@ -33,9 +33,9 @@ from spillway_connector.tiers.inspection import (
     StoredNamespace,
     is_namespace_name,
 )
-from spillway_connector.tiers.nvme import DOCUMENT_NAME
 from spillway_connector.tiers.nvme_io import tier_error
 from spillway_connector.tiers.nvme_ledger import Balance, Ledger
+from spillway_connector.tiers.nvme_root import DOCUMENT_NAME
 from spillway_connector.tiers.nvme_space import FRAME_SUFFIX, LEDGER_NAME, PARTIAL_NAME, UNLINKS_PER_LOCK
 from spillway_connector.tiers.tier import Clock
 

@@ -28,6 +28,7 @@ from spillway_connector.tiers.frame import (
     running_digest,
     verify,
 )
+from spillway_connector.tiers.limits import REDIS_CONNECTIONS, REDIS_PAYLOAD_CONNECTIONS, REDIS_TTL_SECONDS
 from spillway_connector.tiers.redis_connection import RedisConnection, WrongType, refusal
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint, Topology
 from spillway_connector.tiers.redis_info import used_memory_bytes
@@ -65,9 +66,9 @@ class RedisTier:
         payload_bytes: int,
         endpoint: RedisEndpoint,
         *,
-        ttl_seconds: float | None = 86400.0,
-        connections: int = 4,
-        payload_connections: int = 1,
+        ttl_seconds: float | None = REDIS_TTL_SECONDS,
+        connections: int = REDIS_CONNECTIONS,
+        payload_connections: int = REDIS_PAYLOAD_CONNECTIONS,
         tenant_max_bytes: int | None = None,
         stripe_bytes_max: int = STRIPE_BYTES_MAX,
         clock: Clock = time.monotonic,

@@ -111,6 +111,15 @@ class SealedNamespace(Namespace):
     def digest16(self) -> bytes:
         return blake3(self.identity).digest(length=NAMESPACE_DIGEST_BYTES)
 
+    def may_own(self, document: bytes) -> bool:
+        """As of any namespace; also one of another key under the same id, which is no damage."""
+        try:
+            facts = json.loads(document)
+            del facts["codec"]["key_check"]
+            return Namespace.of(facts).document == self.identity
+        except (ValueError, KeyError, TypeError, ConfigError):
+            return False
+
 
 def sealed_namespace(namespace: Namespace, key: SealKey) -> SealedNamespace:
     """The namespace of the same blocks, sealed with ``key``: give it to the tier that SealedTier wraps."""
@@ -158,6 +167,10 @@ class SealedTier:
     def evictions(self) -> Mapping[str, int] | None:
         """By reason; None where the store does not tell them apart."""
         return getattr(self.tier, "evictions", None)
+
+    @property
+    def quarantined(self) -> Mapping[str, int] | None:
+        return getattr(self.tier, "quarantined", None)
 
     @property
     def under_pressure(self) -> bool:

@@ -131,6 +131,11 @@ class SlabTier:
         return self._space.evictions
 
     @property
+    def quarantined(self) -> Mapping[str, int]:
+        """Damaged files that were renamed, by reason."""
+        return self._pool.document.quarantined
+
+    @property
     def under_pressure(self) -> bool:
         """Whether frames were evicted, or refused, for want of room within the last seconds."""
         return self._space.under_pressure
@@ -216,8 +221,8 @@ class SlabTier:
             claim = self._claim(key, tenant, deadline)
         except OSError as error:
             raise self._refused(error, "making room for a frame") from error
-        if claim is None:
-            return StoreOutcome.PRESENT
+        if isinstance(claim, StoreOutcome):
+            return claim
         try:
             claim.pool.chunks.write(claim.slot, claim.epoch, header, source, deadline)
         except FileNotFoundError as error:
@@ -282,8 +287,8 @@ class SlabTier:
 
     # --- storing ------------------------------------------------------------------------------------------------------
 
-    def _claim(self, key: bytes, tenant: bytes, deadline: float) -> _Claim | None:
-        """A slot to write to; None when the key is there, or being written by someone alive."""
+    def _claim(self, key: bytes, tenant: bytes, deadline: float) -> _Claim | StoreOutcome:
+        """A slot to write to; PRESENT when the key is there, PENDING while someone alive is writing it."""
         fingerprint = fingerprint_of(key, self._pair)
         with self._locked(deadline) as pool:
             index = pool.index
@@ -291,9 +296,9 @@ class SlabTier:
             slot = index.find_one(fingerprint)
             if slot >= 0:
                 if index.state[slot] == LIVE and not self._expired(index, slot):
-                    return None
+                    return StoreOutcome.PRESENT
                 if index.state[slot] == WRITING and self._pool.badge.is_alive(int(index.owner[slot])):
-                    return None
+                    return StoreOutcome.PENDING
                 if index.state[slot] == LIVE:
                     self._space.expire(index, slot)
                 else:

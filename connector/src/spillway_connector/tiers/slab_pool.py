@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierTimeout
-from spillway_connector.namespace import Namespace, explain_difference
+from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.nvme_age import AgeClock
 from spillway_connector.tiers.nvme_io import FrameFiles, supports_direct, tier_error
+from spillway_connector.tiers.nvme_root import DOCUMENT_NAME, NamespaceDocument, make_root
 from spillway_connector.tiers.slab_chunks import Chunks, chunks_on_disk
 from spillway_connector.tiers.slab_headers import HeaderTable
 from spillway_connector.tiers.slab_index import SlabIndex
@@ -39,7 +40,6 @@ from spillway_connector.tiers.tier import Clock
 
 _log = logging.getLogger(__name__)
 
-DOCUMENT_NAME = "namespace.json"
 READ_ONLY_RETRY_SECONDS = 5.0
 _READING_GOES_ON = (RefusedReason.READ_ONLY, RefusedReason.PERMISSION, RefusedReason.NO_SPACE)
 
@@ -60,6 +60,7 @@ class SlabPool:
     ) -> None:
         self.space = space
         self.badge = WriterBadge(root / SLAB_FOLDER / WRITERS_FOLDER)
+        self.document = NamespaceDocument(root / namespace.hex, namespace)
         self._namespace = namespace
         self._slot_bytes = slot_bytes
         self._root = root
@@ -105,7 +106,7 @@ class SlabPool:
         if pool is not None and not self.replaced(pool.index):
             return pool
         try:
-            self._compare_document(write=False)
+            self.document.check()
             self._ages.share()
             index = SlabIndex.open(self._folder, writable=False)
         except OSError as error:
@@ -144,11 +145,12 @@ class SlabPool:
         if self._closed:
             raise TierRefused(RefusedReason.CLOSED, f"{self._root}: the tier is closed")
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            make_root(self._root)
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._root / SLAB_FOLDER / WRITERS_FOLDER).mkdir(exist_ok=True)
             (self._root / self._namespace.hex).mkdir(exist_ok=True)
-            self._compare_document(write=True)
+            document = self._root / self._namespace.hex / DOCUMENT_NAME
+            self.document.ensure(lambda: document.with_name(f"{DOCUMENT_NAME}.{self.badge.number:016x}"))
             self._ages.share()
             with self._lock.held(deadline):
                 self.badge.wear()
@@ -260,21 +262,3 @@ class SlabPool:
             self.badge.take_off()
         except OSError:
             pass  # the lock on it ends here all the same, which is what others look at
-
-    def _compare_document(self, *, write: bool) -> None:
-        path = self._root / self._namespace.hex / DOCUMENT_NAME
-        ours = self._namespace.document
-        try:
-            stored = path.read_bytes()
-        except FileNotFoundError:
-            if write:
-                partial = path.with_name(f"{DOCUMENT_NAME}.{self.badge.number:016x}")
-                partial.write_bytes(ours)
-                os.replace(partial, path)
-            return
-        if stored != ours:
-            raise TierRefused(
-                RefusedReason.NAMESPACE,
-                f"{path} describes another layout: {explain_difference(ours, stored)}; "
-                f"remove the file and {self._folder} if their blocks are no longer wanted",
-            )

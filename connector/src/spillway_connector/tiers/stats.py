@@ -49,6 +49,7 @@ class SkipReason(StrEnum):
     """Why a chunk was not handed to the tier although nothing failed."""
 
     PRESENT = "present"  # there already, or on its way
+    PENDING = "pending"  # another engine is writing it; whether it will be there is not known
     ADMISSION = "admission"  # the tier is full, and the chunk was never asked for twice
     WEIGHTS_CHANGED = "weights_changed"
 
@@ -93,11 +94,13 @@ class TierStats:
     expiries: dict[Operation, int]  # lookup batches and jobs that were given up at their deadline
     skipped: dict[SkipReason, int]
     late_completions: int  # I/O that ended after its job had been given up; its bytes were dropped
+    quarantined: dict[str, int]  # damaged files that were renamed, by reason
     evictions: dict[str, int]  # frames this process removed though nothing was wrong with them, by reason
     resident_bytes: int
     queued_store_bytes: int
     queued_load_bytes: int
     oldest_store_seconds: float  # how long the oldest store has waited for a thread; 0: none waits
+    ready: bool  # the tier answered when it was last asked how much it holds
     weights_changed: bool  # the tier rests because the model's weights are no longer those of its namespace
     breakers: dict[Operation, BreakerState]
 

@@ -19,10 +19,14 @@ NO_TENANT = bytes(TENANT_BYTES)
 
 
 class StoreOutcome(Enum):
-    """STORED: written by this call. PRESENT: an entry of that key was there already, and its age was renewed."""
+    """STORED: written by this call. PRESENT: an entry of that key was there already, and its age was renewed.
+
+    PENDING: another writer, alive, is at it; whether it will be there nobody knows yet.
+    """
 
     STORED = "stored"
     PRESENT = "present"
+    PENDING = "pending"
 
 
 class Tier(Protocol):

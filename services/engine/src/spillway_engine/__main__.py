@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0 if engine.budget.fits else BUDGET_EXIT_CODE
         print(engine.table(), flush=True)
         engine.require_fit()
+        for problem in engine.warnings():
+            print(f"spillway_engine: {problem}", file=sys.stderr, flush=True)
     except EngineServiceError as error:
         print(f"spillway_engine: {error}", file=sys.stderr, flush=True)
         return error.exit_code

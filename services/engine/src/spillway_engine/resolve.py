@@ -17,7 +17,7 @@ from spillway_engine.model_shape import ModelShape
 from spillway_engine.pod_channel import PodBrief
 from spillway_engine.reference_likelihood import reference_name
 from spillway_engine.settings import EngineSettings
-from spillway_engine.tier_files import require_tier_files
+from spillway_engine.tier_files import misplaced_tier, require_tier_files
 from spillway_engine.vllm_arguments import (
     SERVER_MODULE,
     public_configuration,
@@ -42,6 +42,12 @@ class ResolvedEngine:
             raise BudgetError("\n".join(self.budget.problems))
         if self.settings.offload.enabled:
             require_tier_files(self.settings.offload.shared_tier, door=self.settings.door)
+
+    def warnings(self) -> list[str]:
+        """What is wrong and no reason not to serve."""
+        offload = self.settings.offload
+        misplaced = misplaced_tier(offload.shared_tier, self.settings.door) if offload.enabled else None
+        return [] if misplaced is None else [misplaced]
 
     def public(self) -> dict[str, Any]:
         return {

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spillway_connector.errors import ConfigError
+from spillway_connector.tiers.nvme_root import missing_parent
 from spillway_connector.tiers.slab_mode import file_system_of, is_shared
 from spillway_engine.door import FILE, Door
 from spillway_engine.errors import SettingsError
@@ -53,6 +54,22 @@ def require_tier_files(
                 )
     if tier.type != "none" and tier.encryption is not None:
         _require_key(tier.encryption, door, environment)
+
+
+def misplaced_tier(tier: SharedTierSettings, door: Door = FILE) -> str | None:
+    """What is wrong with the folder of an NVMe tier; None where nothing is. No reason not to start: engines serve."""
+    if tier.type != "nvme":
+        return None
+    try:
+        problem = missing_parent(Path(tier.nvme.path))
+    except OSError as error:
+        problem = f"cannot be looked at: {error.strerror}"
+    if problem is None:
+        return None
+    return (
+        f"{door.given(NVME + 'path', tier.nvme.path)}: {problem.removeprefix('path: ')}; "
+        "until then the engine serves without the shared tier"
+    )
 
 
 def _require_readable(given: str, file: Path) -> None:

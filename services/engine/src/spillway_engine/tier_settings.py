@@ -1,6 +1,6 @@
 """The shared tier of an engine pod: where it lies, how to log in, what bounds it, and what in it contradicts itself.
 
-Each field has the connector's own default (spillway_connector.config); a test compares the two.
+The defaults are the connector's own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spillway_connector.errors import ConfigError
+from spillway_connector.tiers.limits import (
+    DEFAULT_LIMITS as _LIMITS,
+)
+from spillway_connector.tiers.limits import (
+    REDIS_CONNECTIONS,
+    REDIS_PAYLOAD_CONNECTIONS,
+    REDIS_TTL_SECONDS,
+)
 from spillway_connector.tiers.redis_endpoint import RedisEndpoint
 from spillway_engine.bounds import require_at_least
 from spillway_engine.byte_sizes import ByteCount, format_byte_count
@@ -21,8 +29,8 @@ SHARED_TIER = "offload.sharedTier."
 NVME = SHARED_TIER + "nvme."
 REDIS = SHARED_TIER + "redis."
 ENCRYPTION = SHARED_TIER + "encryption."
-_LOAD_QUEUE_BYTES = ByteCount(8 << 30)
-_STORE_QUEUE_BYTES = ByteCount(8 << 30)
+_LOAD_QUEUE_BYTES = ByteCount(_LIMITS.load_queue_bytes_max)
+_STORE_QUEUE_BYTES = ByteCount(_LIMITS.store_queue_bytes_max)
 _PATH = re.compile(r"\w+(\.\w+)+")
 _SECRET_KEY = re.compile(r"password|secret|credential|api_?key", re.IGNORECASE)
 
@@ -59,9 +67,9 @@ class RedisTierSettings:
     password_env: str | None = None
     password_file: str | None = None  # read anew for each login
     tls: RedisTlsSettings = field(default_factory=RedisTlsSettings)
-    ttl_seconds: int = 86_400
-    connections: int = 4
-    payload_connections: int = 1
+    ttl_seconds: int = REDIS_TTL_SECONDS
+    connections: int = REDIS_CONNECTIONS
+    payload_connections: int = REDIS_PAYLOAD_CONNECTIONS
     tenant_max_bytes: ByteCount | None = None
 
 
@@ -71,13 +79,13 @@ class SharedTierSettings:
     nvme: NvmeTierSettings = field(default_factory=NvmeTierSettings)
     redis: RedisTierSettings = field(default_factory=RedisTierSettings)
     encryption: EncryptionSettings | None = None
-    io_threads: int = 8
-    lookup_timeout_seconds: float = 0.2
-    load_timeout_seconds: float = 2.0
-    store_timeout_seconds: float = 10.0
+    io_threads: int = _LIMITS.io_threads
+    lookup_timeout_seconds: float = _LIMITS.lookup_timeout_seconds
+    load_timeout_seconds: float = _LIMITS.load_timeout_seconds
+    store_timeout_seconds: float = _LIMITS.store_timeout_seconds
     load_queue_bytes_max: ByteCount = _LOAD_QUEUE_BYTES
     store_queue_bytes_max: ByteCount = _STORE_QUEUE_BYTES  # more in hand are dropped and counted
-    store_queue_seconds_max: float = 5.0  # as are stores that waited longer
+    store_queue_seconds_max: float = _LIMITS.store_queue_seconds_max  # as are stores that waited longer
 
 
 def check_shared_tier(tier: SharedTierSettings, door: Door = FILE) -> None:

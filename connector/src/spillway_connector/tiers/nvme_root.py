@@ -1,0 +1,113 @@
+"""What both layouts of the NVMe tier do first: make the directory, and have the namespace document in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from spillway_connector.errors import RefusedReason, TierRefused, TierUnreachable, UnreachableReason
+from spillway_connector.namespace import Namespace, explain_difference
+
+_log = logging.getLogger(__name__)
+
+DOCUMENT_NAME = "namespace.json"
+_ATTEMPTS = 3  # a document that is being written may be taken for abandoned by another process's sweep
+
+
+def make_root(root: Path) -> None:
+    """Make the directory, but not the one it lies in: where that is missing, nothing is mounted or the path is wrong.
+
+    Raises TierUnreachable(ROOT_MISSING), OSError.
+    """
+    try:
+        root.mkdir(exist_ok=True)
+    except FileNotFoundError as error:
+        raise TierUnreachable(
+            UnreachableReason.ROOT_MISSING, missing_parent(root) or f"path: {root}: {error}"
+        ) from error
+
+
+def missing_parent(root: Path) -> str | None:
+    """What to say where the directory above ``root`` does not exist; None where it does. Raises OSError."""
+    missing = [parent for parent in root.absolute().parents if not parent.exists()]
+    if not missing:
+        return None
+    return (
+        f"path: {root} cannot be made: {missing[-1]} does not exist; a directory in which it can be made is needed; "
+        "correct the path, or mount the file system"
+    )
+
+
+class NamespaceDocument:
+    """``namespace.json`` in the folder of one namespace.
+
+    The folder is named after the document's digest, so another text there is damage, not another layout. It is renamed
+    and written anew; frames say themselves what they belong to. Only the document of another key under the same id is
+    whole and not ours: that is refused. quarantined: documents that were renamed, by reason.
+    """
+
+    def __init__(self, folder: Path, namespace: Namespace) -> None:
+        self.quarantined: Counter[str] = Counter()
+        self._path = folder / DOCUMENT_NAME
+        self._namespace = namespace
+        self._ours = namespace.document
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        """Where only reading is possible: say what is wrong with it. Raises TierRefused(NAMESPACE), OSError."""
+        try:
+            stored = self._path.read_bytes()
+        except FileNotFoundError:
+            return  # nothing was ever stored here
+        if stored != self._ours:
+            self._refuse_whole(stored)
+            _log.warning(
+                "%s is damaged (%s) and cannot be replaced", self._path, explain_difference(self._ours, stored)
+            )
+
+    def ensure(self, partial_name: Callable[[], Path]) -> None:
+        """Have the whole document there. partial_name: of a file to write it to first.
+
+        Raises TierRefused(NAMESPACE), OSError.
+        """
+        with self._lock:
+            for _ in range(_ATTEMPTS):
+                try:
+                    stored = self._path.read_bytes()
+                except FileNotFoundError:
+                    self._write(partial_name())
+                    continue
+                if stored == self._ours:
+                    return
+                self._refuse_whole(stored)
+                self._set_aside(stored)
+
+    def _write(self, partial: Path) -> None:
+        partial.write_bytes(self._ours)
+        try:
+            os.replace(partial, self._path)
+        except FileNotFoundError:
+            pass  # swept: once more
+
+    def _refuse_whole(self, stored: bytes) -> None:
+        if self._namespace.may_own(stored):
+            raise TierRefused(
+                RefusedReason.NAMESPACE,
+                f"{self._path} describes another layout: {explain_difference(self._ours, stored)}; "
+                "remove the folder it lies in if its blocks are no longer wanted",
+            )
+
+    def _set_aside(self, stored: bytes) -> None:
+        reason = "cut" if self._ours.startswith(stored) else "changed"
+        aside = self._path.with_name(f"{DOCUMENT_NAME}.{reason}")
+        try:
+            os.replace(self._path, aside)
+        except FileNotFoundError:
+            return  # by another process
+        self.quarantined[reason] += 1
+        difference = explain_difference(self._ours, stored)
+        _log.error("%s was damaged (%s): renamed to %s and written anew", self._path, difference, aside.name)
