@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from attack.paced_stream import SECONDS_MAX
-from attack.raw_client import answer_time, closed, connect, plain_request, read_all
-from attack.target import Target
+from attack.raw_client import answer_time, closed, connect, plain_request, pour, read_all
+from attack.target import MIB, Target
 from stack_driver.deadlines import eventually
 
 DESCRIPTORS = 256
+UPLOADS = 12
+UPLOAD_BYTES = 59 * MIB
 HALF_A_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 HALF_A_BODY = HALF_A_HEAD + b"content-length: 1000\r\n\r\n{"
 
@@ -74,6 +77,19 @@ def test_silent_connections_leave_room_for_requests_probes_and_engines(start_tar
                 sock.sendall(plain_request("hello").replace(b"host", b"connection: close\r\nhost"))
                 assert read_all(sock).startswith(b"HTTP/1.1 200 ")
 
-    target.suffer(attack, rounds=2).assert_bearable(grown_mib_max=32)
+    target.suffer(attack).assert_bearable(grown_mib_max=32)
     for sock in silent:
         sock.close()
+
+
+def test_uploads_that_do_not_end_stay_within_one_bound(target: Target) -> None:
+    """Twelve of 59 MB; the gateway takes no more of them than limits.bodiesBytesMax."""
+
+    def attack() -> None:
+        head = HALF_A_HEAD + b"content-length: %d\r\n\r\n" % UPLOAD_BYTES
+        with ThreadPoolExecutor(UPLOADS) as uploads:
+            parts = [head, *[b"x" * MIB] * (UPLOAD_BYTES // MIB - 1)]
+            replies = list(uploads.map(lambda _: pour(target.port, parts), range(UPLOADS)))
+        assert any(b"gateway_overloaded" in reply or not reply for reply in replies)
+
+    target.suffer(attack).assert_bearable(grown_mib_max=320)
