@@ -42,6 +42,7 @@ _SIGNATURES = (
             "_maximal_prefix_lookup": ["self", "keys", "req_context"],
             "_touch": ["self", "req_status"],
             "on_new_request": ["self", "request"],
+            "reset_cache": ["self"],
         },
     ),
     (
@@ -62,6 +63,13 @@ _SIGNATURES = (
             ],
         },
     ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1",
+        {"bind_gpu_block_pool": ["self", "gpu_block_pool"], "reset_cache": ["self"]},
+    ),
+    ("vllm.v1.core.block_pool", "BlockPool", {"get_num_free_blocks": ["self"]}),
+    ("vllm.v1.request", "Request", {"get_skip_reading_prefix_cache": ["self"]}),
     (
         "vllm.v1.core.kv_cache_coordinator",
         "KVCacheCoordinator",
