@@ -44,6 +44,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "connector/tests/tiers/redis_servers": ("valkey",),
     "connector/tests/tiers/test_redis.py": ("valkey",),
     "connector/tests/tiers/test_redis_connection.py": ("valkey",),
+    "connector/tests/tiers/test_redis_dial.py": ("valkey",),
     "connector/tests/tiers/test_redis_pool.py": ("valkey",),
     "connector/tests/tiers/test_sealed.py": ("valkey",),
     "gateway/tests": (NOTHING,),
