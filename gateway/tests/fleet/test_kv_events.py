@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -246,6 +247,34 @@ async def test_a_replay_port_that_refuses_costs_nothing_that_is_known(
             known.append(view.held_tokens())
 
     assert known == [4, 8, 12, 16]
+
+
+async def test_events_that_a_replay_was_too_early_for_are_kept(
+    publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, release = threading.Event(), threading.Event()
+    batches = publisher.batches
+
+    def late(first: int) -> list[tuple[int, bytes]]:
+        found = batches(first)
+        taken.set()
+        release.wait(10)
+        return found
+
+    monkeypatch.setattr(publisher, "batches", late)
+    async with followed(publisher) as view:
+        await until(taken.is_set)
+        async with asyncio.timeout(10):
+            while view.held_tokens() < 4:  # the subscription may not stand yet
+                store(publisher, 0)
+                await asyncio.sleep(0.005)
+        for block in (1, 2):
+            store(publisher, block)
+        await until(lambda: view.held_tokens() == 12)
+        release.set()
+        await until(lambda: view.count("spillway_gateway_event_replays_total", outcome="completed") >= 2)
+
+        assert view.held_tokens() == 12
 
 
 async def test_the_pause_between_replays_that_fail_grows(

@@ -272,8 +272,10 @@ class EventFollower:
             if wanted:
                 self._replay_failed(answer.error)
         elif wanted:
+            seen = self._applied
             await self._forget()
-            await self._replay(0, answer)
+            if await self._replay(0, answer) and self._applied < seen:
+                await self._replay(self._applied + 1)  # live events that the publisher did not have when it was asked
         else:
             answer.socket.close(linger=0)
 
