@@ -1,7 +1,8 @@
-"""One model's engines, in a process of their own: `python -m engine_matrix.engine_run MODEL FOLDER CASE...`.
+"""Engines one after the other, in a process of their own: `python -m engine_matrix.engine_run FOLDER MODEL:CASE,...`.
 
 vLLM binds threads to cores, reads its settings from the environment and keeps global state, none of which the process
-that asks should inherit. Prints `RUN {json}` for each case:
+that asks should inherit. Several models may share the process, as importing vLLM takes
+longer than an engine of theirs. Prints `RUN {json}` with the model for each case:
 
     none         no connector: the answers that count
     device       no connector, and a device that forgets nothing: what a hit of the same length answers
@@ -172,8 +173,26 @@ def _emulator_calls() -> dict[str, int]:
 
 
 def main(arguments: list[str]) -> None:
-    name, folder, cases = arguments[0], Path(arguments[1]), arguments[2:]
-    wanted = model(name)
+    folder, wanted = Path(arguments[0]), [parse(word) for word in arguments[1:]]
+    prepare([chosen for chosen, _ in wanted])
+    tally = Tally()
+    for chosen, cases in wanted:
+        for case in cases:
+            run_case(chosen, folder, case, tally)
+
+
+def parse(word: str) -> tuple[Model, list[str]]:
+    """`llama:none,cpu`. Raises KeyError for a model that there is not."""
+    name, _, cases = word.partition(":")
+    return model(name), cases.split(",")
+
+
+def prepare(wanted: list[Model]) -> None:
+    """Set the environment that vLLM reads when it is imported. Raises ValueError where the models' differ."""
+    first = wanted[0]
+    for other in wanted:
+        if (other.environment, other.platform, other.torch_mla) != (first.environment, first.platform, first.torch_mla):
+            raise ValueError(f"{first.name} and {other.name} need processes of their own: their environments differ")
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_KVCACHE_SPACE="1",
@@ -181,22 +200,24 @@ def main(arguments: list[str]) -> None:
         VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         HF_HUB_OFFLINE="1",
         PYTHONHASHSEED="0",
-        **({"VLLM_USE_FLASHINFER_SAMPLER": "0"} if wanted.platform == "cuda" else {"TORCH_COMPILE_DISABLE": "1"}),
-        **wanted.environment,
+        **({"VLLM_USE_FLASHINFER_SAMPLER": "0"} if first.platform == "cuda" else {"TORCH_COMPILE_DISABLE": "1"}),
+        **first.environment,
     )
-    if wanted.torch_mla:
+    if first.torch_mla:
         from engine_matrix import torch_mla
 
         torch_mla.install()
-    tally = Tally()
-    for case in cases:
-        try:
-            run = answers(wanted, folder, case) | tally.take() | (_emulator_calls() if case.startswith("npu") else {})
-        except Exception as error:
-            cause = error.__cause__ or error
-            print("REFUSED " + json.dumps({"case": case, "error": f"{type(cause).__name__}: {cause}"}), flush=True)
-            raise
-        print("RUN " + json.dumps({"case": case} | run), flush=True)
+
+
+def run_case(wanted: Model, folder: Path, case: str, tally: Tally) -> None:
+    known = {"model": wanted.name, "case": case}
+    try:
+        run = answers(wanted, folder, case) | tally.take() | (_emulator_calls() if case.startswith("npu") else {})
+    except Exception as error:
+        cause = error.__cause__ or error
+        print("REFUSED " + json.dumps(known | {"error": f"{type(cause).__name__}: {cause}"}), flush=True)
+        raise
+    print("RUN " + json.dumps(known | run), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,25 +35,36 @@ class Outcome:
 
 
 def run_model(name: str, folder: Path, cases: list[str], timeout_seconds: float = 1800.0) -> Outcome:
-    """One process for all cases of a model. Never raises for what an engine does."""
+    """All cases of a model."""
+    return run_models({name: cases}, folder, timeout_seconds)[name]
+
+
+def run_models(wanted: Mapping[str, list[str]], folder: Path, timeout_seconds: float = 1800.0) -> dict[str, Outcome]:
+    """One process for the cases of all these models, whose environments are equal. Never raises for what an engine
+    does."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "engine_matrix.engine_run", name, str(folder), *cases]
+    command = [sys.executable, "-m", "engine_matrix.engine_run", str(folder)]
+    command += [f"{name}:{','.join(cases)}" for name, cases in wanted.items()]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False
     )
-    outcome = Outcome(log=done.stdout[-4000:] + done.stderr[-12_000:])
+    log = done.stdout[-4000:] + done.stderr[-12_000:]
+    outcomes = {name: Outcome(log=log) for name in wanted}
     for line in done.stdout.splitlines():
         kind, _, payload = line.partition(" ")
         if kind == "RUN":
             run = json.loads(payload)
-            outcome.runs[run["case"]] = run
+            outcomes[run["model"]].runs[run["case"]] = run
         elif kind == "REFUSED":
             refusal = json.loads(payload)
-            outcome.refusals[refusal["case"]] = refusal["error"]
-    if done.returncode and not outcome.refusals:
-        started = [case for case in cases if case not in outcome.runs]
-        outcome.refusals[started[0] if started else "end"] = f"the process ended with {done.returncode}"
-    return outcome
+            outcomes[refusal["model"]].refusals[refusal["case"]] = refusal["error"]
+    for name, outcome in outcomes.items():
+        missing = [case for case in wanted[name] if case not in outcome.runs]
+        if missing and not outcome.refusals:
+            outcome.refusals[missing[0]] = f"the process ended with {done.returncode}"
+        elif done.returncode and not any(other.refusals for other in outcomes.values()):
+            outcome.refusals["end"] = f"the process ended with {done.returncode}"
+    return outcomes
 
 
 def faults(outcome: Outcome) -> list[str]:
