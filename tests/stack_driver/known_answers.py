@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reference_answers.margins import Spoken, difference
+from reference_answers.margins import ROUNDING_OF_EQUALS, Spoken, difference
 
 from .engine_client import Answer, EngineClient
 from .prompts import Prompt
@@ -24,7 +24,7 @@ class KnownAnswers:
 
     def add(self, answer: Answer) -> None:
         known = self.by_cached_tokens.setdefault(answer.cached_tokens, answer.spoken)
-        wrong = difference(known, answer.spoken)
+        wrong = difference(known, answer.spoken, ROUNDING_OF_EQUALS)
         assert wrong is None, f"{self.prompt.name}: two references with {answer.cached_tokens} cached tokens: {wrong}"
 
     def check(self, answer: Answer) -> None:
@@ -34,7 +34,7 @@ class KnownAnswers:
             f"{self.prompt.name}: {answer.cached_tokens} tokens were cached, references exist for "
             f"{sorted(self.by_cached_tokens)}; the answer was {answer}"
         )
-        wrong = difference(expected, answer.spoken)
+        wrong = difference(expected, answer.spoken, ROUNDING_OF_EQUALS)
         assert wrong is None, (
             f"{self.prompt.name} with {answer.cached_tokens} cached tokens ({answer.source}): {wrong}; "
             f"{answer.spoken.tokens}, the reference is {expected.tokens}"
