@@ -17,8 +17,8 @@ MARGIN_LEAST = 0.5
 # How far rounding may move a log-probability between two ways of computing it. bfloat16 keeps 8 bits, so logits between
 # 16 and 32, where a sure model's are, lie 0.125 apart, and a log-probability is the difference of two of them.
 ROUNDING = 0.25
-# Where both were computed in the same shapes by equal engines, so that nothing but wrong KV should move anything. Narrow,
-# because one foreign block of four often moves an answer by no more than 0.3.
+# Where equal engines computed both in the same shapes, so that nothing but wrong KV should move anything. Narrow: one
+# foreign block of four often moves an answer by no more than 0.3.
 ROUNDING_OF_EQUALS = 0.1
 # A lead that was measured in whatever dtype the engine runs, and is at least MARGIN_LEAST in float32.
 DECIDED = MARGIN_LEAST + 2 * ROUNDING
