@@ -159,6 +159,12 @@ class EngineProcess:
         self.half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
 
 
+@pytest.fixture(autouse=True)
+def one_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on every engine that shares a store; without it each engine's hashes begin with bytes of their own."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
 @pytest.fixture
 def engine() -> Iterator[EngineProcess]:
     with open_engine() as opened:

@@ -42,6 +42,7 @@ def test_thousands_of_corruptions_serve_no_wrong_byte(tmp_path: Path) -> None:
 def test_the_same_seed_does_the_same_damage(tmp_path: Path) -> None:
     runs: list[Outcomes] = []
     for name in ("one", "other"):
+        (tmp_path / name).mkdir()
         with shelves(tmp_path / name) as on:
             runs.append(run(on, 300, seed=3))
     assert runs[0] == runs[1]

@@ -420,8 +420,7 @@ async def test_two_gateways_refuse_together(
         for gateway in (one, two):
             status, text = await ask(gateway.url)
             assert status == 429 and "2 requests per minute are used up" in text
-        async with client.get(one.url + "/metrics") as reply:
-            page = await reply.text()
+        page = one.gateway.metrics.exposition().decode()
         assert 'spillway_gateway_limit_decisions_total{by="all"} 2.0' in page
         assert "spillway_gateway_shared_limits_connected 1.0" in page
 
