@@ -313,6 +313,7 @@ FORMED = (
         "gateway.auth.unsaltedRoutes",
         "gateway.auth.sharedLimits.url",
         "gateway.discovery.type",
+        "gateway.connections",
         "gateway.tracing",
         "gateway.resources",
         "gateway.ingress.path",

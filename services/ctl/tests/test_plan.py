@@ -113,7 +113,7 @@ def test_values_beside_a_rendering_are_refused(plan):
 
 
 def test_the_chart_is_rendered_with_the_given_values(tmp_path, capsys):
-    helm = tmp_path / "helm"
+    helm = tmp_path / "fake-helm"
     (tmp_path / "rendered.yaml").write_text(rendered())
     helm.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\ncat {tmp_path}/rendered.yaml\n')
     helm.chmod(helm.stat().st_mode | stat.S_IXUSR)
@@ -128,7 +128,7 @@ def test_the_chart_is_rendered_with_the_given_values(tmp_path, capsys):
 
 
 def test_what_helm_refuses_is_passed_on(tmp_path, capsys):
-    helm = tmp_path / "helm"
+    helm = tmp_path / "fake-helm"
     helm.write_text("#!/bin/sh\necho 'engine.memory.limit is too little' >&2\nexit 1\n")
     helm.chmod(helm.stat().st_mode | stat.S_IXUSR)
 
