@@ -99,6 +99,7 @@ PROGRAMS: dict[str, str] = {
     "spillway_simulator": "servers",
     "engine_lives": "vllm",
     "engine_matrix.engine_run": "engines",
+    "engine_matrix.adapter_run": "engines",
     "engine_runs.py": "engines",
 }
 

@@ -1,0 +1,151 @@
+"""Two adapters of one name and one NVMe folder, in a process of their own: `engine_matrix.adapter_run FOLDER`.
+
+Three engines, one after the other. The first has no connector and says what is right for each adapter. The second
+stores the KV of a prompt with the adapter `support` and loads it again. The third has other weights under that name,
+then gets the first ones by a reload in place. Prints `RUN {json}` for each question: cached tokens, and the logprobs of
+the tokens that may follow the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from engine_matrix.engine_run import prompts, transfer_config
+from engine_matrix.models import BLOCK_TOKENS, Model, build, model
+
+TOP_TOKENS = 20
+_RANK = 8
+_KNOWN_SECONDS = 60.0
+NAME = "support"
+
+
+def write_adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter of the matrix's llama: random weights of all attention projections, in PEFT's format."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    dice = torch.Generator().manual_seed(seed)
+    sizes = {"q_proj": (128, 128), "k_proj": (128, 64), "v_proj": (128, 64), "o_proj": (128, 128)}
+    tensors = {}
+    for layer in range(4):
+        for name, (inputs, outputs) in sizes.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{place}.lora_A.weight"] = torch.randn(_RANK, inputs, generator=dice) / inputs**0.5
+            tensors[f"{place}.lora_B.weight"] = torch.randn(outputs, _RANK, generator=dice)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": list(sizes), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+class Engine:
+    def __init__(self, wanted: Model, folder: Path, case: str) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            model=str(build(wanted, folder)),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            block_size=BLOCK_TOKENS,
+            max_model_len=wanted.max_length,
+            max_num_seqs=4,
+            num_gpu_blocks_override=wanted.device_blocks,
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256_cbor",
+            disable_log_stats=True,
+            enable_lora=True,
+            max_loras=1,
+            max_lora_rank=_RANK,
+            kv_transfer_config=transfer_config(case, wanted, folder),
+        )
+
+    @property
+    def connector(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+
+    def load(self, folder: Path, **options: Any) -> Any:
+        """The adapter of this folder, loaded under the one name; when this returns its digest is known."""
+        from vllm.lora.request import LoRARequest
+
+        adapter = LoRARequest(NAME, 1, str(folder), **options)
+        assert self.llm.llm_engine.add_lora(adapter)
+        adapter = LoRARequest(NAME, 1, str(folder))
+        deadline = time.monotonic() + _KNOWN_SECONDS
+        while self.connector is not None and self.connector.adapters.of(adapter).key is None:
+            assert time.monotonic() < deadline, "the adapter's digest did not become known"
+            time.sleep(0.01)
+        return adapter
+
+    def ask(self, question: str, prompt: list[int], adapter: Any) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=2, detokenize=False, logprobs=TOP_TOKENS)
+        (answer,) = self.llm.generate([{"prompt_token_ids": prompt}], sampling, lora_request=adapter, use_tqdm=False)
+        logprobs = {str(token): one.logprob for token, one in answer.outputs[0].logprobs[0].items()}
+        run = {"question": question, "cached": answer.num_cached_tokens or 0, "logprobs": logprobs}
+        print("RUN", json.dumps(run), flush=True)
+
+    def finish_stores(self) -> None:
+        """A step takes in what the workers have copied; then the tier's own threads end."""
+        from vllm import SamplingParams
+
+        self.llm.generate([{"prompt_token_ids": [3, 4, 5]}], SamplingParams(max_tokens=2, detokenize=False))
+        for tier in self.connector.connector_scheduler.manager.secondary_tiers:
+            assert tier._shared.drain(60.0)
+
+    def end(self) -> None:
+        import gc
+
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def run(folder: Path) -> None:
+    wanted = model("llama")
+    ours, theirs = write_adapter(folder / "ours", seed=1), write_adapter(folder / "theirs", seed=2)
+    prompt = prompts(BLOCK_TOKENS)["a"]
+
+    plain = Engine(wanted, folder, "none")
+    plain.ask("plain, ours", prompt, plain.load(ours))
+    assert plain.llm.reset_prefix_cache()
+    plain.ask("plain, theirs", prompt, plain.load(theirs, load_inplace=True))
+    plain.ask("plain, ours in place of theirs", prompt, plain.load(ours, load_inplace=True))
+    plain.end()
+
+    first = Engine(wanted, folder, "nvme")
+    first.ask("first, ours", prompt, first.load(ours))
+    first.finish_stores()
+    assert first.llm.reset_prefix_cache()  # of the device
+    first.ask("first, ours again", prompt, first.load(ours))
+    first.end()
+
+    second = Engine(wanted, folder, "nvme")
+    second.ask("second, theirs", prompt, second.load(theirs))
+    second.ask("second, ours in place of theirs", prompt, second.load(ours, load_inplace=True))
+    second.end()
+
+
+if __name__ == "__main__":
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        HF_HUB_OFFLINE="1",
+        PYTHONHASHSEED="0",
+        TORCH_COMPILE_DISABLE="1",
+    )
+    run(Path(sys.argv[1]))

@@ -1,0 +1,51 @@
+"""Engines with other LoRA weights under one adapter name and one NVMe folder: vLLM's own, with a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_matrix.engine_run import PROMPT_BLOCKS
+from engine_matrix.models import BLOCK_TOKENS
+
+_TESTS = Path(__file__).parents[1]
+_ROUNDING = 1e-3  # of a logprob, between a prompt computed whole and one computed behind a hit
+_APART = 0.05  # what other weights change at least, or the comparison proves nothing
+
+
+def ask(folder: Path) -> dict[str, dict[str, Any]]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "engine_matrix.adapter_run", str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-12_000:]
+    runs = [json.loads(line.removeprefix("RUN ")) for line in done.stdout.splitlines() if line.startswith("RUN ")]
+    return {run["question"]: run for run in runs}
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Of the logprobs of the likeliest tokens. A rounding may swap the last of them, not most of them."""
+    left, right = one["logprobs"], other["logprobs"]
+    both = left.keys() & right.keys()
+    return max(abs(left[token] - right[token]) for token in both) if len(both) > 0.8 * len(left) else float("inf")
+
+
+@pytest.mark.timeout(1800)
+def test_one_adapter_name_and_other_weights(tmp_path: Path):
+    runs = ask(tmp_path)
+    ours, theirs = runs["plain, ours"], runs["plain, theirs"]
+    assert difference(ours, theirs) > _APART
+    assert runs["first, ours"]["cached"] == 0
+    assert difference(runs["first, ours"], ours) < _ROUNDING
+    assert runs["first, ours again"]["cached"] == PROMPT_BLOCKS * BLOCK_TOKENS
+    assert difference(runs["first, ours again"], ours) < _ROUNDING
+    assert runs["second, theirs"]["cached"] == 0
+    assert difference(runs["second, theirs"], theirs) < _ROUNDING
+    # The same name in the same engine: nothing of what was computed just now, from no tier and not from the device.
+    assert runs["second, ours in place of theirs"]["cached"] == 0
+    assert difference(runs["second, ours in place of theirs"], ours) < _ROUNDING
