@@ -40,7 +40,7 @@ _SIMULATED: Values = {
         "timeouts": {"connectSeconds": 1},
         "lifecycle": {"preStopSeconds": 3, "drainTimeoutSeconds": GATEWAY_DRAIN_SECONDS},
         "index": {"bytesMax": "64MiB"},
-        "resources": {"requests": {"cpu": "50m", "memory": "128MiB"}, "limits": {"memory": "512MiB"}},
+        "resources": {"requests": {"cpu": "50m", "memory": "128MiB"}, "limits": {"memory": "1GiB"}},
     },
     "redis": {
         "image": {"registry": "", "repository": "valkey", "tag": "lane"},
