@@ -1,6 +1,7 @@
 """`python -m self_check`: what the start-up check says of healthy engines of every kind and of broken ones.
 
-Prints a line per case and writes build/selfcheck.json. `--kinds` and `--starts` narrow it.
+Prints a line per case and writes build/selfcheck.json. `--kinds` and `--starts` narrow it; `--add` keeps what earlier
+runs wrote, so that the cases can be run a few at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +41,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16, pooling": {"model": {"dtype": "bfloat16"}, "extraArgs": ["--runner", "pooling"]},
 }
 BROKEN_KINDS = ("float32", "bfloat16", "float16")
-STARTED_KINDS = ("bfloat16", "float32", "float16")
+# Of each, the same 2,048 tokens of KV cache.
+STARTED_KINDS: dict[str, dict[str, Any]] = {
+    f"{dtype}, blocks of {size}": {"model": {"dtype": dtype}, "blockSize": size, "deviceBlocks": 2048 // size}
+    for size in (128, 16)
+    for dtype in ("bfloat16", "float32", "float16")
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="self_check", description=__doc__.splitlines()[0])
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS), metavar="KIND")
-    parser.add_argument("--starts", type=int, default=30, help="healthy starts, dtypes in turn")
+    parser.add_argument("--starts", type=int, default=30, help="healthy starts, dtypes and block sizes in turn")
+    parser.add_argument("--add", action="store_true", help="keep the results of earlier runs")
     given = parser.parse_args()
     model = prepare(print)
-    report = _read_report()
+    report = _read_report() if given.add else {"healthy": {}, "broken": {}, "starts": []}
+    flags = probe_machine("cpu").cpu_flags
+    report["cpu_flags"] = [flag for flag in TELLING_FLAGS if flag in flags]
     wrong = 0
     for kind in given.kinds:
         with tempfile.TemporaryDirectory() as folder, Engine(Path(folder), model, **KINDS[kind]) as engine:
@@ -59,13 +69,18 @@ def main() -> int:
                 report["broken"][kind] = asyncio.run(_broken(engine))
                 wrong += sum(report["broken"][kind][name]["healthy"] for name in BROKEN)
         _write_report(report)
-    for number, kind in zip(range(given.starts), itertools.cycle(STARTED_KINDS)):
+    done = len(report["starts"])
+    for number, kind in itertools.islice(enumerate(itertools.cycle(STARTED_KINDS), 1), done, done + given.starts):
+        begun = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            verdict = forked_start(Path(folder), model, KINDS[kind])
-        _tell(f"start {number + 1}, {kind}", verdict.healthy, verdict.said)
-        report["starts"].append({"kind": kind, **dataclasses.asdict(verdict)})
+            verdict = forked_start(Path(folder), model, STARTED_KINDS[kind])
+        seconds = round(time.monotonic() - begun, 1)
+        _tell(f"start {number}, {kind}, {seconds} s", verdict.healthy, verdict.said)
+        report["starts"].append({"kind": kind, "seconds": seconds, **dataclasses.asdict(verdict)})
         wrong += not verdict.healthy
         _write_report(report)
+    refused = sum(not start["healthy"] for start in report["starts"])
+    print(f"{refused} of {len(report['starts'])} healthy starts refused")
     print(f"{wrong} verdicts are wrong; {REPORT} has them all")
     return int(wrong > 0)
 
@@ -88,10 +103,7 @@ def _tell(name: str, healthy: bool, said: str) -> None:
 
 
 def _read_report() -> dict[str, Any]:
-    """Results of earlier runs stay, so that the cases can be run a few at a time."""
-    flags = probe_machine("cpu").cpu_flags
-    report = json.loads(REPORT.read_text()) if REPORT.is_file() else {"healthy": {}, "broken": {}, "starts": []}
-    return {**report, "cpu_flags": [flag for flag in TELLING_FLAGS if flag in flags]}
+    return json.loads(REPORT.read_text()) if REPORT.is_file() else {"healthy": {}, "broken": {}, "starts": []}
 
 
 def _write_report(report: dict[str, Any]) -> None:
