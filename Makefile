@@ -83,7 +83,7 @@ test-random: $(STAMP) ## 100,000 random copies, and 10,000 random schedules of e
 	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m engine_lives
 
 .PHONY: test-selfcheck
-test-selfcheck: $(STAMP) ## The start-up check of healthy and of broken engines, and 30 starts; build/selfcheck.json. About 20 minutes
+test-selfcheck: $(STAMP) ## The start-up check of healthy and of broken engines, and 30 starts; build/selfcheck.json. About 45 minutes
 	@PYTHONPATH=tests $(BIN)/python -m self_check $(SELFCHECK)
 
 .PHONY: test-chaos
