@@ -18,7 +18,8 @@ from spillway_engine.reference_likelihood import Reference
 # Measured at most, with SmolLM2-135M-Instruct: bfloat16 0.046 (a mean, AMX) and 0.060 (tokens), float16 0.009, float32
 # below 0.0001; docs/reliability.md lists them.
 ROUNDING_NATS = {"float32": 0.01, "float16": 0.03, "bfloat16": 0.15}
-# A quantised KV cache rounds keys and values to 8 bits or fewer on top of it: tokens 0.19 (e4m3) and 0.35 (e5m2).
+# A quantised KV cache rounds keys and values to 8 bits or fewer on top of it: tokens 0.19 (e4m3), 0.35 (e5m2), and in
+# vLLM 0.24 (fp8).
 QUANTISED_KV_NATS = 0.6
 # A uniform distribution costs ln(vocabulary) per token. SmolLM2-135M: 2.4 of 10.8 for plain sentences.
 SHARE_OF_UNIFORM_MAX = 0.5
