@@ -8,6 +8,6 @@ pytest_plugins = ["lanes.plugin"]
 
 # How long an example takes says more about the machine than about the code; speed is measured in bench/.
 settings.register_profile("full", deadline=None)
-# A quarter of the examples, and no search for a smaller one among the last: for a developer who waits.
+# A quarter of the examples and no shrinking phase: quick feedback during development.
 settings.register_profile("quick", deadline=None, max_examples=25)
 settings.load_profile("full")
