@@ -137,9 +137,9 @@ def compare(store: str, folder: Path, port: int, given: argparse.Namespace) -> d
 
 def spillway(name: str, folder: Path, port: int, given: argparse.Namespace) -> Mover:
     from spillway_connector.namespace import Namespace  # noqa: PLC0415 - not in the child's environment
-    from spillway_connector.tiers.redis import RedisTier  # noqa: PLC0415
-    from spillway_connector.tiers.redis_endpoint import RedisEndpoint  # noqa: PLC0415
-    from spillway_connector.tiers.slab import SlabTier  # noqa: PLC0415
+    from spillway_connector.tiers.disk.slab.tier import SlabTier  # noqa: PLC0415
+    from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint  # noqa: PLC0415
+    from spillway_connector.tiers.redis.tier import RedisTier  # noqa: PLC0415
 
     namespace = Namespace.of({"bench": name})
     if name == "spillway_slab":
@@ -156,7 +156,7 @@ class TierMover:
     rows of ordinary memory, as in the CPU tier; a round is one job."""
 
     def __init__(self, tier: Any, blocks: int, threads: int) -> None:
-        from spillway_connector.transfers import SharedTier, TransferLimits  # noqa: PLC0415
+        from spillway_connector.transfer.shared_tier import SharedTier, TransferLimits  # noqa: PLC0415
 
         self.wrong = 0
         self._tier = tier

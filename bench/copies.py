@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from spillway_connector.device.copier import Direction
-from spillway_connector.device.cuda_driver import CudaDriver
-from spillway_connector.device.cuda_paths import BATCH, LOOP, PATHS, STAGED, CopyTable
-from spillway_connector.device.cuda_transport import CudaTransport, torch_cuda_device
+from spillway_connector.device.cuda.driver import CudaDriver
+from spillway_connector.device.cuda.paths import BATCH, LOOP, PATHS, STAGED, CopyTable
+from spillway_connector.device.cuda.transport import CudaTransport, torch_cuda_device
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.plan.copies import CopyPlan
 

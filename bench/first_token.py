@@ -29,8 +29,8 @@ from pathlib import Path
 
 import redis
 
-from spillway_connector.tiers.nvme_inspect import FileInspector
-from spillway_connector.tiers.slab_inspect import SlabInspector
+from spillway_connector.tiers.disk.files.inspect import FileInspector
+from spillway_connector.tiers.disk.slab.inspect import SlabInspector
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.ports import is_free
 from spillway_stack.settings import StackSettings

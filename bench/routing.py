@@ -37,7 +37,7 @@ from traces.mooncake import generate_mooncake, mooncake_trace, read_mooncake
 from traces.session import Session, Trace
 from traces.synthetic import hot_group, multi_turn, shared_prompts, unique_prompts
 
-from spillway_gateway.config import RoutingConfig
+from spillway_gateway.config.settings import RoutingConfig
 from spillway_simulator.fast_forward import FastForward
 from spillway_simulator.model.engine import EngineShape, SimulatedEngine
 from spillway_simulator.model.events import KvEvent

@@ -35,16 +35,16 @@ import numpy as np
 
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.buffers import transfer_buffer
+from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.slab.layout import INDEX_NAME, TABLE_NAME, PoolShape, chunk_name, slot_bytes_of
+from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header
-from spillway_connector.tiers.lookups import Lookup
-from spillway_connector.tiers.nvme import NvmeTier
-from spillway_connector.tiers.redis import RedisTier
-from spillway_connector.tiers.redis_endpoint import RedisEndpoint
-from spillway_connector.tiers.redis_stripes import STRIPE_BYTES_MAX
-from spillway_connector.tiers.slab import SlabTier
-from spillway_connector.tiers.slab_layout import INDEX_NAME, TABLE_NAME, PoolShape, chunk_name, slot_bytes_of
+from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.stripes import STRIPE_BYTES_MAX
+from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_connector.tiers.tier import Tier
-from spillway_connector.transfers import SharedTier, TransferLimits
+from spillway_connector.transfer.lookups import Lookup
+from spillway_connector.transfer.shared_tier import SharedTier, TransferLimits
 
 MIB = 1 << 20
 BLOCK_SIZES = {"3MB": 3 * MIB, "20MB": 20 * MIB}

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spillway_connector.device.cuda_driver import MemcpyAttributes
+from spillway_connector.device.cuda.driver import MemcpyAttributes
 from spillway_connector.errors import DeviceCopyError
 
 INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_ADDRESS, NOT_READY, NOT_SUPPORTED = 1, 2, 700, 600, 801

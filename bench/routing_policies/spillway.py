@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from routing_policies.policy import Fleet, Policy, RoutedRequest
-from spillway_gateway.config import EngineConfig, HealthConfig, IndexConfig, ModelConfig, RoutingConfig
+from spillway_gateway.config.settings import EngineConfig, HealthConfig, IndexConfig, ModelConfig, RoutingConfig
 from spillway_gateway.fleet import event_decoder
 from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.engines import EngineState, Lease, ModelFleet, PromptBlocks

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from soak.flatness import Trend, second_half, trend
-from spillway_connector.tiers.slab_layout import parse_chunk_name
+from spillway_connector.tiers.disk.slab.layout import parse_chunk_name
 from spillway_stack.processes import PROC, ProcessIdentity, command_line, descendants
 
 MIB = 1 << 20

@@ -8,9 +8,9 @@ import pytest
 from spillway_connector.config import ConnectorConfig, NvmeTierConfig, RedisTierConfig, parse_tier
 from spillway_connector.device.pinned import CHUNK_BYTES
 from spillway_connector.errors import ConfigError
-from spillway_connector.tiers.limits import DEFAULT_LIMITS
-from spillway_connector.tiers.redis import RedisTier
-from spillway_connector.transfers import SharedTier
+from spillway_connector.limits import DEFAULT_LIMITS
+from spillway_connector.tiers.redis.tier import RedisTier
+from spillway_connector.transfer.shared_tier import SharedTier
 
 
 def test_defaults_and_vllm_keys_pass():

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from acl_emulator.control import Emulator
-from spillway_connector.device.acl import Acl
-from spillway_connector.device.acl_batch import choose_copy_path
 from spillway_connector.device.copier import Direction
-from spillway_connector.device.npu import NpuCopier
+from spillway_connector.device.npu.acl import Acl
+from spillway_connector.device.npu.acl_batch import choose_copy_path
+from spillway_connector.device.npu.copier import NpuCopier
 from spillway_connector.plan.copies import CopyPlan
 
 PAGE = 4096

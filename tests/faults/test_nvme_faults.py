@@ -13,7 +13,7 @@ from stack_driver.running_stack import RunningStack
 from stack_driver.shared_stores import NvmeStore, payload_offset
 from stack_driver.sick_folders import full, read_only, remove_in_use, replaced_by_file
 
-from spillway_connector.tiers.slab_mode import suitable_mode
+from spillway_connector.tiers.disk.layout_choice import suitable_mode
 
 pytestmark = pytest.mark.tiers("nvme")
 both_layouts = pytest.mark.tiers("nvme", "nvme-files")

@@ -11,11 +11,11 @@ from typing import Protocol
 import redis
 
 from spillway_connector.errors import TierError
+from spillway_connector.tiers.disk.files.inspect import FileInspector
+from spillway_connector.tiers.disk.files.space import FREE_FRACTION
+from spillway_connector.tiers.disk.slab.inspect import SlabInspector
 from spillway_connector.tiers.frame import PAGE_BYTES
 from spillway_connector.tiers.inspection import Gone, StoredFrame
-from spillway_connector.tiers.nvme_inspect import FileInspector
-from spillway_connector.tiers.nvme_space import FREE_FRACTION
-from spillway_connector.tiers.slab_inspect import SlabInspector
 
 
 class SharedStore(Protocol):

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from spillway_connector.tiers.slab_layout import INDEX_NAME, LOCK_NAME, SLAB_FOLDER
-from spillway_connector.tiers.slab_lock import RootLock
+from spillway_connector.tiers.disk.slab.layout import INDEX_NAME, LOCK_NAME, SLAB_FOLDER
+from spillway_connector.tiers.disk.slab.lock import RootLock
 
 from .deadlines import eventually
 from .engine_processes import engine_core, vllm_group

@@ -1,6 +1,6 @@
 """What an operator may set on the connector, parsed once from vLLM's `kv_connector_extra_config`.
 
-Each default is written here or in tiers/limits.py and nowhere else; inner code takes these frozen values, never a dict.
+Each default is written here or in limits.py and nowhere else; inner code takes these frozen values, never a dict.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from spillway_connector.device.cuda_paths import H200_TABLE, CopyTable
+from spillway_connector.device.cuda.paths import H200_TABLE, CopyTable
 from spillway_connector.errors import ConfigError
-from spillway_connector.tiers.limits import (
+from spillway_connector.limits import (
     REDIS_CONNECTIONS,
     REDIS_PAYLOAD_CONNECTIONS,
     REDIS_TTL_SECONDS,

@@ -6,7 +6,7 @@ import pytest
 from acl_emulator import build
 from acl_emulator.control import Emulator
 
-from spillway_connector.device.acl import Acl
+from spillway_connector.device.npu.acl import Acl
 
 
 def _emulator(without: tuple[str, ...]) -> Iterator[Emulator]:

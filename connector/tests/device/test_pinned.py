@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spillway_connector.device.acl import HOST_REGISTER_PINNED, Acl
+from spillway_connector.device.npu.acl import HOST_REGISTER_PINNED, Acl
 from spillway_connector.device.pinned import (
     PinMethod,
     acl_registrar,

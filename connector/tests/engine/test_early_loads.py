@@ -24,10 +24,10 @@ from spillway_connector.engine.early_loads import EarlyLoad, LoadPiece
 from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
 from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.engine.worker import SpillwayWorkerMetadata
-from spillway_connector.plan.changes import ChangeLog
+from spillway_connector.plan.change_log import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.scheduler_half import scheduler_half
-from spillway_connector.tiers.lookups import Answers, Lookup
+from spillway_connector.transfer.lookups import Answers, Lookup
 
 BLOCK_TOKENS, BLOCKS, ROWS, CHUNK_BYTES = 16, 16, 24, 4096
 TOKENS = BLOCK_TOKENS * BLOCKS

@@ -15,9 +15,9 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier import LruCpuTier
 from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
 from spillway_connector.engine.tiering import SpillwayTieringManager
-from spillway_connector.plan.changes import ChangeLog
+from spillway_connector.plan.change_log import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.tiers.lookups import Answers, Lookup
+from spillway_connector.transfer.lookups import Answers, Lookup
 
 ROWS, CHUNKS, PROMPTS = 20, 6, 3  # all prompts fit, so a look-up evicts none of the chunks it asks about
 FILLERS = [bytes([200 + number]) * 36 for number in range(10)]

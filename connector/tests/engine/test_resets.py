@@ -28,10 +28,10 @@ from spillway_connector.engine.stats import sample_key
 from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
 from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.engine.worker import SpillwayWorkerMetadata
-from spillway_connector.plan.changes import ChangeLog
+from spillway_connector.plan.change_log import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.scheduler_half import scheduler_half
-from spillway_connector.tiers.lookups import Answers, Lookup
+from spillway_connector.transfer.lookups import Answers, Lookup
 
 ROWS, BLOCKS, BLOCK_TOKENS, RANKS = 8, 4, 16, 2
 TOKENS = BLOCKS * BLOCK_TOKENS

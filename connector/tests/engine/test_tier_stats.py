@@ -13,8 +13,8 @@ from spillway_connector.engine.tier_stats import IDLE_SECONDS, TierReport
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.contracts import NAMESPACE, key_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.stats import Operation
-from spillway_connector.transfers import SharedTier
+from spillway_connector.transfer.shared_tier import SharedTier
+from spillway_connector.transfer.stats import Operation
 
 PAYLOAD, ROWS = 1000, 16
 

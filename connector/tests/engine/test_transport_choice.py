@@ -13,10 +13,10 @@ from cuda_double import CudaDouble
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cpu import HostCopier
-from spillway_connector.device.cuda import CudaCopier
-from spillway_connector.device.cuda_driver import CudaDriver
+from spillway_connector.device.cuda.copier import CudaCopier
+from spillway_connector.device.cuda.driver import CudaDriver
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.device.npu import NpuCopier
+from spillway_connector.device.npu.copier import NpuCopier
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.errors import ConfigError
 

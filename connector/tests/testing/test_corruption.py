@@ -55,8 +55,8 @@ def test_wrong_bytes_would_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def believe(header: memoryview, *_: object, **__: object) -> None:
         return None
 
-    for tier in ("memory", "slab"):
-        monkeypatch.setattr(f"spillway_connector.tiers.{tier}.verify", believe)
+    for module in ("memory", "disk.slab.tier"):
+        monkeypatch.setattr(f"spillway_connector.tiers.{module}.verify", believe)
     outcomes: Outcomes = Counter()
     memory, slab = MemoryShelf(), SlabShelf(tmp_path)
     for kind in ("two swapped", "one misplaced", "foreign namespace"):

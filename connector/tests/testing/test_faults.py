@@ -9,7 +9,7 @@ from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.contracts import NAMESPACE, error_of, key_of, payload_of
 from spillway_connector.testing.faults import CorruptingTier, FlakyTier, HangingTier, RefusingTier, SlowTier
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.stats import Operation
+from spillway_connector.transfer.stats import Operation
 
 SIZE = 100
 

@@ -25,11 +25,11 @@ from spillway_connector.testing.contracts import (
     payload_of,
     soon,
 )
+from spillway_connector.tiers.disk.files.tier import NvmeTier
 from spillway_connector.tiers.frame import HEADER_BYTES, build_header, read_header
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.nvme import NvmeTier
-from spillway_connector.tiers.redis import RedisTier
-from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_connector.tiers.sealed import (
     CHECK_BYTES,
     NONCE_BYTES,

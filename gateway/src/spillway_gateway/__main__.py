@@ -10,13 +10,13 @@ import logging
 import sys
 from pathlib import Path
 
-from spillway_gateway import descriptors
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.app import Gateway
-from spillway_gateway.config import GatewayConfig, load_config
+from spillway_gateway.client import descriptors
+from spillway_gateway.config.settings import GatewayConfig, load_config
 from spillway_gateway.errors import ConfigError
+from spillway_gateway.listeners.server import GatewayServer, PortInUse, bind
 from spillway_gateway.one_line import OneLineFormatter
-from spillway_gateway.server import GatewayServer, PortInUse, bind
 
 SWITCH_SECONDS = 0.001
 

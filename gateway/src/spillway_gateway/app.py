@@ -18,30 +18,30 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from spillway_gateway import descriptors
 from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
-from spillway_gateway.api.discovery_report import discovered, discovery_families
+from spillway_gateway.api.dispatch import ShortWay
 from spillway_gateway.api.inference import FrontDoor, InferenceEndpoint, Lifecycle, StoredResponseEndpoint, no_model
-from spillway_gateway.api.live_families import access_families, config_families, connection_families, live_families
 from spillway_gateway.api.models import ModelList
 from spillway_gateway.api.openapi import openapi_document
-from spillway_gateway.api.operations import Operations
 from spillway_gateway.api.routes import ROUTES
-from spillway_gateway.api.short_way import ShortWay
 from spillway_gateway.api.stored_responses import ResponseOwners
-from spillway_gateway.config import GatewayConfig
-from spillway_gateway.config_follower import ConfigFollower
-from spillway_gateway.config_tracing import TracingConfig
-from spillway_gateway.engine_tasks import Clients, guarded
+from spillway_gateway.client import descriptors
+from spillway_gateway.client.open_connections import OpenConnections
+from spillway_gateway.config.follower import ConfigFollower
+from spillway_gateway.config.settings import GatewayConfig
+from spillway_gateway.config.tracing import TracingConfig
 from spillway_gateway.error_bodies import body_of, error_body
 from spillway_gateway.errors import GatewayError
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.metrics import GatewayMetrics
-from spillway_gateway.open_connections import OpenConnections
-from spillway_gateway.roster import Roster
+from spillway_gateway.ops.discovery_report import discovered, discovery_families
+from spillway_gateway.ops.live_families import access_families, config_families, connection_families, live_families
+from spillway_gateway.ops.operations import Operations
+from spillway_gateway.ops.ui.page_routes import PageRoutes
+from spillway_gateway.roster.engine_tasks import Clients, guarded
+from spillway_gateway.roster.roster import Roster
 from spillway_gateway.tokens.fair_threads import FairThreads
-from spillway_gateway.ui.page_routes import PageRoutes
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import RetryBudget
 from spillway_gateway.upstream.stream import Relay, UpstreamServices, shutdown_cause

@@ -7,7 +7,7 @@ import pytest
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
-from spillway_gateway.config import AdmissionConfig
+from spillway_gateway.config.settings import AdmissionConfig
 from spillway_gateway.errors import GatewayOverloaded
 
 

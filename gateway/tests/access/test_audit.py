@@ -13,7 +13,7 @@ import yaml
 
 from spillway_gateway.access.audit import AuditLine, AuditLog
 from spillway_gateway.access.keys import hash_key
-from spillway_gateway.config import AuditConfig
+from spillway_gateway.config.settings import AuditConfig
 from spillway_gateway.errors import ConfigError
 from spillway_gateway.testing.faults import Hang
 from spillway_gateway.testing.running import gateway_config, running_gateway, until

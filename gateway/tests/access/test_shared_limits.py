@@ -26,8 +26,8 @@ from spillway_gateway.access.keys import Tenant, hash_key
 from spillway_gateway.access.limits import NOTHING_OWED, Limit, Settlement, SharedLimitsAway, TenantUsage
 from spillway_gateway.access.shared_limits import SharedLimits
 from spillway_gateway.access.shared_script import SCRIPT, Refusal, arguments, key_of, refusal_of
-from spillway_gateway.config import AuthConfig, parse_config
-from spillway_gateway.config_shared_limits import SharedLimitsConfig, login
+from spillway_gateway.config.settings import AuthConfig, parse_config
+from spillway_gateway.config.shared_limits import SharedLimitsConfig, login
 from spillway_gateway.errors import ConfigError, TenantLimited
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
 

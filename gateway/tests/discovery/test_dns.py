@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.config_discovery import DnsDiscovery
+from spillway_gateway.config.discovery import DnsDiscovery
 from spillway_gateway.discovery.dns import DnsSource, addressed_engines, srv_engines
 from spillway_gateway.discovery.found import FoundEngine, SourceStatus
 from spillway_gateway.testing.fake_dns import NameServer

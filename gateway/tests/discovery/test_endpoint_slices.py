@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.config_discovery import KubernetesDiscovery
+from spillway_gateway.config.discovery import KubernetesDiscovery
 from spillway_gateway.discovery.endpoint_slices import EndpointSlice, Reduction, engines_of
 from spillway_gateway.discovery.kubernetes import SliceTable
 from spillway_gateway.discovery.kubernetes_api import WatchEvent

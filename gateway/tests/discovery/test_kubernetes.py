@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spillway_gateway.config_discovery import KubernetesDiscovery
+from spillway_gateway.config.discovery import KubernetesDiscovery
 from spillway_gateway.discovery.found import FoundEngine, SourceStatus
 from spillway_gateway.discovery.kubernetes import KubernetesSource
 from spillway_gateway.discovery.kubernetes_api import in_cluster_server

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spillway_gateway.config_discovery import DiscoveryConfig, DnsDiscovery, KubernetesDiscovery
+from spillway_gateway.config.discovery import DiscoveryConfig, DnsDiscovery, KubernetesDiscovery
 from spillway_gateway.discovery import sources
 from spillway_gateway.discovery.found import SourceStatus
 from spillway_gateway.testing.fake_kubernetes import FakeKubernetes, endpoint_slice, pod_endpoint

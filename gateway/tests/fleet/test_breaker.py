@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.config import BreakerConfig
+from spillway_gateway.config.settings import BreakerConfig
 from spillway_gateway.fleet.breaker import Breaker
 
 CONFIG = BreakerConfig(failures=3, open_seconds=5.0, open_seconds_max=12.0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.config import EngineConfig, ModelConfig, RoutingConfig
+from spillway_gateway.config.settings import EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import NoEngineReady
 from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.engines import Engine, EngineState, Lease, ModelFleet, PromptBlocks

@@ -4,7 +4,7 @@ from typing import Any
 
 import aiohttp
 
-from spillway_gateway.config import EngineConfig, HealthConfig, RoutingConfig
+from spillway_gateway.config.settings import EngineConfig, HealthConfig, RoutingConfig
 from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX
 from spillway_gateway.fleet.engines import Engine, EngineState
 from spillway_gateway.fleet.health import HealthPoller

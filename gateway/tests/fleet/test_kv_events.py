@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 import zmq.asyncio
 
-from spillway_gateway.config import EngineConfig, RoutingConfig
+from spillway_gateway.config.settings import EngineConfig, RoutingConfig
 from spillway_gateway.fleet import kv_events
 from spillway_gateway.fleet.engines import Engine, EngineState
 from spillway_gateway.fleet.kv_events import EventFollower, ReplayFailed

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spillway_gateway.config import LimitsConfig
+from spillway_gateway.config.settings import LimitsConfig
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.prefix import namespace_key, token_block_keys, token_bytes
 from spillway_gateway.testing.small_tokenizer import write_tokenizer
@@ -363,7 +363,7 @@ async def test_reader_uses_tokens_where_it_can_and_text_elsewhere(tokenizer: Pro
 async def test_the_engine_s_own_tokens_decide(folder: Path, start_engine: Any) -> None:
     import aiohttp
 
-    from spillway_gateway.config import EngineConfig, RoutingConfig
+    from spillway_gateway.config.settings import EngineConfig, RoutingConfig
     from spillway_gateway.fleet.engines import Engine
 
     tokenizer = PromptTokenizer.load(folder)

@@ -16,7 +16,7 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from spillway_gateway.config import parse_config
+from spillway_gateway.config.settings import parse_config
 from spillway_gateway.errors import ConfigError
 from spillway_gateway.testing.faults import Status
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway
@@ -196,7 +196,8 @@ async def test_a_collector_that_is_away_delays_no_request(start_engine: Any) -> 
 
 def test_off_nothing_of_it_is_imported() -> None:
     script = (
-        "import sys; from spillway_gateway.app import Gateway; from spillway_gateway.config import parse_config\n"
+        "import sys; from spillway_gateway.app import Gateway\n"
+        "from spillway_gateway.config.settings import parse_config\n"
         "Gateway(parse_config({'models': [{'name': 'm', 'engines': [{'name': 'e', 'url': 'http://127.0.0.1:1'}]}]}))\n"
         "rooms = ('opentelemetry.sdk', 'opentelemetry.exporter', 'spillway_gateway.tracing')\n"
         "print([name for name in sys.modules if name.startswith(rooms)])"

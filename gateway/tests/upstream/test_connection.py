@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from spillway_gateway.errors import EngineBadReply, EngineDisconnected
-from spillway_gateway.turn_writes import TurnWrites
 from spillway_gateway.upstream.connection import HEAD_BYTES_MAX, READ_BUFFER_BYTES, EngineConnection
+from spillway_gateway.write_coalescing import TurnWrites
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from spillway_gateway.client_connection import EXTENSION
+from spillway_gateway.client.connection import EXTENSION
 from spillway_gateway.fleet.engines import EngineState
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.faults import DieInStream, ErrorInStream, Hang, HeadThenDie, HoldInStream, Slow, Status

@@ -13,14 +13,14 @@ from typing import Protocol
 import redis
 
 from spillway_connector.namespace import Namespace
-from spillway_connector.tiers.nvme import NvmeTier
-from spillway_connector.tiers.redis import RedisTier
-from spillway_connector.tiers.redis_endpoint import RedisEndpoint
-from spillway_connector.tiers.redis_names import RedisNames
-from spillway_connector.tiers.slab import SlabTier
-from spillway_connector.tiers.slab_fingerprint import fingerprints, namespace_words
-from spillway_connector.tiers.slab_index import SlabIndex
-from spillway_connector.tiers.slab_space import pool_folders
+from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
+from spillway_connector.tiers.disk.slab.index import SlabIndex
+from spillway_connector.tiers.disk.slab.space import pool_folders
+from spillway_connector.tiers.disk.slab.tier import SlabTier
+from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.names import RedisNames
+from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_connector.tiers.tier import NO_TENANT, Tier
 from spillway_ctl.nvme_store import NvmeStore
 from spillway_ctl.redis_store import RedisStore

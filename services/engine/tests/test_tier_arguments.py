@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from spillway_connector.config import EncryptionConfig, NvmeTierConfig, RedisTierConfig, parse_tier
-from spillway_connector.transfers import TransferLimits
+from spillway_connector.transfer.shared_tier import TransferLimits
 from spillway_engine.settings_reader import read_settings
 from spillway_engine.tier_arguments import secondary_tiers
 from spillway_engine.tier_settings import (

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from spillway_connector.device.acl import (
+from spillway_connector.device.copier import Direction
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.device.npu.acl import (
     DEFAULT_LIBRARY,
     EVENT_SYNC,
     FEATURE_NOT_SUPPORTED,
@@ -28,10 +30,8 @@ from spillway_connector.device.acl import (
     Spans,
     version_at_least,
 )
-from spillway_connector.device.acl_batch import BATCH, LOOP, CopyPath
-from spillway_connector.device.copier import Direction
-from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.device.npu import NpuCopier, NpuLimits
+from spillway_connector.device.npu.acl_batch import BATCH, LOOP, CopyPath
+from spillway_connector.device.npu.copier import NpuCopier, NpuLimits
 from spillway_connector.device.pinned import HostPin, acl_registrar, pin_host_memory, torch_npu_registrar
 from spillway_connector.errors import ConfigError, SpillwayError
 from spillway_connector.plan.copies import CopyPlan

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from spillway_connector.device.acl import HOST_REGISTER_PINNED, Acl, AclError
+from spillway_connector.device.npu.acl import HOST_REGISTER_PINNED, Acl, AclError
 from spillway_connector.errors import DeviceCopyError
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from blake3 import blake3
 from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 
-from spillway_connector.content_digests import FileState
-from spillway_connector.model_identity import adapter_digest, adapter_files
+from spillway_connector.identity.content_digests import FileState
+from spillway_connector.identity.model import adapter_digest, adapter_files
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
 from spillway_connector.device.host_region import HostRegion
-from spillway_connector.plan.changes import ChangeLog
+from spillway_connector.plan.change_log import ChangeLog
 
 _EVICTION_LOOKAHEAD = 32  # rows looked at beyond those wanted, for the pinned ones among them
 

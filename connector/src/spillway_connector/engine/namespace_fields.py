@@ -25,7 +25,6 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from spillway_connector.content_digests import digests_of
 from spillway_connector.engine.config_fields import (
     ARCHITECTURES_BY_LENGTH,
     CONFIG_FIELDS,
@@ -35,7 +34,8 @@ from spillway_connector.engine.config_fields import (
     ROPE_TYPES_OF_ANY_LENGTH,
 )
 from spillway_connector.errors import ConfigError
-from spillway_connector.model_identity import cache_folders_of, folder_identity, sampled_identity
+from spillway_connector.identity.content_digests import digests_of
+from spillway_connector.identity.model import cache_folders_of, folder_identity, sampled_identity
 from spillway_connector.plan.geometry import ChunkGeometry
 
 NAMESPACE_VERSION = 2  # of what the document says

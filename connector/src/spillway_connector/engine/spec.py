@@ -21,14 +21,14 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.acl import Acl
 from spillway_connector.device.copier import Copier, Direction
 from spillway_connector.device.cpu import HostCopier
-from spillway_connector.device.cuda_driver import CudaDriver
-from spillway_connector.device.cuda_transport import CudaTransport, torch_cuda_device
+from spillway_connector.device.cuda.driver import CudaDriver
+from spillway_connector.device.cuda.transport import CudaTransport, torch_cuda_device
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.device.npu import NpuLimits
-from spillway_connector.device.npu_transport import NpuTransport, torch_npu_device
+from spillway_connector.device.npu.acl import Acl
+from spillway_connector.device.npu.copier import NpuLimits
+from spillway_connector.device.npu.transport import NpuTransport, torch_npu_device
 from spillway_connector.device.stream_copier import CopyLimits
 from spillway_connector.engine.cpu_tier import make_cpu_tier
 from spillway_connector.engine.handlers import CopyHandler, copy_layout

@@ -18,15 +18,15 @@ from spillway_connector.engine.tenancy import tenant_of_context
 from spillway_connector.engine.tier_stats import TierReport
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
-from spillway_connector.plan.changes import ChangeLog
-from spillway_connector.tiers.lookups import Answers, Lookup
-from spillway_connector.tiers.nvme import NvmeTier
-from spillway_connector.tiers.redis import RedisTier
-from spillway_connector.tiers.redis_endpoint import RedisEndpoint
-from spillway_connector.tiers.slab import SlabTier
-from spillway_connector.tiers.slab_mode import Mode, suitable_mode, unused_layouts
+from spillway_connector.plan.change_log import ChangeLog
+from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.layout_choice import Mode, suitable_mode, unused_layouts
+from spillway_connector.tiers.disk.slab.tier import SlabTier
+from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_connector.tiers.tier import Tier
-from spillway_connector.transfers import SharedTier
+from spillway_connector.transfer.lookups import Answers, Lookup
+from spillway_connector.transfer.shared_tier import SharedTier
 
 if TYPE_CHECKING:
     from spillway_connector.engine.spec import SpillwayOffloadingSpec

@@ -13,10 +13,10 @@ from typing import Any
 
 from spillway_connector import metrics
 from spillway_connector.engine.stats import SpillwayStats, sample_key
-from spillway_connector.tiers.breaker import BreakerState
-from spillway_connector.tiers.stats import TierStats
 from spillway_connector.tiers.tier import Clock
-from spillway_connector.transfers import SharedTier
+from spillway_connector.transfer.breaker import BreakerState
+from spillway_connector.transfer.shared_tier import SharedTier
+from spillway_connector.transfer.stats import TierStats
 
 IDLE_SECONDS = 1.0  # between two looks at what moves by itself: a breaker, the bytes that other engines store
 # Which field of TierCounters (the frequent) or TierStats (the rest) each metric is read from.

@@ -25,11 +25,11 @@ from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.early_loads import ComingRows
 from spillway_connector.engine.stats import SpillwayStats
 from spillway_connector.engine.tier_adapter import PrefixTier, SharedTierAdapter, TierJobResult
-from spillway_connector.plan.changes import ChangeLog
-from spillway_connector.plan.worth import LoadGate, RateMeter, WorthPolicy
-from spillway_connector.tiers.jobs import ARRIVALS_TOLD_FROM
-from spillway_connector.tiers.lookups import Lookup
-from spillway_connector.tiers.stats import MissReason
+from spillway_connector.plan.change_log import ChangeLog
+from spillway_connector.plan.load_cost import LoadGate, RateMeter, WorthPolicy
+from spillway_connector.transfer.jobs import ARRIVALS_TOLD_FROM
+from spillway_connector.transfer.lookups import Lookup
+from spillway_connector.transfer.stats import MissReason
 
 # A load begins when ARRIVALS_TOLD_FROM of it is there, from the first chunk on, and the rest is expected in this time.
 # They come a little out of order: where half was asked for, nothing was copied before three quarters had been read.

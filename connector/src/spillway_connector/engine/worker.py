@@ -16,10 +16,10 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec
 from vllm.v1.kv_offload.worker.worker import TransferSpec
 
 from spillway_connector import metrics
-from spillway_connector.device.acl_batch import BATCH, LOOP
 from spillway_connector.device.copier import Direction
-from spillway_connector.device.cuda_transport import CudaTransport
-from spillway_connector.device.npu_transport import NpuTransport
+from spillway_connector.device.cuda.transport import CudaTransport
+from spillway_connector.device.npu.acl_batch import BATCH, LOOP
+from spillway_connector.device.npu.transport import NpuTransport
 from spillway_connector.engine.adapters import AdapterLoads
 from spillway_connector.engine.ascend import canonical_kv_caches, has_ascend_layout
 from spillway_connector.engine.early_loads import LoadPiece, SpillwayConnectorMetadata

@@ -17,6 +17,11 @@ from typing import Protocol
 
 from spillway_connector.errors import TierCorrupt, TierMiss
 from spillway_connector.namespace import Namespace
+from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
+from spillway_connector.tiers.disk.slab.index import SlabIndex
+from spillway_connector.tiers.disk.slab.layout import chunk_name
+from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.frame import (
     HEADER_BYTES,
     PAGE_BYTES,
@@ -27,12 +32,7 @@ from spillway_connector.tiers.frame import (
     verify,
 )
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.nvme import NvmeTier
-from spillway_connector.tiers.redis_stripes import StripePlan
-from spillway_connector.tiers.slab import SlabTier
-from spillway_connector.tiers.slab_fingerprint import fingerprints, namespace_words
-from spillway_connector.tiers.slab_index import SlabIndex
-from spillway_connector.tiers.slab_layout import chunk_name
+from spillway_connector.tiers.redis.stripes import StripePlan
 from spillway_connector.tiers.tier import Tier
 
 WRONG = "WRONG BYTES"

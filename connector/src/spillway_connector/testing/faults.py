@@ -10,8 +10,8 @@ from spillway_connector.errors import RefusedReason, TierError, TierRefused
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.stats import Operation
 from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, Tier
+from spillway_connector.transfer.stats import Operation
 
 ALL_OPERATIONS = frozenset(Operation)
 

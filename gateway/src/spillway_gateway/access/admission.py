@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from spillway_gateway.access.keys import Priority
-from spillway_gateway.config import AdmissionConfig
+from spillway_gateway.config.settings import AdmissionConfig
 from spillway_gateway.errors import GatewayOverloaded
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from spillway_gateway.config import AuditConfig
+from spillway_gateway.config.settings import AuditConfig
 from spillway_gateway.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from spillway_gateway import unique_yaml
+from spillway_gateway.config import unique_yaml
 from spillway_gateway.errors import ConfigError
 
 KEY_BYTES_MIN = 24

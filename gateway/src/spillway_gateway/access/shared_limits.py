@@ -26,7 +26,7 @@ from redis.exceptions import RedisError
 from spillway_gateway.access.keys import NOBODY, Tenant
 from spillway_gateway.access.limits import NOTHING_OWED, Settlement, SharedLimitsAway, TenantUsage
 from spillway_gateway.access.shared_script import SCRIPT, Refusal, arguments, key_of, refusal_of
-from spillway_gateway.config_shared_limits import Login, SharedLimitsConfig, login
+from spillway_gateway.config.shared_limits import Login, SharedLimitsConfig, login
 
 logger = logging.getLogger(__name__)
 

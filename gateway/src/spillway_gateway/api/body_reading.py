@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from spillway_gateway.body_room import SHORT_BYTES_MAX
-from spillway_gateway.client_connection import ClientRequest
-from spillway_gateway.config import LimitsConfig, TimeoutsConfig
+from spillway_gateway.client.body_budget import SHORT_BYTES_MAX
+from spillway_gateway.client.connection import ClientRequest
+from spillway_gateway.config.settings import LimitsConfig, TimeoutsConfig
 from spillway_gateway.errors import RequestBodyTimeout, RequestTooLarge, UnsupportedEncoding
 from spillway_gateway.upstream.forward import Body, Headers, header
 

@@ -24,7 +24,7 @@ from spillway_gateway.api.body_reading import ClientLeft, read_body
 from spillway_gateway.api.large_bodies import SHORT_BODY_BYTES_MAX, LargeBodies
 from spillway_gateway.api.routes import ApiRoute, Salting
 from spillway_gateway.api.stored_responses import Owner, ResponseOwners
-from spillway_gateway.client_connection import EXTENSION, ClientRequest
+from spillway_gateway.client.connection import EXTENSION, ClientRequest
 from spillway_gateway.error_bodies import Dialect, body_of, headers_of
 from spillway_gateway.errors import (
     ClientBadRequest,

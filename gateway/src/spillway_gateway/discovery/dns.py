@@ -14,8 +14,8 @@ import dns.nameserver
 import dns.rdatatype
 import dns.resolver
 
-from spillway_gateway.config import EngineConfig
-from spillway_gateway.config_discovery import DnsDiscovery, nameserver
+from spillway_gateway.config.discovery import DnsDiscovery, nameserver
+from spillway_gateway.config.settings import EngineConfig
 from spillway_gateway.discovery.found import FoundEngine, Publish, SourceFailed, SourceStatus
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from spillway_gateway.config import EngineConfig
-from spillway_gateway.config_discovery import KubernetesDiscovery
+from spillway_gateway.config.discovery import KubernetesDiscovery
+from spillway_gateway.config.settings import EngineConfig
 from spillway_gateway.discovery.found import FoundEngine
 
 SERVICE_LABEL = "kubernetes.io/service-name"

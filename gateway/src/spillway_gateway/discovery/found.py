@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from spillway_gateway.config import EngineConfig
+from spillway_gateway.config.settings import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import aiohttp
 
-from spillway_gateway.config_discovery import KubernetesDiscovery
+from spillway_gateway.config.discovery import KubernetesDiscovery
 from spillway_gateway.discovery.backoff import pause_seconds
 from spillway_gateway.discovery.endpoint_slices import EndpointSlice, engines_of
 from spillway_gateway.discovery.found import FoundEngine, Publish, SourceFailed, SourceStatus

@@ -19,7 +19,7 @@ from typing import Literal
 import aiohttp
 import msgspec
 
-from spillway_gateway.config_discovery import KubernetesDiscovery
+from spillway_gateway.config.discovery import KubernetesDiscovery
 from spillway_gateway.discovery.endpoint_slices import SERVICE_LABEL, EndpointSlice, EndpointSliceList, Metadata
 from spillway_gateway.discovery.found import SourceFailed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from spillway_gateway.config_discovery import DiscoveryConfig
+from spillway_gateway.config.discovery import DiscoveryConfig
 from spillway_gateway.discovery.found import Publish, Source, SourceFailed, SourceStatus
 from spillway_gateway.discovery.kubernetes import KubernetesSource
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from spillway_gateway.config import BreakerConfig
+from spillway_gateway.config.settings import BreakerConfig
 
 
 class Breaker:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import structs
 
-from spillway_gateway.config import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
+from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import NoEngineReady
 from spillway_gateway.fleet.breaker import Breaker
 from spillway_gateway.fleet.busy_share import BusyShare

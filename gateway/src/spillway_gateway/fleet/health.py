@@ -17,7 +17,7 @@ import time
 import aiohttp
 import msgspec
 
-from spillway_gateway.config import HealthConfig
+from spillway_gateway.config.settings import HealthConfig
 from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX, read_metrics
 from spillway_gateway.fleet.engines import Engine, EngineState
 from spillway_gateway.fleet.tier_traffic import moved_bytes

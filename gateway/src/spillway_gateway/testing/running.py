@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from spillway_gateway.app import Gateway
-from spillway_gateway.config import parse_config
+from spillway_gateway.config.settings import parse_config
 from spillway_gateway.fleet.engines import Engine
-from spillway_gateway.server import GatewayServer, bind
+from spillway_gateway.listeners.server import GatewayServer, bind
 from spillway_gateway.testing.fake_engine import FakeEngine
 
 UNTIL_SECONDS_MAX = 30.0  # a busy machine, not a slow gateway

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.config import LimitsConfig
+from spillway_gateway.config.settings import LimitsConfig
 from spillway_gateway.fleet.engines import PromptBlocks
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.prefix import TOKEN_BYTES, chain_blocks, short_prompt_key, text_block_keys, token_bytes

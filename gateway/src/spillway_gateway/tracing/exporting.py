@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-from spillway_gateway.config_tracing import TracingConfig
+from spillway_gateway.config.tracing import TracingConfig
 from spillway_gateway.tracing.request_trace import RequestTrace
 from spillway_gateway.upstream.forward import Headers
 

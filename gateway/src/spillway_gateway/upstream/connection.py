@@ -14,8 +14,8 @@ from typing import cast
 import httptools
 
 from spillway_gateway.errors import EngineBadReply, EngineDisconnected, UpstreamError
-from spillway_gateway.turn_writes import TurnWrites
 from spillway_gateway.upstream.forward import Body, Headers
+from spillway_gateway.write_coalescing import TurnWrites
 
 READ_BUFFER_BYTES = 256 * 1024  # above it the engine is asked to wait, so a slow client cannot fill memory
 HEAD_BYTES_MAX = 64 * 1024

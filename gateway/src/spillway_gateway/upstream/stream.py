@@ -22,7 +22,7 @@ import msgspec
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
-from spillway_gateway.config import LimitsConfig, TimeoutsConfig
+from spillway_gateway.config.settings import LimitsConfig, TimeoutsConfig
 from spillway_gateway.error_bodies import Dialect, body_of, event_of, headers_of
 from spillway_gateway.errors import (
     EngineBadReply,
@@ -42,7 +42,6 @@ from spillway_gateway.errors import (
 from spillway_gateway.fleet.engines import Engine, Lease, ModelFleet, PromptBlocks
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.metrics import GatewayMetrics
-from spillway_gateway.turn_writes import TurnWrites
 from spillway_gateway.upstream.connection import EngineConnection
 from spillway_gateway.upstream.forward import Body, Headers, header, reply_headers, request_head
 from spillway_gateway.upstream.pool import ConnectionPool
@@ -57,6 +56,7 @@ from spillway_gateway.upstream.retry import (
 )
 from spillway_gateway.upstream.sse import EventFramer, count_events, is_done, is_last_of_typed
 from spillway_gateway.upstream.usage import ReplyUsage, Usage, merged, usage_in_events, usage_in_reply
+from spillway_gateway.write_coalescing import TurnWrites
 
 if TYPE_CHECKING:  # its imports cost memory and time where traces are off
     from spillway_gateway.tracing.request_trace import AttemptTrace, RequestTrace
@@ -71,7 +71,7 @@ ERROR_REPLY_BYTES_MAX = 64 * 1024  # of a 5xx reply kept while another engine is
 
 
 class Client(Protocol):
-    """Who asks (client_connection.py)."""
+    """Who asks (client/connection.py)."""
 
     def call_when_left(self, left: Callable[[], None]) -> None: ...
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spillway_connector.errors import RefusedReason, TierRefused
+from spillway_connector.tiers.disk.clock import CLOCK_PREFIX, AgeClock, boot_tag
+from spillway_connector.tiers.disk.files.inspect import FileInspector, file_handle, namespaces_below
+from spillway_connector.tiers.disk.files.space import FREE_FRACTION
+from spillway_connector.tiers.disk.io import tier_error
+from spillway_connector.tiers.disk.slab.inspect import SlabInspector
 from spillway_connector.tiers.inspection import CheckPayload, Damage, Removal, StoredFrame, StoredNamespace
-from spillway_connector.tiers.nvme_age import CLOCK_PREFIX, AgeClock, boot_tag
-from spillway_connector.tiers.nvme_inspect import FileInspector, file_handle, namespaces_below
-from spillway_connector.tiers.nvme_io import tier_error
-from spillway_connector.tiers.nvme_space import FREE_FRACTION
-from spillway_connector.tiers.slab_inspect import SlabInspector
 from spillway_connector.tiers.tier import Clock
 from spillway_ctl.store import Extent
 

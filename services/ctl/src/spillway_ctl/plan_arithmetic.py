@@ -1,7 +1,7 @@
 """What an offload setting is worth, before it runs: break-even bandwidths and first tokens. Pure.
 
 - Break-even: loading a prefix beats computing it above `prefill rate x bytes per token` (the sum behind the connector's
-  own decision, plan/worth.py, without its fixed costs).
+  own decision, plan/load_cost.py, without its fixed costs).
 - First token, computed: `tokens / prefill rate`. Attention grows with the square of the length, so long prompts take
   longer than this and gain more.
 - First token, loaded: whole chunks come from the tier, the rest is computed; of a prompt at least one token always is,

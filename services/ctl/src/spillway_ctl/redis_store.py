@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from spillway_connector.errors import TierCorrupt, TierMiss
 from spillway_connector.tiers.frame import HEADER_BYTES
 from spillway_connector.tiers.inspection import CheckPayload, Damage, Gone, Removal, StoredFrame, StoredNamespace
-from spillway_connector.tiers.redis_connection import RedisConnection
-from spillway_connector.tiers.redis_endpoint import RedisEndpoint
-from spillway_connector.tiers.redis_inspect import BLOCKS_AT_ONCE, Progress, RedisInspector, StoredBlock
-from spillway_connector.tiers.redis_names import RedisNames
-from spillway_connector.tiers.redis_router import RedisRouter
+from spillway_connector.tiers.redis.client.connection import RedisConnection
+from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.client.router import RedisRouter
+from spillway_connector.tiers.redis.inspect import BLOCKS_AT_ONCE, Progress, RedisInspector, StoredBlock
+from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.tier import Clock
 from spillway_ctl.store import Extent
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_ctl.errors import CommandError
 from spillway_ctl.nvme_store import NvmeStore
 from spillway_ctl.redis_store import RedisStore

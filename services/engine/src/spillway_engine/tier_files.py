@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spillway_connector.errors import ConfigError
-from spillway_connector.tiers.nvme_root import missing_parent
-from spillway_connector.tiers.slab_mode import file_system_of, is_shared
+from spillway_connector.tiers.disk.layout_choice import file_system_of, is_shared
+from spillway_connector.tiers.disk.root import missing_parent
 from spillway_engine.door import FILE, Door
 from spillway_engine.errors import SettingsError
 from spillway_engine.tier_settings import (

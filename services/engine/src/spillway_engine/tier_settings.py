@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spillway_connector.errors import ConfigError
-from spillway_connector.tiers.limits import (
+from spillway_connector.limits import (
     DEFAULT_LIMITS as _LIMITS,
 )
-from spillway_connector.tiers.limits import (
+from spillway_connector.limits import (
     REDIS_CONNECTIONS,
     REDIS_PAYLOAD_CONNECTIONS,
     REDIS_TTL_SECONDS,
 )
-from spillway_connector.tiers.redis_endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_engine.bounds import require_at_least
 from spillway_engine.byte_sizes import ByteCount, format_byte_count
 from spillway_engine.door import FILE, Door

@@ -1,0 +1,1 @@
+"""What weights and adapters are, by their bytes."""

@@ -1,0 +1,32 @@
+"""The defaults of a shared tier: written here, imported by whoever needs one. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from spillway_connector.transfer.breaker import BreakerPolicy
+
+REDIS_TTL_SECONDS = 86_400
+REDIS_CONNECTIONS = 4
+REDIS_PAYLOAD_CONNECTIONS = 1  # for the stripes of one block; more may pay on a network with long round trips
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """Every bound of one shared tier. The timeouts count from the submission of a batch or job."""
+
+    # Twice what keeps a disk busy: half of them may be reading while the others verify and copy; of writes the same.
+    # Each has a buffer of one chunk.
+    io_threads: int = 8
+    lookup_timeout_seconds: float = 0.2
+    load_timeout_seconds: float = 2.0
+    store_timeout_seconds: float = 10.0
+    load_queue_bytes_max: int = 8 << 30
+    # Six steps of 8,192 tokens of a 14B model, 1.3 GB each. It costs no memory (rows are pinned, not copied, so the CPU
+    # tier bounds it, too), and at less than 1.7 GB/s store_queue_seconds_max drops stores before this does.
+    store_queue_bytes_max: int = 8 << 30
+    store_queue_seconds_max: float = 5.0  # a store that waited longer is dropped: its row is better freed
+    breaker: BreakerPolicy = field(default_factory=BreakerPolicy)
+
+
+DEFAULT_LIMITS = TransferLimits()

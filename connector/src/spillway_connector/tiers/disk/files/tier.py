@@ -1,0 +1,352 @@
+"""The NVMe tier: a directory with one file per frame.
+
+    ROOT/space.ledger                         how full the directory is (ledger.py)
+    ROOT/clock.<boot>                         what ages are told by on one node (clock.py)
+    ROOT/tenants/<tenant>/                    who has what, where there are quotas (quota.py)
+    ROOT/<namespace hex>/namespace.json       the namespace document in full
+    ROOT/<namespace hex>/partial/             files being written
+    ROOT/<namespace hex>/ab/cd/<key hex>.kv   frames; ab and cd are the key's first two bytes
+
+A frame is written as a partial file and then linked under its name, so readers see all of it or nothing; a crash
+leaves a partial file, which the next scan sweeps. No fsync: after a power failure a torn frame fails its checksum and
+is a miss. A file is deleted only to make room or when its bytes are proven wrong, never because a call failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from spillway_connector.errors import (
+    RefusedReason,
+    TierError,
+    TierMiss,
+    TierRefused,
+    TierTimeout,
+    TierUnreachable,
+    UnreachableReason,
+)
+from spillway_connector.namespace import Namespace
+from spillway_connector.tiers.disk.clock import AgeClock
+from spillway_connector.tiers.disk.files.quota import TenantQuotas
+from spillway_connector.tiers.disk.files.space import DOCUMENT_PREFIX, PARTIAL_NAME, EvictionReason, Space, frame_path
+from spillway_connector.tiers.disk.io import TRANSFERS_AT_ONCE, FrameFiles, supports_direct, tier_error
+from spillway_connector.tiers.disk.root import NamespaceDocument, make_root
+from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
+from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
+
+_log = logging.getLogger(__name__)
+
+HOUSEKEEPING_SECONDS = 300.0  # between scans that correct the ledger and measure the file system again
+SCAN_SECONDS_MIN = 30.0  # scans come sooner where frames expire sooner, but not sooner than this
+HOUSEKEEPING_DEADLINE_SECONDS = 60.0
+IDLE_SECONDS = 10.0  # after which the housekeeper looks, though nobody stores, for what the dead have left
+_LINK_ATTEMPTS = 4  # a folder may vanish between mkdir and link when another process evicts its last frame
+
+
+class NvmeTier:
+    """A tier in the directory ``root``. See tier.Tier for the contract.
+
+    max_bytes: bound for all namespaces and processes together; None takes 80 % of what the file system can give.
+    ttl_seconds: how long a frame stays without being used, told by a clock of the node's own (clock.py); None for
+    ever. tenant_max_bytes: the most that each tenant may hold, those without a cache salt together being one; beyond
+    it the tenant's own oldest frames make room. transfers_at_once: reads, and as many writes, however many threads ask.
+    Nothing is touched before the first operation.
+    """
+
+    name = "nvme"
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        payload_bytes: int,
+        root: Path,
+        *,
+        max_bytes: int | None = None,
+        ttl_seconds: float | None = None,
+        tenant_max_bytes: int | None = None,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
+        clock: Clock = time.monotonic,
+        wall_clock: WallClock = time.time,
+    ) -> None:
+        self.payload_bytes = payload_bytes
+        self._namespace = namespace
+        self._digest = namespace.digest16
+        self._root = root
+        self._folder = root / namespace.hex
+        self._partial = self._folder / PARTIAL_NAME
+        self._document = NamespaceDocument(self._folder, namespace)
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._ages = AgeClock(root, clock, wall_clock)
+        self._files = FrameFiles(payload_bytes, transfers_at_once, clock=clock, wall_clock=self._ages.now)
+        self._space = Space(root, max_bytes, clock, ttl_seconds=ttl_seconds, now_ns=self._ages.now_ns)
+        self._quotas: TenantQuotas | None = None
+        if tenant_max_bytes is not None:
+            self._quotas = TenantQuotas(root, tenant_max_bytes, self._space, clock, self._ages.now_ns)
+        self._scan_seconds = min(HOUSEKEEPING_SECONDS, max(ttl_seconds or HOUSEKEEPING_SECONDS, SCAN_SECONDS_MIN))
+        self._numbers = itertools.count()
+        self._prepare_lock = threading.Lock()
+        self._prepared = False
+        self._closed = False
+        self._wake = threading.Event()
+        self._house_lock = threading.Lock()
+        self._housekeeper: threading.Thread | None = None
+
+    @property
+    def uses_direct_io(self) -> bool:
+        """Whether transfers bypass the page cache; known once prepared."""
+        return self._files.direct
+
+    @property
+    def evicted_frames(self) -> int:
+        """Frames that this process removed, for whatever reason but damage."""
+        return self._space.evictions.total()
+
+    @property
+    def evictions(self) -> Mapping[EvictionReason, int]:
+        """The same by reason."""
+        return self._space.evictions
+
+    @property
+    def quarantined(self) -> Mapping[str, int]:
+        """Damaged files that were renamed, by reason."""
+        return self._document.quarantined
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether frames were evicted, or refused, for want of room within the last seconds."""
+        return self._space.under_pressure
+
+    def prepare(self, deadline: float) -> None:
+        self._check(deadline)
+        if self._prepared:
+            return
+        if not self._prepare_lock.acquire(timeout=max(0.0, deadline - self._clock())):
+            raise TierTimeout(f"{self._root}: another thread is still preparing the directory")
+        try:
+            if not self._prepared:
+                self._prepare()
+        finally:
+            self._prepare_lock.release()
+
+    def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        self._prepare_for_reading(deadline)
+        found = []
+        oldest_ns = self._space.oldest_ns()
+        for key in keys:
+            self._check(deadline)
+            try:
+                status = os.stat(self._path(key))
+                found.append(status.st_size == self._files.frame_bytes and status.st_mtime_ns >= oldest_ns)
+            except (FileNotFoundError, NotADirectoryError):
+                found.append(False)
+            except OSError as error:
+                raise tier_error(error, f"{self._root}: looking for a frame") from error
+        return found
+
+    def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """None: other nodes may write here at any time, so only the file system knows."""
+        return None
+
+    def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        self._prepare_for_reading(deadline)
+        try:
+            header = self._files.read(self._path(key), target, deadline, self._space.oldest_ns())
+        except (FileNotFoundError, NotADirectoryError):
+            raise TierMiss from None
+        except OSError as error:
+            raise tier_error(error, f"{self._root}: reading a frame") from error
+        verify(header, target, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
+
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        self.prepare(deadline)
+        path = self._path(key)
+        try:
+            self._files.renew(path)
+            return StoreOutcome.PRESENT
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise tier_error(error, f"{self._root}: renewing a frame") from error
+        header = build_header(
+            self._digest,
+            key,
+            source,
+            created_ms=int(self._wall_clock() * 1000),
+            header_bytes=PAGE_BYTES,
+            tenant=tenant,
+        )
+        try:
+            return self._write(key, tenant, header, source, deadline)
+        except FileNotFoundError as error:
+            self._prepared = False  # someone removed our folders: make them again next time
+            raise TierUnreachable(
+                UnreachableReason.ROOT_MISSING, f"{self._root}: the directory was removed while in use"
+            ) from error
+        except OSError as error:
+            refused = tier_error(error, f"{self._root}: writing a frame")
+            if refused.reason == RefusedReason.NO_SPACE:
+                self._space.note_pressure()
+                self._space.forget_limit()  # others took our share: the next store measures again and evicts
+            raise refused from error
+
+    def discard(self, key: bytes, deadline: float) -> None:
+        self._check(deadline)
+        path = self._path(key)
+        try:
+            self._space.remove(path, deadline)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise tier_error(error, f"{self._root}: removing a corrupt frame") from error
+
+    def resident_bytes(self, deadline: float) -> int:
+        self.prepare(deadline)
+        try:
+            return self._space.resident_bytes(deadline)
+        except OSError as error:
+            raise tier_error(error, f"{self._root}: reading the space ledger") from error
+
+    def close(self) -> None:
+        with self._house_lock:  # a thread that is being started can be joined afterwards, and none is started any more
+            self._closed = True
+            housekeeper = self._housekeeper
+        self._wake.set()
+        if housekeeper is not None and housekeeper is not threading.current_thread():
+            # Bounded: a thread stuck in a dead mount must not hold up the engine's exit; it is a daemon.
+            housekeeper.join(timeout=1.0)
+        if housekeeper is None or not housekeeper.is_alive():
+            self._space.close()
+            if self._quotas is not None:
+                self._quotas.close()
+
+    def _prepare(self) -> None:
+        try:
+            make_root(self._root)
+            self._partial.mkdir(parents=True, exist_ok=True)
+            self._document.ensure(lambda: self._partial / f"{DOCUMENT_PREFIX}{self._unique()}")
+            self._ages.share()
+            self._files.direct = supports_direct(self._partial)
+        except FileExistsError as error:
+            raise TierRefused(
+                RefusedReason.OTHER, f"path: {error.filename} is a file; give a directory or remove it"
+            ) from error
+        except OSError as error:
+            raise tier_error(error, f"path: {self._root}: preparing the directory") from error
+        self._prepared = True
+        with self._house_lock:
+            if self._housekeeper is None and not self._closed:
+                self._housekeeper = threading.Thread(target=self._keep_house, name="spillway-nvme-house", daemon=True)
+                self._housekeeper.start()
+
+    def _prepare_for_reading(self, deadline: float) -> None:
+        """Prepare, but where only writing is refused (a read-only mount) let readers go on."""
+        try:
+            self.prepare(deadline)
+        except TierRefused as refused:
+            if refused.reason not in (RefusedReason.READ_ONLY, RefusedReason.PERMISSION, RefusedReason.NO_SPACE):
+                raise
+            try:
+                self._document.check()
+                self._ages.share()
+            except OSError as error:
+                raise tier_error(error, f"{self._root}: reading the namespace document") from error
+
+    def _write(self, key: bytes, tenant: bytes, header: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+        quotas, size = self._quotas, self._files.frame_bytes
+        if quotas is None:
+            return self._write_within_quota(self._path(key), header, source, deadline)
+        quotas.take(tenant, self._namespace.hex, key, size, deadline)
+        outcome = None
+        try:
+            outcome = self._write_within_quota(self._path(key), header, source, deadline)
+        finally:
+            if outcome is not StoreOutcome.STORED:
+                try:
+                    quotas.give_back(tenant, size, deadline)
+                except (TierError, OSError):
+                    pass  # the tenant's ledger stays too high until its markers are counted
+        return outcome
+
+    def _write_within_quota(self, path: str, header: bytes, source: memoryview, deadline: float) -> StoreOutcome:
+        partial = f"{self._partial}/{self._unique()}"
+        size = self._files.frame_bytes
+        descriptor = self._space.take(size, partial, lambda: self._files.create(partial, source), deadline)
+        kept = False
+        try:
+            self._files.write(descriptor, header, source, deadline)
+            kept = _link(partial, path)
+        finally:
+            try:
+                if kept:
+                    Path(partial).unlink(missing_ok=True)  # its bytes are the frame's from now on
+                else:
+                    self._space.remove(partial, deadline)
+            except (TierError, OSError):
+                pass  # no time, or a sick disk: unlocked below, it is swept like that of a dead writer
+            finally:
+                os.close(descriptor)
+        self._wake.set()  # the housekeeper looks at the watermark; writers never wait for it
+        return StoreOutcome.STORED if kept else StoreOutcome.PRESENT
+
+    def _keep_house(self) -> None:
+        next_scan = self._clock() + self._scan_seconds
+        while not self._closed:
+            self._wake.wait(timeout=IDLE_SECONDS)
+            self._wake.clear()
+            if self._closed:
+                return
+            deadline = self._clock() + HOUSEKEEPING_DEADLINE_SECONDS
+            try:
+                if self._clock() >= next_scan:
+                    next_scan = self._clock() + self._scan_seconds
+                    self._space.rescan(deadline)
+                    while self._space.remove_expired(deadline) and not self._closed:
+                        pass
+                self._space.reclaim(deadline)
+                if self._space.above_high_watermark(deadline):
+                    self._space.make_room(0, deadline)
+            except (TierError, OSError) as error:
+                _log.warning("NVMe tier %s: housekeeping failed: %s", self._root, error)
+
+    def _path(self, key: bytes) -> str:
+        return frame_path(self._folder, key.hex())
+
+    def _unique(self) -> str:
+        # The random part tells apart processes that share the directory from different process id namespaces.
+        return f"{os.getpid()}-{next(self._numbers)}-{os.urandom(6).hex()}"
+
+    def _check(self, deadline: float) -> None:
+        if self._closed:
+            raise TierRefused(RefusedReason.CLOSED, f"{self._root}: the tier is closed")
+        if self._clock() >= deadline:
+            raise TierTimeout(f"{self._root}: the deadline passed before the operation began")
+
+
+def _link(partial: str, path: str) -> bool:
+    """Give a finished partial file its name. False when another writer was first."""
+    for attempt in range(_LINK_ATTEMPTS):
+        try:
+            os.link(partial, path)
+            return True
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            if attempt == _LINK_ATTEMPTS - 1:
+                raise
+            # Another engine that evicts may take an outer folder away between makedirs' own two steps: tried again.
+            with contextlib.suppress(FileNotFoundError):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+        except PermissionError:
+            # File systems without hard links (some FUSE and SMB mounts) answer EPERM; renaming is as atomic, it only
+            # cannot tell whether it replaced an equal frame.
+            os.rename(partial, path)
+            return True
+    raise AssertionError("unreachable")

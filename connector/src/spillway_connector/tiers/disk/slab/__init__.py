@@ -1,0 +1,1 @@
+"""Preallocated slots and one index, for local disks."""

@@ -1,0 +1,127 @@
+"""The chunk files of a pool: making, opening and dropping them, and moving one frame to or from a slot.
+
+``Chunks.headers`` is the pool's header table.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from spillway_connector.errors import CorruptReason, TierCorrupt
+from spillway_connector.tiers.disk.io import FrameFiles
+from spillway_connector.tiers.disk.slab.headers import HeaderTable
+from spillway_connector.tiers.disk.slab.layout import PoolShape, chunk_name, parse_chunk_name
+from spillway_connector.tiers.frame import PAGE_BYTES
+
+OPEN_FILES_MAX = 256
+_ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES, access=mmap.ACCESS_READ))
+
+
+class _OpenFile:
+    """Closed when the last thread that uses it lets go, so that its number is not reused under a transfer."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.descriptor = os.open(path, flags | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+class Chunks:
+    """The files of one pool in ``folder``. ``files`` moves the frames and decides about direct I/O."""
+
+    def __init__(self, folder: Path, shape: PoolShape, files: FrameFiles, *, writable: bool) -> None:
+        self.headers = HeaderTable(folder, shape)
+        self._folder = folder
+        self._shape = shape
+        self._files = files
+        self._mode = os.O_RDWR if writable else os.O_RDONLY
+        self._lock = threading.Lock()
+        self._open: OrderedDict[tuple[int, int, int], _OpenFile] = OrderedDict()
+
+    def read(self, slot: int, epoch: int, target: memoryview, deadline: float) -> memoryview:
+        """One frame into ``target``; returns its header page, valid until this thread's next call. Not verified.
+
+        Raises TierCorrupt (SHORT, LENGTH) where the file has another size, OSError (FileNotFoundError: the chunk has
+        gone), TierTimeout.
+        """
+        file = self._file(self._shape.chunk_of(slot), epoch, target)
+        offset = self._shape.offset_of(slot)
+        size = os.fstat(file.descriptor).st_size
+        if size < offset + self._files.frame_bytes:
+            raise TierCorrupt(CorruptReason.SHORT, f"chunk {self._shape.chunk_of(slot)} ends after {size} bytes")
+        if size > self._shape.chunk_bytes:
+            raise TierCorrupt(CorruptReason.LENGTH, f"a chunk of {size} bytes; {self._shape.chunk_bytes} is its size")
+        return self._files.read_at(file.descriptor, offset, target, deadline)
+
+    def write(self, slot: int, epoch: int, header: bytes, source: memoryview, deadline: float) -> None:
+        """One frame from ``source``. Raises OSError (FileNotFoundError: the chunk has gone), TierTimeout."""
+        file = self._file(self._shape.chunk_of(slot), epoch, source)
+        self._files.write_at(file.descriptor, self._shape.offset_of(slot), header, source, deadline)
+
+    def blank(self, slot: int, epoch: int) -> None:
+        """Overwrite a slot's header, so that a rebuilt index does not find a frame that was proven wrong."""
+        self.headers.forget(slot)
+        file = self._file(self._shape.chunk_of(slot), epoch, _ZEROS)  # directly: a dirty page would stall later writes
+        os.pwritev(file.descriptor, [_ZEROS], self._shape.offset_of(slot))
+
+    def make(self, chunk: int, epoch: int) -> None:
+        """Make a chunk's file with all its blocks. Raises OSError and then leaves nothing."""
+        path = self._folder / chunk_name(chunk, epoch)
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, self._shape.chunk_bytes)
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def unlink(self, chunk: int, epoch: int) -> None:
+        """Remove a chunk. Its space is free at once, though other processes may still have it open. Raises OSError."""
+        path = self._folder / chunk_name(chunk, epoch)
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            path.unlink(missing_ok=True)
+            os.ftruncate(descriptor, 0)  # whoever reads from it finds it short, and its entries gone: a miss
+        finally:
+            os.close(descriptor)
+
+    def close_all_but(self, epochs: dict[int, int]) -> None:
+        """Let go of the files of chunks that no longer exist."""
+        with self._lock:
+            for chunk, epoch, direct in list(self._open):
+                if epochs.get(chunk) != epoch:
+                    del self._open[chunk, epoch, direct]
+
+    def _file(self, chunk: int, epoch: int, payload: memoryview) -> _OpenFile:
+        direct = self._files.direct_flag(payload)
+        place = (chunk, epoch, direct)
+        with self._lock:
+            file = self._open.get(place)
+            if file is not None:
+                self._open.move_to_end(place)
+                return file
+            file = self._open[place] = _OpenFile(self._folder / chunk_name(chunk, epoch), self._mode | direct)
+            while len(self._open) > OPEN_FILES_MAX:
+                self._open.popitem(last=False)
+            return file
+
+
+def chunks_on_disk(folder: Path) -> dict[int, tuple[int, int]]:
+    """Epoch and size of every chunk in ``folder``, the newest where there are two. Raises OSError."""
+    found: dict[int, tuple[int, int]] = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            parsed = parse_chunk_name(entry.name)
+            if parsed is not None and parsed[1] > found.get(parsed[0], (0, 0))[0]:
+                found[parsed[0]] = (parsed[1], entry.stat().st_size)
+    return found

@@ -1,0 +1,420 @@
+"""An operator's view of a slab directory while engines use it.
+
+The index is read with plain reads, a chunk's worth of each column at a time, so neither its size nor a sick disk is a
+danger to whoever looks. Removing works like an engine's own removal of a corrupt frame: under the root's lock, the slot
+is freed and its header page is overwritten, so that a rebuilt index does not find it again.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from spillway_connector.errors import CorruptReason
+from spillway_connector.tiers.disk.files.inspect import (
+    REMOVAL_SECONDS,
+    FramePayloads,
+    checked_header,
+    enter_page_cache,
+    in_order,
+    leave_page_cache,
+    namespaces_below,
+    with_header,
+)
+from spillway_connector.tiers.disk.io import tier_error
+from spillway_connector.tiers.disk.slab.chunks import chunks_on_disk
+from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
+from spillway_connector.tiers.disk.slab.headers import HeaderTable
+from spillway_connector.tiers.disk.slab.index import SlabIndex
+from spillway_connector.tiers.disk.slab.layout import (
+    COLUMNS,
+    HEADER_FIXED_BYTES,
+    INDEX_NAME,
+    LOCK_NAME,
+    SLAB_FOLDER,
+    PoolShape,
+    chunk_name,
+)
+from spillway_connector.tiers.disk.slab.lock import RootLock
+from spillway_connector.tiers.disk.slab.policy import LIVE
+from spillway_connector.tiers.disk.slab.space import pool_folders
+from spillway_connector.tiers.frame import PAGE_BYTES, FrameHeader
+from spillway_connector.tiers.inspection import CheckPayload, Damage, Gone, Removal, StoredFrame
+from spillway_connector.tiers.tier import Clock
+
+SLOTS_PER_LOCK = 32  # slots freed, and header pages overwritten, while writers wait
+_SLOTS_PER_READ = 1 << 16  # of each column: bounds memory, about 3 MB
+_ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES, access=mmap.ACCESS_READ))
+_COLUMNS = {column.name: column for column in COLUMNS}
+_WALKED = ("state", "generation", "namespace", "tenant", "used_s", "key_low", "key_high")
+
+
+class _Slot(NamedTuple):
+    folder: Path
+    index_inode: int
+    slot: int
+    generation: int
+    used_s: int
+    chunk_path: str
+    offset: int
+    fingerprint: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Index:
+    """An index file open for reading; ``inode`` tells it from its successors."""
+
+    descriptor: int
+    shape: PoolShape
+    inode: int
+    offsets: dict[str, int]
+
+    def column(self, name: str, first: int, count: int) -> npt.NDArray[np.generic]:
+        """Elements of a column as they are now. Raises OSError."""
+        column = _COLUMNS[name]
+        raw = os.pread(self.descriptor, count * column.item_bytes, self.offsets[name] + first * column.item_bytes)
+        return np.frombuffer(raw, column.dtype)
+
+    def counter(self, name: str) -> int:
+        return int(self.column(name, 0, 1)[0])
+
+
+class SlabInspector:
+    """The frames in slots below ``root``."""
+
+    def __init__(self, root: Path, *, clock: Clock = time.monotonic) -> None:
+        self._root = root
+        self._clock = clock
+        self._reader = FramePayloads()
+        self._lock: RootLock | None = None
+        self._opened: dict[Path, tuple[SlabIndex, HeaderTable]] = {}
+
+    def exists(self) -> bool:
+        return (self._root / SLAB_FOLDER).is_dir()
+
+    def notes(self) -> list[str]:
+        """Indexes that cannot be used: what their slots hold cannot be listed."""
+        notes = []
+        for folder in self._pools():
+            with _opened(folder) as index:
+                if index is None and _has_chunks(folder):
+                    notes.append(
+                        f"{folder / INDEX_NAME} is missing or damaged: its frames are not listed; the next engine to "
+                        "start makes it anew from the slots"
+                    )
+        return notes
+
+    def frames_in_use(self) -> tuple[int, int, int]:
+        """Frames, their bytes, and the bytes of all chunks and indexes."""
+        frames = stored_bytes = disk_bytes = 0
+        for folder in self._pools():
+            with _opened(folder) as index:
+                if index is not None:
+                    used = min(index.counter("used"), index.shape.slots)
+                    frames += used
+                    stored_bytes += used * index.shape.slot_bytes
+                    disk_bytes += index.shape.index_bytes
+            try:
+                disk_bytes += sum(size for _, size in chunks_on_disk(folder).values())
+            except OSError as error:
+                raise tier_error(error, f"{folder}: listing chunks") from error
+        return frames, stored_bytes, disk_bytes
+
+    def frames(self, *, headers: bool, namespace_prefix: str = "") -> Iterator[StoredFrame]:
+        """An index knows half of a namespace's digest: where no document has the rest, headers are read in any case."""
+        names = {found.digest[:8]: found.digest for found in namespaces_below(self._root)}
+        for folder in self._pools():
+            found = self._walk(folder, names, namespace_prefix)
+            if headers:
+                yield from in_order(found, self._with_header)
+                continue
+            for frame in found:
+                known = frame if frame.namespace[:8] in names else self._with_header(frame)
+                if known is not None:
+                    yield known
+
+    def verify(self, frame: StoredFrame, check_payload: CheckPayload | None = None) -> Damage | None:
+        """Raises Gone, TierError."""
+        header = self._header(frame)
+        if header is None:
+            raise Gone
+        found = _described(frame, header)
+        damage = found.damage
+        if damage is None and isinstance(header, FrameHeader):
+            damage = self._verify_payload(found, header, check_payload)
+        if damage is not None and not self._is_still(_slot_of(frame)):
+            raise Gone  # overwritten while it was read
+        return damage
+
+    def remove(self, frames: Sequence[StoredFrame], *, only_unused: bool) -> Removal:
+        """Raises TierError."""
+        removed = Removal()
+        for start in range(0, len(frames), SLOTS_PER_LOCK):
+            by_folder: dict[Path, list[StoredFrame]] = {}
+            for frame in frames[start : start + SLOTS_PER_LOCK]:
+                by_folder.setdefault(_slot_of(frame).folder, []).append(frame)
+            for folder, here in by_folder.items():
+                try:
+                    removed += self._remove_in(folder, here, only_unused)
+                except OSError as error:
+                    raise tier_error(error, f"{folder}: removing frames") from error
+        return removed
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    # --- walking ------------------------------------------------------------------------------------------------------
+
+    def _walk(self, folder: Path, names: dict[bytes, bytes], namespace_prefix: str) -> Iterator[StoredFrame]:
+        with _opened(folder) as index:
+            if index is None:
+                return
+            try:
+                epochs = index.column("chunk_epoch", 0, index.shape.chunks)
+                for first in range(0, index.shape.slots, _SLOTS_PER_READ):
+                    count = min(_SLOTS_PER_READ, index.shape.slots - first)
+                    columns = {name: index.column(name, first, count) for name in _WALKED}
+                    chunks = np.arange(first, first + count) // index.shape.slots_per_chunk
+                    live = (columns["state"] == LIVE) & (epochs[chunks] != 0)
+                    if namespace_prefix:
+                        live &= _in_namespaces(columns["namespace"], names, namespace_prefix)
+                    rows = np.flatnonzero(live)
+                    entries = {name: columns[name][rows].tolist() for name in _WALKED}
+                    yield from _frames(
+                        index, folder, (rows + first).tolist(), entries=entries, epochs=epochs, names=names
+                    )
+            except OSError as error:
+                raise tier_error(error, f"{folder}: reading the index") from error
+
+    def _with_header(self, frame: StoredFrame) -> StoredFrame | None:
+        header = self._header(frame)
+        if header is None:
+            return None
+        found = _described(frame, header)
+        if found.damage is not None and not self._is_still(_slot_of(frame)):
+            return None  # overwritten while it was read
+        return found
+
+    def _header(self, frame: StoredFrame) -> FrameHeader | Damage | None:
+        """None: the chunk has gone. Raises TierError."""
+        place = _slot_of(frame)
+        try:
+            descriptor = os.open(place.chunk_path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise tier_error(error, f"{place.folder}: opening a chunk") from error
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead into payloads
+            return checked_header(os.pread(descriptor, PAGE_BYTES, place.offset))
+        except OSError as error:
+            raise tier_error(error, f"{place.folder}: reading a header") from error
+        finally:
+            os.close(descriptor)
+
+    def _verify_payload(
+        self, frame: StoredFrame, header: FrameHeader, check_payload: CheckPayload | None
+    ) -> Damage | None:
+        place = _slot_of(frame)
+        try:
+            descriptor = os.open(place.chunk_path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise Gone from None
+        except OSError as error:
+            raise tier_error(error, f"{place.folder}: opening a chunk") from error
+        try:
+            return self._reader.verify(
+                frame,
+                descriptor,
+                place.offset,
+                header,
+                namespace=frame.namespace,
+                key=header.key.hex(),
+                check_payload=check_payload,
+            )
+        except OSError as error:
+            raise tier_error(error, f"{place.folder}: reading a frame") from error
+        finally:
+            os.close(descriptor)
+
+    def _is_still(self, place: _Slot) -> bool:
+        """Whether the slot holds the entry that the walk saw."""
+        try:
+            with _opened(place.folder) as index:
+                return (
+                    index is not None
+                    and index.inode == place.index_inode
+                    and index.column("state", place.slot, 1)[0] == LIVE
+                    and index.column("generation", place.slot, 1)[0] == place.generation
+                )
+        except OSError as error:
+            raise tier_error(error, f"{place.folder}: reading the index") from error
+
+    # --- removing -----------------------------------------------------------------------------------------------------
+
+    def _remove_in(self, folder: Path, frames: Sequence[StoredFrame], only_unused: bool) -> Removal:
+        if self._lock is None:
+            self._lock = RootLock(self._root / SLAB_FOLDER / LOCK_NAME, self._clock)
+        removed = Removal()
+        with self._lock.held(self._clock() + REMOVAL_SECONDS):
+            opened = self._writable(folder)
+            if opened is None:
+                return removed
+            index, headers = opened
+            if index.counter("dirty"):
+                index.recover()
+            index.put("dirty", 0, 1)  # whoever finds it puts right what we may leave undone
+            for frame in frames:
+                place = _slot_of(frame)
+                if (
+                    index.identity[1] != place.index_inode
+                    or index.state[place.slot] != LIVE
+                    or index.generation[place.slot] != place.generation
+                    or (only_unused and index.used_s[place.slot] != place.used_s)
+                ):
+                    continue
+                index.release(place.slot)
+                headers.forget(place.slot)
+                try:
+                    _blank(place.chunk_path, place.offset)
+                except FileNotFoundError:
+                    pass  # the chunk was removed by hand, and the frame with it
+                removed += Removal(1, frame.stored_bytes)
+            index.put("dirty", 0, 0)
+        return removed
+
+    def _writable(self, folder: Path) -> tuple[SlabIndex, HeaderTable] | None:
+        """The index and the header table as they are under the lock. Raises OSError."""
+        opened = self._opened.get(folder)
+        if opened is not None:
+            status = os.stat(folder / INDEX_NAME)
+            if (status.st_dev, status.st_ino) == opened[0].identity:
+                return opened
+        index = SlabIndex.open(folder, writable=True)
+        if index is None:
+            return None
+        self._opened[folder] = index, HeaderTable(folder, index.shape)
+        return self._opened[folder]
+
+    def _pools(self) -> list[Path]:
+        try:
+            return sorted(pool_folders(self._root))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise tier_error(error, f"{self._root}: listing pools") from error
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[_Index | None]:
+    """The index of a pool for reading; None where there is none that this program can use. Raises TierError."""
+    try:
+        descriptor = os.open(folder / INDEX_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    except OSError as error:
+        raise tier_error(error, f"{folder}: opening the index") from error
+    try:
+        shape = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0))
+        status = os.fstat(descriptor)
+        if shape is None or status.st_size != shape.index_bytes:
+            yield None
+        else:
+            yield _Index(descriptor, shape, status.st_ino, shape.offsets()[0])
+    finally:
+        os.close(descriptor)
+
+
+def _frames(
+    index: _Index,
+    folder: Path,
+    slots: list[int],
+    *,
+    entries: dict[str, list[int]],
+    epochs: npt.NDArray[np.generic],
+    names: dict[bytes, bytes],
+) -> Iterator[StoredFrame]:
+    """The entries of ``slots``. names: namespaces by the first half of their digests."""
+    shape, chunk, chunk_path, place = index.shape, -1, "", ""
+    fields = zip(slots, *(entries[name] for name in _WALKED[1:]), strict=True)
+    for slot, generation, namespace, tenant, used_s, key_low, key_high in fields:
+        if chunk != shape.chunk_of(slot):
+            chunk = shape.chunk_of(slot)
+            name = chunk_name(chunk, int(epochs[chunk]))
+            chunk_path, place = f"{folder}/{name}", f"{SLAB_FOLDER}/{shape.slot_bytes}/{name}"
+        low = namespace.to_bytes(8, "little")
+        offset = shape.offset_of(slot)
+        yield StoredFrame(
+            names.get(low) or low + bytes(8),
+            shape.slot_bytes,
+            f"{place}@{offset}",
+            _Slot(folder, index.inode, slot, generation, used_s, chunk_path, offset, (key_low, key_high)),
+            tenant=tenant.to_bytes(8, "little"),
+            used_s=float(used_s),
+        )
+
+
+def _in_namespaces(halves: npt.NDArray[np.generic], names: dict[bytes, bytes], prefix: str) -> npt.NDArray[np.bool_]:
+    """Which of the half digests are, or may be, of namespaces that begin with ``prefix``."""
+    wanted = []
+    for half in np.unique(halves).tolist():
+        low = int(half).to_bytes(8, "little")
+        known = names.get(low)
+        if low.hex().startswith(prefix[:16]) if known is None else known.hex().startswith(prefix):
+            wanted.append(half)
+    return np.isin(halves, np.array(wanted, np.uint64))
+
+
+def _described(frame: StoredFrame, header: FrameHeader | Damage) -> StoredFrame:
+    """``frame`` with what its header says, compared with what the index says."""
+    if isinstance(header, Damage):
+        return replace(frame, damage=header)
+    # The index has half of a namespace's digest; all of it only frames know where no document lies beside them.
+    namespace = header.namespace if header.namespace[:8] == frame.namespace[:8] else frame.namespace
+    found = with_header(replace(frame, namespace=namespace), header, namespace=namespace, key=None)
+    if found.damage is None:
+        low, high = fingerprints([header.key], namespace_words(header.namespace))[0].tolist()
+        if _slot_of(frame).fingerprint != (low, high):
+            damage = Damage(CorruptReason.KEY, f"it holds key {header.key.hex()}, the index has another one here")
+            return replace(found, damage=damage)
+    return found
+
+
+def _blank(chunk_path: str, offset: int) -> None:
+    """Overwrite a slot's header page; directly, because a dirty page would stall an engine's later write. OSError."""
+    descriptor = os.open(chunk_path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        leave_page_cache(descriptor)
+        try:
+            os.pwritev(descriptor, [_ZEROS], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            enter_page_cache(descriptor)
+            os.pwritev(descriptor, [_ZEROS], offset)
+    finally:
+        os.close(descriptor)
+
+
+def _has_chunks(folder: Path) -> bool:
+    try:
+        return bool(chunks_on_disk(folder))
+    except OSError:
+        return False
+
+
+def _slot_of(frame: StoredFrame) -> _Slot:
+    assert isinstance(frame.handle, _Slot)
+    return frame.handle

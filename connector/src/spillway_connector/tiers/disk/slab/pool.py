@@ -1,0 +1,264 @@
+"""One pool of a root as a process holds it: found or made, checked, kept current, and changed one at a time.
+
+Another process may replace the index (it was damaged, or had to grow) or remove everything; each use looks whether the
+file is still the one that is mapped.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierTimeout
+from spillway_connector.namespace import Namespace
+from spillway_connector.tiers.disk.clock import AgeClock
+from spillway_connector.tiers.disk.io import FrameFiles, supports_direct, tier_error
+from spillway_connector.tiers.disk.root import DOCUMENT_NAME, NamespaceDocument, make_root
+from spillway_connector.tiers.disk.slab.chunks import Chunks, chunks_on_disk
+from spillway_connector.tiers.disk.slab.headers import HeaderTable
+from spillway_connector.tiers.disk.slab.index import SlabIndex
+from spillway_connector.tiers.disk.slab.layout import (
+    INDEX_NAME,
+    LOCK_NAME,
+    SLAB_FOLDER,
+    WRITERS_FOLDER,
+    PoolShape,
+    plan_shape,
+)
+from spillway_connector.tiers.disk.slab.lock import RootLock, WriterBadge
+from spillway_connector.tiers.disk.slab.policy import WRITING
+from spillway_connector.tiers.disk.slab.rebuild import plan_from_chunks, rebuild
+from spillway_connector.tiers.disk.slab.space import Pool, Room, SlabSpace
+from spillway_connector.tiers.tier import Clock
+
+_log = logging.getLogger(__name__)
+
+READ_ONLY_RETRY_SECONDS = 5.0
+_READING_GOES_ON = (RefusedReason.READ_ONLY, RefusedReason.PERMISSION, RefusedReason.NO_SPACE)
+
+
+class SlabPool:
+    """The pool of slots of ``slot_bytes`` in ``root``, for the frames of one namespace. Safe from several threads."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        slot_bytes: int,
+        root: Path,
+        *,
+        files: FrameFiles,
+        space: SlabSpace,
+        ages: AgeClock,
+        clock: Clock,
+    ) -> None:
+        self.space = space
+        self.badge = WriterBadge(root / SLAB_FOLDER / WRITERS_FOLDER)
+        self.document = NamespaceDocument(root / namespace.hex, namespace)
+        self._namespace = namespace
+        self._slot_bytes = slot_bytes
+        self._root = root
+        self._folder = root / SLAB_FOLDER / str(slot_bytes)
+        self._index_path = str(self._folder / INDEX_NAME)
+        self._files = files
+        self._ages = ages
+        self._clock = clock
+        self._lock = RootLock(root / SLAB_FOLDER / LOCK_NAME, clock)
+        self._prepare_lock = threading.Lock()
+        self._pool: Pool | None = None
+        self._read_only_until = -math.inf
+        self._changes_seen = -1
+        self._suspected = False
+        self._closed = False
+
+    def writable(self, deadline: float) -> Pool:
+        """The pool, made or opened if need be. Raises TierError."""
+        pool = self._pool
+        if pool is not None and pool.index.writable and not self.replaced(pool.index):
+            self._see_changes(pool)
+            return pool
+        if not self._prepare_lock.acquire(timeout=max(0.0, deadline - self._clock())):
+            raise TierTimeout(f"{self._root}: another thread is still preparing the directory")
+        try:
+            pool = self._pool
+            if pool is None or not pool.index.writable or self.replaced(pool.index):
+                pool = self._attach(deadline)
+            return pool
+        finally:
+            self._prepare_lock.release()
+
+    def readable(self, deadline: float) -> Pool | None:
+        """Like :meth:`writable`, but where only writing is refused (a read-only mount) readers go on; None: no pool."""
+        if self._clock() >= self._read_only_until:
+            try:
+                return self.writable(deadline)
+            except TierRefused as refused:
+                if refused.reason not in _READING_GOES_ON:
+                    raise
+                self._read_only_until = self._clock() + READ_ONLY_RETRY_SECONDS
+        pool = self._pool
+        if pool is not None and not self.replaced(pool.index):
+            return pool
+        try:
+            self.document.check()
+            self._ages.share()
+            index = SlabIndex.open(self._folder, writable=False)
+        except OSError as error:
+            raise tier_error(error, f"{self._folder}: opening the index") from error
+        self._pool = None if index is None else self._open_chunks(index)
+        return self._pool
+
+    def at_hand(self) -> Pool | None:
+        """The pool as it was last used, without a look at the disk."""
+        return self._pool
+
+    def replaced(self, index: SlabIndex) -> bool:
+        """Whether the index was removed, or replaced by a larger or rebuilt one. About a microsecond."""
+        try:
+            status = os.stat(self._index_path)
+        except OSError:
+            return True
+        return (status.st_dev, status.st_ino) != index.identity
+
+    def suspect(self) -> None:
+        """A file that the index knows was not there: compare index and files before the next change."""
+        self._suspected = True
+
+    def _see_changes(self, pool: Pool) -> None:
+        changes = pool.index.counter("chunk_changes")
+        if changes != self._changes_seen:
+            self._changes_seen = changes
+            epochs = pool.index.chunk_epoch
+            pool.chunks.close_all_but({int(chunk): int(epochs[chunk]) for chunk in np.flatnonzero(epochs)})
+
+    def _open_chunks(self, index: SlabIndex) -> Pool:
+        return Pool(index, Chunks(self._folder, index.shape, self._files, writable=index.writable))
+
+    def _attach(self, deadline: float) -> Pool:
+        """Make or open everything and believe nothing: what is found in the index is checked and put right."""
+        if self._closed:
+            raise TierRefused(RefusedReason.CLOSED, f"{self._root}: the tier is closed")
+        try:
+            make_root(self._root)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._root / SLAB_FOLDER / WRITERS_FOLDER).mkdir(exist_ok=True)
+            (self._root / self._namespace.hex).mkdir(exist_ok=True)
+            document = self._root / self._namespace.hex / DOCUMENT_NAME
+            self.document.ensure(lambda: document.with_name(f"{DOCUMENT_NAME}.{self.badge.number:016x}"))
+            self._ages.share()
+            with self._lock.held(deadline):
+                self.badge.wear()
+                self.badge.sweep()
+                self._files.direct = supports_direct(self._folder)
+                pool = self._open_chunks(self._open_or_rebuild())
+                self._put_right(pool)
+        except FileExistsError as error:
+            raise TierRefused(
+                RefusedReason.OTHER, f"path: {error.filename} is a file; give a directory or remove it"
+            ) from error
+        except OSError as error:
+            raise tier_error(error, f"path: {self._root}: preparing the directory") from error
+        self._pool, self._read_only_until = pool, -math.inf
+        self._see_changes(pool)
+        return pool
+
+    def _open_or_rebuild(self) -> SlabIndex:
+        index = SlabIndex.open(self._folder, writable=True)
+        room = self.space.measure()
+        wanted = plan_shape(self._slot_bytes, room.limit_bytes)
+        if index is not None:
+            return self._enlarged(index, wanted, room)
+        if wanted is None:
+            raise TierRefused(
+                RefusedReason.NO_SPACE,
+                f"max_bytes: {room.limit_bytes} (the smaller of the configured {self.space.max_bytes} and our share of "
+                f"the file system) holds no slot of {self._slot_bytes} bytes and its index; raise max_bytes or free "
+                "space",
+            )
+        found = chunks_on_disk(self._folder)
+        shape = plan_from_chunks(self._slot_bytes, found, wanted)
+        while self.space.measure().left_bytes < shape.index_bytes + shape.table_bytes:
+            if not self.space.drop_stalest(None):
+                break
+        index = rebuild(self._folder, shape, self._ages.now_s())
+        SlabIndex.publish_file(self._folder)
+        if found:
+            _log.warning("NVMe tier %s: the index was rebuilt: %d entries", self._folder, index.used)
+        return index
+
+    def _enlarged(self, index: SlabIndex, wanted: PoolShape | None, room: Room) -> SlabIndex:
+        """The index, or one of more chunks in its place where the bound has been raised a good deal."""
+        chunks = 0 if wanted is None else min(wanted.slots // index.shape.slots_per_chunk, 999_999)
+        if chunks <= index.shape.chunks * 5 // 4:
+            return index
+        shape = PoolShape(index.shape.slot_bytes, index.shape.slots_per_chunk, chunks)
+        if room.left_bytes < shape.index_bytes + shape.table_bytes - index.shape.table_bytes:
+            return index
+        larger = SlabIndex.create(self._folder, shape)
+        larger.adopt(index)
+        HeaderTable(self._folder, index.shape).grow(shape)
+        SlabIndex.publish_file(self._folder)
+        return larger
+
+    def _put_right(self, pool: Pool) -> None:
+        """Make index and files agree, and take back what dead writers had claimed. Under the lock."""
+        index = pool.index
+        found = chunks_on_disk(self._folder)
+        for chunk, (epoch, _) in found.items():
+            if chunk >= index.shape.chunks or int(index.chunk_epoch[chunk]) != epoch:
+                pool.chunks.unlink(chunk, epoch)  # its maker died before it was entered
+        for chunk in np.flatnonzero(index.chunk_epoch).tolist():
+            if found.get(chunk, (0, 0))[0] != int(index.chunk_epoch[chunk]):
+                index.put("chunk_epoch", chunk, 0)
+        index.recover()
+        self.take_back_from_the_dead(index)
+        index.put("dirty", 0, 0)
+
+    def take_back_from_the_dead(self, index: SlabIndex) -> None:
+        """Free the slots that writers had claimed who no longer run. Under the lock."""
+        writing = np.flatnonzero(index.state == WRITING)
+        owners = index.owner[writing]
+        for owner in np.unique(owners).tolist():
+            if not self.badge.is_alive(owner):
+                for slot in writing[owners == owner].tolist():
+                    index.release(slot)  # its record in the header table has been empty since it was claimed
+
+    @contextmanager
+    def locked(self, deadline: float) -> Iterator[Pool]:
+        """Hold the root's lock with the pool that is current under it. What a killed holder left is put right first."""
+        self.writable(deadline)
+        while True:
+            with self._lock.held(deadline):
+                pool = self._pool
+                if pool is not None and pool.index.writable and not self.replaced(pool.index):
+                    index = pool.index
+                    if index.counter("dirty") or self._suspected:
+                        self._suspected = False
+                        self._put_right(pool)
+                    index.put("dirty", 0, 1)
+                    try:
+                        yield pool
+                    except TierError:
+                        index.put("dirty", 0, 0)
+                        raise  # any other exception leaves the mark: the next holder puts the index right
+                    index.put("dirty", 0, 0)
+                    return
+            if self._clock() >= deadline:
+                raise TierTimeout(f"{self._folder}: the index kept being replaced")
+            self.writable(deadline)
+
+    def close(self) -> None:
+        """Let go. Files and mapping stay until the last thread that uses them is done."""
+        self._closed = True
+        self._pool = None
+        self._lock.close()
+        try:
+            self.badge.take_off()
+        except OSError:
+            pass  # the lock on it ends here all the same, which is what others look at

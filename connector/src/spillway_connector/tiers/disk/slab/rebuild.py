@@ -1,0 +1,147 @@
+"""An index from nothing but the frames' headers, when the index file is lost, damaged or too old.
+
+The header table lists them side by side (slab_headers.py); where it is lost as well, they are read from the slots.
+
+Headers are only taken at their word here; each frame is verified in full when it is loaded, like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from spillway_connector.tiers.disk.slab.chunks import chunks_on_disk
+from spillway_connector.tiers.disk.slab.fingerprint import U64, fingerprints_of_padded
+from spillway_connector.tiers.disk.slab.headers import HeaderTable
+from spillway_connector.tiers.disk.slab.index import SlabIndex
+from spillway_connector.tiers.disk.slab.layout import PoolShape, chunk_name
+from spillway_connector.tiers.frame import FORMAT_VERSION, HEADER_BYTES, KEY_BYTES_MAX, MAGIC, PAGE_BYTES
+
+_THREADS = 2
+_AHEAD = 512  # pages asked for per thread before they are needed
+_START = struct.pack("<8sHH", MAGIC, FORMAT_VERSION, PAGE_BYTES)
+_FIELDS = np.dtype(
+    {
+        "names": ["start", "namespace", "key", "key_bytes", "payload_bytes", "created_ms", "tenant"],
+        "formats": ["S12", "(2,)<u8", "(64,)u1", "<u2", "<u8", "<u8", "<u8"],
+        "offsets": [0, 16, 32, 96, 104, 128, 152],
+        "itemsize": HEADER_BYTES,
+    }
+)
+
+
+def plan_from_chunks(slot_bytes: int, chunks: dict[int, tuple[int, int]], wanted: PoolShape) -> PoolShape:
+    """The shape that fits the files that are there, and at least as many chunks as ``wanted``.
+
+    chunks: epoch and size by number. Chunks of one pool have one size; a truncated one is smaller than the rest.
+    """
+    largest = max((size // slot_bytes for _, size in chunks.values()), default=0)
+    if not largest:
+        return wanted
+    wanted_chunks = wanted.slots * slot_bytes // (largest * slot_bytes)
+    return PoolShape(slot_bytes, largest, max(wanted_chunks, max(chunks) + 1))
+
+
+def rebuild(folder: Path, shape: PoolShape, now_s: int) -> SlabIndex:
+    """A new index in ``folder`` of all frames in its chunks; where two hold one key the younger counts.
+
+    now_s: of the clock that ages are told by; no entry is younger. The index is not yet under its name, the header
+    table that belongs to it is. Raises OSError.
+    """
+    index = SlabIndex.create(folder, shape)
+    table = HeaderTable(folder, shape)
+    listed = table.exists()
+    if listed:
+        table.grow(shape)
+    else:
+        table.create()
+    found = [_Found.none()]
+    for chunk, (epoch, _) in sorted(chunks_on_disk(folder).items()):
+        if chunk >= shape.chunks:
+            continue
+        index.put("chunk_epoch", chunk, epoch)
+        headers = table.read_chunk(chunk) if listed else _headers(folder / chunk_name(chunk, epoch), shape)
+        if not listed:
+            table.write_chunk(chunk, headers)
+        found.append(_found(headers, chunk * shape.slots_per_chunk, shape.slot_bytes))
+    if not listed:
+        table.publish_file()
+    everything = _Found(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    by_age = np.argsort(everything.created_ms, kind="stable")
+    if len(by_age):
+        seconds = (everything.created_ms[by_age] // 1000).clip(0, now_s).astype(np.uint32)
+        index.fill(
+            everything.slots[by_age],
+            everything.keys[by_age],
+            everything.namespaces[by_age],
+            everything.tenants[by_age],
+            seconds,
+        )
+    return index
+
+
+class _Found(NamedTuple):
+    """One element per frame; ``keys`` (n, 2) are fingerprints."""
+
+    slots: npt.NDArray[np.int64]
+    keys: U64
+    namespaces: U64
+    tenants: U64
+    created_ms: U64
+
+    @classmethod
+    def none(cls) -> _Found:
+        empty = np.empty(0, np.uint64)
+        return cls(np.empty(0, np.int64), np.empty((0, 2), np.uint64), empty, empty, empty)
+
+
+def _found(headers: npt.NDArray[np.uint8], first_slot: int, slot_bytes: int) -> _Found:
+    """What the headers of consecutive slots say, (slots, 192)."""
+    fields = np.ascontiguousarray(headers).view(_FIELDS).reshape(-1)
+    plausible = np.flatnonzero(
+        (fields["start"] == _START)
+        & (fields["key_bytes"] > 0)
+        & (fields["key_bytes"] <= KEY_BYTES_MAX)
+        & (fields["payload_bytes"] + PAGE_BYTES <= slot_bytes)
+    )
+    namespaces = fields["namespace"][plausible]
+    keys = fingerprints_of_padded(fields["key"][plausible], fields["key_bytes"][plausible], namespaces)
+    return _Found(
+        plausible + first_slot, keys, namespaces[:, 0], fields["tenant"][plausible], fields["created_ms"][plausible]
+    )
+
+
+def _headers(path: Path, shape: PoolShape) -> npt.NDArray[np.uint8]:
+    """The first 192 bytes of every slot of a chunk, (slots, 192), zeros where the file has ended.
+
+    The kernel is told well ahead which pages will be read, so the disk works on many at once while two threads collect
+    them; more threads would only wait for each other's turn to run Python.
+    """
+    raw = np.zeros((shape.slots_per_chunk, HEADER_BYTES), np.uint8)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    step = shape.slot_bytes
+
+    def read(first: int, last: int) -> None:
+        preadv, advise = os.preadv, os.posix_fadvise
+        rows = list(raw[first:last])
+        for slot in range(first, min(first + _AHEAD, last)):
+            advise(descriptor, slot * step, HEADER_BYTES, os.POSIX_FADV_WILLNEED)
+        for slot, row in enumerate(rows, first):
+            if slot + _AHEAD < last:
+                advise(descriptor, (slot + _AHEAD) * step, HEADER_BYTES, os.POSIX_FADV_WILLNEED)
+            preadv(descriptor, [row], slot * step)
+
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead into payloads
+        bounds = np.linspace(0, shape.slots_per_chunk, _THREADS + 1).astype(int).tolist()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(read, bounds[:-1], bounds[1:]))
+    finally:
+        os.close(descriptor)
+    return raw

@@ -1,0 +1,258 @@
+"""How much of the disk the slabs of one root may take, and which chunk goes when another pool needs its space."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from spillway_connector.tiers.disk.clock import FUTURE_SLACK_SECONDS
+from spillway_connector.tiers.disk.files.space import FREE_FRACTION, PRESSURE_SECONDS, EvictionReason
+from spillway_connector.tiers.disk.io import FrameFiles
+from spillway_connector.tiers.disk.slab.chunks import Chunks
+from spillway_connector.tiers.disk.slab.index import SlabIndex
+from spillway_connector.tiers.disk.slab.layout import HEADER_FIXED_BYTES, INDEX_NAME, SLAB_FOLDER, PoolShape
+from spillway_connector.tiers.disk.slab.policy import LIVE, WRITING
+from spillway_connector.tiers.tier import Clock
+
+_log = logging.getLogger(__name__)
+
+UPKEEP_SECONDS = 60.0  # between looks at the file system and at expired entries
+GROW_RETRY_SECONDS = 10.0  # a full pool asks for more room again this often, or after a chunk's worth of evictions
+EXPIRED_MAX = 4096  # entries removed in one go for their age: bounds the time the lock is held
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The slots of one size, as this process holds them open."""
+
+    index: SlabIndex
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """limit_bytes: the smaller of the configured bound and our share of the file system. taken_bytes: all files below
+    the root, indexes and documents included."""
+
+    limit_bytes: int
+    taken_bytes: int
+
+    @property
+    def left_bytes(self) -> int:
+        return self.limit_bytes - self.taken_bytes
+
+
+def measure_room(root: Path, max_bytes: int | None) -> Room:
+    """Look at the disk. Files are few, a thousand per TB, so there is no ledger that could be wrong. Raises OSError."""
+    taken = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                taken += os.stat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:
+                continue
+    volume = os.statvfs(root)
+    share = int(FREE_FRACTION * (volume.f_bavail * volume.f_frsize + taken))
+    return Room(share if max_bytes is None else min(max_bytes, share), taken)
+
+
+def pool_folders(root: Path) -> list[Path]:
+    """The folders of all pools of a root. Raises OSError."""
+    with os.scandir(root / SLAB_FOLDER) as entries:
+        return [Path(entry.path) for entry in entries if entry.name.isdigit() and entry.is_dir()]
+
+
+def resident_bytes(root: Path) -> int:
+    """Bytes of the slots in use, all pools and namespaces together. Raises OSError."""
+    total = 0
+    for folder in pool_folders(root):
+        try:
+            descriptor = os.open(folder / INDEX_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            shape = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0))
+            if shape is not None:
+                offsets, _ = shape.offsets()
+                used = int.from_bytes(os.pread(descriptor, 8, offsets["used"]), "little")
+                total += min(used, shape.slots) * shape.slot_bytes
+        finally:
+            os.close(descriptor)
+    return total
+
+
+def stalest_chunk(index: SlabIndex) -> tuple[int, int] | None:
+    """The chunk whose youngest use is longest ago, and when that was (wall clock seconds; 0: it is empty).
+
+    A chunk that is being written to is none. Pure: reads the index alone.
+    """
+    shape = index.shape
+    state = index.state.reshape(shape.chunks, -1)
+    used_s = index.used_s.reshape(shape.chunks, -1)
+    candidates = np.flatnonzero((index.chunk_epoch != 0) & ~(state == WRITING).any(1))
+    if not len(candidates):
+        return None
+    youngest = np.where(state[candidates] == LIVE, used_s[candidates], 0).max(1)
+    place = int(youngest.argmin())
+    return int(candidates[place]), int(youngest[place])
+
+
+def oldest_use(index: SlabIndex) -> int | None:
+    """When the entry of a pool that has gone unused for longest was used last; None where there is no entry."""
+    used_s = index.used_s[index.state == LIVE]
+    return int(used_s.min()) if len(used_s) else None
+
+
+class SlabSpace:
+    """Decides and does what changes how much disk the pools of ``root`` take. All but ``measure`` under the lock.
+
+    folder: of our own pool. now_s: wall clock seconds. OSError is left to the caller.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        folder: Path,
+        files: FrameFiles,
+        *,
+        max_bytes: int | None,
+        ttl_seconds: float | None,
+        clock: Clock,
+        now_s: Callable[[], int],
+    ) -> None:
+        self.evictions: Counter[EvictionReason] = Counter()
+        self.max_bytes = max_bytes
+        self._root = root
+        self._folder = folder
+        self._files = files
+        self._ttl_seconds = ttl_seconds
+        self._clock = clock
+        self._now_s = now_s
+        self._next_upkeep = 0.0
+        self._next_growth = 0.0
+        self._growth_pause = 0
+        self._pressed_until = 0.0
+
+    def measure(self) -> Room:
+        return measure_room(self._root, self.max_bytes)
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether entries were evicted, or refused, for want of room within the last seconds."""
+        return self._clock() < self._pressed_until
+
+    def note_pressure(self) -> None:
+        self._pressed_until = self._clock() + PRESSURE_SECONDS
+
+    def evict(self, index: SlabIndex, slot: int) -> None:
+        """Give up one entry to make room for another."""
+        index.evict(slot)
+        self.evictions[EvictionReason.ROOM] += 1
+        self._growth_pause -= 1
+        self.note_pressure()
+
+    def evict_of_tenant(self, index: SlabIndex, slot: int) -> None:
+        """Give up one entry of a tenant that has reached its quota."""
+        index.evict(slot)
+        self.evictions[EvictionReason.TENANT] += 1
+
+    def expire(self, index: SlabIndex, slot: int) -> None:
+        """Remove an entry for its age."""
+        index.release(slot)
+        self.evictions[EvictionReason.TTL] += 1
+
+    def may_grow(self) -> bool:
+        """Whether it is time to ask for another chunk again."""
+        return self._growth_pause <= 0 or self._clock() >= self._next_growth
+
+    def grow(self, pool: Pool) -> bool:
+        """Make another chunk, within the bound, at the cost of staler chunks of other pools. Under the lock."""
+        index = pool.index
+        absent = np.flatnonzero(index.chunk_epoch == 0)
+        needed = index.shape.chunk_bytes
+        left_bytes = self.measure().left_bytes
+        while len(absent):
+            if left_bytes < needed:
+                # Counted, not measured again: some file systems free only later what was removed.
+                dropped_bytes = self.drop_stalest(oldest_use(index))
+                left_bytes += dropped_bytes
+                if dropped_bytes:
+                    continue
+                break
+            epoch = index.counter("chunk_changes") % 99_999_998 + 1
+            try:
+                pool.chunks.headers.forget_chunk(int(absent[0]))
+                pool.chunks.make(int(absent[0]), epoch)
+            except OSError as error:
+                if not index.used:
+                    raise
+                _log.warning("NVMe tier %s: no further chunk: %s", self._folder, error.strerror)
+                break
+            index.set_chunk(int(absent[0]), epoch)
+            return True
+        self._growth_pause = index.shape.slots_per_chunk
+        self._next_growth = self._clock() + GROW_RETRY_SECONDS
+        return False
+
+    def drop_stalest(self, than_s: int | None, own: Pool | None = None) -> int:
+        """Drop the chunk that has gone unused for longest, if its last use was before ``than_s``; None: in any case.
+
+        Of other pools, and of ``own`` where that is given. Returns its bytes, 0 for none. Under the lock.
+        """
+        pools = [] if own is None else [own]
+        for folder in pool_folders(self._root):
+            other = None if folder == self._folder else SlabIndex.open(folder, writable=True)
+            if other is not None:
+                if other.counter("dirty"):
+                    other.recover()
+                    other.put("dirty", 0, 0)
+                pools.append(Pool(other, Chunks(folder, other.shape, self._files, writable=True)))
+        candidates = [(found[1], found[0], pool) for pool in pools if (found := stalest_chunk(pool.index)) is not None]
+        used_s, chunk, pool = min(candidates, key=lambda candidate: candidate[0], default=(0, 0, None))
+        if pool is None or (than_s is not None and used_s >= than_s):
+            return 0
+        self._drop(pool, chunk)
+        return pool.index.shape.chunk_bytes
+
+    def _drop(self, pool: Pool, chunk: int) -> None:
+        epoch = int(pool.index.chunk_epoch[chunk])
+        before = pool.index.used
+        pool.index.set_chunk(chunk, 0)
+        pool.chunks.unlink(chunk, epoch)
+        self.evictions[EvictionReason.ROOM] += before - pool.index.used
+        self.note_pressure()
+
+    def keep_house(self, pool: Pool) -> bool:
+        """Now and then: stay within a bound that has moved, and remove what has expired. Under the lock.
+
+        True when it was time to.
+        """
+        now = self._clock()
+        if now < self._next_upkeep:
+            return False
+        self._next_upkeep = now + UPKEEP_SECONDS
+        self._remove_expired(pool.index)
+        left_bytes = self.measure().left_bytes
+        while left_bytes < 0:
+            dropped_bytes = self.drop_stalest(None, own=pool)
+            left_bytes += dropped_bytes
+            if not dropped_bytes:
+                break
+        return True
+
+    def _remove_expired(self, index: SlabIndex) -> None:
+        now_s = self._now_s()
+        used_s = index.used_s.astype(np.int64)
+        live = index.state == LIVE
+        ahead = np.flatnonzero(live & (used_s > now_s + FUTURE_SLACK_SECONDS))
+        if len(ahead):
+            index.put_at("used_s", ahead, now_s)  # else a clock that ran ahead once would keep them for ever
+        if self._ttl_seconds is not None:
+            for slot in np.flatnonzero(live & (used_s < now_s - self._ttl_seconds))[:EXPIRED_MAX].tolist():
+                self.expire(index, slot)

@@ -1,0 +1,1 @@
+"""Connections to a Redis server, Sentinel or Cluster."""

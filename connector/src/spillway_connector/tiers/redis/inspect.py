@@ -1,0 +1,345 @@
+"""Looking into a Redis store from outside, for operators: which namespaces and blocks there are, whole or damaged.
+
+Everything is found by SCAN on every server that holds keys, in steps of a few hundred names, so that a store in use
+stays quick and one of any size is looked through in constant memory. What is written or removed meanwhile may or may
+not be seen; while slots of a cluster move, a block may be seen twice.
+Nothing is changed but by :meth:`RedisInspector.purge` and :meth:`RedisInspector.purge_namespace`. Neither the time to
+live nor, where the server lets us (``CLIENT NO-TOUCH``), the age that its eviction goes by.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+from spillway_connector.errors import CorruptReason, RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused
+from spillway_connector.tiers.frame import (
+    HEADER_BYTES,
+    FrameHeader,
+    digest_of_parts,
+    verify,
+)
+from spillway_connector.tiers.redis.blocks import Head, StoredBlock, from_commit, read_head, with_first
+from spillway_connector.tiers.redis.client.connection import RedisConnection, WrongType, refusal
+from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint
+from spillway_connector.tiers.redis.client.resp import ErrorReply, ProtocolError, Reply
+from spillway_connector.tiers.redis.client.router import RedisRouter
+from spillway_connector.tiers.redis.info import used_memory_bytes
+from spillway_connector.tiers.redis.names import KEY_PREFIX, RedisName, RedisNames, parse_name
+from spillway_connector.tiers.tier import Clock
+
+__all__ = ["BLOCKS_AT_ONCE", "Progress", "Purged", "RedisInspector", "StoredBlock", "StoredNamespace"]
+
+SCAN_NAMES = 512  # looked at by the server in one step; about 0.2 ms of its time
+BLOCKS_AT_ONCE = 128  # whose headers are read, or which are removed, in one round trip
+NAMESPACES_MAX = 65_536  # told apart in one listing
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a walk through the store is; updated in place. ``names_total``: all keys of the servers at its start."""
+
+    names_seen: int = 0
+    names_total: int = 0
+    servers_done: int = 0
+    servers_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNamespace:
+    """``hex``: the digest as in all names. ``document``: None where blocks lie there without one.
+
+    blocks: commit records. stripes: further values of striped blocks, orphans included.
+    """
+
+    hex: str
+    document: bytes | None
+    blocks: int = 0
+    stripes: int = 0
+    tenant_indexes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """What one batch removed. ``blocks`` were chosen for removal; ``values`` were there and are gone."""
+
+    blocks: int
+    values: int
+
+
+@dataclass(slots=True)
+class _Tally:
+    blocks: int = 0
+    stripes: int = 0
+    tenant_indexes: int = 0
+
+
+class RedisInspector:
+    """One connection to each server of ``endpoint``. Not for several threads at once.
+
+    answer_seconds: the most that a single round trip, or the transfer of one stripe, may take; ``deadline`` bounds a
+    whole walk. All methods raise TierRefused, TierUnreachable, TierTimeout; a generator may be dropped at any point.
+    """
+
+    def __init__(self, endpoint: RedisEndpoint, *, answer_seconds: float = 5.0, clock: Clock = time.monotonic) -> None:
+        self.endpoint = endpoint
+        self._answer_seconds = answer_seconds
+        self._clock = clock
+        self._router = RedisRouter(endpoint, 1, clock)
+        self._untouching: list[RedisConnection] = []
+
+    def namespaces(self, deadline: float, progress: Progress | None = None) -> list[StoredNamespace]:
+        """All namespaces of which anything is stored, by name."""
+        tallies: dict[str, _Tally] = {}
+        for name in self._names(KEY_PREFIX.encode() + b":*", deadline, progress):
+            found = parse_name(name)
+            if found is None:
+                continue
+            if len(tallies) == NAMESPACES_MAX and found.namespace not in tallies:
+                raise TierRefused(RefusedReason.OTHER, f"{self.endpoint}: more than {NAMESPACES_MAX} namespaces")
+            tally = tallies.setdefault(found.namespace, _Tally())
+            tally.blocks += found.key is not None and found.stripe is None
+            tally.stripes += found.stripe is not None
+            tally.tenant_indexes += found.tenant is not None
+        return [
+            StoredNamespace(
+                namespace,
+                self.document(namespace, deadline),
+                blocks=tally.blocks,
+                stripes=tally.stripes,
+                tenant_indexes=tally.tenant_indexes,
+            )
+            for namespace, tally in sorted(tallies.items())
+        ]
+
+    def document(self, namespace: str, deadline: float) -> bytes | None:
+        """The document of ``namespace`` (32 hex digits), None where there is none."""
+        [reply] = self._router.attempt([(b"GET", RedisNames(namespace).document)], self._step(deadline))
+        if isinstance(reply, TierError):
+            if isinstance(reply, WrongType):
+                return None
+            raise reply
+        return reply if isinstance(reply, bytes) else None
+
+    def blocks(self, namespace: str | None, deadline: float, progress: Progress | None = None) -> Iterator[StoredBlock]:
+        """Every block of ``namespace``, or of all where it is None, from its headers alone (192 or 384 bytes)."""
+        pattern = (KEY_PREFIX.encode() + b":*") if namespace is None else RedisNames(namespace).prefix + b"*"
+        found = (parse_name(name) for name in self._names(pattern, deadline, progress))
+        commits = (name for name in found if name is not None and name.key is not None and name.stripe is None)
+        for batch in _batched(commits, BLOCKS_AT_ONCE):
+            yield from self._describe(batch, deadline)
+
+    def verify(self, block: StoredBlock, deadline: float) -> None:
+        """Read the whole block and prove every byte of it. Raises TierMiss where it is gone, TierCorrupt.
+
+        The namespace's document, and for encrypted blocks the key, are not needed: checksums cover what is stored.
+        """
+        for _ in self._proven(block, deadline):
+            pass
+
+    def read(self, block: StoredBlock, deadline: float) -> memoryview:
+        """The proven payload of a block, all stripes together. Raises what :meth:`verify` raises."""
+        payloads = list(self._proven(block, deadline))
+        return payloads[0] if len(payloads) == 1 else memoryview(bytearray().join(payloads))
+
+    def purge(
+        self,
+        namespace: str | None,
+        chosen: Callable[[StoredBlock], bool],
+        deadline: float,
+        progress: Progress | None = None,
+    ) -> Iterator[Purged]:
+        """Remove the blocks for which ``chosen`` is true, in batches of at most 128; yields after each batch.
+
+        Commit records go first, so a reader meets a miss, not a block without its stripes. An engine may have stored a
+        block anew since it was described: then that is lost too, and computed again when it is asked for.
+        """
+        picked = (block for block in self.blocks(namespace, deadline, progress) if chosen(block))
+        for batch in _batched(picked, BLOCKS_AT_ONCE):
+            yield self.remove(batch, deadline)
+
+    def remove(self, blocks: Iterable[StoredBlock], deadline: float) -> Purged:
+        """Remove these blocks, at most 128 of them, now."""
+        batch = list(blocks)
+        if len(batch) > BLOCKS_AT_ONCE:
+            raise ValueError(f"blocks: {len(batch)} given, at most {BLOCKS_AT_ONCE} at once")
+        values = 0
+        commits, stripes = [], []
+        for block in batch:
+            names = RedisNames(block.namespace)
+            commits.append(names.block(block.key))
+            stripes += [names.stripe(block.key, index) for index in range(block.stripes - 1)]
+        for several in (commits, stripes):
+            values += self._unlink(several, deadline)
+        return Purged(len(batch), values)
+
+    def purge_namespace(self, namespace: str, deadline: float, progress: Progress | None = None) -> Iterator[Purged]:
+        """Remove everything of ``namespace``: blocks, orphaned stripes, tenants' indexes and, last, the document.
+
+        Engines that still use it are not hurt: they miss, store anew, and write the document again within a minute.
+        """
+        names = RedisNames(namespace)
+        for batch in _batched(self._names(names.prefix + b"*", deadline, progress), BLOCKS_AT_ONCE):
+            ours = [(name, parse_name(name)) for name in batch if name != names.document]
+            values = self._unlink([name for name, found in ours if found is not None], deadline)
+            blocks = sum(found is not None and found.key is not None and found.stripe is None for _, found in ours)
+            yield Purged(blocks, values)
+        yield Purged(0, self._unlink([names.document], deadline))
+
+    def used_memory_bytes(self, deadline: float) -> int:
+        """``used_memory`` of all servers together, their other users included."""
+        servers = self._router.servers(self._step(deadline))
+        return sum(self._router.run_at(server, used_memory_bytes, self._step(deadline)) for server in servers)
+
+    def close(self) -> None:
+        self._router.close()
+
+    def __enter__(self) -> RedisInspector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _proven(self, block: StoredBlock, deadline: float) -> Iterator[memoryview]:
+        """The payloads of all stripes, each proven; that they belong together is proven after the last."""
+        if block.damage is not None:
+            raise TierCorrupt(block.damage, f"{block.key.hex()}: its header cannot be trusted")
+        names = RedisNames(block.namespace)
+        digest = bytes.fromhex(block.namespace)
+        commit = block.stripes - 1
+        headers: list[FrameHeader] = []
+        for index in range(block.stripes):
+            name = names.block(block.key) if index == commit else names.stripe(block.key, index)
+            try:
+                frame = self._value(name, deadline)
+            except TierMiss:
+                if index == commit:
+                    raise
+                raise TierCorrupt(CorruptReason.SHORT, f"{name.decode()}: the stripe is gone") from None
+            payload = frame[HEADER_BYTES:]
+            headers.append(
+                verify(
+                    frame[:HEADER_BYTES],
+                    payload,
+                    namespace=digest,
+                    key=block.key,
+                    payload_bytes=payload.nbytes,
+                    part_index=index,
+                    part_count=block.stripes,
+                )
+            )
+            yield payload
+        if block.stripes > 1:
+            whole = digest_of_parts([header.payload_digest for header in headers])
+            if any(header.part.set_digest != whole for header in headers):
+                raise TierCorrupt(CorruptReason.PAYLOAD, f"{block.key.hex()}: the stripes are not of one block")
+
+    def _step(self, deadline: float) -> float:
+        return min(deadline, self._clock() + self._answer_seconds)
+
+    def _names(self, pattern: bytes, deadline: float, progress: Progress | None) -> Iterator[bytes]:
+        """All keys that match ``pattern``, server by server."""
+        progress = Progress() if progress is None else progress
+        servers = self._router.servers(self._step(deadline))
+        progress.servers_total = len(servers)
+        progress.names_total += sum(
+            self._router.run_at(server, self._names_held, self._step(deadline)) for server in servers
+        )
+        for server in servers:
+            cursor = b"0"
+            while True:
+                cursor, names = self._scan(server, cursor, pattern, deadline)
+                progress.names_seen = min(progress.names_seen + SCAN_NAMES, progress.names_total)
+                yield from names
+                if cursor == b"0":
+                    break
+            progress.servers_done += 1
+        progress.names_seen = progress.names_total
+
+    def _scan(self, server: Address, cursor: bytes, pattern: bytes, deadline: float) -> tuple[bytes, list[bytes]]:
+        def ask(connection: RedisConnection, deadline: float) -> tuple[bytes, list[bytes]]:
+            self._leave_ages_alone(connection, deadline)
+            reply = connection.command(
+                b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % SCAN_NAMES, deadline=deadline
+            )
+            match reply:
+                case [bytes(onward), list(names)] if onward.isdigit():
+                    return onward, [name for name in names if isinstance(name, bytes)]
+            raise _unexpected(connection, "SCAN", reply)
+
+        return self._router.run_at(server, ask, self._step(deadline))
+
+    def _names_held(self, connection: RedisConnection, deadline: float) -> int:
+        reply = connection.command(b"DBSIZE", deadline=deadline)
+        if not isinstance(reply, int):
+            raise _unexpected(connection, "DBSIZE", reply)
+        return reply
+
+    def _leave_ages_alone(self, connection: RedisConnection, deadline: float) -> None:
+        if not any(known is connection for known in self._untouching):
+            connection.command(b"CLIENT", b"NO-TOUCH", b"ON", deadline=deadline)  # unknown before version 7.2
+            self._untouching = [known for known in self._untouching if known.usable] + [connection]
+
+    def _describe(self, names: Iterable[RedisName], deadline: float) -> Iterator[StoredBlock]:
+        """Blocks from their headers; those that are gone by now are left out."""
+        wanted = [(name.namespace, name.key) for name in names if name.key is not None]
+        commits = [RedisNames(namespace).block(key) for namespace, key in wanted]
+        described: list[StoredBlock] = []
+        heads = self._heads(commits, deadline)
+        for (namespace, key), head in zip(wanted, heads, strict=True):
+            if head.there:
+                described.append(from_commit(StoredBlock(namespace, key, ttl_ms=head.ttl_ms), head))
+        # A block in stripes: all but the last have the size of the first.
+        striped = [block for block in described if block.stripes > 1]
+        firsts = self._heads([RedisNames(block.namespace).stripe(block.key, 0) for block in striped], deadline)
+        complete = {id(block): with_first(block, head) for block, head in zip(striped, firsts, strict=True)}
+        for block in described:
+            yield complete.get(id(block), block)
+
+    def _heads(self, names: list[bytes], deadline: float) -> list[Head]:
+        last = b"%d" % (HEADER_BYTES - 1)
+        commands: list[tuple[bytes, ...]] = []
+        for name in names:
+            commands += [(b"GETRANGE", name, b"0", last), (b"STRLEN", name), (b"PTTL", name)]
+        replies = self._router.attempt(commands, self._step(deadline)) if commands else []
+        return [read_head(*replies[at : at + 3]) for at in range(0, len(replies), 3)]
+
+    def _value(self, name: bytes, deadline: float) -> memoryview:
+        """A whole value. Raises TierMiss where there is none."""
+        [length] = self._router.batch([(b"STRLEN", name)], self._step(deadline))
+        if not isinstance(length, int) or length < HEADER_BYTES:
+            if length == 0:
+                raise TierMiss
+            raise TierCorrupt(CorruptReason.SHORT, f"{name.decode()}: {length!r:.32} bytes")
+        value = memoryview(bytearray(length))
+
+        def receive(connection: RedisConnection, deadline: float) -> None:
+            self._leave_ages_alone(connection, deadline)
+            connection.receive_value((b"GET", name), [value], deadline)
+
+        self._router.run(name, receive, self._step(deadline))
+        return value
+
+    def _unlink(self, names: list[bytes], deadline: float) -> int:
+        removed = 0
+        for batch in _batched(names, BLOCKS_AT_ONCE):
+            replies = self._router.batch([(b"UNLINK", name) for name in batch], self._step(deadline))
+            removed += sum(reply for reply in replies if isinstance(reply, int))
+        return removed
+
+
+def _batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch
+
+
+def _unexpected(connection: RedisConnection, command: str, reply: Reply) -> TierRefused:
+    if isinstance(reply, ErrorReply):
+        return refusal(connection.endpoint, reply)
+    return ProtocolError(f"{connection.endpoint}: {command} was answered with {reply!r:.64}")

@@ -1,0 +1,59 @@
+"""Whether the servers are short of room: they refused a store for it, or evict on their own."""
+
+from __future__ import annotations
+
+import threading
+
+from spillway_connector.errors import TierError
+from spillway_connector.tiers.redis.client.endpoint import Address
+from spillway_connector.tiers.redis.client.router import RedisRouter
+from spillway_connector.tiers.redis.info import evicted_keys
+from spillway_connector.tiers.tier import Clock
+
+SAMPLE_SECONDS = 10.0  # the least time between two looks at the servers' counters
+ANSWER_SECONDS = 1.0  # the most that one look may take out of a store's time
+PRESSURE_SECONDS = 30.0  # how long one sign of it counts
+
+
+class Pressure:
+    """Used by several threads at once."""
+
+    def __init__(self, router: RedisRouter, clock: Clock) -> None:
+        self._router = router
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sampled_at = float("-inf")
+        self._until = float("-inf")
+        self._evicted: dict[Address, int] = {}
+
+    @property
+    def high(self) -> bool:
+        return self._clock() < self._until
+
+    def refused(self) -> None:
+        """A server refused a store because it is full."""
+        self._until = self._clock() + PRESSURE_SECONDS
+
+    def sample(self, deadline: float) -> None:
+        """Look at the servers' counters where the last look is 10 seconds ago; a failure to look says nothing."""
+        if not self._due():
+            return
+        until = min(deadline, self._clock() + ANSWER_SECONDS)
+        try:
+            servers = self._router.servers(until)
+            evicted = {server: self._router.run_at(server, evicted_keys, until) for server in servers}
+        except TierError:
+            return  # not allowed to ask, or away: the operation itself will say what matters
+        # Only growth between two looks counts: a server that was restarted begins at zero.
+        if any(count > self._evicted.get(server, count) for server, count in evicted.items()):
+            self._until = self._clock() + PRESSURE_SECONDS
+        self._evicted = evicted
+
+    def _due(self) -> bool:
+        """True for one thread in 10 seconds."""
+        with self._lock:
+            now = self._clock()
+            if now - self._sampled_at < SAMPLE_SECONDS:
+                return False
+            self._sampled_at = now
+            return True

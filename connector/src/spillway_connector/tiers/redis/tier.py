@@ -1,0 +1,385 @@
+"""The Redis/Valkey tier: a block is one string value, or several stripes where it is large.
+
+    spillway1:<namespace hex>:<key hex>            a frame: 192-byte header, payload; or the last stripe of a block
+    spillway1:<namespace hex>:<key hex>:<index>    the other stripes
+    spillway1:<namespace hex>:document             the namespace document in full
+    spillway1:<namespace hex>:tenant:<tenant hex>  which blocks a tenant has, where tenants have a quota
+
+Entries have a time to live that slides on every hit. The servers bound their own memory (``maxmemory`` with an eviction
+policy); this side bounds only the age of entries.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from spillway_connector.errors import CorruptReason, RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused
+from spillway_connector.limits import REDIS_CONNECTIONS, REDIS_PAYLOAD_CONNECTIONS, REDIS_TTL_SECONDS
+from spillway_connector.namespace import Namespace, explain_difference
+from spillway_connector.tiers.frame import (
+    HEADER_BYTES,
+    WHOLE,
+    FrameHeader,
+    Part,
+    build_header,
+    digest_of_parts,
+    digest_of_payload,
+    running_digest,
+    verify,
+)
+from spillway_connector.tiers.redis.client.connection import RedisConnection, WrongType, refusal
+from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint, Topology
+from spillway_connector.tiers.redis.client.resp import ErrorReply, ProtocolError, Reply, encode_set
+from spillway_connector.tiers.redis.client.router import RedisRouter
+from spillway_connector.tiers.redis.info import used_memory_bytes
+from spillway_connector.tiers.redis.lanes import Lanes
+from spillway_connector.tiers.redis.names import RedisNames
+from spillway_connector.tiers.redis.pressure import Pressure
+from spillway_connector.tiers.redis.quota import TenantShares
+from spillway_connector.tiers.redis.stripes import STRIPE_BYTES_MAX, StripePlan
+from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
+
+STRIPE_GRACE_MS = 60_000  # the commit record expires first; stripes without it are only garbage, never a torn block
+DOCUMENT_SECONDS = 60.0  # how often a storing engine looks whether the document is still there
+
+
+class RedisTier:
+    """A tier on one server, on the primary that sentinels name, or on a cluster. See tier.Tier for the contract.
+
+    ttl_seconds: renewed by every load and every repeated store; None keeps entries until the server evicts them.
+    connections: the most that move blocks to or from one server at once; a thread that finds none free waits within its
+    deadline. One more is opened for lookups when all are busy.
+    payload_connections: over how many of them the stripes of one block are spread.
+    tenant_max_bytes: the most that each tenant may hold of this namespace, headers included; beyond it its own oldest
+    blocks make room (see redis_tenants). Blocks of no tenant are not bounded by it. None costs no extra command.
+    stripe_bytes_max: engines that share blocks must agree on it; only tests have reason to change it.
+    Nothing is connected before the first operation.
+    """
+
+    name = "redis"
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        payload_bytes: int,
+        endpoint: RedisEndpoint,
+        *,
+        ttl_seconds: float | None = REDIS_TTL_SECONDS,
+        connections: int = REDIS_CONNECTIONS,
+        payload_connections: int = REDIS_PAYLOAD_CONNECTIONS,
+        tenant_max_bytes: int | None = None,
+        stripe_bytes_max: int = STRIPE_BYTES_MAX,
+        clock: Clock = time.monotonic,
+        wall_clock: WallClock = time.time,
+    ) -> None:
+        self.payload_bytes = payload_bytes
+        self._namespace = namespace
+        self._digest = namespace.digest16
+        self._endpoint = endpoint
+        self._ttl_ms = None if ttl_seconds is None else max(1, int(ttl_seconds * 1000))
+        self._names = RedisNames(namespace.hex)
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._plan = StripePlan.of(payload_bytes, stripe_bytes_max)
+        self._router = RedisRouter(endpoint, connections, clock)
+        lanes = min(payload_connections, connections, self._plan.count)
+        self._lanes = Lanes(lanes, connections)
+        # All stripes of a block on one server and one connection: asked for ahead. On a cluster they lie apart.
+        self._one_stream = lanes == 1 and endpoint.topology is not Topology.CLUSTER
+        self._prepared_at: float | None = None
+        self._pressure = Pressure(self._router, clock)
+        self._shares = None
+        if tenant_max_bytes is not None:
+            block_bytes = payload_bytes + self._plan.count * HEADER_BYTES
+            self._shares = TenantShares(
+                self._names, block_bytes, tenant_max_bytes, self._ttl_ms, clock=clock, wall_clock=wall_clock
+            )
+        self._evicted_lock = threading.Lock()
+        self.evicted_frames = 0  # blocks that this process removed because their tenant was above its share
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether, within the last half minute, a server refused a store for want of room or evicted on its own."""
+        return self._pressure.high
+
+    @property
+    def evictions(self) -> dict[str, int]:
+        """What this process removed, by reason; the server's own evictions are the server's to count."""
+        return {"tenant": self.evicted_frames}
+
+    def prepare(self, deadline: float) -> None:
+        if self._prepared_at is not None:
+            return
+        stored = self._router.run(self._names.document, self._stored_document, deadline)
+        if stored != self._namespace.document:
+            raise TierRefused(
+                RefusedReason.NAMESPACE,
+                f"{self._endpoint}: {self._names.document.decode()} describes another layout: "
+                f"{explain_difference(self._namespace.document, stored)}; delete it and its blocks if no longer wanted",
+            )
+        self._prepared_at = self._clock()
+
+    def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        self.prepare(deadline)
+        questions: list[tuple[bytes, ...]] = [(b"EXISTS", self._names.block(key)) for key in keys]
+        uses = self._shares.uses_due() if self._shares is not None else []
+        if not uses:
+            return [self._integer(reply) == 1 for reply in self._router.batch(questions, deadline)]
+        answers = self._router.attempt([*questions, *uses], deadline)
+        return [self._integer(_reply(answer)) == 1 for answer in answers[: len(keys)]]
+
+    def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        self.prepare(deadline)
+        names = self._plan.names(self._names.block(key))
+        headers: list[FrameHeader | None] = [None] * self._plan.count
+        commit = self._plan.commit_index
+
+        raws = [memoryview(bytearray(HEADER_BYTES)) for _ in names]
+        digests = [running_digest() for _ in names]
+
+        def receive(indices: Sequence[int]) -> None:
+            """On one connection, each proven while it and the next are on their way."""
+
+            def take_in(place: int, offset: int, stretch: memoryview) -> None:
+                if offset < HEADER_BYTES:
+                    digests[indices[place]].reset()  # it may be the second time that it comes
+                else:
+                    digests[indices[place]].update(stretch)
+
+            def prove(place: int) -> None:
+                index = indices[place]
+                start, end = self._plan.ranges[index]
+                headers[index] = verify(
+                    raws[index],
+                    target[start:end],
+                    namespace=self._digest,
+                    key=key,
+                    payload_bytes=end - start,
+                    part_index=index,
+                    part_count=self._plan.count,
+                    payload_digest=digests[index].digest(),
+                )
+
+            targets = [[raws[index], target[slice(*self._plan.ranges[index])]] for index in indices]
+            values = [(names[index], self._ttl_of(index)) for index in indices]
+            self._receive(values, targets, prove, take_in, deadline)
+
+        try:
+            order = [commit, *range(commit)]
+            if self._one_stream:
+                receive(order)
+            else:
+                self._lanes.run(order, lambda index: receive([index]))
+        except TierMiss:
+            if headers[commit] is None:
+                raise  # no block, or one that is being written just now
+            raise TierCorrupt(CorruptReason.SHORT, f"{self._endpoint}: stripes of the block are gone") from None
+        found = [header for header in headers if header is not None]
+        self._plan.check_together(found)
+        if self._shares is not None:
+            self._shares.use(key, found[commit].tenant)
+
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        if self._prepared_at is not None and self._clock() - self._prepared_at > DOCUMENT_SECONDS:
+            self._prepared_at = None  # it may have gone with all else: FLUSHALL, or a restart without persistence
+        self.prepare(deadline)
+        names = self._plan.names(self._names.block(key))
+        # A block that another engine has stored costs one small round trip instead of megabytes.
+        shares = self._shares if tenant != NO_TENANT else None
+        counting = [] if shares is None else shares.count(key, tenant)
+        answers = self._router.attempt([*self._renewals(names), *counting], deadline)
+        present = [self._integer(_reply(answer)) == 1 for answer in answers[: len(names)]]
+        if all(present):
+            if shares is not None:
+                shares.written(key, tenant)
+            return StoreOutcome.PRESENT
+        try:
+            if shares is not None:
+                counted = [_reply(answer) for answer in answers[len(names) :]]
+                self._make_room(shares, shares.victims(key, counted), tenant, deadline)
+            if present[-1] and len(names) > 1:
+                self._router.batch([(b"UNLINK", names[-1])], deadline)  # it commits nothing any more
+            outcome = self._write(names, self._headers(key, source, tenant), source, deadline)
+        except TierRefused as refused:
+            if refused.reason == RefusedReason.OUT_OF_MEMORY:
+                self._pressure.refused()
+            if shares is not None and refused.reason != RefusedReason.CLOSED:
+                # Where something else than a set lies at its name, it makes way; the next store begins to count anew.
+                wrong = isinstance(refused, WrongType)
+                self._in_passing([shares.drop(tenant) if wrong else shares.forget([key], tenant)], deadline)
+            raise
+        if shares is not None:
+            shares.written(key, tenant)
+        self._pressure.sample(deadline)
+        return outcome
+
+    def _write(self, names: list[bytes], headers: list[bytes], source: memoryview, deadline: float) -> StoreOutcome:
+        commit = self._plan.commit_index
+
+        def send(index: int) -> None:
+            start, end = self._plan.ranges[index]
+            # Without NX: a stripe that lies there without its block is a leftover, perhaps of other bits.
+            self._send(names[index], self._ttl_of(index), headers[index], source[start:end], deadline)
+
+        try:
+            self._lanes.run(range(commit), send)
+            start, end = self._plan.ranges[commit]
+            written = self._send(
+                names[commit], self._ttl_ms, headers[commit], source[start:end], deadline, only_if_absent=True
+            )
+        except TierRefused as refused:
+            if refused.reason != RefusedReason.CLOSED and commit:
+                self._in_passing([(b"UNLINK", name) for name in names[:commit]], deadline)
+            raise
+        # NX: another engine may have stored the block just now.
+        return StoreOutcome.STORED if written else StoreOutcome.PRESENT
+
+    def discard(self, key: bytes, deadline: float) -> None:
+        names = self._plan.names(self._names.block(key))
+        for reply in self._router.batch([(b"UNLINK", name) for name in reversed(names)], deadline):
+            self._integer(reply)
+
+    def resident_bytes(self, deadline: float) -> int:
+        """The servers' ``used_memory``: their other users included, and their own overhead."""
+        return sum(self._router.each_server(used_memory_bytes, deadline))
+
+    def close(self) -> None:
+        self._router.close()
+        self._lanes.close()
+
+    def _stored_document(self, connection: RedisConnection, deadline: float) -> bytes:
+        name = self._names.document
+        ours = self._namespace.document
+        while True:
+            # Without a time to live: a few hundred bytes per layout, and an operator can always read what was there.
+            written = connection.command(b"SET", name, ours, b"NX", deadline=deadline)
+            if written == b"OK":
+                return ours
+            if isinstance(written, ErrorReply) and written.code in ("MOVED", "ASK"):
+                raise refusal(connection.endpoint, written)
+            stored = connection.command(b"GET", name, deadline=deadline)
+            if written is not None or stored is not None:
+                break  # else somebody removed it between the two
+        if isinstance(stored, bytes):
+            return stored
+        if stored is None and isinstance(written, ErrorReply):
+            # Full or read-only, and never written: nothing contradicts us, and reads may still be of use.
+            return ours
+        if isinstance(stored, ErrorReply):
+            error = refusal(connection.endpoint, stored)
+            if isinstance(error, WrongType):
+                raise TierRefused(
+                    RefusedReason.NAMESPACE,
+                    f"{self._endpoint}: {name.decode()} is not a string, so another program uses it; delete it",
+                )
+            raise error
+        raise ProtocolError(f"{self._endpoint}: GET was answered with {type(stored).__name__}")
+
+    def _receive(
+        self,
+        values: list[tuple[bytes, int | None]],
+        targets: list[list[memoryview]],
+        received: Callable[[int], None],
+        arrived: Callable[[int, int, memoryview], None],
+        deadline: float,
+    ) -> None:
+        """Values, each with its name and time to live, that one server has."""
+        reads = [(b"GET", name) for name, _ in values]
+        renewing = [
+            (b"GET", name) if ttl_ms is None else (b"GETEX", name, b"PX", b"%d" % ttl_ms) for name, ttl_ms in values
+        ]
+
+        def receive(connection: RedisConnection, deadline: float) -> None:
+            try:
+                connection.receive_values(renewing, targets, deadline, received, arrived)
+            except TierRefused as refused:
+                # GETEX counts as a write: a replica or a user without write permission can still read.
+                if renewing == reads or refused.reason not in (RefusedReason.READ_ONLY, RefusedReason.PERMISSION):
+                    raise
+                connection.receive_values(reads, targets, deadline, received, arrived)
+
+        self._router.run(values[0][0], receive, deadline)
+
+    def _send(
+        self,
+        name: bytes,
+        ttl_ms: int | None,
+        header: bytes,
+        payload: memoryview,
+        deadline: float,
+        *,
+        only_if_absent: bool = False,
+    ) -> bool:
+        """Write one value; False when ``only_if_absent`` and there was one."""
+        head, tail = encode_set(name, len(header) + payload.nbytes, ttl_ms, only_if_absent=only_if_absent)
+
+        def send(connection: RedisConnection, deadline: float) -> bool:
+            reply = connection.send_value([head + header, payload, tail], deadline)
+            if reply == b"OK" or (reply is None and only_if_absent):
+                return reply is not None
+            if isinstance(reply, ErrorReply):
+                raise refusal(connection.endpoint, reply)
+            raise ProtocolError(f"{connection.endpoint}: SET was answered with {reply!r:.64}")
+
+        return self._router.run(name, send, deadline)
+
+    def _headers(self, key: bytes, source: memoryview, tenant: bytes) -> list[bytes]:
+        payloads = [source[start:end] for start, end in self._plan.ranges]
+        digests = [digest_of_payload(payload) for payload in payloads]
+        together = digest_of_parts(digests)
+        count = self._plan.count
+        created_ms = int(self._wall_clock() * 1000)
+        return [
+            build_header(
+                self._digest,
+                key,
+                payload,
+                created_ms=created_ms,
+                part=WHOLE if count == 1 else Part(index, count, together),
+                payload_digest=digests[index],
+                tenant=tenant,
+            )
+            for index, payload in enumerate(payloads)
+        ]
+
+    def _renewals(self, names: list[bytes]) -> list[tuple[bytes, ...]]:
+        renewals: list[tuple[bytes, ...]] = []
+        for index, name in enumerate(names):
+            ttl_ms = self._ttl_of(index)
+            renewals.append((b"EXISTS", name) if ttl_ms is None else (b"PEXPIRE", name, b"%d" % ttl_ms))
+        return renewals
+
+    def _ttl_of(self, index: int) -> int | None:
+        if self._ttl_ms is None or index == self._plan.commit_index:
+            return self._ttl_ms
+        return self._ttl_ms + STRIPE_GRACE_MS
+
+    def _make_room(self, shares: TenantShares, victims: list[bytes], tenant: bytes, deadline: float) -> None:
+        if not victims:
+            return
+        blocks = [self._plan.names(self._names.block(victim)) for victim in victims]
+        # Commit records first; and the members last, so that nothing that may still be there is ever uncounted.
+        self._router.batch([(b"UNLINK", name) for names in blocks for name in reversed(names)], deadline)
+        self._router.batch([shares.forget(victims, tenant)], deadline)
+        with self._evicted_lock:
+            self.evicted_frames += len(victims)
+
+    def _in_passing(self, commands: list[tuple[bytes, ...]], deadline: float) -> None:
+        """Tidy up after a store that was refused. If that fails too, what is left over expires."""
+        try:
+            self._router.attempt(commands, deadline)
+        except TierError:
+            pass  # the refusal of the store is the error to report
+
+    def _integer(self, reply: Reply) -> int:
+        if not isinstance(reply, int):
+            raise ProtocolError(f"{self._endpoint}: an integer was expected, not {reply!r:.64}")
+        return reply
+
+
+def _reply(answer: Reply | TierError) -> Reply:
+    if isinstance(answer, TierError):
+        raise answer
+    return answer

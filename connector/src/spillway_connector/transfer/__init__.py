@@ -1,0 +1,1 @@
+"""The scheduler's half of the shared tiers: bounded queues, deadlines, threads that verify before they publish."""

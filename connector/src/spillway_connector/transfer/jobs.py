@@ -1,0 +1,216 @@
+"""A transfer job and its items, shared by the scheduler thread and the workers: who may touch a row, and until when.
+
+The one promise: once a job has been given up, no worker reads or writes its rows. A worker asks :meth:`begin_copy`
+first and says :meth:`end_copy` after; giving up succeeds at once unless a copy (memory to memory, at most a few
+milliseconds) is under way, and then it succeeds at the next attempt. I/O never happens between the two calls.
+
+    load:   QUEUED -> (tier to bounce buffer, verified) -> COPYING -> COPIED -> SETTLED
+    store:  QUEUED -> COPYING -> COPIED -> (bounce buffer to tier) -> SETTLED
+    both:   QUEUED or COPIED -> DEAD when the job is given up
+
+A job is two lists and a byte per item, and workers settle items in it, so that submitting one and hearing of its end
+cost the scheduler the same whatever its size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+from spillway_connector.errors import TierError
+from spillway_connector.tiers.tier import NO_TENANT
+from spillway_connector.transfer.stats import Operation
+
+ARRIVALS_TOLD_FROM = 0.25  # of a job that has ended: nobody begins with less
+ARRIVALS_TOLD_PARTS = 8  # of a job, at most so many are told one by one
+
+
+class ItemState(IntEnum):
+    QUEUED = 0
+    COPYING = 1
+    COPIED = 2  # the row is no longer needed, the outcome not known yet
+    SETTLED = 3
+    DEAD = 4
+
+
+class Settled(Enum):
+    """What settling an item says of its job. LATE: the item had been given up."""
+
+    MORE = "more"
+    LAST = "last"
+    LATE = "late"
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """What became of one job. ``done``: keys stored or loaded; ``failed``: the others, each with its error."""
+
+    job_id: int
+    operation: Operation
+    done: tuple[bytes, ...]
+    failed: dict[bytes, TierError]
+    seconds: float = 0.0  # from the submission to the last key that was moved, whenever that is told; 0: none was
+
+    @property
+    def success(self) -> bool:
+        return not self.failed
+
+
+@dataclass(slots=True, eq=False)
+class TransferItem:
+    """One key and its row, in a worker's hands."""
+
+    job: TransferJob
+    index: int
+
+    @property
+    def key(self) -> bytes:
+        return self.job.keys[self.index]
+
+    @property
+    def row(self) -> int:
+        return self.job.rows[self.index]
+
+    def begin_copy(self) -> bool:
+        """Worker: may the row be touched now? If so, end_copy must follow, soon."""
+        with self.job.lock:
+            if self.job.states[self.index] != ItemState.QUEUED:
+                return False
+            self.job.states[self.index] = ItemState.COPYING
+            return True
+
+    def end_copy(self) -> None:
+        """Worker: the row will not be touched again."""
+        with self.job.lock:
+            self.job.states[self.index] = ItemState.COPIED
+
+    @property
+    def dead(self) -> bool:
+        return self.job.states[self.index] == ItemState.DEAD
+
+    def settle(self, error: TierError | None, begun_at: float, ended_at: float, *, pending: bool = False) -> Settled:
+        """Worker: what became of the item between two points of the clock. Once, and last."""
+        job = self.job
+        with job.lock:
+            if job.states[self.index] == ItemState.DEAD:
+                return Settled.LATE
+            job.busy_seconds += ended_at - begun_at
+            if pending:
+                job.pending.add(self.index)
+            elif error is None:
+                job.last_moved_at = max(ended_at, job.last_moved_at or 0.0)
+            else:
+                job.errors[self.index] = error
+            job.states[self.index] = ItemState.SETTLED
+            job.open_items -= 1
+            return Settled.MORE if job.open_items else Settled.LAST
+
+
+@dataclass(slots=True, eq=False)
+class TransferJob:
+    """``states`` to ``last_moved_at`` are written under a lock, the movers' (``taken``) or the job's; the rest is the
+    scheduler thread's, and so is reading any of it once ``open_items`` is 0."""
+
+    job_id: int
+    operation: Operation
+    queued_at: float
+    deadline: float
+    tenant: bytes = NO_TENANT
+    keys: list[bytes] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    states: bytearray = field(default_factory=bytearray)
+    taken: int = 0  # items that workers have taken, from the front
+    begun_at: dict[int, float] = field(default_factory=dict)  # when, by index
+    open_items: int = 0
+    errors: dict[int, TierError] = field(default_factory=dict)  # by index
+    pending: set[int] = field(default_factory=set)  # stores left to another writer, by index
+    busy_seconds: float = 0.0  # of the workers
+    last_moved_at: float | None = None
+    done: list[bytes] = field(default_factory=list)
+    failed: dict[bytes, TierError] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    arrivals_told: set[int] = field(default_factory=set)  # indices
+    open_items_told: int = 0
+
+    def fill(self, keys: list[bytes], rows: list[int]) -> None:
+        """What is to be moved; once, before any worker sees the job."""
+        self.keys, self.rows, self.states = keys, rows, bytearray(len(keys))
+        self.open_items = self.open_items_told = len(keys)
+
+    def take(self, now: float) -> TransferItem | None:
+        """Movers: the next item that still stands; None when there is none left."""
+        while self.taken < len(self.keys):
+            index = self.taken
+            self.taken += 1
+            if self.states[index] == ItemState.QUEUED:
+                self.begun_at[index] = now
+                return TransferItem(self, index)
+        return None
+
+    def moved(self) -> list[bytes]:
+        """Scheduler: the keys that were stored or loaded, once ``open_items`` is 0."""
+        if not self.errors and not self.pending and ItemState.DEAD not in self.states:
+            return self.keys
+        return [
+            key
+            for index, (key, state) in enumerate(zip(self.keys, self.states, strict=True))
+            if state == ItemState.SETTLED and index not in self.errors and index not in self.pending
+        ]
+
+    def take_arrived(self) -> list[bytes]:
+        """Scheduler: the keys that were moved since the last call, in order. Never blocks.
+
+        First when a quarter of the job has ended, then by eighths: each telling costs a step. What the last call before
+        the job's end has not told, :meth:`moved` will.
+        """
+        items, ended = len(self.keys), self.open_items_told - self.open_items
+        if not ended or ended < items // ARRIVALS_TOLD_PARTS or items - self.open_items < items * ARRIVALS_TOLD_FROM:
+            return []
+        if not self.lock.acquire(blocking=False):
+            return []
+        try:
+            self.open_items_told = self.open_items
+            arrived = [
+                index
+                for index, state in enumerate(self.states)
+                if state == ItemState.SETTLED and index not in self.arrivals_told and index not in self.errors
+            ]
+        finally:
+            self.lock.release()
+        self.arrivals_told.update(arrived)
+        return [self.keys[index] for index in arrived]
+
+    def give_up(self, error_of: Callable[[int], TierError]) -> dict[bytes, TierError]:
+        """Scheduler: void every item that no worker is copying or has loaded. Never blocks.
+
+        error_of: why, by the item's index. Returns the keys voided by this call, each with its error; the job can be
+        reported once ``open_items`` is 0.
+        """
+        if not self.lock.acquire(blocking=False):
+            return {}  # a worker is between two states; the next poll will do
+        voided: dict[bytes, TierError] = {}
+        try:
+            for index, state in enumerate(self.states):
+                # A loaded item is COPIED and about to be settled: it is good, let it arrive.
+                if state == ItemState.QUEUED or (state == ItemState.COPIED and self.operation is Operation.STORE):
+                    self.states[index] = ItemState.DEAD
+                    voided[self.keys[index]] = error_of(index)
+            self.open_items -= len(voided)
+        finally:
+            self.lock.release()
+        self.failed.update(voided)
+        return voided
+
+    def outcome(self) -> JobOutcome:
+        seconds = self.last_moved_at - self.queued_at if self.last_moved_at is not None else 0.0
+        return JobOutcome(self.job_id, self.operation, tuple(self.done), self.failed, seconds)
+
+
+def check_shape(keys: Sequence[bytes], rows: Sequence[int], rows_total: int) -> None:
+    """Raises ValueError when keys and rows do not pair up within the region: a defect of the caller."""
+    if len(keys) != len(rows):
+        raise ValueError(f"{len(keys)} keys for {len(rows)} rows")
+    if rows and (min(rows) < 0 or max(rows) >= rows_total):
+        raise ValueError(f"rows {min(rows)} to {max(rows)} are not all within 0..{rows_total - 1}")

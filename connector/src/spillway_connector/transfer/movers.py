@@ -1,0 +1,273 @@
+"""The threads that move items between rows of the CPU tier and a shared tier, through bounce buffers (buffers.py).
+
+A load lands in the bounce buffer, is verified there by the tier, and is copied to its row only while its job still
+stands. A store copies its row to the bounce buffer first. So a job can be reported at its deadline whatever its
+threads are stuck in. Ended jobs, not items, go back through a deque; all counting and remembering happens in the
+scheduler thread.
+
+xxhash, numpy.copyto and socket and file calls release the GIL on large buffers (slice assignment between memoryviews
+does not: 24 ms for 1 GB), so these threads do not hold up the scheduler.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from spillway_connector.errors import (
+    RefusedReason,
+    TierCorrupt,
+    TierError,
+    TierMiss,
+    TierRefused,
+    TierTimeout,
+    without_frames,
+)
+from spillway_connector.tiers.buffers import transfer_buffer
+from spillway_connector.tiers.tier import Clock, StoreOutcome, Tier
+from spillway_connector.transfer.breaker import Breaker
+from spillway_connector.transfer.jobs import Settled, TransferItem, TransferJob
+from spillway_connector.transfer.lookups import unexpected
+from spillway_connector.transfer.stats import Operation
+
+FAIR_SHARE = 0.5  # of a job's time: a tier that had less for an item may have been kept from it by us
+DISCARD_SECONDS = 1.0  # for removing an entry that was proven corrupt
+_OUR_OWN = (RefusedReason.RESOURCES, RefusedReason.CLOSED, RefusedReason.QUEUE_AGE, RefusedReason.BREAKER_OPEN)
+
+
+class LateEnd(NamedTuple):
+    """What became of an item after it had been given up."""
+
+    item: TransferItem
+    error: TierError | None
+    seconds: float
+    pending: bool = False
+
+
+class Movers:
+    """``threads`` workers for one tier. ``rows`` are the CPU tier's bytes, row i at ``i * row_bytes``."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        rows: npt.NDArray[np.uint8],
+        *,
+        row_bytes: int,
+        payload_bytes: int,
+        threads: int,
+        store_queue_seconds_max: float,
+        breakers: Mapping[Operation, Breaker],
+        clock: Clock,
+        progress: Callable[[], None],
+    ) -> None:
+        self.ended: deque[TransferJob] = deque()  # whose last item a worker has settled
+        self.late: deque[LateEnd] = deque()
+        self._tier = tier
+        self._rows: npt.NDArray[np.uint8] | None = rows
+        self._row_bytes = row_bytes
+        self._payload_bytes = payload_bytes
+        self._store_queue_seconds_max = store_queue_seconds_max
+        self._breakers = breakers
+        self._clock = clock
+        self._progress = progress
+        self._stopping = False
+        self._answered_at = dict.fromkeys(Operation, float("-inf"))  # when the tier last did something, or said no
+        # A token says "look": a worker then works until there is nothing left for it, and wakes the next one while
+        # there is more, so that the scheduler wakes one thread a job. Loads go first, and a thread stays free of
+        # stores: loads are waited for, stores are not.
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._jobs: dict[Operation, deque[TransferJob]] = {Operation.LOAD: deque(), Operation.STORE: deque()}
+        self._pick = threading.Lock()
+        self._store_slots = threading.Semaphore(max(1, threads - 1))
+        self._workers = [
+            threading.Thread(target=self._work, name=f"spillway-{tier.name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    # --- scheduler thread -------------------------------------------------------------------------------------------
+
+    def submit(self, job: TransferJob) -> None:
+        """Have the job's items moved, in order. Costs the same for any number of them."""
+        self._jobs[job.operation].append(job)
+        self._wake_one()
+
+    def _wake_one(self) -> None:
+        """A token that nobody took yet will do."""
+        if not self._tokens.qsize():
+            self._tokens.put(None)
+
+    def oldest_store_queued_at(self) -> float | None:
+        """When the oldest store that waits for a thread was submitted."""
+        try:
+            return self._jobs[Operation.STORE][0].queued_at
+        except IndexError:
+            return None
+
+    def kept_waiting(self, job: TransferJob, begun_at: float | None) -> bool:
+        """Whether an item that is not done at its job's deadline waited here, and not for the tier.
+
+        So it is where the tier has answered others since the job came, and had too little time for this one. begun_at:
+        when a worker took the item; None: none has.
+        """
+        if self._answered_at[job.operation] <= job.queued_at:
+            return False
+        return begun_at is None or job.deadline - begun_at < FAIR_SHARE * (job.deadline - job.queued_at)
+
+    def stop(self) -> None:
+        """Ask the threads to end; they may be stuck in calls."""
+        self._stopping = True
+        for _ in self._workers:
+            self._tokens.put(None)
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait for them, together at most that long, and let go of the rows.
+
+        A thread that is still stuck holds its own bounce buffer only; its job is dead, so it never asks for a row.
+        """
+        until = time.monotonic() + timeout_seconds
+        for worker in self._workers:
+            worker.join(max(0.0, until - time.monotonic()))
+        self._rows = None
+
+    # --- worker threads ---------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        view = transfer_buffer(self._payload_bytes)
+        bounce = np.frombuffer(view, np.uint8)
+        while True:
+            self._tokens.get()
+            while not self._stopping:
+                load = self._next(Operation.LOAD)
+                if load is not None:
+                    self._run(load, bounce, view)
+                elif not self._run_store(bounce, view):
+                    break
+            if self._stopping:
+                return
+
+    def _run_store(self, bounce: npt.NDArray[np.uint8], view: memoryview) -> bool:
+        """False when there is no store, or enough threads are storing: whoever ends one looks for the next."""
+        if not self._jobs[Operation.STORE] or not self._store_slots.acquire(blocking=False):
+            return False
+        try:
+            store = self._next(Operation.STORE)
+            if store is not None:
+                self._run(store, bounce, view)
+        finally:
+            self._store_slots.release()
+        if self._jobs[Operation.LOAD] and self._jobs[Operation.STORE]:
+            self._wake_one()  # a load will keep this thread from the stores
+        return store is not None
+
+    def _next(self, operation: Operation) -> TransferItem | None:
+        jobs = self._jobs[operation]
+        if not jobs:
+            return None
+        with self._pick:
+            while jobs:
+                item = jobs[0].take(self._clock())
+                if item is not None:
+                    self._wake_one()
+                    return item
+                jobs.popleft()
+        return None
+
+    def _run(self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview) -> None:
+        begun = self._clock()
+        error: TierError | None = None
+        outcome: StoreOutcome | None = None
+        try:
+            if item.job.operation is Operation.LOAD:
+                self._load(item, bounce, view, begun)
+            else:
+                outcome = self._store(item, bounce, view, begun)
+                if outcome is None:
+                    return  # given up meanwhile, before any I/O
+        except TierError as raised:
+            error = without_frames(raised)
+        except Exception as raised:
+            error = without_frames(unexpected(raised))
+        ended = self._clock()
+        pending = outcome is StoreOutcome.PENDING
+        settled = item.settle(error, begun, ended, pending=pending)
+        if settled is Settled.LAST:
+            self.ended.append(item.job)
+        elif settled is Settled.LATE:
+            self.late.append(LateEnd(item, error, ended - begun, pending))
+        self._progress()
+
+    def _load(self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview, now: float) -> None:
+        self._pass_breaker(Operation.LOAD)
+        try:
+            self._tier.load(item.key, view, item.job.deadline)
+        except TierCorrupt as corrupt:
+            self._answered_at[Operation.LOAD] = self._clock()
+            self._breakers[Operation.LOAD].record_success()
+            self._discard(item.key)
+            raise corrupt
+        except TierMiss:
+            self._answered_at[Operation.LOAD] = self._clock()
+            self._breakers[Operation.LOAD].record_success()
+            raise
+        except Exception as error:
+            self._judge(item, error, now)
+            raise
+        self._answered_at[Operation.LOAD] = self._clock()
+        if item.begin_copy():
+            np.copyto(self._row(item.row), bounce)
+            item.end_copy()
+            self._breakers[Operation.LOAD].record_success()
+
+    def _store(
+        self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview, now: float
+    ) -> StoreOutcome | None:
+        """None: the item was given up before anything was done."""
+        waited = now - item.job.queued_at
+        if waited > self._store_queue_seconds_max:
+            raise TierRefused(RefusedReason.QUEUE_AGE, f"waited {waited:.1f} s for a thread")
+        self._pass_breaker(Operation.STORE)
+        if not item.begin_copy():
+            return None
+        np.copyto(bounce, self._row(item.row))
+        item.end_copy()
+        try:
+            outcome = self._tier.store(item.key, view, item.job.deadline, item.job.tenant)
+        except Exception as error:
+            self._judge(item, error, now)
+            raise
+        self._answered_at[Operation.STORE] = self._clock()
+        if not item.dead:
+            self._breakers[Operation.STORE].record_success()
+        return outcome
+
+    def _pass_breaker(self, operation: Operation) -> None:
+        if not self._breakers[operation].allow():
+            raise TierRefused(RefusedReason.BREAKER_OPEN, "the tier keeps failing and is left alone")
+
+    def _judge(self, item: TransferItem, error: Exception, begun_at: float) -> None:
+        """Whose failure it is. Raises TierRefused(QUEUE_AGE) where the item has waited too long for its turn."""
+        if isinstance(error, TierTimeout) and self.kept_waiting(item.job, begun_at):
+            raise TierRefused(RefusedReason.QUEUE_AGE, "its deadline passed soon after a thread took it") from error
+        ours = isinstance(error, TierRefused) and error.reason in _OUR_OWN
+        if not ours and not item.dead:  # a dead item's failure was recorded when its job was given up
+            self._breakers[item.job.operation].record_failure()
+
+    def _discard(self, key: bytes) -> None:
+        try:
+            self._tier.discard(key, self._clock() + DISCARD_SECONDS)
+        except Exception:  # noqa: S110 - it stays, and stays a counted miss; the load's own error is the one to report
+            pass
+
+    def _row(self, row: int) -> npt.NDArray[np.uint8]:
+        assert self._rows is not None
+        start = row * self._row_bytes
+        return self._rows[start : start + self._payload_bytes]

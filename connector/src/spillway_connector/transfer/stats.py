@@ -1,0 +1,132 @@
+"""Counters of one shared tier, and the picture of them that metrics are made from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from spillway_connector.errors import RefusedReason, TierCorrupt, TierError, TierMiss, TierTimeout
+from spillway_connector.transfer.breaker import BreakerState
+
+
+class Operation(Enum):
+    __hash__ = object.__hash__  # of the one object a member is; Enum's own is a Python call for every count
+    LOOKUP = "lookup"
+    LOAD = "load"
+    STORE = "store"
+
+
+class LookupOutcome(Enum):
+    """HIT, MISS: the tier's answer. EXPIRED: none within the deadline. REFUSED: not asked (breaker, bound)."""
+
+    __hash__ = object.__hash__
+
+    HIT = "hit"
+    MISS = "miss"
+    EXPIRED = "expired"
+    REFUSED = "refused"
+
+
+class MissReason(StrEnum):
+    """Why a chunk that was wanted did not come from a shared tier. Of a prefix only the first such chunk counts."""
+
+    ABSENT = "absent"  # the tier answered that it does not hold it
+    LOOKUP_DEADLINE = "lookup_deadline"
+    REFUSED = "refused"  # not asked: a breaker is open, or too many keys are being asked for
+    WEIGHTS_CHANGED = "weights_changed"
+    GONE = "gone"  # promised by a lookup, not there at the load
+    CORRUPT = "corrupt"
+    LOAD_DEADLINE = "load_deadline"
+    LOAD_FAILED = "load_failed"
+    SHED = "shed"  # more loads at once than the tier can serve in time
+    NOT_WORTH = "not_worth"  # recomputing is faster
+    NO_ROOM = "no_room"  # the CPU tier's bounds on promotion
+    REQUEST_DEADLINE = "request_deadline"  # the request has waited enough
+
+
+class SkipReason(StrEnum):
+    """Why a chunk was not handed to the tier although nothing failed."""
+
+    PRESENT = "present"  # there already, or on its way
+    PENDING = "pending"  # another engine is writing it; whether it will be there is not known
+    ADMISSION = "admission"  # the tier is full, and the chunk was never asked for twice
+    WEIGHTS_CHANGED = "weights_changed"
+
+
+# Of errors: this process had more in hand than the tier can take, and dropped the rest. The tier has not failed.
+SHED_REASONS = frozenset({RefusedReason.QUEUE_FULL, RefusedReason.QUEUE_AGE})
+
+MISS_OF_OUTCOME = {
+    LookupOutcome.MISS: MissReason.ABSENT,
+    LookupOutcome.EXPIRED: MissReason.LOOKUP_DEADLINE,
+    LookupOutcome.REFUSED: MissReason.REFUSED,
+}
+
+
+def miss_of_error(error: TierError) -> MissReason:
+    """Why a load that failed with `error` gave no chunk."""
+    if isinstance(error, TierMiss):
+        return MissReason.GONE
+    if isinstance(error, TierCorrupt):
+        return MissReason.CORRUPT
+    if error.reason in SHED_REASONS:
+        return MissReason.SHED
+    return MissReason.LOAD_DEADLINE if isinstance(error, TierTimeout) else MissReason.LOAD_FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """All counts and sums only ever grow while the process lives; the gauges come last.
+
+    read_seconds and write_seconds are summed over threads. failures and shed: by operation and reason (a TierError's).
+    """
+
+    tier: str
+    lookups: dict[LookupOutcome, int]
+    misses: dict[MissReason, int]
+    read_bytes: int
+    read_seconds: float
+    written_bytes: int
+    write_seconds: float
+    failures: dict[tuple[Operation, str], int]
+    shed: dict[tuple[Operation, str], int]  # chunks dropped because too much was to be done at once
+    expiries: dict[Operation, int]  # lookup batches and jobs that were given up at their deadline
+    skipped: dict[SkipReason, int]
+    late_completions: int  # I/O that ended after its job had been given up; its bytes were dropped
+    quarantined: dict[str, int]  # damaged files that were renamed, by reason
+    evictions: dict[str, int]  # frames this process removed though nothing was wrong with them, by reason
+    resident_bytes: int
+    queued_store_bytes: int
+    queued_load_bytes: int
+    oldest_store_seconds: float  # how long the oldest store has waited for a thread; 0: none waits
+    ready: bool  # the tier answered when it was last asked how much it holds
+    weights_changed: bool  # the tier rests because the model's weights are no longer those of its namespace
+    breakers: dict[Operation, BreakerState]
+
+    @property
+    def stores_skipped(self) -> int:
+        return sum(self.skipped.values())
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """The growing part, written by the scheduler thread alone."""
+
+    lookups: Counter[LookupOutcome] = field(default_factory=Counter)
+    misses: Counter[MissReason] = field(default_factory=Counter)
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    failures: Counter[tuple[Operation, str]] = field(default_factory=Counter)
+    shed: Counter[tuple[Operation, str]] = field(default_factory=Counter)
+    expiries: Counter[Operation] = field(default_factory=Counter)
+    skipped: Counter[SkipReason] = field(default_factory=Counter)
+    late_completions: int = 0
+    weights_changes: int = 0
+
+    def count_lookup(self, outcome: LookupOutcome, number: int = 1) -> None:
+        self.lookups[outcome] += number
+        if outcome is not LookupOutcome.HIT:
+            self.misses[MISS_OF_OUTCOME[outcome]] += number

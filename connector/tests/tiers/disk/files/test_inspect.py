@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.tiers.disk.files.inspect import FileInspector, in_order, namespaces_below
+from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.inspection import Gone, StoredFrame, StoredNamespace
+
+
+def fill(root: Path, count: int) -> None:
+    tier = NvmeTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=8 << 20)
+    for seed in range(count):
+        tier.store(key_of(seed), payload_of(seed), soon())
+    tier.close()
+
+
+def frame(number: int) -> StoredFrame:
+    return StoredFrame(bytes(16), number, f"place-{number}", number)
+
+
+def test_a_walk_finds_what_was_stored_and_the_ledger_counts_it(tmp_path: Path) -> None:
+    fill(tmp_path, 5)
+    inspector = FileInspector(tmp_path)
+    found = list(inspector.frames(headers=True))
+    assert {frame.key for frame in found} == {key_of(seed) for seed in range(5)}
+    assert all(inspector.verify(frame) is None for frame in found)
+    assert inspector.stored_bytes() == sum(frame.stored_bytes for frame in found)
+    assert [known.document for known in namespaces_below(tmp_path)] == [NAMESPACE.document]
+
+
+def test_files_being_written_are_no_frames(tmp_path: Path) -> None:
+    fill(tmp_path, 1)
+    (tmp_path / NAMESPACE.hex / "partial" / "unfinished.kv").write_bytes(bytes(4096))
+    assert len(list(FileInspector(tmp_path).frames(headers=False))) == 1
+
+
+def test_a_frame_that_left_is_gone_and_not_damaged(tmp_path: Path) -> None:
+    fill(tmp_path, 2)
+    inspector = FileInspector(tmp_path)
+    first, second = inspector.frames(headers=False)
+    os.unlink(tmp_path / first.place)
+    with pytest.raises(Gone):
+        inspector.verify(first)
+    assert inspector.remove([first, second], only_unused=True).frames == 1
+    assert inspector.stored_bytes() == first.stored_bytes  # of the one that somebody removed by hand
+    inspector.close()
+
+
+def test_empty_folders_go_with_the_last_frame(tmp_path: Path) -> None:
+    fill(tmp_path, 3)
+    inspector = FileInspector(tmp_path)
+    assert inspector.remove(list(inspector.frames(headers=False)), only_unused=True).frames == 3
+    assert not list((tmp_path / NAMESPACE.hex).glob("??/*"))  # the outer ones, 256 at most, stay
+    inspector.close()
+
+
+def test_a_damaged_ledger_counts_nothing(tmp_path: Path) -> None:
+    fill(tmp_path, 1)
+    (tmp_path / "space.ledger").write_bytes(b"SPILLSPC" + bytes(24))
+    assert FileInspector(tmp_path).stored_bytes() is None
+    (tmp_path / "space.ledger").write_bytes(b"short")
+    assert FileInspector(tmp_path).stored_bytes() is None
+
+
+def test_looking_in_threads_keeps_the_order_and_leaves_out_what_has_gone() -> None:
+    def look(one: StoredFrame) -> StoredFrame | None:
+        return None if one.stored_bytes % 7 == 0 else one
+
+    found = in_order((frame(number) for number in range(5000)), look)
+    assert [one.stored_bytes for one in found] == [number for number in range(5000) if number % 7]
+    assert list(in_order(iter(()), look)) == []
+
+
+def test_looking_in_threads_runs_ahead_by_a_bounded_number() -> None:
+    taken = 0
+
+    def endless() -> Iterator[StoredFrame]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield frame(taken)
+
+    found = in_order(endless(), lambda one: one)
+    for _ in range(10):
+        next(found)
+    assert taken <= 16 * 64
+    found.close()
+
+
+def test_an_error_in_a_thread_reaches_whoever_walks() -> None:
+    def look(one: StoredFrame) -> StoredFrame | None:
+        raise PermissionError("no")
+
+    with pytest.raises(PermissionError):
+        list(in_order(iter([frame(1)]), look))
+
+
+def test_a_document_is_the_one_its_folder_is_named_after() -> None:
+    assert StoredNamespace(NAMESPACE.digest16, NAMESPACE.document).damage() is None
+    for wrong, word in ((None, "no document"), (b"{", "no JSON"), (b"[1]", "no JSON"), (b'{"a":1}', "another")):
+        damage = StoredNamespace(NAMESPACE.digest16, wrong).damage()
+        assert damage is not None and damage.reason == "document" and word in damage.sentence

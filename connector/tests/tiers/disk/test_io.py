@@ -1,0 +1,117 @@
+"""Frames to and from files: how many at once. What the bytes are is the tiers' tests' to say."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from spillway_connector.errors import TierTimeout
+from spillway_connector.testing.contracts import PAYLOAD_BYTES, payload_of, soon
+from spillway_connector.tiers.disk import io as disk_io
+from spillway_connector.tiers.disk.io import FrameFiles
+from spillway_connector.tiers.frame import PAGE_BYTES
+
+AT_ONCE, THREADS = 2, 6
+HEADER = bytes(PAGE_BYTES)
+
+
+class SlowDisk:
+    """Stands in for the system calls: a transfer waits until it is let go, and all that are under way are counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.under_way = {"preadv": 0, "pwritev": 0}
+        self.most = dict(self.under_way)
+        self.let_go = {name: threading.Event() for name in self.under_way}
+        self.changed = threading.Condition()
+        for name in self.under_way:
+            monkeypatch.setattr(disk_io.os, name, self._slow(name, getattr(os, name)))
+
+    def _slow(self, name: str, call: Callable[..., int]) -> Callable[..., int]:
+        def transfer(*given: object) -> int:
+            with self.changed:
+                self.under_way[name] += 1
+                self.most[name] = max(self.most[name], self.under_way[name])
+                self.changed.notify_all()
+            try:
+                assert self.let_go[name].wait(30.0)
+                return call(*given)
+            finally:
+                with self.changed:
+                    self.under_way[name] -= 1
+
+        return transfer
+
+    def wait_for(self, name: str, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.under_way[name] == count, 30.0)
+
+
+@pytest.fixture
+def frame(tmp_path: Path) -> Iterator[int]:
+    """A descriptor of one frame."""
+    files = FrameFiles(PAYLOAD_BYTES, clock=time.monotonic, wall_clock=time.time)
+    descriptor = os.open(tmp_path / "frame", os.O_CREAT | os.O_RDWR)
+    files.write_at(descriptor, 0, HEADER, memoryview(payload_of(1)), soon())
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, frame: int) -> Iterator[SlowDisk]:
+    disk = SlowDisk(monkeypatch)
+    yield disk
+    for event in disk.let_go.values():
+        event.set()
+
+
+def make_files() -> FrameFiles:
+    return FrameFiles(PAYLOAD_BYTES, AT_ONCE, clock=time.monotonic, wall_clock=time.time)
+
+
+def start(*moves: Callable[[], object]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=move) for move in moves]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_no_more_transfers_are_under_way_than_asked_for(disk: SlowDisk, frame: int) -> None:
+    files, targets = make_files(), [memoryview(bytearray(PAYLOAD_BYTES)) for _ in range(THREADS)]
+    threads = start(*[lambda target=target: files.read_at(frame, 0, target, soon()) for target in targets])  # type: ignore[misc]
+    disk.wait_for("preadv", AT_ONCE)
+    disk.let_go["preadv"].set()
+    for thread in threads:
+        thread.join(30.0)
+    assert disk.most["preadv"] == AT_ONCE
+    assert all(target == payload_of(1) for target in targets)
+
+
+def test_reads_do_not_queue_behind_writes(disk: SlowDisk, frame: int) -> None:
+    files, target = make_files(), memoryview(bytearray(PAYLOAD_BYTES))
+    source = memoryview(payload_of(1))
+    writers = start(*[lambda: files.write_at(frame, 0, HEADER, source, soon())] * THREADS)
+    disk.wait_for("pwritev", AT_ONCE)
+    disk.let_go["preadv"].set()
+    files.read_at(frame, 0, target, soon())
+    assert target == payload_of(1)
+    disk.let_go["pwritev"].set()
+    for writer in writers:
+        writer.join(30.0)
+
+
+def test_who_gets_no_turn_by_the_deadline_gives_up_and_blocks_nobody(disk: SlowDisk, frame: int) -> None:
+    files, target = make_files(), memoryview(bytearray(PAYLOAD_BYTES))
+    stuck = start(*[lambda: files.read_at(frame, 0, memoryview(bytearray(PAYLOAD_BYTES)), soon())] * AT_ONCE)
+    disk.wait_for("preadv", AT_ONCE)
+    with pytest.raises(TierTimeout, match="before it"):
+        files.read_at(frame, 0, target, time.monotonic() + 0.01)
+    disk.let_go["preadv"].set()
+    for thread in stuck:
+        thread.join(30.0)
+    files.read_at(frame, 0, target, soon())
+    assert target == payload_of(1)

@@ -1,0 +1,103 @@
+"""What an NVMe tier, in both layouts, finds in the place that it was given."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spillway_connector.errors import TierUnreachable, UnreachableReason
+from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
+from spillway_connector.tiers.disk.files import tier as files_tier
+from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.slab.tier import SlabTier
+
+DOCUMENT = NAMESPACE.document
+
+
+@pytest.fixture(params=[NvmeTier, SlabTier])
+def kind(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("damaged", "reason"),
+    [
+        (b"", "cut"),
+        (DOCUMENT[:20], "cut"),
+        (DOCUMENT + b" ", "changed"),
+        (DOCUMENT[:9] + b"X" + DOCUMENT[10:], "changed"),
+        (b"\xff" * 50, "changed"),
+    ],
+)
+def test_a_damaged_document_is_set_aside_and_the_tier_goes_on(
+    tmp_path: Path, kind: Any, damaged: bytes, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = kind(NAMESPACE, PAYLOAD_BYTES, tmp_path / "kv", max_bytes=100 << 20)
+    tier.store(key_of(1), payload_of(1), soon())
+    tier.close()
+    document = tmp_path / "kv" / NAMESPACE.hex / "namespace.json"
+    document.write_bytes(damaged)
+    tier = kind(NAMESPACE, PAYLOAD_BYTES, tmp_path / "kv", max_bytes=100 << 20)
+    assert load(tier, key_of(1)) == payload_of(1), "blocks say themselves what they belong to"
+    assert document.read_bytes() == DOCUMENT
+    assert document.with_name(f"namespace.json.{reason}").read_bytes() == damaged
+    assert tier.quarantined == {reason: 1}
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert str(document) in record.getMessage()
+    tier.close()
+
+
+def test_a_path_whose_parent_is_missing_is_refused_by_name_and_not_made(tmp_path: Path, kind: Any) -> None:
+    mistyped = tmp_path / "mnt" / "nmve" / "kv"
+    tier = kind(NAMESPACE, PAYLOAD_BYTES, mistyped, max_bytes=100 << 20)
+    error = error_of(lambda: tier.prepare(soon()))
+    assert isinstance(error, TierUnreachable)
+    assert error.reason == UnreachableReason.ROOT_MISSING
+    assert str(error).startswith(f"path: {mistyped} cannot be made: {tmp_path / 'mnt'} does not exist; ")
+    assert "correct the path, or mount" in str(error)
+    assert not (tmp_path / "mnt").exists()
+    mistyped.parent.mkdir(parents=True)  # as when it is mounted after all
+    tier.store(key_of(1), payload_of(1), soon())
+    assert load(tier, key_of(1)) == payload_of(1)
+    tier.close()
+
+
+def test_closing_while_the_directory_is_being_prepared_ends_cleanly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = NvmeTier(NAMESPACE, PAYLOAD_BYTES, tmp_path / "kv")
+    raised: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            tier.close()
+        except BaseException as error:
+            raised.append(error)
+
+    closer = threading.Thread(target=close)
+
+    class LateStarter(threading.Thread):
+        def start(self) -> None:
+            closer.start()
+            closer.join(0.2)  # it comes as far as it can while this thread is not started
+            super().start()
+
+    monkeypatch.setattr(files_tier.threading, "Thread", LateStarter)
+    tier.prepare(soon())
+    closer.join(30)
+    assert raised == []
+    assert tier._housekeeper is not None
+    assert not tier._housekeeper.is_alive(), "joined"
+
+
+def test_a_tier_that_was_closed_meanwhile_starts_no_housekeeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = NvmeTier(NAMESPACE, PAYLOAD_BYTES, tmp_path / "kv")
+    monkeypatch.setattr(files_tier, "supports_direct", lambda folder: tier.close() is not None)
+    tier.prepare(soon())
+    assert tier._housekeeper is None

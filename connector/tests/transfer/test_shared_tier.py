@@ -1,0 +1,904 @@
+"""The shell around a tier, with the clock in the test's hand and threads awaited, never slept for."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from spillway_connector.errors import (
+    CorruptReason,
+    RefusedReason,
+    TierCorrupt,
+    TierMiss,
+    TierRefused,
+    TierTimeout,
+    TierUnreachable,
+    UnreachableReason,
+)
+from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.contracts import NAMESPACE, key_of, payload_of
+from spillway_connector.testing.faults import (
+    CorruptingTier,
+    FailingTier,
+    FlakyTier,
+    HangingTier,
+    RefusingTier,
+    SlowTier,
+    TierWrapper,
+)
+from spillway_connector.tiers.memory import MemoryStore, MemoryTier
+from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome, Tier
+from spillway_connector.transfer.breaker import BreakerPolicy, BreakerState
+from spillway_connector.transfer.shared_tier import (
+    ARRIVALS_TOLD_SECONDS,
+    JobOutcome,
+    Lookup,
+    SharedTier,
+    TransferLimits,
+)
+from spillway_connector.transfer.stats import LookupOutcome, MissReason, Operation, SkipReason
+
+PAYLOAD, ROW, ROWS = 1000, 1024, 64
+LIMITS = TransferLimits(
+    io_threads=2,
+    lookup_timeout_seconds=0.25,
+    load_timeout_seconds=2.0,
+    store_timeout_seconds=10.0,
+    breaker=BreakerPolicy(failures_to_open=3, first_rest_seconds=1.0),
+)
+REAL_SECONDS = 30.0  # bounds a wait for a thread that works; never waited out
+
+
+@dataclass
+class Rig:
+    """A SharedTier on a memory medium, whose rows start out as payload_of(row)."""
+
+    clock: SteppedClock = field(default_factory=SteppedClock)
+    medium: MemoryStore = field(default_factory=lambda: MemoryStore(1 << 24))
+    rows: np.ndarray = field(default_factory=lambda: np.zeros((ROWS, ROW), np.uint8))
+    shared: SharedTier = None  # type: ignore[assignment]
+    reported: list[JobOutcome] = field(default_factory=list)
+
+    def memory(self) -> MemoryTier:
+        return MemoryTier(NAMESPACE, PAYLOAD, self.medium, clock=self.clock)
+
+    def start(self, tier: Tier | None = None, limits: TransferLimits = LIMITS) -> SharedTier:
+        for row in range(ROWS):
+            self.rows[row, :PAYLOAD] = payload_of(row, PAYLOAD)
+            self.rows[row, PAYLOAD:] = 255
+        self.shared = SharedTier(
+            tier or self.memory(),
+            rows=memoryview(self.rows).cast("B"),
+            row_bytes=ROW,
+            payload_bytes=PAYLOAD,
+            limits=limits,
+            clock=self.clock,
+        )
+        return self.shared
+
+    def fill(self, rows: Sequence[int]) -> None:
+        """Put blocks on the medium without the shell."""
+        for row in rows:
+            self.memory().store(key_of(row), payload_of(row, PAYLOAD), self.clock() + 1)
+
+    def outcome(self, job_id: int) -> JobOutcome:
+        """Poll as the scheduler does until the job is reported."""
+        while True:
+            self.reported += self.shared.finished()
+            for outcome in self.reported:
+                if outcome.job_id == job_id:
+                    return outcome
+            assert self.shared.wait_for_progress(REAL_SECONDS), f"job {job_id} was never reported"
+
+    def answer(self, key: bytes, request_id: str = "r") -> Lookup:
+        """Step until the lookup is no longer pending."""
+        while (found := self.shared.lookup(key, request_id)) is Lookup.PENDING:
+            self.shared.step_end()
+            assert self.shared.wait_for_progress(REAL_SECONDS), "the lookup was never answered"
+        return found
+
+    def clear_rows(self) -> None:
+        self.rows[:, :PAYLOAD] = 0
+
+    def holds(self, row: int, seed: int | None = None) -> bool:
+        return bool(self.rows[row, :PAYLOAD].tobytes() == payload_of(row if seed is None else seed, PAYLOAD))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.shared.close(timeout_seconds=1.0)
+    assert (rig.rows[:, PAYLOAD:] == 255).all(), "the padding of a row was touched"
+
+
+@pytest.fixture
+def hang(rig: Rig) -> Iterator[Callable[..., HangingTier]]:
+    made: list[HangingTier] = []
+
+    def make(*operations: Operation) -> HangingTier:
+        made.append(HangingTier(rig.memory(), operations))
+        return made[-1]
+
+    yield make
+    for tier in made:
+        tier.release()
+
+
+def keys(rows: Sequence[int]) -> list[bytes]:
+    return [key_of(row) for row in rows]
+
+
+# --- the good case ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_go_out_and_come_back_elsewhere(rig: Rig) -> None:
+    shared = rig.start()
+    shared.submit_store(1, keys(range(32)), range(32))
+    stored = rig.outcome(1)
+    assert stored.success and sorted(stored.done) == sorted(keys(range(32)))
+    rig.clear_rows()
+    shared.submit_load(2, keys(range(32)), range(32, 64))
+    loaded = rig.outcome(2)
+    assert loaded.success and sorted(loaded.done) == sorted(keys(range(32)))
+    assert all(rig.holds(32 + row, row) for row in range(32))
+    assert not shared.has_work()
+    stats = shared.snapshot()
+    assert (stats.written_bytes, stats.read_bytes) == (32 * PAYLOAD, 32 * PAYLOAD)
+    assert (stats.queued_load_bytes, stats.queued_store_bytes) == (0, 0)
+    assert stats.failures == {}
+
+
+def test_lookups_are_asked_in_one_batch_per_step_and_remembered(rig: Rig) -> None:
+    rig.fill(range(3))
+    tier = TierWrapper(rig.memory())
+    shared = rig.start(tier)
+    assert [shared.lookup(key, "r") for key in keys(range(5))] == [Lookup.PENDING] * 5
+    assert tier.calls[Operation.LOOKUP] == 0
+    shared.step_end()
+    assert [rig.answer(key) for key in keys(range(5))] == [Lookup.HIT] * 3 + [Lookup.MISS] * 2
+    assert [shared.lookup(key, "other") for key in keys(range(5))] == [Lookup.HIT] * 3 + [Lookup.MISS] * 2
+    assert tier.calls[Operation.LOOKUP] == 1
+    assert shared.snapshot().lookups == {LookupOutcome.HIT: 6, LookupOutcome.MISS: 4}
+
+
+def test_what_was_stored_is_a_hit_at_once(rig: Rig) -> None:
+    shared = rig.start()
+    shared.submit_store(1, keys([3]), [3])
+    rig.outcome(1)
+    assert shared.lookup(key_of(3), "r") is Lookup.HIT
+
+
+def test_an_answer_is_believed_only_for_a_while(rig: Rig) -> None:
+    shared = rig.start()
+    assert rig.answer(key_of(1)) is Lookup.MISS
+    rig.fill([1])  # by another engine
+    assert shared.lookup(key_of(1), "r") is Lookup.MISS
+    rig.clock.advance(5.0)
+    assert rig.answer(key_of(1)) is Lookup.HIT
+
+
+def test_a_job_without_keys_is_reported_too(rig: Rig) -> None:
+    shared = rig.start()
+    shared.submit_store(1, [], [])
+    shared.submit_load(2, [], [])
+    assert [outcome.job_id for outcome in shared.finished()] == [2, 1]
+    assert shared.finished() == []
+
+
+def test_a_key_that_is_there_or_on_its_way_is_not_written_again(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    tier = hang(Operation.STORE)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys([1]), [1])
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    shared.submit_store(2, keys([1]), [1])
+    assert rig.outcome(2).done == (key_of(1),)
+    tier.release()
+    assert rig.outcome(1).success
+    shared.submit_store(3, keys([1]), [1])
+    assert rig.outcome(3).success
+    assert tier.calls[Operation.STORE] == 1
+    assert shared.snapshot().stores_skipped == 2
+
+
+def test_loads_go_before_stores(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    rig.fill([9])
+    tier = hang(Operation.STORE)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys(range(8)), range(8))
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    shared.submit_load(2, keys([9]), [9])
+    assert rig.outcome(2).success, "a thread is kept free of stores"
+    assert tier.calls[Operation.STORE] == 1
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_key_fails_alone_and_is_known_missing_before_the_report(rig: Rig) -> None:
+    rig.fill([0, 2])
+    shared = rig.start()
+    rig.clear_rows()
+    shared.submit_load(1, keys([0, 1, 2]), [0, 1, 2])
+    outcome = rig.outcome(1)
+    assert sorted(outcome.done) == sorted(keys([0, 2]))
+    assert isinstance(outcome.failed[key_of(1)], TierMiss)
+    assert rig.holds(0) and rig.holds(2) and not rig.rows[1, :PAYLOAD].any()
+    assert shared.lookup(key_of(1), "r") is Lookup.MISS
+    assert shared.snapshot().failures == {(Operation.LOAD, "miss"): 1}
+
+
+def test_corrupt_entries_are_never_served_and_are_removed(rig: Rig) -> None:
+    tier = CorruptingTier(NAMESPACE, PAYLOAD, rig.medium, seed=7, corrupt_ratio=0.4, clock=rig.clock)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys(range(64)), range(64))
+    assert rig.outcome(1).success
+    rig.clear_rows()
+    shared.submit_load(2, keys(range(64)), range(64))
+    outcome = rig.outcome(2)
+    assert 10 < len(tier.corrupted) < 50
+    assert set(outcome.failed) == tier.corrupted
+    assert all(isinstance(error, TierCorrupt) for error in outcome.failed.values())
+    for row in range(64):
+        assert rig.holds(row) if key_of(row) not in tier.corrupted else not rig.rows[row, :PAYLOAD].any()
+    assert rig.memory().contains(sorted(tier.corrupted), rig.clock() + 1) == [False] * len(tier.corrupted)
+    assert shared.snapshot().breakers[Operation.LOAD] is BreakerState.CLOSED
+    assert sum(
+        count for (_, reason), count in shared.snapshot().failures.items() if reason in set(CorruptReason)
+    ) == len(tier.corrupted)
+
+
+def test_a_flaky_tier_fails_some_keys_and_serves_no_wrong_byte(rig: Rig) -> None:
+    rig.fill(range(64))
+    tier = FlakyTier(
+        rig.memory(),
+        seed=3,
+        failure_ratio=0.3,
+        make_error=lambda: TierUnreachable(UnreachableReason.DISCONNECTED, "injected"),
+    )
+    shared = rig.start(tier, replace(LIMITS, breaker=BreakerPolicy(failures_to_open=1000)))
+    rig.clear_rows()
+    shared.submit_load(1, keys(range(64)), range(64))
+    outcome = rig.outcome(1)
+    assert len(outcome.done) + len(outcome.failed) == 64
+    assert 5 < len(outcome.failed) < 40
+    for row in range(64):
+        assert rig.holds(row) if key_of(row) in outcome.done else not rig.rows[row, :PAYLOAD].any()
+
+
+def test_a_tier_that_breaks_its_contract_costs_a_miss_not_a_thread(rig: Rig) -> None:
+    tier = FailingTier(rig.memory(), lambda: ZeroDivisionError("defect"))
+    shared = rig.start(tier)
+    shared.submit_load(1, keys([1]), [1])
+    shared.submit_store(2, keys([2]), [2])
+    assert rig.outcome(1).failed[key_of(1)].reason == RefusedReason.OTHER
+    assert "ZeroDivisionError" in str(rig.outcome(2).failed[key_of(2)])
+    assert rig.answer(key_of(3)) is Lookup.MISS
+    tier.failing = False
+    shared.submit_store(3, keys([2]), [2])
+    assert rig.outcome(3).success
+
+
+class WorkedOn:
+    """What a tier holds while it works: a buffer, a file."""
+
+
+class ClutchingTier(TierWrapper):
+    """Fails while it holds something, behind an error of its own."""
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier)
+        self.held: list[weakref.ref[WorkedOn]] = []
+
+    def before(self, operation: Operation) -> None:
+        worked_on = WorkedOn()
+        self.held.append(weakref.ref(worked_on))
+        try:
+            raise OSError("the cause")
+        except OSError as error:
+            raise TierUnreachable(UnreachableReason.DISCONNECTED, "injected") from error
+
+
+def test_what_failed_operations_worked_on_is_let_go_of_at_once(rig: Rig) -> None:
+    """Not when the interpreter next looks for circles: an engine's files and buffers would pile up until then."""
+    tier = ClutchingTier(rig.memory())
+    shared = rig.start(tier)
+    gc.collect()
+    gc.disable()
+    try:
+        shared.submit_load(1, keys([1]), [1])
+        shared.submit_store(2, keys([2]), [2])
+        assert rig.answer(key_of(3)) is Lookup.MISS
+        assert not rig.outcome(1).success
+        assert not rig.outcome(2).success
+        rig.reported.clear()
+        shared.close()
+        left = [one for one in tier.held if one() is not None]
+    finally:
+        gc.enable()
+    assert len(tier.held) >= 3
+    assert not left
+
+
+# --- deadlines ----------------------------------------------------------------------------------------------------
+
+
+def test_a_lookup_that_hangs_delays_a_request_by_the_timeout_in_total(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    tier = hang(Operation.LOOKUP)
+    shared = rig.start(tier)
+    assert shared.lookup(key_of(1), "r") is Lookup.PENDING
+    shared.step_end()
+    rig.clock.advance(0.125)
+    assert shared.lookup(key_of(1), "r") is Lookup.PENDING
+    assert shared.lookup(key_of(2), "r") is Lookup.PENDING
+    rig.clock.advance(0.125)
+    assert shared.lookup(key_of(1), "r") is Lookup.MISS
+    assert shared.lookup(key_of(2), "r") is Lookup.MISS, "further keys do not start a new wait"
+    assert shared.lookup(key_of(3), "r") is Lookup.MISS
+    assert shared.snapshot().lookups == {LookupOutcome.EXPIRED: 3}
+    assert shared.lookup(key_of(1), "another") is Lookup.PENDING
+    shared.request_finished("r")
+    assert shared.lookup(key_of(3), "r") is Lookup.PENDING, "a new request of that name waits anew"
+
+
+def test_a_slow_but_timely_tier_uses_up_a_requests_patience_only_while_it_waits(rig: Rig) -> None:
+    tier = SlowTier(rig.memory(), rig.clock, 0.125, [Operation.LOOKUP])
+    shared = rig.start(tier)
+    assert rig.answer(key_of(1)) is Lookup.MISS
+    rig.clock.advance(100.0)
+    assert rig.answer(key_of(2)) is Lookup.MISS
+    assert shared.lookup(key_of(3), "r") is Lookup.MISS
+    assert shared.snapshot().lookups == {LookupOutcome.MISS: 2, LookupOutcome.EXPIRED: 1}
+
+
+def test_a_load_that_hangs_is_reported_at_its_deadline_and_its_late_end_touches_nothing(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    rig.fill(range(4))
+    tier = hang(Operation.LOAD)
+    shared = rig.start(tier)
+    rig.clear_rows()
+    shared.submit_load(1, keys(range(4)), range(4))
+    for _ in range(2):
+        assert tier.entered.acquire(timeout=REAL_SECONDS)
+    rig.clock.advance(1.999)
+    assert shared.finished() == []
+    rig.clock.advance(0.001)
+    (outcome,) = shared.finished()
+    assert set(outcome.failed) == set(keys(range(4)))
+    assert all(isinstance(error, TierTimeout) for error in outcome.failed.values())
+    assert shared.lookup(key_of(0), "r") is Lookup.MISS
+    assert not shared.has_work()
+
+    rig.rows[:, :PAYLOAD] = 77  # the rows now belong to someone else
+    tier.release()
+    assert shared.wait_for_progress(REAL_SECONDS)
+    while shared.snapshot().late_completions < 2:
+        assert shared.finished() == []
+        if shared.snapshot().late_completions < 2:
+            assert shared.wait_for_progress(REAL_SECONDS)
+    assert (rig.rows[:, :PAYLOAD] == 77).all()
+
+
+def test_a_store_that_hangs_has_let_go_of_its_row_when_it_is_reported(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    tier = hang(Operation.STORE)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys([5]), [5])
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    rig.clock.advance(10.0)
+    (outcome,) = shared.finished()
+    assert isinstance(outcome.failed[key_of(5)], TierTimeout)
+    rig.rows[5, :PAYLOAD] = 77  # reused while the write still hangs
+    tier.release()
+    while not shared.snapshot().late_completions:
+        assert shared.wait_for_progress(REAL_SECONDS)
+        assert shared.finished() == []
+    # The hung write began in time by the tier's own clock check or not at all: never the new bytes.
+    target = memoryview(bytearray(PAYLOAD))
+    try:
+        rig.memory().load(key_of(5), target, rig.clock() + 1)
+        assert target == payload_of(5, PAYLOAD)
+    except TierMiss:
+        pass
+
+
+def test_every_job_is_reported_once_when_all_threads_hang(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    tier = hang(*Operation)
+    shared = rig.start(tier)
+    for job_id in range(10):
+        (shared.submit_load if job_id % 2 else shared.submit_store)(job_id, keys([job_id]), [job_id])
+    rig.clock.advance(10.0)
+    assert sorted(outcome.job_id for outcome in shared.finished()) == list(range(10))
+    tier.release()
+    shared.drain(1.0)
+    assert shared.finished() == []
+
+
+def test_of_a_load_that_takes_its_time_what_has_come_is_told_before_its_end(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    rig.fill([1, 2])
+    tier = hang(Operation.LOAD)
+    passing = threading.Event()
+    load = tier.load
+
+    def second_hangs(key: bytes, target: memoryview, deadline: float) -> None:
+        if key == key_of(2):
+            load(key, target, deadline)
+        else:
+            rig.memory().load(key, target, deadline)
+            passing.set()
+
+    tier.load = second_hangs  # type: ignore[method-assign]
+    shared = rig.start(tier)
+    rig.rows[:, :PAYLOAD] = 0
+    shared.submit_load(1, keys([1, 2]), [1, 2])
+    assert tier.entered.acquire(timeout=REAL_SECONDS) and passing.wait(REAL_SECONDS)
+    assert shared.arrived() == [], "it may still end at once"
+    rig.clock.advance(ARRIVALS_TOLD_SECONDS)
+    while not (arrived := shared.arrived()):
+        assert shared.wait_for_progress(REAL_SECONDS)
+    assert arrived == [(1, keys([1]))]
+    assert rig.holds(1)
+    assert shared.arrived() == shared.finished() == []
+    tier.release()
+    outcome = rig.outcome(1)
+    assert outcome.success and sorted(outcome.done) == sorted(keys([1, 2]))
+    assert shared.arrived() == []
+
+
+def test_a_store_that_waited_too_long_is_dropped(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    tier = hang(Operation.STORE)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys([1]), [1])
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    shared.submit_store(2, keys([2]), [2])
+    rig.clock.advance(6.0)
+    tier.release()
+    assert rig.outcome(2).failed[key_of(2)].reason == RefusedReason.QUEUE_AGE
+    assert shared.snapshot().breakers[Operation.STORE] is BreakerState.CLOSED
+
+
+def test_stores_beyond_the_queue_are_dropped_and_counted(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    tier = hang(Operation.STORE)
+    shared = rig.start(tier, replace(LIMITS, store_queue_bytes_max=5 * PAYLOAD))
+    shared.submit_store(1, keys(range(8)), range(8))
+    assert shared.snapshot().queued_store_bytes == 5 * PAYLOAD
+    tier.release()
+    outcome = rig.outcome(1)
+    assert set(outcome.failed) == set(keys([5, 6, 7]))
+    assert shared.snapshot().shed == {(Operation.STORE, RefusedReason.QUEUE_FULL): 3}
+    assert shared.snapshot().failures == {}
+    assert shared.snapshot().queued_store_bytes == 0
+
+
+def test_loads_beyond_the_queue_are_refused_and_known_missing(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    rig.fill(range(4))
+    tier = hang(Operation.LOAD)
+    shared = rig.start(tier, replace(LIMITS, load_queue_bytes_max=2 * PAYLOAD))
+    shared.submit_load(1, keys(range(4)), range(4))
+    tier.release()
+    assert set(rig.outcome(1).failed) == set(keys([2, 3]))
+    assert shared.lookup(key_of(3), "r") is Lookup.MISS
+
+
+class BusyElsewhere(MemoryTier):
+    """Another engine is writing the odd blocks."""
+
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        if key in keys(range(1, ROWS, 2)):
+            return StoreOutcome.PENDING
+        return super().store(key, source, deadline, tenant)
+
+
+def test_what_another_engine_is_writing_is_no_failure_and_not_believed_to_be_there(rig: Rig) -> None:
+    shared = rig.start(BusyElsewhere(NAMESPACE, PAYLOAD, rig.medium, clock=rig.clock))
+    shared.submit_store(1, keys(range(4)), range(4))
+    outcome = rig.outcome(1)
+    assert outcome.success
+    assert set(outcome.done) == set(keys(range(4))), "their rows are free"
+    assert shared.lookup(key_of(0), "r") is Lookup.HIT
+    assert rig.answer(key_of(1)) is Lookup.MISS
+    stats = shared.snapshot()
+    assert stats.skipped == {SkipReason.PENDING: 2}
+    assert stats.written_bytes == 2 * PAYLOAD
+    shared.submit_store(2, keys([1]), [1])  # asked again, not taken for present
+    rig.outcome(2)
+    assert shared.snapshot().skipped == {SkipReason.PENDING: 3}
+
+
+def test_a_tier_that_cannot_be_used_is_said_at_start_and_when_it_can_be(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = MemoryTier(NAMESPACE, PAYLOAD, rig.medium, clock=rig.clock)
+    tried, usable = threading.Semaphore(0), threading.Event()
+
+    def prepare(deadline: float) -> None:
+        tried.release()
+        if not usable.is_set():
+            raise TierUnreachable(UnreachableReason.ROOT_MISSING, "path: /mnt/nmve: /mnt/nmve does not exist")
+
+    tier.prepare = prepare  # type: ignore[method-assign]
+    shared = rig.start(tier)
+    for _ in range(2):
+        assert tried.acquire(timeout=REAL_SECONDS)
+        rig.clock.advance(11.0)
+        shared.lookup(key_of(50), str(rig.clock()))
+        shared.step_end()
+    assert tried.acquire(timeout=REAL_SECONDS)
+    assert not shared.snapshot().ready
+    usable.set()
+    while not shared.snapshot().ready:
+        rig.clock.advance(11.0)
+        rig.answer(key_of(50), str(rig.clock()))
+    said = [record.getMessage() for record in caplog.records if "Shared tier memory" in record.getMessage()]
+    assert len(said) == 2, "once, however often it is tried"
+    assert "path: /mnt/nmve: /mnt/nmve does not exist" in said[0]
+    assert "can be used again" in said[1]
+
+
+class PacedTier(MemoryTier):
+    """Takes a tenth of a second for each chunk, and looks at the deadline when it begins and when it ends."""
+
+    clock: SteppedClock
+
+    def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        self._pace(deadline)
+        super().load(key, target, deadline)
+
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        self._pace(deadline)
+        return super().store(key, source, deadline, tenant)
+
+    def _pace(self, deadline: float) -> None:
+        if self.clock() < deadline:
+            self.clock.advance(0.1)
+        if self.clock() >= deadline:
+            raise TierTimeout("late")
+
+
+@pytest.mark.parametrize("operation", [Operation.LOAD, Operation.STORE])
+def test_more_at_once_than_a_healthy_tier_can_move_is_shed_and_opens_no_breaker(rig: Rig, operation: Operation) -> None:
+    if operation is Operation.LOAD:
+        rig.fill(range(60))
+    tier = PacedTier(NAMESPACE, PAYLOAD, rig.medium, clock=rig.clock)
+    tier.clock = rig.clock
+    limits = replace(LIMITS, io_threads=1, store_timeout_seconds=2.0)
+    shared = rig.start(tier, limits)
+    submit = shared.submit_load if operation is Operation.LOAD else shared.submit_store
+    for job_id in range(10):
+        rows = range(6 * job_id, 6 * job_id + 6)
+        submit(job_id, keys(rows), list(rows))
+    outcomes = [rig.outcome(job_id) for job_id in range(10)]
+    done = sum(len(outcome.done) for outcome in outcomes)
+    stats = shared.snapshot()
+    assert done >= 12  # 20 fit into two seconds, if the last is taken in before its deadline
+    assert stats.failures == {}
+    assert stats.shed == {(operation, RefusedReason.QUEUE_AGE): 60 - done}
+    assert stats.expiries == {}
+    assert stats.misses == ({MissReason.SHED: 60 - done} if operation is Operation.LOAD else {})
+    assert stats.breakers[operation] is BreakerState.CLOSED
+
+
+def test_loads_that_hang_open_the_breaker_though_others_were_served_a_moment_before(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    rig.fill(range(8))
+    tier = hang(Operation.LOAD)
+    tier.release()
+    shared = rig.start(tier)
+    shared.submit_load(0, keys([0]), [0])
+    assert rig.outcome(0).success
+    tier.hold()
+    rig.clock.advance(0.1)
+    for job_id in range(1, 4):
+        shared.submit_load(job_id, keys([job_id]), [job_id])
+        rig.clock.advance(2.0)
+        assert not rig.outcome(job_id).success
+    assert shared.snapshot().failures == {(Operation.LOAD, UnreachableReason.TIMEOUT): 3}
+    assert shared.snapshot().breakers[Operation.LOAD] is BreakerState.OPEN
+    tier.release()
+
+
+# --- the breaker --------------------------------------------------------------------------------------------------
+
+
+def test_an_unreachable_tier_is_left_alone_and_found_again(rig: Rig) -> None:
+    rig.fill(range(64))
+    tier = FailingTier(rig.memory(), lambda: TierUnreachable(UnreachableReason.CONNECT, "injected"))
+    shared = rig.start(tier, replace(LIMITS, io_threads=1))
+    for job_id in range(3):
+        shared.submit_load(job_id, keys([job_id]), [job_id])
+        assert not rig.outcome(job_id).success
+    assert shared.snapshot().breakers[Operation.LOAD] is BreakerState.OPEN
+    assert shared.lookup(key_of(9), "r") is Lookup.MISS
+    assert shared.snapshot().lookups == {LookupOutcome.REFUSED: 1}
+    shared.submit_load(3, keys([9]), [9])
+    assert rig.outcome(3).failed[key_of(9)].reason == RefusedReason.BREAKER_OPEN
+    assert tier.calls[Operation.LOAD] == 3
+
+    rig.clock.advance(1.0)
+    shared.submit_load(4, keys(range(10, 20)), range(10, 20))
+    rig.outcome(4)
+    assert tier.calls[Operation.LOAD] == 4, "one probe"
+    tier.failing = False
+    rig.clock.advance(2.0)
+    shared.submit_load(5, keys(range(20, 30)), range(20, 30))
+    assert rig.outcome(5).success
+    assert shared.snapshot().breakers[Operation.LOAD] is BreakerState.CLOSED
+    assert rig.answer(key_of(40)) is Lookup.HIT
+
+
+def test_a_tier_that_refuses_stores_still_serves_loads(rig: Rig) -> None:
+    rig.fill(range(4))
+    tier = RefusingTier(rig.memory(), RefusedReason.READ_ONLY, [Operation.STORE])
+    shared = rig.start(tier, replace(LIMITS, io_threads=1))
+    shared.submit_store(1, keys(range(10, 20)), range(10, 20))
+    assert len(rig.outcome(1).failed) == 10
+    assert tier.calls[Operation.STORE] == 3
+    shared.submit_store(2, keys([30]), [30])
+    assert rig.outcome(2).failed[key_of(30)].reason == RefusedReason.BREAKER_OPEN
+    assert rig.answer(key_of(2)) is Lookup.HIT
+    shared.submit_load(3, keys([2]), [2])
+    assert rig.outcome(3).success
+    states = shared.snapshot().breakers
+    assert (states[Operation.STORE], states[Operation.LOAD]) == (BreakerState.OPEN, BreakerState.CLOSED)
+
+
+def test_lookups_that_hang_open_the_breaker(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    shared = rig.start(hang(Operation.LOOKUP))
+    for number in range(3):
+        assert shared.lookup(key_of(number), f"r{number}") is Lookup.PENDING
+        shared.step_end()
+        rig.clock.advance(0.25)
+        shared.finished()
+    assert shared.lookup(key_of(9), "new") is Lookup.MISS
+    assert shared.snapshot().lookups == {LookupOutcome.REFUSED: 1}
+    assert shared.snapshot().failures == {(Operation.LOOKUP, UnreachableReason.TIMEOUT): 3}
+
+
+def test_a_failed_lookup_is_a_miss_for_all_who_wait(rig: Rig) -> None:
+    shared = rig.start(FailingTier(rig.memory(), lambda: TierRefused(RefusedReason.LOADING, "injected")))
+    assert [rig.answer(key_of(1), "a"), rig.answer(key_of(1), "b")] == [Lookup.MISS, Lookup.MISS]
+    assert shared.snapshot().failures == {(Operation.LOOKUP, RefusedReason.LOADING): 1}
+
+
+# --- the end ------------------------------------------------------------------------------------------------------
+
+
+def test_a_drain_waits_for_work_and_reports_all(rig: Rig) -> None:
+    rig.fill(range(16))
+    shared = rig.start()
+    shared.submit_store(1, keys(range(20, 40)), range(20, 40))
+    shared.submit_load(2, keys(range(16)), range(16))
+    assert shared.drain(REAL_SECONDS)
+    assert sorted(outcome.job_id for outcome in shared.finished()) == [1, 2]
+    assert not shared.has_work()
+
+
+def test_a_drain_gives_up_on_what_hangs(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    rig.fill(range(4))
+    tier = hang(Operation.LOAD)
+    shared = rig.start(tier)
+    rig.clear_rows()
+    shared.submit_load(1, keys(range(4)), range(4))
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    assert shared.drain(0.01)
+    (outcome,) = shared.finished()
+    assert len(outcome.failed) == 4
+    tier.release()
+    shared.drain(1.0)
+    assert not rig.rows[:, :PAYLOAD].any()
+
+
+def test_closing_is_bounded_lets_go_of_the_rows_and_refuses_what_comes_after(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    shared = rig.start(hang(*Operation))
+    shared.submit_load(1, keys([1]), [1])
+    shared.submit_store(2, keys([2]), [2])
+    shared.close(timeout_seconds=0.2)
+    shared.close()
+    shared.submit_store(3, keys([3]), [3])
+    shared.submit_load(4, keys([4]), [4])
+    assert sorted(outcome.job_id for outcome in shared.finished()) == [1, 2, 3, 4]
+
+
+def test_the_region_can_be_unmapped_after_closing() -> None:
+    import mmap
+
+    region = mmap.mmap(-1, 4 * ROW)
+    view = memoryview(region)
+    rig = Rig()
+    rig.fill([1])
+    shared = SharedTier(rig.memory(), rows=view, row_bytes=ROW, payload_bytes=PAYLOAD, clock=rig.clock)
+    rig.shared = shared
+    shared.submit_load(1, keys([1]), [0])
+    assert rig.outcome(1).success
+    shared.close()
+    view.release()
+    region.close()  # raises BufferError while any slice lives
+
+
+def test_threads_end_when_the_tier_is_closed(rig: Rig) -> None:
+    before = set(threading.enumerate())
+    shared = rig.start()
+    assert len(set(threading.enumerate()) - before) == LIMITS.io_threads + 1
+    shared.close()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(("job_keys", "rows"), [([b"k"], []), ([b"k"], [ROWS]), ([b"k"], [-1])])
+def test_jobs_that_make_no_sense_are_refused_at_once(rig: Rig, job_keys: list[bytes], rows: list[int]) -> None:
+    shared = rig.start()
+    with pytest.raises(ValueError, match="row"):
+        shared.submit_load(1, job_keys, rows)
+    assert shared.finished() == []
+
+
+# --- admission, tenants, weights, figures --------------------------------------------------------------------------
+
+
+class PressedTier(TierWrapper):
+    """A tier that is short of room."""
+
+    under_pressure = True
+
+
+def test_a_tier_short_of_room_takes_only_what_was_asked_for_before(rig: Rig) -> None:
+    tier = PressedTier(rig.memory())
+    shared = rig.start(tier)
+    shared.count_request(keys(range(8)))
+    shared.count_request(keys(range(4)))
+    shared.submit_store(1, keys(range(8)), range(8))
+    outcome = rig.outcome(1)
+    assert outcome.success
+    assert rig.memory().contains(keys(range(8)), rig.clock() + 1) == [True] * 4 + [False] * 4
+    assert shared.snapshot().skipped == {SkipReason.ADMISSION: 4}
+    assert rig.answer(key_of(7)) is Lookup.MISS, "what was not admitted is not taken for stored"
+    tier.under_pressure = False
+    shared.submit_store(2, keys(range(8)), range(8))
+    assert rig.outcome(2).success
+    assert all(rig.memory().contains(keys(range(8)), rig.clock() + 1))
+
+
+class TenantTier(TierWrapper):
+    """Writes down for whom it stored what."""
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier)
+        self.tenants: dict[bytes, bytes] = {}
+
+    def store(self, key, source, deadline, tenant=bytes(8)):
+        self.tenants[key] = tenant
+        return super().store(key, source, deadline, tenant)
+
+
+def test_a_store_says_whose_it_is(rig: Rig) -> None:
+    tier = TenantTier(rig.memory())
+    shared = rig.start(tier)
+    shared.submit_store(1, keys([1]), [1], tenant=b"tenant-1")
+    shared.submit_store(2, keys([2]), [2])
+    rig.outcome(1)
+    rig.outcome(2)
+    assert tier.tenants == {key_of(1): b"tenant-1", key_of(2): bytes(8)}
+
+
+def test_when_the_weights_change_nothing_is_served_or_stored_any_more(
+    rig: Rig, hang: Callable[..., HangingTier]
+) -> None:
+    rig.fill(range(4))
+    tier = hang(Operation.LOAD)
+    shared = rig.start(tier)
+    rig.clear_rows()
+    assert rig.answer(key_of(0)) is Lookup.HIT
+    shared.submit_load(1, keys([0]), [0])
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    since = shared.changes.position
+    shared.weights_changed()
+    assert shared.changes.touches(since, frozenset(keys([3])))
+    assert not shared.open
+    assert not rig.outcome(1).success
+    tier.release()
+    while not shared.snapshot().late_completions:
+        assert shared.wait_for_progress(REAL_SECONDS)
+        shared.finished()
+    assert not rig.rows[0, :PAYLOAD].any()
+    assert shared.lookup(key_of(0), "r") is Lookup.MISS
+    shared.submit_load(2, keys([1]), [1])
+    assert not rig.outcome(2).success
+    shared.submit_store(3, keys([9]), [9])
+    assert rig.outcome(3).success
+    assert rig.memory().contains(keys([9]), rig.clock() + 1) == [False]
+    stats = shared.snapshot()
+    assert stats.skipped == {SkipReason.WEIGHTS_CHANGED: 1}
+    assert stats.misses[MissReason.WEIGHTS_CHANGED] == 1
+    assert stats.weights_changed
+
+
+def test_what_expired_and_what_waits_is_counted(rig: Rig, hang: Callable[..., HangingTier]) -> None:
+    rig.fill(range(2))
+    tier = hang(*Operation)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys([8]), [8])
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    shared.submit_store(2, keys([9, 10]), [9, 10])
+    shared.submit_load(3, keys([0, 1]), [0, 1])
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    shared.lookup(key_of(5), "r")
+    shared.step_end()
+    assert tier.entered.acquire(timeout=REAL_SECONDS)
+    rig.clock.advance(3.0)
+    assert shared.snapshot().oldest_store_seconds == 3.0
+    shared.finished()
+    stats = shared.snapshot()
+    assert stats.expiries == {Operation.LOOKUP: 1, Operation.LOAD: 1}
+    assert stats.misses == {MissReason.LOAD_DEADLINE: 2}
+    assert shared.lookup(key_of(6), "r") is Lookup.MISS
+    assert shared.snapshot().misses[MissReason.LOOKUP_DEADLINE] == 1
+    rig.clock.advance(7.0)
+    shared.finished()
+    assert shared.snapshot().expiries == {Operation.LOOKUP: 1, Operation.LOAD: 1, Operation.STORE: 2}
+    tier.release()
+    assert shared.drain(REAL_SECONDS)
+    while shared.snapshot().oldest_store_seconds:
+        shared.submit_store(4, keys([11]), [11])
+        rig.outcome(4)
+        rig.reported.clear()
+
+
+def test_the_chunks_that_are_there_are_loaded_when_others_are_corrupt_or_gone_and_each_is_counted(rig: Rig) -> None:
+    tier = CorruptingTier(NAMESPACE, PAYLOAD, rig.medium, seed=7, corrupt_ratio=0.5, clock=rig.clock)
+    shared = rig.start(tier)
+    shared.submit_store(1, keys(range(16)), range(16))
+    assert rig.outcome(1).success
+    shared.submit_load(2, keys(range(18)), range(18))
+    rig.outcome(2)
+    assert shared.snapshot().misses == {MissReason.CORRUPT: len(tier.corrupted), MissReason.GONE: 2}
+
+
+def test_what_the_tier_evicted_is_told_by_reason_where_it_says_why(rig: Rig) -> None:
+    tier = rig.memory()
+    shared = rig.start(tier)
+    assert shared.snapshot().evictions == {}
+    tier.evicted_frames = 2  # type: ignore[attr-defined]
+    assert shared.snapshot().evictions == {"unspecified": 2}
+    tier.evictions = {"room": 3, "ttl": 1}  # type: ignore[attr-defined]
+    assert shared.snapshot().evictions == {"room": 3, "ttl": 1}
+
+
+class HoldingTier(TierWrapper):
+    """Stores everything at once but ``held``, which waits for ``released``."""
+
+    def __init__(self, tier: Tier, held: bytes) -> None:
+        super().__init__(tier)
+        self.held, self.reached, self.released = held, threading.Event(), threading.Event()
+
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        if key == self.held:
+            self.reached.set()
+            assert self.released.wait(REAL_SECONDS)
+        return super().store(key, source, deadline, tenant)
+
+
+def test_what_workers_have_settled_makes_room_before_its_job_ends(rig: Rig) -> None:
+    tier = HoldingTier(rig.memory(), key_of(2))
+    shared = rig.start(tier, replace(LIMITS, store_queue_bytes_max=4 * PAYLOAD))
+    try:
+        shared.submit_store(1, keys(range(3)), range(3))
+        assert tier.reached.wait(REAL_SECONDS)  # the one thread for stores has ended the two before
+        shared.submit_store(2, keys(range(3, 7)), range(3, 7))
+    finally:
+        tier.released.set()
+    assert set(rig.outcome(2).failed) == {key_of(6)}, "three of four beside the one in hand"
+    assert rig.outcome(1).success

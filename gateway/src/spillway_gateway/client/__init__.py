@@ -1,0 +1,1 @@
+"""Clients' connections: bounds, bodies, coalesced writes."""

@@ -1,0 +1,327 @@
+"""A server's connection with bounds: uvicorn's takes a head of any size, and waits for the end of one for ever.
+
+What a client sends is bounded before anybody knows who it is: the bytes and number of a request's headers, its target,
+what chunked coding adds to a body, and requests sent ahead. Times are bounded by OpenConnections.tick(): from the
+accept or a request's first byte to a whole head, between two requests, and while no byte of a reply is taken.
+
+A request for another protocol (`Upgrade`) is served as HTTP/1.1, as RFC 9110 (7.8) allows: Java's HttpClient asks for
+h2c with its first request on plain HTTP. The parser takes no body behind such a head, so it is fed the head once more
+without that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum, auto
+from typing import Any, cast
+
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from spillway_gateway.client.open_connections import Connection, OpenConnections
+from spillway_gateway.error_bodies import error_body
+
+HELD_BYTES_MAX = 64 * 1024  # of requests sent ahead, kept until their turn
+FRAMING_BYTES_PER_BYTE_MAX = 8  # of a chunked body: chunks of one byte take six
+NEVER = float("inf")
+_OF_UPGRADES = frozenset({b"upgrade", b"http2-settings", b"connection"})
+
+
+class BoundedState(ServerState):
+    """uvicorn's state of a server, with the bounds of its connections."""
+
+    def __init__(self, open_connections: OpenConnections) -> None:
+        super().__init__()
+        self.open_connections = open_connections
+
+
+class Refusal(Exception):
+    """What a client sent is out of bounds; ends the parser inside which it is raised."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+class _Phase(Enum):
+    BETWEEN = auto()  # two requests
+    HEAD = auto()
+    BODY = auto()  # and trailers
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """Its server's state is a BoundedState."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.open_connections = cast(BoundedState, self.server_state).open_connections
+        self._bounds = self.open_connections.bounds
+        self.came_as: Connection | None = None  # what was admitted before this connection was made
+        self._deadline = NEVER  # for what the client has to send next
+        self._phase = _Phase.BETWEEN
+        self._phase_is_new = True  # it began in the packet that is read now
+        self._wire_bytes = 0  # of the phase, without its first packet
+        self._packet_bytes = 0
+        self._body_bytes = 0
+        self._trailers = 0
+        self._body_room_bytes = 0  # taken of what all bodies may have
+        self._body_seconds = 0.0
+        self._body_bytes_before = 0
+        self.body_is_late = False
+        self._upgrading = False
+        self._refusal: Refusal | None = None
+        self._held = bytearray()
+        self._unsent_bytes = 0
+        self._stalled_at = NEVER
+
+    # -- asyncio.Protocol --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.came_as is not None:
+            admitted = self.open_connections.hand_over(self.came_as, self)
+        else:
+            admitted = self.open_connections.admit(self, self.client[0] if self.client else "")
+        if admitted:
+            self._deadline = self.loop.time() + self._bounds.head_seconds
+        else:
+            self._refuse(Refusal(503, "too_many_connections", "The gateway has as many connections as it may have"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.open_connections.leave(self)
+        self._deadline = NEVER
+        self._held.clear()
+        self.leave_body_room()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.pipeline:
+            self._feed(data)
+            return
+        # A further request waits for its turn. What follows is read all the same: that is how the connection's end,
+        # which cancels the present request, is noticed.
+        self._held += data
+        if len(self._held) > HELD_BYTES_MAX:
+            self.flow.pause_reading()
+
+    def _feed(self, data: bytes) -> None:
+        while data and self.parser is not None and not self.transport.is_closing():
+            self._packet_bytes = len(data)
+            try:
+                self.parser.feed_data(data)
+                self._check_wire()
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+            except httptools.HttpParserError:
+                self._refuse(self._refusal or Refusal(400, "invalid_http", "Invalid HTTP request received."))
+            except Refusal as refusal:
+                self._refuse(refusal)
+
+    def _check_wire(self) -> None:
+        """Of what takes more than one packet; the parser itself keeps no count."""
+        if self._phase_is_new:
+            self._phase_is_new = False
+            return
+        self._wire_bytes += self._packet_bytes
+        bytes_max = self._bounds.head_bytes_max
+        if self._phase is _Phase.BODY:
+            bytes_max += FRAMING_BYTES_PER_BYTE_MAX * self._body_bytes
+        if self._wire_bytes > bytes_max:
+            raise self._head_too_large()
+
+    def _enter(self, phase: _Phase) -> None:
+        self._phase = phase
+        self._phase_is_new = True
+        self._wire_bytes = 0
+
+    def _head_too_large(self) -> Refusal:
+        bounds = self._bounds
+        return Refusal(
+            431,
+            "request_headers_too_large",
+            f"The request's head is larger than {bounds.head_bytes_max} bytes or {bounds.headers_max} headers, the "
+            "gateway's connections.headBytesMax and headersMax",
+        )
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """In the shape of every other error; never into the middle of a reply."""
+        if self.cycle is None or self.cycle.response_complete:
+            body = error_body(refusal.message, "invalid_request_error", None, refusal.code)
+            retry = b"retry-after: 1\r\n" if refusal.status == 503 else b""
+            head = b"%scontent-type: application/json\r\nconnection: close\r\n%scontent-length: %d\r\n\r\n"
+            self.transport.write(head % (STATUS_LINE[refusal.status], retry, len(body)) + body)
+        self.transport.close()
+
+    # -- httptools ---------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._enter(_Phase.HEAD)
+        if self.cycle is not None and self.cycle.response_complete:
+            self._deadline = self.loop.time() + self._bounds.head_seconds
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+        if len(self.url) > self._bounds.target_bytes_max:
+            bytes_max = self._bounds.target_bytes_max
+            message = f"The target is longer than {bytes_max} bytes, the gateway's connections.targetBytesMax"
+            raise self._noted(Refusal(414, "uri_too_long", message))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is _Phase.BODY:  # a trailer: engines would take it for a header
+            self._trailers += 1
+            if self._trailers > self._bounds.headers_max:
+                raise self._noted(self._head_too_large())
+            return
+        headers = self.headers
+        if len(headers) >= self._bounds.headers_max:
+            raise self._noted(self._head_too_large())
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self._enter(_Phase.BODY)
+        self._body_bytes = self._trailers = 0
+        self.body_is_late = False
+        if self._packet_bytes > self._bounds.head_bytes_max:
+            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if size > self._bounds.head_bytes_max:
+                raise self._noted(self._head_too_large())
+        hosts = sum([name == b"host" for name, _ in self.headers])
+        if hosts != 1 and (hosts or self.parser.get_http_version() != "1.0"):
+            raise self._noted(Refusal(400, "invalid_host", "One Host header is needed in each request"))
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise self._noted(Refusal(405, "method_not_allowed", "CONNECT is not served here"))
+            self._upgrading = True
+            return
+        super().on_headers_complete()
+        self.open_connections.works(self)
+        self._deadline = NEVER
+        if self.pipeline:
+            self.flow.resume_reading()  # see data_received
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT and not self.pipeline:
+            self.flow.pause_reading()
+        cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        if self._upgrading:
+            return
+        self._enter(_Phase.BETWEEN)
+        if self.cycle.response_complete:
+            self._deadline = self.loop.time() + self._bounds.idle_seconds
+        else:
+            self._deadline = NEVER
+            super().on_message_complete()
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head that was parsed last, for a new parser."""
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
+        for name, value in self.headers:
+            if name not in _OF_UPGRADES:
+                lines.append(name + b": " + value)
+            elif name == b"connection" and b"close" in value.lower():
+                lines.append(b"connection: close")
+        self._upgrading = False
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _noted(self, refusal: Refusal) -> Refusal:
+        """The parser raises an error of its own instead of one that is raised inside it."""
+        self._refusal = refusal
+        return refusal
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        """uvicorn's, with a deadline where it sets a timer."""
+        self.server_state.total_requests += 1
+        if self._body_room_bytes:
+            self.leave_body_room()
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
+        else:
+            bounds = self._bounds
+            seconds = bounds.idle_seconds if self._phase is _Phase.BETWEEN else bounds.head_seconds
+            self._deadline = self.loop.time() + seconds
+            self.open_connections.waits(self)
+        if self._held and not self.pipeline:
+            self.loop.call_soon(self._feed_held)
+
+    def _feed_held(self) -> None:
+        held, self._held = bytes(self._held), bytearray()
+        self._feed(held)
+
+    def expect_body(self, seconds: float) -> None:
+        """Until the body is whole, each such time has to bring as much of it as bodyBytesPerSecondMin asks for. What is
+        late ends receive() with `body_is_late` set."""
+        self._body_seconds = seconds
+        self._body_bytes_before = 0
+        self._deadline = self.loop.time() + seconds
+
+    def take_body_room(self, more_bytes: int, bytes_max: int) -> None:
+        """For bytes of the present body, until leave_body_room() or the end of the request. Raises NoBodyRoom."""
+        taken = self._body_room_bytes + more_bytes
+        self.open_connections.body_room.take(more_bytes, taken, bytes_max)
+        self._body_room_bytes = taken
+
+    def leave_body_room(self) -> None:
+        self.open_connections.body_room.give_back(self._body_room_bytes)
+        self._body_room_bytes = 0
+
+    def is_over(self, now: float) -> bool:
+        if now > self._deadline:
+            return True
+        if not self.flow.write_paused and not self.transport.is_closing():
+            self._stalled_at = NEVER
+            return False
+        unsent = self.transport.get_write_buffer_size()
+        if self._stalled_at == NEVER or unsent < self._unsent_bytes:
+            self._stalled_at = now + self._bounds.stalled_seconds
+        self._unsent_bytes = unsent
+        return now > self._stalled_at
+
+    def end(self, now: float) -> None:
+        bounds = self._bounds
+        if now > self._stalled_at:
+            self.transport.abort()
+        elif now <= self._deadline:
+            return  # it went on meanwhile
+        elif self._phase is _Phase.HEAD:
+            seconds = bounds.head_seconds
+            self._refuse(Refusal(408, "request_timeout", f"The request's head was not whole within {seconds:g} s"))
+        elif self._phase is _Phase.BODY and not self.cycle.response_complete:
+            came = self._body_bytes - self._body_bytes_before
+            if came >= self._body_seconds * bounds.body_bytes_per_second_min:
+                self._body_bytes_before = self._body_bytes
+                self._deadline = now + self._body_seconds
+            else:
+                self._deadline = NEVER
+                self.body_is_late = True
+                self.cycle.message_event.set()
+            return
+        else:
+            self.transport.close()
+        self._deadline = NEVER
+
+    def make_room(self) -> None:
+        self.transport.abort()

@@ -1,0 +1,1 @@
+"""The configuration file, parsed once into frozen types."""

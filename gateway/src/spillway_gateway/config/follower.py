@@ -1,0 +1,93 @@
+"""Reads the configuration file again when it changes or SIGHUP comes; a bad file leaves the old settings in use."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from spillway_gateway.config.settings import GatewayConfig, load_config
+from spillway_gateway.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LIVE_SECTIONS = frozenset({"models", "timeouts", "limits", "log"})
+
+
+class ConfigFollower:
+    """path: the file. current: what is in use, sections that only a restart applies included. apply: puts a checked
+    configuration into effect."""
+
+    def __init__(self, path: Path, current: GatewayConfig, apply: Callable[[GatewayConfig], Awaitable[None]]) -> None:
+        self._path = path
+        self._apply = apply
+        self._wake = asyncio.Event()
+        self._asked = False
+        self._seen: tuple[int, int, int] | None = None
+        self.current = current
+        self.applied_total = 0
+        self.refused_total = 0
+        self.refused_now = False
+        self.restart_pending: tuple[str, ...] = ()
+
+    def read_soon(self) -> None:
+        """Whether the file looks changed or not."""
+        self._asked = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        period = self.current.reload.period_seconds
+        while True:
+            self._wake.clear()
+            await self.look()
+            try:
+                async with asyncio.timeout(period or None):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    async def look(self) -> None:
+        """Once. A mounted ConfigMap changes by renaming a link, which the inode shows."""
+        state = await asyncio.to_thread(_state, self._path)
+        if state == self._seen and not self._asked:
+            return
+        asked, self._asked, self._seen = self._asked, False, state
+        try:
+            given = await asyncio.to_thread(load_config, self._path)
+        except ConfigError as error:
+            self.refused_total += 1
+            self.refused_now = True
+            logger.error("%s; the configuration read before stays in use", error)
+            return
+        self.refused_now = False
+        effective, self.restart_pending = merge_live(self.current, given)
+        if self.restart_pending:
+            logger.warning("--config %s: restart to apply: %s", self._path, ", ".join(self.restart_pending))
+        if effective == self.current:
+            if asked:
+                logger.info("--config %s: read again, nothing to change", self._path)
+            return
+        await self._apply(effective)
+        self.current = effective
+        self.applied_total += 1
+        logger.info("--config %s: applied", self._path)
+
+
+def merge_live(current: GatewayConfig, given: GatewayConfig) -> tuple[GatewayConfig, tuple[str, ...]]:
+    """What of `given` can be put into effect now, and the names of the changed sections that cannot. Pure."""
+    names = [item.name for item in dataclasses.fields(GatewayConfig)]
+    changed = {name for name in names if getattr(current, name) != getattr(given, name)}
+    live = {name: getattr(given, name) for name in changed & LIVE_SECTIONS}
+    pending = tuple(name for name in names if name in changed - LIVE_SECTIONS)
+    return dataclasses.replace(current, **live), pending
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,0 +1,1 @@
+"""Sockets, TLS and the server that runs the gateway."""

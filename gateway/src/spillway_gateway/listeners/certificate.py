@@ -1,0 +1,77 @@
+"""The main listener's certificate, read again when its files change. Open connections keep the one they began with."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from pathlib import Path
+
+from spillway_gateway.config.settings import TlsConfig
+from spillway_gateway.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Certificate:
+    """context: for the listener; new handshakes use what was loaded last. Raises ConfigError for unusable files."""
+
+    def __init__(self, config: TlsConfig) -> None:
+        self._config = config
+        self._seen = self._state()
+        self.context = self._load(_server_context())
+        self.reloads_total = 0
+
+    async def follow(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.reload_seconds)
+            await asyncio.to_thread(self.reload)
+
+    def reload(self) -> None:
+        """One look at the files. A pair that does not fit (one file is newer) leaves the old one and is tried again."""
+        state = self._state()
+        if state == self._seen:
+            return
+        try:
+            self._load(_server_context())  # a context of its own: a failed load leaves half a pair behind
+        except ConfigError as error:
+            logger.error("%s; the certificate read before stays in use", error)
+            return
+        self._load(self.context)
+        self._seen = state
+        self.reloads_total += 1
+        logger.info("listen.tls.certFile %s: read again", self._config.cert_file)
+
+    def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        config = self._config
+        try:
+            context.load_cert_chain(config.cert_file, config.key_file, password=_no_password)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise ConfigError(
+                f"listen.tls: {config.cert_file} and {config.key_file} cannot be used ({error}); give a PEM chain and "
+                "its key without a password"
+            ) from error
+        return context
+
+    def _state(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(_file_state(Path(path)) for path in (self._config.cert_file, self._config.key_file))
+
+
+def _server_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")
+
+
+def _file_state(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size

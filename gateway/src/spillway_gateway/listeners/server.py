@@ -1,0 +1,183 @@
+"""Runs the gateway under uvicorn, with a shutdown that loses no stream.
+
+SIGTERM: /ready turns 503, new requests are still served for the drain delay, then the listening socket closes, running
+streams get the drain timeout, and what is left ends with an error event. A second signal ends at once.
+
+Kept connections are not closed under their clients, who may be sending at that moment: from SIGTERM on every reply says
+`connection: close`, and a connection that stays idle is closed some seconds after the last request has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from types import FrameType
+from typing import cast
+
+import uvicorn
+
+from spillway_gateway.app import Gateway
+from spillway_gateway.client.connection import ClientConnection, DrainingState
+from spillway_gateway.listeners.certificate import Certificate
+from spillway_gateway.listeners.tls import TlsListener
+from spillway_gateway.ops.server import OperationsServer
+
+logger = logging.getLogger(__name__)
+
+LISTEN_BACKLOG = 4096
+AFTER_DRAIN_SECONDS = 5.0  # for the last error events to leave
+POLL_SECONDS = 0.05
+KEPT_CONNECTION_SECONDS = 3.0  # for idle clients to send once more and hear that the connection ends
+
+
+class PortInUse(Exception):
+    """The listening address is taken; the message says which, and what to change."""
+
+
+def bind(host: str, port: int, setting: str = "listen.port") -> socket.socket:
+    """Raises PortInUse for every address that cannot be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise PortInUse(
+            f"listen: cannot listen on {host}:{port} ({error.strerror}); stop what uses it or change {setting}"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn with the gateway's own shutdown. Raises ConfigError for an unusable certificate."""
+
+    def __init__(self, gateway: Gateway, ops_listener: socket.socket | None = None) -> None:
+        shutdown = gateway.config.shutdown
+        tls = gateway.config.listen.tls
+        self.certificate = Certificate(tls) if tls is not None else None
+        self._operations = (
+            OperationsServer(gateway.ops_app, gateway.operations, ops_listener, gateway.config.connections)
+            if ops_listener is not None
+            else None
+        )
+        super().__init__(
+            uvicorn.Config(
+                gateway.app,
+                http=ClientConnection,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=LISTEN_BACKLOG,
+                timeout_graceful_shutdown=int(
+                    shutdown.drain_timeout_seconds + AFTER_DRAIN_SECONDS + KEPT_CONNECTION_SECONDS
+                )
+                + 1,
+            )
+        )
+        self.server_state: DrainingState = DrainingState(gateway.lifecycle, gateway.open_connections)
+        self._gateway = gateway
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        if not self.config.loaded:
+            self.config.load()
+        following = asyncio.create_task(self.certificate.follow()) if self.certificate is not None else None
+        if self._operations is not None:
+            self._operations.start()
+        try:
+            await super().serve(sockets)
+        finally:
+            if following is not None:
+                following.cancel()
+            if self._operations is not None:
+                await self._operations.stop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.certificate is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+
+        def new_connection() -> ClientConnection:
+            return ClientConnection(self.config, self.server_state, self.lifespan.state)
+
+        for listener in sockets or []:
+            accepting = TlsListener(
+                listener, self.certificate.context, self.server_state.open_connections, new_connection
+            )
+            accepting.start()
+            self.servers.append(cast(asyncio.Server, accepting))
+
+    async def on_tick(self, counter: int) -> bool:
+        self.server_state.open_connections.tick(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ours instead of uvicorn's: its own handlers close the listening socket at the first signal."""
+        assert self._loop is not None
+        signals = (signal.SIGTERM, signal.SIGINT)
+        try:
+            for number in signals:
+                self._loop.add_signal_handler(number, self.begin_shutdown)
+            if self._gateway.follower is not None:
+                self._loop.add_signal_handler(signal.SIGHUP, self._gateway.follower.read_soon)
+        except (ValueError, RuntimeError):  # not the main thread: whoever runs the loop ends it
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number in (*signals, signal.SIGHUP):
+                self._loop.remove_signal_handler(number)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.begin_shutdown()
+
+    def begin_shutdown(self) -> None:
+        """First call: drain. Second call: end now."""
+        if self._drain is None:
+            self._drain = asyncio.ensure_future(self._drain_and_exit())
+        else:
+            self._gateway.end_running()
+            self.should_exit = True
+
+    async def _drain_and_exit(self) -> None:
+        shutdown = self._gateway.config.shutdown
+        self._gateway.lifecycle.draining = True
+        for connection in self.server_state.connections:
+            cast(ClientConnection, connection).end_with_next_reply()
+        logger.info(
+            "shutting down: %d requests running, listening for %g s more, then up to %g s for them to finish",
+            len(self._gateway.running),
+            shutdown.drain_delay_seconds,
+            shutdown.drain_timeout_seconds,
+        )
+        await asyncio.sleep(shutdown.drain_delay_seconds)
+        for server in self.servers:
+            server.close()  # no new connections
+        if await self._gateway.wait_idle(shutdown.drain_timeout_seconds):
+            await self._wait_for_kept_connections()
+        else:
+            logger.warning("drain timeout: ending %d requests", len(self._gateway.running))
+        self.should_exit = True
+        self._gateway.end_running()
+
+    async def _wait_for_kept_connections(self) -> None:
+        """Until each has been told to close, or nothing was sent on those that are left for a while."""
+        for _ in range(int(KEPT_CONNECTION_SECONDS / POLL_SECONDS)):
+            if not self.server_state.connections:
+                return
+            await asyncio.sleep(POLL_SECONDS)  # uvicorn says it in no other way

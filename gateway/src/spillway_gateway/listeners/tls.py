@@ -1,0 +1,102 @@
+"""TLS on the main listener. A client is counted from its accept on: one that never ends its handshake is a connection
+like every other, and the event loops' own servers tell of a connection only after its handshake."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+from spillway_gateway.client.bounded_connection import BoundedConnection
+from spillway_gateway.client.open_connections import OpenConnections
+
+logger = logging.getLogger(__name__)
+
+ACCEPTED_AT_ONCE = 64
+PAUSE_SECONDS = 1.0  # where the system has no descriptor left
+
+
+class TlsListener:
+    """Accepts on `listener` from start() to close(). Stands where uvicorn has an asyncio.Server."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        open_connections: OpenConnections,
+        new_connection: Callable[[], BoundedConnection],
+    ) -> None:
+        self._listener = listener
+        self._context = context
+        self._open = open_connections
+        self._new_connection = new_connection
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        if not self._closed:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+        if self._pause is not None:
+            self._pause.cancel()
+
+    async def wait_closed(self) -> None:
+        """Its connections are uvicorn's."""
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                accepted, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                logger.error("no connection can be accepted (%s); trying again in %g s", error.strerror, PAUSE_SECONDS)
+                self._loop.remove_reader(self._listener.fileno())
+                self._pause = self._loop.call_later(PAUSE_SECONDS, self.start)
+                return
+            accepted.setblocking(False)
+            handshake = _Handshake()
+            if self._open.admit(handshake, address[0]):
+                handshake.task = self._loop.create_task(self._shake_hands(handshake, accepted))
+            else:
+                accepted.close()
+
+    async def _shake_hands(self, handshake: _Handshake, accepted: socket.socket) -> None:
+        def connection() -> BoundedConnection:
+            made = self._new_connection()
+            made.came_as = handshake
+            return made
+
+        try:
+            await self._loop.connect_accepted_socket(
+                connection, accepted, ssl=self._context, ssl_handshake_timeout=self._open.bounds.head_seconds
+            )
+        except (OSError, asyncio.CancelledError):  # ssl.SSLError is an OSError
+            accepted.close()
+        finally:
+            self._open.leave(handshake)
+
+
+class _Handshake:
+    """A connection until its handshake has ended."""
+
+    task: asyncio.Task[None]
+
+    def is_over(self, now: float) -> bool:
+        return False  # the handshake has a timeout of its own
+
+    def end(self, now: float) -> None:
+        self.task.cancel()
+
+    def make_room(self) -> None:
+        self.task.cancel()

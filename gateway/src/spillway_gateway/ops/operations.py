@@ -1,0 +1,118 @@
+"""GET /health, /ready, /metrics and /spillway/config: the gateway's own state, never forwarded to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from spillway_gateway.access.gatekeeper import Gatekeeper
+from spillway_gateway.api.inference import Lifecycle
+from spillway_gateway.config.settings import GatewayConfig, shown_config
+from spillway_gateway.error_bodies import body_of
+from spillway_gateway.errors import GatewayError
+from spillway_gateway.fleet.engines import EngineState, ModelFleet
+from spillway_gateway.metrics import GatewayMetrics
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Answer(NamedTuple):
+    status: int
+    document: dict[str, Any]
+
+
+class Operations:
+    """Routes for probes on every listener, and for operators on the one that is theirs.
+
+    fleets: live. config: the configuration in use now. discovered: what sources of engines have told, by model.
+    """
+
+    def __init__(
+        self,
+        fleets: list[ModelFleet],
+        lifecycle: Lifecycle,
+        metrics: GatewayMetrics,
+        gatekeeper: Gatekeeper,
+        config: Callable[[], GatewayConfig],
+        *,
+        discovered: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._fleets = fleets
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._gatekeeper = gatekeeper
+        self._config = config
+        self._discovered = discovered
+        self._started = False
+
+    def probe_routes(self) -> list[Route]:
+        return [Route("/health", self._health), Route("/ready", self._ready)]
+
+    def operator_routes(self, *, asks_for_key: bool) -> list[Route]:
+        """asks_for_key: where clients reach the listener too, both are for operators' keys only: metrics name engines
+        and tenants."""
+        routes = {"/metrics": self._exposition, "/spillway/config": self._show_config}
+        return [
+            Route(path, self._for_keys(answer) if asks_for_key else answer, methods=["GET"])
+            for path, answer in routes.items()
+        ]
+
+    def health(self) -> Answer:
+        """The process is alive; says nothing about engines. May be called in any thread."""
+        return Answer(200, {"status": "ok"})
+
+    def readiness(self) -> Answer:
+        """200 while the gateway can serve at least one model and does not drain. May be called in any thread.
+
+        A model without an engine gets 503 for its own requests alone: were the whole gateway not ready, every client of
+        every other model would be refused as well. Only at its start a gateway also waits until every known engine has
+        answered or failed to, so that in a rolling restart it takes no request that the old replica could have served.
+        """
+        fleets = [(fleet.name, list(fleet.engines.values())) for fleet in list(self._fleets)]
+        engines = {name: {engine.name: engine.says for engine in each} for name, each in fleets}
+        if self._lifecycle.draining:
+            return Answer(503, {"ready": False, "reason": "draining", "models": engines})
+        missing = [name for name, each in fleets if not any(engine.routable for engine in each)]
+        if len(missing) == len(fleets):
+            reason = f"no routable engine for: {', '.join(missing)}"
+            return Answer(503, {"ready": False, "reason": reason, "models": engines})
+        unasked = [engine.name for _, each in fleets for engine in each if engine.state is EngineState.UNKNOWN]
+        if unasked and not self._started:
+            reason = f"not asked yet since the start: {', '.join(unasked)}"
+            return Answer(503, {"ready": False, "reason": reason, "models": engines})
+        self._started = True
+        return Answer(200, {"ready": True, "unavailable": missing, "models": engines})
+
+    async def _health(self, request: Request) -> Response:
+        return _response(self.health())
+
+    async def _ready(self, request: Request) -> Response:
+        return _response(self.readiness())
+
+    async def _exposition(self, request: Request) -> Response:
+        return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _show_config(self, request: Request) -> Response:
+        """`{"settings": ..., "discovered": ...}`: the file's keys with every default filled in, and the engines that
+        were found where none are listed."""
+        document = {"settings": shown_config(self._config()), "discovered": self._discovered()}
+        return Response(msgspec.json.encode(document), media_type="application/json")
+
+    def _for_keys(self, answer: Endpoint) -> Endpoint:
+        async def asked(request: Request) -> Response:
+            try:
+                self._gatekeeper.allow_operator(request.headers.raw)
+            except GatewayError as error:
+                return Response(body_of(error), error.status, media_type="application/json")
+            return await answer(request)
+
+        return asked
+
+
+def _response(answer: Answer) -> Response:
+    return JSONResponse(answer.document, answer.status)

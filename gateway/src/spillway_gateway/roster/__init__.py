@@ -1,0 +1,1 @@
+"""The models and engines in service, and the tasks that follow them."""

@@ -1,0 +1,89 @@
+"""The tasks that follow each engine, from when it joins until its last request after it has left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+
+import aiohttp
+import zmq.asyncio
+
+from spillway_gateway.config.settings import HealthConfig
+from spillway_gateway.fleet.engines import Engine
+from spillway_gateway.fleet.health import HealthPoller
+from spillway_gateway.fleet.kv_events import EventFollower
+from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.metrics import GatewayMetrics
+
+logger = logging.getLogger(__name__)
+
+METRICS_KEPT_SECONDS = 300.0  # after an engine's last request: every scraper has read its last values by then
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """What the tasks ask engines with; lives as long as the application."""
+
+    session: aiohttp.ClientSession
+    zmq: zmq.asyncio.Context
+
+
+class EngineTasks:
+    """in_service: whether an engine of this name is on the roster now."""
+
+    def __init__(self, clients: Clients, metrics: GatewayMetrics, in_service: Callable[[str], bool]) -> None:
+        self._clients = clients
+        self._metrics = metrics
+        self._in_service = in_service
+        self._polls: dict[Engine, asyncio.Task[None]] = {}
+        self._events: dict[Engine, asyncio.Task[None]] = {}
+        self._departures: set[asyncio.Task[None]] = set()
+
+    def follow(self, engine: Engine, index: PrefixIndex, health: HealthConfig) -> None:
+        poller = HealthPoller(engine, self._clients.session, health)
+        self._polls[engine] = asyncio.create_task(guarded(poller.run(), f"health of {engine.name}"))
+        if engine.config.kv_events is not None:
+            follower = EventFollower(engine, index, self._metrics, self._clients.zmq)
+            self._events[engine] = asyncio.create_task(guarded(follower.run(), f"events of {engine.name}"))
+
+    def depart(self, engine: Engine, index: PrefixIndex) -> None:
+        """The engine is off the roster. Its events end at once, and its entries in the index are freed in steps. It is
+        polled as long as it has requests: those that wait on a hung engine have to be told."""
+        events = self._events.pop(engine, None)
+        if events is not None:
+            events.cancel()  # before the index forgets the name, which may soon be another engine's
+        steps = index.retire_engine(engine.name)
+        task = asyncio.create_task(guarded(self._depart(engine, steps), f"departure of {engine.name}"))
+        self._departures.add(task)
+        task.add_done_callback(self._departures.discard)
+
+    async def _depart(self, engine: Engine, steps: Iterator[None]) -> None:
+        for _ in steps:
+            await asyncio.sleep(0)
+        idle = asyncio.Event()
+        engine.on_idle = idle.set
+        if engine.running_requests:
+            await idle.wait()
+        poll = self._polls.pop(engine, None)
+        if poll is not None:
+            poll.cancel()
+        await asyncio.sleep(METRICS_KEPT_SECONDS)
+        if not self._in_service(engine.name):
+            self._metrics.forget_engine(engine.name)
+
+    async def stop(self) -> None:
+        tasks = [*self._departures, *self._events.values(), *self._polls.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def guarded(work: Coroutine[object, object, None], name: str) -> None:
+    """A background task that dies of a defect is started over by nobody; at least it says so."""
+    try:
+        await work
+    except Exception:
+        logger.exception("background task stopped: %s", name)
+        raise

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import aiohttp
+
+from spillway_gateway.api.dispatch import ShortWay
+from spillway_gateway.testing.running import gateway_config, running_gateway
+
+
+def scope(method: str, path: str) -> dict[str, Any]:
+    return {"type": "http", "method": method, "path": path}
+
+
+class Sent(list[MutableMapping[str, Any]]):
+    """What an application sent; like a server, it takes one start alone."""
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start" and self:
+            raise RuntimeError("a reply has begun")
+        self.append(message)
+
+
+async def nothing() -> MutableMapping[str, Any]:
+    raise AssertionError("nobody reads here")
+
+
+async def test_only_posts_to_known_paths_go_past_the_framework() -> None:
+    taken: list[tuple[str, str]] = []
+
+    async def endpoint(scope: Any, receive: Any, send: Any) -> None:
+        taken.append(("endpoint", scope["path"]))
+
+    async def framework(scope: Any, receive: Any, send: Any) -> None:
+        taken.append(("framework", scope.get("path", "")))
+
+    way = ShortWay({"/known": endpoint}, framework)
+    for each in (scope("POST", "/known"), scope("GET", "/known"), scope("POST", "/other"), {"type": "lifespan"}):
+        await way(each, nothing, Sent())
+
+    assert taken == [("endpoint", "/known"), ("framework", "/known"), ("framework", "/other"), ("framework", "")]
+
+
+async def test_a_defect_is_a_500_and_after_the_start_nothing_more() -> None:
+    async def fails_at_once(scope: Any, receive: Any, send: Any) -> None:
+        raise ValueError("a defect")
+
+    async def fails_in_the_middle(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ValueError("a defect")
+
+    way = ShortWay({"/at-once": fails_at_once, "/later": fails_in_the_middle}, fails_at_once)
+    at_once, later = Sent(), Sent()
+    await way(scope("POST", "/at-once"), nothing, at_once)
+    await way(scope("POST", "/later"), nothing, later)
+
+    assert at_once[0]["status"] == 500 and b"internal_error" in at_once[1]["body"]
+    assert [message.get("status") for message in later] == [200]
+
+
+async def test_other_methods_keep_their_error(start_engine: Any) -> None:
+    engine = await start_engine()
+    async with (
+        running_gateway(gateway_config([engine])) as running,
+        aiohttp.ClientSession() as client,
+        client.get(running.url + "/v1/chat/completions") as reply,
+    ):
+        assert reply.status == 405
+        assert (await reply.json())["error"]["code"] == "method_not_allowed"

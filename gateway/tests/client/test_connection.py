@@ -1,0 +1,199 @@
+"""What the server's connection adds to uvicorn's: heads that wait for bodies, and news of a client that left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from spillway_gateway.client.connection import HeadWithBody
+from spillway_gateway.testing.faults import HoldInStream
+from spillway_gateway.testing.running import gateway_config, running_gateway, until
+from spillway_gateway.write_coalescing import TurnWrites
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
+
+
+class Wire(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self.closed
+        self.written.append(bytes(data))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    abort = pause_reading = resume_reading = set_protocol = close  # type: ignore[assignment]
+
+
+async def test_a_head_leaves_with_the_first_bytes_of_its_body() -> None:
+    wire = Wire()
+    transport = HeadWithBody(wire)
+    transport.write(HEAD)
+    transport.write(b"{}")
+    transport.write(b"more")
+
+    assert wire.written == [HEAD + b"{}", b"more"]
+
+
+async def test_where_requests_share_the_turn_a_reply_leaves_at_its_end() -> None:
+    TurnWrites.here().requests = 2
+    wires = Wire(), Wire()
+    for wire in wires:
+        transport = HeadWithBody(wire)
+        transport.write(HEAD)
+        transport.write(b"{}")
+    assert [wire.written for wire in wires] == [[], []]
+
+    await asyncio.sleep(0)
+    assert [wire.written for wire in wires] == [[HEAD + b"{}"], [HEAD + b"{}"]]
+
+
+async def test_nothing_is_written_to_a_connection_that_was_lost_within_the_turn() -> None:
+    TurnWrites.here().requests = 2
+    wire = Wire()
+    HeadWithBody(wire).write(HEAD)
+    wire.closed = True
+    await asyncio.sleep(0)
+
+    assert wire.written == []
+
+
+async def test_a_head_without_a_body_leaves_by_itself() -> None:
+    wire = Wire()
+    HeadWithBody(wire).write(HEAD)
+    await asyncio.sleep(0)
+
+    assert wire.written == [HEAD]
+
+
+async def test_closing_sends_what_was_held_back() -> None:
+    wire = Wire()
+    transport = HeadWithBody(wire)
+    transport.write(HEAD)
+    transport.close()
+    await asyncio.sleep(0)
+
+    assert wire.written == [HEAD] and wire.closed
+
+
+async def test_an_interim_reply_does_not_wait() -> None:
+    wire = Wire()
+    HeadWithBody(wire).write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    assert wire.written == [b"HTTP/1.1 100 Continue\r\n\r\n"]
+
+
+def chat(content: str) -> bytes:
+    body = {"model": "fake", "messages": [{"role": "user", "content": content}], "stream": True}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+async def test_a_client_that_leaves_after_a_long_body_is_noticed(start_engine: Any) -> None:
+    """A body this long pauses reading, and a paused connection tells nothing of its end."""
+    engine = await start_engine(max_model_len=10**9)
+    engine.fault = HoldInStream(0, asyncio.Event())
+    async with running_gateway(gateway_config([engine])) as running:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        writer.write(chat("x" * 1_000_000))
+        await until(lambda: engine.seen)
+        writer.close()
+        async with asyncio.timeout(60):
+            await engine.seen[0].cancelled.wait()
+        await until(lambda: not running.gateway.running)
+
+
+async def test_what_is_not_http_does_not_get_into_a_stream(start_engine: Any) -> None:
+    engine = await start_engine()
+    release = asyncio.Event()
+    engine.fault = HoldInStream(1, release)
+    async with running_gateway(gateway_config([engine])) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        writer.write(chat("hello"))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.write(b"\x01\x02 not http\r\n\r\n")
+        rest = await reader.read()
+        writer.close()
+
+    assert b"400 Bad Request" not in rest and b"invalid_http" not in rest
+
+
+async def test_what_is_not_http_is_refused_as_everything_else(start_engine: Any) -> None:
+    async with running_gateway(gateway_config([await start_engine()])) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        writer.write(b"\x01\x02 not http\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def plain_chat(content: str, *, close: bool = False) -> bytes:
+    data = json.dumps({"model": "fake", "messages": [{"role": "user", "content": content}]}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
+    return (head + ("connection: close\r\n" if close else "") + "\r\n").encode() + data
+
+
+async def test_requests_sent_without_waiting_get_their_own_replies_in_order(start_engine: Any) -> None:
+    """Both are parsed before the first is answered, so a reply must know its request and not the connection's last."""
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        writer.write(plain_chat("first " * 3) + plain_chat("second " * 7, close=True))
+        answers = await reader.read()
+        writer.close()
+
+    replies = answers.split(b"HTTP/1.1 ")[1:]
+    heads, bodies = zip(*(reply.split(b"\r\n\r\n", 1) for reply in replies), strict=True)
+    assert [head[:3] for head in heads] == [b"200", b"200"]
+    assert [b"connection: close" in head for head in heads] == [False, True]
+    prompts = [json.loads(body)["usage"]["prompt_tokens"] for body in bodies]
+    assert prompts[0] < prompts[1]
+    assert [int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]) for head in heads] == [
+        len(body) for body in bodies
+    ]
+
+
+async def test_a_gateway_that_drains_ends_a_connection_with_the_reply_that_is_due(start_engine: Any) -> None:
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        writer.write(plain_chat("before"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"connection: close" not in head
+        await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+
+        running.gateway.lifecycle.draining = True
+        writer.write(plain_chat("after"))
+        answer = await reader.read()  # to the end of the connection
+        writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"\r\nconnection: close\r\n" in answer
+
+
+async def test_who_asks_for_a_head_gets_no_body(start_engine: Any) -> None:
+    """A body after it would be taken for the start of the next reply."""
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        made = json.dumps({"model": "fake", "input": "hello"}).encode()
+        writer.write(b"POST /v1/responses HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(made) + made)
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        path = f"/v1/responses/{json.loads(await reader.readexactly(size))['id']}"
+        writer.write(f"HEAD {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        answer = await reader.read()
+        writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\n")

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_gateway.config.settings import load_config, parse_config
+from spillway_gateway.errors import ConfigError
+
+ENGINE = {"name": "e0", "url": "http://127.0.0.1:8100"}
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {"models": [{"name": "m", "engines": [ENGINE]}], **changes}
+
+
+def test_minimal_file_gets_the_defaults() -> None:
+    config = parse_config(document())
+
+    assert (config.listen.host, config.listen.port) == ("127.0.0.1", 8000)
+    assert config.models[0].engines[0].kv_events is None
+
+
+def test_camel_case_keys_reach_their_fields() -> None:
+    config = parse_config(document(timeouts={"firstByteSeconds": 7}, limits={"bodyBytesMax": 10}))
+
+    assert config.timeouts.first_byte_seconds == 7.0
+    assert config.limits.body_bytes_max == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"timeout": {}}, "did you mean 'timeouts'"),
+        ({"timeouts": {"firstByteSecond": 1}}, "did you mean 'firstByteSeconds'"),
+        ({"timeouts": {"connectSeconds": "2"}}, "timeouts.connectSeconds: '2' given, a number needed"),
+        ({"timeouts": {"connectSeconds": 0}}, "timeouts.connectSeconds"),
+        ({"timeouts": {"connectSeconds": float("nan")}}, "timeouts.connectSeconds"),
+        ({"health": {"timeoutsBeforeDown": True}}, "health.timeoutsBeforeDown"),
+        ({"listen": {"port": 70000}}, "listen.port"),
+        ({"listen": {"opsPort": 8000}}, "listen.opsPort: 8000 is listen.port too"),
+        ({"listen": {"opsHost": "0.0.0.0"}}, "listen.opsHost: set without listen.opsPort"),
+        ({"listen": {"tls": {"certFile": "c"}}}, "listen.tls.keyFile: missing"),
+        ({"auth": {"unsaltedRoutes": "maybe"}}, "auth.unsaltedRoutes: 'maybe' given"),
+        ({"audit": {"waitingLinesMax": 0}}, "audit.waitingLinesMax"),
+        ({"reload": {"periodSeconds": -1}}, "reload.periodSeconds"),
+        ({"log": {"level": "loud"}}, "log.level"),
+        ({"routing": {"boundedLoadFactor": 0.5}}, "routing.boundedLoadFactor"),
+        ({"shutdown": {"drainDelaySeconds": -1}}, "shutdown.drainDelaySeconds"),
+        ({"models": []}, "models: empty"),
+        ({"models": [{"name": "m", "engines": []}]}, "has no engine"),
+        ({"models": [{"engines": [ENGINE]}]}, "models[0].name: missing"),
+        ({"models": [{"name": "m", "engines": [ENGINE, ENGINE]}]}, "two engines are named 'e0'"),
+        ({"models": [{"name": "m", "aliases": ["m"], "engines": [ENGINE]}]}, "used twice"),
+        ({"models": [{"name": "m", "engines": [{"name": "e", "url": "127.0.0.1:80"}]}]}, "http://HOST:PORT"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "kvReplay": "tcp://h:1"}]}]}, "kvReplay is set without"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "h:1"}]}]}, "kvEvents"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "tcp://h"}]}]}, "kvEvents"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "tcp://h:0"}]}]}, "kvEvents"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "tcp://h:99999"}]}]}, "kvEvents"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "ipc://"}]}]}, "kvEvents"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "url": "http://h:1 "}]}]}, "url"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "url": "http://h :1"}]}]}, "url"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "url": "http://h:1/a\tb"}]}]}, "url"),
+        ({"connections": {"headSeconds": 0}}, "connections.headSeconds"),
+        ({"limits": {"bodyBytesMax": 2**30}}, "limits.bodiesBytesMax"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "name": "a b"}]}]}, "visible ASCII"),
+    ],
+)
+def test_refusals_name_the_setting(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config(document(**changes))
+
+    assert said in str(refused.value)
+
+
+def test_unreadable_files_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "absent.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("models: [")
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        load_config(broken)
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(json_like, json_like)
+def test_any_document_is_parsed_or_refused(value: object, section: object) -> None:
+    for candidate in (value, document(timeouts=section), {"models": value}, {"models": [value]}):
+        try:
+            parse_config(candidate)
+        except ConfigError as error:
+            assert str(error)
+
+
+def test_a_key_that_is_there_twice_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    engine = "models: [{name: m, engines: [{name: e, url: 'http://h:1'}]}]\n"
+    file.write_text(engine + "limits:\n  attemptsMax: 2\n  attemptsMax: 3\n")
+    with pytest.raises(ConfigError, match=r"'attemptsMax' is there twice.* line 4"):
+        load_config(file)
+    file.write_text(engine + "x: &base {attemptsMax: 2}\nlimits: {<<: *base, attemptsMax: 3}\n")
+    with pytest.raises(ConfigError, match="x: unknown setting"):
+        load_config(file)  # a merged key may be set anew
