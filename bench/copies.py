@@ -27,10 +27,10 @@ import torch
 
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cuda.driver import CudaDriver
-from spillway_connector.device.cuda.paths import BATCH, LOOP, PATHS, STAGED, CopyTable
 from spillway_connector.device.cuda.transport import CudaTransport, torch_cuda_device
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.plan.copies import CopyPlan
+from spillway_connector.plan.copy_table import BATCH, LOOP, PATHS, STAGED, CopyTable
 
 PIECES_BYTES = (4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144, 294_912, 524_288, 1 << 20, 2 << 20, 4 << 20)
 ROW_BYTES = 36 << 20  # a multiple of every size above; near two 128-token blocks of a 14B model

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from spillway_connector.device.cuda.paths import H200_TABLE, CopyTable
 from spillway_connector.errors import ConfigError
 from spillway_connector.limits import (
     REDIS_CONNECTIONS,
@@ -19,6 +18,7 @@ from spillway_connector.limits import (
     REDIS_TTL_SECONDS,
     TransferLimits,
 )
+from spillway_connector.plan.copy_table import H200_TABLE, CopyTable
 
 # Keys of the extra config that vLLM itself reads; we pass them by.
 _VLLM_KEYS = frozenset({"spec_name", "spec_module_path", "offload_prompt_only", "secondary_tiers"})

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from spillway_connector.transfer.breaker import BreakerPolicy
-
 REDIS_TTL_SECONDS = 86_400
 REDIS_CONNECTIONS = 4
 REDIS_PAYLOAD_CONNECTIONS = 1  # for the stripes of one block; more may pay on a network with long round trips
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerPolicy:
+    """failures_to_open: in a row. The rest lasts first_rest_seconds * 2**n, at most longest_rest_seconds."""
+
+    failures_to_open: int = 3
+    first_rest_seconds: float = 1.0
+    longest_rest_seconds: float = 30.0
+    probe_seconds: float = 15.0  # a probe that never reports is given up after this long
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from spillway_connector.errors import ConfigError
-from spillway_connector.tiers.frame import FORMAT_VERSION
 
 NAMESPACE_DIGEST_BYTES = 16
+FORMAT_VERSION = 1  # of the frame around every stored block: tiers/frame.py, docs/formats.md
 _FORMAT_FIELD = "frame_format"
 
 

@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 
 from spillway_connector.device.npu.acl import HOST_REGISTER_PINNED, Acl
-from spillway_connector.device.pinned import (
-    PinMethod,
-    acl_registrar,
-    pin_host_memory,
-    row_chunks,
-    torch_npu_registrar,
-)
+from spillway_connector.device.npu.registrars import acl_registrar, torch_npu_registrar
+from spillway_connector.device.pinned import PinMethod, pin_host_memory, row_chunks
 
 ROW = 8192
 ROWS = 10

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spillway_connector.limits import BreakerPolicy
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.transfer.breaker import Breaker, BreakerPolicy, BreakerState, rest_seconds
+from spillway_connector.transfer.breaker import Breaker, BreakerState, rest_seconds
 
 POLICY = BreakerPolicy(failures_to_open=3, first_rest_seconds=1.0, longest_rest_seconds=30.0, probe_seconds=15.0)
 

@@ -21,6 +21,7 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
+from spillway_connector.limits import BreakerPolicy
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.contracts import NAMESPACE, key_of, payload_of
 from spillway_connector.testing.faults import (
@@ -34,7 +35,7 @@ from spillway_connector.testing.faults import (
 )
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome, Tier
-from spillway_connector.transfer.breaker import BreakerPolicy, BreakerState
+from spillway_connector.transfer.breaker import BreakerState
 from spillway_connector.transfer.shared_tier import (
     ARRIVALS_TOLD_SECONDS,
     JobOutcome,

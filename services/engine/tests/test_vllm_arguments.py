@@ -5,7 +5,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from spillway_connector.config import BATCH_MEMCPY_MODES, EVICTION_POLICIES, NVME_MODES, TRANSPORTS, ConnectorConfig
-from spillway_connector.device.cuda.paths import CopyTable
+from spillway_connector.plan.copy_table import CopyTable
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape

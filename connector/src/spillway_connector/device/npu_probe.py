@@ -32,7 +32,8 @@ from spillway_connector.device.npu.acl import (
 )
 from spillway_connector.device.npu.acl_batch import BATCH, LOOP, CopyPath
 from spillway_connector.device.npu.copier import NpuCopier, NpuLimits
-from spillway_connector.device.pinned import HostPin, acl_registrar, pin_host_memory, torch_npu_registrar
+from spillway_connector.device.npu.registrars import acl_registrar, torch_npu_registrar
+from spillway_connector.device.pinned import HostPin, pin_host_memory
 from spillway_connector.errors import ConfigError, SpillwayError
 from spillway_connector.plan.copies import CopyPlan
 

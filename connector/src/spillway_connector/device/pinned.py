@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import importlib
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from spillway_connector.device.npu.acl import HOST_REGISTER_PINNED, Acl, AclError
 from spillway_connector.errors import DeviceCopyError
 
 logger = logging.getLogger(__name__)
@@ -126,31 +123,6 @@ def row_chunks(address: int, num_rows: int, row_bytes: int, chunk_bytes: int) ->
         Chunk(address + first * row_bytes, min(rows_each, num_rows - first) * row_bytes)
         for first in range(0, num_rows, rows_each)
     )
-
-
-def acl_registrar(acl: Acl) -> Registrar:
-    return Registrar(PinMethod.ACL, acl.host_register_pinned, acl.host_unregister)
-
-
-def torch_npu_registrar() -> Registrar | None:
-    """torch_npu's own binding of the call: there from 2.14, absent from the 2.10 that vllm-ascend 0.23 pins."""
-    try:
-        runtime: Any = importlib.import_module("torch_npu").npu.npurt()
-        register, unregister = runtime.npuHostRegister, runtime.npuHostUnregister
-    except (ImportError, AttributeError, RuntimeError):
-        return None
-
-    def checked_register(address: int, size_bytes: int) -> None:
-        code = int(register(address, size_bytes, HOST_REGISTER_PINNED))
-        if code != 0:
-            raise AclError("torch_npu.npuHostRegister", code, f"address 0x{address:x}, {size_bytes} bytes")
-
-    def checked_unregister(address: int) -> None:
-        code = int(unregister(address))
-        if code != 0:
-            raise AclError("torch_npu.npuHostUnregister", code, f"address 0x{address:x}")
-
-    return Registrar(PinMethod.TORCH_NPU, checked_register, checked_unregister)
 
 
 def _register(registrar: Registrar, chunks: tuple[Chunk, ...]) -> str | None:

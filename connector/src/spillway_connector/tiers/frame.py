@@ -34,10 +34,10 @@ from dataclasses import dataclass
 import xxhash
 
 from spillway_connector.errors import CorruptReason, TierCorrupt
+from spillway_connector.namespace import FORMAT_VERSION
 from spillway_connector.tiers.tier import NO_TENANT, TENANT_BYTES
 
 MAGIC = b"SPILLKV\n"
-FORMAT_VERSION = 1
 HEADER_BYTES = 192
 PAGE_BYTES = 4096  # header size on NVMe; also the alignment that direct I/O needs
 KEY_BYTES_MAX = 64

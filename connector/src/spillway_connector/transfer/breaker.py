@@ -8,9 +8,9 @@ breaker, its failure opens it again, its silence hands the probe to another. No 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from enum import Enum
 
+from spillway_connector.limits import BreakerPolicy
 from spillway_connector.tiers.tier import Clock
 
 
@@ -18,16 +18,6 @@ class BreakerState(Enum):
     CLOSED = "closed"
     HALF_OPEN = "half_open"
     OPEN = "open"
-
-
-@dataclass(frozen=True, slots=True)
-class BreakerPolicy:
-    """failures_to_open: in a row. The rest lasts first_rest_seconds * 2**n, at most longest_rest_seconds."""
-
-    failures_to_open: int = 3
-    first_rest_seconds: float = 1.0
-    longest_rest_seconds: float = 30.0
-    probe_seconds: float = 15.0  # a probe that never reports is given up after this long
 
 
 def rest_seconds(policy: BreakerPolicy, failed_probes: int) -> float:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cuda.driver import CudaDriver
-from spillway_connector.device.cuda.paths import PATHS, CopyTable
 from spillway_connector.device.cuda.transport import CudaTransport
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.device.pinned import PinMethod
 from spillway_connector.device.stream_copier import CopyLimits
 from spillway_connector.errors import ConfigError, DeviceCopyError
 from spillway_connector.plan.copies import CopyPlan
+from spillway_connector.plan.copy_table import PATHS, CopyTable
 from spillway_connector.testing.clock import SteppedClock
 
 ROWS, ROW = 4, 8192

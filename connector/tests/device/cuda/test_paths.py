@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from spillway_connector.device.copier import Direction
-from spillway_connector.device.cuda.paths import BATCH, H200_TABLE, LOOP, STAGED, CopyTable, choose_cuda_paths
+from spillway_connector.device.cuda.paths import choose_cuda_paths
 from spillway_connector.errors import ConfigError
+from spillway_connector.plan.copy_table import BATCH, H200_TABLE, LOOP, STAGED, CopyTable
 
 TABLE = CopyTable.parse({"store": [[4096, "loop"], [65_536, "staged"]], "load": []})
 
@@ -21,25 +22,6 @@ TABLE = CopyTable.parse({"store": [[4096, "loop"], [65_536, "staged"]], "load": 
 )
 def test_the_table_is_read_by_mean_piece(direction, pieces, total, path):
     assert choose_cuda_paths(TABLE, "auto", 13000).choose(direction, pieces, total) == path
-
-
-def test_what_bench_copy_prints_is_what_the_setting_takes():
-    assert CopyTable.parse({"store": [[524_288, "staged"]], "load": [[524_288, "staged"]]}) == H200_TABLE
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"up": []},
-        {"store": [[1]]},
-        {"store": [["1", "loop"]]},
-        {"store": [[1, "fast"]]},
-        {"load": [[2, "loop"], [2, "batch"]]},
-    ],
-)
-def test_a_wrong_table_is_named(wrong):
-    with pytest.raises(ConfigError, match="copy_table"):
-        CopyTable.parse(wrong)
 
 
 def test_off_means_a_call_for_each_piece():

@@ -20,12 +20,13 @@ from spillway_connector.device.cuda.driver import (
     CudaError,
     CudaSpans,
 )
-from spillway_connector.device.cuda.paths import BATCH, STAGED, CudaPaths
+from spillway_connector.device.cuda.paths import CudaPaths
 from spillway_connector.device.cuda.staging import CudaStaging
 from spillway_connector.device.stream_copier import CopyLimits, StreamCopier, StreamJob
 from spillway_connector.device.stream_events import EventPool
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.plan.copies import CopyPlan
+from spillway_connector.plan.copy_table import BATCH, STAGED
 
 _POLL_SECONDS = 0.0001
 _STAGED_PIECES_MIN = 16  # fewer are submitted by a batch before a kernel is launched

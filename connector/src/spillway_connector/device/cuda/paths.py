@@ -1,64 +1,14 @@
-"""Which way a job's bytes cross the link on CUDA: a table by direction and size of piece, measured, not a rule.
-
-    loop    one call a piece
-    batch   one call for thousands of pieces (cuMemcpyBatchAsync, from CUDA 12.8)
-    staged  a kernel gathers the pieces into a buffer on the device, which crosses in long bursts; loads the reverse
-
-`make bench-copy` measures all three for every size and prints the table that fits the machine.
-"""
+"""Which of the copy table's paths this driver and these settings allow."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from spillway_connector.device.copier import Direction
 from spillway_connector.errors import ConfigError
+from spillway_connector.plan.copy_table import BATCH, LOOP, STAGED, CopyTable
 
 logger = logging.getLogger(__name__)
-
-LOOP, BATCH, STAGED = "loop", "batch", "staged"
-PATHS = (LOOP, BATCH, STAGED)
-
-
-@dataclass(frozen=True, slots=True)
-class CopyTable:
-    """Per direction: (pieces up to this many bytes, path), ascending; beyond the last row, batch."""
-
-    store: tuple[tuple[int, str], ...]
-    load: tuple[tuple[int, str], ...]
-
-    def path(self, direction: Direction, piece_bytes: float) -> str:
-        rows = self.store if direction is Direction.STORE else self.load
-        return next((path for limit, path in rows if piece_bytes <= limit), BATCH)
-
-    @property
-    def uses_staging(self) -> bool:
-        return any(path == STAGED for _, path in self.store + self.load)
-
-    @classmethod
-    def parse(cls, given: Mapping[str, Sequence[Sequence[object]]]) -> CopyTable:
-        """{"store": [[65536, "staged"]], "load": []}, as bench-copy writes it. Raises ConfigError."""
-        unknown = set(given) - {"store", "load"}
-        if unknown:
-            raise ConfigError(f"copy_table: unknown key {sorted(unknown)[0]!r}; known keys: store, load")
-        sides: dict[str, tuple[tuple[int, str], ...]] = {}
-        for side in ("store", "load"):
-            rows: list[tuple[int, str]] = []
-            for row in given.get(side, ()):
-                limit, path = row if len(row) == 2 else (None, None)
-                if not isinstance(limit, int) or path not in PATHS or (rows and limit <= rows[-1][0]):
-                    raise ConfigError(
-                        f"copy_table: {side}: {row!r} is not [bytes, {' | '.join(PATHS)}] with bytes in ascending order"
-                    )
-                rows.append((limit, str(path)))
-            sides[side] = tuple(rows)
-        return cls(**sides)
-
-
-# One H200 (PCIe 5), medians of bench-copy; docs/cuda.md has the figures.
-H200_TABLE = CopyTable(store=((524_288, STAGED),), load=((524_288, STAGED),))
 
 
 class CudaPaths:
@@ -77,7 +27,8 @@ class CudaPaths:
         return BATCH if self.batch else LOOP
 
     def choose(self, direction: Direction, pieces: int, total_bytes: int) -> str:
-        path = self.table.path(direction, total_bytes / pieces)
+        path_of = self.table.store_path if direction is Direction.STORE else self.table.load_path
+        path = path_of(total_bytes / pieces)
         if path == STAGED and not self.staged:
             path = BATCH
         return LOOP if path == BATCH and not self.batch else path

@@ -11,12 +11,13 @@ from spillway_connector.device.copier import Direction
 from spillway_connector.device.cuda.copier import CudaCopier
 from spillway_connector.device.cuda.driver import CudaDriver
 from spillway_connector.device.cuda.kernel import SpanKernel, TritonKernel
-from spillway_connector.device.cuda.paths import CopyTable, choose_cuda_paths
+from spillway_connector.device.cuda.paths import choose_cuda_paths
 from spillway_connector.device.cuda.staging import SLOT_BYTES, CudaStaging
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.device.pinned import CHUNK_BYTES, HostPin, PinMethod, Registrar, pin_host_memory
 from spillway_connector.device.stream_copier import CopyLimits
 from spillway_connector.errors import DeviceCopyError
+from spillway_connector.plan.copy_table import CopyTable
 
 logger = logging.getLogger(__name__)
 

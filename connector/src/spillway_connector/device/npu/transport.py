@@ -11,7 +11,8 @@ from spillway_connector.device.host_region import HostRegion
 from spillway_connector.device.npu.acl import Acl
 from spillway_connector.device.npu.acl_batch import choose_copy_path
 from spillway_connector.device.npu.copier import NpuCopier, NpuLimits
-from spillway_connector.device.pinned import CHUNK_BYTES, HostPin, acl_registrar, pin_host_memory, torch_npu_registrar
+from spillway_connector.device.npu.registrars import acl_registrar, torch_npu_registrar
+from spillway_connector.device.pinned import CHUNK_BYTES, HostPin, pin_host_memory
 
 
 class NpuTransport:

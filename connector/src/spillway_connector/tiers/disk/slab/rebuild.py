@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from spillway_connector.namespace import FORMAT_VERSION
 from spillway_connector.tiers.disk.slab.chunks import chunks_on_disk
 from spillway_connector.tiers.disk.slab.fingerprint import U64, fingerprints_of_padded
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.layout import PoolShape, chunk_name
-from spillway_connector.tiers.frame import FORMAT_VERSION, HEADER_BYTES, KEY_BYTES_MAX, MAGIC, PAGE_BYTES
+from spillway_connector.tiers.frame import HEADER_BYTES, KEY_BYTES_MAX, MAGIC, PAGE_BYTES
 
 _THREADS = 2
 _AHEAD = 512  # pages asked for per thread before they are needed
