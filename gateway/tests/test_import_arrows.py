@@ -1,33 +1,149 @@
-"""Imports follow the data: api -> tokens -> upstream -> fleet -> routing, and routing knows no other room."""
+"""Imports point one way. ALLOWED lists, for each room and each module at the root, what it may import."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import spillway_gateway
 
+PACKAGE = "spillway_gateway"
 ROOT = Path(spillway_gateway.__file__).parent
-ALLOWED = {
-    "access": set(),
-    "discovery": set(),
+
+# From the bottom up. Rooms (folders) and root modules (files) share one name space.
+ALLOWED: dict[str, set[str]] = {
+    "__init__": set(),
+    "errors": set(),
+    "error_bodies": {"errors"},
+    "metrics": set(),
+    "write_coalescing": set(),
+    "config": {"errors"},
+    "lifecycle": {"errors"},
+    "logs": {"config"},
     "routing": set(),
-    "fleet": {"routing"},
-    "tokens": {"fleet", "routing"},
-    "upstream": {"access", "fleet", "routing"},
-    "api": {"access", "discovery", "fleet", "routing", "tokens", "upstream"},
+    "access": {"config", "errors"},
+    "discovery": {"config", "errors"},
+    "fleet": {"config", "errors", "metrics", "routing"},
+    "tokens": {"config", "errors", "fleet", "routing"},
+    "client": {"config", "error_bodies", "errors", "lifecycle", "write_coalescing"},
+    "upstream": {
+        "access",
+        "config",
+        "error_bodies",
+        "errors",
+        "fleet",
+        "lifecycle",
+        "metrics",
+        "routing",
+        "write_coalescing",
+    },
+    "tracing": {"config", "fleet", "routing", "upstream"},
+    "roster": {"access", "config", "discovery", "errors", "fleet", "metrics", "tokens"},
+    "api": {
+        "access",
+        "client",
+        "config",
+        "error_bodies",
+        "errors",
+        "fleet",
+        "lifecycle",
+        "roster",
+        "tokens",
+        "tracing",
+        "upstream",
+    },
+    "ops": {
+        "access",
+        "client",
+        "config",
+        "discovery",
+        "error_bodies",
+        "errors",
+        "fleet",
+        "lifecycle",
+        "metrics",
+        "routing",
+    },
 }
+ALLOWED["app"] = ALLOWED.keys() - {"__init__"}
+ALLOWED["listeners"] = {"app", "client", "config", "errors", "ops"}
+ALLOWED["__main__"] = {"access", "app", "client", "config", "errors", "listeners", "logs"}
+ALLOWED["testing"] = ALLOWED.keys() - {"__init__", "__main__"}  # doubles for tests; nothing above imports it
 
 
-def test_no_room_imports_against_the_arrow() -> None:
-    broken = []
-    for room, allowed in ALLOWED.items():
-        for path in (ROOT / room).glob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("spillway_gateway."):
-                    other = node.module.split(".")[1]
-                    if other in ALLOWED and other != room and other not in allowed:
-                        broken.append(f"{path.relative_to(ROOT)}:{node.lineno} imports {node.module}")
-                    if other == "testing":
-                        broken.append(f"{path.relative_to(ROOT)}:{node.lineno} imports test code")
+def unit_of(path: Path) -> str:
+    """The room or root module that a file, relative to the package, belongs to."""
+    return path.parts[0].removesuffix(".py")
+
+
+def imported_units(source: str, path: Path) -> Iterator[tuple[int, str]]:
+    """(line, room or root module) of each import from the package anywhere in the file: at the top, inside a function,
+    under TYPE_CHECKING, relative ones too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = [PACKAGE, *path.parent.parts]
+            prefix = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
+            module = ".".join(filter(None, [prefix, node.module]))
+            modules = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for module in modules:
+            if module.startswith(f"{PACKAGE}."):
+                yield node.lineno, module.split(".")[1]
+
+
+def against_the_arrows(source: str, path: Path) -> list[str]:
+    unit = unit_of(path)
+    if unit not in ALLOWED:
+        return [f"{path}: {unit!r} is not in ALLOWED; say there what it may import"]
+    return [
+        f"{path}:{line} imports {other}"
+        for line, other in imported_units(source, path)
+        if other != unit and other not in ALLOWED[unit]
+    ]
+
+
+def test_no_module_imports_against_the_arrows() -> None:
+    broken: list[str] = []
+    for path in sorted(ROOT.rglob("*.py")):
+        broken += against_the_arrows(path.read_text(encoding="utf-8"), path.relative_to(ROOT))
     assert broken == []
+
+
+def test_the_arrows_make_no_circle_and_name_only_what_exists() -> None:
+    assert list(TopologicalSorter(ALLOWED).static_order())  # raises CycleError
+    units = {unit_of(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")}
+    assert units == ALLOWED.keys()
+    assert [unit for unit, allowed in ALLOWED.items() if "testing" in allowed] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("roster/wrong.py", "from spillway_gateway.api.inference import InferenceEndpoint"),
+        ("roster/wrong.py", "from spillway_gateway import app"),
+        ("roster/wrong.py", "import spillway_gateway.ops.server"),
+        ("roster/deeper/wrong.py", "from ...api import routes"),
+        ("errors.py", "from . import metrics"),
+        ("fleet/wrong.py", "def later():\n    from spillway_gateway.tokens.prompt import PromptReader"),
+        (
+            "upstream/wrong.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import spillway_gateway.tracing.exporting",
+        ),
+        ("app.py", "from spillway_gateway.testing.running import until"),
+        ("new_room/module.py", "x = 1"),
+    ],
+)
+def test_an_import_against_the_arrows_is_found(path: str, source: str) -> None:
+    assert len(against_the_arrows(source, Path(path))) == 1
+
+
+def test_an_import_along_the_arrows_passes() -> None:
+    source = "import asyncio\nfrom spillway_gateway.fleet.engines import Engine\nfrom . import usage"
+    assert against_the_arrows(source, Path("upstream/right.py")) == []

@@ -10,13 +10,13 @@ import logging
 import sys
 from pathlib import Path
 
+from spillway_gateway import logs
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.app import Gateway
 from spillway_gateway.client import descriptors
-from spillway_gateway.config.settings import GatewayConfig, load_config
+from spillway_gateway.config.settings import load_config
 from spillway_gateway.errors import ConfigError
 from spillway_gateway.listeners.server import GatewayServer, PortInUse, bind
-from spillway_gateway.one_line import OneLineFormatter
 
 SWITCH_SECONDS = 0.001
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.check:
         print(f"{options.config}: valid")
         return 0
-    _set_up_logs(config)
+    logs.set_up(config.log)
     descriptors.raise_limit()
     listen = config.listen
     with contextlib.ExitStack() as stack:
@@ -89,16 +89,6 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
         return None
     loop: type[asyncio.AbstractEventLoop] = uvloop.Loop
     return loop
-
-
-def _set_up_logs(config: GatewayConfig) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(level=config.log.level.upper(), handlers=[handler])
-    if config.log.requests:
-        logging.getLogger("spillway_gateway.upstream.stream").setLevel(logging.DEBUG)
-    for noisy in ("uvicorn.error", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from spillway_gateway import logs
 from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.api.dispatch import ShortWay
-from spillway_gateway.api.inference import FrontDoor, InferenceEndpoint, Lifecycle, StoredResponseEndpoint, no_model
+from spillway_gateway.api.inference import FrontDoor, InferenceEndpoint, StoredResponseEndpoint
 from spillway_gateway.api.models import ModelList
 from spillway_gateway.api.openapi import openapi_document
 from spillway_gateway.api.routes import ROUTES
@@ -34,6 +35,7 @@ from spillway_gateway.config.tracing import TracingConfig
 from spillway_gateway.error_bodies import body_of, error_body
 from spillway_gateway.errors import GatewayError
 from spillway_gateway.fleet.recent import Recent
+from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.ops.discovery_report import discovered, discovery_families
 from spillway_gateway.ops.live_families import access_families, config_families, connection_families, live_families
@@ -41,10 +43,11 @@ from spillway_gateway.ops.operations import Operations
 from spillway_gateway.ops.ui.page_routes import PageRoutes
 from spillway_gateway.roster.engine_tasks import Clients, guarded
 from spillway_gateway.roster.roster import Roster
+from spillway_gateway.roster.served import model_not_found
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import RetryBudget
-from spillway_gateway.upstream.stream import Relay, UpstreamServices, shutdown_cause
+from spillway_gateway.upstream.stream import UpstreamServices
 
 if TYPE_CHECKING:
     from spillway_gateway.tracing.exporting import Tracing
@@ -63,7 +66,6 @@ class Gateway:
         self.config = config
         self.lifecycle = Lifecycle()
         self.metrics = GatewayMetrics()
-        self.running: set[Relay] = set()
         self.gatekeeper = Gatekeeper(config.auth)
         self.audit = AuditLog(config.audit) if config.audit.enabled else None
         self.tracing = _tracing(config.tracing)
@@ -80,7 +82,7 @@ class Gateway:
             metrics=self.metrics,
             timeouts=config.timeouts,
             limits=config.limits,
-            running=self.running,
+            running=self.lifecycle.running,
             admissions=self.admissions,
             recent=Recent(),
         )
@@ -144,9 +146,7 @@ class Gateway:
         if (limits.retry_ratio, limits.retry_burst) != (before.limits.retry_ratio, before.limits.retry_burst):
             services.budget = RetryBudget(limits.retry_ratio, limits.retry_burst)
         if config.log != before.log:
-            logging.getLogger().setLevel(config.log.level.upper())
-            requests = logging.DEBUG if config.log.requests else logging.NOTSET
-            logging.getLogger("spillway_gateway.upstream.stream").setLevel(requests)
+            logs.apply(config.log)
         self.config = config
 
     def _build_app(self, operations: Operations, page: PageRoutes) -> ShortWay:
@@ -188,7 +188,7 @@ class Gateway:
             try:
                 cards = await self.model_list.read(self.gatekeeper.tenant_of(request.headers.raw))
                 if model not in cards:
-                    raise no_model(model, cards)
+                    raise model_not_found(model, cards)
             except GatewayError as error:
                 return Response(body_of(error), error.status, media_type="application/json")
             return JSONResponse(cards[model])
@@ -237,23 +237,6 @@ class Gateway:
         while True:
             await asyncio.sleep(POOL_TRIM_SECONDS)
             self.services.pool.trim()
-
-    async def wait_idle(self, timeout_seconds: float) -> bool:
-        """True once no request runs, False when the time is over first."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_seconds
-        while self.running:
-            remaining = deadline - loop.time()
-            if remaining <= 0:
-                return False
-            await asyncio.sleep(min(0.05, remaining))
-        return True
-
-    def end_running(self) -> None:
-        """The drain is over: streams get an error event, waiting requests a 503."""
-        self.lifecycle.closed = True
-        for relay in list(self.running):
-            relay.abort(shutdown_cause())
 
 
 def _tracing(config: TracingConfig) -> Tracing | None:

@@ -53,7 +53,7 @@ async def test_one_line_per_request_and_no_word_of_it(start_engine: Any, tmp_pat
         left = asyncio.create_task(client.post(url, json=body, headers=with_key))
         await until(lambda: len(engine.seen) == 4)
         left.cancel()
-        await until(lambda: not running.gateway.running)
+        await until(lambda: not running.gateway.lifecycle.running)
 
     plain, stream, with_usage, unknown, refused, gone = lines(file)
     assert plain["tenant"] == "search"

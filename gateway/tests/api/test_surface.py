@@ -152,7 +152,7 @@ async def test_a_client_that_leaves_cancels_at_the_engine(start_engine: Any, cli
         request.cancel()
         async with asyncio.timeout(10):
             await engine.seen[-1].cancelled.wait()
-        await until(lambda: not running.gateway.running)
+        await until(lambda: not running.gateway.lifecycle.running)
 
 
 @pytest.mark.parametrize("path", [route.path for route in ROUTES if not route.path.startswith("/v1/audio")])

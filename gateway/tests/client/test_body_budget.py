@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from spillway_gateway.client.body_budget import LONG_SHARE, SHORT_BYTES_MAX, BodyRoom, NoBodyRoom
+from spillway_gateway.client.body_budget import SHORT_BYTES_MAX, BodyRoom, NoBodyRoom
+from spillway_gateway.config.settings import LONG_BODY_SHARE
 from spillway_gateway.testing.faults import HoldInStream
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
 
@@ -18,7 +19,7 @@ BOUND = 16 * MIB
 
 def test_long_bodies_leave_room_for_short_ones() -> None:
     room = BodyRoom()
-    share = int(BOUND * LONG_SHARE)
+    share = int(BOUND * LONG_BODY_SHARE)
     room.take(share, share, BOUND)
     with pytest.raises(NoBodyRoom):
         room.take(1, SHORT_BYTES_MAX + 1, BOUND)

@@ -227,7 +227,7 @@ async def test_a_reader_that_takes_nothing_is_let_go(start_engine: Any, stream: 
         for seconds in (100, 200, 300):  # should the kernel have taken some more meanwhile
             pass_seconds(running, seconds)
         await until(lambda: not running.server.server_state.connections)
-        await until(lambda: not running.gateway.running)
+        await until(lambda: not running.gateway.lifecycle.running)
         sock.close()
 
 
@@ -285,7 +285,7 @@ async def test_a_request_sent_ahead_does_not_hide_that_the_client_left(start_eng
             client.send(request("third"))
         async with asyncio.timeout(60):
             await engine.seen[0].cancelled.wait()
-        await until(lambda: not running.gateway.running)
+        await until(lambda: not running.gateway.lifecycle.running)
     assert len(engine.seen) == 1
 
 

@@ -109,7 +109,7 @@ async def test_a_client_that_leaves_after_a_long_body_is_noticed(start_engine: A
         writer.close()
         async with asyncio.timeout(60):
             await engine.seen[0].cancelled.wait()
-        await until(lambda: not running.gateway.running)
+        await until(lambda: not running.gateway.lifecycle.running)
 
 
 async def test_what_is_not_http_does_not_get_into_a_stream(start_engine: Any) -> None:

@@ -33,7 +33,7 @@ def assert_idle(running: RunningGateway) -> None:
     for fleet in running.gateway.fleets:
         for engine in fleet.engines.values():
             assert (engine.running_requests, engine.queued_tokens, engine.waiting | engine.requests) == (0, 0, set())
-    assert not running.gateway.running
+    assert not running.gateway.lifecycle.running
 
 
 async def pair(start_engine: Any, **settings: Any) -> tuple[FakeEngine, FakeEngine]:
@@ -305,7 +305,7 @@ async def test_a_client_that_leaves_cancels_at_the_engine(
         request.cancel()
         async with asyncio.timeout(10):
             await engine.seen[-1].cancelled.wait()
-        await until(lambda: not running.gateway.running)
+        await until(lambda: not running.gateway.lifecycle.running)
         assert_idle(running)
 
 
@@ -318,7 +318,7 @@ async def test_a_client_that_leaves_in_the_stream_cancels_too(start_engine: Any,
             reply.close()
         async with asyncio.timeout(10):
             await engine.seen[-1].cancelled.wait()
-        await until(lambda: not running.gateway.running)
+        await until(lambda: not running.gateway.lifecycle.running)
         assert_idle(running)
 
 
@@ -345,7 +345,7 @@ async def test_a_reply_nobody_took_never_reaches_the_next_request(
 
         for round_number in range(30):
             await asyncio.gather(*(step(round_number * 7 + at) for at in range(7) for step in (leave, stay)))
-        await until(lambda: not running.gateway.running)
+        await until(lambda: not running.gateway.lifecycle.running)
         assert_idle(running)
 
 
@@ -425,7 +425,7 @@ async def test_streams_of_an_engine_that_shuts_down_end_before_it_does(
 
         assert b'"code":"engine_ending"' in rest and b"[DONE]" not in rest
         await chosen.seen[-1].cancelled.wait()
-        await until(lambda: not running.gateway.running)
+        await until(lambda: not running.gateway.lifecycle.running)
         assert running.engine(chosen.name).breaker.closed
         assert_idle(running)
 
@@ -529,7 +529,7 @@ async def test_a_client_that_leaves_at_done_got_all_of_it(start_engine: Any) -> 
             await reader.readuntil(b"data: [DONE]\n\n")
             writer.close()
             await writer.wait_closed()
-            await until(lambda: not running.gateway.running)
+            await until(lambda: not running.gateway.lifecycle.running)
         page = running.gateway.metrics.exposition().decode()
         connections = len(engine.connections)
 

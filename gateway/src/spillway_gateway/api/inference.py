@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -26,16 +26,11 @@ from spillway_gateway.api.routes import ApiRoute, Salting
 from spillway_gateway.api.stored_responses import Owner, ResponseOwners
 from spillway_gateway.client.connection import EXTENSION, ClientRequest
 from spillway_gateway.error_bodies import Dialect, body_of, headers_of
-from spillway_gateway.errors import (
-    ClientBadRequest,
-    GatewayDraining,
-    GatewayError,
-    ModelNotFound,
-    ResponseNotFound,
-)
-from spillway_gateway.fleet.engines import ModelFleet
+from spillway_gateway.errors import GatewayDraining, GatewayError, ResponseNotFound
+from spillway_gateway.lifecycle import Lifecycle
+from spillway_gateway.roster.served import ServedModel, named_model
 from spillway_gateway.tokens.estimates import holds_media
-from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt, PromptReader
+from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
 from spillway_gateway.upstream.forward import Headers, header
 from spillway_gateway.upstream.splice import insert_text
 from spillway_gateway.upstream.stream import OutboundRequest, Relay, UpstreamServices
@@ -53,20 +48,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 # Visible ASCII: it goes into logs, which a NEL or another control character would break into lines.
 _REQUEST_ID = re.compile(rb"[!-~]{1,256}")
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    fleet: ModelFleet
-    reader: PromptReader
-
-
-class Lifecycle:
-    """Whether new work is taken. One object per gateway process."""
-
-    def __init__(self) -> None:
-        self.draining = False
-        self.closed = False  # the drain is over: what still comes on open connections is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,27 +323,6 @@ def _audit_line(relay: Relay, outbound: OutboundRequest, headers: Headers, path:
 
 def _milliseconds(seconds: float) -> float:
     return round(1000 * seconds, 3)
-
-
-def named_model(models: Mapping[str, ServedModel], model: str | None, tenant: Tenant) -> ServedModel:
-    """Raises ModelNotFound, or ClientBadRequest where a name is missing; both name what the tenant may use."""
-    served = models.get(model) if model is not None else None
-    if served is not None:
-        return served
-    usable = {
-        name: served for name, served in models.items() if tenant.may_use(name) or tenant.may_use(served.fleet.name)
-    }
-    if model is None:
-        if len({id(served) for served in usable.values()}) == 1:
-            return next(iter(usable.values()))  # as an engine does: its only model is meant
-        raise ClientBadRequest("'model' is missing; name one of: " + ", ".join(sorted(usable)), "model")
-    raise no_model(model, usable)
-
-
-def no_model(model: str, usable: Iterable[str]) -> ModelNotFound:
-    """usable: the names that the tenant may use instead."""
-    shown = model if len(model) <= 200 else model[:200] + "..."
-    return ModelNotFound(f"The model {shown!r} does not exist; served here: {', '.join(sorted(usable))}")
 
 
 def _no_response(response_id: str) -> ResponseNotFound:

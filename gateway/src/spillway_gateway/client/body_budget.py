@@ -6,10 +6,10 @@ Long bodies leave a quarter of the room free, so that short ones still find some
 
 from __future__ import annotations
 
+from spillway_gateway.config.settings import LONG_BODY_SHARE
 from spillway_gateway.errors import GatewayError
 
 SHORT_BYTES_MAX = 1024 * 1024
-LONG_SHARE = 0.75
 
 
 class NoBodyRoom(GatewayError):
@@ -27,7 +27,7 @@ class BodyRoom:
 
     def require(self, more_bytes: int, body_bytes: int, bytes_max: int) -> None:
         """Whether there is room for so many bytes of a body that has body_bytes with them. Raises NoBodyRoom."""
-        share = 1.0 if body_bytes <= SHORT_BYTES_MAX else LONG_SHARE
+        share = 1.0 if body_bytes <= SHORT_BYTES_MAX else LONG_BODY_SHARE
         if self.taken_bytes + more_bytes > share * bytes_max:
             raise NoBodyRoom(
                 "The gateway holds as many bytes of request bodies as its limits.bodiesBytesMax allows; try again"

@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from spillway_gateway.client.bounded_connection import BoundedConnection, BoundedState
 from spillway_gateway.client.open_connections import OpenConnections
+from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.write_coalescing import TurnWrites
 
 EXTENSION = "spillway.client"
 
 
-class Drains(Protocol):
-    """Whether this gateway takes no new work any more."""
-
-    draining: bool
-
-
 class DrainingState(BoundedState):
     """The state of a server, with what its connections have to know besides."""
 
-    def __init__(self, lifecycle: Drains, open_connections: OpenConnections) -> None:
+    def __init__(self, lifecycle: Lifecycle, open_connections: OpenConnections) -> None:
         super().__init__(open_connections)
         self.lifecycle = lifecycle
 

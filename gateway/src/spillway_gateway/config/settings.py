@@ -18,13 +18,14 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from spillway_gateway.client.body_budget import LONG_SHARE
 from spillway_gateway.config import unique_yaml
 from spillway_gateway.config.connections import ConnectionsConfig
 from spillway_gateway.config.discovery import DiscoveryConfig, check_discovery
 from spillway_gateway.config.shared_limits import SharedLimitsConfig, check_shared_limits
 from spillway_gateway.config.tracing import TracingConfig, check_tracing
 from spillway_gateway.errors import ConfigError
+
+LONG_BODY_SHARE = 0.75  # of limits.bodiesBytesMax for bodies above 1 MiB; the rest stays free for short ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,10 +354,11 @@ def _check(config: GatewayConfig) -> None:
     if config.breaker.failure_share > 1:
         raise ConfigError(f"breaker.failureShare: {config.breaker.failure_share} given, at most 1 needed")
     limits = config.limits
-    if limits.body_bytes_max > LONG_SHARE * limits.bodies_bytes_max:
+    if limits.body_bytes_max > LONG_BODY_SHARE * limits.bodies_bytes_max:
         raise ConfigError(
             f"limits.bodiesBytesMax: {limits.bodies_bytes_max} given with bodyBytesMax {limits.body_bytes_max}; at "
-            f"least {math.ceil(limits.body_bytes_max / LONG_SHARE)} needed, as long bodies get {LONG_SHARE:.0%} of it"
+            f"least {math.ceil(limits.body_bytes_max / LONG_BODY_SHARE)} needed, as long bodies get "
+            f"{LONG_BODY_SHARE:.0%} of it"
         )
     if not config.routing.bounded_load_factor >= 1:
         raise ConfigError(f"routing.boundedLoadFactor: {config.routing.bounded_load_factor} given, at least 1 needed")

@@ -151,7 +151,7 @@ class GatewayServer(uvicorn.Server):
         if self._drain is None:
             self._drain = asyncio.ensure_future(self._drain_and_exit())
         else:
-            self._gateway.end_running()
+            self._gateway.lifecycle.close()
             self.should_exit = True
 
     async def _drain_and_exit(self) -> None:
@@ -161,19 +161,19 @@ class GatewayServer(uvicorn.Server):
             cast(ClientConnection, connection).end_with_next_reply()
         logger.info(
             "shutting down: %d requests running, listening for %g s more, then up to %g s for them to finish",
-            len(self._gateway.running),
+            len(self._gateway.lifecycle.running),
             shutdown.drain_delay_seconds,
             shutdown.drain_timeout_seconds,
         )
         await asyncio.sleep(shutdown.drain_delay_seconds)
         for server in self.servers:
             server.close()  # no new connections
-        if await self._gateway.wait_idle(shutdown.drain_timeout_seconds):
+        if await self._gateway.lifecycle.wait_idle(shutdown.drain_timeout_seconds):
             await self._wait_for_kept_connections()
         else:
-            logger.warning("drain timeout: ending %d requests", len(self._gateway.running))
+            logger.warning("drain timeout: ending %d requests", len(self._gateway.lifecycle.running))
         self.should_exit = True
-        self._gateway.end_running()
+        self._gateway.lifecycle.close()
 
     async def _wait_for_kept_connections(self) -> None:
         """Until each has been told to close, or nothing was sent on those that are left for a while."""

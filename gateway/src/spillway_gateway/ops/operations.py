@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from spillway_gateway.access.gatekeeper import Gatekeeper
-from spillway_gateway.api.inference import Lifecycle
 from spillway_gateway.config.settings import GatewayConfig, shown_config
 from spillway_gateway.error_bodies import body_of
 from spillway_gateway.errors import GatewayError
 from spillway_gateway.fleet.engines import EngineState, ModelFleet
+from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.metrics import GatewayMetrics
 
 Endpoint = Callable[[Request], Awaitable[Response]]

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spillway_gateway.access.admission import Admission
-from spillway_gateway.api.inference import ServedModel
 from spillway_gateway.config.discovery import DiscoveryConfig
 from spillway_gateway.config.settings import GatewayConfig, ModelConfig
 from spillway_gateway.discovery.found import FoundEngine, SourceStatus
@@ -23,6 +22,7 @@ from spillway_gateway.fleet.engines import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.roster.engine_tasks import Clients, EngineTasks, guarded
+from spillway_gateway.roster.served import ServedModel
 from spillway_gateway.roster.token_check import TokenCheck
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.prompt import PromptReader, load_tokenizer

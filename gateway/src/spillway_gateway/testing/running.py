@@ -98,6 +98,6 @@ async def running_gateway(
                     await running.until_engine(name, lambda engine: engine.routable)
         yield running
     finally:
-        gateway.end_running()
+        gateway.lifecycle.close()
         server.should_exit = True
         await serving

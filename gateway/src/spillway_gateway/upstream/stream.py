@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -33,7 +33,6 @@ from spillway_gateway.errors import (
     EngineIdleTimeout,
     EngineRefused,
     EngineWentDown,
-    GatewayDraining,
     GatewayError,
     ModelNotFound,
     NoEngineReady,
@@ -41,7 +40,9 @@ from spillway_gateway.errors import (
 )
 from spillway_gateway.fleet.engines import Engine, Lease, ModelFleet, PromptBlocks
 from spillway_gateway.fleet.recent import Recent
+from spillway_gateway.lifecycle import RunningRequest
 from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.connection import EngineConnection
 from spillway_gateway.upstream.forward import Body, Headers, header, reply_headers, request_head
 from spillway_gateway.upstream.pool import ConnectionPool
@@ -57,9 +58,6 @@ from spillway_gateway.upstream.retry import (
 from spillway_gateway.upstream.sse import EventFramer, count_events, is_done, is_last_of_typed
 from spillway_gateway.upstream.usage import ReplyUsage, Usage, merged, usage_in_events, usage_in_reply
 from spillway_gateway.write_coalescing import TurnWrites
-
-if TYPE_CHECKING:  # its imports cost memory and time where traces are off
-    from spillway_gateway.tracing.request_trace import AttemptTrace, RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +76,26 @@ class Client(Protocol):
     def forget(self, left: Callable[[], None]) -> None: ...
 
     def reply(self, status: int, headers: Headers, body: bytes) -> bool: ...
+
+
+class AttemptTrace(Protocol):
+    """The trace of one attempt (tracing/request_trace.py)."""
+
+    headers: Headers
+
+    def first_byte(self) -> None: ...
+
+    def end(self, status: int, error: str | None) -> None: ...
+
+
+class RequestTrace(Protocol):
+    """The trace of one request (tracing/request_trace.py, which is imported only where traces are exported)."""
+
+    def admitted(self, asked_ns: int) -> None: ...
+
+    def routed(self, asked_ns: int, decision: Decision) -> None: ...
+
+    def attempt(self, model: str, engine: Engine, headers: Headers, *, again: bool) -> AttemptTrace | None: ...
 
 
 class ClientGone(Exception):
@@ -122,7 +140,7 @@ class UpstreamServices:
     metrics: GatewayMetrics
     timeouts: TimeoutsConfig
     limits: LimitsConfig
-    running: set[Relay]
+    running: set[RunningRequest]
     admissions: Mapping[str, Admission]  # by model
     recent: Recent
 
@@ -680,7 +698,3 @@ class Relay:
 
     def _id(self) -> str:
         return self._request.request_id.decode("latin-1")
-
-
-def shutdown_cause() -> GatewayDraining:
-    return GatewayDraining("The gateway is shutting down and the time for running requests is over; try again.")

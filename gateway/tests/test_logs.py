@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from spillway_gateway.one_line import OneLineFormatter
+from spillway_gateway.logs import OneLineFormatter
 from spillway_gateway.testing.running import gateway_config, running_gateway
 
 

@@ -1,0 +1,36 @@
+"""Logging of the gateway process: one line per record, at the configured level."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+
+from spillway_gateway.config.settings import LogConfig
+
+# C0, DEL, C1 (U+0085 among them) and the line and paragraph separators: viewers break a line at each of them.
+_LINE_BREAKING = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_REQUESTS = "spillway_gateway.upstream.stream"  # logs one line per request at DEBUG
+
+
+class OneLineFormatter(logging.Formatter):
+    """Escapes control characters in the message, which may quote a client's text; a traceback keeps its lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _LINE_BREAKING.sub(lambda found: f"\\u{ord(found[0]):04x}", super().formatMessage(record))
+
+
+def set_up(config: LogConfig) -> None:
+    """Log to stderr. Called once, before the first record."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(handlers=[handler])
+    apply(config)
+    for noisy in ("uvicorn.error", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def apply(config: LogConfig) -> None:
+    """Put a new configuration's levels into effect."""
+    logging.getLogger().setLevel(config.level.upper())
+    logging.getLogger(_REQUESTS).setLevel(logging.DEBUG if config.requests else logging.NOTSET)
