@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from spillway_stack import make_door
+from spillway_stack import make_variables
 from spillway_stack.local_stack import ComponentStatus, LocalStack
 from spillway_stack.ports import is_free
 from spillway_stack.processes import ProcessIdentity
@@ -67,11 +67,11 @@ def stack_settings(
         nvme_max_bytes=NVME_MAX_BYTES,
         gateway=gateway,
         dtype=os.environ.get("DTYPE", "auto"),
-        engine_args=make_door.arguments(os.environ),
+        engine_args=make_variables.arguments(os.environ),
         engine_overrides=(
             DEVELOPMENT_MODE,
             SLOW_DRAIN,
-            *make_door.overrides(os.environ),
+            *make_variables.overrides(os.environ),
             *((*PATIENCE, ALWAYS_LOAD) if tier != "off" else ()),
             *overrides,
         ),

@@ -31,13 +31,13 @@ def test_the_start_up_check_has_a_reference_for_it() -> None:
 
 def test_a_prepared_model_is_used_as_it_is() -> None:
     prepared_folder().mkdir(parents=True)
-    said: list[str] = []
+    messages: list[str] = []
 
-    assert choose_model("", said.append).folder == str(prepared_folder())
-    assert said == []
+    assert choose_model("", messages.append).folder == str(prepared_folder())
+    assert messages == []
 
 
-def test_a_failed_conversion_leaves_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_conversion_leaves_nothing_and_reports_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"no model")
     monkeypatch.setattr(bundled_model, "_source", lambda: (broken, "0" * 64))

@@ -6,7 +6,7 @@ import yaml
 
 from spillway_engine.errors import SettingsError
 from spillway_engine.settings_reader import engine_settings, settings_tree
-from spillway_stack import make_door
+from spillway_stack import make_variables
 from spillway_stack.components import (
     Component,
     PreparedModel,
@@ -82,7 +82,7 @@ def test_the_start_up_check_may_be_switched_off_or_read_another_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (StackSettings(self_check_text="Too short."), "SELF_CHECK_TEXT has 10 characters; give 16 to 400"),
         (StackSettings(engine_args=("--api_key=k1",)), "ENGINE_ARGS: --api-key would show a secret"),
@@ -92,25 +92,25 @@ def test_the_start_up_check_may_be_switched_off_or_read_another_text() -> None:
         (StackSettings(engine_overrides=("blockSzie=100",)), "ENGINE_SET=blockSzie is no setting; did you mean block"),
     ],
 )
-def test_a_refusal_names_the_variable(settings: StackSettings, said: str) -> None:
+def test_a_refusal_names_the_variable(settings: StackSettings, message: str) -> None:
     with pytest.raises(SettingsError) as refused:
         engine_settings(engine_configuration(settings, MODEL, FOLDER, 0), settings.engine_overrides)
 
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "k1" not in str(refused.value)
 
 
-def test_the_door_names_settings_that_there_are() -> None:
-    """A setting that is renamed must not keep a variable that decides nothing."""
+def test_the_variables_name_existing_settings() -> None:
+    """A variable must not outlive the setting that it sets."""
     tree = settings_tree(engine_settings(engine_configuration(StackSettings(), MODEL, FOLDER, 0)))
-    for path in [*make_door.VARIABLES, *make_door.OWN]:
+    for path in [*make_variables.VARIABLES, *make_variables.RESERVED]:
         below = tree
         for key in path.split("."):
             assert key in below, path
             below = below[key]
 
 
-def test_the_gateway_is_told_of_every_engine() -> None:
+def test_the_gateway_is_configured_with_every_engine() -> None:
     tree = gateway_configuration(StackSettings(port=9000, engines=2), MODEL)
 
     assert tree["listen"] == {"host": "127.0.0.1", "port": 9000}

@@ -1,4 +1,4 @@
-"""Against a real HTTP server that streams as the gateway does."""
+"""Against a real HTTP server that streams like the gateway."""
 
 import http.server
 import json
@@ -93,13 +93,13 @@ GOOD = events("a")
 
 
 @pytest.mark.parametrize(
-    ("status", "streamed", "plain", "said"),
+    ("status", "streamed", "plain", "message"),
     [
         (200, events(" "), b"", "is empty"),
         (200, b'data: {"error": {"message": "gone"}}\n\n', b"", "ended with an error"),
         (200, b"data: {", b"", "no JSON"),
         (200, events("a", done=False), b"", "without \\[DONE\\]"),
-        (200, GOOD + b"data: {}\n\n", b"", "goes on after"),
+        (200, GOOD + b"data: {}\n\n", b"", "continues after"),
         (200, events("a", finish=None), b"", "one finish_reason; it has 1"),
         (200, events("a", finish="error"), b"", "finish_reason is 'error'"),
         (200, events("a", finish="length"), b"", "cut at 9 tokens, 16 were allowed"),
@@ -117,8 +117,8 @@ GOOD = events("a")
         (503, b"{}", b"{}", "status 503"),
     ],
 )
-def test_anything_else_is_refused(serve: Serve, status: int, streamed: bytes, plain: bytes, said: str) -> None:
-    with pytest.raises(StackError, match=said):
+def test_anything_else_is_refused(serve: Serve, status: int, streamed: bytes, plain: bytes, message: str) -> None:
+    with pytest.raises(StackError, match=message):
         check_first_answer(serve(status, "text/event-stream", streamed, plain), "m", bundled=False)
 
 

@@ -1,4 +1,4 @@
-"""The supervisor and everything around it with trivial processes in the components' places: real pids, ports, files."""
+"""The supervisor with trivial processes in place of the components: real pids, ports, files."""
 
 import contextlib
 import signal
@@ -128,7 +128,7 @@ def test_down_works_without_the_supervisor(stack: LocalStack) -> None:
     assert not any(process.is_alive() for process in processes)
 
 
-def test_a_start_over_a_dead_supervisor_clears_up_first(stack: LocalStack) -> None:
+def test_a_start_after_a_killed_supervisor_stops_its_components_first(stack: LocalStack) -> None:
     stack.start()
     stack.wait_ready(DEADLINE_SECONDS)
     old = pids(stack)
@@ -164,7 +164,7 @@ def test_a_restart_is_no_failure_and_waits_for_the_successor(stack: LocalStack) 
     assert status.exits[-1]["code"] == 0
 
 
-def test_a_component_that_cannot_start_is_said_plainly(tmp_path: Path) -> None:
+def test_a_component_that_cannot_start_is_reported_with_its_reason(tmp_path: Path) -> None:
     broken = Component(
         "engine-0",
         [sys.executable, "-c", "print('spillway_engine: no room; set X'); raise SystemExit(2)"],
@@ -200,8 +200,8 @@ while True: signal.pause()
     assert not any(process.is_alive() for process in processes)
 
 
-def test_what_a_dead_component_leaves_behind_is_reaped(tmp_path: Path) -> None:
-    """The supervisor adopts orphans; unreaped they would stay in the process table for ever."""
+def test_orphans_of_an_exited_component_are_reaped(tmp_path: Path) -> None:
+    """The supervisor adopts orphans; unreaped they would stay in the process table as zombies."""
     program = """
 import os, signal, socket, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
@@ -238,7 +238,7 @@ def test_the_commands_of_the_makefile(stack: LocalStack, capsys: pytest.CaptureF
     assert shown.out.rstrip().endswith("nothing was running")
 
 
-def test_the_table_says_why_something_is_not_ready(stack: LocalStack) -> None:
+def test_the_table_shows_why_something_is_not_ready(stack: LocalStack) -> None:
     stack.start()
     stack.wait_ready(DEADLINE_SECONDS)
     ready = render_status(stack.status())

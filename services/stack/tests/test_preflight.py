@@ -41,7 +41,7 @@ def test_shared_memory_counts_together_too() -> None:
     assert "of /dev/shm, 600.0 MiB is free; lower NUM_CPU_BLOCKS or ENGINES" in problem
 
 
-def test_a_full_disk_is_said(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     (problem,) = disk_problems(tmp_path, needed_bytes=1 << 60)
 
     assert "free, the stack's logs and NVMe tier need" in problem

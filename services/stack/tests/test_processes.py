@@ -50,7 +50,7 @@ def test_a_family_is_found_and_weighed() -> None:
     assert sys.executable in line
 
 
-def test_the_dead_weigh_nothing() -> None:
+def test_an_exited_process_has_no_memory() -> None:
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     pid = int(done.stdout)
 

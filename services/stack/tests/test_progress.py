@@ -35,7 +35,7 @@ def test_on_a_terminal_the_lines_are_redrawn_in_place() -> None:
 
     display.show(line("starting"))
     display.show(line("ready"))
-    display.say("a line that stays")
+    display.write_line("a line that stays")
 
     assert out.getvalue().count("\x1b[1A\x1b[J") == 2
     assert out.getvalue().endswith("a line that stays\n")

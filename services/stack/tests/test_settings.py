@@ -10,7 +10,7 @@ def test_defaults_without_any_variable() -> None:
     assert StackSettings.from_environment({}) == StackSettings()
 
 
-def test_every_variable_is_heard(tmp_path: Path) -> None:
+def test_every_variable_is_read(tmp_path: Path) -> None:
     settings = StackSettings.from_environment(
         {
             "PORT": "9000", "ENGINES": "3", "MODEL": str(tmp_path), "SHARED_TIER": "redis", "OFFLOAD": "off",
@@ -41,7 +41,7 @@ def test_a_small_device_cache_shortens_the_longest_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("PORT", "http", "PORT=http is not a whole number from 1 to 65135"),
         ("PORT", "65500", "PORT=65500 is not a whole number from 1 to 65135"),
@@ -62,11 +62,11 @@ def test_a_small_device_cache_shortens_the_longest_prompt() -> None:
         ),
     ],
 )
-def test_a_wrong_value_is_named(name: str, value: str, said: str) -> None:
+def test_a_wrong_value_is_named(name: str, value: str, message: str) -> None:
     with pytest.raises(StackError) as refused:
         StackSettings.from_environment({name: value})
 
-    assert str(refused.value) == said
+    assert str(refused.value) == message
 
 
 def test_no_two_listeners_share_a_port() -> None:

@@ -21,7 +21,7 @@ from spillway_stack.status_table import render_status
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m spillway_stack",
-        description="A whole Spillway on this machine. Environment: PORT, ENGINES, MODEL, SHARED_TIER, OFFLOAD, "
+        description="Runs all of Spillway on this machine. Environment: PORT, ENGINES, MODEL, SHARED_TIER, OFFLOAD, "
         "NUM_CPU_BLOCKS, DEVICE_BLOCKS, MAX_LENGTH, DTYPE, ENGINE_ARGS (further arguments of vLLM), "
         "ENGINE_SET (key=value of the engine service).",
     )
@@ -35,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs = commands.add_parser("logs", help="the ends of the logs")
     logs.add_argument("component", nargs="?", default="", help="one of them, e.g. engine-0 (default: all)")
     logs.add_argument("--lines", type=int, default=40, help="how many of each (default 40)")
-    commands.add_parser("demo", help="show what offload is for, against the running stack", add_help=False)
+    commands.add_parser("demo", help="measure what each tier saves on the running stack", add_help=False)
     given, rest = parser.parse_known_args(arguments)
     if given.command == "demo":
-        # Imported here alone: it brings a plotting library that no other command needs.
+        # Imported lazily: it brings a plotting library that no other command needs.
         demo = importlib.import_module("spillway_stack.demo")
         return int(demo.main(["--state-dir", str(given.state_dir), *rest]))
     if rest:
@@ -64,10 +64,10 @@ def _up(folder: StateFolder) -> int:
     began = time.monotonic()
     settings = StackSettings.from_environment()
     display = ProgressDisplay()
-    stack = LocalStack(settings, folder.root, say=display.say, show=display.show)
+    stack = LocalStack(settings, folder.root, log=display.write_line, show=display.show)
     started = stack.start()
     if not started and all(status.ready for status in stack.status()):
-        display.say(f"already up: {stack.gateway_url}")
+        display.write_line(f"already up: {stack.gateway_url}")
         return 0
     try:
         stack.wait_ready()
@@ -76,14 +76,14 @@ def _up(folder: StateFolder) -> int:
     except StackError:
         display.finish()
         if started:
-            # Nothing half-started is left behind; the logs stay for reading.
+            # No half-started stack stays behind; the logs are kept.
             stack.close()
         raise
-    display.say(
+    display.write_line(
         f"\n{QUESTION} -> {answer.text.strip()!r}  "
         f"({answer.engine}, first token after {answer.first_token_seconds * 1000:.0f} ms)\n"
     )
-    display.say(_next_steps(stack, time.monotonic() - began))
+    display.write_line(_next_steps(stack, time.monotonic() - began))
     return 0
 
 
@@ -94,12 +94,12 @@ def _next_steps(stack: LocalStack, seconds: float) -> str:
   curl {url}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}], "stream": true}}'
 
-  make demo     why it exists, in a table and a chart
-  make status   what runs          make logs   what it says          make down   end it"""
+  make demo     what each tier saves, as a table and a chart
+  make status   what runs          make logs   the ends of the logs  make down   end it"""
 
 
 def _down(folder: StateFolder) -> int:
-    stack = LocalStack(StackSettings(), folder.root, say=print)
+    stack = LocalStack(StackSettings(), folder.root, log=print)
     was_running = folder.read_state() is not None
     stack.close()
     print("down" if was_running else "nothing was running")

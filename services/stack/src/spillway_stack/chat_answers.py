@@ -1,4 +1,4 @@
-"""Is this a chat answer as OpenAI's API defines it, and does the streamed one agree with the plain one? Pure."""
+"""Checks a chat completion against OpenAI's API, and a streamed one against a plain one. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from spillway_stack.errors import StackError
 
 FINISH_REASONS = ("stop", "length")
-# Where a reasoning parser is on, the first tokens of an answer may all be here.
+# With a reasoning parser the first tokens of an answer may all be in one of these.
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 
 
@@ -24,7 +24,7 @@ class ChatAnswer:
 
 
 def plain_answer(document: Mapping[str, Any], tokens_max: int) -> ChatAnswer:
-    """A `chat.completion`. Raises StackError with what is wrong."""
+    """Parse a `chat.completion`. Raises StackError with what is wrong."""
     if document.get("object") != "chat.completion":
         raise StackError(f"the answer is no chat.completion: {_short(document)}")
     choice = _only_choice(document)
@@ -35,7 +35,7 @@ def plain_answer(document: Mapping[str, Any], tokens_max: int) -> ChatAnswer:
 
 
 def streamed_answer(lines: Iterable[bytes], tokens_max: int, on_text: Callable[[], None]) -> ChatAnswer:
-    """The lines of an event stream that was asked for with `include_usage`. Raises StackError with what is wrong.
+    """Parse the lines of an event stream requested with `include_usage`. Raises StackError with what is wrong.
 
     on_text is called as each piece of text arrives.
     """
@@ -49,7 +49,7 @@ def streamed_answer(lines: Iterable[bytes], tokens_max: int, on_text: Callable[[
         if not line.startswith(b"data:"):
             continue
         if done:
-            raise StackError(f"the stream goes on after [DONE]: {data[:200]!r}")
+            raise StackError(f"the stream continues after [DONE]: {data[:200]!r}")
         if data == b"[DONE]":
             done = True
             continue
@@ -74,9 +74,9 @@ def streamed_answer(lines: Iterable[bytes], tokens_max: int, on_text: Callable[[
 
 
 def require_agreement(streamed: ChatAnswer, plain: ChatAnswer, same_text: bool) -> None:
-    """Two answers to one question. Raises StackError with the difference.
+    """Compare two answers to one question. Raises StackError with the difference.
 
-    same_text: no token of the answer is a near tie. Where that is not known, two engines, or one engine with and
+    same_text: no token of the answer is a near tie. Otherwise two engines, or one engine with and
     without a cached prefix, may rightly continue with different words.
     """
     names = ["model", "prompt_tokens"]

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from spillway_stack import make_door
+from spillway_stack import make_variables
 from spillway_stack.settings import VALKEY_MAX_BYTES, StackSettings
 from spillway_stack.state_folder import StateFolder
 
-# Local people wait for `make down`; there is no router to wait for.
+# Nothing has to leave a load balancer here before `make down` can stop an engine.
 ENGINE_LIFECYCLE = {"drainDelaySeconds": 1, "drainTimeoutSeconds": 30}
 
 
@@ -26,7 +26,7 @@ class Component:
     arguments: Sequence[str]
     port: int
     ready_path: str | None  # HTTP path that answers 200 when ready; None: an open port is enough
-    ports: Sequence[int] = ()  # all it listens on
+    ports: Sequence[int] = ()  # every port that it listens on
     stop_rank: int = 0  # lower ones are stopped first
     stop_timeout_seconds: float = 20.0
     hurry: bool = False  # a second SIGTERM means "now" to it
@@ -103,7 +103,7 @@ def engine_configuration(
             "selfCheckText": settings.self_check_text,
         },
         "extraArgs": list(settings.engine_args),
-        "door": make_door.door(),
+        "door": make_variables.setting_names(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Every way in which the local stack says no; the message is all that a person sees."""
+"""Errors of the local stack; the command line shows their message alone."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ class StackError(Exception):
 
 
 class PreflightFailed(StackError):
-    """This machine cannot take the stack as asked; one line per reason."""
+    """This machine cannot run the stack with these settings; one line per reason."""
 
 
 class ComponentFailed(StackError):
-    """A component ended instead of getting ready; holds its last log lines."""
+    """A component exited before it was ready; holds its last log lines."""
 
 
 class StackDiffers(StackError):
-    """A stack is running here with other settings."""
+    """A stack with other settings is already running here."""
 
 
 class NotReadyInTime(StackError):

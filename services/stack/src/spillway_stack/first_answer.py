@@ -1,6 +1,6 @@
-"""The proof that ends `up`: one greedy chat answer through the gateway, streamed and plain, that agree.
+"""The last step of `up`: one greedy chat answer through the gateway, streamed and plain, which must agree.
 
-Never a certain word: which of two equally likely tokens wins is rounding, and differs between CPUs.
+No particular word is expected: rounding decides between two equally likely tokens, and differs between CPUs.
 """
 
 from __future__ import annotations

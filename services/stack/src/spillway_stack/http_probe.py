@@ -1,4 +1,4 @@
-"""Short questions to local HTTP servers; any failure is an answer, never an exception."""
+"""Short requests to local HTTP servers; any failure is a result, never an exception."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Probe:
     ready: bool
-    detail: str  # the server's own reason, or why it could not be asked
+    detail: str  # the server's reason, or why the request failed
 
 
 def probe_ready(port: int, path: str | None, timeout_seconds: float = 2.0) -> Probe:

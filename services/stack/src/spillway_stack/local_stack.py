@@ -1,4 +1,4 @@
-"""A whole Spillway on this machine, as a library: what `make up` uses and what end-to-end tests drive.
+"""All of Spillway on this machine, as a library: used by `make up` and by end-to-end tests.
 
 with LocalStack(StackSettings(port=9000), state_dir=tmp_path) as stack:
     client = openai.OpenAI(base_url=f"{stack.gateway_url}/v1", api_key="none")
@@ -34,7 +34,7 @@ from spillway_stack.state_folder import StateFolder, last_lines, write_json
 
 READY_TIMEOUT_SECONDS = 600.0  # two slow cores start two engines in about three minutes
 POLL_SECONDS = 0.25
-SUPERVISOR_START_SECONDS = 60.0  # nothing but imports, on however busy a machine
+SUPERVISOR_START_SECONDS = 60.0  # imports alone, on a busy machine
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _VLLM_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ")
@@ -68,20 +68,20 @@ class ComponentStatus:
 
 
 class LocalStack:
-    """Start, ask, disturb and stop; `close()` twice is harmless. Not for use from several threads."""
+    """Start, query, disturb and stop; `close()` twice is harmless. Not thread-safe."""
 
     def __init__(
         self,
         settings: StackSettings,
         state_dir: Path | str,
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
         show: Callable[[list[ComponentLine]], None] = lambda lines: None,
         components: list[Component] | None = None,
     ) -> None:
         """`components` replaces the planned ones, for tests of this machinery with trivial processes."""
         self.settings = settings
         self.folder = StateFolder(Path(state_dir).resolve())
-        self._say = say
+        self._log = log
         self._show = show
         self._components = components
         self._just_started = False
@@ -98,7 +98,7 @@ class LocalStack:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Where things are
+    # Addresses
 
     @property
     def gateway_url(self) -> str:
@@ -142,12 +142,12 @@ class LocalStack:
             if supervisor is not None and supervisor.is_alive():
                 self._require_same_settings()
                 return False
-            self._say("an earlier stack lost its supervisor; clearing up after it")
-            take_down(self.folder, self._say)
+            self._log("an earlier stack lost its supervisor; stopping its components")
+            take_down(self.folder, self._log)
         self.folder.create()
         model, components = self._plan()
         for component in components:
-            # Each start begins its own logs, so that "the last lines" are never an older run's.
+            # Each start begins new logs, so that "the last lines" are never an older run's.
             self.folder.log_file(component.name).unlink(missing_ok=True)
         write_json(
             self.folder.plan_file,
@@ -162,13 +162,13 @@ class LocalStack:
         return True
 
     def close(self) -> None:
-        """Gateway, engines, Valkey, in this order; then nothing of them is left."""
-        take_down(self.folder, self._say)
+        """Stop gateway, engines and Valkey, in this order; no process, port or shared memory remains."""
+        take_down(self.folder, self._log)
 
     def wait_ready(self, timeout_seconds: float = READY_TIMEOUT_SECONDS) -> None:
-        """Raises ComponentFailed when one ends while we wait, NotReadyInTime when the time is over.
+        """Raises ComponentFailed when a component exits meanwhile, NotReadyInTime at the deadline.
 
-        The supervisor would start it again, but what ends before it was ever ready has a reason that no restart cures.
+        The supervisor would restart it, but an exit before readiness has a cause that a restart does not remove.
         """
         deadline = time.monotonic() + timeout_seconds
         exits_before = {} if self._just_started else {status.name: status.exit_count for status in self.status()}
@@ -196,7 +196,7 @@ class LocalStack:
     # Disturbances
 
     def kill_engine(self, index: int) -> None:
-        """`kill -9` of the engine's parent process; the supervisor starts it again. Returns when it is dead."""
+        """`kill -9` of the engine's parent process; the supervisor restarts it. Returns when it has exited."""
         self._end_engine(index, signal.SIGKILL, timeout_seconds=60.0)
 
     def restart_engine(self, index: int, timeout_seconds: float = READY_TIMEOUT_SECONDS) -> None:
@@ -232,13 +232,13 @@ class LocalStack:
                 return status
         raise StackError(f"no {name} in {self.folder.state_file}; is the stack up?")
 
-    # Inside
+    # Internals
 
     def _plan(self) -> tuple[PreparedModel | None, list[Component]]:
         if self._components is not None:
             return None, self._components
         try:
-            model = choose_model(self.settings.model, self._say)
+            model = choose_model(self.settings.model, self._log)
             components = plan_components(self.settings, model, self.folder, get_binary_path())
             problems = check_machine(self.settings, model, self.folder, components)
         except EngineServiceError as error:
@@ -252,10 +252,12 @@ class LocalStack:
     def _require_same_settings(self) -> None:
         plan = self.folder.read_plan() or {}
         running, asked = plan.get("settings", {}), self.settings.as_dict()
-        changes = [f"{key}: {running.get(key)} -> {value}" for key, value in asked.items() if running.get(key) != value]
-        if changes:
+        differences = [
+            f"{key}: {running.get(key)} -> {value}" for key, value in asked.items() if running.get(key) != value
+        ]
+        if differences:
             raise StackDiffers(
-                f"a stack with other settings is running ({', '.join(changes)}); "
+                f"a stack with other settings is running ({', '.join(differences)}); "
                 "run `make down` first, then `make up` again"
             )
 
@@ -282,16 +284,16 @@ class LocalStack:
         if not status.ready:
             lines = last_lines(self.folder.log_file(status.name), 1, bytes_max=2000)
             log_line = _VLLM_PREFIX.sub("", _ANSI.sub("", lines[0])).strip() if lines else ""
-            # A server that answers says best itself what it waits for.
+            # A server that answers reports itself what it waits for.
             detail = log_line if detail in ("starting", "") else detail
         return ComponentLine(status.name, status.state, time.time() - status.started_at, detail)
 
     def _failure(self, status: ComponentStatus) -> str:
         lines = [_ANSI.sub("", line) for line in last_lines(self.folder.log_file(status.name), 12)]
-        said = [line for line in lines if line.startswith("spillway_")]
+        reported = [line for line in lines if line.startswith("spillway_")]
         code = status.exits[-1]["code"]
         head = f"{status.name} ended with status {code} before it was ready"
-        reason = f": {said[-1].split(': ', 1)[-1]}" if said else ""
+        reason = f": {reported[-1].split(': ', 1)[-1]}" if reported else ""
         return f"{head}{reason}\nlast lines of {self.folder.log_file(status.name)}:\n" + "\n".join(
             f"    {line[:300]}" for line in lines
         )

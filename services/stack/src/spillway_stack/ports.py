@@ -1,4 +1,4 @@
-"""Which TCP ports are taken, and by whom."""
+"""Which TCP ports are in use, and by which process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LISTEN = "0A"
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Can this port be listened on now? A socket in TIME_WAIT does not count as taken."""
+    """Whether this port can be bound now; a socket in TIME_WAIT does not count as in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -24,7 +24,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def holder(port: int) -> str | None:
-    """`pid 4711 (python -m http.server)` for a listening process that we may look into, else None."""
+    """`pid 4711 (python -m http.server)` for a listening process whose descriptors are readable, else None."""
     inodes = _listening_inodes(port)
     if not inodes:
         return None
@@ -37,7 +37,7 @@ def holder(port: int) -> str | None:
 
 
 def _open_targets(process: Path) -> set[str]:
-    """Where a process's descriptors lead; each may close while we look, and those of other users are closed to us."""
+    """Targets of a process's descriptors; each may close meanwhile, and those of other users are not readable."""
     targets: set[str] = set()
     try:
         descriptors = list((process / "fd").iterdir())

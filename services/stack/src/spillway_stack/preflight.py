@@ -1,4 +1,4 @@
-"""Before anything starts: can this machine take the stack? Every reason at once, each with its remedy."""
+"""Checks before the start whether this machine can run the stack; reports every reason at once, with its remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE_DISK_BYTES = 512 << 20  # logs, and an NVMe tier that can hold anything at
 def check_machine(
     settings: StackSettings, model: PreparedModel, folder: StateFolder, components: Sequence[Component]
 ) -> list[str]:
-    """Reasons why the stack cannot start here; an empty list means go."""
+    """Reasons why the stack cannot start here; empty if it can."""
     engine = engine_settings(engine_configuration(settings, model, folder, 0), settings.engine_overrides)
     machine = probe_machine(engine.platform)
     budget = resolve_engine(engine, load_model_shape(engine.model.path, engine.door), machine).budget
@@ -59,7 +59,7 @@ def disk_problems(root: Path, needed_bytes: int = STATE_DISK_BYTES) -> list[str]
 
 
 def memory_problems(settings: StackSettings, machine: Machine, budget: MemoryBudget) -> list[str]:
-    """All engines together; what one engine cannot do alone is already in its own budget's problems."""
+    """All engines together; what a single engine lacks is among its budget's problems."""
     problems = []
     shared_bytes = budget.shared_memory_needed_bytes * settings.engines
     if shared_bytes > machine.shared_memory_free_bytes and not budget.problems:

@@ -1,4 +1,4 @@
-"""Processes by identity: a pid together with its start time, so that a reused number is never mistaken for ours."""
+"""Processes by identity: a pid together with its start time, so that a reused pid is never mistaken for a component."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProcessIdentity:
         return ProcessIdentity.of(self.pid) == self
 
     def signal(self, number: signal.Signals) -> None:
-        """Nothing happens when the process is gone or its pid has passed to another."""
+        """No effect when the process has exited or its pid has been reused."""
         if self.is_alive():
             try:
                 os.kill(self.pid, number)
@@ -45,7 +45,7 @@ class ProcessIdentity:
 
 
 def wait_gone(processes: Iterable[ProcessIdentity], timeout_seconds: float) -> list[ProcessIdentity]:
-    """Those still alive when the time is over."""
+    """Wait for these processes to exit; returns those still alive at the timeout."""
     deadline = time.monotonic() + timeout_seconds
     alive = [process for process in processes if process.is_alive()]
     while alive and time.monotonic() < deadline:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-QUIET_SECONDS = 15.0  # without a terminal: repeat an unchanged line this seldom
+QUIET_SECONDS = 15.0  # without a terminal: interval of repeating an unchanged line
 FRAMES = "|/-\\"
 
 
@@ -35,13 +35,13 @@ class ProgressDisplay:
             self._append(lines, time.monotonic() if now is None else now)
         self._out.flush()
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
+    def write_line(self, text: str) -> None:
+        """Write a permanent line."""
         self._clear()
         print(text, file=self._out, flush=True)
 
     def finish(self) -> None:
-        """Leave the last drawing standing."""
+        """Keep the last drawing on the screen."""
         self._drawn_lines = 0
 
     def _redraw(self, lines: list[ComponentLine]) -> None:

@@ -1,4 +1,4 @@
-"""What can be asked of the local stack, and where each port lies."""
+"""Settings of the local stack, and the ports that follow from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from spillway_engine.settings import LifecycleSettings, ModelSettings
-from spillway_stack import make_door
+from spillway_stack import make_variables
 from spillway_stack.errors import StackError
 
 DTYPES = get_args(get_type_hints(ModelSettings)["dtype"])
@@ -43,7 +43,7 @@ class StackSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> StackSettings:
-        """The variables of `make up`, see there. Raises StackError naming the variable."""
+        """From the variables of `make up`. Raises StackError naming the variable."""
         default = cls()
         settings = cls(
             port=_number(environment, "PORT", default.port, least=1, most=65_535 - 400),
@@ -57,12 +57,12 @@ class StackSettings:
             dtype=_choice(environment, "DTYPE", default.dtype, DTYPES),
             self_check=_choice(environment, "SELF_CHECK", default.self_check, SELF_CHECKS),
             self_check_text=environment.get("SELF_CHECK_TEXT", "").strip(),
-            engine_args=make_door.arguments(environment),
-            engine_overrides=make_door.overrides(environment),
+            engine_args=make_variables.arguments(environment),
+            engine_overrides=make_variables.overrides(environment),
         )
         longest = (settings.device_blocks - 1) * settings.block_size
         if longest < settings.max_length and not environment.get("MAX_LENGTH", "").strip():
-            # A small device cache is a way to see eviction; the longest prompt follows it down.
+            # A small device cache is a way to see eviction; it also bounds the longest prompt.
             return replace(settings, max_length=longest)
         return settings
 
@@ -82,15 +82,15 @@ class StackSettings:
         return self.port + 400
 
     def as_dict(self) -> dict[str, Any]:
-        """Fit for JSON; `from_dict` is the way back."""
+        """JSON-compatible; the inverse is `from_dict`."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> StackSettings:
-        """Keys that this version does not know are left out, those that are missing have their defaults."""
-        known = {field.name for field in fields(cls)}
+        """Unknown keys are ignored, missing ones have their defaults."""
+        names = {field.name for field in fields(cls)}
         values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items() if name in known
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items() if name in names
         }
         return cls(**values)
 

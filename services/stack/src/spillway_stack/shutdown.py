@@ -1,4 +1,4 @@
-"""Ends a stack, whatever state it is in: with its supervisor, without it, half started."""
+"""Stops a stack in any state: with its supervisor, without it, half started."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from spillway_stack.supervisor import HURRY_AFTER_SECONDS
 SUPERVISOR_STOP_SECONDS = 90.0  # above the sum of what it grants its components
 
 
-def take_down(folder: StateFolder, say: Callable[[str], None]) -> bool:
-    """False when nothing was running. Afterwards no process, port or shared-memory file of the stack is left."""
+def take_down(folder: StateFolder, log: Callable[[str], None]) -> bool:
+    """Stop everything; False when nothing was running. No process, port or shared-memory file of the stack remains."""
     state = folder.read_state()
     if state is None:
         sweep_stale_regions()
         return False
     supervisor = ProcessIdentity.from_record(state["supervisor"])
     if supervisor is not None and supervisor.is_alive():
-        say("stopping the gateway, the engines and Valkey")
+        log("stopping the gateway, the engines and Valkey")
         supervisor.signal(signal.SIGTERM)
         for process in wait_gone([supervisor], SUPERVISOR_STOP_SECONDS):
             process.signal(signal.SIGKILL)
         state = folder.read_state() or state
     else:
-        say("the supervisor is gone; ending its components one by one")
+        log("the supervisor is gone; stopping its components one by one")
     _end_recorded(state["components"])
     sweep_stale_regions()
     folder.state_file.unlink(missing_ok=True)

@@ -45,7 +45,7 @@ class StateFolder:
             folder.mkdir(parents=True, exist_ok=True)
 
     def read_state(self) -> dict[str, Any] | None:
-        """The supervisor's last word; None when no stack was started here or it was taken down."""
+        """The supervisor's last state; None when no stack was started here or it was stopped."""
         return _read_json(self.state_file)
 
     def read_plan(self) -> dict[str, Any] | None:
@@ -53,14 +53,14 @@ class StateFolder:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all: a reader never sees half a file."""
+    """Atomic: a reader never sees half a file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(value, indent=2))
     partial.replace(path)
 
 
 def last_lines(path: Path, count: int, bytes_max: int = 64 << 10) -> list[str]:
-    """The end of a log without reading all of it."""
+    """The end of a log, without reading the whole file."""
     try:
         with path.open("rb") as log:
             log.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""The stack's background process: starts the planned components, restarts a dead one, stops all in order.
+"""The stack's background process: starts the planned components, restarts one that exits, stops all in order.
 
     python -m spillway_stack.supervisor STATE_FOLDER
 
@@ -20,13 +20,27 @@ from typing import IO, Any
 
 from spillway_stack.components import Component
 from spillway_stack.processes import ProcessIdentity
-from spillway_stack.restart_policy import failures_after_exit, restart_delay_seconds
 from spillway_stack.state_folder import StateFolder, write_json
 
-LOG_BYTES_MAX = 50 << 20  # at a restart a longer log is moved aside, one generation is kept
+LOG_BYTES_MAX = 50 << 20  # at a restart a longer log is rotated, one generation is kept
 HURRY_AFTER_SECONDS = 0.3
 TICK_SECONDS = 0.1
+FIRST_DELAY_SECONDS = 1.0
+DELAY_SECONDS_MAX = 30.0
+STEADY_SECONDS = 60.0  # having run this long, the next failure counts as the first again
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+def restart_delay_seconds(failures_in_a_row: int) -> float:
+    """Pure: 1, 2, 4, ... 30 seconds for the first, second, third, ... failure."""
+    return float(min(DELAY_SECONDS_MAX, FIRST_DELAY_SECONDS * 2 ** min(16, max(0, failures_in_a_row - 1))))
+
+
+def failures_after_exit(failures_in_a_row: int, ran_seconds: float, exit_code: int) -> int:
+    """Pure: a clean exit is a requested restart and counts as no failure."""
+    if exit_code == 0:
+        return 0
+    return 1 if ran_seconds >= STEADY_SECONDS else failures_in_a_row + 1
 
 
 @dataclass(slots=True)
@@ -34,7 +48,7 @@ class _Child:
     component: Component
     process: subprocess.Popen[bytes] | None = None
     identity: ProcessIdentity | None = None
-    started_at: float = 0.0  # time.time, for people
+    started_at: float = 0.0  # time.time, for display
     started: float = 0.0  # time.monotonic
     restarts: int = 0
     failures_in_a_row: int = 0
@@ -71,13 +85,13 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        # What a killed engine leaves behind becomes our child, so that it can be reaped here.
+        # Orphans of a killed engine become children of this process, which reaps them.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         for child in self._children:
             self._start(child)
         self._write_state()
         while not self._stopping:
-            self._look_after_children()
+            self._restart_exited()
             self._reap_orphans()
             time.sleep(TICK_SECONDS)
         self._stop_all()
@@ -87,7 +101,7 @@ class Supervisor:
     def _on_signal(self, *_: object) -> None:
         self._stopping = True
 
-    def _look_after_children(self) -> None:
+    def _restart_exited(self) -> None:
         changed = False
         for child in self._children:
             if child.process is not None and child.process.poll() is not None:
@@ -101,9 +115,9 @@ class Supervisor:
             self._write_state()
 
     def _reap_orphans(self) -> None:
-        own = {child.process.pid for child in self._children if child.process is not None}
+        components = {child.process.pid for child in self._children if child.process is not None}
         for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
-            if pid not in own:
+            if pid not in components:
                 try:
                     os.waitpid(pid, os.WNOHANG)
                 except ChildProcessError:
@@ -137,11 +151,11 @@ class Supervisor:
         )
 
     def _write_state(self) -> None:
-        own = ProcessIdentity.of(os.getpid())
+        supervisor = ProcessIdentity.of(os.getpid())
         write_json(
             self._folder.state_file,
             {
-                "supervisor": own.record() if own is not None else None,
+                "supervisor": supervisor.record() if supervisor is not None else None,
                 "components": {child.component.name: child.record() for child in self._children},
             },
         )
@@ -152,7 +166,7 @@ class Supervisor:
 
 
 def stop_together(children: list[_Child]) -> None:
-    """SIGTERM, once more where that means hurry, then SIGKILL at each one's deadline."""
+    """SIGTERM, a second one for components that hurry on it, then SIGKILL at each one's deadline."""
     running = [child for child in children if child.process is not None]
     for child in running:
         assert child.process is not None

@@ -24,7 +24,7 @@ TTFT_SECONDS = {
 
 
 def counted(device: int = 0, external: int = 0, read: int = 0, prompt_tokens: int = PROMPT_TOKENS) -> EngineCounters:
-    """Tokens found on the device, handed over by the connector, and of these read from NVMe."""
+    """Tokens found on the device, loaded by the connector, and of these read from NVMe."""
     return EngineCounters(prompt_tokens, device, external, external * 10, 0, {"nvme": read * 10}, {"nvme": 0})
 
 

@@ -1,4 +1,4 @@
-"""Against a real HTTP server on loopback that says what an engine would."""
+"""Against a real HTTP server on loopback that answers like an engine."""
 
 import http.server
 import json
@@ -65,7 +65,7 @@ def test_an_answer_holds_text_tokens_usage_and_headers(engine: Engine) -> None:
     assert answer.ttft_seconds > 0
 
 
-def test_the_lead_of_each_token_is_told(engine: Engine) -> None:
+def test_the_lead_of_each_token_is_reported(engine: Engine) -> None:
     def sure(*leads: float) -> dict[str, Any]:
         return {"content": [{"top_logprobs": [{"logprob": -0.5}, {"logprob": -0.5 - lead}]} for lead in leads]}
 
@@ -110,7 +110,7 @@ def test_a_refusal_is_passed_on_with_its_status(engine: Engine) -> None:
         ask_one_token(engine.server_port, "m")
 
 
-def test_a_closed_port_is_said(engine: Engine) -> None:
+def test_a_closed_port_is_an_error(engine: Engine) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as closed:
         port = closed.server_port
     with pytest.raises(StackError, match=f"request to port {port} failed"):

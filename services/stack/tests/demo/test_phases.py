@@ -44,7 +44,7 @@ def test_one_block_short_is_at_fault() -> None:
     assert fault == "3,968 from cpu, 182 computed"
 
 
-def test_a_request_of_somebody_else_spoils_the_proof() -> None:
+def test_a_concurrent_request_invalidates_the_proof() -> None:
     fault = sample(Phase.DEVICE_HIT, delta=counted(device=4096, prompt_tokens=5000)).fault(LIMITS, "nvme")
     assert fault is not None
     assert "other requests" in fault

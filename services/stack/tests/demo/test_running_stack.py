@@ -8,10 +8,10 @@ from spillway_stack.errors import StackError
 from spillway_stack.settings import StackSettings
 
 
-def test_without_a_stack_the_demo_says_what_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_stack_the_error_names_what_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--state-dir", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
-    assert "no stack is running" in (said := capsys.readouterr().err)
-    assert "make up" in said
+    assert "no stack is running" in (message := capsys.readouterr().err)
+    assert "make up" in message
     assert not (tmp_path / "out").exists()
 
 

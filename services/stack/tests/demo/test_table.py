@@ -50,14 +50,14 @@ def test_a_good_run_says_in_one_line_what_was_compared() -> None:
     assert "cold answer" in notes[1]
 
 
-def test_rounding_is_said_and_starred() -> None:
+def test_rounding_is_reported_and_starred() -> None:
     rows = rows_of([sample(phase, token_ids=(1,) if phase is Phase.COLD else (2,)) for phase in Phase])
     assert line(rows[1]).endswith("no (rounding)")
     assert line(rows[2]).endswith("yes *")
     assert any("round differently" in note for note in footnotes(rows, 1))
 
 
-def test_wrong_tokens_are_shouted_and_shown() -> None:
+def test_wrong_tokens_are_reported_in_full() -> None:
     rows = rows_of([sample(phase, token_ids=(2,) if phase is Phase.RESTARTED else (1,)) for phase in Phase])
     assert line(rows[4]).endswith("NO")
     assert any("answers differ" in note and "Lisbon" in note for note in footnotes(rows, 1))

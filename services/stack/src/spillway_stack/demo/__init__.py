@@ -1,4 +1,4 @@
-"""`make demo`: why offload exists, shown against the running stack and proven by the engines' own counters."""
+"""`make demo`: what each tier saves, measured on the running stack and checked against the engines' counters."""
 
 from spillway_stack.demo.command import main
 

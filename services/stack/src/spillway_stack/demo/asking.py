@@ -14,7 +14,7 @@ from spillway_stack.demo.sizing import ANSWER_TOKENS
 from spillway_stack.errors import StackError
 
 TIMEOUT_SECONDS = 300.0
-# The fact that was asked for stands before either; what a small model says after it is chance.
+# The expected fact precedes either; what a small model generates after it is arbitrary.
 STOP = (" with", ".")
 
 
@@ -26,11 +26,11 @@ class Answer:
     cached_tokens: int  # as the engine reports it in usage
     ttft_seconds: float
     headers: Mapping[str, str]  # lower-case names
-    leads: tuple[float, ...] = ()  # of each token over its runner-up, natural logarithm; empty: not told
+    leads: tuple[float, ...] = ()  # of each token over its runner-up, natural logarithm; empty: not reported
 
 
 def ask(port: int, model: str, messages: list[dict[str, str]]) -> Answer:
-    """Raises StackError when the answer is no complete stream with usage."""
+    """Send one request. Raises StackError when the answer is not a complete stream with usage."""
     body = {
         "model": model,
         "messages": messages,
@@ -76,7 +76,7 @@ def ask(port: int, model: str, messages: list[dict[str, str]]) -> Answer:
 
 
 def ask_one_token(port: int, model: str) -> None:
-    """The shortest request there is: it takes one device block and leaves nothing to reuse."""
+    """The shortest possible request: it takes one device block and caches nothing."""
     _post(port, "/v1/completions", {"model": model, "prompt": "Ship", "max_tokens": 1, "temperature": 0})
 
 

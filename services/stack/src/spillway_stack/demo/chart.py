@@ -1,4 +1,4 @@
-"""The same rows as a picture: one bar per phase, seconds and ratio written at its end."""
+"""The rows as a bar chart: one bar per phase, labelled with seconds and ratio."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spillway_stack.demo.phases import COMPUTED, CPU, DEVICE
 from spillway_stack.demo.report import Row
 from spillway_stack.demo.table import duration
 
-# Bars are honest from zero. Only where the short ones would vanish beside the cold one is the axis logarithmic.
+# The axis starts at zero; it is logarithmic only where short bars would vanish beside the cold one.
 LOG_SCALE_FROM_RATIO = 200.0
 WIDTH_INCHES, ROW_INCHES, TOP_INCHES, BOTTOM_INCHES = 10.0, 0.55, 0.95, 0.65
 _COLOURS = {COMPUTED: "#6b7280", DEVICE: "#0f766e", CPU: "#2563eb"}
@@ -24,7 +24,7 @@ _NOT_PLANNED_COLOUR = "#b91c1c"
 
 
 def draw_chart(rows: Sequence[Row], subtitle: str, path: Path) -> None:
-    """Writes a PNG, whole or not at all."""
+    """Write a PNG, atomically."""
     mpl.rcParams["font.family"] = "DejaVu Sans"  # ships with matplotlib, so the picture is the same everywhere
     height = TOP_INCHES + ROW_INCHES * len(rows) + BOTTOM_INCHES
     figure = Figure(figsize=(WIDTH_INCHES, height), dpi=150)

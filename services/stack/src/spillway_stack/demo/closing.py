@@ -1,4 +1,4 @@
-"""The two sentences at the end: what the figures say, and what they do not. Pure."""
+"""The two closing sentences: what the figures show, and what they do not. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def closing_sentences(rows: Sequence[Row], bytes_per_token: int, platform: str) 
     )
     if platform == "cpu":
         limits = (
-            "Take the path from this, not the speed: the CPU engine stands in for an NPU, so every copy here is from "
+            "This shows the path, not the speed: the CPU engine stands in for an NPU, so every copy here is from "
             "host memory to host memory, both engines and the shared tier share one machine, and the model is small."
         )
     else:

@@ -1,7 +1,8 @@
-"""The long document that the demo asks about: the log book of a small harbour, written anew for each run.
+"""The long document that the demo asks about: the log book of a small harbour, generated for each run.
 
 Pure and deterministic: the same seed, edition and number of entries give the same text on every machine. The edition
-stands in the first line, so two runs share no prefix and a cold request is cold although a shared tier remembers.
+stands in the first line, so two runs share no prefix and a cold request is cold although a shared tier holds earlier
+documents.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _MONTHS = ("January", "February", "March", "April", "May", "June", "July", "Augu
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One entry: what a question can be asked about."""
+    """One entry, the subject of a question."""
 
     number: int
     ship: str
@@ -82,7 +83,7 @@ class LogBook:
 
     @property
     def expected_answer(self) -> str:
-        """What a careful reader says to `question`."""
+        """The correct answer to `question`."""
         return self.arrivals[0].origin
 
 

@@ -1,4 +1,4 @@
-"""An engine's /metrics as the few counters that tell where a prompt's KV came from."""
+"""The counters of an engine's /metrics that show where a prompt's KV came from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spillway_stack.http_probe import get
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+)")
 # Once per prompt, at its prefill. The prefix-cache hit counters beside it count a request again each time the scheduler
-# asks anew while a tier is still looking or loading.
+# looks it up again while a tier is still answering or loading.
 _BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 _DIVIDING = ("tier", "direction", "source")
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -20,11 +20,11 @@ _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """Totals since the engine's start; the difference of two readings is what lies between them."""
+    """Totals since the engine's start; subtract two readings for a counter delta."""
 
     prompt_tokens: int = 0
     device_hit_tokens: int = 0  # found in the device's own prefix cache
-    external_hit_tokens: int = 0  # handed over by the connector: CPU tier and shared tiers
+    external_hit_tokens: int = 0  # loaded by the connector: CPU tier and shared tiers
     device_load_bytes: int = 0  # CPU tier -> device
     device_store_bytes: int = 0  # device -> CPU tier
     tier_read_bytes: dict[str, int] = field(default_factory=dict)  # shared tier -> CPU tier

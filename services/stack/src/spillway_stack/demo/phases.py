@@ -1,4 +1,4 @@
-"""What the demo shows, and from what it can be told that it happened. Pure."""
+"""The demo's phases, and how the counters prove each of them. Pure."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Where the KV of one prompt came from, in tokens, by the engine's own counters."""
+    """Source of one prompt's KV, in tokens, by the engine's counters."""
 
-    prompt_tokens: int  # of all requests between the two readings; more than the prompt's: somebody else asked too
+    prompt_tokens: int  # of all requests between the two readings; more than the prompt's: another client sent requests
     tokens_by_tier: dict[str, int]  # device, cpu and shared tiers; what is missing was computed
 
     @property
@@ -50,8 +50,8 @@ class Served:
 
 
 def attribute(delta: EngineCounters, limits: EngineLimits) -> Served:
-    """From the counters around one request: what the connector handed over came from the CPU tier, except as much of
-    it as shared tiers were read for on the way."""
+    """From the counters around one request: what the connector loaded came from the CPU tier, except for
+    as much as was read from shared tiers."""
     shared = {tier: read_bytes // limits.bytes_per_token for tier, read_bytes in delta.tier_read_bytes.items()}
     cpu_tokens = max(0, delta.external_hit_tokens - sum(shared.values()))
     return Served(delta.prompt_tokens, {DEVICE: delta.device_hit_tokens, CPU: cpu_tokens, **shared})
@@ -69,7 +69,7 @@ class Sample:
     served: Served
 
     def fault(self, limits: EngineLimits, shared_tier: str) -> str | None:
-        """Why this was not served from where the phase says; None when it was."""
+        """Why this was not served from the phase's tier; None when it was."""
         expected = self.phase.expected_tier(shared_tier)
         prompt_tokens = self.answer.prompt_tokens
         if self.served.prompt_tokens != prompt_tokens:

@@ -1,4 +1,4 @@
-"""From samples to rows, and rows to build/demo/report.json. Pure but for the one write."""
+"""From samples to rows, and rows to build/demo/report.json. Pure except for the write."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from statistics import median
 from spillway_stack.demo.phases import MIXED, Phase, Sample
 from spillway_stack.demo.sizing import EngineLimits
 
-NEAR_TIE = 1.0  # natural logarithm: a lead that bfloat16 may turn, logits between 16 and 32 lying 0.125 apart
+NEAR_TIE = 1.0  # natural logarithm: a margin that bfloat16 may reverse, logits between 16 and 32 lying 0.125 apart
 COLD_REFERENCE, DEVICE_REFERENCE = "cold", "device hit"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One phase; figures are medians over the documents. The first eight keys are what readers may rely on."""
+    """One phase; figures are medians over the documents. The first eight keys are stable."""
 
     phase: str
     engine: str
@@ -39,8 +39,8 @@ class Row:
 
     @property
     def is_proven(self) -> bool:
-        """A device hit that differs from cold alone is rounding, and so is a near tie that went the other way; both are
-        said. Anything else is a fault."""
+        """A device hit that differs only from cold is rounding, and so is a near tie that went the other way; both are
+        reported. Anything else is a fault."""
         rounding = self.differs_by_rounding or self.phase == Phase.DEVICE_HIT.value
         return self.served_as_planned and (self.identical or rounding)
 
@@ -91,7 +91,7 @@ def summarise(samples: Sequence[Sample], everything: Sequence[Sample], limits: E
 
 
 def write_report(rows: Sequence[Row], path: Path) -> None:
-    """Whole or not at all; an interrupted demo leaves the last whole one."""
+    """Atomic: an interrupted demo keeps the previous report."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:

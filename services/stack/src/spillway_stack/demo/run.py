@@ -1,4 +1,4 @@
-"""The demo itself: each document goes through every phase once, and the engine's counters are read around each ask."""
+"""The demo: each document passes every phase once; the engine's counters are read before and after each request."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 
 from spillway_stack.demo.asking import Answer, ask, ask_one_token, count_prompt_tokens
+from spillway_stack.demo.console import Console
 from spillway_stack.demo.document import ENTRIES_MAX, LogBook, conversation, longest_book, write_log_book
 from spillway_stack.demo.engine_counters import EngineCounters, read_counters
-from spillway_stack.demo.narrator import Narrator
 from spillway_stack.demo.phases import Phase, Sample, attribute
 from spillway_stack.demo.report import Row, summarise
 from spillway_stack.demo.running_stack import RunningStack
 from spillway_stack.demo.sizing import DOCUMENTS, choose_document_tokens, prompt_tokens_max, short_requests_to_evict
 from spillway_stack.errors import StackError
 
-FIRST, OTHER = 0, 1  # engines: the one that computes, and one that never does
+FIRST, OTHER = 0, 1  # engines: one computes, the other never does
 DOCUMENT_SEEDS = (0, 1, 3)  # three harbours, three ports
-PROBE_SEEDS = (100, 101)  # the first asks warm the engine up, the second is measured
+PROBE_SEEDS = (100, 101)  # the first request warms the engine up, the second is measured
 PROBE_TOKENS = 768
 COUNTERS_TIMEOUT_SECONDS = 10.0
 STORED_TIMEOUT_SECONDS = 60.0
@@ -27,12 +27,12 @@ assert len(DOCUMENT_SEEDS) == DOCUMENTS
 
 
 class Demo:
-    """Runs the phases in order and hands over each row as soon as it is complete."""
+    """Runs the phases in order and reports each row as soon as it is complete."""
 
-    def __init__(self, running: RunningStack, edition: str, narrator: Narrator, on_row: Callable[[Row], None]) -> None:
+    def __init__(self, running: RunningStack, edition: str, console: Console, on_row: Callable[[Row], None]) -> None:
         self._running = running
         self._edition = edition
-        self._narrator = narrator
+        self._console = console
         self._on_row = on_row
         self._samples: list[Sample] = []
         self._books: list[LogBook] = []
@@ -42,23 +42,23 @@ class Demo:
 
     def prepare(self) -> None:
         """Measure the prefill rate, choose the length, write the documents."""
-        with self._narrator.doing("measuring how fast this engine computes a prompt"):
+        with self._console.status("measuring how fast this engine computes a prompt"):
             self.prefill_tokens_per_second = self._measure_prefill()
         running = self._running
         self.document_tokens = choose_document_tokens(
             self.prefill_tokens_per_second, running.limits, running.shared_tier_bytes
         )
         tokens_max = prompt_tokens_max(self.document_tokens, running.limits)
-        with self._narrator.doing(f"writing {DOCUMENTS} log books of {self.document_tokens:,} tokens"):
+        with self._console.status(f"writing {DOCUMENTS} log books of {self.document_tokens:,} tokens"):
             self._books = [self._write(seed, tokens_max) for seed in DOCUMENT_SEEDS]
 
     def run(self) -> None:
-        """All phases; `rows` holds them afterwards. Raises StackError when an engine stops answering."""
+        """Run all phases and fill `rows`. Raises StackError when an engine stops answering."""
         written_before = read_counters(self._running.engine_port(FIRST))
         for document in range(DOCUMENTS):
             self._ask(Phase.COLD, document, FIRST)
-            # Also because writing to the tiers takes cores that the next figure is measured on.
-            with self._narrator.doing(
+            # Writing to the tiers would also take cores from the next measurement.
+            with self._console.status(
                 f"waiting until the {self._running.shared_tier} tier holds document {document + 1}"
             ):
                 self._wait_stored(written_before)
@@ -67,7 +67,7 @@ class Demo:
             self._finish(phase)
 
         for document in range(DOCUMENTS):
-            with self._narrator.doing(f"asking about other documents until document {document + 1} left the device"):
+            with self._console.status(f"asking about other documents until document {document + 1} left the device"):
                 self._evict(document)
             self._ask(Phase.CPU_TIER, document, FIRST)
         self._finish(Phase.CPU_TIER)
@@ -77,14 +77,14 @@ class Demo:
             self._ask(Phase.OTHER_ENGINE, document, OTHER)
         self._finish(Phase.OTHER_ENGINE)
 
-        with self._narrator.doing("restarting engine-0, its device cache and CPU tier start empty"):
+        with self._console.status("restarting engine-0 with an empty device cache and CPU tier"):
             self._running.stack.restart_engine(FIRST)
         self._warm_up(FIRST)
         for document in range(DOCUMENTS):
             self._ask(Phase.RESTARTED, document, FIRST)
         self._finish(Phase.RESTARTED)
 
-        # Last, because the gateway is free to bring a document to either engine.
+        # Last, because the gateway may send a document to either engine.
         for document in range(DOCUMENTS):
             self._ask_through_gateway(document)
         self._finish(Phase.GATEWAY)
@@ -122,16 +122,16 @@ class Demo:
     def _ask(self, phase: Phase, document: int, engine: int) -> None:
         name = self._running.stack.engines[engine].name
         port = self._running.engine_port(engine)
-        with self._narrator.doing(f"{phase.value}: asking {name} about document {document + 1} of {DOCUMENTS}"):
+        with self._console.status(f"{phase.value}: asking {name} about document {document + 1} of {DOCUMENTS}"):
             before = read_counters(port)
             answer = self._question(port, document)
             self._keep(phase, document, engine, answer, before)
 
     def _ask_through_gateway(self, document: int) -> None:
-        """Twice: the first time the document comes to the device of the engine that the gateway chooses, the second
-        time the gateway should know where it is. Which engine that was is in its headers."""
+        """Ask twice: the first request brings the document to the device of the engine that the gateway chooses, the
+        second should be routed there. The engine's name is in the response headers."""
         running = self._running
-        with self._narrator.doing(f"{Phase.GATEWAY.value}: asking about document {document + 1} of {DOCUMENTS}"):
+        with self._console.status(f"{Phase.GATEWAY.value}: asking about document {document + 1} of {DOCUMENTS}"):
             self._question(running.gateway_port, document)
             before = [read_counters(running.engine_port(index)) for index in range(len(running.stack.engines))]
             answer = self._question(running.gateway_port, document)
@@ -148,7 +148,7 @@ class Demo:
         self._samples.append(Sample(phase, document, name, answer, delta, served))
 
     def _counted_since(self, before: EngineCounters, engine: int, prompt_tokens: int) -> EngineCounters:
-        """Counters travel to the API server's process after the answer does."""
+        """Poll: counters reach the API server's process after the answer."""
         deadline = time.monotonic() + COUNTERS_TIMEOUT_SECONDS
         while True:
             delta = read_counters(self._running.engine_port(engine)).since(before)
@@ -165,9 +165,9 @@ class Demo:
         return [sample for sample in self._samples if sample.phase is phase]
 
     def _wait_stored(self, before: EngineCounters) -> None:
-        """Until the shared tier took every whole chunk of the documents asked so far.
+        """Wait until the shared tier holds every whole chunk of the documents asked so far.
 
-        A store that was dropped is no reason to stop: the phases that miss it say so.
+        A dropped store is no reason to stop: the phases that miss it report it.
         """
         limits, port = self._running.limits, self._running.engine_port(FIRST)
         due_tokens = sum(limits.reusable_tokens(sample.answer.prompt_tokens) for sample in self._of(Phase.COLD))
@@ -191,9 +191,9 @@ class Demo:
             ask_one_token(self._running.engine_port(FIRST), self._running.model)
 
     def _warm_up(self, engine: int) -> None:
-        """The first requests of a process pay for libraries that load late; that is no part of a tier's time."""
+        """The first requests of a process load libraries; that time is not a tier's."""
         port = self._running.engine_port(engine)
-        with self._narrator.doing(f"warming up {self._running.stack.engines[engine].name} with another document"):
+        with self._console.status(f"warming up {self._running.stack.engines[engine].name} with another document"):
             for seed in PROBE_SEEDS:
                 book = write_log_book(seed, f"{self._edition}-{len(self.rows)}", entries=3)
                 ask(port, self._running.model, conversation(book))

@@ -1,4 +1,4 @@
-"""The stack that `make up` started, as the demo needs it; everything that makes a demo impossible is said here."""
+"""The stack that `make up` started, as the demo needs it; reports whatever prevents a demo."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunningStack:
         return self.stack.settings.engine_port(index)
 
     def engine_index(self, name: str) -> int:
-        """Raises StackError for a name that the gateway gave and the stack does not know."""
+        """Raises StackError for an engine name that is not of this stack."""
         names = [engine.name for engine in self.stack.engines]
         if name not in names:
             raise StackError(f"the gateway answered from {name!r}, the stack's engines are {', '.join(names)}")
@@ -42,7 +42,7 @@ class RunningStack:
 
 
 def find_stack(state_dir: Path) -> RunningStack:
-    """Raises StackError saying what to start, or to start differently."""
+    """Raises StackError with what to start, or to change."""
     folder = StateFolder(state_dir.resolve())
     plan = folder.read_plan()
     if plan is None or folder.read_state() is None:
@@ -100,5 +100,5 @@ def _engine_configuration(port: int) -> dict[str, Any]:
             raise StackError(f"the engine on port {port} answered /spillway/config with status {status}")
         configuration: dict[str, Any] = json.loads(body)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise StackError(f"the engine on port {port} does not tell its configuration: {error}") from error
+        raise StackError(f"the engine on port {port} does not report its configuration: {error}") from error
     return configuration

@@ -1,4 +1,4 @@
-"""How long the documents are and how they are pushed out of the device cache. Pure: from rates and counts to counts."""
+"""Length of the documents, and how to evict them from the device cache. Pure: from rates and counts to counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from spillway_stack.errors import StackError
 
-DOCUMENTS = 3  # each goes through every phase once; a phase's figure is the median over them
+DOCUMENTS = 3  # each passes every phase once; a phase's figure is the median over them
 LENGTHS = (8192, 4096, 2048, 1024, 512, 256)  # tokens of a document's prefix
 # One cold prefill: long enough for the ratios to mean something, short enough for a demo of a few minutes.
 COLD_SECONDS_MAX = 8.0
@@ -27,7 +27,7 @@ class EngineLimits:
 
     @property
     def device_tokens(self) -> int:
-        """Of prompts in flight: vLLM keeps block 0 for itself."""
+        """Tokens of prompts in flight: vLLM reserves block 0."""
         return (self.device_blocks - 1) * self.block_size
 
     @property
@@ -60,11 +60,11 @@ def prompt_tokens_max(document_tokens: int, limits: EngineLimits) -> int:
 
 
 def short_requests_to_evict(document_blocks: int, limits: EngineLimits) -> int:
-    """One-block requests needed beside the other documents so that a document's last block has left the device.
+    """One-block requests needed beside the other documents to evict a document's last block from the device.
 
-    The device cache gives blocks out in least-recently-used order. Asking the other documents makes them the most
-    recent; every block older than theirs, the document's own included, is then taken by one short request each. Such a
-    request fills no whole block, so it costs the CPU tier nothing.
+    The device cache evicts in least-recently-used order. Asking about the other documents makes them the most recent;
+    each short request then evicts one older block, those of the document included. Such a request fills no whole
+    block, so it stores nothing in the CPU tier.
     """
     others = (DOCUMENTS - 1) * document_blocks
     return max(0, limits.device_blocks - 1 - others) + SPARE_SHORT_REQUESTS

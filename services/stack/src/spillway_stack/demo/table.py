@@ -1,4 +1,4 @@
-"""The table on the terminal: a header, a line per phase as it comes in, and what has to be said below. Pure."""
+"""The table on the terminal: a header, a line per phase as it completes, and footnotes. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def line(row: Row) -> str:
 
 
 def footnotes(rows: Sequence[Row], documents: int) -> list[str]:
-    """Below the table: how it was measured, which answers were compared, and whatever was not as planned."""
+    """Below the table: how it was measured, which answers were compared, and every deviation from the plan."""
     lines = [
         f"TTFT: time to the first token, median of {documents} documents; faster: than computing the prompt (cold)."
     ]

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_stack.restart_policy import DELAY_SECONDS_MAX, failures_after_exit, restart_delay_seconds
+from spillway_stack.supervisor import DELAY_SECONDS_MAX, failures_after_exit, restart_delay_seconds
 
 
 def test_delays_double_up_to_the_bound() -> None:

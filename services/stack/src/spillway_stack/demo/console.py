@@ -1,4 +1,4 @@
-"""What the demo says while it works: lines that stay, and one that comes and goes with a clock."""
+"""Terminal output of the demo: permanent lines, and one status line with a clock."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ REDRAW_SECONDS = 0.2
 _CLEAR_LINE = "\r\x1b[K"
 
 
-class Narrator:
-    """On a terminal the passing line is redrawn in place; elsewhere it is written once."""
+class Console:
+    """On a terminal the status line is redrawn in place; elsewhere it is written once."""
 
     def __init__(self, out: TextIO | None = None, is_terminal: bool | None = None) -> None:
         self._out = out if out is not None else sys.stdout
         self.is_terminal = self._out.isatty() if is_terminal is None else is_terminal
 
-    def say(self, text: str = "") -> None:
+    def write_line(self, text: str = "") -> None:
         print(text, file=self._out, flush=True)
 
     @contextlib.contextmanager
-    def doing(self, text: str) -> Iterator[None]:
-        """Show `text` while the block runs; the clock's thread only draws."""
+    def status(self, text: str) -> Iterator[None]:
+        """Show `text` while the block runs; a thread redraws the clock."""
         if not self.is_terminal:
             print(f"  ... {text}", file=self._out, flush=True)
             yield

@@ -1,4 +1,4 @@
-"""What the settings of an engine are called at `make up`: a variable each, ENGINE_SET for all that have none."""
+"""Names of an engine's settings at `make up`: one variable each, ENGINE_SET for those without one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from spillway_stack.errors import StackError
 
-# Setting of the engine service -> variable of `make up` that decides it.
+# Setting of the engine service -> variable of `make up` that sets it.
 VARIABLES = {
     "model.path": "MODEL",
     "model.servedName": "MODEL",
@@ -26,22 +26,22 @@ VARIABLES = {
     "lifecycle.selfCheckText": "SELF_CHECK_TEXT",
     "extraArgs": "ENGINE_ARGS",
 }
-# Settings on which the parts of the stack agree among themselves.
-OWN = frozenset(
+# Settings that the stack chooses, because its components have to agree on them.
+RESERVED = frozenset(
     {"name", "host", "door", "kvEvents.enabled", "offload.sharedTier.nvme.path", "offload.sharedTier.redis.url"}
 )
 OVERRIDES = "ENGINE_SET"
 
 
-def door() -> dict[str, Any]:
-    """For `door:` of an engine's configuration."""
+def setting_names() -> dict[str, Any]:
+    """The mapping under which an engine's configuration names its settings in messages."""
     return {"names": dict(VARIABLES), "others": f"{OVERRIDES}={{path}}", "separator": "="}
 
 
 def overrides(environment: Mapping[str, str]) -> tuple[str, ...]:
     """ENGINE_SET="lifecycle.selfCheckTimeoutSeconds=300 blockSize=64", as spillway_engine's --set takes them.
 
-    Raises StackError for what has a variable of its own, and for what the stack decides.
+    Raises StackError for a setting that has a variable, and for one that the stack chooses.
     """
     words = _words(environment, OVERRIDES)
     for word in words:
@@ -49,13 +49,16 @@ def overrides(environment: Mapping[str, str]) -> tuple[str, ...]:
         for key in _sections(path):
             if key in VARIABLES:
                 raise StackError(f"{OVERRIDES}={word}: {key} is set by {VARIABLES[key]}=")
-        if any(own == path or own.startswith(f"{path}.") or path.startswith(f"{own}.") for own in OWN):
+        if any(
+            reserved == path or reserved.startswith(f"{path}.") or path.startswith(f"{reserved}.")
+            for reserved in RESERVED
+        ):
             raise StackError(f"{OVERRIDES}={word}: {path} is decided by the local stack; leave it out")
     return words
 
 
 def arguments(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """ENGINE_ARGS="--max-num-seqs 8", split as a shell splits it; what is refused is the engine service's to say."""
+    """ENGINE_ARGS="--max-num-seqs 8", split as a shell splits it; the engine service validates them."""
     return _words(environment, "ENGINE_ARGS")
 
 
