@@ -1,4 +1,4 @@
-"""Slices add up to engines, in whatever order they are told."""
+"""Slices add up to engines, in whatever order they arrive."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.config.discovery import KubernetesDiscovery
-from spillway_gateway.discovery.endpoint_slices import EndpointSlice, Reduction, engines_of
-from spillway_gateway.discovery.kubernetes import SliceTable
-from spillway_gateway.discovery.kubernetes_api import WatchEvent
+from spillway_gateway.discovery.endpoint_slices import EndpointSlice, Reduction, SliceTable, WatchEvent, engines_of
 from spillway_gateway.testing.fake_kubernetes import endpoint_slice, pod_endpoint
 
 PORTS = {"http": 8100, "kv-events": 8200, "kv-replay": 8300}

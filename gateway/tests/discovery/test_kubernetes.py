@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spillway_gateway.config.discovery import KubernetesDiscovery
+from spillway_gateway.discovery import kubernetes_api
+from spillway_gateway.discovery.endpoint_slices import EndpointSlice, WatchEvent
 from spillway_gateway.discovery.found import FoundEngine, SourceStatus
-from spillway_gateway.discovery.kubernetes import KubernetesSource
+from spillway_gateway.discovery.kubernetes import FIRST_PAUSE_SECONDS, KubernetesSource, pause_seconds
 from spillway_gateway.discovery.kubernetes_api import in_cluster_server
 from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.fake_kubernetes import FakeKubernetes, endpoint_slice, pod_endpoint
@@ -176,7 +184,14 @@ async def test_answers_that_are_no_answers_are_asked_for_again(cluster: Cluster)
         assert view.published == [] and "answers 500" in str(view.status.error)
         cluster.api.status = None
         await view.until_names("vllm-0")
-        garbage = (b"}\n", b'{"type":"ADDED","object":{"metadata":5}}\n', b'{"type":"NEW","object":{}}\n')
+        garbage = (
+            b"}\n",
+            b"[]\n",
+            b'{"type":"ADDED"}\n',
+            b'{"type":"ADDED","object":{"metadata":5}}\n',
+            b'{"type":"NEW","object":{}}\n',
+            b'{"type":"ERROR","object":{"code":500}}\n',
+        )
         for number, line in enumerate(garbage, 1):
             await until(lambda number=number: len(cluster.api.watch_versions) == number)
             cluster.api.say(line)
@@ -253,9 +268,109 @@ async def test_a_server_with_another_authority_gets_no_token(cluster: Cluster, t
     assert cluster.api.lists == cluster.api.refused == 0
 
 
-def test_the_cluster_tells_where_its_api_server_is() -> None:
-    told = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
+async def test_a_redirect_is_not_followed(cluster: Cluster) -> None:
+    """The token belongs to the configured server."""
+    other = FakeKubernetes()
+    await other.start()
+    cluster.api.redirects_to = other.url
+    async with followed(cluster.config) as view:
+        await until(lambda: view.status.failures["refused"] >= 1)
+        assert "answers 307" in str(view.status.error)
+    await other.stop()
+    assert other.lists == 0
 
-    assert in_cluster_server(told) == "https://[fd00::1]:6443"
+
+def discovery_threads() -> int:
+    return sum(thread.name == "kubernetes-discovery" for thread in threading.enumerate())
+
+
+async def test_a_quiet_watch_does_not_outlive_its_source(cluster: Cluster) -> None:
+    before = discovery_threads()
+    cluster.pods(0)
+    async with followed(replace(cluster.config, timeout_seconds=300.0)) as view:
+        await view.until_names("vllm-0")
+        await until(lambda: cluster.api.watches)
+        assert discovery_threads() == before + 1
+    await until(lambda: discovery_threads() == before and not cluster.api.watches)
+
+
+async def test_a_server_that_does_not_answer_delays_no_stop(cluster: Cluster) -> None:
+    cluster.api.hangs = True
+    async with asyncio.timeout(30.0):
+        async with followed(replace(cluster.config, timeout_seconds=120.0)):
+            await until(lambda: cluster.api.pending)
+    await cluster.api.stop()  # ends the thread, which its deadline would end too
+
+
+class EndlessApi:
+    """Answers at once, and its watch never ends."""
+
+    def __init__(self, config: KubernetesDiscovery) -> None:
+        pass
+
+    def list(self) -> tuple[dict[str, EndpointSlice], str]:
+        return {}, "1"
+
+    def watch(self, version: str, seconds: int, begun: Callable[[], None]) -> Iterator[WatchEvent]:
+        while True:
+            yield WatchEvent("BOOKMARK", "2", None)
+
+    def stop(self) -> None:
+        pass
+
+
+async def test_updates_are_bounded_and_a_full_queue_does_not_keep_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes_api, "KubernetesApi", EndlessApi)
+    before = discovery_threads()
+    source = KubernetesSource(KubernetesDiscovery("engines"), SourceStatus("test"), lambda engines: None)
+    task = asyncio.create_task(source.run())
+    await asyncio.sleep(0)
+    while not source._updates.full():  # the event loop is to stand still
+        time.sleep(0.001)  # noqa: ASYNC251
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: discovery_threads() == before)
+
+
+CONFIGURED = """
+import asyncio, sys
+from spillway_gateway import app
+from spillway_gateway.config.discovery import DiscoveryConfig, DnsDiscovery, KubernetesDiscovery
+from spillway_gateway.discovery import sources
+from spillway_gateway.discovery.found import SourceStatus
+
+async def follow(config):
+    status = SourceStatus("")
+    task = asyncio.create_task(sources.follow(config, status, lambda engines: None))
+    while not status.failures:
+        await asyncio.sleep(0.01)
+    task.cancel()
+
+dns = DnsDiscovery("engines.invalid", nameservers=("127.0.0.1:1",), timeout_seconds=0.1)
+asyncio.run(follow(DiscoveryConfig(dns=dns)))
+assert "kubernetes" not in sys.modules
+asyncio.run(follow(DiscoveryConfig(kubernetes=KubernetesDiscovery("engines", "x", api_server="http://127.0.0.1:1"))))
+assert "kubernetes" in sys.modules
+"""
+
+
+def test_the_client_package_is_loaded_with_kubernetes_discovery_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", CONFIGURED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_environment_names_the_api_server() -> None:
+    given = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
+
+    assert in_cluster_server(given) == "https://[fd00::1]:6443"
     assert in_cluster_server({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}) == "https://10.96.0.1:443"
     assert in_cluster_server({}) == "https://kubernetes.default.svc:443"
+
+
+@given(st.integers(1, 10_000), st.floats(0.1, 600), st.floats(0, 1))
+def test_pauses_grow_within_their_bound_and_are_never_zero(failures: int, most: float, chance: float) -> None:
+    pause = pause_seconds(failures, most, chance)
+
+    assert min(most, FIRST_PAUSE_SECONDS) / 2 <= pause <= most
+    assert pause <= pause_seconds(failures + 1, most, chance)
+    assert pause_seconds(failures, most, 1.0) <= pause <= pause_seconds(failures, most, 0.0)

@@ -8,8 +8,9 @@ an engine is the pod (targetRef.uid) and not the entry.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -67,6 +68,32 @@ class ListMetadata(msgspec.Struct, rename="camel", frozen=True):
 class EndpointSliceList(msgspec.Struct, rename="camel", frozen=True):
     metadata: ListMetadata
     items: list[EndpointSlice] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """piece: None for a bookmark. version: where a later watch may begin."""
+
+    type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
+    version: str
+    piece: EndpointSlice | None
+
+
+class SliceTable:
+    """The slices of a Service by name, as of the last event."""
+
+    def __init__(self) -> None:
+        self.slices: dict[str, EndpointSlice] = {}
+
+    def apply(self, event: WatchEvent) -> bool:
+        """True when something may have changed. Repeats are harmless."""
+        if event.piece is None:
+            return False
+        name = event.piece.metadata.name
+        if event.type == "DELETED":
+            return self.slices.pop(name, None) is not None
+        self.slices[name] = event.piece
+        return True
 
 
 class Reduction(NamedTuple):

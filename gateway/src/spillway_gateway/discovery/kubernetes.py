@@ -1,49 +1,44 @@
-"""Follows the EndpointSlices of a Service: list, then watch from there, and list again when the thread is lost.
+"""Follows the EndpointSlices of a Service: list, then watch from there, and list again when the version has expired.
 
-The known engines stay through every fault: an API server that is away changes nothing about engines that serve.
+One thread talks to the API server, as the client package blocks; what it finds is applied on the event loop. The known
+engines stay through every fault: an API server that is away changes nothing about engines that serve.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import queue
 import random
+import threading
 import time
 from collections.abc import Callable
-
-import aiohttp
+from functools import partial
+from typing import TYPE_CHECKING
 
 from spillway_gateway.config.discovery import KubernetesDiscovery
-from spillway_gateway.discovery.backoff import pause_seconds
-from spillway_gateway.discovery.endpoint_slices import EndpointSlice, engines_of
+from spillway_gateway.discovery.endpoint_slices import SliceTable, engines_of
 from spillway_gateway.discovery.found import FoundEngine, Publish, SourceFailed, SourceStatus
-from spillway_gateway.discovery.kubernetes_api import KubernetesApi, WatchEvent
+
+if TYPE_CHECKING:
+    from spillway_gateway.discovery.kubernetes_api import KubernetesApi
 
 logger = logging.getLogger(__name__)
 
-WATCH_SECONDS_MAX = 240  # one watch; the next goes on where it ended
-SHORT_WATCH_SECONDS = 1.0  # one that ends sooner and without an event is a fault, or it would be asked for in a spin
+WATCH_SECONDS_MAX = 240  # one watch; the next continues from its last version
+SHORT_WATCH_SECONDS = 1.0  # a watch that ends sooner and without an event is a fault, and is followed by a pause
+UPDATES_MAX = 64  # on their way to the event loop; further ones make the thread wait, and so the API server
+STOP_SECONDS_MAX = 0.5  # for the thread to end; beyond that it is left behind, until a deadline of its own ends it
+FIRST_PAUSE_SECONDS = 0.25
 
 
-class SliceTable:
-    """The slices of a Service by name, as of the last event."""
-
-    def __init__(self) -> None:
-        self.slices: dict[str, EndpointSlice] = {}
-
-    def apply(self, event: WatchEvent) -> bool:
-        """True when something may have changed. Repeats are harmless."""
-        if event.piece is None:
-            return False
-        name = event.piece.metadata.name
-        if event.type == "DELETED":
-            return self.slices.pop(name, None) is not None
-        self.slices[name] = event.piece
-        return True
+class _Stopped(Exception):
+    """The source is being stopped; the thread ends."""
 
 
 class KubernetesSource:
-    """chance: 0 to 1, for jitter. clock: monotonic seconds."""
+    """chance: 0 to 1, for jitter. clock: monotonic seconds. run() is called once."""
 
     def __init__(
         self,
@@ -59,6 +54,11 @@ class KubernetesSource:
         self._publish = publish
         self._chance = chance
         self._clock = clock
+        # Between the thread and the event loop.
+        self._updates: queue.Queue[Callable[[], None]] = queue.Queue(UPDATES_MAX)
+        self._stopping = threading.Event()
+        self._api: KubernetesApi | None = None
+        # Of the thread alone.
         self._table = SliceTable()
         self._version: str | None = None  # where the next watch begins; None: list first
         self._list_at = 0.0
@@ -66,51 +66,118 @@ class KubernetesSource:
         self._published: tuple[FoundEngine, ...] | None = None
         self._problems: tuple[str, ...] = ()
 
-    async def run(self) -> None:
-        """Until cancelled. Tries again for ever, ever more slowly up to retry_seconds_max."""
-        failures = 0
-        # A session of its own: a watch holds its connection for minutes, and must not take it from anybody else.
-        async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), trust_env=False) as session:
-            api = KubernetesApi(self._config, session)
-            while True:
-                self._fruitful = False
-                try:
-                    await self._follow(api)
-                    failures = 0 if self._fruitful else failures + 1
-                except SourceFailed as error:
-                    failures = 1 if self._fruitful else failures + 1
-                    if error.reason in ("expired", "invalid"):
-                        self._version = None
-                    if self._status.failed(error):
-                        logger.warning("%s: %s; the engines known before stay", self._status.description, error)
-                if failures:
-                    await asyncio.sleep(pause_seconds(failures, self._config.retry_seconds_max, self._chance()))
+    # -- on the event loop -------------------------------------------------------------------------------------------
 
-    async def _follow(self, api: KubernetesApi) -> None:
+    async def run(self) -> None:
+        """Until cancelled. Tries again without end, with growing pauses up to retry_seconds_max."""
+        arrived, ended = asyncio.Event(), asyncio.Event()
+        call = asyncio.get_running_loop().call_soon_threadsafe
+
+        def notify(event: asyncio.Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                call(event.set)
+
+        arguments = (partial(notify, arrived), partial(notify, ended))
+        threading.Thread(target=self._thread, args=arguments, name="kubernetes-discovery", daemon=True).start()
+        try:
+            while True:
+                await arrived.wait()
+                arrived.clear()
+                for update in self._arrived_updates():
+                    update()
+        finally:
+            self._stopping.set()
+            if self._api is not None:
+                self._api.stop()
+            self._arrived_updates()  # a thread that waits for room goes on, and ends
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS_MAX):
+                    await ended.wait()
+
+    def _arrived_updates(self) -> list[Callable[[], None]]:
+        found: list[Callable[[], None]] = []
+        with contextlib.suppress(queue.Empty):
+            while len(found) < UPDATES_MAX:
+                found.append(self._updates.get_nowait())
+        return found
+
+    def _failed(self, error: SourceFailed) -> None:
+        if self._status.failed(error):
+            logger.warning("%s: %s; the engines known before stay", self._status.description, error)
+
+    def _changed(self, engines: tuple[FoundEngine, ...]) -> None:
+        self._status.updates_total += 1
+        self._publish(engines)
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _thread(self, notify: Callable[[], None], notify_end: Callable[[], None]) -> None:
+        self._notify = notify
+        try:
+            self._follow()
+        except _Stopped:
+            pass
+        except Exception as error:
+            with contextlib.suppress(_Stopped):
+                self._hand_over(partial(_raise, error))
+        finally:
+            notify_end()
+
+    def _hand_over(self, update: Callable[[], None]) -> None:
+        """To the event loop, which runs it. Raises _Stopped."""
+        if self._stopping.is_set():
+            raise _Stopped
+        self._updates.put(update)
+        self._notify()
+
+    def _follow(self) -> None:
+        # Imported here: it takes long enough to delay every stream of the gateway.
+        from spillway_gateway.discovery.kubernetes_api import KubernetesApi  # noqa: PLC0415
+
+        self._api = api = KubernetesApi(self._config)
+        failures = 0
+        while not self._stopping.is_set():
+            self._fruitful = False
+            try:
+                self._list_and_watch(api)
+                failures = 0 if self._fruitful else failures + 1
+            except SourceFailed as error:
+                failures = 1 if self._fruitful else failures + 1
+                if error.reason in ("expired", "invalid"):
+                    self._version = None
+                self._hand_over(partial(self._failed, error))
+            if failures:
+                self._stopping.wait(pause_seconds(failures, self._config.retry_seconds_max, self._chance()))
+
+    def _list_and_watch(self, api: KubernetesApi) -> None:
         """List if it is due, then one watch."""
         now = self._clock()
         if self._version is None or now >= self._list_at:
-            self._table.slices, self._version = await api.list()
+            self._table.slices, self._version = api.list()
             self._list_at = now + self._config.resync_seconds
-            self._status.heard()
+            self._hand_over(self._status.heard)
             if not self._table.slices:
                 logger.warning("%s: no EndpointSlices; check the Service's name", self._status.description)
             self._reduce()
         # Rounded up: a watch of 0 seconds would have no end.
         seconds = 1 + int(min(WATCH_SECONDS_MAX * (1.0 - 0.5 * self._chance()), max(0.0, self._list_at - now)))
-        async with api.watch(self._version, seconds) as events:
+        began: float | None = None
+
+        def begun() -> None:
+            nonlocal began
             began = self._clock()
-            self._status.heard()
-            try:
-                async for event in events:
-                    self._fruitful = True
-                    self._version = event.version or self._version
-                    self._status.heard()
-                    if self._table.apply(event):
-                        self._reduce()
-            finally:
-                self._fruitful |= self._clock() - began >= SHORT_WATCH_SECONDS
-        self._status.heard()
+            self._hand_over(self._status.heard)
+
+        try:
+            for event in api.watch(self._version, seconds, begun):
+                self._fruitful = True
+                self._version = event.version or self._version
+                self._hand_over(self._status.heard)
+                if self._table.apply(event):
+                    self._reduce()
+        finally:
+            self._fruitful |= began is not None and self._clock() - began >= SHORT_WATCH_SECONDS
+        self._hand_over(self._status.heard)
 
     def _reduce(self) -> None:
         engines, problems = engines_of(self._table.slices.values(), self._config)
@@ -120,5 +187,18 @@ class KubernetesSource:
             self._problems = problems
         if engines != self._published:
             self._published = engines
-            self._status.updates_total += 1
-            self._publish(engines)
+            self._hand_over(partial(self._changed, engines))
+
+
+def pause_seconds(failures: int, seconds_max: float, chance: float) -> float:
+    """Before the next try. Pure.
+
+    failures: in a row, from 1. Doubles up to seconds_max, of which chance (0 to 1) takes away up to a half, so that
+    many gateways do not come back together.
+    """
+    whole = min(seconds_max, FIRST_PAUSE_SECONDS * 2.0 ** min(failures - 1, 30))
+    return whole * (1.0 - 0.5 * chance)
+
+
+def _raise(error: Exception) -> None:
+    raise error

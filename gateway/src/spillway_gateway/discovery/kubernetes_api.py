@@ -1,57 +1,46 @@
-"""The two calls that discovery makes to a Kubernetes API server: list, and watch.
+"""List and watch of one Service's EndpointSlices, through the official client package.
 
-Protocol: Kubernetes API concepts, "Efficient detection of changes". A watch is a reply without end, one JSON document
-per line. Every fault becomes a SourceFailed with its reason; nothing of a token goes into a message.
+Protocol: Kubernetes API concepts, "Efficient detection of changes". The package is heavy (about 20 MB of memory, a
+third of a second of CPU time), so only the thread of a configured Kubernetes discovery imports this module. Every fault
+becomes a SourceFailed with its reason. No message contains a token.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-import aiohttp
 import msgspec
+import urllib3
+from kubernetes.client import ApiClient, ApiException, Configuration, DiscoveryV1Api
+from kubernetes.utils.keepalive import tcp_keepalive_socket_options
+from kubernetes.watch import Watch
 
 from spillway_gateway.config.discovery import KubernetesDiscovery
-from spillway_gateway.discovery.endpoint_slices import SERVICE_LABEL, EndpointSlice, EndpointSliceList, Metadata
+from spillway_gateway.discovery.endpoint_slices import (
+    SERVICE_LABEL,
+    EndpointSlice,
+    EndpointSliceList,
+    Metadata,
+    WatchEvent,
+)
 from spillway_gateway.discovery.found import SourceFailed
 
 PAGE_ITEMS = 500
-LIST_BYTES_MAX = 64 * 1024 * 1024
-LINE_BYTES_MAX = 8 * 1024 * 1024  # an object is at most 1.5 MiB in etcd
 PAGES_MAX = 1_000
-# A peer that went away without a word shows after 10 + 3 * 5 seconds, not at the end of the watch.
-_KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-
-EventType = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
-
-
-class Gone(SourceFailed):
-    """The server no longer knows what happened since the given version: list again."""
-
-    def __init__(self) -> None:
-        super().__init__("expired", "the resource version is too old, and everything has to be listed again")
-
-
-@dataclass(frozen=True, slots=True)
-class WatchEvent:
-    """piece: None for a bookmark. version: where a later watch may begin."""
-
-    type: EventType
-    version: str
-    piece: EndpointSlice | None
-
-
-class _RawEvent(msgspec.Struct):
-    type: str
-    object: msgspec.Raw
+LIST_BYTES_MAX = 64 * 1024 * 1024  # of one page
+READ_BYTES = 64 * 1024
+_REMEDIES = {
+    401: "; the token is not valid (any more)",
+    403: "; allow get, list and watch of endpointslices.discovery.k8s.io in a Role",
+}
 
 
 class _Bookmark(msgspec.Struct):
@@ -59,130 +48,162 @@ class _Bookmark(msgspec.Struct):
 
 
 class _ApiStatus(msgspec.Struct):
-    code: int = 0
-    reason: str = ""
     message: str = ""
 
 
-_events = msgspec.json.Decoder(_RawEvent)
-_slices = msgspec.json.Decoder(EndpointSlice)
-_bookmarks = msgspec.json.Decoder(_Bookmark)
 _lists = msgspec.json.Decoder(EndpointSliceList)
 _statuses = msgspec.json.Decoder(_ApiStatus)
 
 
 class KubernetesApi:
-    """For one Service. session: closed by whoever opened it."""
+    """For one Service. list() and watch() block and belong to one thread; any thread may call stop().
 
-    def __init__(self, config: KubernetesDiscovery, session: aiohttp.ClientSession) -> None:
+    Token, authority and address are read anew for each list and each watch, so a token is used at most for one watch.
+    """
+
+    def __init__(self, config: KubernetesDiscovery) -> None:
         self._config = config
-        self._session = session
-        self._ca: tuple[tuple[int, int, int], ssl.SSLContext] | None = None
+        self._lock = threading.Lock()  # guards the two below
+        self._stopped = False
+        self._socket: socket.socket | None = None  # of the watch in progress
 
-    async def list(self) -> tuple[dict[str, EndpointSlice], str]:
+    def stop(self) -> None:
+        """End the watch in progress now; list() and watch() raise SourceFailed from here on."""
+        with self._lock:
+            self._stopped = True
+            if self._socket is not None:
+                _shut_down(self._socket)
+
+    def list(self) -> tuple[dict[str, EndpointSlice], str]:
         """All slices by name, and the version that they are of. Raises SourceFailed."""
         found: dict[str, EndpointSlice] = {}
-        parameters = {"limit": str(PAGE_ITEMS)}
-        try:
-            async with asyncio.timeout(self._config.timeout_seconds):
-                for _ in range(PAGES_MAX):
-                    page = await self._page(parameters)
-                    found.update({piece.metadata.name: piece for piece in page.items or ()})
-                    if not page.metadata.continue_token:
-                        return found, page.metadata.resource_version
-                    parameters["continue"] = page.metadata.continue_token
-        except TimeoutError as error:
-            raise SourceFailed("timeout", f"no list within {self._config.timeout_seconds:g} s") from error
+        deadline = time.monotonic() + self._config.timeout_seconds
+        continue_token = None
+        with self._requests() as request:
+            for _ in range(PAGES_MAX):
+                page = self._page(request, continue_token, deadline)
+                found.update({piece.metadata.name: piece for piece in page.items or ()})
+                continue_token = page.metadata.continue_token
+                if not continue_token:
+                    return found, page.metadata.resource_version
         raise SourceFailed("invalid", f"a list of more than {PAGES_MAX} pages")
 
-    @asynccontextmanager
-    async def watch(self, version: str, seconds: int) -> AsyncIterator[AsyncIterator[WatchEvent]]:
+    def watch(self, version: str, seconds: int, begun: Callable[[], None]) -> Iterator[WatchEvent]:
         """Changes after `version`, until the server ends the watch, which it is asked to do after `seconds`.
 
-        Entered when the server has agreed. Raises Gone or another SourceFailed, then and while events are read, also
-        when nothing ends the watch in time.
+        begun: called once the server has accepted. Raises SourceFailed: expired when the server no longer has the
+        history since `version`, timeout also when nothing ends the watch in time.
         """
-        parameters = {
-            "watch": "1",
-            "allowWatchBookmarks": "true",
-            "resourceVersion": version,
-            "timeoutSeconds": str(seconds),
-        }
-        patience = self._config.timeout_seconds
-        try:
-            async with asyncio.timeout(patience):
-                reply = await self._get(parameters, seconds + patience)
-        except TimeoutError as error:
-            raise SourceFailed("timeout", f"a watch was not answered within {patience:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise _unreachable(error) from error
-        try:
-            await _check(reply, patience)
-            _keep_alive(reply)
-            yield _events_of(reply)
-        finally:
-            reply.close()
+        quiet_seconds_max = seconds + self._config.timeout_seconds
+        deadline = time.monotonic() + quiet_seconds_max
+        with self._requests() as request:
+            reply = request(watch=True, resource_version=version, timeout_seconds=seconds, allow_watch_bookmarks=True)
+            try:
+                self._register(reply, quiet_seconds_max)
+                begun()
+                # A function without a return annotation: Watch builds no model objects of the events.
+                events = Watch().stream(lambda **_: reply, timeout_seconds=seconds)  # type: ignore[no-untyped-call]
+                for event in events:
+                    yield _watch_event(event)
+                    if time.monotonic() > deadline:
+                        raise SourceFailed("timeout", "a watch did not end in time")
+            except (KeyError, TypeError) as error:  # from Watch, which expects every field of an event
+                raise SourceFailed("invalid", f"a watch event cannot be read: {error!r}") from error
+            finally:
+                with self._lock:
+                    self._socket = None
+                reply.close()
 
-    async def _page(self, parameters: dict[str, str]) -> EndpointSliceList:
+    def _page(self, request: Callable[..., Any], continue_token: str | None, deadline: float) -> EndpointSliceList:
+        parameters = {"_continue": continue_token} if continue_token else {}
+        reply = request(limit=PAGE_ITEMS, **parameters)
         try:
-            async with await self._get(parameters, self._config.timeout_seconds) as reply:
-                await _check(reply, self._config.timeout_seconds)
-                parts, size = [], 0
-                async for part in reply.content.iter_any():
-                    size += len(part)
-                    if size > LIST_BYTES_MAX:
-                        raise SourceFailed("invalid", f"a list of more than {LIST_BYTES_MAX} bytes")
-                    parts.append(part)
-        except TimeoutError:
+            parts, size = [], 0
+            for part in reply.stream(READ_BYTES):
+                parts.append(part)
+                size += len(part)
+                if size > LIST_BYTES_MAX:
+                    raise SourceFailed("invalid", f"a list of more than {LIST_BYTES_MAX} bytes")
+                if time.monotonic() > deadline:
+                    raise SourceFailed("timeout", f"no list within {self._config.timeout_seconds:g} s")
+        except BaseException:
+            reply.close()
             raise
-        except (aiohttp.ClientError, OSError) as error:
-            raise _unreachable(error) from error
+        reply.release_conn()
         try:
             return _lists.decode(b"".join(parts))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise SourceFailed("invalid", f"the list is no EndpointSliceList: {error}") from error
 
-    async def _get(self, parameters: dict[str, str], total_seconds: float) -> aiohttp.ClientResponse:
+    @contextmanager
+    def _requests(self) -> Iterator[Callable[..., Any]]:
+        """A function that lists with further parameters and returns the unread reply. Maps the package's errors."""
         config = self._config
-        server = config.api_server or in_cluster_server(os.environ)
-        headers = {"accept": "application/json"}
-        secure: ssl.SSLContext | bool = True
-        if server.startswith("https:"):  # a token is never sent in clear; kubectl proxy, on plain HTTP, needs none
-            token = await asyncio.to_thread(_file, config.token_file, "tokenFile")
-            headers["authorization"] = f"Bearer {token}"
-            secure = await asyncio.to_thread(self._ssl)
-        namespace = config.namespace or await asyncio.to_thread(_file, config.namespace_file, "namespace")
-        url = f"{server.rstrip('/')}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-        return await self._session.get(
-            url,
-            params={"labelSelector": f"{SERVICE_LABEL}={config.service}", **parameters},
-            headers=headers,
-            ssl=secure,
-            timeout=aiohttp.ClientTimeout(total=total_seconds),
-            allow_redirects=False,
-        )
-
-    def _ssl(self) -> ssl.SSLContext:
-        """The cluster's own authority, read again when its file changes."""
-        path = self._config.ca_file
         try:
-            status = Path(path).stat()
-            state = (status.st_ino, status.st_mtime_ns, status.st_size)
-            if self._ca is None or self._ca[0] != state:
-                self._ca = (state, ssl.create_default_context(cafile=path))
-        except OSError as error:  # ssl.SSLError is one too
-            raise SourceFailed("credentials", f"caFile {path}: cannot be used ({error.strerror or error})") from error
-        return self._ca[1]
+            namespace = config.namespace or _line_of(config.namespace_file, "namespace")
+            with ApiClient(_configuration(config)) as client:
+                api = DiscoveryV1Api(client)
+
+                def request(**parameters: Any) -> Any:
+                    with self._lock:
+                        if self._stopped:
+                            raise SourceFailed("stopped", "discovery ends")
+                    return api.list_namespaced_endpoint_slice(
+                        namespace,
+                        label_selector=f"{SERVICE_LABEL}={config.service}",
+                        _preload_content=False,
+                        _request_timeout=(config.timeout_seconds, config.timeout_seconds),
+                        **parameters,
+                    )
+
+                yield request
+        except ApiException as error:
+            raise _refused(error) from error
+        except urllib3.exceptions.NewConnectionError as error:  # a TimeoutError by inheritance alone
+            raise _unreachable(str(error)) from error
+        except urllib3.exceptions.TimeoutError as error:
+            raise SourceFailed("timeout", f"no answer within {config.timeout_seconds:g} s") from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise _unreachable(str(error) or error.__class__.__name__) from error
+
+    def _register(self, reply: Any, read_seconds: float) -> None:
+        """Make the watch's socket known to stop(). Up to here a read had timeout_seconds; a watch may be quiet."""
+        connection = reply.connection
+        opened = connection.sock if connection is not None else None
+        with self._lock:
+            self._socket = opened
+            if opened is not None:
+                opened.settimeout(read_seconds)
+                if self._stopped:
+                    _shut_down(opened)
 
 
 def in_cluster_server(environment: Mapping[str, str]) -> str:
-    """The API server as every container of a cluster is told. Pure."""
+    """The address of the API server from a container's environment. Pure."""
     host = environment.get("KUBERNETES_SERVICE_HOST", "kubernetes.default.svc")
     port = environment.get("KUBERNETES_SERVICE_PORT", "443")
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
-def _file(path: str, setting: str) -> str:
+def _configuration(config: KubernetesDiscovery) -> Configuration:
+    """Of one client. Raises SourceFailed when a mounted file is of no use."""
+    server = (config.api_server or in_cluster_server(os.environ)).rstrip("/")
+    found = Configuration(host=server, no_proxy="*")  # the API server is reached directly, whatever the environment
+    found.retries = False  # the caller decides when to try again
+    # A peer that vanished is noticed after 10 + 3 * 5 seconds, not at the end of the watch.
+    found.socket_options = tcp_keepalive_socket_options(idle=10, interval=5, count=3)
+    if server.startswith("https:"):  # a token is never sent in clear; kubectl proxy, on plain HTTP, needs none
+        try:
+            ssl.create_default_context(cafile=config.ca_file)
+        except OSError as error:  # ssl.SSLError is one too
+            why = error.strerror or error
+            raise SourceFailed("credentials", f"caFile {config.ca_file}: cannot be used ({why})") from error
+        found.ssl_ca_cert = config.ca_file
+        found.api_key = {"BearerToken": f"Bearer {_line_of(config.token_file, 'tokenFile')}"}
+    return found
+
+
+def _line_of(path: str, setting: str) -> str:
     try:
         text = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -195,78 +216,46 @@ def _file(path: str, setting: str) -> str:
     return text
 
 
-async def _events_of(reply: aiohttp.ClientResponse) -> AsyncIterator[WatchEvent]:
-    rest = b""
+def _watch_event(event: Any) -> WatchEvent:
+    """From what Watch yields: None for a line that is no JSON, otherwise the document of the line."""
+    if not isinstance(event, dict):
+        raise SourceFailed("invalid", "a watch event is not JSON")
+    kind, document = event.get("type"), event.get("raw_object")
     try:
-        async for part in reply.content.iter_any():
-            *lines, rest = (rest + part).split(b"\n")
-            if len(rest) > LINE_BYTES_MAX:
-                raise SourceFailed("invalid", f"a watch event of more than {LINE_BYTES_MAX} bytes")
-            for line in lines:
-                if line.strip():
-                    yield _event(line)
-    except TimeoutError as error:
-        raise SourceFailed("timeout", "a watch did not end in time") from error
-    except (aiohttp.ClientError, OSError) as error:
-        raise _unreachable(error) from error
+        if kind == "BOOKMARK":
+            return WatchEvent("BOOKMARK", msgspec.convert(document, _Bookmark).metadata.resource_version, None)
+        if kind in ("ADDED", "MODIFIED", "DELETED"):
+            piece = msgspec.convert(document, EndpointSlice)
+            return WatchEvent(kind, piece.metadata.resource_version, piece)
+    except msgspec.ValidationError as error:
+        raise SourceFailed("invalid", f"a watch event cannot be read: {error}") from error
+    raise SourceFailed("invalid", f"a watch event of unknown type {str(kind)[:40]!r}")
 
 
-async def _check(reply: aiohttp.ClientResponse, patience_seconds: float) -> None:
-    if reply.status == 200:
-        return
+def _refused(error: ApiException) -> SourceFailed:
+    status = error.status or 0
+    if status == 410:
+        return SourceFailed("expired", "the resource version is too old; everything is listed again")
+    if not status:  # the package's form of a failed TLS handshake
+        return _unreachable(" ".join(str(error.reason).split()))
     try:
-        async with asyncio.timeout(patience_seconds):
-            body = await reply.content.read(64 * 1024)
-    except (aiohttp.ClientError, OSError):
-        body = b""
-    try:
-        told = _statuses.decode(body).message[:300]
+        message = _statuses.decode(error.body or b"{}").message
     except (msgspec.DecodeError, UnicodeDecodeError):
-        told = ""
-    if reply.status == 410:
-        raise Gone
-    reasons = {401: "unauthorized", 403: "forbidden"}
-    remedy = {
-        401: "; the token is not valid (any more)",
-        403: "; allow get, list and watch of endpointslices.discovery.k8s.io in a Role",
-    }
-    said = f": {told}" if told else ""
-    raise SourceFailed(
-        reasons.get(reply.status, "refused"),
-        f"the API server answers {reply.status}{said}{remedy.get(reply.status, '')}",
+        message = ""
+    detail = f": {message[:300]}" if message else ""
+    return SourceFailed(
+        {401: "unauthorized", 403: "forbidden"}.get(status, "refused"),
+        f"the API server answers {status}{detail}{_REMEDIES.get(status, '')}",
     )
 
 
-def _event(line: bytes) -> WatchEvent:
+def _unreachable(why: str) -> SourceFailed:
+    return SourceFailed("unreachable", f"the API server cannot be reached ({why})")
+
+
+def _shut_down(opened: socket.socket) -> None:
+    """Wakes the thread that reads from it; closing alone would not."""
     try:
-        raw = _events.decode(line)
-        if raw.type == "ERROR":
-            status = _statuses.decode(raw.object)
-            if status.code == 410:
-                raise Gone
-            raise SourceFailed("refused", f"the watch ended with {status.code} {status.reason}: {status.message[:300]}")
-        if raw.type == "BOOKMARK":
-            return WatchEvent("BOOKMARK", _bookmarks.decode(raw.object).metadata.resource_version, None)
-        if raw.type in ("ADDED", "MODIFIED", "DELETED"):
-            piece = _slices.decode(raw.object)
-            return WatchEvent(raw.type, piece.metadata.resource_version, piece)  # type: ignore[arg-type]
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SourceFailed("invalid", f"a watch event cannot be read: {error}") from error
-    raise SourceFailed("invalid", f"a watch event of unknown type {raw.type[:40]!r}")
-
-
-def _keep_alive(reply: aiohttp.ClientResponse) -> None:
-    connection = reply.connection
-    transport = connection.transport if connection is not None else None
-    raw = transport.get_extra_info("socket") if transport is not None else None
-    if raw is None:
-        return
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
-        option = getattr(socket, name, None)  # not on every platform
-        if option is not None:
-            raw.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _unreachable(error: Exception) -> SourceFailed:
-    return SourceFailed("unreachable", f"the API server cannot be reached ({error or error.__class__.__name__})")
+        opened.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the peer closed it first

@@ -71,7 +71,9 @@ class FakeKubernetes:
         self.page_items = page_items
         self.port = 0
         self.hangs = False  # requests are accepted and not answered
+        self.pending = 0  # of those
         self.status: int | None = None  # every request is answered with it
+        self.redirects_to: str | None = None  # every request is answered with 307 and this location
         self.lists = 0
         self.watch_versions: list[int] = []  # where each watch began
         self.refused = 0  # requests with a wrong token
@@ -164,7 +166,10 @@ class FakeKubernetes:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if self.hangs:
+            self.pending += 1
             await asyncio.Event().wait()
+        if self.redirects_to is not None:
+            raise web.HTTPTemporaryRedirect(self.redirects_to + request.path_qs)
         if self.status is not None:
             return web.json_response(_failure(self.status, "Fault", "as told"), status=self.status)
         if self.tokens and request.headers.get("authorization", "").removeprefix("Bearer ") not in self.tokens:
@@ -173,7 +178,7 @@ class FakeKubernetes:
         if request.match_info["namespace"] != self.namespace:
             return web.json_response(_failure(403, "Forbidden", "endpointslices is forbidden"), status=403)
         service = request.query["labelSelector"].removeprefix(SERVICE_LABEL + "=")
-        if request.query.get("watch") == "1":
+        if request.query.get("watch", "0").lower() not in ("0", "false"):  # as an API server reads a boolean
             return await self._watch(request, service)
         self.lists += 1
         names = sorted(name for name, piece in self._slices.items() if _service(piece) == service)
