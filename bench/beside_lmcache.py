@@ -4,17 +4,17 @@
 
 PATH is the interpreter of an environment with `lmcache==0.5.6` and a CPU build of torch; LMCache's own requirements
 name CUDA packages, which its disk and Redis back ends do without. LMCache runs in that interpreter, as a child that
-this process tells what to do next; the two take turns in every round, on one disk and one Valkey, so that a machine
-that changes its mind changes it for both.
+this process drives; the two take turns in every round, on one disk and one Valkey, so that a change of the machine's
+speed affects both.
 
 - disk: `SlabTier` beside `LocalDiskBackend` with O_DIRECT, `--threads` threads each; LMCache also without O_DIRECT, its
   default, where writes and reads end in the page cache.
-- ours behind `SharedTier`, as in an engine: a block is copied between its row and a bounce buffer besides.
+- ours behind `SharedTier`, as in an engine: a block is also copied between its row and a bounce buffer.
 - Redis: `RedisTier` beside `RESPClient`, LMCache's native client, `--threads` connections each.
 
 A block is the smoke model's: 128 tokens of SmolLM2-135M in bfloat16, 2.95 MB. Ours computes a checksum of every block
-stored and verifies every block loaded; LMCache does neither. Each load is checked here to be what was stored, outside
-the timing. Figures are medians of `--rounds`, after one that does not count. Prints a table, writes
+stored and verifies every block loaded; LMCache does neither. Each load is compared with
+what was stored, outside the timing. Figures are medians of `--rounds`, after a warm-up round. Prints a table, writes
 build/bench/beside_lmcache.json (flat; units are in the keys).
 """
 
@@ -152,7 +152,7 @@ def spillway(name: str, folder: Path, port: int, given: argparse.Namespace) -> M
 
 
 class TierMover:
-    """tier: any of ours (tiers/tier.py), behind the threads and buffers that it is behind in an engine. Blocks lie in
+    """tier: any implementation of tiers/tier.py, behind the threads and buffers of an engine. Blocks lie in
     rows of ordinary memory, as in the CPU tier; a round is one job."""
 
     def __init__(self, tier: Any, blocks: int, threads: int) -> None:
@@ -217,7 +217,7 @@ def key(number: int) -> bytes:
 
 
 def pattern(number: int) -> bytes:
-    """A block's contents, told from every other block's."""
+    """A block's contents, different for every block."""
     return (number.to_bytes(8, "little") + bytes(range(248))) * (BLOCK_BYTES // 256)
 
 
@@ -225,7 +225,7 @@ def pattern(number: int) -> bytes:
 
 
 class Child:
-    """The same interface, carried out by `serve` in LMCache's interpreter: a line of JSON out, a line of JSON back."""
+    """The same interface, executed by `serve` in LMCache's interpreter: a line of JSON out, a line of JSON back."""
 
     def __init__(self, name: str, folder: Path, port: int, given: argparse.Namespace) -> None:
         self.wrong = 0
@@ -237,18 +237,18 @@ class Child:
         self._stderr: list[str] = []
         assert self._process.stderr is not None
         threading.Thread(target=lambda: self._stderr.extend(self._process.stderr or ()), daemon=True).start()
-        self._tell({"what": "ready"})
+        self._call({"what": "ready"})
 
     def store(self, first: int) -> float:
-        return float(self._tell({"what": "store", "first": first})["seconds"])
+        return float(self._call({"what": "store", "first": first})["seconds"])
 
     def load(self, first: int) -> float:
-        answer = self._tell({"what": "load", "first": first})
+        answer = self._call({"what": "load", "first": first})
         self.wrong += int(answer["wrong"])
         return float(answer["seconds"])
 
     def forget(self, first: int) -> None:
-        self._tell({"what": "forget", "first": first})
+        self._call({"what": "forget", "first": first})
 
     def close(self) -> None:
         if self._process.stdin is not None:
@@ -259,7 +259,7 @@ class Child:
             self._process.kill()
             self._process.wait()
 
-    def _tell(self, order: dict[str, object]) -> dict[str, Any]:
+    def _call(self, order: dict[str, object]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         watchdog = threading.Timer(ROUND_SECONDS, self._process.kill)
         watchdog.start()
@@ -279,7 +279,7 @@ class Child:
 
 
 def serve(given: argparse.Namespace) -> int:
-    """The child: one order per line until its input ends."""
+    """The child process: one command per line until its input ends."""
     import lmcache  # noqa: PLC0415
 
     version = getattr(lmcache, "__version__", LMCACHE_VERSION)
@@ -296,11 +296,11 @@ def serve(given: argparse.Namespace) -> int:
             mover.forget(order["first"])
         print(json.dumps({"seconds": seconds, "wrong": mover.wrong - before}), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # its threads and event loop have no end of their own
+    os._exit(0)  # its threads and event loop do not end by themselves
 
 
 class DiskMover:
-    """LocalDiskBackend over a LocalCPUBackend, fed as LMCache's storage manager feeds it."""
+    """LocalDiskBackend over a LocalCPUBackend, called as LMCache's storage manager calls it."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         import asyncio  # noqa: PLC0415
@@ -319,7 +319,7 @@ class DiskMover:
             local_cpu=False,
             max_local_cpu_size=(given.blocks + 8) * BLOCK_BYTES * 2 / 2**30,
             local_disk=f"{given.directory}/",
-            max_local_disk_size=64.0,  # what is removed by key still counts towards it
+            max_local_disk_size=64.0,  # keys that were removed still count towards it
             extra_config={"use_odirect": given.child == "lmcache_disk_direct", "disk_io_threads": given.threads},
         )
         shape = (LAYERS, 2, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE)

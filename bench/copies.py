@@ -3,9 +3,9 @@
     python bench/copies.py [--megabytes 512] [--runs 5]
 
 The connector's own transport does the copying: pieces at random places of the device, whole rows at random places of
-the CPU tier, as evicted blocks are. Each way a copy can be enqueued is forced in turn (loop, batch, staged), checked
-byte for byte once, and timed from the submit to the completion as the engine would see it; `submit` is how long the
-model thread was held. The limit is one contiguous copy of the same region. Needs PyTorch with CUDA, no vLLM.
+the CPU tier, like evicted blocks. Each path of a copy (loop, batch, staged) is forced in turn, checked byte for byte
+once, and timed from submission to completion as an engine sees it; `submit` is the time that the model thread spends.
+The limit is one contiguous copy of the same region. Needs PyTorch with CUDA, no vLLM.
 
 Prints a table, writes build/bench/copy.json (flat; units are in the keys) with the copy table that fits the machine.
 """
@@ -41,7 +41,7 @@ OUTPUT = Path("build/bench/copy.json")
 
 
 class BenchError(Exception):
-    """A figure would not mean what its row says."""
+    """A figure would not measure what its row names."""
 
 
 class Bench:
@@ -54,7 +54,7 @@ class Bench:
         self.region.unlink_name()
         self.region.populate(0, self.bytes)
         torch.cuda.set_device(0)
-        # Twice the size: pieces leave gaps, so that neighbours never merge.
+        # Twice the size: pieces leave gaps, so that adjacent pieces never merge.
         self.device = torch.randint(-128, 128, (2 * self.bytes,), dtype=torch.int8, device="cuda")
         self.host = torch.frombuffer(self.region.create_kv_memoryview().cast("B"), dtype=torch.int8)
         device, compute_stream = torch_cuda_device()
@@ -159,7 +159,7 @@ def measure(bench: Bench, sizes: Sequence[int], runs: int) -> dict[str, Any]:
 
 
 def best_table(report: dict[str, Any], sizes: Sequence[int]) -> dict[str, list[list[object]]]:
-    """Where staging is more than 2 % faster than a batch, and a batch than nothing: batch is the simpler way."""
+    """Staging where it is more than 2 % faster than a batch, else batch, which is simpler."""
     table: dict[str, list[list[object]]] = {}
     for direction in Direction:
         rows: list[list[object]] = []
@@ -197,19 +197,19 @@ def render(report: dict[str, Any], sizes: Sequence[int]) -> str:
 
 
 def goals(report: dict[str, Any], sizes: Sequence[int]) -> list[str]:
-    told = []
+    shortfalls = []
     for direction, from_bytes, share in GOALS:
         limit = report[f"{direction.value}_contiguous_gb_per_s"]
         asked = [from_bytes] if from_bytes < 65_536 else [size for size in sizes if size >= from_bytes]
         worst = min(max(report.get(f"{direction.value}_{s}_{p}_gb_per_s", 0.0) for p in PATHS) for s in asked) / limit
-        told.append(f"{direction.value} {from_bytes // 1024} KiB: {worst:.0%} of the limit, asked for {share:.0%}")
-    return told
+        shortfalls.append(f"{direction.value} {from_bytes // 1024} KiB: {worst:.0%} of the limit, goal {share:.0%}")
+    return shortfalls
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="KV copies by size of piece, direction and path.")
     parser.add_argument("--megabytes", type=int, default=1024, help="of each side; a job moves at most this")
-    parser.add_argument("--runs", type=int, default=5, help="timed runs per figure, after one that does not count")
+    parser.add_argument("--runs", type=int, default=5, help="timed runs per figure, after a warm-up run")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():

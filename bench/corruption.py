@@ -1,4 +1,4 @@
-"""A million ways to damage a stored block, and how many wrong bytes are served: the answer has to be none.
+"""Damages stored blocks at random, a million times; not a single wrong byte may be served.
 
     python bench/corruption.py [--count N] [--seed S] [--directory DIR]
 
@@ -26,13 +26,15 @@ RESULT = Path("build/bench/corruption.json")
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--count", type=int, default=1_000_000, help="damaged stores in all")
-    arguments.add_argument("--seed", type=int, default=1, help="of all lots: the same seed does the same damage")
+    arguments.add_argument(
+        "--seed", type=int, default=1, help="of all random choices: the same seed does the same damage"
+    )
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    arguments.add_argument("--directory", type=Path, default=memory, help="where the tiers' files go while it runs")
+    arguments.add_argument("--directory", type=Path, default=memory, help="for the tiers' files while it runs")
     given = arguments.parse_args()
     began = time.monotonic()
 
-    def tell(done: int) -> None:
+    def report_progress(done: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{done:,} of {given.count:,}", end="", file=sys.stderr, flush=True)
 
@@ -40,7 +42,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="spillway-corruption-", dir=given.directory) as folder,
         shelves(Path(folder)) as on,
     ):
-        outcomes = run(on, given.count, given.seed, tell)
+        outcomes = run(on, given.count, given.seed, report_progress)
     seconds = time.monotonic() - began
     print_table(outcomes)
     wrong = sum(times for (_, _, outcome), times in outcomes.items() if outcome == WRONG)
@@ -51,14 +53,14 @@ def main() -> int:
 
 
 def print_table(outcomes: Outcomes) -> None:
-    """A row per kind of damage; what became of its loads, the most frequent first."""
+    """One row per kind of damage, with the outcomes of its loads, the most frequent first."""
     kinds: dict[tuple[str, str], Counter[str]] = {}
     for (shelf, kind, outcome), times in outcomes.items():
         kinds.setdefault((shelf, kind), Counter())[outcome] += times
     print(f"{'stored in':<10}{'damage':<24}{'loads':>10}  outcome")
     for (shelf, kind), by_outcome in sorted(kinds.items()):
-        told = ", ".join(f"{outcome} {times:,}" for outcome, times in by_outcome.most_common())
-        print(f"{shelf:<10}{kind:<24}{by_outcome.total():>10,}  {told}")
+        listed = ", ".join(f"{outcome} {times:,}" for outcome, times in by_outcome.most_common())
+        print(f"{shelf:<10}{kind:<24}{by_outcome.total():>10,}  {listed}")
 
 
 def as_json(outcomes: Outcomes, count: int, seed: int, seconds: float, wrong: int) -> dict[str, object]:

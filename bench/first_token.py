@@ -3,11 +3,11 @@
     python bench/first_token.py [--runs 5] [--tokens 4096] [--tiers nvme redis fs]
 
 One pair of engines per shared tier, one pair after the other. Engine A computes each prompt (recompute), asks it again
-(device hit), and once more after the others have pushed it out of the device (CPU tier). Engine B, which never computed
+(device hit), and once more after the others have evicted it from the device (CPU tier). Engine B, which never computed
 any of them, then asks each of them once: its first hit comes from the shared tier. `fs` is vLLM's own file-system tier
 under the same connector and CPU tier, for comparison.
 
-Each figure is the median over `--runs` prompts after one prompt that does not count. Every hit must cover all whole
+Each figure is the median over `--runs` prompts after a warm-up prompt. Every hit must cover all whole
 blocks of its prompt and give the same tokens as the device hit, or the run fails. Prints a table, writes
 build/bench/first_token.json (flat; units are in the keys).
 """
@@ -39,9 +39,9 @@ BLOCK_TOKENS = 128
 TAIL_TOKENS = 37  # beyond the last whole block; always computed
 ANSWER_TOKENS = 16
 LONG_TOKENS, SHORT_TOKENS = 4096, 2048  # with and without AVX-512
-DEVICE_SPARE_BLOCKS = 4  # the device holds one prompt, so each prompt pushes out the one before
+DEVICE_SPARE_BLOCKS = 4  # the device holds one prompt, so each prompt evicts the one before
 STORED_SECONDS = 60.0
-# The cost of a load is the question here, so the engine may not decline one for being slow.
+# This measures the cost of a load, so the engine may not decline a slow one.
 ALWAYS_LOAD = ("offload.prefillTokensPerSecond=1", "offload.sharedTier.lookupTimeoutSeconds=2")
 REQUEST_SECONDS = 600.0
 TIERS = ("nvme", "redis", "fs")
@@ -58,7 +58,7 @@ class Answer:
 
 
 class BenchError(Exception):
-    """A figure would not mean what its row says."""
+    """A figure would not measure what its row names."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(tier: str, tokens: int, runs: int) -> dict[str, list[float]]:
-    """Seconds per row for one pair of engines. Raises BenchError when a hit is no full hit or answers differently."""
+    """Seconds per row for one pair of engines. Raises BenchError on a partial hit or a different answer."""
     blocks = tokens // BLOCK_TOKENS
     prompts = [make_prompt(f"{tier} {number}", tokens + TAIL_TOKENS) for number in range(runs + 1)]
     print(f"{tier}: starting two engines", flush=True)
@@ -189,7 +189,7 @@ def full_hit(what: str, answer: Answer, tokens: int, expected: tuple[int, ...] |
 
 
 def stored_counter(tier: str, stack: LocalStack, folder: Path) -> Callable[[], int]:
-    """Whole blocks in the shared tier, seen from outside."""
+    """Count of whole blocks in the shared tier, read from the store."""
     if tier == "redis":
         server = redis.Redis.from_url(stack.valkey_url)
         return lambda: whole_blocks(server)
@@ -200,7 +200,7 @@ def stored_counter(tier: str, stack: LocalStack, folder: Path) -> Callable[[], i
 
 
 def whole_blocks(server: redis.Redis) -> int:
-    """Without the document, and without the stripes of large blocks, whose commit record bears the plain name."""
+    """Without the namespace document and the stripes of large blocks, whose commit record has the plain name."""
     if evicted := int(server.info("stats")["evicted_keys"]):
         raise BenchError(f"the server has evicted {evicted} values: fewer --runs or --tokens fit into it")
     names = [name for name in server.scan_iter(count=1000) if name.count(b":") == 2]

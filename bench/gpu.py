@@ -3,18 +3,18 @@
     python bench/gpu.py [--phase PHASE] [--runs 3]
 
 A Qwen3-14B-shaped model with dummy weights, bf16, blocks of 128 tokens, vLLM's offline engine without CUDA graphs, one
-request at a time. Each phase is a process of its own and writes build/bench/gpu/<phase>.json; `report` (the end of a
+request at a time. Each phase runs in a separate process and writes build/bench/gpu/<phase>.json; `report` (the end of a
 run without --phase) merges what is there into build/bench/gpu.json and prints the table. Times are from the call to the
-first token, medians over `--runs` prompts after one that does not count.
+first token, medians over `--runs` prompts after a warm-up prompt.
 
     none, *-cpu    each prompt is computed, asked again (device hit), and, behind a reset of the device's prefix cache,
                    asked once more (CPU tier)
     *-fs, *-nvme   all prompts are computed until the CPU tier has dropped the first; then each is asked again, with the
-                   device's prefix cache reset and the page cache dropped (needs root, said in the report)
-    *-nvme-auto    the same, and the tier may decide by what it measures that computing is quicker (the default)
-    disk           what the disk gives to O_DIRECT reads of 2 MiB, the bound of the NVMe rows
+                   device's prefix cache reset and the page cache dropped (needs root, noted in the report)
+    *-nvme-auto    the same, but the tier may recompute where it measured that to be faster (the default)
+    disk           the disk's bandwidth for O_DIRECT reads of 2 MiB, the bound of the NVMe rows
 
-Every hit must cover all whole blocks but at most the last, or the phase fails.
+Every hit must cover all whole blocks, except perhaps the last, or the phase fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any
 BLOCK_TOKENS = 128
 LENGTHS = (2048, 8192, 32_000)
 DEVICE_BLOCKS = 640
-CPU_BYTES = 14 << 30  # 716 blocks of 20.97 MB: two of the longest prompts and a half
+CPU_BYTES = 14 << 30  # 716 blocks of 20.97 MB: two and a half of the longest prompts
 STEP_TOKENS = 8192
 NVME_BYTES = 32 << 30
 IO_THREADS = 8
@@ -76,7 +76,7 @@ ENVIRONMENT = {
 
 
 class BenchError(Exception):
-    """A figure would not mean what its row says."""
+    """A figure would not measure what its row names."""
 
 
 def transfer_config(phase: str, folder: Path) -> dict[str, Any] | None:
@@ -92,12 +92,12 @@ def transfer_config(phase: str, folder: Path) -> dict[str, Any] | None:
         return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     extra |= {"spec_name": "SpillwayOffloadingSpec", "spec_module_path": "spillway_connector.engine.spec"}
     if phase == "spillway-nvme":
-        # The cost of a load is the question, so it may not be declined for being slow.
+        # This measures the cost of a load, so a slow one may not be declined.
         extra |= {"prefill_tokens_per_second": 1.0, "request_wait_seconds": 20.0}
     if phase.startswith("spillway-nvme"):
         tier = {"type": "nvme", "path": str(folder / "nvme"), "max_bytes": NVME_BYTES, "io_threads": IO_THREADS}
         limits = {"lookup_timeout_seconds": 2.0, "load_timeout_seconds": 20.0, "store_timeout_seconds": 60.0}
-        # A step of 8,192 tokens is 1.3 GB; nothing may be dropped for coming too fast.
+        # A step of 8,192 tokens is 1.3 GB; no store may be shed.
         queue = {"store_queue_bytes_max": 8 << 30, "store_queue_seconds_max": 60.0}
         extra["secondary_tiers"] = [tier | limits | queue]
     return {
@@ -153,11 +153,11 @@ class Engine:
         return time.perf_counter() - started, sum(output.num_cached_tokens or 0 for output in outputs)
 
     def tick(self) -> None:
-        """A few engine steps without a whole block: finished transfers are noticed in steps."""
+        """Run a few engine steps without a whole block: a step collects finished transfers."""
         self.ask(make_prompt(f"tick {time.monotonic_ns()}", 8), answer_tokens=3)
 
     def settle(self, stored: Callable[[], bool] = lambda: True) -> None:
-        """Until what was computed is in the tiers."""
+        """Wait until the tiers hold what was computed."""
         deadline = time.monotonic() + SETTLE_SECONDS
         for _ in range(3):
             self.tick()
@@ -169,7 +169,7 @@ class Engine:
             time.sleep(0.2)
         self.tick()
 
-    def forget_device_cache(self) -> None:
+    def reset_device_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise BenchError("the device's prefix cache could not be reset")
 
@@ -201,7 +201,7 @@ def measure_cpu_tier(phase: str, runs: int, folder: Path) -> dict[str, list[floa
             seconds[f"device_hit_{tokens}"].append(hit)
             if phase != "none":
                 engine.settle()
-                engine.forget_device_cache()
+                engine.reset_device_cache()
                 loaded, cached, again = engine.ask(prompt)
                 require_hit("CPU tier", tokens, cached)
                 differing += again != first
@@ -226,7 +226,7 @@ def measure_disk_tier(phase: str, runs: int, folder: Path) -> dict[str, list[flo
     print(f"{phase}: {len(prompts)} prompts stored", flush=True)
     differing = 0
     for (tokens, prompt), first in zip(prompts, answers, strict=True):
-        engine.forget_device_cache()
+        engine.reset_device_cache()
         seconds["page_cache_dropped"] = [float(drop_page_cache())]
         loaded, cached, again = engine.ask(prompt)
         print(f"{phase}: {tokens} tokens, {cached} cached, {loaded:.3f} s", flush=True)
@@ -239,12 +239,12 @@ def measure_disk_tier(phase: str, runs: int, folder: Path) -> dict[str, list[flo
 
 
 def stable_folder(root: Path) -> Callable[[], bool]:
-    """Whether the folder's bytes on disk are what they were a moment before."""
+    """Returns a check whether the folder's bytes on disk were unchanged over three calls."""
     seen: list[tuple[int, int]] = []
 
     def stored() -> bool:
         written = sum(int(line.split()[9]) for line in Path("/proc/diskstats").read_text().splitlines())
-        # Preallocated files do not grow, and what the page cache takes reaches the disk later: both must rest.
+        # Preallocated files do not grow, and the page cache is written back later: both must be stable.
         seen.append((written, sum(f.stat().st_blocks for f in root.rglob("*") if f.is_file())))
         return len(seen) > 3 and len(set(seen[-3:])) == 1
 
@@ -261,7 +261,7 @@ def drop_page_cache() -> bool:
 
 
 def measure_disk(folder: Path) -> dict[str, list[float]]:
-    """GB/s of O_DIRECT reads by as many threads as the tiers have."""
+    """GB/s of O_DIRECT reads with the tiers' number of threads."""
     path, piece, pieces = folder / "disk-probe", 2 << 20, 2048
     buffers = [mmap.mmap(-1, piece) for _ in range(IO_THREADS)]
     for buffer in buffers:
@@ -305,7 +305,7 @@ def run_phase(phase: str, runs: int, folder: Path) -> None:
 
 
 def make_report() -> dict[str, Any]:
-    """Medians in milliseconds by phase and row; the first prompt of each does not count."""
+    """Medians in milliseconds by phase and row; the first prompt of each is a warm-up."""
     report: dict[str, Any] = {}
     for phase in PHASES:
         part = PARTS / f"{phase}.json"

@@ -1,15 +1,15 @@
-"""What offload costs on a CUDA device where it cannot help: throughput of prompts that nobody has seen.
+"""Cost of offload on a CUDA device without cache hits: throughput of unseen prompts.
 
     python bench/gpu_no_hit.py [--rounds 12] [--prompts 64] [--tokens 2048] [--configurations none spillway-cpu ...]
 
-Engines of a Qwen3-8B-shaped model with dummy weights stand beside each other in the memory of one device and take
-turns, so that one of them computes and the others wait: without a connector, with upstream's CPU tier, with Spillway's,
-and with Spillway's NVMe tier below it. A round gives an engine `--prompts` new prompts at once, of which 16 run, and 16
-tokens are answered to each. What a round left to be written is finished before the next engine's turn.
+Engines of a Qwen3-8B-shaped model with dummy weights share the memory of one device and take
+turns, so that one of them computes while the others idle: without a connector, with upstream's CPU tier, with
+Spillway's, and with Spillway's NVMe tier below it. A round gives an engine `--prompts` new prompts at once, of which 16
+run, and 16 tokens are answered to each. Pending writes of a round finish before the next engine's turn.
 
     none, upstream-cpu, spillway-cpu, spillway-nvme     the engines
 
-Promised is a ratio of at least 0.98 to the engine without a connector. Ratios are medians over rounds with a 95 %
+The goal is a ratio of at least 0.98 to the engine without a connector. Ratios are medians over rounds with a 95 %
 bootstrap interval: `kept` when the whole interval is there, `missed` when none of it is (exit status 1), else
 `undecided`. Prints a table, writes build/bench/gpu_no_hit.json.
 """
@@ -44,11 +44,11 @@ MEMORY_SHARE = 0.21  # of the device for each engine
 ANSWER_TOKENS = 1
 FOLDER = Path("build/bench/gpu_no_hit")
 OUTPUT = Path("build/bench/gpu_no_hit.json")
-ROUND = "ROUND "  # begins the lines that an engine's process writes for us, among vLLM's own
+ROUND = "ROUND "  # prefix of the result lines of an engine's process, among vLLM's log lines
 
 
 def serve(name: str, folder: Path, prompts: int, tokens: int) -> None:
-    """In a process of its own: a round for each line of the input."""
+    """Runs in a separate process: one round for each line of the input."""
     os.environ.update(gpu.ENVIRONMENT)
     engine = gpu.Engine(
         name,
@@ -64,13 +64,13 @@ def serve(name: str, folder: Path, prompts: int, tokens: int) -> None:
         batch = [gpu.make_prompt(f"{line.strip()} {at}", tokens) for at in range(prompts)]
         seconds, cached = engine.ask_all(batch, ANSWER_TOKENS)
         if cached:
-            raise gpu.BenchError(f"{cached} tokens of prompts that nobody has seen were found in a cache")
+            raise gpu.BenchError(f"{cached} tokens of unseen prompts were found in a cache")
         engine.settle(stored)
         print(f"{ROUND}{seconds}", flush=True)
 
 
 def transfer_config(name: str, folder: Path) -> dict[str, Any] | None:
-    """As in bench/gpu.py, but the NVMe tier keeps its own limits: here it may drop what comes too fast."""
+    """As in bench/gpu.py, but the NVMe tier keeps its own limits: here it may shed stores."""
     config = gpu.transfer_config("spillway-cpu" if name == "spillway-nvme" else name, folder)
     if name == "spillway-nvme" and config is not None:
         tier = {"type": "nvme", "path": str(folder / "nvme"), "max_bytes": gpu.NVME_BYTES}
@@ -120,13 +120,13 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in given.configurations}
     with ExitStack() as stack:
         engines: dict[str, Turn] = {}
-        for name in given.configurations:  # one after the other: each looks at the memory that the ones before left
+        for name in given.configurations:  # one after the other: each measures the free memory at its start
             log = stack.enter_context((FOLDER / f"{name}.log").open("w"))
             engines[name] = Turn(name, given, log)
             stack.callback(engines[name].close)
             engines[name].wait_ready()
             print(f"{name}: ready", flush=True)
-        for engine in engines.values():  # pays for what is made on first use
+        for engine in engines.values():  # warm-up
             engine.round(-1)
         for number in range(max(given.rounds, ROUNDS_LEAST)):
             for name in ordered(given.configurations, number):

@@ -6,7 +6,7 @@
 The shape of vllm-ascend's reports of #7819 and #10575: 8 clients with 24 conversations and 16 with 48, a client takes
 the next conversation when it has finished one, device prefix cache off, room for 1,000 blocks of 128 tokens in the CPU
 tier, a Qwen3-14B-shaped model with dummy weights in bf16 on one CUDA device, vLLM's engine (AsyncLLM, no HTTP server,
-no CUDA graphs). A conversation begins with 512 tokens that all share and 1,500 to 5,500 of its own; each of its six
+no CUDA graphs). A conversation begins with 512 tokens shared by all and 1,500 to 5,500 private ones; each of its six
 turns adds the answer (48 tokens) and 96 to 160 new tokens.
 
     none            no connector: every turn computes its whole history
@@ -14,9 +14,9 @@ turns adds the answer (48 tokens) and 96 to 160 new tokens.
     spillway-batch  Spillway, batch_memcpy: auto
     spillway-loop   Spillway, batch_memcpy: off: one copy call a piece
 
-Each phase is a process of its own and writes build/bench/multi_turn/<phase>.json; `report` merges them into
-build/bench/multi_turn.json and prints the table. --small: a small model and few conversations on any platform, to see
-that it runs; its figures mean nothing.
+Each phase runs in a separate process and writes build/bench/multi_turn/<phase>.json; `report` merges them into
+build/bench/multi_turn.json and prints the table. --small: a small model and few conversations on any platform, to
+check that it runs; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def engine_settings(phase: str, folder: Path, given: argparse.Namespace) -> dict
 
 
 class Conversations:
-    """What the clients will say; the same for every phase, different for every load."""
+    """The clients' messages; the same for every phase, different for every load."""
 
     def __init__(self, shape: Shape, clients: int) -> None:
         self._shape = shape
@@ -205,7 +205,7 @@ async def measure(phase: str, folder: Path, given: argparse.Namespace) -> dict[s
     report: dict[str, Any] = {}
     try:
         load = Load(engine, shape)
-        await load.ask(0, Conversations(shape, 1).openings[0])  # pays for what is made on first use
+        await load.ask(0, Conversations(shape, 1).openings[0])  # warm-up
         for count in given.clients:
             turns, seconds = await load.run(count)
             report[str(count)] = {"seconds": seconds, "turns": [asdict(turn) for turn in turns]}
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=PARTS / "work", help="for the model's configuration")
     parser.add_argument("--cpu-blocks", type=int, default=1000, help="room in the CPU tier (default 1000)")
     parser.add_argument("--device-cache", action="store_true", help="leave the device's prefix cache on")
-    parser.add_argument("--small", action="store_true", help="a small model and load, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="a small model and load, to check that it runs")
     given = parser.parse_args(arguments)
     if given.phase is None:
         for phase in PHASES:

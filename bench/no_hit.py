@@ -1,16 +1,16 @@
-"""What offload costs where it cannot help: throughput of prompts that nobody has seen.
+"""Cost of offload without cache hits: throughput of unseen prompts.
 
     python bench/no_hit.py [--seconds 360] [--prompts 8] [--concurrency 4] [--tokens 512]
 
-Four engines stand beside each other: without offload, with the CPU tier, and with NVMe or Redis below it, all with the
-product's own settings. Only one of them is asked at a time; the others idle. Each round asks every engine `--prompts`
-new prompts by `--concurrency` clients and then waits until its tiers have written everything, so that nobody pays for
-what another left to do. Who begins changes from round to round, and so does who follows whom. Compared are the
-throughputs of one round, so what the machine does to all of them cancels out; figures are medians over rounds, with a
-95 % bootstrap interval of the ratio. Rounds are short and go on until `--seconds` are over. The second figure is the
-engine's processor time per prompt, background writing included, which other work on the machine disturbs less.
+Four engines run at once: without offload, with the CPU tier, and with NVMe or Redis below it, all with
+default settings. Only one of them is asked at a time; the others idle. Each round asks every engine `--prompts` new
+prompts by `--concurrency` clients and then waits until its tiers have written everything, so that no engine pays for
+the pending work of another. The order of engines changes from round to round. Throughputs are compared within a round,
+so that disturbances of the machine cancel out; figures are medians over rounds, with a 95 % bootstrap interval of the
+ratio. Rounds are short and repeat until `--seconds` are over. The second figure is the engine's CPU time per prompt,
+background writing included, which is less sensitive to other work on the machine.
 
-Promised: a ratio of at least 0.98. `kept` when the whole interval is there, `missed` when none of it is (exit status
+Goal: a ratio of at least 0.98. `kept` when the whole interval is there, `missed` when none of it is (exit status
 1), else `undecided`. Prints a table, writes build/bench/no_hit.json (flat; units are in the keys).
 """
 
@@ -44,7 +44,7 @@ CONFIGURATIONS = ("off", "cpu", "nvme", "redis")
 SHARED_TIERS = ("nvme", "redis")
 SETTLE_SECONDS = 30.0
 SETTLE_POLL_SECONDS = 0.2
-QUIET_POLLS = 3  # readings without a change: nothing is being written any more
+QUIET_POLLS = 3  # unchanged readings in a row that mean that no writes are pending
 OUTPUT = Path("build/bench/no_hit.json")
 
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: the engine is up", flush=True)
         numbers = itertools.count()
         tokens = blocks * BLOCK_TOKENS + TAIL_TOKENS
-        for name in given.configurations:  # an engine's first prefill pays for what is made on first use
+        for name in given.configurations:  # warm-up
             run_round(running[name], stored[name], numbers, tokens, given)
         deadline = time.monotonic() + given.seconds
         for number in itertools.count():
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings_for(name: str, blocks: int, concurrency: int) -> StackSettings:
-    """Device memory for what runs at once and little more, so that blocks leave it as they would under load."""
+    """Device memory for the running requests and little more, so that blocks are evicted as under load."""
     return StackSettings(
         port=free_port(),
         engines=1,
@@ -121,14 +121,14 @@ def run_round(
         answers = list(clients.map(lambda prompt: ask(port, model, prompt), prompts))
     seconds = time.perf_counter() - begun
     if any(answer.cached_tokens for answer in answers):
-        raise BenchError("a prompt that nobody has seen was found in a cache")
-    # Seen from outside too: an engine's own counters stand still while it idles.
+        raise BenchError("an unseen prompt was found in a cache")
+    # Read from outside: an engine's counters do not advance while it idles.
     settle(lambda: (stored(), written_bytes(engine.url)))
     return len(prompts) / seconds, (cpu_seconds(parent.pid) - cpu) / len(prompts), written_bytes(engine.url) - written
 
 
 def settle(state: Callable[[], object]) -> None:
-    """Until nothing changes any more. Raises BenchError at the deadline."""
+    """Wait until the readings are stable. Raises BenchError at the deadline."""
     deadline = time.monotonic() + SETTLE_SECONDS
     before, quiet = state(), 0
     while quiet < QUIET_POLLS:
@@ -151,7 +151,7 @@ def written_bytes(url: str) -> float:
 
 
 def cpu_seconds(parent: int) -> float:
-    """User and system time of a process and everything below it."""
+    """User and system time of a process and its descendants."""
     ticks = 0
     for pid in descendants(parent):
         fields = (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()

@@ -1,5 +1,5 @@
-"""Throughputs of configurations that take turns on one machine: what disturbs a round disturbs all of it, and ratios
-within rounds are told with an interval."""
+"""Throughputs of configurations that take turns on one machine: a disturbance affects a whole round, so ratios within
+rounds are given, with an interval."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GOAL_RATIO = 0.98  # of the throughput without offload, where nothing is ever hit
+GOAL_RATIO = 0.98  # of the throughput without offload and without cache hits
 RESAMPLES = 10_000
-ROUNDS_LEAST = 6  # of fewer no interval can be told; of an even number, so that every order comes with its reverse
+ROUNDS_LEAST = 6  # too few rounds give no interval; even, so that every order has its reverse
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Interval:
 
 
 def ordered(names: Sequence[str], number: int) -> list[str]:
-    """Another one begins every two rounds, and each order is followed by its reverse."""
+    """Another configuration is first every two rounds; each order is followed by its reverse."""
     place = number // 2 % len(names)
     turned = [*names[place:], *names[:place]]
     return turned[::-1] if number % 2 else turned

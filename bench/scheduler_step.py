@@ -1,29 +1,30 @@
-"""What KV offload costs the scheduler's thread in one engine step, with a thousand chunks in play.
+"""Cost of KV offload on the scheduler's thread in one engine step, with a thousand chunks in use.
 
     python bench/scheduler_step.py [--steps 2000] [--chunks 1000] [--requests 8] [--only ready,misses]
 
-vLLM's scheduler asks its KV connector about every waiting request in every step, on the thread that everything else
-waits for. This drives our connector's scheduler half with a real CPU tier and a real NVMe tier, and upstream's
+vLLM's scheduler asks its KV connector about every waiting request in every step, on a thread that blocks the whole
+engine. This drives our connector's scheduler half with a real CPU tier and a real NVMe tier, and upstream's
 (`TieringOffloadingManager` with its `fs` tier), through the same steps: look up every waiting request, build the step's
 metadata, take in what the workers report, collect statistics. Chunks are 4 KiB, so that the disk does not matter.
 
-    ready       every chunk is in the CPU tier, and the device has no room: asked again and again
+    ready       every chunk is in the CPU tier, and the device has no room: looked up in every step
     pending     every chunk waits for the shared tier
-    promotions  requests come, their chunks are loaded from the shared tier, and they go
+    promotions  requests arrive, their chunks are loaded from the shared tier, and they finish
     stores      a request is computed and stored in every step, while the others wait as in `ready`
-    misses      requests that nobody has seen before come and go
+    misses      unseen requests arrive and finish
     answers     256 requests of 256 chunks wait for one answer of the shared tier, all of them absent; each step that
-                takes in a part of it is measured (ours alone: upstream asks the file system within the step)
+                processes a part of it is measured (Spillway alone: upstream asks the file system within the step)
 
-Two things are told apart. `new` is done once per request, when it comes: register it, name its chunks, look them up for
-the first time. `step` is everything else that happens in a step: the requests that wait, loads, stores, ends. `all` is
-a whole step with what came in it. What vLLM itself makes (requests with their block hashes, allocated blocks, the
-scheduler's output) is made between the measurements, for both sides.
+`new` is the work done once per request, on arrival: register it, compute its keys, look them up for the first time.
+`step` is everything else in a step: waiting requests, loads, stores, finished requests. `all` is a whole step with its
+arrivals. What vLLM itself creates (requests with their block hashes, allocated blocks, the scheduler's output) is
+created between the measurements, for both sides.
 
-`fixed loop` is a thousand look-ups in a dict, timed like a step: what its p99 lies above its p50 is this machine's.
+`fixed loop` is a thousand look-ups in a dict, timed like a step: the distance of its p99 from its p50 is the machine's
+noise.
 
-Wall time is what the engine loses, other processes of this machine included; CPU time is what this thread did. A step's
-threads get 2 ms afterwards, as an engine's do while the model runs. Writes build/bench/scheduler_step.json (flat; units
+Wall time includes other processes of this machine; CPU time is this thread's alone. Background threads get 2 ms after
+each step, as they do while a model runs. Writes build/bench/scheduler_step.json (flat; units
 are in the keys).
 """
 
@@ -82,7 +83,7 @@ OUTPUT = Path("build/bench/scheduler_step.json")
 
 
 class BenchRequest(SimpleNamespace):
-    """As much of vLLM's Request as the connector reads; its chunks are named by `prompt`."""
+    """The part of vLLM's Request that the connector reads; its keys follow from `prompt`."""
 
     def __init__(self, request_id: str, prompt: int, chunks: int) -> None:
         super().__init__(
@@ -105,13 +106,13 @@ class BenchRequest(SimpleNamespace):
 
 
 class Rig:
-    """One scheduler half on real tiers in `folder`, and the steps of an engine around it."""
+    """One scheduler half on real tiers in `folder`, driven through the steps of an engine."""
 
     metadata: type[OffloadingWorkerMetadata]
 
     def __init__(self, scheduler: OffloadingConnectorScheduler, region: HostRegion, hold: threading.Event) -> None:
         self.scheduler = scheduler
-        self.hold = hold  # while clear, the shared tier answers nothing
+        self.hold = hold  # while clear, the shared tier gives no answer
         self._region = region
         self._names = 0
         self._meta: OffloadingConnectorMetadata | None = None  # of the last step
@@ -130,7 +131,8 @@ class Rig:
         return tokens
 
     def before_step(self, computed: Sequence[BenchRequest] = ()) -> None:
-        """What vLLM makes for a step in which `computed` are prefilled; the workers have copied since the last."""
+        """Create vLLM's objects of a step in which `computed` are prefilled; the workers have copied since the last
+        step."""
         scheduled = {request.request_id: request.num_tokens for request in computed}
         self._output = SimpleNamespace(
             scheduled_new_reqs=[
@@ -149,7 +151,7 @@ class Rig:
         self._report = KVConnectorOutput(kv_connector_worker_meta=self.metadata(dict.fromkeys(ended, 1)))
 
     def end_step(self) -> None:
-        """The rest of a step, after the questions."""
+        """The rest of a step, after the look-ups."""
         self._meta = self.scheduler.build_connector_meta(self._output)
         self.scheduler.update_connector_output(self._report)
         self.statistics()
@@ -177,10 +179,10 @@ class Rig:
             self.step([request])
             self.step()
             self.finish(request)
-            self.settle()  # or the CPU tier is full of rows that wait to be stored
+            self.settle()  # otherwise the CPU tier fills up with rows whose store is pending
 
     def settle(self) -> None:
-        """Step until no job of the shared tier is under way."""
+        """Step until no job of the shared tier is running."""
         until = time.monotonic() + 60.0
         while self.scheduler.manager._transfer_jobs:
             if time.monotonic() > until:
@@ -317,7 +319,7 @@ class Scenario(ABC):
         self.next_prompt = 1_000_000
 
     layout = "slab"  # of the NVMe tier
-    upstream = True  # whether it can be asked of upstream's manager, too
+    upstream = True  # whether it also runs on upstream's manager
 
     @abstractmethod
     def prepare(self) -> None: ...
@@ -348,7 +350,7 @@ class Ready(Scenario):
 
 
 class Pending(Scenario):
-    """The chunks are in the shared tier only; it holds its tongue."""
+    """The chunks are in the shared tier only, whose answers are held back."""
 
     def prepare(self) -> None:
         self.rig.fill(range(self.requests), self.chunks)
@@ -359,7 +361,8 @@ class Pending(Scenario):
 
 
 class Promotions(Scenario):
-    """Four times as many prompts as the CPU tier holds take turns; one whose chunks have come is loaded and leaves."""
+    """Four times as many prompts as the CPU tier holds take turns; one whose chunks were promoted is loaded and
+    finishes."""
 
     def prepare(self) -> None:
         self.prompts = 8 * self.requests
@@ -390,7 +393,7 @@ class Promotions(Scenario):
 
 
 class Stores(Ready):
-    """Two new chunks are computed, and as many copied on, per step: 64,000 tokens/s at 4 ms a step."""
+    """Two new chunks are computed, and as many stored in the shared tier, per step: 64,000 tokens/s at 4 ms a step."""
 
     def before(self) -> None:
         self.computed = self.coming
@@ -405,7 +408,7 @@ class Stores(Ready):
 
 
 class Misses(Scenario):
-    """One new prompt a step; the oldest of those that wait is answered by then and leaves."""
+    """One new prompt a step; the oldest waiting one has its answer by then and finishes."""
 
     def prepare(self) -> None:
         pass
@@ -423,9 +426,10 @@ class Misses(Scenario):
 
 
 class Answers(Scenario):
-    """One question of everybody is answered at once; who has an answer leaves, and then everybody asks anew."""
+    """One batch of look-ups of all requests is answered at once; requests with an answer finish, then all look up
+    again."""
 
-    layout = "files"  # a slab's index answers without being asked in the background
+    layout = "files"  # a slab's index answers without a background look-up
     upstream = False
 
     def prepare(self) -> None:
@@ -465,7 +469,7 @@ KINDS: dict[str, type[Scenario]] = {
 
 @dataclass
 class Figures:
-    """Microseconds: per step without what came in it, per request that came, and per step with everything."""
+    """Microseconds: per step without arrivals, per arrival, and per step with everything."""
 
     step: list[float] = field(default_factory=list)
     new: list[float] = field(default_factory=list)

@@ -3,9 +3,9 @@
     python bench/tiers.py [--directory DIR] [--rounds N] [--rebuild-slots N] [--only disk,upstream,redis,index]
 
 Prints tables and writes build/bench/tiers.json: one flat object whose names carry the units. Every figure is a median
-of ``--rounds`` rounds (Redis: of at least 7, after one that does not count). Rivals take turns within a round, so that
-a disk or machine that changes its mind changes it for all; ratios are medians of the rounds' own. The limits of the
-disk are ``fio`` where it is there (Debian: apt install fio), and a bare O_DIRECT loop; of the network, plain
+of ``--rounds`` rounds (Redis: of at least 7, after a warm-up round). Rivals take turns within a round, so that
+a change of the disk's or machine's speed affects all; ratios are medians of the rounds' own. The limits of the
+disk are ``fio`` where installed (Debian: apt install fio), and a bare O_DIRECT loop; of the network, plain
 connections to another process.
 """
 
@@ -65,7 +65,7 @@ Figures = dict[str, float]
 
 
 def aligned(size: int, seed: int = 0) -> memoryview:
-    """Page-aligned memory, filled with noise: as ordinary as a CPU tier's, which is a file in /dev/shm."""
+    """Page-aligned memory filled with noise; ordinary pages, like a CPU tier's file in /dev/shm."""
     memory = memoryview(mmap.mmap(-1, size))
     fill_with_noise(memory, seed)
     return memory
@@ -127,7 +127,7 @@ class TierRun:
         )
 
     def discard(self, count: int) -> None:
-        """The same, so that the next stores find slots that have been written to: the steady state of a disk."""
+        """The same, so that the next stores reuse slots that have been written: the steady state of a disk."""
         for number in range(self.next_key - count, self.next_key):
             self.tier.discard(key(number), FOREVER)
 
@@ -183,18 +183,19 @@ def _whole(moved: int) -> None:
 
 
 def turns(names: Sequence[str], number: int) -> list[str]:
-    """The same names, another one first in every round: who follows a writer must not always be the same."""
+    """The same names, rotated every round, so that not always the same one follows a writer."""
     at = number % len(names)
     return [*names[at:], *names[:at]]
 
 
 def median_ratio(ours: list[float], theirs: list[float]) -> float:
-    """The median of the rounds' own ratios: what moves a whole round, as a disk that drifts does, cancels out."""
+    """The median of the rounds' own ratios: a change that affects a whole round, such as a drifting disk, cancels
+    out."""
     return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
 
 
 def limits_of_disk() -> dict[str, Callable[[Path, str, int, int, int], float]]:
-    """What a disk gives: to fio with ordinary memory, and to a bare loop with memory like ours."""
+    """The disk's bandwidth: to fio with ordinary memory, and to a bare loop with buffers like a tier's."""
     with_fio = {"fio": fio_gb_per_s} if shutil.which("fio") else {}
     return {**with_fio, "bare": bare_gb_per_s}
 
@@ -258,7 +259,7 @@ def bench_disk(folder: Path, rounds: int, figures: Figures) -> None:
 
 
 def preallocate(path: Path, block_bytes: int, count: int) -> None:
-    """A file whose blocks have all been written: the first pass over new ones is another thing."""
+    """A file whose blocks have all been written: the first write to a new block costs more."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, count * block_bytes)
     bare_gb_per_s(path, "write", block_bytes, 1, count)
@@ -268,7 +269,8 @@ def preallocate(path: Path, block_bytes: int, count: int) -> None:
 
 
 def upstream_manager(folder: Path, rows: np.ndarray) -> Any:
-    """vLLM's FileSystemTierManager with its defaults, told just enough of an engine to name its files."""
+    """vLLM's FileSystemTierManager with its defaults, with the part of an engine's configuration that its file names
+    need."""
     from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager  # noqa: PLC0415
 
     parallel = SimpleNamespace(
@@ -298,7 +300,7 @@ def shared_job(shared: SharedTier, job_id: int, mode: str, names: list[bytes]) -
 
 
 def upstream_job(manager: Any, job_id: int, mode: str, names: list[bytes]) -> float:
-    """The same by vLLM's tier, asked every half millisecond: oftener than any engine step would."""
+    """The same by vLLM's tier, polled every half millisecond: more often than an engine's steps."""
     from vllm.v1.kv_offload.tiering.base import JobMetadata  # noqa: PLC0415
 
     job = JobMetadata(job_id, names, np.arange(len(names)), mode == "read", None)
@@ -341,7 +343,7 @@ def bench_upstream(folder: Path, rounds: int, figures: Figures) -> None:
         names = [key(place) for place in range(count)]
         shared_job(shared, 0, "write", names)
         for name in names:
-            tier.discard(name, FOREVER)  # from now on slots that have been written to before: the steady state
+            tier.discard(name, FOREVER)  # further stores reuse written slots: the steady state
         everyone = ("slab", "fs", *limits)
         taken: dict[str, list[float]] = {f"{who}_{mode}": [] for who in everyone for mode in MODES}
         for number in range(rounds):
@@ -383,10 +385,10 @@ def bench_upstream(folder: Path, rounds: int, figures: Figures) -> None:
 
 
 class LoopbackPeer:
-    """A process at the other end of plain connections, TCP or Unix sockets: what moving blocks costs without a store
-    and its protocol.
+    """Peer process of plain connections, TCP or Unix sockets: the cost of moving blocks without a store and its
+    protocol.
 
-    One byte asks it for a block; another announces one, which it answers with a byte once it is in.
+    One byte requests a block; another announces one, which the peer acknowledges with a byte.
     """
 
     ASK, GIVE = b"r", b"w"
@@ -400,7 +402,7 @@ class LoopbackPeer:
         self._process.start()
         there.close()
         if not here.poll(60.0):
-            raise RuntimeError("the process for plain connections did not come up within 60 s")
+            raise RuntimeError("the peer process did not start within 60 s")
         address = here.recv()
         self._block_bytes = block_bytes
         self._buffers = [aligned(block_bytes, seed) for seed in range(connections)]
@@ -471,7 +473,7 @@ def bench_redis(rounds: int, figures: Figures) -> None:
     server.start()
     try:
         print("\nRedis tier beside redis-py on a local Valkey, and beside plain connections to another process, GB/s;")
-        print("over TCP, and over a Unix socket where it says so")
+        print("over TCP, and over a Unix socket where noted")
         print("times: over redis-py; share: of plain; both medians of the rounds' own ratios")
         columns = "".join(f" {name:>5} {'py':>5} {'times':>6} {'plain':>5} {'share':>6}" for name in ("SET", "GET"))
         print(f"{'block':>6} {'connections':>11}{columns}")
@@ -480,7 +482,7 @@ def bench_redis(rounds: int, figures: Figures) -> None:
                 redis_row(RedisRow(label, block_bytes, connections), int(server.port), rounds, figures)
             redis_row(RedisRow(label, block_bytes, 1, unix_folder=folder), int(server.port), rounds, figures)
             if block_bytes > STRIPE_BYTES_MAX:
-                for lanes in (2, 4):  # one thread, as one request's only block has it: its stripes over connections
+                for lanes in (2, 4):  # one thread, like a request with one block: its stripes spread over connections
                     redis_row(RedisRow(label, block_bytes, lanes, lanes), int(server.port), rounds, figures)
     finally:
         server.stop()
@@ -491,7 +493,7 @@ def bench_redis(rounds: int, figures: Figures) -> None:
 class RedisRow:
     """connections: one thread each where ``lanes`` is 1; else one thread whose stripes are spread over ``lanes``.
 
-    unix_folder: where the server's Unix socket lies, and that of the plain connections; None: TCP.
+    unix_folder: folder of the server's Unix socket and that of the plain connections; None: TCP.
     """
 
     label: str
@@ -538,10 +540,10 @@ def redis_row(row: RedisRow, port: int, rounds: int, figures: Figures) -> None:
     taken: dict[str, list[float]] = {f"{who}_{mode}": [] for who in moves for mode in ("set", "get")}
     for number in range(rounds + 1):
         for who in turns(tuple(moves), number):
-            clients[0].execute_command("FLUSHALL", "SYNC")  # not in a thread of the server's while others are timed
+            clients[0].execute_command("FLUSHALL", "SYNC")  # not in a thread of the server while others are timed
             for mode, move in zip(("set", "get"), moves[who], strict=True):
                 speed = total / move()
-                if number:  # the first round opens connections and faults memory in
+                if number:  # the first round opens connections and faults pages in
                     taken[f"{who}_{mode}"].append(speed)
     place = row.place
     print(f"{label:>6} {row.words:>11}", end="")
@@ -708,7 +710,7 @@ def main(arguments: list[str]) -> int:
             figures[f"{name}_phase_seconds"] = time.perf_counter() - begun
             figures[f"load_average_after_{name}"] = os.getloadavg()[0]
             rounded = {figure: round(value, 4) for figure, value in figures.items()}
-            options.output.write_text(json.dumps(rounded, indent=1) + "\n")  # what is there if a later phase fails
+            options.output.write_text(json.dumps(rounded, indent=1) + "\n")  # figures so far, should a later phase fail
     print(f"\n{options.output}")
     return 0
 

@@ -1,4 +1,4 @@
-"""The Mooncake trace format: read it, write it, and make seeded traces of its kind.
+"""The Mooncake trace format: parser, writer, and generator of seeded traces.
 
 One JSON object per line: {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}; every id stands
 for one block of 512 tokens (the last may be partial), and equal starts of id lists mean equal starts of prompts.
@@ -69,7 +69,7 @@ def write_mooncake(requests: Iterable[MooncakeRequest]) -> Iterator[str]:
 def mooncake_trace(
     requests: Iterable[MooncakeRequest], *, speed: float = 1.0, block_tokens: int = BLOCK_TOKENS
 ) -> Trace:
-    """Open loop: every request comes at its timestamp divided by `speed`, whatever became of the others."""
+    """Open loop: every request is sent at its timestamp divided by `speed`, independent of the others."""
     sessions = []
     for number, request in enumerate(requests):
         rest = request.input_tokens
@@ -87,7 +87,8 @@ def generate_mooncake(
     *, seed: int = 5, requests: int = 2_400, requests_per_second: float = 44.0, conversations_open: int = 400
 ) -> list[MooncakeRequest]:
     """Conversations over popular and private beginnings: inputs of about ten thousand tokens with a long tail, outputs
-    of about two hundred, a little more than half of all blocks seen before. conversations_open: how many may go on."""
+    of about two hundred, a little more than half of all blocks seen before. conversations_open: how many run at
+    once."""
     rng = random.Random(seed)
     next_id = 0
 

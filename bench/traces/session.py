@@ -1,6 +1,6 @@
-"""The one shape of all traces: sessions of turns, each turn's prompt being everything said before and something new.
+"""The common structure of all traces: sessions of turns; each turn's prompt is the conversation so far and new text.
 
-Content is made from seeds when it is needed, so a trace of a hundred million tokens takes a few megabytes.
+Content is generated from seeds on demand, so a trace of a hundred million tokens takes a few megabytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """added: what the client says this time. pause_seconds: from the end of the previous answer to this request."""
+    """added: the client's new message. pause_seconds: from the end of the previous answer to this request."""
 
     added: tuple[Segment, ...]
     answer: Segment

@@ -1,4 +1,4 @@
-"""Made-up traces: multi-turn chat, shared system prompts, and prompts that share nothing."""
+"""Synthetic traces: multi-turn chat, shared system prompts, and prompts that share nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _poisson(rng: random.Random, per_second: float) -> Iterator[float]:
 
 
 def _around(rng: random.Random, mean: int) -> int:
-    """Half to one and a half of the mean, so that blocks of different requests do not end alike."""
+    """Half to one and a half of the mean, so that lengths of requests differ in their last block."""
     return rng.randint(max(1, mean // 2), mean + mean // 2)
 
 
@@ -33,7 +33,7 @@ def multi_turn(
     turns_mean: int = 5,
     pause_seconds: float = 8.0,
 ) -> Trace:
-    """Chats that open with a long document of their own behind one of a few system prompts."""
+    """Chats that open with a private long document behind one of a few system prompts."""
     rng = random.Random(seed)
     starts = _poisson(rng, sessions_per_second)
     made = []
@@ -51,9 +51,7 @@ def multi_turn(
                 )
             )
         made.append(Session(name, next(starts), tuple(turns)))
-    about = (
-        f"{sessions} chats, {sessions_per_second:g}/s, about {turns_mean} turns on {opening_tokens} tokens of their own"
-    )
+    about = f"{sessions} chats, {sessions_per_second:g}/s, about {turns_mean} turns on {opening_tokens} private tokens"
     return Trace("multi_turn", about, tuple(made))
 
 
@@ -85,7 +83,7 @@ def shared_prompts(
 
 
 def hot_group(*, seed: int = 3, requests: int = 3_600, requests_per_second: float = 100.0) -> Trace:
-    """One system prompt for everyone, at a rate that no single engine could serve."""
+    """One system prompt for all requests, at a rate that no single engine can serve."""
     return shared_prompts(
         seed=seed,
         name="hot_group",
@@ -104,7 +102,7 @@ def unique_prompts(
     prompt_tokens: int = 4_000,
     answer_tokens: int = 200,
 ) -> Trace:
-    """No prompt shares anything with another: prefix routing can only do harm."""
+    """No prompts share a prefix: prefix routing can only do harm."""
     rng = random.Random(seed)
     starts = _poisson(rng, requests_per_second)
     made = []
