@@ -30,7 +30,7 @@ COPY --from=build /wheels /tmp/wheels
 RUN pip install --no-cache-dir --no-deps --require-hashes -r /tmp/engine.txt \
     && pip install --no-cache-dir --no-deps --no-index /tmp/wheels/*.whl \
     && rm -rf /tmp/engine.txt /tmp/wheels \
-    && python3 -c "import spillway_engine, spillway_connector.config, blake3, hiredis, redis, xxhash, yaml, numpy"
+    && python3 -c "import spillway_engine, spillway_connector.config, blake3, hiredis, redis, xxhash, msgspec, yaml, numpy"
 # CANN's driver and the base's own files expect root; charts/spillway takes every capability but one away.
 ENV PYTHONUNBUFFERED=1
 COPY --chmod=0755 charts/spillway/files/start-ascend.sh /usr/local/bin/start-engine

@@ -1,6 +1,5 @@
 """Rendered ConfigMaps go through the real readers of the engine service and the gateway and mean what values say."""
 
-import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from chart.rendering import CHART, EXAMPLES, VALUES_FILES, RenderRefused, environment, nested, pod_spec, render
+from msgspec import structs
 
 from spillway_connector.config import ConnectorConfig, EncryptionConfig, NvmeTierConfig, RedisTierConfig, parse_tier
 from spillway_connector.errors import ConfigError
@@ -353,7 +353,7 @@ def camel(name):
 
 
 def fields_of(settings):
-    return {field.name for field in dataclasses.fields(settings)}
+    return set(settings.__struct_fields__)
 
 
 def another(value, name):
@@ -567,12 +567,10 @@ def test_defaults_of_the_gateway_are_written_once(gateway_of):
     """values.yaml repeats the gateway's defaults as documentation; they may not drift apart."""
     config = gateway_of(render())
     own = type(config)(models=config.models)
-    health = dataclasses.replace(
-        config.health, ending_seconds=own.health.ending_seconds
-    )  # which follows from the engines' drain
+    health = structs.replace(config.health, ending_seconds=own.health.ending_seconds)  # follows from the engines' drain
 
     for section in SECTIONS:
-        assert getattr(dataclasses.replace(config, health=health), section) == getattr(own, section), section
+        assert getattr(structs.replace(config, health=health), section) == getattr(own, section), section
 
 
 @pytest.mark.parametrize(

@@ -441,7 +441,7 @@ def test_settings_of_shared_limits_are_checked_by_name(tmp_path: Path) -> None:
         ({"keys": False}, "auth.sharedLimits: set without auth.keysFile"),
         ({"url": "http://h"}, "auth.sharedLimits.url: 'http://h' is not understood; use redis://"),
         ({"url": "redis://user:word@h:1"}, "must not carry a user or password"),
-        ({"timeoutSeconds": 0}, "auth.sharedLimits.timeoutSeconds: 0.0 given"),
+        ({"timeoutSeconds": 0}, "auth.sharedLimits.timeoutSeconds: 0 given"),
         ({"keyPrefix": "a{b"}, "auth.sharedLimits.keyPrefix"),
         ({"leaseSeconds": 0.5}, "auth.sharedLimits.leaseSeconds: 0.5 given, at least ten times"),
     ):

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from spillway_gateway.config.discovery import KubernetesDiscovery
 from spillway_gateway.discovery import kubernetes_api

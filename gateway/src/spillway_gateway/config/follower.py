@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+from msgspec import structs
 
 from spillway_gateway.config.settings import GatewayConfig, load_config
 from spillway_gateway.errors import ConfigError
@@ -78,11 +79,11 @@ class ConfigFollower:
 
 def merge_live(current: GatewayConfig, given: GatewayConfig) -> tuple[GatewayConfig, tuple[str, ...]]:
     """What of `given` can be put into effect now, and the names of the changed sections that cannot. Pure."""
-    names = [item.name for item in dataclasses.fields(GatewayConfig)]
+    names = GatewayConfig.__struct_fields__
     changed = {name for name in names if getattr(current, name) != getattr(given, name)}
     live = {name: getattr(given, name) for name in changed & LIVE_SECTIONS}
     pending = tuple(name for name in names if name in changed - LIVE_SECTIONS)
-    return dataclasses.replace(current, **live), pending
+    return structs.replace(current, **live), pending
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:

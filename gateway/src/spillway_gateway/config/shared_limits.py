@@ -5,32 +5,36 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 from urllib.parse import urlsplit
 
+from msgspec import Meta
+
+from spillway_gateway.config.typed_settings import CamelSection, Count, Positive, Text
 from spillway_gateway.errors import ConfigError
 
 _FORMS = (
     "redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS), unix:///PATH?db=DB, redis-cluster://HOST:PORT or "
     "rediss-cluster://HOST:PORT"
 )
+KeyPrefix = Annotated[str, Meta(pattern=r"^[^{]{0,128}\Z", description="up to 128 printable characters without {")]
 SCHEMES = ("redis", "rediss", "unix", "redis-cluster", "rediss-cluster")
 
 
-@dataclass(frozen=True, slots=True)
-class SharedLimitsConfig:
+class SharedLimitsConfig(CamelSection, frozen=True):
     """Redis 7 or Valkey 7 and newer. Names and passwords come from the environment, never from the file."""
 
-    url: str
-    username_env: str | None = None  # the variable that holds the user's name
-    password_env: str | None = None
-    tls_ca_file: str | None = None  # None: the system's authorities
-    key_prefix: str = "spillway:limits:1:"
-    connections: int = 8
-    timeout_seconds: float = 0.05  # of one question; what takes longer is decided by this replica alone
-    failures: int = 3  # in a row, before Redis is left alone and only a background task asks for it
-    retry_seconds_max: float = 5.0  # longest pause of that task
-    report_seconds: float = 0.1  # how long ends of requests wait for each other, to be told together
-    lease_seconds: float = 30.0  # until what a replica that died had running is no longer counted
+    url: Text
+    username_env: Text | None = None  # the variable that holds the user's name
+    password_env: Text | None = None
+    tls_ca_file: Text | None = None  # None: the system's authorities
+    key_prefix: KeyPrefix = "spillway:limits:1:"
+    connections: Count = 8
+    timeout_seconds: Positive = 0.05  # of one question; what takes longer is decided by this replica alone
+    failures: Count = 3  # in a row, before Redis is left alone and only a background task asks for it
+    retry_seconds_max: Positive = 5.0  # longest pause of that task
+    report_seconds: Positive = 0.1  # how long ends of requests wait for each other, to be told together
+    lease_seconds: Positive = 30.0  # until what a replica that died had running is no longer counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +57,8 @@ def check_shared_limits(where: str, given: SharedLimitsConfig) -> None:
         usable = False
     if not usable:
         raise ConfigError(f"{where}.url: {given.url!r} is not understood; use {_FORMS}")
-    if not given.key_prefix.isprintable() or "{" in given.key_prefix or len(given.key_prefix) > 128:
-        raise ConfigError(f"{where}.keyPrefix: up to 128 printable characters without {{ needed")
-    for key, number in (
-        ("connections", given.connections),
-        ("timeoutSeconds", given.timeout_seconds),
-        ("failures", given.failures),
-        ("retrySecondsMax", given.retry_seconds_max),
-        ("reportSeconds", given.report_seconds),
-        ("leaseSeconds", given.lease_seconds),
-    ):
-        if not 0 < number < float("inf"):
-            raise ConfigError(f"{where}.{key}: {number} given, a finite number above 0 needed")
+    if not given.key_prefix.isprintable():
+        raise ConfigError(f"{where}.keyPrefix: {given.key_prefix!r} given, printable characters needed")
     if given.lease_seconds < 10 * given.report_seconds:
         raise ConfigError(f"{where}.leaseSeconds: {given.lease_seconds} given, at least ten times reportSeconds needed")
 

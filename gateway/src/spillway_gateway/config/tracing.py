@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 from urllib.parse import urlsplit
 
+from msgspec import Meta
+
+from spillway_gateway.config.typed_settings import CamelSection, Count, Positive, Text
 from spillway_gateway.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class TracingConfig:
+class TracingConfig(CamelSection, frozen=True):
     """Off without an endpoint. Headers for the collector come from the environment, OTEL_EXPORTER_OTLP_HEADERS, as they
     may hold a key; further attributes of the resource from OTEL_RESOURCE_ATTRIBUTES."""
 
-    otlp_endpoint: str | None = None  # OTLP over HTTP: http://collector:4318/v1/traces
-    sample_ratio: float = 1.0  # of requests without a caller's decision; a caller's traceparent decides otherwise
-    service_name: str = "spillway-gateway"
-    export_seconds: float = 5.0  # between two exports, and the most that one may take
-    waiting_spans_max: int = 8192  # beyond them spans are dropped: a slow collector delays nobody
+    otlp_endpoint: Text | None = None  # OTLP over HTTP: http://collector:4318/v1/traces
+    # Of requests without a caller's decision; a caller's traceparent decides otherwise.
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    service_name: Text = "spillway-gateway"
+    export_seconds: Positive = 5.0  # between two exports, and the most that one may take
+    waiting_spans_max: Count = 8192  # beyond them spans are dropped: a slow collector delays nobody
 
 
 def check_tracing(config: TracingConfig) -> None:
@@ -30,9 +33,3 @@ def check_tracing(config: TracingConfig) -> None:
                 f"tracing.otlpEndpoint: {endpoint!r} given, a URL of an OTLP/HTTP receiver needed, such as "
                 "http://collector:4318/v1/traces"
             )
-    if not 0 <= config.sample_ratio <= 1:
-        raise ConfigError(f"tracing.sampleRatio: {config.sample_ratio} given, a number from 0 to 1 needed")
-    if not 0 < config.export_seconds < float("inf"):
-        raise ConfigError(f"tracing.exportSeconds: {config.export_seconds} given, a finite number above 0 needed")
-    if config.waiting_spans_max < 1:
-        raise ConfigError(f"tracing.waitingSpansMax: {config.waiting_spans_max} given, at least 1 needed")

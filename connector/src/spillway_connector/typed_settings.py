@@ -1,0 +1,168 @@
+"""From the mapping that a file holds to frozen msgspec structs; a refusal names the setting, the value and the need.
+
+The connector and the gateway are installed apart and share no package, so each carries this file; a test holds the two
+copies equal. Pure: no file is read here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+from msgspec import inspect as types
+
+Settings = TypeVar("Settings")
+Hook = Callable[[type[Any], Any], Any]
+
+LARGEST = sys.float_info.max  # as an upper bound it refuses infinity; every comparison refuses NaN
+Text = Annotated[str, Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+Positive = Annotated[float, Meta(gt=0, le=LARGEST)]
+NotNegative = Annotated[float, Meta(ge=0, le=LARGEST)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$((?:\.\w+|\[\d+\]|\[\.\.\.\])*)`$")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
+_GIVEN_CHARACTERS_MAX = 60
+
+
+class CamelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Settings whose keys are camelCase in the file: `attemptsMax` is the field `attempts_max`."""
+
+
+class WrongSetting(ValueError):
+    """path: of the setting as the document spells it, `limits.attemptsMax` or `models[0].name`; empty: all of it.
+    problem: what was given and what is needed, or the remedy; a message reads `PATH: PROBLEM`."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}" if path else problem)
+        self.path = path
+        self.problem = problem
+
+
+def read_settings(kind: type[Settings], document: object, hook: Hook | None = None) -> Settings:
+    """The document as a `kind`, a msgspec struct with bounds on its types and without unknown keys.
+
+    hook: makes values of types that msgspec does not know; its ValueError is the problem's text. Raises WrongSetting.
+    """
+    try:
+        return msgspec.convert(document, kind, dec_hook=hook)
+    except msgspec.ValidationError as error:
+        raise _explained(kind, document, hook, str(error)) from error
+
+
+def unknown_setting(path: str, key: object, known: list[str]) -> WrongSetting:
+    """A key that is no setting below `path`, with the one that it may have been meant for."""
+    plain = {name.lower(): name for name in known}
+    [near] = difflib.get_close_matches(str(key).lower().replace("_", ""), plain, n=1, cutoff=0.0) or [""]
+    remedy = f"did you mean {plain[near]!r}? " if near else ""
+    return WrongSetting(_joined(path, f".{key}"), f"unknown setting; {remedy}Known here: {', '.join(sorted(known))}")
+
+
+def _explained(kind: type[Any], document: object, hook: Hook | None, refusal: str) -> WrongSetting:
+    found = _PATH.search(refusal)
+    node, value, path = types.type_info(kind), document, ""
+    for step in _STEP.finditer(found[1]) if found else ():
+        node = _bare(_meant(node, value))
+        if isinstance(node, types.StructType) and isinstance(value, dict):
+            node, value = next(field.type for field in node.fields if field.encode_name == step[1]), value[step[1]]
+            path = _joined(path, step[0])
+        elif isinstance(node, types.VarTupleType) and isinstance(value, list):
+            node, value = node.item_type, value[int(step[2])]
+            path = _joined(path, step[0])
+        elif isinstance(node, types.DictType) and isinstance(value, dict):
+            key = next((key for key in value if not _accepted(node.value_type, value[key])), "")
+            node, value = node.value_type, value.get(key)
+            path = _joined(path, f".{key}")
+    node = _meant(node, value)
+    bare = _bare(node)
+    if isinstance(bare, types.StructType) and isinstance(value, dict):
+        return _wrong_keys(bare, value, path)
+    if isinstance(bare, types.CustomType):
+        return WrongSetting(path, refusal.removesuffix(found[0]) if found else refusal)
+    return WrongSetting(path, f"{_given(value)} given, {_needed(node)} needed")
+
+
+def _wrong_keys(node: types.StructType, given: dict[Any, Any], path: str) -> WrongSetting:
+    known = [field.encode_name for field in node.fields]
+    for key in given:
+        if key not in known:
+            return unknown_setting(path, key, known)
+    missing = next(field.encode_name for field in node.fields if field.required and field.encode_name not in given)
+    return WrongSetting(_joined(path, f".{missing}"), f"missing; add it to {path or 'the configuration'}")
+
+
+def _bare(node: types.Type) -> types.Type:
+    return node.type if isinstance(node, types.Metadata) else node
+
+
+def _meant(node: types.Type, value: object) -> types.Type:
+    """The member of a union that the value was meant for: text for text, else the first."""
+    if not isinstance(node, types.UnionType):
+        return node
+    members = [member for member in node.types if not isinstance(member, types.NoneType)]
+    is_text = isinstance(value, str)
+    return next((one for one in members if isinstance(_bare(one), types.StrType) == is_text), members[0])
+
+
+def _accepted(node: types.Type, value: object) -> bool:
+    """Whether a value of a mapping is one: text or a number with bounds."""
+    if isinstance(node, types.StrType):
+        return isinstance(value, str) and len(value) >= (node.min_length or 0)
+    if isinstance(node, types.FloatType):
+        return isinstance(value, int | float) and not isinstance(value, bool) and _in_bounds(node, value)
+    return True
+
+
+def _in_bounds(node: types.FloatType, value: float) -> bool:
+    return (
+        (node.gt is None or value > node.gt)
+        and (node.ge is None or value >= node.ge)
+        and (node.le is None or value <= node.le)
+    )
+
+
+def _needed(node: types.Type) -> str:
+    """The description of the type where it has one, else what its bounds say."""
+    if isinstance(node, types.Metadata):
+        return str((node.extra_json_schema or {}).get("description") or _needed(node.type))
+    if isinstance(node, types.IntType | types.FloatType):
+        return _number(node)
+    if isinstance(node, types.LiteralType):
+        *first, last = map(str, node.values)
+        return f"{', '.join(first)} or {last}" if first else last
+    if isinstance(node, types.StrType):
+        return "a non-empty string" if node.min_length else "a string"
+    if isinstance(node, types.BoolType):
+        return "true or false"
+    return "a list" if isinstance(node, types.VarTupleType) else "a mapping of settings"
+
+
+def _number(node: types.IntType | types.FloatType) -> str:
+    noun = "a whole number" if isinstance(node, types.IntType) else "a number"
+    if node.le == LARGEST:
+        noun, most = "a finite number", None
+    else:
+        most = node.le
+    if node.gt is not None:
+        return f"{noun} above {node.gt:g}" + ("" if most is None else f" and at most {most:g}")
+    if node.ge is None:
+        return noun
+    return f"{noun} of at least {node.ge:g}" if most is None else f"{noun} from {node.ge:g} to {most:g}"
+
+
+def _given(value: object) -> str:
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= _GIVEN_CHARACTERS_MAX else f"a {type(value).__name__}"
+
+
+def _joined(path: str, step: str) -> str:
+    return path + step if path else step.removeprefix(".")
