@@ -14,7 +14,7 @@ import spillway_connector
 PACKAGE = "spillway_connector"
 ROOT = Path(spillway_connector.__file__).parent
 
-BOTTOM = frozenset({"errors", "metrics", "limits", "namespace", "config", "identity", "plan"})
+BOTTOM = frozenset({"errors", "metrics", "limits", "typed_settings", "namespace", "config", "identity", "plan"})
 TIERS = frozenset({"tiers", "tiers.disk", "tiers.disk.files", "tiers.disk.slab", "tiers.disk.layout_choice"}) | {
     "tiers.redis",
     "tiers.redis.client",
@@ -26,11 +26,12 @@ ALLOWED: Mapping[str, Set[str]] = {
     "": frozenset(),  # the package's own __init__
     "errors": frozenset(),
     "metrics": frozenset(),
-    "limits": frozenset(),
+    "limits": frozenset({"typed_settings"}),
+    "typed_settings": frozenset(),
     "namespace": frozenset({"errors"}),
     "plan": frozenset({"errors"}),
     "identity": frozenset({"errors"}),
-    "config": frozenset({"errors", "limits", "plan"}),
+    "config": frozenset({"errors", "limits", "typed_settings", "plan"}),
     "tiers": BOTTOM,
     "tiers.disk": BOTTOM | {"tiers"},
     "tiers.disk.files": BOTTOM | {"tiers", "tiers.disk"},
