@@ -1,4 +1,4 @@
-"""Writes that wait for the end of the loop's turn, and those that do not."""
+"""Writes that are deferred to the end of an event loop iteration, and when they are."""
 
 from __future__ import annotations
 
@@ -6,50 +6,50 @@ import asyncio
 
 import pytest
 
-from spillway_gateway.write_coalescing import TurnWrites
+from spillway_gateway.write_coalescing import WriteCoalescer
 
 
-async def test_all_writes_of_a_turn_leave_at_its_end_in_their_order() -> None:
-    turn = TurnWrites.here()
+async def test_all_writes_of_an_iteration_are_sent_at_its_end_in_their_order() -> None:
+    coalescer = WriteCoalescer.of_running_loop()
     sent: list[int] = []
-    turn.at_end(lambda: sent.append(1))
-    turn.at_end(lambda: sent.append(2))
+    coalescer.defer(lambda: sent.append(1))
+    coalescer.defer(lambda: sent.append(2))
     assert sent == []
 
     await asyncio.sleep(0)
     assert sent == [1, 2]
 
-    turn.at_end(lambda: sent.append(3))
+    coalescer.defer(lambda: sent.append(3))
     await asyncio.sleep(0)
     assert sent == [1, 2, 3]
 
 
 async def test_a_write_that_fails_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    turn = TurnWrites.here()
+    coalescer = WriteCoalescer.of_running_loop()
     sent: list[int] = []
 
     def broken() -> None:
         raise RuntimeError("this transport is no more")
 
-    turn.at_end(broken)
-    turn.at_end(lambda: sent.append(1))
+    coalescer.defer(broken)
+    coalescer.defer(lambda: sent.append(1))
     await asyncio.sleep(0)
 
     assert sent == [1] and "a write failed" in caplog.text
 
 
-async def test_a_single_request_shares_its_turn_with_nobody() -> None:
-    turn = TurnWrites.here()
-    assert not turn.shared
-    turn.requests = 1
-    assert not turn.shared
-    turn.requests = 2
-    assert turn.shared
+async def test_a_single_request_defers_nothing() -> None:
+    coalescer = WriteCoalescer.of_running_loop()
+    assert not coalescer.active
+    coalescer.requests = 1
+    assert not coalescer.active
+    coalescer.requests = 2
+    assert coalescer.active
 
 
 def test_each_loop_has_its_own() -> None:
-    async def here() -> TurnWrites:
-        assert TurnWrites.here() is TurnWrites.here()
-        return TurnWrites.here()
+    async def of_this_loop() -> WriteCoalescer:
+        assert WriteCoalescer.of_running_loop() is WriteCoalescer.of_running_loop()
+        return WriteCoalescer.of_running_loop()
 
-    assert asyncio.run(here()) is not asyncio.run(here())
+    assert asyncio.run(of_this_loop()) is not asyncio.run(of_this_loop())

@@ -21,8 +21,8 @@ from starlette.routing import Route
 from spillway_gateway import logs
 from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
-from spillway_gateway.api.dispatch import ShortWay
-from spillway_gateway.api.inference import FrontDoor, InferenceEndpoint, StoredResponseEndpoint
+from spillway_gateway.api.dispatch import InferenceDispatch
+from spillway_gateway.api.inference import InferenceContext, InferenceEndpoint, StoredResponseEndpoint
 from spillway_gateway.api.models import ModelList
 from spillway_gateway.api.openapi import openapi_document
 from spillway_gateway.api.routes import ROUTES
@@ -45,9 +45,9 @@ from spillway_gateway.roster.engine_tasks import Clients, guarded
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.roster.served import model_not_found
 from spillway_gateway.tokens.fair_threads import FairThreads
+from spillway_gateway.upstream.outbound import UpstreamServices
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import RetryBudget
-from spillway_gateway.upstream.stream import UpstreamServices
 
 if TYPE_CHECKING:
     from spillway_gateway.tracing.exporting import Tracing
@@ -149,26 +149,26 @@ class Gateway:
             logs.apply(config.log)
         self.config = config
 
-    def _build_app(self, operations: Operations, page: PageRoutes) -> ShortWay:
+    def _build_app(self, operations: Operations, page: PageRoutes) -> InferenceDispatch:
         app = FastAPI(
             title="Spillway gateway", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan
         )
         app.router.redirect_slashes = False  # it would send clients to whatever host they name
-        door = FrontDoor(
+        context = InferenceContext(
             models=self.models,
-            services=self.services,
+            upstream=self.services,
             lifecycle=self.lifecycle,
             gatekeeper=self.gatekeeper,
-            owners=ResponseOwners(),
+            response_owners=ResponseOwners(),
             audit=self.audit,
             tracing=self.tracing,
         )
         # Raw ASGI endpoints, first in the list: no model of FastAPI's touches an inference body.
-        endpoints = {route.path: InferenceEndpoint(route, door) for route in ROUTES}
+        endpoints = {route.path: InferenceEndpoint(route, context) for route in ROUTES}
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
         stored = "/v1/responses/{response_id}"
-        routes.append(Route(stored, StoredResponseEndpoint("GET", "", door), methods=["GET"]))
-        routes.append(Route(stored + "/cancel", StoredResponseEndpoint("POST", "/cancel", door), methods=["POST"]))
+        routes.append(Route(stored, StoredResponseEndpoint("GET", "", context), methods=["GET"]))
+        routes.append(Route(stored + "/cancel", StoredResponseEndpoint("POST", "/cancel", context), methods=["POST"]))
         routes.append(Route("/openapi.json", self._openapi))
         routes += operations.probe_routes()
         if self.config.listen.ops_port is None:
@@ -200,7 +200,7 @@ class Gateway:
             body = error_body("The gateway failed on this request", "server_error", None, "internal_error")
             return Response(body, 500, media_type="application/json")
 
-        return ShortWay(endpoints, app)
+        return InferenceDispatch(endpoints, app)
 
     async def _openapi(self, request: Request) -> Response:
         return JSONResponse(openapi_document(keys=self.gatekeeper.enabled))

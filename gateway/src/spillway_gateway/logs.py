@@ -10,7 +10,7 @@ from spillway_gateway.config.settings import LogConfig
 
 # C0, DEL, C1 (U+0085 among them) and the line and paragraph separators: viewers break a line at each of them.
 _LINE_BREAKING = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_REQUESTS = "spillway_gateway.upstream.stream"  # logs one line per request at DEBUG
+_REQUESTS = "spillway_gateway.upstream.relay"  # logs one line per request at DEBUG
 
 
 class OneLineFormatter(logging.Formatter):

@@ -1,8 +1,8 @@
-"""Writes of one turn of the event loop, sent together at its end.
+"""Write coalescing: writes of one event loop iteration are sent together at its end.
 
 A write wakes its reader, and where the reader sleeps on the same machine, waking it costs more than the write. Under
-load many requests share a turn of the loop, and an engine or a client is woken once for all of them instead of once for
-each. A single request has nothing to share, and its writes go out at once.
+load many requests share an iteration, and an engine or a client is woken once for all of them instead of once for each.
+A single request has nothing to share, and its writes go out at once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 logger = logging.getLogger(__name__)
 
 
-class TurnWrites:
-    """One per event loop. requests: served now; who serves one counts it."""
+class WriteCoalescer:
+    """One per event loop, used on its thread only. requests: in progress; each request adds and removes itself."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._call_soon = loop.call_soon
@@ -24,8 +24,7 @@ class TurnWrites:
         self.requests = 0
 
     @classmethod
-    def here(cls) -> TurnWrites:
-        """Of the running loop."""
+    def of_running_loop(cls) -> WriteCoalescer:
         loop = asyncio.get_running_loop()
         found = _of_loop.get(loop)
         if found is None:
@@ -33,23 +32,23 @@ class TurnWrites:
         return found
 
     @property
-    def shared(self) -> bool:
-        """Whether a write that is due now should wait for the end of the turn."""
+    def active(self) -> bool:
+        """Whether a write that is due now should be deferred."""
         return self.requests > 1
 
-    def at_end(self, write: Callable[[], None]) -> None:
-        """write: called once, before the loop looks for news from outside again."""
+    def defer(self, write: Callable[[], None]) -> None:
+        """Call `write` once at the end of this iteration, before the loop polls its sockets."""
         if not self._writes:
-            self._call_soon(self._send)
+            self._call_soon(self._flush)
         self._writes.append(write)
 
-    def _send(self) -> None:
+    def _flush(self) -> None:
         writes, self._writes = self._writes, []
         for write in writes:
             try:
                 write()
-            except Exception:  # of one connection; the others' bytes must leave
+            except Exception:  # of one connection; the other connections' bytes are still sent
                 logger.exception("a write failed")
 
 
-_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, TurnWrites] = WeakKeyDictionary()
+_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, WriteCoalescer] = WeakKeyDictionary()

@@ -5,7 +5,7 @@ from typing import Any
 
 import aiohttp
 
-from spillway_gateway.api.dispatch import ShortWay
+from spillway_gateway.api.dispatch import InferenceDispatch
 from spillway_gateway.testing.running import gateway_config, running_gateway
 
 
@@ -35,9 +35,9 @@ async def test_only_posts_to_known_paths_go_past_the_framework() -> None:
     async def framework(scope: Any, receive: Any, send: Any) -> None:
         taken.append(("framework", scope.get("path", "")))
 
-    way = ShortWay({"/known": endpoint}, framework)
+    dispatch = InferenceDispatch({"/known": endpoint}, framework)
     for each in (scope("POST", "/known"), scope("GET", "/known"), scope("POST", "/other"), {"type": "lifespan"}):
-        await way(each, nothing, Sent())
+        await dispatch(each, nothing, Sent())
 
     assert taken == [("endpoint", "/known"), ("framework", "/known"), ("framework", "/other"), ("framework", "")]
 
@@ -50,10 +50,10 @@ async def test_a_defect_is_a_500_and_after_the_start_nothing_more() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ValueError("a defect")
 
-    way = ShortWay({"/at-once": fails_at_once, "/later": fails_in_the_middle}, fails_at_once)
+    dispatch = InferenceDispatch({"/at-once": fails_at_once, "/later": fails_in_the_middle}, fails_at_once)
     at_once, later = Sent(), Sent()
-    await way(scope("POST", "/at-once"), nothing, at_once)
-    await way(scope("POST", "/later"), nothing, later)
+    await dispatch(scope("POST", "/at-once"), nothing, at_once)
+    await dispatch(scope("POST", "/later"), nothing, later)
 
     assert at_once[0]["status"] == 500 and b"internal_error" in at_once[1]["body"]
     assert [message.get("status") for message in later] == [200]

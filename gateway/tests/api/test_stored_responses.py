@@ -9,8 +9,8 @@ def reply(response_id: str) -> bytes:
 
 def test_an_id_is_its_tenants_alone_even_when_another_chooses_it() -> None:
     owners = ResponseOwners()
-    owners.note(reply("resp_1"), Owner("a", "m", "e0"))
-    owners.note(reply("resp_1"), Owner("b", "m", "e1"))
+    owners.add(reply("resp_1"), Owner("a", "m", "e0"))
+    owners.add(reply("resp_1"), Owner("b", "m", "e1"))
 
     assert owners.of("resp_1", "a") == Owner("a", "m", "e0")
     assert owners.of("resp_1", "b") is None
@@ -19,7 +19,7 @@ def test_an_id_is_its_tenants_alone_even_when_another_chooses_it() -> None:
 def test_the_oldest_are_forgotten() -> None:
     owners = ResponseOwners(2)
     for number in range(3):
-        owners.note(reply(f"resp_{number}"), Owner("", "m", f"e{number}"))
+        owners.add(reply(f"resp_{number}"), Owner("", "m", f"e{number}"))
 
     assert owners.of("resp_0", "") is None
     assert owners.of("resp_2", "") == Owner("", "m", "e2")
@@ -28,7 +28,7 @@ def test_the_oldest_are_forgotten() -> None:
 def test_a_stream_names_it_in_its_first_event() -> None:
     owners = ResponseOwners()
     event = b'event: response.created\ndata: {"response":{"id":"resp_x","output":[]},"type":"response.created"}\n\n'
-    owners.note(event, Owner("", "m", "e0"))
-    owners.note(b"no id at all", Owner("", "m", "e0"))
+    owners.add(event, Owner("", "m", "e0"))
+    owners.add(b"no id at all", Owner("", "m", "e0"))
 
     assert owners.of("resp_x", "") == Owner("", "m", "e0")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spillway_gateway.client.body_budget import SHORT_BYTES_MAX, BodyRoom, NoBodyRoom
+from spillway_gateway.client.body_budget import SHORT_BYTES_MAX, BodyBudget, BodyBudgetSpent
 from spillway_gateway.config.settings import LONG_BODY_SHARE
 from spillway_gateway.testing.faults import HoldInStream
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
@@ -17,18 +17,18 @@ MIB = 1024 * 1024
 BOUND = 16 * MIB
 
 
-def test_long_bodies_leave_room_for_short_ones() -> None:
-    room = BodyRoom()
+def test_long_bodies_leave_a_share_to_short_ones() -> None:
+    budget = BodyBudget()
     share = int(BOUND * LONG_BODY_SHARE)
-    room.take(share, share, BOUND)
-    with pytest.raises(NoBodyRoom):
-        room.take(1, SHORT_BYTES_MAX + 1, BOUND)
+    budget.reserve(share, share, BOUND)
+    with pytest.raises(BodyBudgetSpent):
+        budget.reserve(1, SHORT_BYTES_MAX + 1, BOUND)
     for _ in range((BOUND - share) // MIB):
-        room.take(MIB, SHORT_BYTES_MAX, BOUND)
-    with pytest.raises(NoBodyRoom):
-        room.take(1, 1, BOUND)
-    room.give_back(1)
-    room.take(1, 1, BOUND)
+        budget.reserve(MIB, SHORT_BYTES_MAX, BOUND)
+    with pytest.raises(BodyBudgetSpent):
+        budget.reserve(1, 1, BOUND)
+    budget.release(1)
+    budget.reserve(1, 1, BOUND)
 
 
 def chat(content_bytes: int, *headers: bytes, declare: bool = True) -> bytes:
@@ -58,14 +58,14 @@ async def test_bodies_beyond_the_bound_are_refused_until_others_are_answered(sta
     engine = await start_engine(max_model_len=10**9)
     limits = {"bodyBytesMax": 8 * MIB, "bodiesBytesMax": BOUND}
     async with running_gateway(gateway_config([engine], limits=limits)) as running:
-        room = running.gateway.open_connections.body_room
+        budget = running.gateway.open_connections.body_budget
         port = int(running.url.rpartition(":")[2])
         clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         engine.fault = HoldInStream(0, asyncio.Event())
         for count, (_, writer) in enumerate(clients[:2], 1):
             writer.write(chat(5 * MIB))
             await until(lambda wanted=count: len(engine.seen) == wanted)
-        assert room.taken_bytes > 10 * MIB, "long bodies count until they are answered"
+        assert budget.reserved_bytes > 10 * MIB, "long bodies count until they are answered"
 
         clients[2][1].write(chat(5 * MIB, declare=declare))
         status, answer = await status_of(clients[2][0])
@@ -75,19 +75,19 @@ async def test_bodies_beyond_the_bound_are_refused_until_others_are_answered(sta
         clients[3][1].write(chat(500_000))
         for reader, _ in (*clients[:2], clients[3]):
             assert (await status_of(reader))[0] == 200
-        await until(lambda: room.taken_bytes == 0)
+        await until(lambda: budget.reserved_bytes == 0)
         for _, writer in clients:
             writer.close()
 
 
-async def test_a_client_that_leaves_gives_its_room_back(start_engine: Any) -> None:
+async def test_a_client_that_disconnects_releases_its_bytes(start_engine: Any) -> None:
     async with running_gateway(gateway_config([await start_engine()])) as running:
-        room = running.gateway.open_connections.body_room
+        budget = running.gateway.open_connections.body_budget
         _, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
         writer.write(chat(5 * MIB)[: 3 * MIB])
-        await until(lambda: room.taken_bytes > 2 * MIB)
+        await until(lambda: budget.reserved_bytes > 2 * MIB)
         writer.close()
-        await until(lambda: room.taken_bytes == 0)
+        await until(lambda: budget.reserved_bytes == 0)
 
 
 @pytest.mark.parametrize("encoding", [b"gzip", b"br", b"gzip, identity"])

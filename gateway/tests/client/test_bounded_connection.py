@@ -167,7 +167,7 @@ async def test_a_request_that_does_not_come_is_given_up(start_engine: Any, said:
         await until(lambda: connection._phase.name == ("BETWEEN" if not said else "HEAD" if said == HEAD else "BODY"))
         await until(lambda: said != request()[:-1] or connection._body_seconds)
         pass_seconds(running, 9)
-        assert not connection.transport.is_closing() and not connection.body_is_late
+        assert not connection.transport.is_closing() and not connection.body_timed_out
         pass_seconds(running, 12)
         answer = await client.ended() if status is None or said == HEAD else b"%d" % (await client.reply())[0]
 
@@ -186,7 +186,7 @@ async def test_a_trickle_gets_no_more_time_but_bytes_at_the_least_rate_do(start_
         (connection,) = await connections_of(running, 1)
         await until(lambda: connection._body_bytes > 1000 and connection._body_seconds)
         pass_seconds(running, 20)
-        assert not connection.body_is_late
+        assert not connection.body_timed_out
         client.send(whole[1500:1510])
         await until(lambda: connection._body_bytes > 1400)
         pass_seconds(running, 32)
@@ -273,7 +273,7 @@ async def test_one_address_does_not_take_all_connections(start_engine: Any) -> N
             engine.fault.release.set()
             assert (await second.reply())[0] == 200
         table = running.gateway.open_connections
-        await until(lambda: not table._of_address and not table._waiting_of and not table._waiting)
+        await until(lambda: not table._of_address and not table._idle_of and not table._idle)
 
 
 async def test_a_request_sent_ahead_does_not_hide_that_the_client_left(start_engine: Any) -> None:

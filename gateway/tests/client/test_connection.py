@@ -9,7 +9,7 @@ from typing import Any
 from spillway_gateway.client.connection import HeadWithBody
 from spillway_gateway.testing.faults import HoldInStream
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
-from spillway_gateway.write_coalescing import TurnWrites
+from spillway_gateway.write_coalescing import WriteCoalescer
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 
@@ -44,7 +44,7 @@ async def test_a_head_leaves_with_the_first_bytes_of_its_body() -> None:
 
 
 async def test_where_requests_share_the_turn_a_reply_leaves_at_its_end() -> None:
-    TurnWrites.here().requests = 2
+    WriteCoalescer.of_running_loop().requests = 2
     wires = Wire(), Wire()
     for wire in wires:
         transport = HeadWithBody(wire)
@@ -57,7 +57,7 @@ async def test_where_requests_share_the_turn_a_reply_leaves_at_its_end() -> None
 
 
 async def test_nothing_is_written_to_a_connection_that_was_lost_within_the_turn() -> None:
-    TurnWrites.here().requests = 2
+    WriteCoalescer.of_running_loop().requests = 2
     wire = Wire()
     HeadWithBody(wire).write(HEAD)
     wire.closed = True

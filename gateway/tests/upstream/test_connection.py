@@ -10,7 +10,7 @@ import pytest
 
 from spillway_gateway.errors import EngineBadReply, EngineDisconnected
 from spillway_gateway.upstream.connection import HEAD_BYTES_MAX, READ_BUFFER_BYTES, EngineConnection
-from spillway_gateway.write_coalescing import TurnWrites
+from spillway_gateway.write_coalescing import WriteCoalescer
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 
@@ -60,7 +60,7 @@ async def test_two_exchanges_on_one_connection() -> None:
 
 async def test_where_requests_share_the_turn_a_request_leaves_at_its_end() -> None:
     async with connected(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc") as connection:
-        TurnWrites.here().requests = 2
+        WriteCoalescer.of_running_loop().requests = 2
         for _ in range(2):
             connection.send([REQUEST])
             assert await whole_body(connection) == b"abc"

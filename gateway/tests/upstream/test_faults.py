@@ -440,9 +440,9 @@ class StalledClient:
     def take_whole_body(self) -> bytes:
         return self.body
 
-    def call_when_left(self, left: Any) -> None: ...
+    def set_disconnect_callback(self, callback: Any) -> None: ...
 
-    def forget(self, left: Any) -> None: ...
+    def clear_disconnect_callback(self, callback: Any) -> None: ...
 
     def reply(self, status: int, headers: Any, body: bytes) -> bool:
         return False
@@ -486,6 +486,22 @@ async def test_a_first_error_event_in_pieces_goes_to_another_engine(
         assert (status, headers["x-spillway-route"]) == (200, "retry")
         assert body.endswith(b"data: [DONE]\n\n") and b"EngineCore died" not in body
         assert_idle(running)
+
+
+async def test_a_retry_after_a_death_inside_the_first_event_sends_none_of_it(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    engines = await pair(start_engine)
+    async with running_gateway(gateway_config(engines)) as running:
+        chosen = await first_choice(client, running, engines)
+        chosen.fault = DieInStream(0, inside=True)
+
+        status, headers, body = await ask(client, running, stream=True)
+
+        assert (status, headers["x-spillway-route"]) == (200, "retry")
+        events = body.split(b"\n\n")[:-1]
+        assert events.pop() == b"data: [DONE]"
+        assert all(json.loads(event.removeprefix(b"data: "))["choices"] for event in events)
 
 
 async def test_a_death_inside_an_event_leaves_whole_events_alone(

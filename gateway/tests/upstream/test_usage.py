@@ -50,7 +50,7 @@ def test_parts_of_a_reply_may_be_cut_anywhere(cuts: list[int]) -> None:
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(reply)], strict=True):
         reader.feed(reply[start:end])
 
-    assert reader.told == Usage(9, 4, 8)
+    assert reader.usage == Usage(9, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_nothing_is_made_up(said: bytes) -> None:
     nothing = Usage(None, None, None)
     assert usage_in_reply(said) in (None, nothing)
     assert usage_in_events(b"data: " + said + b"\n\n") in (None, nothing)
-    assert reader.told is None
+    assert reader.usage is None
 
 
 json_like = st.recursive(

@@ -1,4 +1,4 @@
-"""Reads a request's body, within its own bounds and within those of all bodies together."""
+"""Reads a request's body, within its own limit and the budget of all bodies together."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from spillway_gateway.client.connection import ClientRequest
 from spillway_gateway.config.settings import LimitsConfig, TimeoutsConfig
 from spillway_gateway.errors import RequestBodyTimeout, RequestTooLarge, UnsupportedEncoding
 from spillway_gateway.upstream.forward import Body, Headers, header
+from spillway_gateway.upstream.waits import ClientGone
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
-
-class ClientLeft(Exception):
-    """The client went away while its body was read."""
 
 
 async def read_body(
     headers: Headers, receive: Receive, client: ClientRequest, limits: LimitsConfig, timeouts: TimeoutsConfig
 ) -> Body:
-    """The whole request body. Raises RequestTooLarge and NoBodyRoom before reading more than the limits, and
-    RequestBodyTimeout, UnsupportedEncoding or ClientLeft."""
+    """The whole request body. Raises RequestTooLarge and BodyBudgetSpent before more than the limits is read, and
+    RequestBodyTimeout, UnsupportedEncoding or ClientGone."""
     encoding = header(headers, b"content-encoding")
     if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
         shown = encoding[:40].decode("latin-1")
@@ -37,15 +34,15 @@ async def read_body(
             raise _too_large(bytes_max)
         return body
     if declared is not None and declared.isdigit():
-        client.require_body_room(int(declared), limits.bodies_bytes_max)
+        client.check_body_budget(int(declared), limits.bodies_bytes_max)
     client.expect_body(timeouts.body_read_seconds)
-    parts = bytearray()  # grows in place: joining a long body would copy it at once
+    parts = bytearray()  # grows in place: joining the parts of a long body would copy all of it at once
     message: MutableMapping[str, Any] = {"more_body": True}
     while message.get("more_body", False):
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientLeft
-        if client.body_is_late:
+            raise ClientGone
+        if client.body_timed_out:
             raise RequestBodyTimeout(
                 "The body came slower than timeouts.bodyReadSeconds and connections.bodyBytesPerSecondMin of the "
                 "gateway allow"
@@ -53,10 +50,10 @@ async def read_body(
         part = message.get("body", b"")
         if len(parts) + len(part) > bytes_max:
             raise _too_large(bytes_max)
-        client.take_body_room(len(part), limits.bodies_bytes_max)
+        client.reserve_body_bytes(len(part), limits.bodies_bytes_max)
         parts += part
     if len(parts) <= SHORT_BYTES_MAX:
-        client.leave_body_room()
+        client.release_body_bytes()
     return parts
 
 

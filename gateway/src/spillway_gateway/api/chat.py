@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
-from spillway_gateway.api.parsed_body import ParsedBody, salt_text, stream_tells_usage
+from spillway_gateway.api.parsed_body import ParsedBody, salt_text, stream_reports_usage
 from spillway_gateway.tokens.estimates import value_tokens
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
@@ -85,7 +85,7 @@ def _parsed(fields: _ChatFields, messages: list[dict[str, Any]], other_tokens: i
             exact=exact,
         ),
         other_tokens=other_tokens,
-        tells_usage=stream_tells_usage(fields.stream, fields.stream_options),
+        reports_usage=stream_reports_usage(fields.stream, fields.stream_options),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
-from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text, stream_tells_usage
+from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text, stream_reports_usage
 from spillway_gateway.tokens.prompt import CompletionPrompt
 from spillway_gateway.upstream.forward import Body
 
@@ -30,13 +30,13 @@ def parse_completion(body: Body) -> ParsedBody:
     field of the wrong type."""
     fields = read_body(_decoder, body)
     prompt, other_tokens = first_of(fields.prompt)
-    tells_usage = stream_tells_usage(fields.stream, fields.stream_options)
+    reports_usage = stream_reports_usage(fields.stream, fields.stream_options)
     return ParsedBody(
         model=fields.model,
         names_salt=fields.cache_salt is not msgspec.UNSET,
         stream=bool(fields.stream),
         prompt=CompletionPrompt(prompt, bool(fields.add_special_tokens), salt_text(fields.cache_salt)),
         other_tokens=other_tokens,
-        tells_usage=tells_usage,
-        counts_prompt=tells_usage or fields.prompt_embeds is None,
+        reports_usage=reports_usage,
+        counts_prompt=reports_usage or fields.prompt_embeds is None,
     )

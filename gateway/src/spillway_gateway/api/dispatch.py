@@ -1,5 +1,5 @@
-"""The way of inference requests past the web framework: one look-up by path instead of a regular expression per route,
-and no wrapper around each chunk of a stream. Everything else, other methods included, takes the framework's way.
+"""Dispatches inference requests past the web framework: one look-up by path instead of a regular expression per route,
+and no wrapper around each chunk of a stream. Every other request goes to the framework.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
-class ShortWay:
-    """endpoints: for POST, by exact path. An ASGI application."""
+class InferenceDispatch:
+    """An ASGI application. endpoints: for POST, by exact path."""
 
     def __init__(self, endpoints: Mapping[str, AsgiApp], framework: AsgiApp) -> None:
         self._endpoints = endpoints
@@ -36,11 +36,11 @@ class ShortWay:
             await endpoint(scope, receive, send)
         except Exception:
             logger.exception("the gateway failed on a request to %s", scope["path"])
-            await _own_fault(send)
+            await _internal_error(send)
 
 
-async def _own_fault(send: Send) -> None:
-    """A 500; where a reply has begun, the server takes no second one and closes the connection in its middle."""
+async def _internal_error(send: Send) -> None:
+    """Answer 500. Where a reply has begun the server refuses a second one, and closes the connection."""
     body = error_body("The gateway failed on this request", "server_error", None, "internal_error")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     with contextlib.suppress(RuntimeError):

@@ -1,7 +1,7 @@
-"""The way of an inference request through the gateway: read, parse, route, relay.
+"""An inference request in the gateway: authenticate, read, parse, match the prompt, relay.
 
-A raw ASGI endpoint: the body is read once and goes to the engine as the bytes it came in; what is parsed serves routing
-alone.
+Raw ASGI endpoints: the body is read once and goes to the engine as the bytes that arrived. It is parsed for routing and
+quotas alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant
 from spillway_gateway.access.limits import give_back, settle
 from spillway_gateway.api.body_errors import too_deep
-from spillway_gateway.api.body_reading import ClientLeft, read_body
+from spillway_gateway.api.body_reading import read_body
 from spillway_gateway.api.large_bodies import SHORT_BODY_BYTES_MAX, LargeBodies
 from spillway_gateway.api.routes import ApiRoute, Salting
 from spillway_gateway.api.stored_responses import Owner, ResponseOwners
@@ -32,12 +32,14 @@ from spillway_gateway.roster.served import ServedModel, named_model
 from spillway_gateway.tokens.estimates import holds_media
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
 from spillway_gateway.upstream.forward import Headers, header
+from spillway_gateway.upstream.outbound import OutboundRequest, UpstreamServices
+from spillway_gateway.upstream.relay import Relay
 from spillway_gateway.upstream.splice import insert_text
-from spillway_gateway.upstream.stream import OutboundRequest, Relay, UpstreamServices
 from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
 from spillway_gateway.upstream.usage import Usage
+from spillway_gateway.upstream.waits import ClientGone
 
-if TYPE_CHECKING:  # its imports cost memory and time where traces are off
+if TYPE_CHECKING:  # OpenTelemetry is imported only where traces are exported
     from spillway_gateway.tracing.exporting import Tracing
     from spillway_gateway.tracing.request_trace import RequestTrace
 
@@ -46,64 +48,65 @@ logger = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-# Visible ASCII: it goes into logs, which a NEL or another control character would break into lines.
+# Visible ASCII: the id goes into logs, where a NEL or another control character would break the line.
 _REQUEST_ID = re.compile(rb"[!-~]{1,256}")
 
 
 @dataclass(frozen=True, slots=True)
-class FrontDoor:
-    """What every route needs. models: by name and by alias, replaced in place by a new configuration."""
+class InferenceContext:
+    """Shared by the endpoints of all inference routes. models: by name and by alias, replaced in place by a new
+    configuration."""
 
     models: Mapping[str, ServedModel]
-    services: UpstreamServices
+    upstream: UpstreamServices
     lifecycle: Lifecycle
     gatekeeper: Gatekeeper
-    owners: ResponseOwners
+    response_owners: ResponseOwners
     audit: AuditLog | None
     tracing: Tracing | None = None
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
 
 
 class InferenceEndpoint:
-    """POST of one route of the table."""
+    """ASGI endpoint for POST of one route of the table."""
 
-    def __init__(self, route: ApiRoute, door: FrontDoor) -> None:
+    def __init__(self, route: ApiRoute, context: InferenceContext) -> None:
         self._route = route
         self._path = route.path.encode()
-        self._door = door
+        self._context = context
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         route = self._route
-        await serve(self._door, scope, receive, send, route=route.path, dialect=route.dialect, prepare=self._prepare)
+        await serve(self._context, scope, receive, send, route=route.path, dialect=route.dialect, prepare=self._prepare)
 
     async def _prepare(
         self, tenant: Tenant, headers: Headers, receive: Receive, client: ClientRequest, request_id: bytes
     ) -> tuple[OutboundRequest, ServedModel]:
         try:
             return await self._read(tenant, headers, receive, client, request_id)
-        except RecursionError:  # in what is parsed, rendered or matched by text
+        except RecursionError:  # from parsing, rendering or matching by text
             raise too_deep() from None
 
     async def _read(
         self, tenant: Tenant, headers: Headers, receive: Receive, client: ClientRequest, request_id: bytes
     ) -> tuple[OutboundRequest, ServedModel]:
-        route, door = self._route, self._door
-        body = await read_body(headers, receive, client, door.services.limits, door.services.timeouts)
+        route, context = self._route, self._context
+        limits = context.upstream.limits
+        body = await read_body(headers, receive, client, limits, context.upstream.timeouts)
         received_at = perf_counter()
         large = len(body) > SHORT_BODY_BYTES_MAX
-        limits = door.services.limits
-        parsed = await door.large_bodies.parse(route, body, limits.text_chars_max) if large else route.parse(body)
-        served = named_model(door.models, parsed.model, tenant)
+        parsed = await context.large_bodies.parse(route, body, limits.text_chars_max) if large else route.parse(body)
+        served = named_model(context.models, parsed.model, tenant)
         model = served.fleet.name
-        gatekeeper = door.gatekeeper
+        gatekeeper = context.gatekeeper
         gatekeeper.allow_model(tenant, parsed.model or model, model)
-        said = parsed.prompt
+        source = parsed.prompt
         replaced: dict[str, str] = {}
         inserted: dict[str, str] = {}
         if parsed.model is not None and parsed.model != model:
             replaced["model"] = model
         if tenant.counts_prompts:
-            media = not parsed.tells_usage and isinstance(said, ChatPrompt) and holds_media(said.messages)
+            media = not parsed.reports_usage and isinstance(source, ChatPrompt) and holds_media(source.messages)
             gatekeeper.allow_uncounted(
                 tenant,
                 route.path,
@@ -113,31 +116,31 @@ class InferenceEndpoint:
         if route.salting is Salting.UNKNOWN:
             gatekeeper.allow_unsalted(route.path)
         elif route.salting is Salting.FIELD:
-            salt = gatekeeper.salt(tenant, said.cache_salt)
+            salt = gatekeeper.salt(tenant, source.cache_salt)
             if salt is not None:
                 (replaced if parsed.names_salt else inserted)["cache_salt"] = salt
-                # The engine hashes it into the first block, as does routing.
-                said = structs.replace(said, cache_salt=salt)
+                # The engine hashes the salt into the first block, and so does routing.
+                source = structs.replace(source, cache_salt=salt)
         if large and (replaced or inserted):
-            body = await door.large_bodies.set_texts(route, body, replaced, inserted)
+            body = await context.large_bodies.set_texts(route, body, replaced, inserted)
         else:
             for name, text in replaced.items():
                 body = route.set_text(body, name, text)
             for name, text in inserted.items():
                 body = insert_text(body, name, text)
-        prompt = await served.reader.read(said, tenant.name, short=not large)
+        prompt = await served.reader.read(source, tenant.name, short=not large)
         if parsed.other_tokens:
             prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens)
         only_engine = None
         charged_tokens = parsed.charged_tokens
         if parsed.previous_response is not None:
-            owner = door.owners.of(parsed.previous_response, tenant.name)
+            owner = context.response_owners.of(parsed.previous_response, tenant.name)
             if owner is not None and owner.model == model:
                 only_engine = owner.engine
                 charged_tokens += owner.tokens
             elif gatekeeper.enabled:
                 raise _no_response(parsed.previous_response)
-        kept = _KeptResponse(door.owners, tenant.name, model) if route.keeps_responses else None
+        stored = _StoredResponse(context.response_owners, tenant.name, model) if route.keeps_responses else None
         outbound = OutboundRequest(
             self._path,
             gatekeeper.engine_headers(headers),
@@ -151,15 +154,15 @@ class InferenceEndpoint:
             dialect=route.dialect,
             retryable=route.retryable,
             only_engine=only_engine,
-            on_reply=kept.on_reply if kept is not None else None,
+            on_reply=stored.on_reply if stored is not None else None,
             charged_tokens=charged_tokens,
-            on_end=kept.on_end if kept is not None else None,
+            on_end=stored.on_end if stored is not None else None,
         )
         return outbound, served
 
 
-class _KeptResponse:
-    """A response that its engine may keep: who owns it, and what continuing it will take."""
+class _StoredResponse:
+    """A response that its engine may store: records its owner, and the tokens that continuing it will take."""
 
     def __init__(self, owners: ResponseOwners, tenant: str, model: str) -> None:
         self._owners = owners
@@ -168,20 +171,21 @@ class _KeptResponse:
         self._id: str | None = None
 
     def on_reply(self, engine: str, reply_start: bytes) -> None:
-        self._id = self._owners.note(reply_start, Owner(self._tenant, self._model, engine))
+        self._id = self._owners.add(reply_start, Owner(self._tenant, self._model, engine))
 
     def on_end(self, usage: Usage) -> None:
         if self._id is not None:
-            self._owners.count(self._id, (usage.prompt_tokens or 0) + (usage.completion_tokens or 0))
+            self._owners.set_tokens(self._id, (usage.prompt_tokens or 0) + (usage.completion_tokens or 0))
 
 
 class StoredResponseEndpoint:
-    """GET /v1/responses/{response_id} and POST .../cancel: from the engine that made the response."""
+    """ASGI endpoint for GET /v1/responses/{response_id} and POST .../cancel: forwards to the engine that made the
+    response."""
 
-    def __init__(self, method: str, suffix: str, door: FrontDoor) -> None:
+    def __init__(self, method: str, suffix: str, context: InferenceContext) -> None:
         self._method = method.encode()
         self._suffix = suffix
-        self._door = door
+        self._context = context
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         response_id: str = scope["path_params"]["response_id"]
@@ -190,17 +194,17 @@ class StoredResponseEndpoint:
         async def prepare(
             tenant: Tenant, headers: Headers, receive: Receive, client: ClientRequest, request_id: bytes
         ) -> tuple[OutboundRequest, ServedModel]:
-            door = self._door
-            body = await read_body(headers, receive, client, door.services.limits, door.services.timeouts)
+            context = self._context
+            body = await read_body(headers, receive, client, context.upstream.limits, context.upstream.timeouts)
             received_at = perf_counter()
-            owner = door.owners.of(response_id, tenant.name)
-            served = door.models.get(owner.model) if owner is not None else None
+            owner = context.response_owners.of(response_id, tenant.name)
+            served = context.models.get(owner.model) if owner is not None else None
             if owner is None or served is None or owner.engine not in served.fleet.engines:
                 raise _no_response(response_id)
             path = f"/v1/responses/{response_id}{self._suffix}".encode()
             outbound = OutboundRequest(
                 path + b"?" + query if query else path,
-                door.gatekeeper.engine_headers(headers),
+                context.gatekeeper.engine_headers(headers),
                 body,
                 request_id,
                 b"stream=true" in query.lower(),
@@ -215,14 +219,14 @@ class StoredResponseEndpoint:
             return outbound, served
 
         route = f"/v1/responses/{{response_id}}{self._suffix}"
-        await serve(self._door, scope, receive, send, route=route, dialect=Dialect.RESPONSES, prepare=prepare)
+        await serve(self._context, scope, receive, send, route=route, dialect=Dialect.RESPONSES, prepare=prepare)
 
 
 Prepare = Callable[[Tenant, Headers, Receive, ClientRequest, bytes], Awaitable[tuple[OutboundRequest, ServedModel]]]
 
 
 async def serve(
-    door: FrontDoor,
+    context: InferenceContext,
     scope: MutableMapping[str, Any],
     receive: Receive,
     send: Send,
@@ -231,30 +235,31 @@ async def serve(
     dialect: Dialect,
     prepare: Prepare,
 ) -> None:
-    """Who asks, what for, within which limits; then the relay. Errors are answered in the dialect. route: the path with
-    names in place of ids."""
+    """Authenticate, prepare, check the tenant's limits, relay; then settle the limits and write the audit line.
+
+    route: the path with names in place of ids. dialect: of error answers. prepare: reads and parses the request."""
     headers: Headers = scope["headers"]
     client: ClientRequest = scope["extensions"][EXTENSION]
     trace: RequestTrace | None = None
-    if door.tracing is None:
+    if context.tracing is None:
         headers = with_trace(headers)
     else:
-        trace = door.tracing.request(scope["method"], route, headers)
+        trace = context.tracing.request(scope["method"], route, headers)
         headers = trace.headers
     request_id = _request_id(header(headers, b"x-request-id"))
     started = perf_counter()
     tenant: Tenant | None = None
     outbound: OutboundRequest | None = None
     try:
-        tenant = door.gatekeeper.tenant_of(headers)
-        if door.lifecycle.closed:
+        tenant = context.gatekeeper.tenant_of(headers)
+        if context.lifecycle.closed:
             raise GatewayDraining("This gateway is shutting down; send the request again.")
         outbound, served = await prepare(tenant, headers, receive, client, request_id)
         if trace is not None:
             trace.prepared(served.fleet.name, request_id, stream=outbound.stream)
             outbound = structs.replace(outbound, trace=trace)
-        usage = await door.gatekeeper.begin(tenant, outbound.prompt.prompt_tokens + outbound.charged_tokens)
-    except ClientLeft:
+        usage = await context.gatekeeper.begin(tenant, outbound.prompt.prompt_tokens + outbound.charged_tokens)
+    except ClientGone:
         if trace is not None:
             trace.end(499, None)
         return
@@ -262,8 +267,8 @@ async def serve(
         await send_error(send, error, request_id, dialect)
         if trace is not None:
             trace.end(error.status, error.code)
-        if door.audit is not None:
-            door.audit.write(
+        if context.audit is not None:
+            context.audit.write(
                 AuditLine(
                     time=now_text(),
                     request_id=request_id.decode("latin-1"),
@@ -277,21 +282,23 @@ async def serve(
                 )
             )
         return
-    relay = Relay(outbound, served.fleet, door.services, client, send)
+    relay = Relay(outbound, served.fleet, context.upstream, client, send)
     try:
         await relay.run()
     finally:
-        told = relay.usage
+        reported = relay.reply.usage
         if outbound.on_end is not None:
-            outbound.on_end(told)
+            outbound.on_end(reported)
         estimated = outbound.prompt.prompt_tokens + outbound.charged_tokens
-        got = relay.lease is not None  # else no engine had room or was ready, and nothing was computed
-        settlement = settle(estimated, told.prompt_tokens, told.completion_tokens or 0) if got else give_back(estimated)
-        door.gatekeeper.end(tenant, usage, settlement)
+        if relay.lease is not None:
+            settlement = settle(estimated, reported.prompt_tokens, reported.completion_tokens or 0)
+        else:  # no engine had room or was ready, and nothing was computed
+            settlement = give_back(estimated)
+        context.gatekeeper.end(tenant, usage, settlement)
         if trace is not None:
-            trace.end(relay.status, relay.error_code, told)
-        if door.audit is not None:
-            door.audit.write(_audit_line(relay, outbound, headers, scope["path"], perf_counter() - started))
+            trace.end(relay.reply.status, relay.reply.error_code, reported)
+        if context.audit is not None:
+            context.audit.write(_audit_line(relay, outbound, headers, scope["path"], perf_counter() - started))
 
 
 def _request_id(given: bytes | None) -> bytes:
@@ -300,7 +307,8 @@ def _request_id(given: bytes | None) -> bytes:
 
 
 def _audit_line(relay: Relay, outbound: OutboundRequest, headers: Headers, path: str, seconds: float) -> AuditLine:
-    told, lease, first_byte = relay.usage, relay.lease, relay.first_byte_seconds
+    reply, usage, lease = relay.reply, relay.reply.usage, relay.lease
+    first_byte = reply.first_byte_seconds
     return AuditLine(
         time=now_text(),
         request_id=outbound.request_id.decode("latin-1"),
@@ -310,12 +318,12 @@ def _audit_line(relay: Relay, outbound: OutboundRequest, headers: Headers, path:
         path=path,
         engine=lease.engine.name if lease is not None else None,
         route=lease.decision.reason.value if lease is not None else None,
-        status=relay.status,
-        error=relay.error_code,
+        status=reply.status,
+        error=reply.error_code,
         stream=outbound.stream,
-        prompt_tokens=told.prompt_tokens if told.prompt_tokens is not None else outbound.prompt.prompt_tokens,
-        cached_tokens=told.cached_tokens,
-        completion_tokens=told.completion_tokens,
+        prompt_tokens=usage.prompt_tokens if usage.prompt_tokens is not None else outbound.prompt.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
         milliseconds=_milliseconds(seconds),
         first_byte_milliseconds=_milliseconds(first_byte) if first_byte is not None else None,
     )

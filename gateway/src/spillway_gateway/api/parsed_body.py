@@ -16,7 +16,7 @@ from spillway_gateway.upstream.forward import Body
 class ParsedBody(msgspec.Struct, frozen=True):
     """model: None when the body names none. names_salt: cache_salt is there, whatever its value. other_tokens: about
     how many tokens the other prompts of a batch have; they count as work and not as prefix. charged_tokens: what
-    else a tenant pays for, though no engine computes with it. tells_usage: the reply will say how many tokens there
+    else a tenant pays for, though no engine computes with it. reports_usage: the reply will say how many tokens there
     were. counts_prompt, counts_reply: False where nothing ever tells their tokens. previous_response: the id of a
     stored response that this one continues."""
 
@@ -26,7 +26,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     prompt: Prompt
     other_tokens: int = 0
     charged_tokens: int = 0
-    tells_usage: bool = True
+    reports_usage: bool = True
     counts_prompt: bool = True
     counts_reply: bool = True
     previous_response: str | None = None
@@ -59,6 +59,6 @@ def first_of(value: object) -> tuple[str | array[int], int]:
         return "", value_tokens(value)
 
 
-def stream_tells_usage(stream: object, options: object) -> bool:
+def stream_reports_usage(stream: object, options: object) -> bool:
     """Of OpenAI's chat and completions: a plain reply always does, a stream where it is asked to."""
     return not stream or (isinstance(options, dict) and options.get("include_usage") is True)

@@ -1,7 +1,7 @@
-"""Which engine keeps which stored response: GET /v1/responses/{id}, its cancel, and requests that continue one.
+"""Which engine stores which response: for GET /v1/responses/{id}, its cancel, and requests that continue one.
 
-The store is in the engine's process, so such a request can only go where the response was made. An id that this gateway
-has not seen, or that another tenant made, does not exist: guessing would show one tenant another's text.
+The store is in the engine's process, so such a request can only go to the engine that made the response. An id that
+this gateway has not seen, or that another tenant owns, is not found: otherwise one tenant could read another's text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SCAN_BYTES = 4096
 
 
 class Owner(NamedTuple):
-    """tokens: of the response and of all before it, as far as its usage has told."""
+    """tokens: of the response and of all before it, as reported by its usage; 0 until then."""
 
     tenant: str
     model: str
@@ -31,27 +31,28 @@ class ResponseOwners:
         self._owners: OrderedDict[str, Owner] = OrderedDict()
         self._owners_max = owners_max
 
-    def note(self, reply_start: bytes, owner: Owner) -> str | None:
-        """The response's id. reply_start: a plain reply, or a stream's first events; the first id in either is it."""
+    def add(self, reply_start: bytes, owner: Owner) -> str | None:
+        """Record the owner of a new response, and return its id: the first in reply_start, which is a plain reply or a
+        stream's first events. None where there is no id, or another tenant owns it."""
         found = _ID.search(reply_start, 0, _SCAN_BYTES)
         if found is None:
             return None
         response_id = found.group(1).decode()
         known = self._owners.get(response_id)
         if known is not None and known.tenant != owner.tenant:
-            return None  # a client may choose an id, and must not take another tenant's response by choosing its
+            return None  # a client may choose the id, and must not take over another tenant's response
         self._owners[response_id] = owner
         if len(self._owners) > self._owners_max:
             self._owners.popitem(last=False)
         return response_id
 
-    def count(self, response_id: str, tokens: int) -> None:
-        """What a request that continues this response has to read, once that is known."""
+    def set_tokens(self, response_id: str, tokens: int) -> None:
+        """Record how many tokens a request that continues this response will read."""
         owner = self._owners.get(response_id)
         if owner is not None:
             self._owners[response_id] = owner._replace(tokens=tokens)
 
     def of(self, response_id: str, tenant: str) -> Owner | None:
-        """None for an unknown id and for another tenant's alike."""
+        """The owner; None for an unknown id and for another tenant's."""
         owner = self._owners.get(response_id)
         return owner if owner is not None and owner.tenant == tenant else None

@@ -1,7 +1,7 @@
-"""Memory for request bodies that arrive in parts: one bound over all of them.
+"""Memory for request bodies that arrive in parts: one budget for all of them.
 
-A long body counts until its request is over, as it may have to be sent to another engine; a short one while it arrives.
-Long bodies leave a quarter of the room free, so that short ones still find some when uploads fill the rest.
+A long body counts until its request ends, since it may be sent to another engine; a short one only while it arrives.
+Long bodies get three quarters of the budget, so that short ones still pass while uploads fill the rest.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from spillway_gateway.errors import GatewayError
 SHORT_BYTES_MAX = 1024 * 1024
 
 
-class NoBodyRoom(GatewayError):
+class BodyBudgetSpent(GatewayError):
     status = 503
     kind = "service_unavailable"
     code = "gateway_overloaded"
     retry_after_seconds = 2
 
 
-class BodyRoom:
+class BodyBudget:
     """Of one gateway process. bytes_max: limits.bodiesBytesMax, which may change while it runs."""
 
     def __init__(self) -> None:
-        self.taken_bytes = 0
+        self.reserved_bytes = 0
 
-    def require(self, more_bytes: int, body_bytes: int, bytes_max: int) -> None:
-        """Whether there is room for so many bytes of a body that has body_bytes with them. Raises NoBodyRoom."""
+    def check(self, more_bytes: int, body_bytes: int, bytes_max: int) -> None:
+        """Raises BodyBudgetSpent where more_bytes do not fit, of a body of body_bytes with them."""
         share = 1.0 if body_bytes <= SHORT_BYTES_MAX else LONG_BODY_SHARE
-        if self.taken_bytes + more_bytes > share * bytes_max:
-            raise NoBodyRoom(
+        if self.reserved_bytes + more_bytes > share * bytes_max:
+            raise BodyBudgetSpent(
                 "The gateway holds as many bytes of request bodies as its limits.bodiesBytesMax allows; try again"
             )
 
-    def take(self, more_bytes: int, body_bytes: int, bytes_max: int) -> None:
-        """Raises NoBodyRoom."""
-        self.require(more_bytes, body_bytes, bytes_max)
-        self.taken_bytes += more_bytes
+    def reserve(self, more_bytes: int, body_bytes: int, bytes_max: int) -> None:
+        """Raises BodyBudgetSpent."""
+        self.check(more_bytes, body_bytes, bytes_max)
+        self.reserved_bytes += more_bytes
 
-    def give_back(self, taken_bytes: int) -> None:
-        self.taken_bytes -= taken_bytes
+    def release(self, reserved_bytes: int) -> None:
+        self.reserved_bytes -= reserved_bytes

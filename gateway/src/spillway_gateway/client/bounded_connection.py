@@ -1,12 +1,11 @@
-"""A server's connection with bounds: uvicorn's takes a head of any size, and waits for the end of one for ever.
+"""A server's connection with bounds. uvicorn's own takes a head of any size and waits for its end without a timeout.
 
-What a client sends is bounded before anybody knows who it is: the bytes and number of a request's headers, its target,
-what chunked coding adds to a body, and requests sent ahead. Times are bounded by OpenConnections.tick(): from the
-accept or a request's first byte to a whole head, between two requests, and while no byte of a reply is taken.
+What a client sends is bounded before it is authenticated: the bytes and number of a request's headers, its target, the
+framing of a chunked body, and pipelined requests. Times are bounded by OpenConnections.tick(): from the accept or a
+request's first byte to a whole head, between two requests, and while the client reads no byte of a reply.
 
-A request for another protocol (`Upgrade`) is served as HTTP/1.1, as RFC 9110 (7.8) allows: Java's HttpClient asks for
-h2c with its first request on plain HTTP. The parser takes no body behind such a head, so it is fed the head once more
-without that.
+A request with `Upgrade` is served as HTTP/1.1, as RFC 9110 (7.8) allows: Java's HttpClient asks for h2c with its first
+request on plain HTTP. The parser takes no body after such a head, so it is fed the head once more without `Upgrade`.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from uvicorn.server import ServerState
 from spillway_gateway.client.open_connections import Connection, OpenConnections
 from spillway_gateway.error_bodies import error_body
 
-HELD_BYTES_MAX = 64 * 1024  # of requests sent ahead, kept until their turn
+HELD_BYTES_MAX = 64 * 1024  # of pipelined requests, kept until the one before them is answered
 FRAMING_BYTES_PER_BYTE_MAX = 8  # of a chunked body: chunks of one byte take six
 NEVER = float("inf")
-_OF_UPGRADES = frozenset({b"upgrade", b"http2-settings", b"connection"})
+_UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings", b"connection"})
 
 
 class BoundedState(ServerState):
-    """uvicorn's state of a server, with the bounds of its connections."""
+    """uvicorn's server state, with the listener's connections."""
 
     def __init__(self, open_connections: OpenConnections) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class BoundedState(ServerState):
 
 
 class Refusal(Exception):
-    """What a client sent is out of bounds; ends the parser inside which it is raised."""
+    """A client exceeded a bound. Raised inside the parser, it stops the parsing."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -60,30 +59,30 @@ class BoundedConnection(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self.open_connections = cast(BoundedState, self.server_state).open_connections
         self._bounds = self.open_connections.bounds
-        self.came_as: Connection | None = None  # what was admitted before this connection was made
-        self._deadline = NEVER  # for what the client has to send next
+        self.admitted_as: Connection | None = None  # the TLS handshake that was admitted in its place
+        self._deadline = NEVER  # for the client's next bytes
         self._phase = _Phase.BETWEEN
         self._phase_is_new = True  # it began in the packet that is read now
         self._wire_bytes = 0  # of the phase, without its first packet
         self._packet_bytes = 0
         self._body_bytes = 0
         self._trailers = 0
-        self._body_room_bytes = 0  # taken of what all bodies may have
+        self._reserved_bytes = 0  # of the body budget
         self._body_seconds = 0.0
         self._body_bytes_before = 0
-        self.body_is_late = False
+        self.body_timed_out = False
         self._upgrading = False
         self._refusal: Refusal | None = None
         self._held = bytearray()
         self._unsent_bytes = 0
-        self._stalled_at = NEVER
+        self._stalled_until = NEVER
 
     # -- asyncio.Protocol --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.came_as is not None:
-            admitted = self.open_connections.hand_over(self.came_as, self)
+        if self.admitted_as is not None:
+            admitted = self.open_connections.replace(self.admitted_as, self)
         else:
             admitted = self.open_connections.admit(self, self.client[0] if self.client else "")
         if admitted:
@@ -92,18 +91,18 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(Refusal(503, "too_many_connections", "The gateway has as many connections as it may have"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.open_connections.leave(self)
+        self.open_connections.remove(self)
         self._deadline = NEVER
         self._held.clear()
-        self.leave_body_room()
+        self.release_body_bytes()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if not self.pipeline:
             self._feed(data)
             return
-        # A further request waits for its turn. What follows is read all the same: that is how the connection's end,
-        # which cancels the present request, is noticed.
+        # A pipelined request waits until the current one is answered. Reading goes on, since EOF, which cancels the
+        # current request, is seen only by reading.
         self._held += data
         if len(self._held) > HELD_BYTES_MAX:
             self.flow.pause_reading()
@@ -123,7 +122,7 @@ class BoundedConnection(HttpToolsProtocol):
                 self._refuse(refusal)
 
     def _check_wire(self) -> None:
-        """Of what takes more than one packet; the parser itself keeps no count."""
+        """Bound a head or a body's framing that takes more than one packet; the parser itself counts no bytes."""
         if self._phase_is_new:
             self._phase_is_new = False
             return
@@ -149,7 +148,7 @@ class BoundedConnection(HttpToolsProtocol):
         )
 
     def _refuse(self, refusal: Refusal) -> None:
-        """In the shape of every other error; never into the middle of a reply."""
+        """Answer with an OpenAI error body, unless a reply has begun; then close."""
         if self.cycle is None or self.cycle.response_complete:
             body = error_body(refusal.message, "invalid_request_error", None, refusal.code)
             retry = b"retry-after: 1\r\n" if refusal.status == 503 else b""
@@ -173,7 +172,7 @@ class BoundedConnection(HttpToolsProtocol):
             raise self._noted(Refusal(414, "uri_too_long", message))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is _Phase.BODY:  # a trailer: engines would take it for a header
+        if self._phase is _Phase.BODY:  # a trailer; engines would read it as a header
             self._trailers += 1
             if self._trailers > self._bounds.headers_max:
                 raise self._noted(self._head_too_large())
@@ -189,7 +188,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._enter(_Phase.BODY)
         self._body_bytes = self._trailers = 0
-        self.body_is_late = False
+        self.body_timed_out = False
         if self._packet_bytes > self._bounds.head_bytes_max:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self._bounds.head_bytes_max:
@@ -203,7 +202,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._upgrading = True
             return
         super().on_headers_complete()
-        self.open_connections.works(self)
+        self.open_connections.mark_busy(self)
         self._deadline = NEVER
         if self.pipeline:
             self.flow.resume_reading()  # see data_received
@@ -229,10 +228,10 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_message_complete()
 
     def _head_without_upgrade(self) -> bytes:
-        """The head that was parsed last, for a new parser."""
+        """The last head without its Upgrade headers, for a new parser."""
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
         for name, value in self.headers:
-            if name not in _OF_UPGRADES:
+            if name not in _UPGRADE_HEADERS:
                 lines.append(name + b": " + value)
             elif name == b"connection" and b"close" in value.lower():
                 lines.append(b"connection: close")
@@ -242,17 +241,17 @@ class BoundedConnection(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _noted(self, refusal: Refusal) -> Refusal:
-        """The parser raises an error of its own instead of one that is raised inside it."""
+        """Keep the refusal: the parser replaces an exception raised in a callback by its own."""
         self._refusal = refusal
         return refusal
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        """uvicorn's, with a deadline where it sets a timer."""
+        """As uvicorn's, with a deadline in place of its keep-alive timer."""
         self.server_state.total_requests += 1
-        if self._body_room_bytes:
-            self.leave_body_room()
+        if self._reserved_bytes:
+            self.release_body_bytes()
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
@@ -263,7 +262,7 @@ class BoundedConnection(HttpToolsProtocol):
             bounds = self._bounds
             seconds = bounds.idle_seconds if self._phase is _Phase.BETWEEN else bounds.head_seconds
             self._deadline = self.loop.time() + seconds
-            self.open_connections.waits(self)
+            self.open_connections.mark_idle(self)
         if self._held and not self.pipeline:
             self.loop.call_soon(self._feed_held)
 
@@ -272,56 +271,56 @@ class BoundedConnection(HttpToolsProtocol):
         self._feed(held)
 
     def expect_body(self, seconds: float) -> None:
-        """Until the body is whole, each such time has to bring as much of it as bodyBytesPerSecondMin asks for. What is
-        late ends receive() with `body_is_late` set."""
+        """Until the body is complete, each period of so many seconds has to bring bodyBytesPerSecondMin a second.
+        A slower body ends receive() with `body_timed_out` set."""
         self._body_seconds = seconds
         self._body_bytes_before = 0
         self._deadline = self.loop.time() + seconds
 
-    def take_body_room(self, more_bytes: int, bytes_max: int) -> None:
-        """For bytes of the present body, until leave_body_room() or the end of the request. Raises NoBodyRoom."""
-        taken = self._body_room_bytes + more_bytes
-        self.open_connections.body_room.take(more_bytes, taken, bytes_max)
-        self._body_room_bytes = taken
+    def reserve_body_bytes(self, more_bytes: int, bytes_max: int) -> None:
+        """For the current body, until release_body_bytes() or the end of the request. Raises BodyBudgetSpent."""
+        reserved = self._reserved_bytes + more_bytes
+        self.open_connections.body_budget.reserve(more_bytes, reserved, bytes_max)
+        self._reserved_bytes = reserved
 
-    def leave_body_room(self) -> None:
-        self.open_connections.body_room.give_back(self._body_room_bytes)
-        self._body_room_bytes = 0
+    def release_body_bytes(self) -> None:
+        self.open_connections.body_budget.release(self._reserved_bytes)
+        self._reserved_bytes = 0
 
-    def is_over(self, now: float) -> bool:
+    def is_expired(self, now: float) -> bool:
         if now > self._deadline:
             return True
         if not self.flow.write_paused and not self.transport.is_closing():
-            self._stalled_at = NEVER
+            self._stalled_until = NEVER
             return False
         unsent = self.transport.get_write_buffer_size()
-        if self._stalled_at == NEVER or unsent < self._unsent_bytes:
-            self._stalled_at = now + self._bounds.stalled_seconds
+        if self._stalled_until == NEVER or unsent < self._unsent_bytes:
+            self._stalled_until = now + self._bounds.stalled_seconds
         self._unsent_bytes = unsent
-        return now > self._stalled_at
+        return now > self._stalled_until
 
-    def end(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         bounds = self._bounds
-        if now > self._stalled_at:
+        if now > self._stalled_until:
             self.transport.abort()
         elif now <= self._deadline:
-            return  # it went on meanwhile
+            return  # the client sent something meanwhile
         elif self._phase is _Phase.HEAD:
             seconds = bounds.head_seconds
             self._refuse(Refusal(408, "request_timeout", f"The request's head was not whole within {seconds:g} s"))
         elif self._phase is _Phase.BODY and not self.cycle.response_complete:
-            came = self._body_bytes - self._body_bytes_before
-            if came >= self._body_seconds * bounds.body_bytes_per_second_min:
+            arrived = self._body_bytes - self._body_bytes_before
+            if arrived >= self._body_seconds * bounds.body_bytes_per_second_min:
                 self._body_bytes_before = self._body_bytes
                 self._deadline = now + self._body_seconds
             else:
                 self._deadline = NEVER
-                self.body_is_late = True
+                self.body_timed_out = True
                 self.cycle.message_event.set()
             return
         else:
             self.transport.close()
         self._deadline = NEVER
 
-    def make_room(self) -> None:
+    def evict(self) -> None:
         self.transport.abort()

@@ -1,8 +1,11 @@
-"""A client's connection: a bounded one, with what ASGI has no words for.
+"""A client's connection: a bounded one, with what ASGI does not offer.
 
-A reply's head leaves together with the first bytes of its body, in one packet. Who serves a request may be called when
-the client goes, instead of keeping a task that waits for it: with a thousand streams that is a thousand tasks. A reply
-that is whole needs no messages. And a gateway that drains ends each connection with its next reply.
+A reply's head is sent with the first bytes of its body, in one packet. A disconnect calls back, where ASGI needs a task
+that waits for it: with a thousand streams that is a thousand tasks. A whole reply is one write, without messages. A
+draining gateway closes each connection with its next reply.
+
+Subclasses uvicorn's protocol and uses its request cycle, which are no public API of uvicorn: the names used are listed
+in tests/client/test_uvicorn_contract.py, and pyproject.toml bounds the version.
 """
 
 from __future__ import annotations
@@ -16,13 +19,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from spillway_gateway.client.bounded_connection import BoundedConnection, BoundedState
 from spillway_gateway.client.open_connections import OpenConnections
 from spillway_gateway.lifecycle import Lifecycle
-from spillway_gateway.write_coalescing import TurnWrites
+from spillway_gateway.write_coalescing import WriteCoalescer
 
 EXTENSION = "spillway.client"
 
 
 class DrainingState(BoundedState):
-    """The state of a server, with what its connections have to know besides."""
+    """A server's state, with the lifecycle that its connections read."""
 
     def __init__(self, lifecycle: Lifecycle, open_connections: OpenConnections) -> None:
         super().__init__(open_connections)
@@ -32,45 +35,44 @@ class DrainingState(BoundedState):
 class ClientConnection(BoundedConnection):
     """Puts a ClientRequest into each request's scope, as extension EXTENSION. Its server's state is a DrainingState."""
 
-    _left: Callable[[], None] | None = None
+    _on_disconnect: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, HeadWithBody(transport)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._left is not None:
-            self._left()
+        self.report_disconnect()
 
     def on_headers_complete(self) -> None:
         before = self.cycle
         super().on_headers_complete()
-        if self.cycle is before:  # the head comes again, without the request for another protocol
+        if self.cycle is before:  # the head is parsed once more, without its Upgrade
             return
-        # Its task has not begun; and the next request may arrive on this connection before this one is answered.
+        # The request's task has not begun, and the next request may arrive before this one is answered.
         cast(MutableMapping[str, Any], self.scope)["extensions"] = {EXTENSION: ClientRequest(self, self.cycle)}
         if cast(DrainingState, self.server_state).lifecycle.draining:
             self.end_with_next_reply()
 
     def end_with_next_reply(self) -> None:
-        """The reply says so, unless it has begun."""
+        """Send `connection: close` with the reply, unless it has begun."""
         if self.cycle is not None and not self.cycle.response_started:
             self.cycle.keep_alive = False
 
-    def call_when_left(self, left: Callable[[], None]) -> None:
-        self._left = left
+    def set_disconnect_callback(self, callback: Callable[[], None]) -> None:
+        self._on_disconnect = callback
 
-    def forget(self, left: Callable[[], None]) -> None:
-        if self._left == left:  # else the next request on this connection has set its own
-            self._left = None
+    def clear_disconnect_callback(self, callback: Callable[[], None]) -> None:
+        if self._on_disconnect == callback:  # else the next request on this connection has set its own
+            self._on_disconnect = None
 
-    def tell_late(self) -> None:
-        if self._left is not None:
-            self._left()
+    def report_disconnect(self) -> None:
+        if self._on_disconnect is not None:
+            self._on_disconnect()
 
 
 class ClientRequest:
-    """One request on its connection."""
+    """One request on its connection. Used on the event loop, by the task that serves the request."""
 
     __slots__ = ("_connection", "_cycle")
 
@@ -79,7 +81,7 @@ class ClientRequest:
         self._cycle = cycle
 
     def take_whole_body(self) -> bytes | None:
-        """As one ASGI message would hold it; None where it has not arrived yet, or the client left."""
+        """The body, as one ASGI message would hold it. None where it is not complete, or the client disconnected."""
         cycle = self._cycle
         if cycle.more_body or cycle.disconnected:
             return None
@@ -87,41 +89,43 @@ class ClientRequest:
         return bytes(body)
 
     def expect_body(self, seconds: float) -> None:
-        """The rest of the body is waited for; see BoundedConnection.expect_body."""
+        """Bound the wait for the rest of the body; see BoundedConnection.expect_body."""
         self._connection.expect_body(seconds)
 
     @property
-    def body_is_late(self) -> bool:
-        return self._connection.body_is_late
+    def body_timed_out(self) -> bool:
+        return self._connection.body_timed_out
 
-    def require_body_room(self, body_bytes: int, bytes_max: int) -> None:
-        """Raises NoBodyRoom where a body of that size would find none now."""
-        self._connection.open_connections.body_room.require(body_bytes, body_bytes, bytes_max)
+    def check_body_budget(self, body_bytes: int, bytes_max: int) -> None:
+        """Raises BodyBudgetSpent where a body of that size would exceed the budget now."""
+        self._connection.open_connections.body_budget.check(body_bytes, body_bytes, bytes_max)
 
-    def take_body_room(self, more_bytes: int, bytes_max: int) -> None:
-        """Until the request is over. Raises NoBodyRoom."""
-        self._connection.take_body_room(more_bytes, bytes_max)
+    def reserve_body_bytes(self, more_bytes: int, bytes_max: int) -> None:
+        """Until the request ends. Raises BodyBudgetSpent."""
+        self._connection.reserve_body_bytes(more_bytes, bytes_max)
 
-    def leave_body_room(self) -> None:
-        self._connection.leave_body_room()
+    def release_body_bytes(self) -> None:
+        self._connection.release_body_bytes()
 
-    def call_when_left(self, left: Callable[[], None]) -> None:
-        """left: called in the same turn of the loop in which the connection is lost; soon, if it is lost already.
-        Until forget()."""
+    def set_disconnect_callback(self, callback: Callable[[], None]) -> None:
+        """Call back in the event loop iteration in which the connection is lost, or in the next one if it is lost
+        already. Until clear_disconnect_callback()."""
         connection = self._connection
-        connection.call_when_left(left)
+        connection.set_disconnect_callback(callback)
         if self._cycle.disconnected or connection.transport.is_closing():
-            asyncio.get_running_loop().call_soon(connection.tell_late)
+            asyncio.get_running_loop().call_soon(connection.report_disconnect)
         else:
-            connection.flow.resume_reading()  # a long body may have paused it, and the end would not be read
+            connection.flow.resume_reading()  # a long body may have paused it, and EOF would not be read
 
-    def forget(self, left: Callable[[], None]) -> None:
-        self._connection.forget(left)
+    def clear_disconnect_callback(self, callback: Callable[[], None]) -> None:
+        self._connection.clear_disconnect_callback(callback)
 
     def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """A whole reply in one write. False where it cannot be that, and nothing was written: a reply has begun, the
-        client is slow to take the one before, or it asked for a head alone. headers: names in lower case, no line
-        breaks; content-length is set where it is missing."""
+        """Send a whole reply in one write. headers: names in lower case, values without line breaks; content-length is
+        added where it is missing.
+
+        False where nothing was written and the caller has to send messages: a reply has begun, the client still reads
+        the one before, or the method is HEAD."""
         connection, cycle = self._connection, self._cycle
         if connection.flow.write_paused or cycle.response_started or cycle.scope["method"] == "HEAD":
             return False
@@ -146,15 +150,15 @@ class ClientRequest:
 
 
 class HeadWithBody:
-    """A transport that holds back the head of a reply until the next write, or to the end of the loop's turn, and what
-    follows to the end of the turn too where other requests share it (write_coalescing.py)."""
+    """A transport that holds the head of a reply until the next write or the end of the event loop iteration. Where
+    several requests share the iteration, it holds the body too (write_coalescing.py)."""
 
-    __slots__ = ("_held", "_transport", "_turn", "abort", "get_extra_info", "get_write_buffer_size", "is_closing",
+    __slots__ = ("_coalescer", "_held", "_transport", "abort", "get_extra_info", "get_write_buffer_size", "is_closing",
                  "pause_reading", "resume_reading", "set_protocol")  # fmt: skip
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._turn = TurnWrites.here()
+        self._coalescer = WriteCoalescer.of_running_loop()
         self._held: list[bytes] = []
         self.abort = transport.abort
         self.get_extra_info = transport.get_extra_info
@@ -165,14 +169,14 @@ class HeadWithBody:
         self.set_protocol = transport.set_protocol
 
     def write(self, data: bytes) -> None:
-        turn = self._turn
+        coalescer = self._coalescer
         if self._held:
             self._held.append(data)
-            if not turn.shared:
+            if not coalescer.active:
                 self._flush()
-        elif turn.shared or (data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 100 ")):
+        elif coalescer.active or (data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 100 ")):
             self._held.append(data)
-            turn.at_end(self._flush)
+            coalescer.defer(self._flush)
         else:
             self._transport.write(data)
 

@@ -1,4 +1,4 @@
-"""File descriptors: what clients may take of them, so that engines, probes and files always find one."""
+"""File descriptors: the shares of clients and engines, so that probes and files always get one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import resource
 from dataclasses import dataclass
 
-# Probes and scrapes (operations_server.py), polls and KV events of engines, files, the event loops' own.
+# Probes and scrapes (ops/server.py), polls and KV events of engines, files, the event loops' own.
 RESERVED = 96
 PER_ENGINE = 4
 SHARE_MIN = 8
@@ -22,8 +22,8 @@ class DescriptorShares:
 
 
 def shares(descriptors: int, clients_max: int, upstream_max: int, engines: int) -> DescriptorShares:
-    """descriptors: RLIMIT_NOFILE. Where they are too few for both, each side gets half of what is not reserved: a
-    request takes one on either side. Pure."""
+    """Pure. descriptors: RLIMIT_NOFILE. Where they are too few for both, each side gets half of what is not reserved,
+    since a request takes one on either side."""
     free = max(descriptors - RESERVED - PER_ENGINE * engines, 2 * SHARE_MIN)
     if clients_max + upstream_max <= free:
         return DescriptorShares(clients_max, upstream_max)
@@ -32,9 +32,9 @@ def shares(descriptors: int, clients_max: int, upstream_max: int, engines: int) 
 
 
 def raise_limit() -> None:
-    """Takes all descriptors that the process is allowed."""
+    """Raise the soft limit to the hard one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # what is there has to do
+    with contextlib.suppress(OSError, ValueError):  # the present limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

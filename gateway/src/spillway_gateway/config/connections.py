@@ -6,7 +6,7 @@ from spillway_gateway.config.typed_settings import CamelSection, Count, Positive
 
 
 class ConnectionsConfig(CamelSection, frozen=True):
-    """Per gateway process, and enforced before any key is looked at. See client_bounds.py."""
+    """Per gateway process, and enforced before any key is looked at. See client/bounded_connection.py."""
 
     open_max: Count = 8192  # of clients; fewer where `ulimit -n` allows fewer
     per_address_max: Count = 6144  # of open_max; behind a proxy all clients may have one address

@@ -92,7 +92,7 @@ class HealthConfig(CamelSection, frozen=True):
 
 class LimitsConfig(CamelSection, frozen=True):
     body_bytes_max: Count = 64 * 1024 * 1024
-    bodies_bytes_max: Count = 256 * 1024 * 1024  # of all requests together; see body_room.py
+    bodies_bytes_max: Count = 256 * 1024 * 1024  # of all requests together; see client/body_budget.py
     plain_reply_buffer_bytes: Count = 4 * 1024 * 1024  # a larger plain reply is streamed and cannot be retried
     attempts_max: Count = 3  # engines that may get one request, the first included
     retry_ratio: NotNegative = 0.2  # retries per request, over time, where the engine that failed is still there

@@ -1,5 +1,5 @@
-"""TLS on the main listener. A client is counted from its accept on: one that never ends its handshake is a connection
-like every other, and the event loops' own servers tell of a connection only after its handshake."""
+"""TLS on the main listener. A client counts from its accept on: one that never completes its handshake holds a
+connection like any other, and the event loops' own servers report a connection only after its handshake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAUSE_SECONDS = 1.0  # where the system has no descriptor left
 
 
 class TlsListener:
-    """Accepts on `listener` from start() to close(). Stands where uvicorn has an asyncio.Server."""
+    """Accepts on `listener` from start() to close(), in place of uvicorn's asyncio.Server."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class TlsListener:
             self._pause.cancel()
 
     async def wait_closed(self) -> None:
-        """Its connections are uvicorn's."""
+        """uvicorn waits for the connections itself."""
 
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
@@ -67,14 +67,14 @@ class TlsListener:
             accepted.setblocking(False)
             handshake = _Handshake()
             if self._open.admit(handshake, address[0]):
-                handshake.task = self._loop.create_task(self._shake_hands(handshake, accepted))
+                handshake.task = self._loop.create_task(self._handshake(handshake, accepted))
             else:
                 accepted.close()
 
-    async def _shake_hands(self, handshake: _Handshake, accepted: socket.socket) -> None:
+    async def _handshake(self, handshake: _Handshake, accepted: socket.socket) -> None:
         def connection() -> BoundedConnection:
             made = self._new_connection()
-            made.came_as = handshake
+            made.admitted_as = handshake
             return made
 
         try:
@@ -84,19 +84,19 @@ class TlsListener:
         except (OSError, asyncio.CancelledError):  # ssl.SSLError is an OSError
             accepted.close()
         finally:
-            self._open.leave(handshake)
+            self._open.remove(handshake)
 
 
 class _Handshake:
-    """A connection until its handshake has ended."""
+    """A connection until its handshake is complete."""
 
     task: asyncio.Task[None]
 
-    def is_over(self, now: float) -> bool:
+    def is_expired(self, now: float) -> bool:
         return False  # the handshake has a timeout of its own
 
-    def end(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         self.task.cancel()
 
-    def make_room(self) -> None:
+    def evict(self) -> None:
         self.task.cancel()

@@ -80,10 +80,12 @@ def connection_families(connections: OpenConnections) -> Iterable[GaugeMetricFam
     yield CounterMetricFamily(
         "spillway_gateway_client_connections_ended_for_room",
         "Connections without a request that made room for others.",
-        connections.ended_for_room_total,
+        connections.evicted_total,
     )
     yield GaugeMetricFamily(
-        "spillway_gateway_body_bytes", "Bytes that count in limits.bodiesBytesMax.", connections.body_room.taken_bytes
+        "spillway_gateway_body_bytes",
+        "Bytes that count in limits.bodiesBytesMax.",
+        connections.body_budget.reserved_bytes,
     )
 
 

@@ -1,8 +1,8 @@
 """One HTTP/1.1 connection to an engine: bytes out, parsed head and raw body bytes in.
 
 Small on purpose. A general client costs several times the routing itself per request, hides whether a failed
-connection was a reused one (then the engine may be well, and a fresh connection decides), and cannot be closed in the
-same loop turn in which the client goes away.
+connection was a reused one (then the engine may be healthy, and a fresh connection decides), and cannot be closed in
+the event loop iteration in which the client disconnects.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import httptools
 
 from spillway_gateway.errors import EngineBadReply, EngineDisconnected, UpstreamError
 from spillway_gateway.upstream.forward import Body, Headers
-from spillway_gateway.write_coalescing import TurnWrites
+from spillway_gateway.write_coalescing import WriteCoalescer
 
-READ_BUFFER_BYTES = 256 * 1024  # above it the engine is asked to wait, so a slow client cannot fill memory
+READ_BUFFER_BYTES = 256 * 1024  # reading pauses above it: backpressure, so that a slow client cannot fill memory
 HEAD_BYTES_MAX = 64 * 1024
 
 
 class EngineConnection(asyncio.Protocol):
-    """A connection carries one exchange at a time: send(), head(), then chunk() until it returns b""."""
+    """One exchange at a time: send(), head(), then chunk() until it returns b"". Lives on the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -30,7 +30,7 @@ class EngineConnection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._failure: UpstreamError | None = None
-        self._turn = TurnWrites.here()
+        self._coalescer = WriteCoalescer.of_running_loop()
         self._outgoing: Sequence[Body] = ()
         self._chunks: list[bytes] = []
         self._paused = False
@@ -63,7 +63,7 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        # With bytes left unread the next request would be answered with this one's reply.
+        # With unread bytes the next request would get this one's reply.
         return self.complete and self._keep_alive and self.alive
 
     @property
@@ -77,9 +77,9 @@ class EngineConnection(asyncio.Protocol):
         self._reset_exchange()
         self._parser = httptools.HttpResponseParser(self)
         self.exchanges += 1
-        if self._turn.shared:
+        if self._coalescer.active:
             self._outgoing = parts
-            self._turn.at_end(self._write)
+            self._coalescer.defer(self._write)
         else:
             self._transport.writelines(parts)
 
@@ -117,7 +117,7 @@ class EngineConnection(asyncio.Protocol):
         return self._complete and not self._chunks
 
     def abort(self) -> None:
-        """Close now; the engine takes it as a cancellation."""
+        """Close now. The engine cancels the request that runs on the connection."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -135,7 +135,7 @@ class EngineConnection(asyncio.Protocol):
     # -- asyncio.Protocol --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without inheriting from it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self._complete:

@@ -93,7 +93,7 @@ class ConnectionPool:
             self._tls_since = now
         return await asyncio.shield(self._tls)  # a request that ends does not end it for the others
 
-    def give_back(self, engine: Engine, connection: EngineConnection) -> None:
+    def release(self, engine: Engine, connection: EngineConnection) -> None:
         """After an exchange: kept when it can carry another one, closed otherwise."""
         self._lent -= 1
         if connection.reusable:

@@ -37,11 +37,14 @@ class _Reply(msgspec.Struct):
 
 
 class Usage(NamedTuple):
-    """None: the reply does not say."""
+    """None: the reply does not report it."""
 
     prompt_tokens: int | None
     completion_tokens: int | None
     cached_tokens: int | None
+
+
+NO_USAGE = Usage(None, None, None)
 
 
 _decode = msgspec.json.Decoder(_Reply).decode
@@ -52,57 +55,57 @@ OBJECT_BYTES_MAX = 4096  # of a usage object
 
 
 def usage_in_events(events: bytes) -> Usage | None:
-    """From whole events; None where nothing is said. Of several, each number's last mention counts."""
+    """From whole events; None where they report none. Of several reports, each number's last one counts."""
     found: Usage | None = None
     at = events.find(_MARK)
     while at >= 0:
         start = events.rfind(b"\n", 0, at) + 1
         end = events.find(b"\n", at)
         line = events[start : end if end >= 0 else len(events)]
-        if line.startswith(_DATA):
-            found = merged(found, _usage_in(line[len(_DATA) :]))
+        if line.startswith(_DATA) and (usage := _usage_in(line[len(_DATA) :])) is not None:
+            found = merged(found, usage)
         at = events.find(_MARK, end) if end >= 0 else -1
     return found
 
 
 def usage_in_reply(body: bytes) -> Usage | None:
-    """From a plain reply; None where nothing is said."""
+    """From a plain reply; None where it reports none."""
     if len(body) <= WHOLE_BYTES_MAX:
         return _usage_in(body) if _MARK in body else None
     reader = ReplyUsage()
     reader.feed(body)
-    return reader.told
+    return reader.usage
 
 
 class ReplyUsage:
     """Reads a plain reply that passes in parts: the object after the last `"usage":`, wherever it stands and however
-    the parts are cut. What a model wrote is never taken for it: quotes inside a JSON string are escaped."""
+    the parts are cut. Generated text is never taken for it: quotes inside a JSON string are escaped."""
 
     def __init__(self) -> None:
-        self.told: Usage | None = None
+        self.usage: Usage | None = None
         self._tail = b""
 
     def feed(self, part: bytes) -> None:
         data = self._tail + part if self._tail else part
         at = data.rfind(_MARK)
         while at >= 0:
-            told, whole = _object_at(data, at)
-            if told is not None:
-                self.told = told
-            if told is not None or not whole:
+            usage, whole = _object_at(data, at)
+            if usage is not None:
+                self.usage = usage
+            if usage is not None or not whole:
                 break
             at = data.rfind(_MARK, 0, at)  # a key of that name which holds no counts
-        if at >= 0 and told is None and len(data) - at < OBJECT_BYTES_MAX:
+        if at >= 0 and usage is None and len(data) - at < OBJECT_BYTES_MAX:
             self._tail = data[at:]  # the rest of the object comes with the next part
         else:
             self._tail = data[-len(_MARK) + 1 :]
 
 
-def merged(before: Usage | None, told: Usage | None) -> Usage | None:
-    """Anthropic tells the prompt's tokens first and the others last."""
-    if before is None or told is None:
-        return told or before
-    return Usage(*(new if new is not None else old for new, old in zip(told, before, strict=True)))
+def merged(before: Usage | None, usage: Usage) -> Usage:
+    """Anthropic reports the prompt's tokens first and the others last."""
+    if before is None:
+        return usage
+    return Usage(*(new if new is not None else old for new, old in zip(usage, before, strict=True)))
 
 
 def _usage_in(document: bytes) -> Usage | None:
@@ -115,11 +118,11 @@ def _usage_in(document: bytes) -> Usage | None:
         usage = reply.response.usage
     if usage is None and isinstance(reply.message, _Holder):
         usage = reply.message.usage
-    return _told(usage) if usage is not None else None
+    return _counts(usage) if usage is not None else None
 
 
 def _object_at(data: bytes, mark: int) -> tuple[Usage | None, bool]:
-    """(what the object after a mark says, whether all of it is there)."""
+    """(the usage in the object after a mark, whether the whole object is there)."""
     window = data[mark + len(_MARK) : mark + OBJECT_BYTES_MAX]
     opening = window.lstrip(b" \t\r\n:")
     if not opening:
@@ -129,19 +132,19 @@ def _object_at(data: bytes, mark: int) -> tuple[Usage | None, bool]:
     end = 0
     while (end := opening.find(b"}", end) + 1) > 0:
         try:
-            told = _told(_decode_usage(opening[:end]))
+            usage = _counts(_decode_usage(opening[:end]))
         except (msgspec.ValidationError, UnicodeDecodeError):
             return None, True
         except msgspec.DecodeError:
             continue  # an object inside it ended here
-        return (told if told.prompt_tokens is not None else None), True
+        return (usage if usage.prompt_tokens is not None else None), True
     return None, False
 
 
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 
-def _told(usage: _Usage) -> Usage:
+def _counts(usage: _Usage) -> Usage:
     cached = None
     details = usage.prompt_tokens_details or usage.input_tokens_details
     if details is not None:

@@ -1,0 +1,101 @@
+"""A request on its way to an engine, and what it shares with all others: the types between api/ and the relay."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from spillway_gateway.access.admission import Admission
+from spillway_gateway.access.keys import Priority
+from spillway_gateway.config.settings import LimitsConfig, TimeoutsConfig
+from spillway_gateway.error_bodies import Dialect
+from spillway_gateway.fleet.engines import Engine, PromptBlocks
+from spillway_gateway.fleet.recent import Recent
+from spillway_gateway.lifecycle import RunningRequest
+from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.routing.route import Decision
+from spillway_gateway.upstream.forward import Body, Headers
+from spillway_gateway.upstream.pool import ConnectionPool
+from spillway_gateway.upstream.retry import RetryBudget
+from spillway_gateway.upstream.usage import Usage
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class Client(Protocol):
+    """The client's side of a request (client/connection.py)."""
+
+    def set_disconnect_callback(self, callback: Callable[[], None]) -> None: ...
+
+    def clear_disconnect_callback(self, callback: Callable[[], None]) -> None: ...
+
+    def reply(self, status: int, headers: Headers, body: bytes) -> bool: ...
+
+
+class AttemptTrace(Protocol):
+    """The trace of one attempt (tracing/request_trace.py)."""
+
+    headers: Headers
+
+    def first_byte(self) -> None: ...
+
+    def end(self, status: int, error: str | None) -> None: ...
+
+
+class RequestTrace(Protocol):
+    """The trace of one request (tracing/request_trace.py, which is imported only where traces are exported)."""
+
+    def admitted(self, asked_ns: int) -> None: ...
+
+    def routed(self, asked_ns: int, decision: Decision) -> None: ...
+
+    def attempt(self, model: str, engine: Engine, headers: Headers, *, again: bool) -> AttemptTrace | None: ...
+
+
+@dataclass(slots=True)
+class UpstreamServices:
+    """Shared by all requests of a process. A new configuration replaces budget, timeouts and limits in place.
+
+    running: the requests in progress, which a shutdown may end. admissions: by model.
+    """
+
+    pool: ConnectionPool
+    budget: RetryBudget
+    metrics: GatewayMetrics
+    timeouts: TimeoutsConfig
+    limits: LimitsConfig
+    running: set[RunningRequest]
+    admissions: Mapping[str, Admission]
+    recent: Recent
+
+
+class OutboundRequest(msgspec.Struct, frozen=True):
+    """One parsed and admitted request.
+
+    headers: the caller's, names in lower case. received_at: perf_counter() when the body was whole; a loop's own clock
+    may tick in milliseconds. only_engine: the one engine that holds what the request asks for. on_reply: called with
+    the engine's name and the plain reply or its first events, for status 200. charged_tokens: counted against the
+    tenant's quota besides the prompt's. on_end: called once with the reply's usage.
+    """
+
+    path: bytes
+    headers: Headers
+    body: Body
+    request_id: bytes
+    stream: bool
+    prompt: PromptBlocks
+    received_at: float
+    tenant: str = ""
+    priority: Priority = Priority.NORMAL
+    method: bytes = b"POST"
+    dialect: Dialect = Dialect.OPENAI
+    retryable: bool = True
+    only_engine: str | None = None
+    on_reply: Callable[[str, bytes], None] | None = None
+    trace: RequestTrace | None = None
+    charged_tokens: int = 0
+    on_end: Callable[[Usage], None] | None = None

@@ -1,0 +1,358 @@
+"""An engine's reply on its way to the client: server-sent events as they come, a plain reply whole, an error in the
+dialect of the route.
+
+Nothing reaches the client before the engine's first body byte (streams) or whole reply (plain), so until then the
+request can be retried on another engine. A stream that breaks afterwards ends with an error event and no [DONE].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from time import perf_counter
+
+from spillway_gateway.error_bodies import Dialect, body_of, event_of, headers_of
+from spillway_gateway.errors import EngineFailed, GatewayError, UpstreamError
+from spillway_gateway.fleet.engines import Engine, Lease
+from spillway_gateway.upstream.connection import EngineConnection
+from spillway_gateway.upstream.forward import Headers, header, reply_headers
+from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
+from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, failure_within, plain_failure, stream_failure
+from spillway_gateway.upstream.sse import EventFramer, count_events, is_done, is_last_of_typed
+from spillway_gateway.upstream.usage import NO_USAGE, ReplyUsage, Usage, merged, usage_in_events, usage_in_reply
+from spillway_gateway.upstream.waits import RequestWaits
+
+logger = logging.getLogger(__name__)
+
+END_OF_REPLY_SECONDS_MAX = 1.0  # from [DONE] to the end of the engine's reply; only then can its connection be reused
+BYTES_PER_TOKEN = 4  # of a long plain reply without usage
+ERROR_REPLY_BYTES_MAX = 64 * 1024  # of a retryable error reply kept while another engine is tried
+
+
+class EngineAnsweredError(UpstreamError):
+    """The engine answered 502, 503 or 504. Retried; passed on unchanged where no other engine is left."""
+
+    reason = "status"
+
+    def __init__(self, engine: Engine, status: int, headers: Headers, body: bytes) -> None:
+        super().__init__(f"Engine {engine.name} answered {status}")
+        self.status = status
+        self.reply_headers = headers
+        self.reply_body = body
+
+
+class EngineErrorTooLong(UpstreamError):
+    """The same with a body of more than ERROR_REPLY_BYTES_MAX: the client gets the status and the gateway's message."""
+
+    reason = "status"
+
+    def __init__(self, engine: Engine, status: int) -> None:
+        super().__init__(
+            f"Engine {engine.name} answered {status} with a body of more than {ERROR_REPLY_BYTES_MAX} bytes"
+        )
+        self.status = status
+
+
+class Reply:
+    """Of one request, over all its attempts.
+
+    status: sent to the client; 499 where it disconnected first, 0 where nothing was sent. error_code: of an error that
+    the gateway itself answered. first_byte_seconds: since the request was received; streams only. overhead_seconds: the
+    gateway's own work so far. ended: the last event was passed on, and a failure afterwards changes nothing.
+    """
+
+    __slots__ = (
+        "_client",
+        "_engine_failed",
+        "_events_sent",
+        "_framer",
+        "_last_chunk",
+        "_model",
+        "_plain_bytes",
+        "_request",
+        "_send",
+        "_services",
+        "_usage",
+        "_waits",
+        "ended",
+        "error_code",
+        "first_byte_seconds",
+        "overhead_seconds",
+        "status",
+    )
+
+    def __init__(
+        self,
+        request: OutboundRequest,
+        services: UpstreamServices,
+        waits: RequestWaits,
+        client: Client,
+        send: Send,
+        *,
+        model: str,
+    ) -> None:
+        self._request = request
+        self._model = model
+        self._services = services
+        self._waits = waits
+        self._client = client
+        self._send = send
+        self._framer: EventFramer | None = None  # of a reply that is a stream of events
+        self._engine_failed = False  # the stream held an error event of the engine
+        self._last_chunk = b""
+        self._events_sent = 0
+        self._plain_bytes = 0  # of a plain reply too long to be held back
+        self._usage: Usage | None = None
+        self.ended = False
+        self.status = 0
+        self.error_code: str | None = None
+        self.first_byte_seconds: float | None = None
+        self.overhead_seconds = 0.0
+
+    async def relay(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
+        """Pass on a reply whose head has arrived. Raises UpstreamError for a failure of the engine; until
+        waits.bytes_sent is set it may be retried."""
+        self._framer = None
+        if connection.status in RETRYABLE_STATUSES:
+            body = await _collect(connection, ERROR_REPLY_BYTES_MAX)
+            if not connection.complete:
+                raise EngineErrorTooLong(lease.engine, connection.status)
+            raise EngineAnsweredError(lease.engine, connection.status, connection.headers, body)
+        content_type = header(connection.headers, b"content-type") or b""
+        if content_type[:17].lower() == b"text/event-stream":
+            await self._relay_events(lease, connection, trace)
+        else:
+            await self._relay_plain(lease, connection, trace)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    async def _relay_events(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
+        waits, send = self._waits, self._send
+        framer = self._framer = EventFramer()
+        chunk = await _next_events(connection, framer)
+        if (failure := stream_failure(chunk)) is not None:
+            raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
+        idle_seconds = self._services.timeouts.idle_seconds
+        await self._start_events(lease, connection, chunk, idle_seconds, trace)
+        loop_time = asyncio.get_running_loop().time
+        while chunk:
+            waits.bytes_sent = True
+            self._last_chunk = chunk
+            if self._read_events(lease, chunk):
+                await self._finish(chunk)
+                waits.answered = True
+                await _read_to_end(connection)
+                return
+            waits.sending = True
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            waits.sending = False
+            waits.deadline = loop_time() + idle_seconds
+            chunk = await _next_events(connection, framer)
+        if not self._engine_failed and not self.ended:
+            lease.succeeded()
+        await self._finish(b"")
+
+    async def _start_events(
+        self,
+        lease: Lease,
+        connection: EngineConnection,
+        first_events: bytes,
+        idle_seconds: float,
+        trace: AttemptTrace | None,
+    ) -> None:
+        """Account for the first byte, and send the head."""
+        services, engine = self._services, lease.engine
+        now = perf_counter()
+        lease.first_byte(time.monotonic(), measures_prefill=True)
+        lease.began()
+        engine.waiting.discard(self._waits)
+        self.first_byte_seconds = now - self._request.received_at
+        services.metrics.first_byte(self._model, engine.name).observe(self.first_byte_seconds)
+        services.recent.first_byte(self._model, engine.name, self.first_byte_seconds)
+        if trace is not None:
+            trace.first_byte()
+        self._waits.expect_within(idle_seconds)
+        headers = [
+            pair
+            for pair in reply_headers(connection.headers)
+            if pair[0] not in (b"cache-control", b"x-accel-buffering", b"content-length")
+        ]
+        headers.append((b"cache-control", b"no-cache"))
+        headers.append((b"x-accel-buffering", b"no"))
+        self.overhead_seconds += perf_counter() - now
+        if self._request.on_reply is not None and connection.status == 200:
+            self._request.on_reply(engine.name, first_events)
+        await self._start(connection.status, headers, lease)
+
+    def _read_events(self, lease: Lease, events: bytes) -> bool:
+        """Take usage, errors and the end out of whole events. True when nothing follows them."""
+        self._events_sent += count_events(events)
+        if (usage := usage_in_events(events)) is not None:
+            self._add_usage(lease, usage)
+        if not self._engine_failed and failure_within(events):
+            self._engine_failed = True
+            lease.failed(time.monotonic())
+        done = is_done(events)
+        if done or (self._request.dialect is not Dialect.OPENAI and is_last_of_typed(events)):
+            if not self.ended and not self._engine_failed:
+                lease.succeeded()
+            self.ended = True
+        return done
+
+    # -- plain -------------------------------------------------------------------------------------------------------
+
+    async def _relay_plain(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
+        waits = self._waits
+        body = await _collect(connection, self._services.limits.plain_reply_buffer_bytes)
+        if trace is not None:
+            trace.first_byte()
+        status = connection.status
+        if (failure := plain_failure(status, body)) is not None:
+            raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
+        now = perf_counter()
+        lease.first_byte(time.monotonic(), measures_prefill=False)
+        headers = reply_headers(connection.headers)
+        self.overhead_seconds += perf_counter() - now
+        if self._request.on_reply is not None and status == 200:
+            self._request.on_reply(lease.engine.name, body)
+        if connection.complete:
+            if (usage := usage_in_reply(body)) is not None:
+                self._add_usage(lease, usage)
+            self._complete_headers(status, headers, lease)
+            if not self._client.reply(status, headers, body):
+                await self._send_head(status, headers)
+                waits.bytes_sent = True
+                await self._finish(body)
+            waits.bytes_sent = True
+            _plain_succeeded(lease, status)
+            return
+        await self._start(status, headers, lease)
+        reader = ReplyUsage()
+        while body:
+            waits.bytes_sent = True
+            reader.feed(body)
+            self._plain_bytes += len(body)
+            waits.sending = True
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            waits.sending = False
+            body = await connection.chunk()
+        if reader.usage is not None:
+            self._add_usage(lease, reader.usage)
+        _plain_succeeded(lease, status)
+        await self._finish(b"")
+
+    # -- to the client -----------------------------------------------------------------------------------------------
+
+    async def _start(self, status: int, headers: Headers, lease: Lease | None) -> None:
+        self._complete_headers(status, headers, lease)
+        await self._send_head(status, headers)
+
+    def _complete_headers(self, status: int, headers: Headers, lease: Lease | None) -> None:
+        self.status = status
+        if lease is not None:
+            decision = lease.decision
+            headers.append((b"x-spillway-engine", lease.engine.name.encode()))
+            headers.append((b"x-spillway-route", decision.reason.value.encode()))
+            headers.append((b"x-spillway-prefix-tokens", str(decision.held.total_tokens).encode()))
+        headers.append((b"x-spillway-overhead-ms", b"%.3f" % (self.overhead_seconds * 1000)))
+        if header(headers, b"x-request-id") is None:
+            headers.append((b"x-request-id", self._request.request_id))
+
+    async def _send_head(self, status: int, headers: Headers) -> None:
+        waits = self._waits
+        waits.sending = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        waits.sending = False
+
+    async def _finish(self, body: bytes) -> None:
+        waits = self._waits
+        waits.sending = True  # a client that stops reading here is no failure of the engine
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        waits.sending = False
+
+    async def answer_error(self, error: GatewayError, lease: Lease | None) -> None:
+        """Answer a request that failed for good: with an error body, or an error event where a stream has begun."""
+        request_id = self._request.request_id.decode("latin-1")
+        self.error_code = None if isinstance(error, EngineAnsweredError) else error.code
+        if self._waits.bytes_sent:
+            logger.warning("request %s: ended after the first byte: %s", request_id, error.message)
+            if self.ended:
+                await self._finish(b"")
+            elif self._framer is not None:
+                event = event_of(
+                    error,
+                    self._request.dialect,
+                    at_event_boundary=self._framer.at_boundary,
+                    last_chunk=self._last_chunk,
+                )
+                await self._send({"type": "http.response.body", "body": event, "more_body": False})
+            # A plain reply that was too long to be held back stays incomplete. The server closes the connection, which
+            # is all that tells the client.
+            return
+        if isinstance(error, EngineAnsweredError):
+            await self._start(error.status, reply_headers(error.reply_headers), lease)
+            await self._send({"type": "http.response.body", "body": error.reply_body, "more_body": False})
+            return
+        logger.warning("request %s: answered %d: %s", request_id, error.status, error.message)
+        body = body_of(error, self._request.dialect)
+        headers = [*headers_of(error), (b"content-length", str(len(body)).encode())]
+        await self._start(error.status, headers, lease if isinstance(error, UpstreamError) else None)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    # -- usage -------------------------------------------------------------------------------------------------------
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts as the reply reports them. A stream without usage is counted by its events, which hold one token
+        or a few each, and a long plain reply by its bytes."""
+        usage = self._usage or NO_USAGE
+        if usage.completion_tokens is None and self._framer is not None:
+            return usage._replace(completion_tokens=self._events_sent)
+        if self._usage is None and self._plain_bytes:
+            return usage._replace(completion_tokens=self._plain_bytes // BYTES_PER_TOKEN)
+        return usage
+
+    def _add_usage(self, lease: Lease, usage: Usage) -> None:
+        before = self._usage
+        usage = self._usage = merged(before, usage)
+        if usage.cached_tokens is not None and (before is None or before.cached_tokens is None):
+            metrics = self._services.metrics
+            metrics.predicted_tokens(self._model).inc(lease.decision.held.total_tokens)
+            metrics.actual_tokens(self._model).inc(usage.cached_tokens)
+
+
+async def _next_events(connection: EngineConnection, framer: EventFramer) -> bytes:
+    """Whole events; empty at the end of the stream."""
+    while chunk := await connection.chunk():
+        if events := framer.feed(chunk):
+            return events
+    return framer.rest()
+
+
+async def _read_to_end(connection: EngineConnection) -> None:
+    """The client has the whole reply. Read the engine's end of it, so that the connection can be reused."""
+    try:
+        async with asyncio.timeout(END_OF_REPLY_SECONDS_MAX):
+            while await connection.chunk():
+                pass
+    except (TimeoutError, UpstreamError):
+        pass  # the connection is closed instead
+
+
+async def _collect(connection: EngineConnection, bytes_max: int) -> bytes:
+    """The whole body, or its start once it is longer than bytes_max."""
+    body = await connection.chunk()
+    if connection.complete:
+        return body
+    parts = [body]
+    size = len(body)
+    while size <= bytes_max and (part := await connection.chunk()):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
+def _plain_succeeded(lease: Lease, status: int) -> None:
+    if status < 500:  # a 5xx may be the fault of the request or of the engine
+        lease.succeeded()
