@@ -221,7 +221,7 @@ def held(tier: Tier, hold: threading.Event) -> Tier:
 
     tier.contains = held_contains  # type: ignore[method-assign]
     tier.load = held_load  # type: ignore[method-assign]
-    if hasattr(tier, "contains_now"):
+    if tier.has_local_index:
         answer = tier.contains_now
         tier.contains_now = lambda keys: answer(keys) if hold.is_set() else None
     return tier

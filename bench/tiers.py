@@ -35,7 +35,7 @@ import numpy as np
 
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.buffers import transfer_buffer
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.slab.layout import INDEX_NAME, TABLE_NAME, PoolShape, chunk_name, slot_bytes_of
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header
@@ -216,7 +216,7 @@ def bench_disk(folder: Path, rounds: int, figures: Figures) -> None:
         namespace = Namespace.of({"bench": label})
         max_bytes = 2 * (count + 8) * slot_bytes_of(block_bytes)  # nothing is evicted
         slabs = SlabTier(namespace, block_bytes, folder / "slabs", max_bytes=max_bytes)
-        files = NvmeTier(namespace, block_bytes, folder / "files", max_bytes=max_bytes)
+        files = FileTier(namespace, block_bytes, folder / "files", max_bytes=max_bytes)
         runs = {"slab": TierRun(slabs, max(THREADS)), "files": TierRun(files, max(THREADS))}
         for run in runs.values():
             run.store(1, count)

@@ -12,7 +12,7 @@ import redis
 
 from spillway_connector.errors import TierError
 from spillway_connector.tiers.disk.files.inspect import FileInspector
-from spillway_connector.tiers.disk.files.space import FREE_FRACTION
+from spillway_connector.tiers.disk.room import limit_bytes
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
 from spillway_connector.tiers.frame import PAGE_BYTES
 from spillway_connector.tiers.inspection import Gone, StoredFrame
@@ -85,9 +85,7 @@ class NvmeStore:
         """A machine with a small disk gives the tier less than it was told it may take."""
         with _inspectors(self.folder) as inspectors:
             held_bytes = sum(frame.stored_bytes for each in inspectors for frame in each.frames(headers=False))
-        volume = os.statvfs(self.folder)
-        limit_bytes = FREE_FRACTION * (volume.f_bavail * volume.f_frsize + held_bytes)
-        if held_bytes > min(limit_bytes, self._max_bytes or limit_bytes) / 2:
+        if held_bytes > limit_bytes(self.folder, held_bytes, self._max_bytes) / 2:
             self.clear()
 
     def _is_whole(self, frame: StoredFrame) -> bool:

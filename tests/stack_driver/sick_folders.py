@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from spillway_connector.tiers.disk.slab.layout import INDEX_NAME, LOCK_NAME, SLAB_FOLDER
-from spillway_connector.tiers.disk.slab.lock import RootLock
+from spillway_connector.tiers.disk.file_lock import FileLock
+from spillway_connector.tiers.disk.root import SLAB_FOLDER
+from spillway_connector.tiers.disk.slab.layout import INDEX_NAME, LOCK_NAME
 
 from .deadlines import eventually
 from .engine_processes import engine_core, vllm_group
@@ -46,7 +47,7 @@ def reopened(folder: Path) -> None:
     """Have engines open slabs anew at their next operation: what they have open stays writable, whatever is mounted
     over it. An index that was replaced, as this one is by its copy, is how they see that somebody else was here."""
     for index in folder.glob(f"{SLAB_FOLDER}/*/{INDEX_NAME}"):
-        lock = RootLock(folder / SLAB_FOLDER / LOCK_NAME, time.monotonic)
+        lock = FileLock(folder / SLAB_FOLDER / LOCK_NAME, time.monotonic)
         with lock.held(time.monotonic() + 60.0):
             copy = index.with_name("index.copy")
             shutil.copyfile(index, copy)

@@ -13,6 +13,7 @@ from spillway_connector.engine.tier_stats import IDLE_SECONDS, TierReport
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.contracts import NAMESPACE, key_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
+from spillway_connector.tiers.tier import EvictionReason
 from spillway_connector.transfer.shared_tier import SharedTier
 from spillway_connector.transfer.stats import Operation
 
@@ -62,12 +63,12 @@ def test_a_tier_that_nobody_uses_is_looked_at_once_a_second(shared: SharedTier):
     clock = SteppedClock()
     report = TierReport("memory", shared, clock)
     told(report)
-    shared._tier.evicted_frames = 3  # by itself  # type: ignore[attr-defined]
+    shared._tier._evictions[EvictionReason.ROOM] += 3  # on a thread of its own  # type: ignore[attr-defined]
     assert not report.has_news()
     assert told(report) == {}
     clock.advance(IDLE_SECONDS)
     assert report.has_news()
-    assert told(report) == {"tier_evicted_frames|memory|unspecified": 3}
+    assert told(report) == {"tier_evicted_frames|memory|room": 3}
     assert told(report) == {}
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import base64
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from spillway_connector.testing.contracts import (
     payload_of,
     soon,
 )
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.frame import HEADER_BYTES, build_header, read_header
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
@@ -90,7 +90,7 @@ class _Mediums:
             self.root = root
 
         def open(self, namespace: Namespace, payload_bytes: int) -> Tier:
-            return NvmeTier(namespace, payload_bytes, self.root)
+            return FileTier(namespace, payload_bytes, self.root)
 
         def path(self, namespace: Namespace, key: bytes) -> Path:
             name = key.hex()
@@ -268,14 +268,18 @@ def test_sizes_that_cannot_work_are_said_at_once() -> None:
 
 
 def test_the_tenant_and_the_state_of_the_store_pass_through() -> None:
-    class PressedTier(MemoryTier):
+    class StateTier(MemoryTier):
         under_pressure = False
-        evicted_frames = 0
+        has_local_index = True
         evictions: ClassVar[dict[str, int]] = {}
+        quarantined: ClassVar[dict[str, int]] = {}
+
+        def contains_now(self, keys: Sequence[bytes]) -> list[bool]:
+            return [key == key_of(1) for key in keys]
 
     sealed_in = sealed_namespace(NAMESPACE, KEY)
     store = MemoryStore(1 << 20)
-    inner = PressedTier(sealed_in, 100 + SEAL_BYTES, store)
+    inner = StateTier(sealed_in, 100 + SEAL_BYTES, store)
     tier = SealedTier(inner, sealed_in, 100, KEY)
     tier.store(key_of(1), payload_of(1, 100), soon(), b"a-tenant")
     tier.store(key_of(2), payload_of(2, 100), soon())
@@ -283,8 +287,8 @@ def test_the_tenant_and_the_state_of_the_store_pass_through() -> None:
                for seed in (1, 2)]  # fmt: skip
     assert tenants == [b"a-tenant", NO_TENANT]
     for pressed, evicted in ((True, 3), (False, 4)):
-        inner.under_pressure, inner.evicted_frames = pressed, evicted
-        inner.evictions = {"room": evicted}
-        assert (tier.under_pressure, tier.evicted_frames, tier.evictions) == (pressed, evicted, {"room": evicted})
+        inner.under_pressure, inner.evictions, inner.quarantined = pressed, {"room": evicted}, {"cut": evicted}
+        assert (tier.under_pressure, tier.evictions, tier.quarantined) == (pressed, {"room": evicted}, {"cut": evicted})
+    assert tier.has_local_index and tier.contains_now([key_of(1), key_of(2)]) == [True, False]
     plain = SealedTier(MemoryTier(sealed_in, 100 + SEAL_BYTES, store), sealed_in, 100, KEY)
-    assert plain.evictions is None, "a store that does not count them by reason"
+    assert not plain.has_local_index and plain.contains_now([key_of(1)]) is None

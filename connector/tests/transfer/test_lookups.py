@@ -40,6 +40,7 @@ class KnowingTier(SetTier):
     """Has its index in memory."""
 
     asked: list[list[bytes]]
+    has_local_index = True
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool]:
         self.asked = [*getattr(self, "asked", []), list(keys)]

@@ -34,7 +34,7 @@ from spillway_connector.testing.faults import (
     TierWrapper,
 )
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome, Tier
+from spillway_connector.tiers.tier import NO_TENANT, EvictionReason, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import BreakerState
 from spillway_connector.transfer.shared_tier import (
     ARRIVALS_TOLD_SECONDS,
@@ -868,13 +868,11 @@ def test_the_chunks_that_are_there_are_loaded_when_others_are_corrupt_or_gone_an
     assert shared.snapshot().misses == {MissReason.CORRUPT: len(tier.corrupted), MissReason.GONE: 2}
 
 
-def test_what_the_tier_evicted_is_told_by_reason_where_it_says_why(rig: Rig) -> None:
+def test_evictions_are_reported_by_reason(rig: Rig) -> None:
     tier = rig.memory()
     shared = rig.start(tier)
     assert shared.snapshot().evictions == {}
-    tier.evicted_frames = 2  # type: ignore[attr-defined]
-    assert shared.snapshot().evictions == {"unspecified": 2}
-    tier.evictions = {"room": 3, "ttl": 1}  # type: ignore[attr-defined]
+    tier._evictions.update({EvictionReason.ROOM: 3, EvictionReason.TTL: 1})
     assert shared.snapshot().evictions == {"room": 3, "ttl": 1}
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import redis
 
 from spillway_connector.namespace import Namespace
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.space import pool_folders
@@ -88,7 +88,7 @@ class _Directory:
 
 
 class FileMedium(_Directory):
-    kind = NvmeTier
+    kind = FileTier
 
     @contextmanager
     def aged(self, namespace: Namespace, keys: list[bytes], seconds: float) -> Iterator[None]:

@@ -19,7 +19,7 @@ from spillway_connector.engine.tier_stats import TierReport
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.change_log import ChangeLog
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.layout_choice import Mode, suitable_mode, unused_layouts
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
@@ -166,7 +166,7 @@ def open_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, pa
 
 def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, payload_bytes: int) -> Tier:
     if isinstance(config, NvmeTierConfig):
-        kind = SlabTier if _layout_of(config) == "slab" else NvmeTier
+        kind = SlabTier if _layout_of(config) == "slab" else FileTier
         return kind(
             namespace,
             payload_bytes,

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from spillway_connector.errors import TierCorrupt, TierMiss
 from spillway_connector.namespace import Namespace
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.layout import chunk_name
@@ -212,7 +212,7 @@ class MemoryShelf(_TierShelf):
 
 class FileShelf(_TierShelf):
     def __init__(self, root: Path) -> None:
-        tier, foreign_tier = (NvmeTier(namespace, PAYLOAD_BYTES, root) for namespace in (OURS, THEIRS))
+        tier, foreign_tier = (FileTier(namespace, PAYLOAD_BYTES, root) for namespace in (OURS, THEIRS))
         with closing(foreign_tier):
             super().__init__("files", tier, foreign_tier)
         self._paths = [next(root.glob(f"{OURS.hex}/*/*/{key.hex()}.kv")) for key in self.keys]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, Tier
+from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, Tier
 from spillway_connector.transfer.stats import Operation
 
 ALL_OPERATIONS = frozenset(Operation)
@@ -32,6 +32,23 @@ class TierWrapper:
     @property
     def payload_bytes(self) -> int:
         return self.tier.payload_bytes
+
+    has_local_index = False  # so that lookups go through `contains`, where faults are injected
+
+    @property
+    def evictions(self) -> Mapping[EvictionReason, int]:
+        return self.tier.evictions
+
+    @property
+    def quarantined(self) -> Mapping[str, int]:
+        return self.tier.quarantined
+
+    @property
+    def under_pressure(self) -> bool:
+        return self.tier.under_pressure
+
+    def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
+        return None
 
     def before(self, operation: Operation) -> None:
         """Called for the chosen operations ahead of the real one."""

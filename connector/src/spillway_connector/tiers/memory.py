@@ -1,20 +1,20 @@
-"""The reference tier: frames in a dictionary. It shows the contract in the fewest lines and backs tests."""
+"""The reference tier: frames in a dictionary. It shows the contract in the fewest lines and serves tests."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 
 from spillway_connector.errors import RefusedReason, TierMiss, TierRefused, TierTimeout
 from spillway_connector.namespace import Namespace, explain_difference
 from spillway_connector.tiers.frame import HEADER_BYTES, build_header, verify
-from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
+from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, WallClock
 
 
 class MemoryStore:
-    """The medium: what several memory tiers share. ``max_bytes`` bounds the frames; the least recently used leaves."""
+    """The medium that memory tiers share. ``max_bytes`` bounds the frames; the least recently used are evicted."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -30,6 +30,8 @@ class MemoryTier:
     """A tier over a MemoryStore. See tier.Tier for the contract."""
 
     name = "memory"
+    has_local_index = False  # as most stores: its users then ask on a thread of their own
+    under_pressure = False
 
     def __init__(
         self,
@@ -47,6 +49,18 @@ class MemoryTier:
         self._clock = clock
         self._wall_clock = wall_clock
         self._closed = False
+        self._evictions: Counter[EvictionReason] = Counter()
+
+    @property
+    def evictions(self) -> Mapping[EvictionReason, int]:
+        return self._evictions
+
+    @property
+    def quarantined(self) -> Mapping[str, int]:
+        return {}
+
+    def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
+        return None
 
     def prepare(self, deadline: float) -> None:
         self._check(deadline)
@@ -96,6 +110,7 @@ class MemoryTier:
                 )
             while self.medium.used_bytes() + len(frame) > self.medium.max_bytes:
                 frames.popitem(last=False)
+                self._evictions[EvictionReason.ROOM] += 1
             frames[(self._digest, key)] = frame
         return StoreOutcome.STORED
 

@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from spillway_connector.errors import ConfigError, CorruptReason, TierCorrupt
 from spillway_connector.namespace import NAMESPACE_DIGEST_BYTES, Namespace
 from spillway_connector.tiers.buffers import transfer_buffer
-from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome, Tier
+from spillway_connector.tiers.tier import NO_TENANT, EvictionReason, StoreOutcome, Tier
 
 TAG_BYTES = 16
 NONCE_BYTES = 12
@@ -160,26 +160,24 @@ class SealedTier:
         return self.tier.name
 
     @property
-    def evicted_frames(self) -> int:
-        return int(getattr(self.tier, "evicted_frames", 0))
+    def evictions(self) -> Mapping[EvictionReason, int]:
+        return self.tier.evictions
 
     @property
-    def evictions(self) -> Mapping[str, int] | None:
-        """By reason; None where the store does not tell them apart."""
-        return getattr(self.tier, "evictions", None)
-
-    @property
-    def quarantined(self) -> Mapping[str, int] | None:
-        return getattr(self.tier, "quarantined", None)
+    def quarantined(self) -> Mapping[str, int]:
+        return self.tier.quarantined
 
     @property
     def under_pressure(self) -> bool:
-        return bool(getattr(self.tier, "under_pressure", False))
+        return self.tier.under_pressure
+
+    @property
+    def has_local_index(self) -> bool:
+        return self.tier.has_local_index
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """Keys are not sealed, so the store's own index answers, where it has one in memory."""
-        answer = getattr(self.tier, "contains_now", None)
-        return None if answer is None else answer(keys)
+        """As the wrapped tier: keys are not sealed."""
+        return self.tier.contains_now(keys)
 
     def prepare(self, deadline: float) -> None:
         self.tier.prepare(deadline)

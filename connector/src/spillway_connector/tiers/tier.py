@@ -1,27 +1,27 @@
-"""What a shared tier promises to the threads that use it."""
+"""The contract of a shared tier."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, StrEnum
 from typing import Protocol
 
 Clock = Callable[[], float]
 """Monotonic seconds. All deadlines are points on this clock."""
 
 WallClock = Callable[[], float]
-"""Seconds since the epoch, only ever written down, never compared with a deadline."""
+"""Seconds since the epoch. Recorded in frames, never compared with a deadline."""
 
 
 TENANT_BYTES = 8
 NO_TENANT = bytes(TENANT_BYTES)
-"""Whose a block is that was computed without a cache salt. Other tenants: the first 8 bytes of the salt's blake3."""
+"""The tenant of blocks that were computed without a cache salt. Others: the first 8 bytes of the salt's blake3."""
 
 
 class StoreOutcome(Enum):
     """STORED: written by this call. PRESENT: an entry of that key was there already, and its age was renewed.
 
-    PENDING: another writer, alive, is at it; whether it will be there nobody knows yet.
+    PENDING: another running writer is writing it and may still fail.
     """
 
     STORED = "stored"
@@ -29,12 +29,22 @@ class StoreOutcome(Enum):
     PENDING = "pending"
 
 
+class EvictionReason(StrEnum):
+    """Why an intact frame was removed."""
+
+    ROOM = "room"  # for other frames, within max_bytes or the file system share
+    TENANT = "tenant"  # for the same tenant's next frame, within its quota
+    TTL = "ttl"  # it had not been used for ttl_seconds
+
+
 class Tier(Protocol):
     """A blocking store of fixed-size payloads by key, within one namespace.
 
-    Called from several worker threads at once, never from the scheduler thread. A key has 1 to 64 bytes. ``deadline``
-    is a point on the tier's clock; an operation that passes it raises TierTimeout as soon as it can notice (a thread
-    stuck in the kernel notices late: its caller must be prepared). Failures are TierError, see errors.py.
+    Methods with a ``deadline`` may block and are called from several worker threads at once, never from the scheduler
+    thread; so is ``close``. Everything else answers from memory without waiting, on any thread, the scheduler's
+    included. A key has 1 to 64 bytes. ``deadline`` is a point on the tier's clock; an operation that passes it raises
+    TierTimeout as soon as it can (a thread blocked in the kernel raises late: its caller must be prepared). Failures
+    are TierError, see errors.py. ``testing.tier_contract`` is the test suite of this contract.
     """
 
     @property
@@ -47,23 +57,56 @@ class Tier(Protocol):
         """The size of every payload of this namespace."""
         ...
 
-    def prepare(self, deadline: float) -> None:
-        """Make the store ready and compare the stored namespace document with ours.
+    @property
+    def evictions(self) -> Mapping[EvictionReason, int]:
+        """Intact frames that this process removed since it started, by reason; reasons without a frame may be absent.
 
-        Called at start so that mistakes are said early; every other operation calls it itself until it has succeeded.
-        Raises TierRefused or TierUnreachable; the tier stays usable and tries again.
+        What a server evicts by itself is not included.
+        """
+        ...
+
+    @property
+    def quarantined(self) -> Mapping[str, int]:
+        """Damaged files that this process renamed and replaced, by reason. Empty where a store has none."""
+        ...
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether frames were evicted or refused for want of room a moment ago, so that a store costs another frame.
+
+        The tier defines the moment. Always False in a tier that cannot tell.
+        """
+        ...
+
+    @property
+    def has_local_index(self) -> bool:
+        """Whether :meth:`contains_now` can ever answer. Constant: callers may read it once."""
+        ...
+
+    def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """The answer of :meth:`contains` from memory alone. None where it cannot be given now.
+
+        Changes of other processes may be seen a moment later than by ``contains``.
+        """
+        ...
+
+    def prepare(self, deadline: float) -> None:
+        """Make the store ready and compare the stored namespace document with this one.
+
+        Called at start so that misconfiguration is reported early; every other operation calls it until it succeeds.
+        Raises TierRefused, TierUnreachable or TierTimeout; the tier stays usable and tries again.
         """
         ...
 
     def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Which of ``keys`` are there now, in the same order. A hint: the entry may be gone or damaged later."""
+        """Which of ``keys`` are there now, in the same order. A hint: the entry may be evicted or damaged later."""
         ...
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
         """Read the payload into ``target`` and verify it there; renews the entry's age.
 
         target: writable, flat, exactly ``payload_bytes`` long; page aligned if it is to be fast. Its contents are
-        undefined when this raises, so it is never memory that anyone else reads.
+        undefined when this raises, so no other thread may read it meanwhile.
         Raises TierMiss, TierCorrupt (the caller then discards), TierRefused, TierUnreachable, TierTimeout.
         """
         ...
@@ -72,7 +115,7 @@ class Tier(Protocol):
         """Write a frame around ``source`` (flat, ``payload_bytes`` long) unless the key is there already.
 
         All or nothing: readers never see a part. tenant: 8 bytes, written into the frame and counted against the
-        tenant's quota where the tier has one; who may read is decided by the key alone, which the tenant's salt is in.
+        tenant's quota where the tier has one. Reading needs the key alone, which contains the tenant's salt.
         Raises TierRefused, TierUnreachable, TierTimeout.
         """
         ...
@@ -82,9 +125,9 @@ class Tier(Protocol):
         ...
 
     def resident_bytes(self, deadline: float) -> int:
-        """Bytes the store holds, all namespaces together."""
+        """Bytes that the store holds, all namespaces together. Raises TierError."""
         ...
 
     def close(self) -> None:
-        """Release files, sockets and threads; makes other threads' operations fail soon. Twice is harmless."""
+        """Release files, sockets and threads. Operations in other threads fail soon. May be called twice."""
         ...

@@ -38,7 +38,7 @@ RESIDENT_SECONDS = 10.0  # between two readings of the tier's size
 START_SECONDS = 5.0  # for the first one, which prepares the tier
 
 ContainsNow = Callable[[Sequence[bytes]], "list[bool] | None"]
-"""An optional `contains_now(keys)` of a tier whose index is in memory: answers without waiting, or None."""
+"""Tier.contains_now of a tier with a local index."""
 
 
 class Lookup(Enum):
@@ -137,7 +137,7 @@ class LookupDesk:
         self.resident_bytes = 0
         self.ready = False  # whether the tier answered when it was last asked how much it holds
         self._tier = tier
-        self._contains_now: ContainsNow | None = getattr(tier, "contains_now", None)
+        self._contains_now: ContainsNow | None = tier.contains_now if tier.has_local_index else None
         self._presence = presence
         self._counters = counters
         self._lookup_breaker = lookup_breaker

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from spillway_connector.transfer.stats import (
 )
 
 ARRIVALS_TOLD_SECONDS = 0.01  # a load that ends sooner is told as a whole, which costs the scheduler less
-EVICTED_FOR_UNSPECIFIED = "unspecified"  # of a tier that counts what it removed, but not why
 _SEEN_BEFORE = 2  # what a tier under pressure admits: this request and one before it asked for the chunk
 
 
@@ -167,7 +166,7 @@ class SharedTier:
             if known:
                 self._skip(job, known, SkipReason.PRESENT)
                 wanted, rows = _those_not_in(known, wanted, rows)
-            if getattr(self._tier, "under_pressure", False):
+            if self._tier.under_pressure:
                 wanted, rows = _those_not_in(self._not_admitted(job, wanted), wanted, rows)
             if not self._breakers[Operation.STORE].would_allow():
                 self._refuse(job, wanted, RefusedReason.BREAKER_OPEN, "the tier keeps failing and is left alone")
@@ -261,7 +260,7 @@ class SharedTier:
             expiries=dict(counters.expiries),
             skipped=dict(counters.skipped),
             late_completions=counters.late_completions,
-            quarantined=dict(getattr(self._tier, "quarantined", None) or {}),
+            quarantined=dict(self._tier.quarantined),
             evictions=self.evictions(),
             resident_bytes=self._desk.resident_bytes,
             queued_store_bytes=self._queued_bytes[Operation.STORE],
@@ -274,11 +273,7 @@ class SharedTier:
 
     def evictions(self) -> dict[str, int]:
         """Frames that this process removed though nothing was wrong with them, by reason."""
-        by_reason: Mapping[str, int] | None = getattr(self._tier, "evictions", None)
-        if by_reason is None:
-            removed = getattr(self._tier, "evicted_frames", 0)
-            return {EVICTED_FOR_UNSPECIFIED: removed} if removed else {}
-        return dict(by_reason)
+        return dict(self._tier.evictions)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -31,12 +31,12 @@ from spillway_connector.testing.contracts import (
     payload_of,
     soon,
 )
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.tier import StoreOutcome
 
-DiskTier = NvmeTier | SlabTier
-LAYOUTS: dict[str, type[DiskTier]] = {"files": NvmeTier, "slab": SlabTier}
+DiskTier = FileTier | SlabTier
+LAYOUTS: dict[str, type[DiskTier]] = {"files": FileTier, "slab": SlabTier}
 MAX_BYTES = 2 << 20
 
 
@@ -259,11 +259,11 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 from spillway_connector.errors import TierMiss
 from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.files.space import Space
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 layout, root, max_bytes, kills = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-kind = {"files": NvmeTier, "slab": SlabTier}[layout]
+kind = {"files": FileTier, "slab": SlabTier}[layout]
 payloads = [payload_of(seed) for seed in range(90)]
 target = memoryview(bytearray(PAYLOAD_BYTES))
 lots = random.Random(5)
@@ -357,10 +357,10 @@ import fcntl, json, random, sys
 from pathlib import Path
 from spillway_connector.errors import TierMiss, TierRefused, TierUnreachable
 from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.tier import FileTier
 fcntl.flock = lambda descriptor, how: None
 root, max_bytes, first = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-tier = NvmeTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=max_bytes)
+tier = FileTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=max_bytes)
 target = memoryview(bytearray(PAYLOAD_BYTES))
 report = {"wrong": 0, "hits": 0, "stored": 0, "lost_stores": 0}
 print("ready", flush=True)
@@ -422,7 +422,7 @@ def test_files_on_a_mount_without_locks_serve_no_wrong_byte(tmp_path: Path) -> N
     reports = [json.loads(child.communicate(timeout=120)[0]) for child in children]
     assert [report["wrong"] for report in reports] == [0, 0, 0]
     assert all(report["hits"] > 0 and report["stored"] > report["lost_stores"] for report in reports)
-    tier = NvmeTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=20 * 20480)
+    tier = FileTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=20 * 20480)
     tier._space.rescan(soon())
     tier.store(key_of(99), payload_of(99), soon())  # brings the directory back within its bound
     assert _frame_bytes(root) <= 20 * 20480

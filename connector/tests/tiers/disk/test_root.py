@@ -11,14 +11,15 @@ import pytest
 
 from spillway_connector.errors import TierUnreachable, UnreachableReason
 from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
+from spillway_connector.tiers.disk import maintenance
 from spillway_connector.tiers.disk.files import tier as files_tier
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 
 DOCUMENT = NAMESPACE.document
 
 
-@pytest.fixture(params=[NvmeTier, SlabTier])
+@pytest.fixture(params=[FileTier, SlabTier])
 def kind(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -69,7 +70,7 @@ def test_a_path_whose_parent_is_missing_is_refused_by_name_and_not_made(tmp_path
 def test_closing_while_the_directory_is_being_prepared_ends_cleanly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = NvmeTier(NAMESPACE, PAYLOAD_BYTES, tmp_path / "kv")
+    tier = FileTier(NAMESPACE, PAYLOAD_BYTES, tmp_path / "kv")
     raised: list[BaseException] = []
 
     def close() -> None:
@@ -86,18 +87,18 @@ def test_closing_while_the_directory_is_being_prepared_ends_cleanly(
             closer.join(0.2)  # it comes as far as it can while this thread is not started
             super().start()
 
-    monkeypatch.setattr(files_tier.threading, "Thread", LateStarter)
+    monkeypatch.setattr(maintenance.threading, "Thread", LateStarter)
     tier.prepare(soon())
     closer.join(30)
     assert raised == []
-    assert tier._housekeeper is not None
-    assert not tier._housekeeper.is_alive(), "joined"
+    assert tier._maintenance._thread is not None
+    assert not tier._maintenance.is_running, "joined"
 
 
-def test_a_tier_that_was_closed_meanwhile_starts_no_housekeeper(
+def test_a_tier_that_was_closed_meanwhile_starts_no_maintenance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = NvmeTier(NAMESPACE, PAYLOAD_BYTES, tmp_path / "kv")
+    tier = FileTier(NAMESPACE, PAYLOAD_BYTES, tmp_path / "kv")
     monkeypatch.setattr(files_tier, "supports_direct", lambda folder: tier.close() is not None)
     tier.prepare(soon())
-    assert tier._housekeeper is None
+    assert tier._maintenance._thread is None

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from spillway_connector.errors import RefusedReason, TierRefused
 from spillway_connector.tiers.disk.clock import CLOCK_PREFIX, AgeClock, boot_tag
-from spillway_connector.tiers.disk.files.inspect import FileInspector, file_handle, namespaces_below
-from spillway_connector.tiers.disk.files.space import FREE_FRACTION
+from spillway_connector.tiers.disk.files.inspect import FileInspector, file_handle
+from spillway_connector.tiers.disk.inspection import namespaces_below
 from spillway_connector.tiers.disk.io import tier_error
+from spillway_connector.tiers.disk.room import FREE_FRACTION, file_system_share
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
 from spillway_connector.tiers.inspection import CheckPayload, Damage, Removal, StoredFrame, StoredNamespace
 from spillway_connector.tiers.tier import Clock
@@ -78,10 +79,9 @@ class NvmeStore:
     def extent(self) -> Extent:
         frames_bytes, disk_bytes = self._bytes()
         try:
-            volume = os.statvfs(self._root)
+            share = file_system_share(self._root, disk_bytes)
         except OSError as error:
             raise tier_error(error, f"{self._root}: asking the file system for its size") from error
-        share = int(FREE_FRACTION * (volume.f_bavail * volume.f_frsize + disk_bytes))
         if self._max_bytes is not None and self._max_bytes <= share:
             return Extent(frames_bytes, self._max_bytes, "maxBytes")
         return Extent(frames_bytes, share, f"{FREE_FRACTION:.0%} of what the file system can give")

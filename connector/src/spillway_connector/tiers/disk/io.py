@@ -81,6 +81,26 @@ def supports_direct(directory: Path) -> bool:
         path.unlink(missing_ok=True)
 
 
+def enable_direct(descriptor: int) -> None:
+    """Use direct I/O from now on, where the file system takes it."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        pass
+
+
+def disable_direct(descriptor: int) -> bool:
+    """Use the page cache from now on, for file systems that accept O_DIRECT and reject the transfer.
+
+    Returns whether direct I/O was on.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if not flags & os.O_DIRECT:
+        return False
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return True
+
+
 class FrameFiles:
     """Reads and writes files of the form: header page, payload, zero padding to a whole page.
 
@@ -204,8 +224,8 @@ class FrameFiles:
             try:
                 moved = call(descriptor, views, offset)
             except OSError as error:
-                # Another thread may have met the same refusal and taken the flag from the descriptor we share.
-                if error.errno == errno.EINVAL and (self._leave_direct(descriptor) or not refused):
+                # Another thread may have had the same error and cleared the flag of the shared descriptor.
+                if error.errno == errno.EINVAL and (self._drop_direct(descriptor) or not refused):
                     refused = True
                     continue
                 raise
@@ -222,13 +242,11 @@ class FrameFiles:
         aligned = np.frombuffer(payload, np.uint8).ctypes.data % PAGE_BYTES == 0 if payload.nbytes else False
         return os.O_DIRECT if self.direct and aligned else 0
 
-    def _leave_direct(self, descriptor: int) -> bool:
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        if not flags & os.O_DIRECT:
-            return False
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self.direct = False
-        return True
+    def _drop_direct(self, descriptor: int) -> bool:
+        dropped = disable_direct(descriptor)
+        if dropped:
+            self.direct = False
+        return dropped
 
     def _thread_pages(self) -> tuple[memoryview, memoryview]:
         try:

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from spillway_connector.tiers.disk.files.space import LEDGER_NAME, PARTIAL_NAME
-from spillway_connector.tiers.disk.slab.layout import SLAB_FOLDER
+from spillway_connector.tiers.disk.root import LEDGER_NAME, PARTIAL_NAME, SLAB_FOLDER
 from spillway_connector.tiers.inspection import is_namespace_name
 
 Mode = Literal["slab", "files"]

@@ -1,4 +1,4 @@
-"""What both layouts of the NVMe tier do first: make the directory, and have the namespace document in it."""
+"""The directory of a disk tier, in either layout: names at its top, making it, and the namespace documents in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spillway_connector.errors import RefusedReason, TierRefused, TierUnreachable, UnreachableReason
@@ -15,7 +15,25 @@ from spillway_connector.namespace import Namespace, explain_difference
 _log = logging.getLogger(__name__)
 
 DOCUMENT_NAME = "namespace.json"
-_ATTEMPTS = 3  # a document that is being written may be taken for abandoned by another process's sweep
+LEDGER_NAME = "space.ledger"  # file layout: bytes in use
+PARTIAL_NAME = "partial"  # file layout: folder of files being written, inside each namespace folder
+TENANTS_FOLDER = "tenants"  # file layout: frames by tenant
+SLAB_FOLDER = "slab"  # slab layout: everything but the namespace documents
+_ATTEMPTS = 3  # another process's sweep may take a document that is being written for abandoned
+
+
+def entries_in(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    """Everything in ``folder``; nothing where it is missing. Raises OSError."""
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def folders_in(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+    """The folders in ``folder``; links are none. Raises OSError."""
+    return (entry for entry in entries_in(folder) if entry.is_dir(follow_symlinks=False))
 
 
 def make_root(root: Path) -> None:
@@ -32,7 +50,7 @@ def make_root(root: Path) -> None:
 
 
 def missing_parent(root: Path) -> str | None:
-    """What to say where the directory above ``root`` does not exist; None where it does. Raises OSError."""
+    """The message for a ``root`` whose parent directory does not exist; None where it does. Raises OSError."""
     missing = [parent for parent in root.absolute().parents if not parent.exists()]
     if not missing:
         return None
@@ -46,8 +64,9 @@ class NamespaceDocument:
     """``namespace.json`` in the folder of one namespace.
 
     The folder is named after the document's digest, so another text there is damage, not another layout. It is renamed
-    and written anew; frames say themselves what they belong to. Only the document of another key under the same id is
-    whole and not ours: that is refused. quarantined: documents that were renamed, by reason.
+    and written anew; each frame names its namespace itself. The exception is an intact document of another encryption
+    key under the same key id: that is refused. quarantined: documents that were renamed, by reason. Safe from several
+    threads and processes.
     """
 
     def __init__(self, folder: Path, namespace: Namespace) -> None:
@@ -58,7 +77,10 @@ class NamespaceDocument:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Where only reading is possible: say what is wrong with it. Raises TierRefused(NAMESPACE), OSError."""
+        """Check the document where the directory cannot be written to; damage is logged.
+
+        Raises TierRefused(NAMESPACE), OSError.
+        """
         try:
             stored = self._path.read_bytes()
         except FileNotFoundError:
@@ -70,7 +92,7 @@ class NamespaceDocument:
             )
 
     def ensure(self, partial_name: Callable[[], Path]) -> None:
-        """Have the whole document there. partial_name: of a file to write it to first.
+        """Make sure that the intact document is there. partial_name: a new path for the file that is written first.
 
         Raises TierRefused(NAMESPACE), OSError.
         """
@@ -91,7 +113,7 @@ class NamespaceDocument:
         try:
             os.replace(partial, self._path)
         except FileNotFoundError:
-            pass  # swept: once more
+            pass  # swept by another process: the caller tries again
 
     def _refuse_whole(self, stored: bytes) -> None:
         if self._namespace.may_own(stored):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from spillway_connector.errors import CorruptReason, RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused
 from spillway_connector.limits import REDIS_CONNECTIONS, REDIS_PAYLOAD_CONNECTIONS, REDIS_TTL_SECONDS
@@ -39,7 +39,7 @@ from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.redis.pressure import Pressure
 from spillway_connector.tiers.redis.quota import TenantShares
 from spillway_connector.tiers.redis.stripes import STRIPE_BYTES_MAX, StripePlan
-from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
+from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, WallClock
 
 STRIPE_GRACE_MS = 60_000  # the commit record expires first; stripes without it are only garbage, never a torn block
 DOCUMENT_SECONDS = 60.0  # how often a storing engine looks whether the document is still there
@@ -59,6 +59,7 @@ class RedisTier:
     """
 
     name = "redis"
+    has_local_index = False
 
     def __init__(
         self,
@@ -105,9 +106,16 @@ class RedisTier:
         return self._pressure.high
 
     @property
-    def evictions(self) -> dict[str, int]:
-        """What this process removed, by reason; the server's own evictions are the server's to count."""
-        return {"tenant": self.evicted_frames}
+    def evictions(self) -> Mapping[EvictionReason, int]:
+        return {EvictionReason.TENANT: self.evicted_frames}
+
+    @property
+    def quarantined(self) -> Mapping[str, int]:
+        return {}
+
+    def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """None: only the servers can tell."""
+        return None
 
     def prepare(self, deadline: float) -> None:
         if self._prepared_at is not None:

@@ -1,26 +1,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
-from spillway_connector.tiers.disk.files.inspect import FileInspector, in_order, namespaces_below
-from spillway_connector.tiers.disk.files.tier import NvmeTier
-from spillway_connector.tiers.inspection import Gone, StoredFrame, StoredNamespace
+from spillway_connector.tiers.disk.files.inspect import FileInspector
+from spillway_connector.tiers.disk.files.tier import FileTier
+from spillway_connector.tiers.disk.inspection import namespaces_below
+from spillway_connector.tiers.inspection import Gone, StoredNamespace
 
 
 def fill(root: Path, count: int) -> None:
-    tier = NvmeTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=8 << 20)
+    tier = FileTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=8 << 20)
     for seed in range(count):
         tier.store(key_of(seed), payload_of(seed), soon())
     tier.close()
-
-
-def frame(number: int) -> StoredFrame:
-    return StoredFrame(bytes(16), number, f"place-{number}", number)
 
 
 def test_a_walk_finds_what_was_stored_and_the_ledger_counts_it(tmp_path: Path) -> None:
@@ -65,39 +61,6 @@ def test_a_damaged_ledger_counts_nothing(tmp_path: Path) -> None:
     assert FileInspector(tmp_path).stored_bytes() is None
     (tmp_path / "space.ledger").write_bytes(b"short")
     assert FileInspector(tmp_path).stored_bytes() is None
-
-
-def test_looking_in_threads_keeps_the_order_and_leaves_out_what_has_gone() -> None:
-    def look(one: StoredFrame) -> StoredFrame | None:
-        return None if one.stored_bytes % 7 == 0 else one
-
-    found = in_order((frame(number) for number in range(5000)), look)
-    assert [one.stored_bytes for one in found] == [number for number in range(5000) if number % 7]
-    assert list(in_order(iter(()), look)) == []
-
-
-def test_looking_in_threads_runs_ahead_by_a_bounded_number() -> None:
-    taken = 0
-
-    def endless() -> Iterator[StoredFrame]:
-        nonlocal taken
-        while True:
-            taken += 1
-            yield frame(taken)
-
-    found = in_order(endless(), lambda one: one)
-    for _ in range(10):
-        next(found)
-    assert taken <= 16 * 64
-    found.close()
-
-
-def test_an_error_in_a_thread_reaches_whoever_walks() -> None:
-    def look(one: StoredFrame) -> StoredFrame | None:
-        raise PermissionError("no")
-
-    with pytest.raises(PermissionError):
-        list(in_order(iter([frame(1)]), look))
 
 
 def test_a_document_is_the_one_its_folder_is_named_after() -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
-from spillway_connector.tiers.disk.files.space import Space, frame_path
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.space import Space
+from spillway_connector.tiers.disk.files.tier import FileTier
+from spillway_connector.tiers.disk.files.tree import frame_path
 
 FRAME_BYTES = 4096 + -(-PAYLOAD_BYTES // 4096) * 4096
 
@@ -22,7 +23,7 @@ FRAME_BYTES = 4096 + -(-PAYLOAD_BYTES // 4096) * 4096
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A directory with two frames."""
-    tier = NvmeTier(NAMESPACE, PAYLOAD_BYTES, tmp_path / "kv", max_bytes=100 * FRAME_BYTES)
+    tier = FileTier(NAMESPACE, PAYLOAD_BYTES, tmp_path / "kv", max_bytes=100 * FRAME_BYTES)
     for seed in range(2):
         tier.store(key_of(seed), payload_of(seed), soon())
     tier.close()
@@ -93,14 +94,14 @@ def test_room_is_made_of_what_the_dead_have_left_before_any_frame_goes(root: Pat
     space.close()
 
 
-# Each operation is cut off before and after each of its system calls in turn. What has been left of it is then looked
-# at by a process that was there all the time: the bytes on the disk, within the bound, and the ledger's idea of them.
+# Each operation is cut off before and after each of its system calls in turn. A process that ran all the time then
+# compares what is left: the bytes on the disk, the bound, and the ledger's count.
 _CUT_OFF = """
 import fcntl, json, os, sys, time
 from pathlib import Path
 from spillway_connector.errors import TierError
 from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.files.space import Space
 base, max_frames = Path(sys.argv[1]), 6
 FRAME_BYTES = 4096 + -(-PAYLOAD_BYTES // 4096) * 4096
@@ -125,8 +126,8 @@ def cut_off_at(moment):
         setattr(module, name, wrap(getattr(module, name)))
 
 def tier_on(root):
-    tier = NvmeTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=max_frames * FRAME_BYTES)
-    tier._keep_house = lambda: None
+    tier = FileTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=max_frames * FRAME_BYTES)
+    tier._maintenance.start = lambda: None
     return tier
 
 def store(tier):
@@ -174,9 +175,9 @@ for operation, frames in ((store, 3), (evict, 6), (discard, 3), (fail, 3)):
             os._exit(0)
         _, status = os.waitpid(child, 0)
         before = sum({found.st_ino: found.st_size for found in sizes(root)}.values())
-        told = survivor.resident_bytes(soon())
+        counted = survivor.resident_bytes(soon())
         there = sum(found.st_size for found in sizes(root))
-        report.append([operation.__name__, moment, before // 4096, told // 4096, there // 4096, survivor.scans])
+        report.append([operation.__name__, moment, before // 4096, counted // 4096, there // 4096, survivor.scans])
         survivor.close()
         if os.WEXITSTATUS(status) == 0:
             break
@@ -191,7 +192,7 @@ def test_an_operation_cut_off_at_any_call_leaves_the_ledger_right(tmp_path: Path
     )
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
-    assert [row for row in report if row[3] != row[4]] == [], "the ledger does not tell what is there"
+    assert [row for row in report if row[3] != row[4]] == [], "the ledger does not count what is there"
     assert [row for row in report if row[2] * 4096 > 6 * FRAME_BYTES] == [], "above the bound"
     assert [row for row in report if row[5]] == [], "a scan was needed"
     moments = {name: sum(row[0] == name for row in report) for name in ("store", "evict", "discard", "fail")}

@@ -30,17 +30,17 @@ from spillway_connector.testing.contracts import (
     soon,
 )
 from spillway_connector.tiers.disk.clock import boot_tag
-from spillway_connector.tiers.disk.files.space import EvictionReason, Space
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.space import Space
+from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.io import FrameFiles, tier_error
-from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome
+from spillway_connector.tiers.tier import NO_TENANT, EvictionReason, StoreOutcome
 
 NEVER = 1e7  # a deadline for tiers on a stepped clock
 FRAME_BYTES = 4096 * 5  # header page, three whole pages, one padded page
-MakeTier = Callable[..., NvmeTier]
+MakeTier = Callable[..., FileTier]
 
 
-class _NvmeMedium:
+class _FileMedium:
     def __init__(self, root: Path) -> None:
         self.root = root
 
@@ -82,16 +82,16 @@ def _sizes(root: Path, suffix: str) -> list[int]:
 
 
 @pytest.fixture
-def medium(tmp_path: Path) -> _NvmeMedium:
-    return _NvmeMedium(tmp_path / "kv")
+def medium(tmp_path: Path) -> _FileMedium:
+    return _FileMedium(tmp_path / "kv")
 
 
 @pytest.fixture
-def make_tier(medium: _NvmeMedium) -> Iterator[MakeTier]:
-    tiers: list[NvmeTier] = []
+def make_tier(medium: _FileMedium) -> Iterator[MakeTier]:
+    tiers: list[FileTier] = []
 
-    def make(namespace: Namespace = NAMESPACE, payload_bytes: int = PAYLOAD_BYTES, **options: object) -> NvmeTier:
-        tier = NvmeTier(namespace, payload_bytes, options.pop("root", medium.root), **options)  # type: ignore[arg-type]
+    def make(namespace: Namespace = NAMESPACE, payload_bytes: int = PAYLOAD_BYTES, **options: object) -> FileTier:
+        tier = FileTier(namespace, payload_bytes, options.pop("root", medium.root), **options)  # type: ignore[arg-type]
         tiers.append(tier)
         return tier
 
@@ -100,11 +100,11 @@ def make_tier(medium: _NvmeMedium) -> Iterator[MakeTier]:
         tier.close()
 
 
-class TestNvmeTier(TierContract):
+class TestFileTier(TierContract):
     pass
 
 
-def test_the_layout_on_disk_is_a_promise(make_tier: MakeTier, medium: _NvmeMedium) -> None:
+def test_the_layout_on_disk_is_a_promise(make_tier: MakeTier, medium: _FileMedium) -> None:
     make_tier().store(bytes(range(36)), payload_of(1), soon())
     names = {str(path.relative_to(medium.root)) for path in medium.root.rglob("*") if path.is_file()}
     assert names == {
@@ -132,7 +132,7 @@ def test_direct_io_and_the_page_cache_give_the_same_bytes(make_tier: MakeTier) -
     assert load(tier, key_of(2)) == payload_of(2)
 
 
-def test_old_frames_of_any_namespace_make_room(make_tier: MakeTier, medium: _NvmeMedium) -> None:
+def test_old_frames_of_any_namespace_make_room(make_tier: MakeTier, medium: _FileMedium) -> None:
     old = make_tier(OTHER_NAMESPACE, max_bytes=10 * FRAME_BYTES)
     new = make_tier(max_bytes=10 * FRAME_BYTES)
     for seed in range(8):
@@ -147,18 +147,18 @@ def test_old_frames_of_any_namespace_make_room(make_tier: MakeTier, medium: _Nvm
     assert medium.bytes_on_disk() <= 10 * FRAME_BYTES
 
 
-def test_the_bound_holds_at_every_moment(make_tier: MakeTier, medium: _NvmeMedium) -> None:
+def test_the_bound_holds_at_every_moment(make_tier: MakeTier, medium: _FileMedium) -> None:
     tier = make_tier(max_bytes=7 * FRAME_BYTES)
     for seed in range(60):
         tier.store(key_of(seed), payload_of(seed), soon())
         assert medium.bytes_on_disk() <= 7 * FRAME_BYTES
         assert load(tier, key_of(seed)) == payload_of(seed)
-    assert tier.evicted_frames >= 53
-    tier.close()  # also ends its housekeeper, which may be making room in advance
+    assert sum(tier.evictions.values()) >= 53
+    tier.close()  # also ends the maintenance thread, which may be evicting in advance
     assert make_tier().resident_bytes(soon()) == medium.bytes_on_disk()
 
 
-def present(tier: NvmeTier, seeds: range, deadline: float = NEVER) -> list[int]:
+def present(tier: FileTier, seeds: range, deadline: float = NEVER) -> list[int]:
     found = tier.contains([key_of(seed) for seed in seeds], deadline)
     return [seed for seed, there in zip(seeds, found, strict=True) if there]
 
@@ -182,7 +182,7 @@ def test_a_tenant_makes_room_for_itself(make_tier: MakeTier) -> None:
     assert not any(tier.under_pressure for tier in tiers)
 
 
-def test_what_others_remove_is_given_back_to_the_tenant(make_tier: MakeTier, medium: _NvmeMedium) -> None:
+def test_what_others_remove_is_given_back_to_the_tenant(make_tier: MakeTier, medium: _FileMedium) -> None:
     clock = SteppedClock()
     tier = make_tier(tenant_max_bytes=5 * FRAME_BYTES, clock=clock)
     for seed in range(5):
@@ -198,7 +198,7 @@ def test_what_others_remove_is_given_back_to_the_tenant(make_tier: MakeTier, med
     assert sorted(markers) == sorted(key_of(seed).hex() for seed in (0, 1, 2, 10, 11))
 
 
-def test_a_store_that_fails_gives_its_share_of_the_quota_back(make_tier: MakeTier, medium: _NvmeMedium) -> None:
+def test_a_store_that_fails_gives_its_share_of_the_quota_back(make_tier: MakeTier, medium: _FileMedium) -> None:
     tier = make_tier(tenant_max_bytes=2 * FRAME_BYTES)
     tier.store(key_of(0), payload_of(0), soon(), b"tenant-a")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -218,7 +218,7 @@ def test_a_quota_that_holds_no_frame_is_refused_with_the_remedy(make_tier: MakeT
     assert "raise tenant_max_bytes" in str(error)
 
 
-def test_a_frame_expires_after_its_last_use(make_tier: MakeTier, medium: _NvmeMedium) -> None:
+def test_a_frame_expires_after_its_last_use(make_tier: MakeTier, medium: _FileMedium) -> None:
     clock = SteppedClock()
     tier = make_tier(ttl_seconds=100, clock=clock)
     target = memoryview(bytearray(PAYLOAD_BYTES))
@@ -279,7 +279,7 @@ def test_a_tier_says_when_it_is_short_of_room(make_tier: MakeTier) -> None:
     for seed in range(3, 10):
         tier.store(key_of(seed), payload_of(seed), NEVER)
     assert tier.under_pressure
-    tier.close()  # ends the housekeeper, which makes room in advance
+    tier.close()  # ends the maintenance thread, which evicts in advance
     clock.advance(5.1)
     assert not tier.under_pressure
 
@@ -291,7 +291,7 @@ def test_a_frame_larger_than_the_bound_is_refused_with_the_remedy(make_tier: Mak
 
 
 def test_room_is_found_although_others_replace_what_a_scan_saw(
-    medium: _NvmeMedium, monkeypatch: pytest.MonkeyPatch
+    medium: _FileMedium, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes that evict in one directory at once: what one of them is about to remove, another has removed."""
     folder = medium.root / NAMESPACE.hex / "ab" / "cd"
@@ -317,7 +317,7 @@ def test_room_is_found_although_others_replace_what_a_scan_saw(
 
 
 def test_others_that_never_leave_anything_to_remove_are_waited_for_until_the_deadline(
-    medium: _NvmeMedium, monkeypatch: pytest.MonkeyPatch
+    medium: _FileMedium, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = medium.root / NAMESPACE.hex / "ab" / "cd" / "abcd.kv"
     file.parent.mkdir(parents=True)
@@ -339,7 +339,7 @@ def test_others_that_never_leave_anything_to_remove_are_waited_for_until_the_dea
     space.close()
 
 
-def test_a_lost_or_damaged_ledger_is_counted_anew(make_tier: MakeTier, medium: _NvmeMedium) -> None:
+def test_a_lost_or_damaged_ledger_is_counted_anew(make_tier: MakeTier, medium: _FileMedium) -> None:
     tier = make_tier(max_bytes=10 * FRAME_BYTES)
     for seed in range(5):
         tier.store(key_of(seed), payload_of(seed), soon())
@@ -351,7 +351,7 @@ def test_a_lost_or_damaged_ledger_is_counted_anew(make_tier: MakeTier, medium: _
 
 
 def test_partial_files_of_the_dead_are_swept_and_of_the_living_are_not(
-    make_tier: MakeTier, medium: _NvmeMedium
+    make_tier: MakeTier, medium: _FileMedium
 ) -> None:
     tier = make_tier()
     tier.store(key_of(1), payload_of(1), soon())
@@ -369,7 +369,7 @@ def test_partial_files_of_the_dead_are_swept_and_of_the_living_are_not(
 
 
 def test_a_failed_write_leaves_nothing_behind(
-    make_tier: MakeTier, medium: _NvmeMedium, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, medium: _FileMedium, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A real limit of the kernel, so that the real write fails half way: EFBIG after two of five pages.
     tier = make_tier()
@@ -394,7 +394,7 @@ def test_a_full_file_system_is_refused_and_recovers(make_tier: MakeTier, full_di
         tier.store(key_of(seed), payload_of(seed), soon())
     full_disk.fill()
     assert error_of(lambda: tier.store(key_of(20), payload_of(20), soon())).reason == RefusedReason.NO_SPACE
-    # The housekeeper may have begun to give way to the other user of the file system, oldest frames first.
+    # Maintenance may have begun to evict for the other user of the file system, oldest frames first.
     assert all(load(tier, key_of(seed)) == payload_of(seed) for seed in range(10, 20))
     full_disk.free()
     assert tier.store(key_of(20), payload_of(20), soon()) is StoreOutcome.STORED
@@ -414,7 +414,7 @@ def test_a_read_only_folder_serves_what_it_holds(make_tier: MakeTier, read_only:
         assert load(tier, key_of(1)) == payload_of(1)
 
 
-def test_a_removed_directory_is_a_miss_and_made_again(make_tier: MakeTier, medium: _NvmeMedium) -> None:
+def test_a_removed_directory_is_a_miss_and_made_again(make_tier: MakeTier, medium: _FileMedium) -> None:
     tier = make_tier()
     tier.store(key_of(1), payload_of(1), soon())
     shutil.rmtree(medium.root)
@@ -482,10 +482,10 @@ _CHILD = """
 import json, os, sys
 from pathlib import Path
 from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
-from spillway_connector.tiers.disk.files.tier import NvmeTier
+from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.errors import TierMiss
 root, max_bytes, first = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-tier = NvmeTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=max_bytes)
+tier = FileTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=max_bytes)
 target = memoryview(bytearray(PAYLOAD_BYTES))
 wrong = highest = hits = 0
 print("ready", flush=True)
@@ -502,7 +502,7 @@ for step in range(150):
         except TierMiss:
             pass
 tier.close()
-print(json.dumps({"wrong": wrong, "highest": highest, "hits": hits, "evicted": tier.evicted_frames}))
+print(json.dumps({"wrong": wrong, "highest": highest, "hits": hits, "evicted": sum(tier.evictions.values())}))
 """
 
 
@@ -522,7 +522,7 @@ def _child(root: Path, max_bytes: int, first: int) -> subprocess.Popen[str]:
     )
 
 
-def test_two_processes_share_and_evict_in_one_directory(medium: _NvmeMedium, make_tier: MakeTier) -> None:
+def test_two_processes_share_and_evict_in_one_directory(medium: _FileMedium, make_tier: MakeTier) -> None:
     max_bytes = 20 * FRAME_BYTES
     children = [_child(medium.root, max_bytes, first) for first in (0, 20)]
     for child in children:
@@ -537,7 +537,7 @@ def test_two_processes_share_and_evict_in_one_directory(medium: _NvmeMedium, mak
     assert tier.resident_bytes(soon()) == medium.bytes_on_disk() <= max_bytes
 
 
-def test_a_process_killed_at_any_instant_leaves_only_whole_frames(medium: _NvmeMedium, make_tier: MakeTier) -> None:
+def test_a_process_killed_at_any_instant_leaves_only_whole_frames(medium: _FileMedium, make_tier: MakeTier) -> None:
     for round_number in range(3):
         child = _child(medium.root, 20 * FRAME_BYTES, 0)
         assert child.stdout is not None and child.stdin is not None

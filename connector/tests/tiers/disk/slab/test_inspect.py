@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from spillway_connector.testing.contracts import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.tiers.disk.root import SLAB_FOLDER
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
-from spillway_connector.tiers.disk.slab.layout import SLAB_FOLDER, PoolShape
+from spillway_connector.tiers.disk.slab.layout import PoolShape
 from spillway_connector.tiers.disk.slab.policy import LIVE
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.inspection import Gone

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import gc
-import logging
 import os
 import shutil
 import threading
@@ -10,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from spillway_connector.errors import RefusedReason, TierRefused
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
-from spillway_connector.tiers.disk.files.space import EvictionReason
-from spillway_connector.tiers.disk.slab.maintenance import Housekeeper
 from spillway_connector.tiers.disk.slab.tier import SlabTier
+from spillway_connector.tiers.tier import EvictionReason
 
 SLOT_BYTES = 5 * 4096
 NEVER = 1e7  # a deadline on a stepped clock
@@ -39,7 +35,7 @@ def test_a_bound_that_was_lowered_is_kept_without_a_store(tmp_path: Path) -> Non
     assert bytes_on_disk(tmp_path) > 40 * SLOT_BYTES
     idle = SlabTier(NAMESPACE, PAYLOAD_BYTES, tmp_path, max_bytes=40 * SLOT_BYTES)
     assert idle.contains([key_of(59)], soon()) == [True]
-    idle.keep_house(soon())
+    idle.maintain(soon())
     assert bytes_on_disk(tmp_path) <= 40 * SLOT_BYTES
     assert idle.contains([key_of(0), key_of(59)], soon()) == [False, True]
     idle.close()
@@ -49,7 +45,7 @@ def test_what_expired_leaves_without_a_store(tmp_path: Path) -> None:
     clock = SteppedClock()
     tier = filled(tmp_path, 4, clock=clock, ttl_seconds=100)
     clock.advance(101)
-    tier.keep_house(NEVER)
+    tier.maintain(NEVER)
     assert tier.evictions[EvictionReason.TTL] == 4
     tier.close()
 
@@ -61,7 +57,7 @@ def test_the_space_of_a_dropped_chunk_is_free_although_others_have_it_open(tmp_p
     assert all(os.fstat(file.fileno()).st_blocks for file in held.values())
     smaller = SlabTier(NAMESPACE, PAYLOAD_BYTES, tmp_path, max_bytes=40 * SLOT_BYTES)
     smaller.prepare(soon())
-    smaller.keep_house(soon())
+    smaller.maintain(soon())
     dropped = [chunk for chunk in chunks if not chunk.exists()]
     assert dropped
     for chunk, file in held.items():
@@ -79,7 +75,7 @@ def test_no_more_is_given_back_than_others_need(tmp_path: Path, monkeypatch: pyt
     tier = SlabTier(NAMESPACE, PAYLOAD_BYTES, tmp_path)
     monkeypatch.setattr("spillway_connector.tiers.disk.slab.space.os.statvfs", lambda path: full)
     tier.contains([key_of(0)], soon())
-    tier.keep_house(soon())
+    tier.maintain(soon())
     [chunk_bytes] = {path.stat().st_size for path in tmp_path.glob("slab/*/*.slab")}
     assert 0.8 * taken - chunk_bytes <= bytes_on_disk(tmp_path) <= 0.8 * taken
     tier.close()
@@ -92,7 +88,7 @@ def test_a_reader_of_a_dropped_chunk_misses(tmp_path: Path) -> None:
     target = memoryview(bytearray(PAYLOAD_BYTES))
     smaller.prepare(soon())
     before = {seed for seed in range(60) if reader.contains([key_of(seed)], soon()) == [True]}
-    smaller.keep_house(soon())
+    smaller.maintain(soon())
     left = {seed for seed in before if reader.contains([key_of(seed)], soon()) == [True]}
     assert left and left < before
     for seed in left:
@@ -105,14 +101,14 @@ def test_a_reader_of_a_dropped_chunk_misses(tmp_path: Path) -> None:
 def test_a_directory_that_was_removed_stays_removed(tmp_path: Path) -> None:
     tier = filled(tmp_path / "kv", 4)
     shutil.rmtree(tmp_path / "kv")
-    tier.keep_house(soon())
+    tier.maintain(soon())
     assert not (tmp_path / "kv").exists()
     tier.close()
 
 
 def test_nothing_is_touched_before_the_first_operation(tmp_path: Path) -> None:
     tier = SlabTier(NAMESPACE, PAYLOAD_BYTES, tmp_path / "kv")
-    tier.keep_house(soon())
+    tier.maintain(soon())
     assert not (tmp_path / "kv").exists()
     tier.close()
 
@@ -125,55 +121,5 @@ def test_the_thread_lives_from_the_first_use_to_the_end(tmp_path: Path, use: Cal
     use(tier)
     [thread] = set(threading.enumerate()) - before
     tier.close()
-    thread.join(WAIT_SECONDS)
-    assert not thread.is_alive()
-
-
-class House:
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.rounds = threading.Semaphore(0)
-        self.failure = failure
-
-    def keep(self) -> None:
-        self.rounds.release()
-        if self.failure is not None:
-            raise self.failure
-
-
-def test_it_comes_back_until_it_is_stopped() -> None:
-    house = House()
-    keeper = Housekeeper("here", house.keep, 0.001)
-    assert not house.rounds.acquire(blocking=False)
-    keeper.start()
-    keeper.start()
-    for _ in range(3):
-        assert house.rounds.acquire(timeout=WAIT_SECONDS)
-    keeper.stop()
-    keeper.start()
-    assert keeper._thread is not None
-    keeper._thread.join(WAIT_SECONDS)
-    assert not keeper._thread.is_alive()
-
-
-@pytest.mark.parametrize("failure", [OSError(5, "sick"), TierRefused(RefusedReason.NO_SPACE, "sick")])
-def test_a_failure_is_told_and_survived(failure: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    house = House(failure)
-    keeper = Housekeeper("NVMe tier /kv", house.keep, 0.001)
-    with caplog.at_level(logging.WARNING):
-        keeper.start()
-        for _ in range(3):
-            assert house.rounds.acquire(timeout=WAIT_SECONDS)
-        keeper.stop()
-    assert "NVMe tier /kv: housekeeping failed" in caplog.text and "sick" in caplog.text
-
-
-def test_a_tier_that_was_forgotten_is_not_kept_alive() -> None:
-    house = House()
-    keeper = Housekeeper("here", house.keep, 0.001)
-    keeper.start()
-    thread = keeper._thread
-    assert thread is not None and house.rounds.acquire(timeout=WAIT_SECONDS)
-    del house
-    gc.collect()
     thread.join(WAIT_SECONDS)
     assert not thread.is_alive()

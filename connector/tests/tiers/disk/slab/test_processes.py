@@ -64,7 +64,7 @@ threads = [threading.Thread(target=work, args=(part,)) for part in range(2)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 tier.close()
-print(json.dumps({**report, "evicted": tier.evicted_frames}))
+print(json.dumps({**report, "evicted": sum(tier.evictions.values())}))
 """
 
 

@@ -33,12 +33,11 @@ from spillway_connector.testing.contracts import (
     soon,
 )
 from spillway_connector.tiers.disk.clock import boot_tag
-from spillway_connector.tiers.disk.files.space import EvictionReason
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.index import SlabIndex, tenant_place
 from spillway_connector.tiers.disk.slab.layout import COLUMNS, chunk_name
 from spillway_connector.tiers.disk.slab.tier import SlabTier
-from spillway_connector.tiers.tier import StoreOutcome
+from spillway_connector.tiers.tier import EvictionReason, StoreOutcome
 
 SLOT_BYTES = 5 * 4096  # header page, three whole pages, one padded page
 NEVER = 1e7  # a deadline for tiers on a stepped clock
@@ -123,7 +122,7 @@ def test_the_layout_on_disk_is_a_promise(make_tier: MakeTier, medium: SlabMedium
         f"{NAMESPACE.hex}/namespace.json",
         f"clock.{boot_tag()}",
         "slab/lock",
-        f"slab/writers/{tier._pool.badge.number:016x}",
+        f"slab/writers/{tier._pool.lease.number:016x}",
         "slab/20480/index",
         "slab/20480/headers",
         "slab/20480/000000-00000001.slab",
@@ -164,7 +163,7 @@ def test_the_bound_holds_at_every_moment_and_counts_the_index(make_tier: MakeTie
         tier.store(key_of(seed), payload_of(seed), soon())
         assert medium.bytes_on_disk() <= max_bytes
         assert load(tier, key_of(seed)) == payload_of(seed)
-    assert tier.evicted_frames >= 90
+    assert sum(tier.evictions.values()) >= 90
     assert tier.resident_bytes(soon()) >= 24 * SLOT_BYTES
 
 
@@ -335,7 +334,7 @@ def test_an_entry_expires_after_its_last_use(make_tier: MakeTier) -> None:
     assert tier.store(key_of(2), payload_of(2), NEVER) is StoreOutcome.STORED
     tier.load(key_of(2), target, NEVER)
     assert target == payload_of(2)
-    assert tier.evictions[EvictionReason.TTL] == 2  # the one stored anew, and the other by that store's housekeeping
+    assert tier.evictions[EvictionReason.TTL] == 2  # the one stored anew, and the other by that store's maintenance
     assert tier.resident_bytes(NEVER) == 2 * SLOT_BYTES
 
 
@@ -358,7 +357,7 @@ def test_a_tier_says_when_it_is_short_of_room(make_tier: MakeTier) -> None:
     clock = SteppedClock()
     tier = make_tier(max_bytes=12 * SLOT_BYTES, clock=clock)
     seeds = iter(range(100))
-    while not tier.evicted_frames:
+    while not tier.evictions:
         assert not tier.under_pressure
         seed = next(seeds)
         tier.store(key_of(seed), payload_of(seed), NEVER)

@@ -6,46 +6,28 @@ evictions do, so the bytes in use stay right for all of them.
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import mmap
 import os
-import struct
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
-from spillway_connector.errors import CorruptReason, TierCorrupt
-from spillway_connector.tiers.disk.files.ledger import Balance, Ledger
-from spillway_connector.tiers.disk.files.space import FRAME_SUFFIX, LEDGER_NAME, PARTIAL_NAME, UNLINKS_PER_LOCK
-from spillway_connector.tiers.disk.io import tier_error
-from spillway_connector.tiers.disk.root import DOCUMENT_NAME
-from spillway_connector.tiers.frame import PAGE_BYTES, FrameHeader, read_header, verify
-from spillway_connector.tiers.inspection import (
-    CheckPayload,
-    Damage,
-    Gone,
-    Removal,
-    StoredFrame,
-    StoredNamespace,
-    is_namespace_name,
+from spillway_connector.errors import CorruptReason
+from spillway_connector.tiers.disk.files.ledger import Balance, Ledger, read_balance
+from spillway_connector.tiers.disk.files.space import UNLINKS_PER_LOCK
+from spillway_connector.tiers.disk.files.tree import frames_in, key_of_path, remove_empty_parents
+from spillway_connector.tiers.disk.inspection import (
+    REMOVAL_SECONDS,
+    FramePayloads,
+    checked_header,
+    in_order,
+    with_header,
 )
+from spillway_connector.tiers.disk.io import tier_error
+from spillway_connector.tiers.disk.root import LEDGER_NAME, folders_in
+from spillway_connector.tiers.frame import PAGE_BYTES, FrameHeader
+from spillway_connector.tiers.inspection import CheckPayload, Damage, Gone, Removal, StoredFrame, is_namespace_name
 from spillway_connector.tiers.tier import Clock
-
-REMOVAL_SECONDS = 60.0  # to wait for the ledger, per call
-_THREADS = 8  # small reads at scattered places: the more wait at once, the better
-_BATCH_FRAMES = 64  # per task of a thread
-_BATCHES_AHEAD = 2 * _THREADS  # bounds memory, and how far reading runs ahead of whoever walks
-
-
-_LEDGER = struct.Struct("<8sQQ8s")  # magic, resident bytes, added bytes, xxh3_64 of these: docs/formats.md
 
 
 class _File(NamedTuple):
@@ -67,15 +49,12 @@ class FileInspector:
         return (self._root / LEDGER_NAME).exists() or next(self._walk(""), None) is not None
 
     def stored_bytes(self) -> int | None:
-        """What the ledger counts, read without its lock; None where there is no ledger to be believed."""
+        """The ledger's count, read without its lock; None where there is no intact ledger."""
         try:
-            raw = (self._root / LEDGER_NAME).read_bytes()[: _LEDGER.size]
+            balance = read_balance((self._root / LEDGER_NAME).read_bytes())
         except OSError:
             return None
-        if len(raw) < _LEDGER.size:
-            return None
-        _, resident_bytes, _, checksum = _LEDGER.unpack(raw)
-        return int(resident_bytes) if xxhash.xxh3_64_digest(raw[:-8]) == checksum else None
+        return None if balance is None else balance.resident_bytes
 
     def frames(self, *, headers: bool, namespace_prefix: str = "") -> Iterator[StoredFrame]:
         found = self._walk(namespace_prefix)
@@ -101,7 +80,7 @@ class FileInspector:
             if status.st_size != size:
                 reason = CorruptReason.SHORT if status.st_size < size else CorruptReason.LENGTH
                 return Damage(reason, f"{status.st_size} bytes, its header announces {size}")
-            key = os.path.basename(file.path).removesuffix(FRAME_SUFFIX)
+            key = key_of_path(file.path)
             return self._reader.verify(
                 frame, descriptor, 0, header, namespace=frame.namespace, key=key, check_payload=check_payload
             )
@@ -123,7 +102,7 @@ class FileInspector:
                     finally:
                         removed += Removal(len(freed), sum(frame.stored_bytes for frame in freed))
                 for frame in freed:
-                    _remove_empty_parent(_file_of(frame).path)  # which nobody has to wait for
+                    remove_empty_parents(_file_of(frame).path, levels=1)  # outside the lock
             except OSError as error:
                 raise tier_error(error, f"{self._root}: removing frames") from error
         return removed
@@ -146,31 +125,22 @@ class FileInspector:
         return True
 
     def _walk(self, namespace_prefix: str) -> Iterator[StoredFrame]:
-        for namespace in _folders(self._root):
+        for namespace in folders_in(self._root):
             if not is_namespace_name(namespace.name) or not namespace.name.startswith(namespace_prefix):
                 continue
             digest = bytes.fromhex(namespace.name)
-            for first in _folders(namespace.path):
-                if first.name == PARTIAL_NAME:
+            for entry in frames_in(namespace.path):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
                     continue
-                for second in _folders(first.path):
-                    yield from self._frames_in(second.path, digest)
-
-    def _frames_in(self, folder: str, namespace: bytes) -> Iterator[StoredFrame]:
-        for entry in _entries(folder):
-            if not entry.name.endswith(FRAME_SUFFIX):
-                continue
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            yield StoredFrame(
-                namespace,
-                status.st_size,
-                os.path.relpath(entry.path, self._root),
-                _File(entry.path, status.st_ino, status.st_mtime_ns),
-                used_s=status.st_mtime_ns / 1e9,
-            )
+                yield StoredFrame(
+                    digest,
+                    status.st_size,
+                    os.path.relpath(entry.path, self._root),
+                    _File(entry.path, status.st_ino, status.st_mtime_ns),
+                    used_s=status.st_mtime_ns / 1e9,
+                )
 
     def _with_header(self, frame: StoredFrame) -> StoredFrame | None:
         file = _file_of(frame)
@@ -186,132 +156,7 @@ class FileInspector:
             raise tier_error(error, f"{file.path}: reading a header") from error
         finally:
             os.close(descriptor)
-        named = os.path.basename(file.path).removesuffix(FRAME_SUFFIX)
-        return with_header(frame, header, namespace=frame.namespace, key=named)
-
-
-class FramePayloads:
-    """Reads whole frames and proves them; past the page cache where the file system allows it, for it is the disk that
-    is to be proven, and engines need the cache. Keeps one buffer, as large as needed."""
-
-    def __init__(self) -> None:
-        self._buffer = memoryview(b"")
-
-    def verify(
-        self,
-        frame: StoredFrame,
-        descriptor: int,
-        offset: int,
-        header: FrameHeader,
-        *,
-        namespace: bytes,
-        key: str,
-        check_payload: CheckPayload | None,
-    ) -> Damage | None:
-        """Prove the frame at ``offset`` to be the whole one of ``key`` (hex). Raises OSError."""
-        if header.key.hex() != key:
-            return Damage(CorruptReason.KEY, f"it holds key {header.key.hex()}, not {key}")
-        size = header.payload_bytes
-        whole_bytes = PAGE_BYTES + -(-size // PAGE_BYTES) * PAGE_BYTES
-        if self._buffer.nbytes < whole_bytes:
-            # mmap for its page alignment, which direct I/O needs.
-            self._buffer = memoryview(mmap.mmap(-1, whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        leave_page_cache(descriptor)
-        read_bytes = _read_fully(descriptor, self._buffer[:whole_bytes], offset)
-        payload = self._buffer[PAGE_BYTES : min(PAGE_BYTES + size, read_bytes)]
-        try:
-            verify(self._buffer[:PAGE_BYTES], payload, namespace=namespace, key=header.key, payload_bytes=size)
-        except TierCorrupt as corrupt:
-            return Damage(corrupt.reason, str(corrupt))
-        return None if check_payload is None else check_payload(replace(frame, key=header.key), payload)
-
-
-def leave_page_cache(descriptor: int) -> None:
-    """Direct I/O from now on, where the file system takes it."""
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
-    except OSError:
-        pass
-
-
-def enter_page_cache(descriptor: int) -> None:
-    """For file systems that take the flag and refuse the transfer."""
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
-
-
-def _read_fully(descriptor: int, target: memoryview, offset: int) -> int:
-    """How many bytes there were, at most all of ``target``. Raises OSError."""
-    done = 0
-    while done < target.nbytes:
-        try:
-            count = os.preadv(descriptor, [target[done:]], offset + done)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-                raise
-            enter_page_cache(descriptor)
-            continue
-        if not count:
-            break
-        done += count
-    return done
-
-
-def with_header(frame: StoredFrame, header: FrameHeader | Damage, *, namespace: bytes, key: str | None) -> StoredFrame:
-    """``frame`` with what its header says. key: in hex, that its place says it has; None where no place says so."""
-    if isinstance(header, Damage):
-        return replace(frame, damage=header)
-    damage = None
-    if header.namespace != namespace:
-        damage = Damage(CorruptReason.NAMESPACE, f"it belongs to namespace {header.namespace.hex()}")
-    elif key is not None and header.key.hex() != key:
-        damage = Damage(CorruptReason.KEY, f"it holds key {header.key.hex()}")
-    elif frame.stored_bytes < PAGE_BYTES + header.payload_bytes:
-        damage = Damage(
-            CorruptReason.SHORT, f"{frame.stored_bytes} bytes, its header announces {header.payload_bytes} of payload"
-        )
-    return replace(
-        frame,
-        key=header.key,
-        tenant=header.tenant,
-        payload_bytes=header.payload_bytes,
-        created_s=header.created_ms / 1000,
-        damage=damage,
-    )
-
-
-def in_order(frames: Iterator[StoredFrame], look: Callable[[StoredFrame], StoredFrame | None]) -> Iterator[StoredFrame]:
-    """``look`` at each frame in threads, a bounded number ahead; frames for which it is None are left out."""
-    with ThreadPoolExecutor(_THREADS, "spillway-inspect") as threads:
-        waiting: deque[Future[list[StoredFrame | None]]] = deque()
-        try:
-            while True:
-                batch = list(islice(frames, _BATCH_FRAMES))
-                if batch:
-                    waiting.append(threads.submit(_look_at_all, look, batch))
-                if not waiting:
-                    return
-                if len(waiting) >= _BATCHES_AHEAD or not batch:
-                    yield from (frame for frame in waiting.popleft().result() if frame is not None)
-        finally:
-            for future in waiting:
-                future.cancel()
-
-
-def _look_at_all(
-    look: Callable[[StoredFrame], StoredFrame | None], frames: list[StoredFrame]
-) -> list[StoredFrame | None]:
-    return [look(frame) for frame in frames]
-
-
-def namespaces_below(root: Path, prefix: str = "") -> Iterator[StoredNamespace]:
-    """Every namespace folder of a root, in either layout. Raises OSError."""
-    for folder in sorted(_folders(root), key=lambda entry: entry.name):
-        if is_namespace_name(folder.name) and folder.name.startswith(prefix):
-            try:
-                document = Path(folder.path, DOCUMENT_NAME).read_bytes()
-            except FileNotFoundError:
-                document = None
-            yield StoredNamespace(bytes.fromhex(folder.name), document)
+        return with_header(frame, header, namespace=frame.namespace, key=key_of_path(file.path))
 
 
 def _header_of(descriptor: int) -> FrameHeader | Damage:
@@ -319,38 +164,9 @@ def _header_of(descriptor: int) -> FrameHeader | Damage:
     return checked_header(os.pread(descriptor, PAGE_BYTES, 0))
 
 
-def checked_header(raw: bytes) -> FrameHeader | Damage:
-    """The header page of a frame on a disk, or what is wrong with it."""
-    try:
-        header = read_header(raw)
-    except TierCorrupt as corrupt:
-        return Damage(corrupt.reason, str(corrupt))
-    return header
-
-
 def _file_of(frame: StoredFrame) -> _File:
     assert isinstance(frame.handle, _File)
     return frame.handle
-
-
-def _entries(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as found:
-            yield from found
-    except (FileNotFoundError, NotADirectoryError):
-        return
-
-
-def _folders(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
-    return (entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False))
-
-
-def _remove_empty_parent(path: str) -> None:
-    """The inner of the two folders alone: a writer that meets its absence makes it again, in a folder that stays."""
-    try:
-        os.rmdir(os.path.dirname(path))
-    except OSError:
-        return
 
 
 def file_handle(frame: StoredFrame) -> bool:

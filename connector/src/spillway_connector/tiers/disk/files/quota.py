@@ -1,12 +1,12 @@
-"""Quotas in a directory with one file per frame: what each tenant has, and what it gives up for its own next frame.
+"""Quotas in a directory with one file per frame: what each tenant holds, and which of its frames are evicted.
 
     ROOT/tenants/<tenant hex>/ledger                         bytes of this tenant's frames (ledger.py)
     ROOT/tenants/<tenant hex>/<namespace hex>/<key hex>      empty: this frame is the tenant's
 
-A marker is made before its frame and removed after it, and whoever removes it subtracts the frame. Size and age are
-asked of the frame, so markers hold no truth of their own: one without a frame counts for nothing and is swept. Frames
-that others remove (to make room for anyone, for their age, by hand) are noticed when the tenant's ledger says that its
-quota is used up and its markers are counted. Frames stored while no quota was set have no marker and are not counted.
+A marker is made before its frame and removed after it; the process that removes it subtracts the frame. Size and age
+are read from the frame: a marker without one counts for nothing and is swept. Frames that are removed otherwise (to
+make room for any tenant, expired, by hand) are noticed when the tenant's ledger shows its quota as used up and its
+markers are counted. Frames stored while no quota was set have no marker and are not counted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from pathlib import Path
 
 from spillway_connector.errors import RefusedReason, TierRefused, TierTimeout
 from spillway_connector.tiers.disk.files.ledger import Balance, Ledger
-from spillway_connector.tiers.disk.files.space import CANDIDATES_MAX, TENANTS_FOLDER, EvictionReason, Space, frame_path
-from spillway_connector.tiers.tier import Clock
+from spillway_connector.tiers.disk.files.space import CANDIDATES_MAX, Space
+from spillway_connector.tiers.disk.files.tree import frame_path
+from spillway_connector.tiers.disk.root import TENANTS_FOLDER
+from spillway_connector.tiers.tier import Clock, EvictionReason
 
 LEDGER_NAME = "ledger"
 TENANTS_OPEN_MAX = 256  # tenants whose ledger this process keeps open
@@ -40,7 +42,7 @@ class _Owned:
 class TenantQuotas:
     """The quota ``max_bytes`` of every tenant below ``root``, for all processes together.
 
-    space: removes the frames. now_ns: the clock that frames' ages are told by.
+    space: removes the frames. now_ns: the clock of the frames' ages. Safe from several threads.
     """
 
     def __init__(self, root: Path, max_bytes: int, space: Space, clock: Clock, now_ns: Callable[[], int]) -> None:
@@ -102,7 +104,7 @@ class TenantQuotas:
                 held.folder.mkdir(parents=True, exist_ok=True)
             self._tenants[tenant] = held  # the youngest at the end
             if len(self._tenants) > TENANTS_OPEN_MAX:
-                self._tenants.pop(next(iter(self._tenants)))  # its files close when the last user lets go
+                self._tenants.pop(next(iter(self._tenants)))  # closed with the last reference to it
             return held
 
     def _make_room(self, tenant: bytes, held: _Tenant, size: int, deadline: float) -> None:
@@ -160,7 +162,7 @@ class TenantQuotas:
                         if abs(now_seconds - marker.stat(follow_symlinks=False).st_mtime) > UNSEEN_SECONDS:
                             os.unlink(marker.path)
                         else:
-                            seen_bytes += new_frame_bytes  # being written, for all we know
+                            seen_bytes += new_frame_bytes  # probably being written
                     except FileNotFoundError:
                         continue
         with held.ledger.locked(deadline) as balance:

@@ -1,11 +1,11 @@
-"""How full a directory is, and who leaves when room is needed or for its age.
+"""How full a directory is, and which frames are evicted when room is needed or when they have expired.
 
 All processes that share a root keep one ledger in it (ledger.py): the bytes of all frames and partial files. Room
 is taken in the ledger before a file is made, so the sum of all processes stays within the bound; a file is unlinked
 and subtracted under the same lock, so a scan never counts too little.
 
-A partial file is locked by its writer for as long as it lives. One that is not locked is removed and subtracted by
-whoever notices: when room is needed, when somebody asks how full the directory is, and every few seconds.
+A partial file is locked by its writer for as long as the writer runs. One that is not locked is removed and subtracted
+by any process: when room is needed, when the fill level is read, and every few seconds.
 """
 
 from __future__ import annotations
@@ -19,34 +19,22 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from spillway_connector.errors import RefusedReason, TierRefused, TierTimeout
 from spillway_connector.tiers.disk.clock import FUTURE_SLACK_SECONDS
 from spillway_connector.tiers.disk.files.ledger import Balance, Ledger
-from spillway_connector.tiers.tier import Clock
+from spillway_connector.tiers.disk.files.tree import frames_in, remove_empty_parents
+from spillway_connector.tiers.disk.room import FREE_FRACTION, PRESSURE_SECONDS, limit_bytes
+from spillway_connector.tiers.disk.root import LEDGER_NAME, PARTIAL_NAME, TENANTS_FOLDER, entries_in, folders_in
+from spillway_connector.tiers.tier import Clock, EvictionReason
 
-LEDGER_NAME = "space.ledger"
-PARTIAL_NAME = "partial"  # folder of files being written, inside each namespace folder
 DOCUMENT_PREFIX = "document-"  # of namespace documents being written there, which are not counted
-TENANTS_FOLDER = "tenants"  # who has what, see quota.py
-FRAME_SUFFIX = ".kv"
-FREE_FRACTION = 0.8  # of what the file system could give us; the rest is for its other users
-HIGH_WATERMARK = 0.95  # above this share of the bound the housekeeper makes room in advance
-LOW_WATERMARK = 0.90  # down to which it does
-CANDIDATES_MAX = 4096  # oldest frames remembered from one scan: bounds memory, about 1 MB
-RECLAIM_SECONDS = 1.0  # between two searches for partial files of the dead, at least
+HIGH_WATERMARK = 0.95  # above this share of the bound the maintenance thread evicts in advance
+LOW_WATERMARK = 0.90  # down to which it evicts
+CANDIDATES_MAX = 4096  # oldest frames kept from one scan: bounds memory, about 1 MB
+RECLAIM_SECONDS = 1.0  # between two searches for abandoned partial files, at least
 UNLINKS_PER_LOCK = 16  # frames removed while others wait for the ledger
-PRESSURE_SECONDS = 5.0  # how long an eviction or refusal for want of room counts as pressure
-
-
-class EvictionReason(StrEnum):
-    """Why a frame that nothing is wrong with was removed."""
-
-    ROOM = "room"  # for others, within max_bytes or what the file system gives
-    TENANT = "tenant"  # for the same tenant's next frame, within its quota
-    TTL = "ttl"  # it had not been used for ttl_seconds
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,8 +48,8 @@ class Space:
     """The room below ``root``, shared with other threads and processes.
 
     max_bytes: the configured bound, or None for the file system's share alone. ttl_seconds: how long a frame stays
-    without being used, None for ever. now_ns: the clock that frames' ages are told by. Raises TierError from every
-    method that takes a deadline; OSError is left to the caller.
+    without being used, None for ever. now_ns: the clock of the frames' ages. Safe from several threads. Every method
+    that takes a deadline raises TierError; OSError is left to the caller.
     """
 
     def __init__(
@@ -120,27 +108,27 @@ class Space:
 
         measured = False
         while True:
-            limit_bytes = self._limit_bytes
-            if limit_bytes is None or (size > limit_bytes and not measured):
-                self.rescan(deadline)  # an old measure of a file system that was full must not stop us for long
+            limit = self._limit_bytes
+            if limit is None or (size > limit and not measured):
+                self.rescan(deadline)  # the limit may date from when the file system was full
                 measured = True
                 continue
-            if size > limit_bytes:
+            if size > limit:
                 raise TierRefused(
                     RefusedReason.NO_SPACE,
-                    f"max_bytes: {limit_bytes} (the smaller of the configured {self._max_bytes} and "
+                    f"max_bytes: {limit} (the smaller of the configured {self._max_bytes} and "
                     f"{FREE_FRACTION:.0%} of what the file system can give) holds no frame of {size} bytes; "
                     f"raise max_bytes or free space",
                 )
             with self._ledger.locked(deadline) as balance:
-                if balance is not None and balance.resident_bytes + size <= limit_bytes:
+                if balance is not None and balance.resident_bytes + size <= limit:
                     return self._ledger.make_file(balance, path, size, make)
             self.make_room(size, deadline)
 
     def remove(self, path: str, deadline: float) -> None:
         """Remove a file and its bytes from the ledger. OSError passes through.
 
-        A frame that is just being published, or was when its writer died, has two names, and stays.
+        A frame that is being published, or was when its writer was killed, has two names and stays.
         """
         with self._ledger.locked(deadline) as balance:
             status = os.stat(path)
@@ -154,7 +142,7 @@ class Space:
 
     def remove_expired(self, deadline: float) -> bool:
         """Remove some of the frames that the last scan found expired; False when none are left."""
-        with self._room(deadline):  # what goes while a scan counts would stay counted until the next scan
+        with self._room(deadline):  # a frame removed during a scan would stay counted until the next one
             self._remove(self._expired, UNLINKS_PER_LOCK, None, EvictionReason.TTL, deadline)
             return bool(self._expired)
 
@@ -170,19 +158,19 @@ class Space:
 
     def above_high_watermark(self, deadline: float) -> bool:
         with self._ledger.locked(deadline) as balance:
-            limit_bytes = self._limit_bytes
-            if balance is None or limit_bytes is None:
+            limit = self._limit_bytes
+            if balance is None or limit is None:
                 return True
-            return balance.resident_bytes > limit_bytes * HIGH_WATERMARK
+            return balance.resident_bytes > limit * HIGH_WATERMARK
 
-    def forget_limit(self) -> None:
-        """Measure the file system again before the next frame: it gave less than it promised."""
+    def drop_limit(self) -> None:
+        """Measure the file system again before the next frame: it had less room than measured."""
         self._limit_bytes = None
 
     def reclaim(self, deadline: float) -> None:
-        """Give back what writers that have died were writing; searched for at most once in RECLAIM_SECONDS."""
+        """Remove the partial files of writers that no longer run; searches at most once in RECLAIM_SECONDS."""
         if not self._room_lock.acquire(blocking=False):
-            return  # whoever scans or makes room has swept; and what goes while a scan counts would stay counted
+            return  # a scan or an eviction sweeps itself; a file removed during a scan would stay counted
         try:
             self._reclaim(deadline)
         finally:
@@ -196,7 +184,7 @@ class Space:
             self._sweep_partial_files(balance)
 
     def rescan(self, deadline: float) -> None:
-        """Count what is really there, measure the file system again and sweep partial files of dead writers."""
+        """Count the files, measure the file system again and sweep abandoned partial files."""
         with self._room(deadline):
             self._scan(deadline)
 
@@ -211,25 +199,25 @@ class Space:
             while True:
                 with self._ledger.locked(deadline) as balance:
                     resident = None if balance is None else balance.resident_bytes
-                limit_bytes = self._limit_bytes
-                if resident is not None and limit_bytes is not None:
-                    low = max(0, min(limit_bytes - size, int(limit_bytes * LOW_WATERMARK)))
+                limit = self._limit_bytes
+                if resident is not None and limit is not None:
+                    low = max(0, min(limit - size, int(limit * LOW_WATERMARK)))
                     if resident <= low:
                         return
                     if self._candidates:
                         self.note_pressure()
                         self._remove(self._candidates, UNLINKS_PER_LOCK, resident - low, EvictionReason.ROOM, deadline)
                         continue
-                    if scanned and resident + size <= limit_bytes:
+                    if scanned and resident + size <= limit:
                         return
                     if scanned and not found:
                         self.note_pressure()
                         raise TierRefused(
                             RefusedReason.NO_SPACE,
-                            f"{resident} of {limit_bytes} bytes are in use and none can be evicted",
+                            f"{resident} of {limit} bytes are in use and none can be evicted",
                         )
                 if self._clock() >= deadline:
-                    raise TierTimeout("others used or removed every frame that could have made room")
+                    raise TierTimeout("other processes used or removed every frame that could have been evicted")
                 self._scan(deadline)
                 scanned, found = True, bool(self._candidates)
 
@@ -244,7 +232,7 @@ class Space:
         reason: EvictionReason,
         deadline: float,
     ) -> None:
-        """Remove up to ``count`` of the candidates while others wait, and no more than ``needed_bytes`` ask for."""
+        """Remove up to ``count`` of the candidates while others wait, and no more than frees ``needed_bytes``."""
         freed = 0
         with self._ledger.locked(deadline) as balance:
             for _ in range(count):
@@ -254,16 +242,16 @@ class Space:
                 freed += self._unlink_unused(balance, candidate.path, candidate.mtime_ns, reason) or 0
 
     def _unlink_unused(self, balance: Balance | None, path: str, mtime_ns: int, reason: EvictionReason) -> int | None:
-        """The bytes of a frame that was removed; 0 where it had gone, None where it was used. Under the lock."""
+        """The bytes of a frame that was removed; 0 where it was missing, None where it was used. Under the lock."""
         try:
             status = os.stat(path)
             if status.st_mtime_ns != mtime_ns or status.st_nlink > 1:
                 return None  # the next scan ranks it anew
             self._ledger.remove_file(balance, path, status)
         except FileNotFoundError:
-            return 0  # another process was quicker
+            return 0  # another process removed it
         self.evictions[reason] += 1
-        _remove_empty_parents(path)
+        remove_empty_parents(path)
         return status.st_size
 
     def _scan(self, deadline: float) -> None:
@@ -272,8 +260,8 @@ class Space:
             self._sweep_partial_files(balance)
         now_ns, oldest_ns = self._now_ns(), self.oldest_ns()
         expired: deque[_Candidate] = deque()
-        # Partial files first: one that becomes a frame meanwhile is then met as both, and told by its inode. The other
-        # way round it would be met as neither.
+        # Partial files first: one that is published meanwhile is then found twice, and recognised by its inode. The
+        # other way round it would not be found at all.
         partial_inodes: set[int] = set()
         seen_bytes = 0
         for entry in self._partial_files():
@@ -295,7 +283,7 @@ class Space:
                     seen_bytes += status.st_size
                 candidate = _Candidate(status.st_mtime_ns, status.st_size, entry.path)
                 if candidate.mtime_ns > now_ns + FUTURE_SLACK_SECONDS * 10**9:
-                    _set_back(candidate, now_ns)  # else a clock that ran ahead once would keep it for ever
+                    _set_back(candidate, now_ns)  # else a clock that was once ahead would keep it for ever
                 elif candidate.mtime_ns < oldest_ns:
                     if len(expired) < CANDIDATES_MAX:
                         expired.append(candidate)
@@ -305,38 +293,30 @@ class Space:
         oldest = heapq.nsmallest(CANDIDATES_MAX, candidates())
         with self._ledger.locked(deadline) as balance:
             added_bytes = 0 if balance is None else balance.added_bytes
-            # A ledger that was replaced meanwhile counts from zero again: then nothing is known to have been added.
+            # A ledger that was replaced meanwhile counts from zero again; the difference then means nothing.
             resident = seen_bytes + max(0, added_bytes - added_before)
             self._ledger.write(Balance(resident, added_bytes))
         self._candidates = deque([*expired, *oldest])
         self._expired = expired
         self.scans += 1
-        volume = os.statvfs(self._root)
-        share = int(FREE_FRACTION * (volume.f_bavail * volume.f_frsize + resident))
-        self._limit_bytes = share if self._max_bytes is None else min(self._max_bytes, share)
+        self._limit_bytes = limit_bytes(self._root, resident, self._max_bytes)
 
     def _frames(self) -> Iterator[os.DirEntry[str]]:
         for namespace in self._namespaces():
-            for first in _folders(namespace.path):
-                if first.name == PARTIAL_NAME:
-                    continue
-                for second in _folders(first.path):
-                    for entry in _entries(second.path):
-                        if entry.name.endswith(FRAME_SUFFIX):
-                            yield entry
+            yield from frames_in(namespace.path)
 
     def _namespaces(self) -> Iterator[os.DirEntry[str]]:
-        return (entry for entry in _folders(self._root) if entry.name != TENANTS_FOLDER)
+        return (entry for entry in folders_in(self._root) if entry.name != TENANTS_FOLDER)
 
     def _partial_files(self) -> Iterator[os.DirEntry[str]]:
         for namespace in self._namespaces():
-            yield from _entries(f"{namespace.path}/{PARTIAL_NAME}")
+            yield from entries_in(f"{namespace.path}/{PARTIAL_NAME}")
 
     def _sweep_partial_files(self, balance: Balance | None) -> None:
-        """Remove partial files whose writer is gone. Runs under the ledger's lock, under which they are made.
+        """Remove partial files whose writer no longer runs. Runs under the ledger's lock, under which they are made.
 
-        A writer holds a file lock, which the kernel drops with the process: right across containers, where process
-        ids say nothing, and right after a crash at any instant.
+        A writer holds a file lock, which the kernel releases with the process: right across containers, where process
+        ids mean nothing, and right after a crash at any instant.
         """
         for entry in self._partial_files():
             try:
@@ -347,11 +327,11 @@ class Space:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 status = os.fstat(descriptor)
                 if status.st_nlink > 1 or entry.name.startswith(DOCUMENT_PREFIX):
-                    os.unlink(entry.path)  # its bytes are a frame's, or were never counted
+                    os.unlink(entry.path)  # its bytes are counted as a frame's, or were never counted
                 else:
                     self._ledger.remove_file(balance, entry.path, status)
             except OSError:
-                pass  # in use, or gone already
+                pass  # in use, or removed already
             finally:
                 os.close(descriptor)
 
@@ -366,36 +346,8 @@ class Space:
             self._room_lock.release()
 
 
-def frame_path(namespace_folder: str | os.PathLike[str], key_hex: str) -> str:
-    """Where the frame of a key lies: below two folders named after the key's first two bytes."""
-    return f"{namespace_folder}/{key_hex[:2]}/{key_hex[2:4] or '00'}/{key_hex}{FRAME_SUFFIX}"
-
-
 def _set_back(candidate: _Candidate, now_ns: int) -> None:
     try:
         os.utime(candidate.path, ns=(now_ns, now_ns))
     except OSError:
-        pass  # gone, or read-only
-
-
-def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as found:
-            return list(found)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _folders(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
-    return (entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False))
-
-
-def _remove_empty_parents(path: str) -> None:
-    """Two levels of folders cost a page each; empty ones go. A writer that loses this race makes them again."""
-    folder = os.path.dirname(path)
-    for _ in range(2):
-        try:
-            os.rmdir(folder)
-        except OSError:
-            return
-        folder = os.path.dirname(folder)
+        pass  # removed, or read-only

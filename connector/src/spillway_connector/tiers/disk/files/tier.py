@@ -1,8 +1,8 @@
-"""The NVMe tier: a directory with one file per frame.
+"""The file layout of the NVMe tier: a directory with one file per frame.
 
     ROOT/space.ledger                         how full the directory is (ledger.py)
-    ROOT/clock.<boot>                         what ages are told by on one node (clock.py)
-    ROOT/tenants/<tenant>/                    who has what, where there are quotas (quota.py)
+    ROOT/clock.<boot>                         clock of the frames' ages on one node (clock.py)
+    ROOT/tenants/<tenant>/                    frames by tenant, where there are quotas (quota.py)
     ROOT/<namespace hex>/namespace.json       the namespace document in full
     ROOT/<namespace hex>/partial/             files being written
     ROOT/<namespace hex>/ab/cd/<key hex>.kv   frames; ab and cd are the key's first two bytes
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import threading
 import time
@@ -35,32 +34,33 @@ from spillway_connector.errors import (
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.disk.clock import AgeClock
 from spillway_connector.tiers.disk.files.quota import TenantQuotas
-from spillway_connector.tiers.disk.files.space import DOCUMENT_PREFIX, PARTIAL_NAME, EvictionReason, Space, frame_path
+from spillway_connector.tiers.disk.files.space import DOCUMENT_PREFIX, Space
+from spillway_connector.tiers.disk.files.tree import frame_path
 from spillway_connector.tiers.disk.io import TRANSFERS_AT_ONCE, FrameFiles, supports_direct, tier_error
-from spillway_connector.tiers.disk.root import NamespaceDocument, make_root
+from spillway_connector.tiers.disk.maintenance import MaintenanceThread
+from spillway_connector.tiers.disk.root import PARTIAL_NAME, NamespaceDocument, make_root
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
-from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
+from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, WallClock
 
-_log = logging.getLogger(__name__)
-
-HOUSEKEEPING_SECONDS = 300.0  # between scans that correct the ledger and measure the file system again
+SCAN_SECONDS = 300.0  # between scans that correct the ledger and measure the file system again
 SCAN_SECONDS_MIN = 30.0  # scans come sooner where frames expire sooner, but not sooner than this
-HOUSEKEEPING_DEADLINE_SECONDS = 60.0
-IDLE_SECONDS = 10.0  # after which the housekeeper looks, though nobody stores, for what the dead have left
+MAINTENANCE_DEADLINE_SECONDS = 60.0
+IDLE_SECONDS = 10.0  # between maintenance rounds while no stores arrive
 _LINK_ATTEMPTS = 4  # a folder may vanish between mkdir and link when another process evicts its last frame
 
 
-class NvmeTier:
-    """A tier in the directory ``root``. See tier.Tier for the contract.
+class FileTier:
+    """A tier in the directory ``root``, on any file system. See tier.Tier for the contract.
 
     max_bytes: bound for all namespaces and processes together; None takes 80 % of what the file system can give.
-    ttl_seconds: how long a frame stays without being used, told by a clock of the node's own (clock.py); None for
-    ever. tenant_max_bytes: the most that each tenant may hold, those without a cache salt together being one; beyond
-    it the tenant's own oldest frames make room. transfers_at_once: reads, and as many writes, however many threads ask.
-    Nothing is touched before the first operation.
+    ttl_seconds: how long a frame stays without being used, by the node's clock (clock.py); None for ever.
+    tenant_max_bytes: the quota of each tenant, all without a cache salt being one tenant; beyond it the tenant's oldest
+    frames are evicted. transfers_at_once: concurrent reads, and as many writes, for any number of threads.
+    The directory is not touched before the first operation.
     """
 
     name = "nvme"
+    has_local_index = False  # other nodes may write to the directory, so only the file system can tell
 
     def __init__(
         self,
@@ -90,14 +90,13 @@ class NvmeTier:
         self._quotas: TenantQuotas | None = None
         if tenant_max_bytes is not None:
             self._quotas = TenantQuotas(root, tenant_max_bytes, self._space, clock, self._ages.now_ns)
-        self._scan_seconds = min(HOUSEKEEPING_SECONDS, max(ttl_seconds or HOUSEKEEPING_SECONDS, SCAN_SECONDS_MIN))
+        self._scan_seconds = min(SCAN_SECONDS, max(ttl_seconds or SCAN_SECONDS, SCAN_SECONDS_MIN))
+        self._next_scan = self._clock() + self._scan_seconds
         self._numbers = itertools.count()
         self._prepare_lock = threading.Lock()
         self._prepared = False
         self._closed = False
-        self._wake = threading.Event()
-        self._house_lock = threading.Lock()
-        self._housekeeper: threading.Thread | None = None
+        self._maintenance = MaintenanceThread(f"NVMe tier {root}", self._maintain, IDLE_SECONDS)
 
     @property
     def uses_direct_io(self) -> bool:
@@ -105,23 +104,15 @@ class NvmeTier:
         return self._files.direct
 
     @property
-    def evicted_frames(self) -> int:
-        """Frames that this process removed, for whatever reason but damage."""
-        return self._space.evictions.total()
-
-    @property
     def evictions(self) -> Mapping[EvictionReason, int]:
-        """The same by reason."""
         return self._space.evictions
 
     @property
     def quarantined(self) -> Mapping[str, int]:
-        """Damaged files that were renamed, by reason."""
         return self._document.quarantined
 
     @property
     def under_pressure(self) -> bool:
-        """Whether frames were evicted, or refused, for want of room within the last seconds."""
         return self._space.under_pressure
 
     def prepare(self, deadline: float) -> None:
@@ -152,7 +143,7 @@ class NvmeTier:
         return found
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """None: other nodes may write here at any time, so only the file system knows."""
+        """None: see ``has_local_index``."""
         return None
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
@@ -186,7 +177,7 @@ class NvmeTier:
         try:
             return self._write(key, tenant, header, source, deadline)
         except FileNotFoundError as error:
-            self._prepared = False  # someone removed our folders: make them again next time
+            self._prepared = False  # the folders were removed: the next operation makes them again
             raise TierUnreachable(
                 UnreachableReason.ROOT_MISSING, f"{self._root}: the directory was removed while in use"
             ) from error
@@ -194,7 +185,7 @@ class NvmeTier:
             refused = tier_error(error, f"{self._root}: writing a frame")
             if refused.reason == RefusedReason.NO_SPACE:
                 self._space.note_pressure()
-                self._space.forget_limit()  # others took our share: the next store measures again and evicts
+                self._space.drop_limit()  # other users of the file system took the room: measure again, then evict
             raise refused from error
 
     def discard(self, key: bytes, deadline: float) -> None:
@@ -215,14 +206,8 @@ class NvmeTier:
             raise tier_error(error, f"{self._root}: reading the space ledger") from error
 
     def close(self) -> None:
-        with self._house_lock:  # a thread that is being started can be joined afterwards, and none is started any more
-            self._closed = True
-            housekeeper = self._housekeeper
-        self._wake.set()
-        if housekeeper is not None and housekeeper is not threading.current_thread():
-            # Bounded: a thread stuck in a dead mount must not hold up the engine's exit; it is a daemon.
-            housekeeper.join(timeout=1.0)
-        if housekeeper is None or not housekeeper.is_alive():
+        self._closed = True
+        if self._maintenance.stop():
             self._space.close()
             if self._quotas is not None:
                 self._quotas.close()
@@ -241,13 +226,10 @@ class NvmeTier:
         except OSError as error:
             raise tier_error(error, f"path: {self._root}: preparing the directory") from error
         self._prepared = True
-        with self._house_lock:
-            if self._housekeeper is None and not self._closed:
-                self._housekeeper = threading.Thread(target=self._keep_house, name="spillway-nvme-house", daemon=True)
-                self._housekeeper.start()
+        self._maintenance.start()
 
     def _prepare_for_reading(self, deadline: float) -> None:
-        """Prepare, but where only writing is refused (a read-only mount) let readers go on."""
+        """Prepare; where only writing is refused (a read-only mount) reading continues."""
         try:
             self.prepare(deadline)
         except TierRefused as refused:
@@ -290,37 +272,29 @@ class NvmeTier:
                 else:
                     self._space.remove(partial, deadline)
             except (TierError, OSError):
-                pass  # no time, or a sick disk: unlocked below, it is swept like that of a dead writer
+                pass  # no time, or a failing disk: unlocked below, the file is swept later
             finally:
                 os.close(descriptor)
-        self._wake.set()  # the housekeeper looks at the watermark; writers never wait for it
+        self._maintenance.wake()  # it checks the watermark; writers never wait for it
         return StoreOutcome.STORED if kept else StoreOutcome.PRESENT
 
-    def _keep_house(self) -> None:
-        next_scan = self._clock() + self._scan_seconds
-        while not self._closed:
-            self._wake.wait(timeout=IDLE_SECONDS)
-            self._wake.clear()
-            if self._closed:
-                return
-            deadline = self._clock() + HOUSEKEEPING_DEADLINE_SECONDS
-            try:
-                if self._clock() >= next_scan:
-                    next_scan = self._clock() + self._scan_seconds
-                    self._space.rescan(deadline)
-                    while self._space.remove_expired(deadline) and not self._closed:
-                        pass
-                self._space.reclaim(deadline)
-                if self._space.above_high_watermark(deadline):
-                    self._space.make_room(0, deadline)
-            except (TierError, OSError) as error:
-                _log.warning("NVMe tier %s: housekeeping failed: %s", self._root, error)
+    def _maintain(self) -> None:
+        """One round on the maintenance thread. Raises TierError, OSError."""
+        deadline = self._clock() + MAINTENANCE_DEADLINE_SECONDS
+        if self._clock() >= self._next_scan:
+            self._next_scan = self._clock() + self._scan_seconds
+            self._space.rescan(deadline)
+            while self._space.remove_expired(deadline) and not self._closed:
+                pass
+        self._space.reclaim(deadline)
+        if self._space.above_high_watermark(deadline):
+            self._space.make_room(0, deadline)
 
     def _path(self, key: bytes) -> str:
         return frame_path(self._folder, key.hex())
 
     def _unique(self) -> str:
-        # The random part tells apart processes that share the directory from different process id namespaces.
+        # The random part keeps processes apart that share the directory but not the process id namespace.
         return f"{os.getpid()}-{next(self._numbers)}-{os.urandom(6).hex()}"
 
     def _check(self, deadline: float) -> None:
@@ -341,7 +315,7 @@ def _link(partial: str, path: str) -> bool:
         except FileNotFoundError:
             if attempt == _LINK_ATTEMPTS - 1:
                 raise
-            # Another engine that evicts may take an outer folder away between makedirs' own two steps: tried again.
+            # An evicting engine may remove the outer folder between makedirs' two steps: try again.
             with contextlib.suppress(FileNotFoundError):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
         except PermissionError:

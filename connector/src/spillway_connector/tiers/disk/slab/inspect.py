@@ -21,17 +21,17 @@ import numpy as np
 import numpy.typing as npt
 
 from spillway_connector.errors import CorruptReason
-from spillway_connector.tiers.disk.files.inspect import (
+from spillway_connector.tiers.disk.file_lock import FileLock
+from spillway_connector.tiers.disk.inspection import (
     REMOVAL_SECONDS,
     FramePayloads,
     checked_header,
-    enter_page_cache,
     in_order,
-    leave_page_cache,
     namespaces_below,
     with_header,
 )
-from spillway_connector.tiers.disk.io import tier_error
+from spillway_connector.tiers.disk.io import disable_direct, enable_direct, tier_error
+from spillway_connector.tiers.disk.root import SLAB_FOLDER
 from spillway_connector.tiers.disk.slab.chunks import chunks_on_disk
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
@@ -41,11 +41,9 @@ from spillway_connector.tiers.disk.slab.layout import (
     HEADER_FIXED_BYTES,
     INDEX_NAME,
     LOCK_NAME,
-    SLAB_FOLDER,
     PoolShape,
     chunk_name,
 )
-from spillway_connector.tiers.disk.slab.lock import RootLock
 from spillway_connector.tiers.disk.slab.policy import LIVE
 from spillway_connector.tiers.disk.slab.space import pool_folders
 from spillway_connector.tiers.frame import PAGE_BYTES, FrameHeader
@@ -96,7 +94,7 @@ class SlabInspector:
         self._root = root
         self._clock = clock
         self._reader = FramePayloads()
-        self._lock: RootLock | None = None
+        self._lock: FileLock | None = None
         self._opened: dict[Path, tuple[SlabIndex, HeaderTable]] = {}
 
     def exists(self) -> bool:
@@ -265,7 +263,7 @@ class SlabInspector:
 
     def _remove_in(self, folder: Path, frames: Sequence[StoredFrame], only_unused: bool) -> Removal:
         if self._lock is None:
-            self._lock = RootLock(self._root / SLAB_FOLDER / LOCK_NAME, self._clock)
+            self._lock = FileLock(self._root / SLAB_FOLDER / LOCK_NAME, self._clock)
         removed = Removal()
         with self._lock.held(self._clock() + REMOVAL_SECONDS):
             opened = self._writable(folder)
@@ -396,13 +394,13 @@ def _blank(chunk_path: str, offset: int) -> None:
     """Overwrite a slot's header page; directly, because a dirty page would stall an engine's later write. OSError."""
     descriptor = os.open(chunk_path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        leave_page_cache(descriptor)
+        enable_direct(descriptor)
         try:
             os.pwritev(descriptor, [_ZEROS], offset)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            enter_page_cache(descriptor)
+            disable_direct(descriptor)
             os.pwritev(descriptor, [_ZEROS], offset)
     finally:
         os.close(descriptor)

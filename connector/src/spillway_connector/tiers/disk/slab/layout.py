@@ -16,7 +16,6 @@ import xxhash
 
 from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES
 
-SLAB_FOLDER = "slab"
 LOCK_NAME = "lock"
 INDEX_NAME = "index"
 TABLE_NAME = "headers"
@@ -54,7 +53,7 @@ COLUMNS = (
     Column("small_used", "<u8", "pool"),  # those of the small queue
     Column("evictions", "<u8", "pool"),
     Column("chunk_changes", "<u8", "pool"),
-    Column("key_low", "<u8", "slot"),  # the 128-bit fingerprint of namespace and key, see slab_fingerprint.py
+    Column("key_low", "<u8", "slot"),  # the 128-bit fingerprint of namespace and key, see fingerprint.py
     Column("key_high", "<u8", "slot"),
     Column("namespace", "<u8", "slot"),  # first 8 bytes of the namespace digest
     Column("tenant", "<u8", "slot"),  # the tenant's tag, 0 for none
@@ -125,7 +124,7 @@ class PoolShape:
 
     @property
     def table_bytes(self) -> int:
-        """Of the file that repeats every slot's header, see slab_headers.py."""
+        """Of the file that repeats every slot's header, see headers.py."""
         return PAGE_BYTES + self.slots * RECORD_BYTES
 
     def pack(self, magic: bytes = INDEX_MAGIC) -> bytes:

@@ -19,23 +19,23 @@ import numpy as np
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierTimeout
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.disk.clock import AgeClock
+from spillway_connector.tiers.disk.file_lock import FileLock
 from spillway_connector.tiers.disk.io import FrameFiles, supports_direct, tier_error
-from spillway_connector.tiers.disk.root import DOCUMENT_NAME, NamespaceDocument, make_root
+from spillway_connector.tiers.disk.root import DOCUMENT_NAME, SLAB_FOLDER, NamespaceDocument, make_root
 from spillway_connector.tiers.disk.slab.chunks import Chunks, chunks_on_disk
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.layout import (
     INDEX_NAME,
     LOCK_NAME,
-    SLAB_FOLDER,
     WRITERS_FOLDER,
     PoolShape,
     plan_shape,
 )
-from spillway_connector.tiers.disk.slab.lock import RootLock, WriterBadge
 from spillway_connector.tiers.disk.slab.policy import WRITING
 from spillway_connector.tiers.disk.slab.rebuild import plan_from_chunks, rebuild
 from spillway_connector.tiers.disk.slab.space import Pool, Room, SlabSpace
+from spillway_connector.tiers.disk.slab.writers import WriterLease
 from spillway_connector.tiers.tier import Clock
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class SlabPool:
         clock: Clock,
     ) -> None:
         self.space = space
-        self.badge = WriterBadge(root / SLAB_FOLDER / WRITERS_FOLDER)
+        self.lease = WriterLease(root / SLAB_FOLDER / WRITERS_FOLDER)
         self.document = NamespaceDocument(root / namespace.hex, namespace)
         self._namespace = namespace
         self._slot_bytes = slot_bytes
@@ -69,7 +69,7 @@ class SlabPool:
         self._files = files
         self._ages = ages
         self._clock = clock
-        self._lock = RootLock(root / SLAB_FOLDER / LOCK_NAME, clock)
+        self._lock = FileLock(root / SLAB_FOLDER / LOCK_NAME, clock)
         self._prepare_lock = threading.Lock()
         self._pool: Pool | None = None
         self._read_only_until = -math.inf
@@ -150,11 +150,11 @@ class SlabPool:
             (self._root / SLAB_FOLDER / WRITERS_FOLDER).mkdir(exist_ok=True)
             (self._root / self._namespace.hex).mkdir(exist_ok=True)
             document = self._root / self._namespace.hex / DOCUMENT_NAME
-            self.document.ensure(lambda: document.with_name(f"{DOCUMENT_NAME}.{self.badge.number:016x}"))
+            self.document.ensure(lambda: document.with_name(f"{DOCUMENT_NAME}.{self.lease.number:016x}"))
             self._ages.share()
             with self._lock.held(deadline):
-                self.badge.wear()
-                self.badge.sweep()
+                self.lease.acquire()
+                self.lease.sweep()
                 self._files.direct = supports_direct(self._folder)
                 pool = self._open_chunks(self._open_or_rebuild())
                 self._put_right(pool)
@@ -207,7 +207,7 @@ class SlabPool:
         return larger
 
     def _put_right(self, pool: Pool) -> None:
-        """Make index and files agree, and take back what dead writers had claimed. Under the lock."""
+        """Make index and files agree, and release orphaned slots. Under the lock."""
         index = pool.index
         found = chunks_on_disk(self._folder)
         for chunk, (epoch, _) in found.items():
@@ -217,15 +217,15 @@ class SlabPool:
             if found.get(chunk, (0, 0))[0] != int(index.chunk_epoch[chunk]):
                 index.put("chunk_epoch", chunk, 0)
         index.recover()
-        self.take_back_from_the_dead(index)
+        self.release_orphaned(index)
         index.put("dirty", 0, 0)
 
-    def take_back_from_the_dead(self, index: SlabIndex) -> None:
-        """Free the slots that writers had claimed who no longer run. Under the lock."""
+    def release_orphaned(self, index: SlabIndex) -> None:
+        """Free the slots that were claimed by writers that no longer run. Under the lock."""
         writing = np.flatnonzero(index.state == WRITING)
         owners = index.owner[writing]
         for owner in np.unique(owners).tolist():
-            if not self.badge.is_alive(owner):
+            if not self.lease.is_held(owner):
                 for slot in writing[owners == owner].tolist():
                     index.release(slot)  # its record in the header table has been empty since it was claimed
 
@@ -259,6 +259,6 @@ class SlabPool:
         self._pool = None
         self._lock.close()
         try:
-            self.badge.take_off()
+            self.lease.release()
         except OSError:
-            pass  # the lock on it ends here all the same, which is what others look at
+            pass  # its lock is released all the same, and only the lock counts

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from spillway_connector.tiers.disk.clock import FUTURE_SLACK_SECONDS
-from spillway_connector.tiers.disk.files.space import FREE_FRACTION, PRESSURE_SECONDS, EvictionReason
 from spillway_connector.tiers.disk.io import FrameFiles
+from spillway_connector.tiers.disk.room import PRESSURE_SECONDS, limit_bytes
+from spillway_connector.tiers.disk.root import SLAB_FOLDER
 from spillway_connector.tiers.disk.slab.chunks import Chunks
 from spillway_connector.tiers.disk.slab.index import SlabIndex
-from spillway_connector.tiers.disk.slab.layout import HEADER_FIXED_BYTES, INDEX_NAME, SLAB_FOLDER, PoolShape
+from spillway_connector.tiers.disk.slab.layout import HEADER_FIXED_BYTES, INDEX_NAME, PoolShape
 from spillway_connector.tiers.disk.slab.policy import LIVE, WRITING
-from spillway_connector.tiers.tier import Clock
+from spillway_connector.tiers.tier import Clock, EvictionReason
 
 _log = logging.getLogger(__name__)
 
@@ -57,9 +58,7 @@ def measure_room(root: Path, max_bytes: int | None) -> Room:
                 taken += os.stat(os.path.join(folder, name)).st_size
             except FileNotFoundError:
                 continue
-    volume = os.statvfs(root)
-    share = int(FREE_FRACTION * (volume.f_bavail * volume.f_frsize + taken))
-    return Room(share if max_bytes is None else min(max_bytes, share), taken)
+    return Room(limit_bytes(root, taken, max_bytes), taken)
 
 
 def pool_folders(root: Path) -> list[Path]:
@@ -228,10 +227,10 @@ class SlabSpace:
         self.evictions[EvictionReason.ROOM] += before - pool.index.used
         self.note_pressure()
 
-    def keep_house(self, pool: Pool) -> bool:
-        """Now and then: stay within a bound that has moved, and remove what has expired. Under the lock.
+    def maintain(self, pool: Pool) -> bool:
+        """Every UPKEEP_SECONDS: stay within a bound that has shrunk, and remove expired entries. Under the lock.
 
-        True when it was time to.
+        Returns whether it was time to.
         """
         now = self._clock()
         if now < self._next_upkeep:

@@ -39,20 +39,20 @@ from spillway_connector.errors import (
 )
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.disk.clock import AgeClock
-from spillway_connector.tiers.disk.files.space import EvictionReason
 from spillway_connector.tiers.disk.io import TRANSFERS_AT_ONCE, FrameFiles, tier_error
+from spillway_connector.tiers.disk.maintenance import MaintenanceThread
+from spillway_connector.tiers.disk.root import SLAB_FOLDER
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprint_of, fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.index import SlabIndex
-from spillway_connector.tiers.disk.slab.layout import SLAB_FOLDER, slot_bytes_of
-from spillway_connector.tiers.disk.slab.maintenance import Housekeeper
+from spillway_connector.tiers.disk.slab.layout import slot_bytes_of
 from spillway_connector.tiers.disk.slab.policy import LIVE, WRITING
 from spillway_connector.tiers.disk.slab.pool import SlabPool
 from spillway_connector.tiers.disk.slab.quota import make_tenant_room
 from spillway_connector.tiers.disk.slab.space import UPKEEP_SECONDS, Pool, SlabSpace, pool_folders, resident_bytes
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
-from spillway_connector.tiers.tier import NO_TENANT, Clock, StoreOutcome, WallClock
+from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, WallClock
 
-HOUSEKEEPING_DEADLINE_SECONDS = 10.0  # for the housekeeper to get the lock
+MAINTENANCE_DEADLINE_SECONDS = 10.0  # for the maintenance thread to get the lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class SlabTier:
     """
 
     name = "nvme"
+    has_local_index = True
 
     def __init__(
         self,
@@ -116,28 +117,20 @@ class SlabTier:
         self._pool = SlabPool(
             namespace, self._slot_bytes, root, files=self._files, space=self._space, ages=self._ages, clock=clock
         )
-        self._house = Housekeeper(f"NVMe tier {self._folder}", self._keep_house, UPKEEP_SECONDS)
+        self._maintenance = MaintenanceThread(f"NVMe tier {self._folder}", self._maintain, UPKEEP_SECONDS)
         self._abandoned: list[_Claim] = []
         self._closed = False
 
     @property
-    def evicted_frames(self) -> int:
-        """Frames that this process removed, for whatever reason but damage."""
-        return self._space.evictions.total()
-
-    @property
     def evictions(self) -> Mapping[EvictionReason, int]:
-        """The same by reason."""
         return self._space.evictions
 
     @property
     def quarantined(self) -> Mapping[str, int]:
-        """Damaged files that were renamed, by reason."""
         return self._pool.document.quarantined
 
     @property
     def under_pressure(self) -> bool:
-        """Whether frames were evicted, or refused, for want of room within the last seconds."""
         return self._space.under_pressure
 
     @property
@@ -148,25 +141,23 @@ class SlabTier:
     def prepare(self, deadline: float) -> None:
         self._check(deadline)
         self._pool.writable(deadline)
-        self._house.start()
+        self._maintenance.start()
 
     def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         self._check(deadline)
         pool = self._pool.readable(deadline)
-        self._house.start()
+        self._maintenance.start()
         if pool is None or not keys:
             return [False] * len(keys)
         return self._live(pool.index, keys)
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """What :meth:`contains` would say, from memory alone and without waiting for anything.
-
-        None before the directory has been prepared. A pool that another process replaced a moment ago is seen late.
-        """
+        """From the mapped index. None before the directory has been prepared. A pool that another process replaced a
+        moment ago is seen late."""
         pool = self._pool.at_hand()
         if self._closed or pool is None:
             return None
-        # One key is asked for most of all, and arrays of one element cost ten times as much.
+        # Mostly one key, for which arrays cost ten times as much.
         return self._live(pool.index, keys) if len(keys) != 1 else [self._live_one(pool.index, keys[0])]
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
@@ -204,7 +195,7 @@ class SlabTier:
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         self._check(deadline)
         pool = self._pool.writable(deadline)
-        self._house.start()
+        self._maintenance.start()
         try:
             slot = self._find(pool.index, key)
             if slot >= 0 and pool.index.state[slot] == LIVE and not self._expired(pool.index, slot):
@@ -265,24 +256,27 @@ class SlabTier:
         except OSError as error:
             raise tier_error(error, f"{self._root}: counting slots in use") from error
 
-    def keep_house(self, deadline: float) -> None:
-        """Stay within a bound that has moved, and remove what has expired: at most once a minute, and also while nobody
-        stores. A directory that was removed, or cannot be written to, is left alone."""
+    def maintain(self, deadline: float) -> None:
+        """Stay within a bound that has shrunk, and remove expired entries; at most once a minute.
+
+        Runs on the maintenance thread, so also while no stores arrive. A directory that was removed, or cannot be
+        written to, stays as it is. Raises TierError.
+        """
         self._check(deadline)
         pool = self._pool.at_hand()
         if pool is None or not pool.index.writable or self._pool.replaced(pool.index):
             return
         try:
             with self._locked(deadline) as pool:
-                self._keep_house_in(pool)
+                self._maintain_pool(pool)
         except OSError as error:
-            raise tier_error(error, f"{self._folder}: keeping house") from error
+            raise tier_error(error, f"{self._folder}: maintenance") from error
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._house.stop()
+        self._maintenance.stop()
         self._pool.close()
 
     # --- storing ------------------------------------------------------------------------------------------------------
@@ -292,12 +286,12 @@ class SlabTier:
         fingerprint = fingerprint_of(key, self._pair)
         with self._locked(deadline) as pool:
             index = pool.index
-            self._keep_house_in(pool)
+            self._maintain_pool(pool)
             slot = index.find_one(fingerprint)
             if slot >= 0:
                 if index.state[slot] == LIVE and not self._expired(index, slot):
                     return StoreOutcome.PRESENT
-                if index.state[slot] == WRITING and self._pool.badge.is_alive(int(index.owner[slot])):
+                if index.state[slot] == WRITING and self._pool.lease.is_held(int(index.owner[slot])):
                     return StoreOutcome.PENDING
                 if index.state[slot] == LIVE:
                     self._space.expire(index, slot)
@@ -310,7 +304,7 @@ class SlabTier:
                 fingerprint,
                 namespace=self._pair[0],
                 tenant=tenant_tag,
-                owner=self._pool.badge.number,
+                owner=self._pool.lease.number,
                 now_s=self._now_s(),
             )
             pool.chunks.headers.forget(slot)
@@ -332,7 +326,7 @@ class SlabTier:
             return slot
         victim = index.victim()
         if victim is None:
-            self._pool.take_back_from_the_dead(index)
+            self._pool.release_orphaned(index)
             slot = index.free_slot()
             if slot is not None:
                 return slot
@@ -367,13 +361,13 @@ class SlabTier:
         except (TierError, OSError):
             pass  # the next holder of the lock in this process does; the write's own failure is the one to report
 
-    def _keep_house(self) -> None:
+    def _maintain(self) -> None:
         if not self._closed:
-            self.keep_house(self._clock() + HOUSEKEEPING_DEADLINE_SECONDS)
+            self.maintain(self._clock() + MAINTENANCE_DEADLINE_SECONDS)
 
-    def _keep_house_in(self, pool: Pool) -> None:
-        if self._space.keep_house(pool):
-            self._pool.take_back_from_the_dead(pool.index)
+    def _maintain_pool(self, pool: Pool) -> None:
+        if self._space.maintain(pool):
+            self._pool.release_orphaned(pool.index)
 
     @contextmanager
     def _locked(self, deadline: float) -> Iterator[Pool]:
@@ -394,7 +388,7 @@ class SlabTier:
             slot < index.shape.slots
             and index.state[slot] == WRITING
             and int(index.generation[slot]) == claim.generation
-            and int(index.owner[slot]) == self._pool.badge.number
+            and int(index.owner[slot]) == self._pool.lease.number
         )
 
     # --- small things -------------------------------------------------------------------------------------------------

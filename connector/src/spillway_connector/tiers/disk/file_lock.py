@@ -1,0 +1,87 @@
+"""A lock file that one thread of one process holds at a time.
+
+By ``flock``, which the kernel releases when its holder ends: a crash leaves no lock behind, and process ids, which mean
+nothing across containers, are not needed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from spillway_connector.errors import TierTimeout
+from spillway_connector.tiers.tier import Clock
+
+_FIRST_RETRY_SECONDS = 0.0001
+_LONGEST_RETRY_SECONDS = 0.002
+_CLOSE_SECONDS = 0.1
+
+
+class FileLock:
+    """The lock on the file at ``path``, which is made when missing. Safe from several threads."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self.path = path
+        self._clock = clock
+        self._thread_lock = threading.Lock()
+        self._descriptor: int | None = None
+
+    @contextmanager
+    def held(self, deadline: float) -> Iterator[int]:
+        """Hold the lock; yields the descriptor of the file, open for reading and writing.
+
+        Raises TierTimeout, and OSError where the file cannot be opened (FileNotFoundError: its folder is missing).
+        """
+        if not self._thread_lock.acquire(timeout=max(0.0, deadline - self._clock())):
+            raise TierTimeout(f"{self.path}: another thread held the lock")
+        try:
+            descriptor = self._acquire(deadline)
+            try:
+                yield descriptor
+            finally:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        finally:
+            self._thread_lock.release()
+
+    def close(self) -> None:
+        """Close the file. While another thread holds the lock it stays open until the process ends."""
+        if self._thread_lock.acquire(timeout=_CLOSE_SECONDS):
+            try:
+                self._close_file()
+            finally:
+                self._thread_lock.release()
+
+    def _acquire(self, deadline: float) -> int:
+        pause = _FIRST_RETRY_SECONDS
+        while True:
+            if self._descriptor is None:
+                self._descriptor = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            descriptor = self._descriptor
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if self._clock() >= deadline:
+                    raise TierTimeout(f"{self.path}: another process held the lock") from None
+                time.sleep(pause)  # flock has no timeout of its own
+                pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
+                continue
+            if self._is_current(descriptor):
+                return descriptor
+            self._close_file()  # removed or replaced: other processes lock the file that has the name now
+
+    def _is_current(self, descriptor: int) -> bool:
+        try:
+            on_disk, held = os.stat(self.path), os.fstat(descriptor)
+        except FileNotFoundError:
+            return False
+        return (on_disk.st_dev, on_disk.st_ino) == (held.st_dev, held.st_ino)
+
+    def _close_file(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

@@ -1,0 +1,43 @@
+"""Where the file layout keeps its frames below a root, and walking them. A folder that vanishes meanwhile is empty."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from spillway_connector.tiers.disk.root import PARTIAL_NAME, entries_in, folders_in
+
+FRAME_SUFFIX = ".kv"
+
+
+def frame_path(namespace_folder: str | os.PathLike[str], key_hex: str) -> str:
+    """Where the frame of a key lies: below two folders named after the key's first two bytes."""
+    return f"{namespace_folder}/{key_hex[:2]}/{key_hex[2:4] or '00'}/{key_hex}{FRAME_SUFFIX}"
+
+
+def key_of_path(path: str) -> str:
+    """The key, in hex, that a frame's path stands for."""
+    return os.path.basename(path).removesuffix(FRAME_SUFFIX)
+
+
+def frames_in(namespace_folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+    """The frames of one namespace, without those being written."""
+    for first in folders_in(namespace_folder):
+        if first.name == PARTIAL_NAME:
+            continue
+        for second in folders_in(first.path):
+            yield from (entry for entry in entries_in(second.path) if entry.name.endswith(FRAME_SUFFIX))
+
+
+def remove_empty_parents(path: str, levels: int = 2) -> None:
+    """Remove the folders of a removed frame while they are empty: each costs a page. A writer makes them again.
+
+    levels: 1 for the inner one alone, which is what a writer can make again without a race.
+    """
+    folder = os.path.dirname(path)
+    for _ in range(levels):
+        try:
+            os.rmdir(folder)
+        except OSError:
+            return
+        folder = os.path.dirname(folder)

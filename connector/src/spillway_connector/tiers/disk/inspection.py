@@ -1,0 +1,147 @@
+"""What the inspectors of both layouts share: checking headers, proving payloads, namespaces, reading in threads."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from spillway_connector.errors import CorruptReason, TierCorrupt
+from spillway_connector.tiers.disk.io import disable_direct, enable_direct
+from spillway_connector.tiers.disk.root import DOCUMENT_NAME, folders_in
+from spillway_connector.tiers.frame import PAGE_BYTES, FrameHeader, read_header, verify
+from spillway_connector.tiers.inspection import CheckPayload, Damage, StoredFrame, StoredNamespace, is_namespace_name
+
+REMOVAL_SECONDS = 60.0  # the longest that a removal waits for a lock, per call
+_THREADS = 8  # small reads at scattered places: a disk serves many at once
+_BATCH_FRAMES = 64  # per task of a thread
+_BATCHES_AHEAD = 2 * _THREADS  # bounds memory, and how far reading runs ahead of the consumer
+
+
+def namespaces_below(root: Path, prefix: str = "") -> Iterator[StoredNamespace]:
+    """Every namespace folder of a root, in either layout. Raises OSError."""
+    for folder in sorted(folders_in(root), key=lambda entry: entry.name):
+        if is_namespace_name(folder.name) and folder.name.startswith(prefix):
+            try:
+                document = Path(folder.path, DOCUMENT_NAME).read_bytes()
+            except FileNotFoundError:
+                document = None
+            yield StoredNamespace(bytes.fromhex(folder.name), document)
+
+
+def checked_header(raw: bytes) -> FrameHeader | Damage:
+    """The header page of a frame on a disk, or what is wrong with it."""
+    try:
+        header = read_header(raw)
+    except TierCorrupt as corrupt:
+        return Damage(corrupt.reason, str(corrupt))
+    return header
+
+
+def with_header(frame: StoredFrame, header: FrameHeader | Damage, *, namespace: bytes, key: str | None) -> StoredFrame:
+    """``frame`` with the contents of its header.
+
+    key: the key, in hex, that the frame's place stands for; None where places do not determine keys.
+    """
+    if isinstance(header, Damage):
+        return replace(frame, damage=header)
+    damage = None
+    if header.namespace != namespace:
+        damage = Damage(CorruptReason.NAMESPACE, f"it belongs to namespace {header.namespace.hex()}")
+    elif key is not None and header.key.hex() != key:
+        damage = Damage(CorruptReason.KEY, f"it holds key {header.key.hex()}")
+    elif frame.stored_bytes < PAGE_BYTES + header.payload_bytes:
+        damage = Damage(
+            CorruptReason.SHORT, f"{frame.stored_bytes} bytes, its header announces {header.payload_bytes} of payload"
+        )
+    return replace(
+        frame,
+        key=header.key,
+        tenant=header.tenant,
+        payload_bytes=header.payload_bytes,
+        created_s=header.created_ms / 1000,
+        damage=damage,
+    )
+
+
+class FramePayloads:
+    """Reads whole frames and proves them, with direct I/O where the file system takes it: what is on the disk is to be
+    proven, and engines need the page cache. Keeps one buffer, as large as needed. Not safe from several threads."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(b"")
+
+    def verify(
+        self,
+        frame: StoredFrame,
+        descriptor: int,
+        offset: int,
+        header: FrameHeader,
+        *,
+        namespace: bytes,
+        key: str,
+        check_payload: CheckPayload | None,
+    ) -> Damage | None:
+        """Prove the frame at ``offset`` to be the whole one of ``key`` (hex). Raises OSError."""
+        if header.key.hex() != key:
+            return Damage(CorruptReason.KEY, f"it holds key {header.key.hex()}, not {key}")
+        size = header.payload_bytes
+        whole_bytes = PAGE_BYTES + -(-size // PAGE_BYTES) * PAGE_BYTES
+        if self._buffer.nbytes < whole_bytes:
+            # mmap for its page alignment, which direct I/O needs.
+            self._buffer = memoryview(mmap.mmap(-1, whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        enable_direct(descriptor)
+        read_bytes = _read_fully(descriptor, self._buffer[:whole_bytes], offset)
+        payload = self._buffer[PAGE_BYTES : min(PAGE_BYTES + size, read_bytes)]
+        try:
+            verify(self._buffer[:PAGE_BYTES], payload, namespace=namespace, key=header.key, payload_bytes=size)
+        except TierCorrupt as corrupt:
+            return Damage(corrupt.reason, str(corrupt))
+        return None if check_payload is None else check_payload(replace(frame, key=header.key), payload)
+
+
+def in_order(frames: Iterator[StoredFrame], look: Callable[[StoredFrame], StoredFrame | None]) -> Iterator[StoredFrame]:
+    """``look`` at each frame in threads, a bounded number ahead; frames for which it returns None are left out."""
+    with ThreadPoolExecutor(_THREADS, "spillway-inspect") as threads:
+        waiting: deque[Future[list[StoredFrame | None]]] = deque()
+        try:
+            while True:
+                batch = list(islice(frames, _BATCH_FRAMES))
+                if batch:
+                    waiting.append(threads.submit(_look_at_all, look, batch))
+                if not waiting:
+                    return
+                if len(waiting) >= _BATCHES_AHEAD or not batch:
+                    yield from (frame for frame in waiting.popleft().result() if frame is not None)
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _look_at_all(
+    look: Callable[[StoredFrame], StoredFrame | None], frames: list[StoredFrame]
+) -> list[StoredFrame | None]:
+    return [look(frame) for frame in frames]
+
+
+def _read_fully(descriptor: int, target: memoryview, offset: int) -> int:
+    """How many bytes there were, at most all of ``target``. Raises OSError."""
+    done = 0
+    while done < target.nbytes:
+        try:
+            count = os.preadv(descriptor, [target[done:]], offset + done)
+        except OSError as error:
+            # Some file systems accept O_DIRECT and reject the transfer.
+            if error.errno != errno.EINVAL or not disable_direct(descriptor):
+                raise
+            continue
+        if not count:
+            break
+        done += count
+    return done

@@ -1,0 +1,65 @@
+"""Which processes may hold claims on slots: each has a lease, a locked file in the root.
+
+The lock is a ``flock``, which the kernel releases when the process ends, so a lease cannot outlive its holder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class WriterLease:
+    """The lease of one writer: the file ``folder/<number in hex>``, locked from :meth:`acquire` to :meth:`release`.
+
+    number: random, not 0, 64 bits; the index names the owner of a slot by it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.number = int.from_bytes(os.urandom(8), "little") | 1  # 0: no owner
+        self._folder = folder
+        self._path = folder / f"{self.number:016x}"
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Make and lock the file, anew if need be. Under the root's lock. Raises OSError."""
+        self.release()
+        self._descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """Remove and unlock the file. Raises OSError."""
+        if self._descriptor is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def is_held(self, number: int) -> bool:
+        """Whether the writer of that number still runs. The file of one that does not is removed."""
+        if number == self.number:
+            return True
+        path = self._folder / f"{number:016x}"
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # not known, for example for want of descriptors: its slots stay claimed
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+
+    def sweep(self) -> None:
+        """Remove the files of writers that no longer run. Under the root's lock, under which leases are acquired."""
+        for name in os.listdir(self._folder):
+            if len(name) == 16:
+                try:
+                    self.is_held(int(name, 16))
+                except ValueError:
+                    continue
