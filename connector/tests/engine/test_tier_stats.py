@@ -11,7 +11,7 @@ import pytest
 from spillway_connector.engine.stats import SpillwayStats
 from spillway_connector.engine.tier_stats import IDLE_SECONDS, TierReport
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import NAMESPACE, key_of
+from spillway_connector.testing.tier_contract import NAMESPACE, key_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import EvictionReason
 from spillway_connector.transfer.shared_tier import SharedTier

@@ -6,8 +6,8 @@ import pytest
 
 from spillway_connector.errors import RefusedReason, TierMiss, TierRefused, TierTimeout
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import NAMESPACE, error_of, key_of, payload_of
 from spillway_connector.testing.faults import CorruptingTier, FlakyTier, HangingTier, RefusingTier, SlowTier
+from spillway_connector.testing.tier_contract import NAMESPACE, error_of, key_of, payload_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.transfer.stats import Operation
 

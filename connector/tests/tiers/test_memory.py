@@ -6,7 +6,8 @@ import pytest
 
 from spillway_connector.errors import RefusedReason, TierRefused
 from spillway_connector.namespace import Namespace
-from spillway_connector.testing.contracts import NAMESPACE, TierContract, key_of, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, TierContract, key_of, payload_of, soon
+from spillway_connector.tiers.frame import HEADER_BYTES
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 
 
@@ -32,6 +33,12 @@ def medium() -> _MemoryMedium:
 @pytest.fixture
 def make_tier(medium: _MemoryMedium) -> Callable[[Namespace, int], MemoryTier]:
     return lambda namespace, payload_bytes: MemoryTier(namespace, payload_bytes, medium.store)
+
+
+@pytest.fixture
+def make_small_tier() -> Callable[[int], MemoryTier]:
+    frame_bytes = HEADER_BYTES + PAYLOAD_BYTES
+    return lambda frames: MemoryTier(NAMESPACE, PAYLOAD_BYTES, MemoryStore(frames * frame_bytes))
 
 
 class TestMemoryTier(TierContract):

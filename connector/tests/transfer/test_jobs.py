@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_connector.errors import TierMiss, TierTimeout
-from spillway_connector.testing.contracts import key_of
+from spillway_connector.testing.tier_contract import key_of
 from spillway_connector.transfer.jobs import Settled, TransferItem, TransferJob
 from spillway_connector.transfer.stats import Operation
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spillway_connector.limits import BreakerPolicy
 from spillway_connector.plan.change_log import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import NAMESPACE, key_of
+from spillway_connector.testing.tier_contract import NAMESPACE, key_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.transfer import lookups
 from spillway_connector.transfer.breaker import Breaker

@@ -23,7 +23,6 @@ from spillway_connector.errors import (
 )
 from spillway_connector.limits import BreakerPolicy
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import NAMESPACE, key_of, payload_of
 from spillway_connector.testing.faults import (
     CorruptingTier,
     FailingTier,
@@ -33,6 +32,7 @@ from spillway_connector.testing.faults import (
     SlowTier,
     TierWrapper,
 )
+from spillway_connector.testing.tier_contract import NAMESPACE, key_of, payload_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import NO_TENANT, EvictionReason, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import BreakerState

@@ -12,6 +12,8 @@ from spillway_connector.namespace import Namespace, explain_difference
 from spillway_connector.tiers.frame import HEADER_BYTES, build_header, verify
 from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, WallClock
 
+PRESSURE_SECONDS = 5.0  # how long an eviction or a refusal for want of room counts as pressure
+
 
 class MemoryStore:
     """The medium that memory tiers share. ``max_bytes`` bounds the frames; the least recently used are evicted."""
@@ -30,8 +32,7 @@ class MemoryTier:
     """A tier over a MemoryStore. See tier.Tier for the contract."""
 
     name = "memory"
-    has_local_index = False  # as most stores: its users then ask on a thread of their own
-    under_pressure = False
+    has_local_index = False  # as most stores: its users then look up on a thread of their own
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class MemoryTier:
         self._clock = clock
         self._wall_clock = wall_clock
         self._closed = False
+        self._pressed_until = float("-inf")
         self._evictions: Counter[EvictionReason] = Counter()
 
     @property
@@ -58,6 +60,10 @@ class MemoryTier:
     @property
     def quarantined(self) -> Mapping[str, int]:
         return {}
+
+    @property
+    def under_pressure(self) -> bool:
+        return self._clock() < self._pressed_until
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
         return None
@@ -104,6 +110,8 @@ class MemoryTier:
             if (self._digest, key) in frames:
                 frames.move_to_end((self._digest, key))
                 return StoreOutcome.PRESENT
+            if self.medium.used_bytes() + len(frame) > self.medium.max_bytes:
+                self._pressed_until = self._clock() + PRESSURE_SECONDS
             if len(frame) > self.medium.max_bytes:
                 raise TierRefused(
                     RefusedReason.NO_SPACE, f"max_bytes: {self.medium.max_bytes} holds no frame of {len(frame)} bytes"

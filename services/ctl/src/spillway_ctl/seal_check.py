@@ -7,8 +7,7 @@ from pathlib import Path
 
 from spillway_connector.errors import TierCorrupt
 from spillway_connector.tiers.inspection import Damage, StoredFrame, StoredNamespace, identity_of
-from spillway_connector.tiers.sealed import SEAL_BYTES, SealedNamespace, SealedTier, SealKey
-from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome
+from spillway_connector.tiers.sealed import SEAL_BYTES, PayloadSeal, SealedNamespace, SealKey
 from spillway_ctl.errors import CommandError
 
 
@@ -19,7 +18,7 @@ class SealCheck:
         """Raises ConfigError where there is no key to be had, CommandError where it is no namespace's key."""
         self.opens: set[bytes] = set()
         self._keys: dict[bytes, tuple[SealedNamespace, SealKey]] = {}
-        self._tiers: dict[tuple[bytes, int], tuple[SealedTier, _OneFrame]] = {}
+        self._seals: dict[tuple[bytes, int], PayloadSeal] = {}
         self._opened = memoryview(b"")
         mismatches = []
         for namespace in namespaces:
@@ -52,52 +51,18 @@ class SealCheck:
         size = payload.nbytes - SEAL_BYTES
         if size < 0:
             return Damage("seal", f"{payload.nbytes} bytes are too few for an encrypted payload")
-        tier, source = self._tier(frame.namespace, size)
-        source.payload = payload
+        seal = self._seal(frame.namespace, size)
         if self._opened.nbytes < size:
             self._opened = memoryview(bytearray(size))
         try:
-            tier.load(frame.key, self._opened[:size], 0.0)
+            seal.open(frame.key, payload, self._opened[:size])
         except TierCorrupt as corrupt:
             return Damage(corrupt.reason, str(corrupt))
         return None
 
-    def _tier(self, namespace: bytes, size: int) -> tuple[SealedTier, _OneFrame]:
-        found = self._tiers.get((namespace, size))
+    def _seal(self, namespace: bytes, size: int) -> PayloadSeal:
+        found = self._seals.get((namespace, size))
         if found is None:
-            self._tiers.clear()  # frames of one namespace have one size
-            source = _OneFrame(size + SEAL_BYTES)
-            sealed, key = self._keys[namespace]
-            found = self._tiers[namespace, size] = SealedTier(source, sealed, size, key), source
+            self._seals.clear()  # frames of one namespace have one size
+            found = self._seals[namespace, size] = PayloadSeal(self._keys[namespace][0], size, self._keys[namespace][1])
         return found
-
-
-class _OneFrame:
-    """A tier whose every key is the payload at hand, so that opening a seal is done where it is done for engines."""
-
-    name = "verify"
-
-    def __init__(self, payload_bytes: int) -> None:
-        self.payload_bytes = payload_bytes
-        self.payload = memoryview(b"")
-
-    def prepare(self, deadline: float) -> None:
-        """Nothing is needed."""
-
-    def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        return [True] * len(keys)
-
-    def load(self, key: bytes, target: memoryview, deadline: float) -> None:
-        target[:] = self.payload
-
-    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
-        return StoreOutcome.PRESENT
-
-    def discard(self, key: bytes, deadline: float) -> None:
-        """Nothing is kept."""
-
-    def resident_bytes(self, deadline: float) -> int:
-        return self.payload.nbytes
-
-    def close(self) -> None:
-        """Nothing is open."""

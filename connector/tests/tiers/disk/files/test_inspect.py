@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.disk.files.inspect import FileInspector
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.inspection import namespaces_below

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.disk.files.space import Space
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.files.tree import frame_path
@@ -100,7 +100,7 @@ _CUT_OFF = """
 import fcntl, json, os, sys, time
 from pathlib import Path
 from spillway_connector.errors import TierError
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.files.space import Space
 base, max_frames = Path(sys.argv[1]), 6

@@ -18,7 +18,7 @@ import pytest
 from spillway_connector.errors import RefusedReason, TierMiss, TierTimeout, TierUnreachable, UnreachableReason
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import (
+from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     OTHER_NAMESPACE,
     PAYLOAD_BYTES,
@@ -98,6 +98,11 @@ def make_tier(medium: _FileMedium) -> Iterator[MakeTier]:
     yield make
     for tier in tiers:
         tier.close()
+
+
+@pytest.fixture
+def make_small_tier(make_tier: MakeTier) -> Callable[[int], FileTier]:
+    return lambda frames: make_tier(max_bytes=frames * FRAME_BYTES)
 
 
 class TestFileTier(TierContract):
@@ -481,7 +486,7 @@ def test_short_counts_are_continued_from_where_they_ended(tmp_path: Path) -> Non
 _CHILD = """
 import json, os, sys
 from pathlib import Path
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.errors import TierMiss
 root, max_bytes, first = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

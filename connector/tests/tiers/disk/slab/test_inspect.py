@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spillway_connector.testing.contracts import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.disk.root import SLAB_FOLDER
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector

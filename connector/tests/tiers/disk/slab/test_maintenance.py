@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.tier import EvictionReason
 

