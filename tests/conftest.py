@@ -1,4 +1,4 @@
-"""One stack at a time, one start per configuration: tests ask for `stack` and run once per tier they name.
+"""One stack at a time, one start per configuration: tests use the fixture `stack` and run once per tier they name.
 
 - `pytest.mark.tiers("nvme")`: which of STACKS; TIERS without it
 - `pytest.mark.ends_stack`: takes the stack down itself, so it runs after every other test of that tier
@@ -22,7 +22,7 @@ TIERS = ("nvme", "redis")
 # nvme-files: one engine on a directory with one file per block, the layout of shared file systems.
 STACKS = ("nvme", "nvme-files", "redis")
 FILES = ("offload.sharedTier.nvme.mode=files",)
-# A test that comes first pays for the start: minutes on two slow cores. The full identity proof takes its own time.
+# The first test includes the start: minutes on two slow cores. The full identity proof takes longer still.
 TIMEOUT_SECONDS = 3600 if os.environ.get(PROMPTS_ENV) else 900
 
 
@@ -54,19 +54,19 @@ def _turn(item: pytest.Item) -> tuple[int, bool]:
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KnownAnswers]:
-    """Prompt name -> its answers on an engine without any offload, started and ended here where none are kept."""
+    """Prompt name -> its answers on an engine without any offload, started here unless kept answers exist."""
     kept = kept_file(stack_settings("off", engines=1, gateway=False))
     asked = int(os.environ[PROMPTS_ENV]) if os.environ.get(PROMPTS_ENV) else None
     if kept is not None and (found := read(kept, asked)) is not None:
         return found
     running = RunningStack.start("off", tmp_path_factory.mktemp("off"), engines=1, gateway=False)
     try:
-        known = reference_answers(running.a, make_prompts(identity_prompts(running.blocks)))
+        answers = reference_answers(running.a, make_prompts(identity_prompts(running.blocks)))
     finally:
         running.close()
     if kept is not None:
-        write(kept, known)
-    return known
+        write(kept, answers)
+    return answers
 
 
 @pytest.fixture(scope="session")
@@ -83,13 +83,13 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield running
     finally:
         running.close()
-        # Gigabytes that nobody reads again; the logs stay.
+        # Gigabytes that are not read again; the logs stay.
         shutil.rmtree(running.local.folder.nvme, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
 def everything_is_up(request: pytest.FixtureRequest) -> None:
-    """A test that failed with an engine down, or a store filled by others, must not take the next ones with it."""
+    """A test that failed with an engine down, or a store filled by others, must not fail the next ones."""
     if "stack" in request.fixturenames:
         running: RunningStack = request.getfixturevalue("stack")
         eventually("every component is ready", lambda: all(status.ready for status in running.local.status()), 300.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from reference_answers.margins import REQUEST, Spoken, spoken
+from reference_answers.margins import REQUEST, Scored, scored
 
 ANSWER_TOKENS = 12
 REQUEST_SECONDS = 120.0  # far beyond what any deadline inside adds up to: longer is a hang
@@ -16,7 +16,7 @@ REQUEST_SECONDS = 120.0  # far beyond what any deadline inside adds up to: longe
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    spoken: Spoken
+    scored: Scored
     cached_tokens: int
     engine: str | None
 
@@ -54,12 +54,12 @@ def ask_engine(client: httpx.Client, url: str, engine: str, body: dict[str, Any]
         return Failure("timeout", False, 0, engine)
     except (httpx.HTTPError, ValueError) as error:
         return Failure(type(error).__name__, False, 0, engine)
-    return Reply(spoken(document["choices"][0]), _cached(document.get("usage")), engine)
+    return Reply(scored(document["choices"][0]), _cached(document.get("usage")), engine)
 
 
 def ask_gateway(client: httpx.Client, url: str, body: dict[str, Any]) -> Reply | Failure:
     """Streamed, so that an engine may die between two tokens."""
-    said = Spoken((), ())
+    said = Scored((), ())
     engine: str | None = None
     cached, done, error = 0, False, None
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -78,7 +78,7 @@ def ask_gateway(client: httpx.Client, url: str, body: dict[str, Any]) -> Reply |
                     cached = _cached(event.get("usage")) or cached
                     for choice in event.get("choices", []):
                         if choice.get("token_ids"):
-                            said += spoken(choice)
+                            said += scored(choice)
     except httpx.TimeoutException:
         return Failure("timeout", False, len(said.tokens), engine)
     except (httpx.HTTPError, ValueError) as broken:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from stack_driver.faulty_folders import full, read_only, replaced_by_file
 from stack_driver.running_stack import RunningStack
 from stack_driver.shared_stores import NvmeStore
-from stack_driver.sick_folders import full, read_only, replaced_by_file
 
 from soak.damage import DAMAGES, MAGIC, pairs, torn
 from soak.schedule import Fault

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import httpx
-from reference_answers.margins import Spoken, compared_tokens
+from reference_answers.margins import Scored, compared_tokens
 
 from soak.asking import REQUEST_SECONDS, Failure, Reply, ask_engine, ask_gateway, request_body
 from soak.outages import GATEWAY, Outages
@@ -126,17 +126,17 @@ class Load:
         tally = self.tally
         tally.answers += 1
         if tally.answers == self._spoil_at:
-            reference = replace(reference, spoken=_another(reference.spoken))
+            reference = replace(reference, scored=_another(reference.scored))
         tally.by_route[target if target == GATEWAY else "direct"] += 1
-        tally.checked_tokens += compared_tokens(reference.spoken, reply.spoken)
+        tally.checked_tokens += compared_tokens(reference.scored, reply.scored)
         whole = reference.prompt.reusable_tokens
         tally.by_cached["none" if not reply.cached_tokens else "whole" if reply.cached_tokens == whole else "part"] += 1
         tally.unlearnt_lengths += reply.cached_tokens not in reference.lengths
-        if (fault := reference.fault(reply.spoken)) is not None:
+        if (fault := reference.fault(reply.scored)) is not None:
             tally.wrong += 1
             tally.note(
                 f"WRONG ANSWER {reference.prompt.name}, {reply.cached_tokens} tokens cached, from {reply.engine} by "
-                f"{target}: {fault}; {reply.spoken.tokens}, the reference is {reference.spoken.tokens}"
+                f"{target}: {fault}; {reply.scored.tokens}, the reference is {reference.scored.tokens}"
             )
 
     def _judge_failure(self, reference: Reference, failure: Failure, target: str, begun: float, ended: float) -> None:
@@ -160,7 +160,7 @@ class Load:
         return self._outages.excuse(failure.engine, begun, ended, routed=True)
 
 
-def _another(answer: Spoken) -> Spoken:
+def _another(answer: Scored) -> Scored:
     """With a first token that the model did not say."""
     other = answer.tokens[0] ^ 1
-    return Spoken((other, *answer.tokens[1:]), ({other: 0.0}, *answer.tops[1:]))
+    return Scored((other, *answer.tokens[1:]), ({other: 0.0}, *answer.tops[1:]))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from reference_answers.margins import ROUNDING, Spoken, difference, spoken
+from reference_answers.margins import ROUNDING, Scored, difference, scored
 from stack_driver.prompts import BLOCK_TOKENS, Prompt, make_group, make_prompt
 
 from soak.asking import REQUEST_SECONDS, request_body
@@ -35,7 +35,7 @@ class NotDecisive(Exception):
 class Heard:
     """One answer, and how much of its prompt was cached."""
 
-    spoken: Spoken
+    scored: Scored
     cached_tokens: int
 
 
@@ -45,13 +45,13 @@ class Reference:
 
     prompt: Prompt
     salt: str | None
-    spoken: Spoken
+    scored: Scored
     rounding: float
     lengths: frozenset[int]
 
-    def fault(self, answer: Spoken) -> str | None:
+    def fault(self, answer: Scored) -> str | None:
         """What is different beyond rounding."""
-        return difference(self.spoken, answer, self.rounding)
+        return difference(self.scored, answer, self.rounding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,14 @@ class PlainEngine:
 def heard(document: dict[str, Any]) -> Heard:
     """From vLLM's completion document."""
     details = (document.get("usage") or {}).get("prompt_tokens_details") or {}
-    return Heard(spoken(document["choices"][0]), int(details.get("cached_tokens") or 0))
+    return Heard(scored(document["choices"][0]), int(details.get("cached_tokens") or 0))
 
 
 def noise_of(answers: Sequence[Heard]) -> float:
     """Largest difference of a chosen token's log-probability between answers that are the same up to and with it."""
     largest = 0.0
-    first = answers[0].spoken
-    for other in (answer.spoken for answer in answers[1:]):
+    first = answers[0].scored
+    for other in (answer.scored for answer in answers[1:]):
         for token, its, top, its_top in zip(first.tokens, other.tokens, first.tops, other.tops, strict=True):
             if token != its:
                 break
@@ -120,7 +120,7 @@ def learn_pool(engine: PlainEngine, prompts: int, seed: int) -> Pool:
         )
     rounding = min(ROUNDING, max(ROUNDING_LEAST, SAFETY * noise))
     references = tuple(
-        Reference(*drawn[name], told[0].spoken, rounding, frozenset(answer.cached_tokens for answer in told))
+        Reference(*drawn[name], told[0].scored, rounding, frozenset(answer.cached_tokens for answer in told))
         for name, told in answers.items()
     )[:prompts]
     return Pool(references, noise, _sensitive(engine, references))
@@ -145,7 +145,7 @@ def _sensitive(engine: PlainEngine, references: Iterable[Reference]) -> int:
     changed = 0
     for number, reference in enumerate(references):
         answer = engine.hear(with_foreign_block(reference.prompt, number % reference.prompt.blocks))
-        changed += reference.fault(answer.spoken) is not None
+        changed += reference.fault(answer.scored) is not None
     return changed
 
 

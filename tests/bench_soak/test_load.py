@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from reference_answers.margins import spoken
+from reference_answers.margins import scored
 from soak.asking import ANSWER_TOKENS
 from soak.load import INJECTED_AT, Load
 from soak.outages import GATEWAY, Outages
@@ -96,7 +96,7 @@ def outages() -> Outages:
     return Outages(("engine-0", GATEWAY))
 
 
-REFERENCE = Reference(make_prompt("one", 4), "tenant", spoken(choice(RIGHT)), 0.02, frozenset([0, 512]))
+REFERENCE = Reference(make_prompt("one", 4), "tenant", scored(choice(RIGHT)), 0.02, frozenset([0, 512]))
 
 
 def make_load(url: str, outages: Outages, inject_wrong: bool = False) -> Load:

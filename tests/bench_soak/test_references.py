@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from reference_answers.margins import ROUNDING, Spoken
+from reference_answers.margins import ROUNDING, Scored
 from soak.asking import ANSWER_TOKENS
 from soak.references import Heard, NotDecisive, Reference, heard, learn_pool, noise_of, with_foreign_block
 from stack_driver.prompts import BLOCK_TOKENS, make_prompt
@@ -9,7 +9,7 @@ from stack_driver.prompts import BLOCK_TOKENS, make_prompt
 
 def told(*positions: tuple[int, float]) -> Heard:
     """(token, its log-probability); the runner-up is far behind."""
-    return Heard(Spoken(tuple(token for token, _ in positions), tuple({at: p, 0: -6.0} for at, p in positions)), 0)
+    return Heard(Scored(tuple(token for token, _ in positions), tuple({at: p, 0: -6.0} for at, p in positions)), 0)
 
 
 def test_noise_is_measured_while_the_answers_are_the_same() -> None:
@@ -19,11 +19,11 @@ def test_noise_is_measured_while_the_answers_are_the_same() -> None:
 
 
 def test_an_answer_may_move_by_rounding_and_no_further() -> None:
-    reference = Reference(make_prompt("p", 2), None, told((5, -0.5), (6, -0.5)).spoken, 0.1, frozenset([0]))
-    assert reference.fault(told((5, -0.55), (6, -0.45)).spoken) is None
-    assert "token 2" in str(reference.fault(told((5, -0.5), (6, -0.7)).spoken))
-    assert "token 2" in str(reference.fault(told((5, -0.5), (7, -0.5)).spoken))
-    assert reference.fault(told((5, -0.5)).spoken) is not None
+    reference = Reference(make_prompt("p", 2), None, told((5, -0.5), (6, -0.5)).scored, 0.1, frozenset([0]))
+    assert reference.fault(told((5, -0.55), (6, -0.45)).scored) is None
+    assert "token 2" in str(reference.fault(told((5, -0.5), (6, -0.7)).scored))
+    assert "token 2" in str(reference.fault(told((5, -0.5), (7, -0.5)).scored))
+    assert reference.fault(told((5, -0.5)).scored) is not None
 
 
 class NoisyEngine:
@@ -65,7 +65,7 @@ def test_reads_vllms_document() -> None:
         "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 256}},
     }
     answer = heard(document)
-    assert answer.spoken.tokens == (11, 12)
+    assert answer.scored.tokens == (11, 12)
     assert answer.cached_tokens == 256
 
 

@@ -23,7 +23,7 @@ from cluster.kube import Kubernetes, name_of
 from cluster.local_cluster import REAL_ENGINES_NODE, LocalCluster
 from cluster.report import Row
 from cluster.values import MODEL, Values, over
-from reference_answers.margins import REQUEST, differences, spoken
+from reference_answers.margins import REQUEST, differences, scored
 from stack_driver.deadlines import eventually
 
 DEVICES = 8
@@ -176,7 +176,7 @@ def require_spilled_and_loaded(namespace: Kubernetes, client: ClientPod, path: s
         "  failed=read(r'^spillway_device_copy_failures_total\\{[^}]*\\} (\\S+)'))))\n"
     )
     told = json.loads(client.python(code, seconds=400))
-    first, again = ([spoken(choice) for choice in told.pop(name)] for name in ("first", "again"))
+    first, again = ([scored(choice) for choice in told.pop(name)] for name in ("first", "again"))
     assert differences(first, again) == {}
     assert told["path"] == [path] and told["failed"] == 0, told
     assert told["stored"] > 0 and told["loaded"] > 0, told

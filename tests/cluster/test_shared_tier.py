@@ -17,7 +17,7 @@ from cluster.kube import Kubernetes
 from cluster.local_cluster import REAL_ENGINES_NODE
 from cluster.report import Row
 from cluster.values import MODEL, Values, over
-from reference_answers.margins import REQUEST, Spoken, difference, spoken
+from reference_answers.margins import REQUEST, Scored, difference, scored
 
 from spillway_stack.chat_answers import plain_answer, require_agreement, streamed_answer
 from spillway_stack.first_answer import ANSWER_TOKENS
@@ -94,7 +94,7 @@ def test_served_from_the_tier(served: tuple[Release, ClientPod], tier: str, case
     first, second = (pod["status"]["podIP"] for pod in release.kubernetes.ready_pods("engine"))
     text = " ".join(f"{number} houses by the river" for number in range(PROMPT_WORDS // 5))
 
-    def ask(address: str) -> tuple[Spoken, int]:
+    def ask(address: str) -> tuple[Scored, int]:
         body = {"model": MODEL, "prompt": text, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **REQUEST}
         code = (
             "import json, urllib.request as u\n"
@@ -104,7 +104,7 @@ def test_served_from_the_tier(served: tuple[Release, ClientPod], tier: str, case
         )
         answer = json.loads(client.python(code, seconds=150))
         details = answer["usage"].get("prompt_tokens_details") or {}
-        return spoken(answer["choices"][0]), int(details.get("cached_tokens") or 0)
+        return scored(answer["choices"][0]), int(details.get("cached_tokens") or 0)
 
     _, cached_before = ask(first)
     assert cached_before == 0

@@ -1,4 +1,4 @@
-"""An engine that is told to stop finishes its streams; its successor finds everything in the shared tier."""
+"""An engine that gets SIGTERM finishes its streams; its successor finds all blocks in the shared tier."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ANSWER_TOKENS = 96
 
 @pytest.mark.tiers("nvme")
 def test_sigterm_lets_streams_finish_and_the_successor_hits_the_shared_tier(stack: RunningStack) -> None:
-    known = stack.learn_and_store(stack.b)
+    known = stack.compute_and_store(stack.b)
     restarts = stack.component("engine-1").restarts
     crowd = StreamCrowd(
         stack.local.gateway_url, stack.model, [stack.new_prompt(1) for _ in range(STREAMS)], ANSWER_TOKENS
     )
-    # Where the gateway sends its streams is its own affair; these are on engine-1 for certain.
+    # The gateway chooses engines for its streams; these are certainly on engine-1.
     direct = StreamCrowd(stack.b.url, stack.model, [stack.new_prompt(1) for _ in range(2)], ANSWER_TOKENS)
-    # Some may still wait in the engine's queue: they are promised their answer all the same.
+    # Some may still wait in the engine's queue: they get their answers too.
     eventually(
         "engine-1 is in the middle of a stream",
         lambda: any(stream.tokens and not stream.ended.is_set() for stream in direct.streams),
@@ -30,7 +30,7 @@ def test_sigterm_lets_streams_finish_and_the_successor_hits_the_shared_tier(stac
         assert stream.complete and stream.tokens == ANSWER_TOKENS, str(stream)
     status = stack.component("engine-1")
     assert status.restarts == restarts + 1
-    assert status.exits[-1]["code"] == 0, "an asked-for stop is no failure"
+    assert status.exits[-1]["code"] == 0, "a requested stop is no failure"
     answer = stack.b.ask(known.prompt.tokens)
     assert answer.source == "shared"
     assert answer.cached_tokens == known.prompt.reusable_tokens

@@ -1,5 +1,5 @@
 """Tiers on or off, the same answers: greedy ones to many prompts with shared beginnings, compared with an engine that
-has no offload at all. What "the same" is, and with what it is compared, stack_driver/known_answers.py explains."""
+has no offload at all. stack_driver/known_answers.py defines "the same" and the references."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stack_driver.engine_client import Answer, EngineClient
 from stack_driver.known_answers import KnownAnswers
 from stack_driver.running_stack import RunningStack
 
-ATTEMPTS = 3  # a lookup whose deadline passes on a busy machine costs the hit, never the answer
+ATTEMPTS = 3  # a lookup that misses its deadline on a busy machine costs the hit, never the answer
 
 
 def test_identical_with_and_without_tiers(
@@ -21,7 +21,7 @@ def test_identical_with_and_without_tiers(
     for known in references.values():
         if known.prompt.tokens[: known.prompt.shared_tokens] != beginning:
             beginning = known.prompt.tokens[: known.prompt.shared_tokens]
-            stack.store.make_room()  # what other groups stored is not asked for again
+            stack.store.make_room()  # blocks of other groups are not needed again
         stored = stack.stored()
         answer = stack.a.ask(known.prompt.tokens)
         known.check(answer)
@@ -40,10 +40,10 @@ def test_identical_with_and_without_tiers(
 
 
 def _hit(engine: EngineClient, known: KnownAnswers, source: str) -> bool:
-    """One full hit of `source`, identical; every answer on the way there is checked as well."""
+    """Ask until one full hit of `source`; every answer is checked."""
     answer: Answer | None = None
     for _ in range(ATTEMPTS):
-        engine.forget(cpu_tier=source == "shared")
+        engine.reset_prefix_cache(cpu_tier=source == "shared")
         answer = engine.ask(known.prompt.tokens)
         if answer.cached_tokens in known.by_cached_tokens:
             known.check(answer)

@@ -21,7 +21,7 @@ QUESTION = [{"role": "user", "content": CAPITAL}]
 
 @pytest.fixture
 def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
-    # Without the client's own retries: a failure is to be seen.
+    # Without the client's retries, which would hide a failure.
     with openai.OpenAI(base_url=f"{stack.local.gateway_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
@@ -41,7 +41,7 @@ def test_chat(stack: RunningStack, client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_streaming_chat_says_what_plain_chat_says(stack: RunningStack, client: openai.OpenAI) -> None:
+def test_streaming_chat_equals_plain_chat(stack: RunningStack, client: openai.OpenAI) -> None:
     asked = {"model": stack.model, "messages": QUESTION, "temperature": 0, "max_completion_tokens": 16}
     plain = client.chat.completions.create(**asked)
     events = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -51,7 +51,7 @@ def test_streaming_chat_says_what_plain_chat_says(stack: RunningStack, client: o
     assert events[-1].usage is not None and events[-1].usage.completion_tokens == plain.usage.completion_tokens
 
 
-def test_responses_say_what_chat_says_and_stream(stack: RunningStack, client: openai.OpenAI) -> None:
+def test_responses_equal_chat_and_stream(stack: RunningStack, client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(model=stack.model, messages=QUESTION, temperature=0, max_completion_tokens=16)
     asked = {"model": stack.model, "input": QUESTION, "temperature": 0, "max_output_tokens": 16}
     assert client.responses.create(**asked).output_text == chat.choices[0].message.content
@@ -62,19 +62,19 @@ def test_responses_say_what_chat_says_and_stream(stack: RunningStack, client: op
     assert events[-1].type in ("response.completed", "response.incomplete")
 
 
-def test_messages_say_what_chat_says(stack: RunningStack, client: openai.OpenAI) -> None:
+def test_messages_equal_chat(stack: RunningStack, client: openai.OpenAI) -> None:
     """Anthropic's API, as vLLM serves it."""
     chat = client.chat.completions.create(model=stack.model, messages=QUESTION, temperature=0, max_completion_tokens=16)
     body = {"model": stack.model, "messages": QUESTION, "temperature": 0, "max_tokens": 16}
     reply = httpx.post(f"{stack.local.gateway_url}/v1/messages", json=body, timeout=120)
     assert reply.status_code == 200, reply.text
     assert reply.json()["content"][0]["text"] == chat.choices[0].message.content
-    refused = httpx.post(f"{stack.local.gateway_url}/v1/messages", json={**body, "model": "nobody"}, timeout=30)
+    refused = httpx.post(f"{stack.local.gateway_url}/v1/messages", json={**body, "model": "no-such-model"}, timeout=30)
     assert (refused.status_code, refused.json()["type"]) == (404, "error")
 
 
 def test_tokenize_and_back(stack: RunningStack) -> None:
-    text = "Any text survives the way to tokens and back."
+    text = "Detokenizing tokens of any text returns the text."
     url = stack.local.gateway_url
     tokens = httpx.post(f"{url}/tokenize", json={"model": stack.model, "prompt": text}, timeout=30).json()["tokens"]
     back = httpx.post(f"{url}/detokenize", json={"model": stack.model, "tokens": tokens}, timeout=30).json()
@@ -99,7 +99,7 @@ def test_completions_with_text_and_with_token_ids(stack: RunningStack, client: o
     assert tokens.usage.prompt_tokens == 3 and tokens.usage.completion_tokens == 4
 
 
-def test_fields_the_gateway_does_not_know_reach_the_engine(stack: RunningStack, client: openai.OpenAI) -> None:
+def test_fields_unknown_to_the_gateway_reach_the_engine(stack: RunningStack, client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=stack.model,
         prompt="One two three",
@@ -150,7 +150,7 @@ def test_disconnect_ends_the_work_on_the_engine(stack: RunningStack, client: ope
         model=stack.model, prompt="Once", max_tokens=MAX_LENGTH - 10, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
-    eventually("the engine says that it runs", lambda: running() == 1)
+    eventually("the engine reports a running request", lambda: running() == 1)
     stream.close()
     eventually("no request runs any more", lambda: running() == 0)
     eventually("the gateway has counted it", lambda: _disconnects(stack) == before + 1)
@@ -168,13 +168,13 @@ def test_headers_name_the_engine_and_the_overhead(stack: RunningStack, client: o
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_repeated_prefix_goes_to_the_engine_that_has_it(stack: RunningStack, client: openai.OpenAI, index: int) -> None:
-    """Computed behind the gateway's back, so only the engine's KV events can have told it."""
+    """The prefix is computed by a direct request, so only KV events can report it to the gateway."""
     engine, name = stack.engines[index], f"engine-{index}"
-    # What an earlier test left in the devices must not tip the scales.
+    # Blocks that an earlier test left on the devices must not decide.
     prompt = stack.new_prompt()
-    begun = time.time()  # one machine, one clock: a later batch is of this prompt, or comes after the one that is
+    begun = time.time()  # one clock: a later batch is of this prompt, or follows the one that is
     engine.ask(prompt.tokens, 1)
-    eventually("the gateway hears of the new blocks", lambda: _last_batch_at(stack, name) > begun)
+    eventually("the gateway receives the new blocks' events", lambda: _last_batch_at(stack, name) > begun)
     raw = client.with_raw_response.completions.create(model=stack.model, prompt=list(prompt.tokens), max_tokens=1)
     assert raw.headers["x-spillway-engine"] == name
     assert raw.headers["x-spillway-route"] == "prefix"
@@ -205,7 +205,7 @@ def _last_batch_at(stack: RunningStack, engine: str) -> float:
     return _gateway(stack).total("spillway_gateway_event_last_batch_timestamp_seconds", engine=engine)
 
 
-def test_engine_says_when_it_is_ready_and_what_it_runs(stack: RunningStack) -> None:
+def test_engine_reports_readiness_and_configuration(stack: RunningStack) -> None:
     engine: EngineClient
     for engine in stack.engines:
         assert httpx.get(f"{engine.url}/ready").json() == {"ready": True}

@@ -16,7 +16,7 @@ from spillway_stack.local_stack import LocalStack
 from spillway_stack.processes import wait_gone
 
 
-def test_taken_port_is_said_plainly_and_nothing_starts(tmp_path: Path) -> None:
+def test_taken_port_is_reported_and_nothing_starts(tmp_path: Path) -> None:
     settings = stack_settings("nvme")
     with socket.create_server(("127.0.0.1", settings.engine_port(1))):
         stack = LocalStack(settings, tmp_path)
@@ -63,5 +63,5 @@ def _end_and_check(stack: RunningStack, footprint: Footprint) -> None:
     stack.local.close()
     assert footprint.left() == []
     assert processes_naming(stack.local.folder.root) == []
-    stack.local.close()  # twice is harmless
+    stack.local.close()  # a second `down` is harmless
     assert stack.local.status() == []

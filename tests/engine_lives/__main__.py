@@ -1,5 +1,5 @@
 """`python -m engine_lives [--count 10000] [--seed 0] [--shapes full chunks windows shared window-alone]`
-and, with `--races 20`, resets that meet copies in one order each, on a real NVMe tier."""
+and, with `--races 20`, resets during copies, each in one fixed order, on a real NVMe tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10_000, help="schedules of each shape (default 10000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule (default 0)")
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=RANDOM_SHAPES)
-    parser.add_argument("--races", type=int, default=0, help="of a reset with copies, each in its one order, first")
+    parser.add_argument("--races", type=int, default=0, help="of resets during copies, each in one fixed order, first")
     parser.add_argument("--without", nargs="+", choices=("failures", "resets"), default=[], help="to narrow a fault")
     given = parser.parse_args(arguments)
     if given.races:

@@ -1,4 +1,4 @@
-"""An engine without a model: real scheduler, real connector, KV whose every byte is known.
+"""An engine without a model: real scheduler, real connector, KV whose every byte is checked.
 
 The KV of a token is an 8-byte digest of all tokens up to it. A request computes a token only after every earlier one
 that its attention reads has been found in its blocks, byte for byte.
@@ -36,8 +36,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from engine_lives.dice_tier import DICE, DiceTier
 from engine_lives.manual_copies import ManualCopier
+from engine_lives.random_tier import RANDOM, RandomTier
 from spillway_connector.device.copier import Direction
 from spillway_connector.engine.tier_adapter import SharedTierAdapter
 
@@ -67,7 +67,7 @@ class Shape:
     device_blocks: int
     cpu_rows: int
     blocks_per_chunk: int = 1
-    shared_tier: bool = False  # a DiceTier behind the CPU tier
+    shared_tier: bool = False  # a RandomTier behind the CPU tier
     nvme_tier: bool = False  # a real one, with its threads and files
 
 
@@ -79,12 +79,12 @@ SHAPES = {
     "nvme": Shape((None,), device_blocks=28, cpu_rows=24, nvme_tier=True),
     "window-alone": Shape((2 * BLOCK_TOKENS + 5,), device_blocks=22, cpu_rows=40),
 }
-RANDOM_SHAPES = [name for name, shape in SHAPES.items() if not shape.nvme_tier]  # the dice move every byte
+RANDOM_SHAPES = [name for name, shape in SHAPES.items() if not shape.nvme_tier]  # every byte moves at a random time
 
 
 @dataclass
 class _Row:
-    """What the worker knows of a running request."""
+    """The worker's state of a running request."""
 
     blocks: list[list[int]]  # by group
     computed: int = 0
@@ -131,12 +131,12 @@ class Engine:
             self.config, self.kv_config, StructuredOutputManager(self.config), BLOCK_TOKENS, BLOCK_TOKENS
         )
         manager = self._scheduler_half.manager
-        self.tier: DiceTier | None = manager.secondary_tiers[0] if shape.shared_tier else None
+        self.tier: RandomTier | None = manager.secondary_tiers[0] if shape.shared_tier else None
         for tier in manager.secondary_tiers:  # so near that a load may begin whenever half of it is there
             manager._gates[tier].load_rate.add(1e15, 1.0, 0.0)
         self._rows: dict[str, _Row] = {}
         self.scheduled: deque[SchedulerOutput] = deque()  # steps that the workers have not run
-        self._requests: dict[str, Request] = {}  # those of a step that runs may have been aborted since
+        self._requests: dict[str, Request] = {}  # requests of a running step may have been aborted since
         self._digests: dict[str, list[int]] = {}
         self.figures = Figures()
         self.may_fail = self.may_reset = True
@@ -144,7 +144,7 @@ class Engine:
         for copier in self.copiers.values():
             copier.trace = self.trace
 
-    # -- what the dice may do
+    # -- actions of a random schedule
 
     def submit(self, name: str, prompt: list[int], answer_tokens: int) -> None:
         sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True, temperature=0.0)
@@ -157,8 +157,8 @@ class Engine:
         self.figures.aborted += 1
 
     def preempt_all(self) -> None:
-        """As when the prefix cache is reset under running requests. Left alone while others hold blocks, for a load
-        or since one: vLLM cannot take those away, says so, and may never find room for anyone again. And while the
+        """Preempt all requests, as a reset of the prefix cache does. Does nothing while waiting requests hold blocks,
+        for a load or since one: vLLM cannot free those, and might never find room for a request again. Nor while the
         workers have not run a step: without async scheduling vLLM would sample its tokens twice."""
         if self.scheduled:
             return
@@ -167,11 +167,11 @@ class Engine:
         if not any(any(get_blocks(name)) for name in self.scheduler.requests.keys() - running):
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
-    def forget_device_cache(self) -> None:
+    def reset_device_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> bool:
-        """Of device and connector: both forget everything, or neither does."""
+        """Of device and connector: both drop everything, or neither does."""
         half = self._scheduler_half
         pool, cpu_tier = self.scheduler.kv_cache_manager.block_pool, half.manager.primary_tier
         before = dict(cpu_tier._rows), set(cpu_tier.ready), set(half._jobs), len(pool.cached_block_hash_to_block)
@@ -182,13 +182,13 @@ class Engine:
             assert not len(pool.cached_block_hash_to_block), "a reset left blocks in the device's prefix cache"
         else:
             after = dict(cpu_tier._rows), set(cpu_tier.ready), set(half._jobs), len(pool.cached_block_hash_to_block)
-            assert after == before, "a refused reset has changed something"
+            assert after == before, "a refused reset changed something"
         self.figures.resets += done
         self.figures.resets_refused += not done
         return done
 
     def change_weights(self) -> None:
-        """The connector forgets everything at once, whatever is under way."""
+        """The connector drops everything at once, even with jobs running."""
         self._scheduler_half.weights_changing("the test")
         self.figures.rows_kept_back += len(self._scheduler_half.manager.primary_tier.quarantine)
         self.figures.resets_forced += 1
@@ -199,7 +199,7 @@ class Engine:
     # -- a step, in the order of vLLM's engine core and model runner
 
     def step(self, meanwhile: Callable[[], None] = lambda: None, *, steps_ahead: int = 0) -> None:
-        """meanwhile: what happens after the step is scheduled and before the workers hear of it.
+        """meanwhile: called after the step is scheduled and before the workers receive it.
         steps_ahead: how many steps are scheduled beyond the one that runs, as with vLLM's batch queue."""
         while len(self.scheduled) <= steps_ahead:
             self._schedule()
@@ -210,13 +210,13 @@ class Engine:
         output = self.scheduler.schedule()
         self.scheduled.append(output)
         self.figures.steps += 1
-        self._write_down(output, output.kv_connector_metadata)
+        self._record_step(output, output.kv_connector_metadata)
         self.figures.early_loads += sum(piece.last for piece in getattr(output.kv_connector_metadata, "pieces", ()))
 
     def _run(self, output: SchedulerOutput) -> None:
         meta: Any = output.kv_connector_metadata
         self._worker.handle_preemptions(meta)
-        self._take_in(output)
+        self._apply_to_worker(output)
         self._worker.bind_connector_metadata(meta)
         self._worker.start_load_kv(None)
         sampled = self._compute(output)
@@ -241,8 +241,8 @@ class Engine:
             ),
         )
 
-    def _write_down(self, output: SchedulerOutput, meta: Any) -> None:
-        """For whoever has to find out what went wrong."""
+    def _record_step(self, output: SchedulerOutput, meta: Any) -> None:
+        """For the message of a failed assertion."""
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         if not (output.num_scheduled_tokens or output.finished_req_ids or meta.jobs_to_flush or meta.load_jobs):
             return
@@ -261,7 +261,7 @@ class Engine:
         for new in output.scheduled_new_reqs:
             self.trace.append(f"  new {new.req_id}: computed {new.num_computed_tokens}, blocks {new.block_ids}")
 
-    def _take_in(self, output: SchedulerOutput) -> None:
+    def _apply_to_worker(self, output: SchedulerOutput) -> None:
         for name in output.finished_req_ids:
             self._rows.pop(name, None)
         for name in output.preempted_req_ids or ():
@@ -298,7 +298,7 @@ class Engine:
         return sampled
 
     def _check(self, name: str, row: _Row, group: int, window: int | None, digests: list[int]) -> None:
-        """What the first new token reads is what was computed, wherever it has been since."""
+        """Every block that the first new token reads holds what was computed."""
         first = 0 if window is None else max(0, row.computed - window + 1)
         for position in range(first, row.computed):
             block = row.blocks[group][position // BLOCK_TOKENS]
@@ -317,15 +317,15 @@ class Engine:
         return digests
 
     def settle_nvme(self) -> None:
-        """Until the tier's threads have ended all of their jobs; the scheduler hears of it in a later step."""
+        """Wait until the tier's threads have ended all jobs; the scheduler receives that in a later step."""
         for tier in self._scheduler_half.manager.secondary_tiers:
             if isinstance(tier, SharedTierAdapter):
                 assert tier._shared.drain(60.0)
 
-    # -- what must be so when nobody asks for anything
+    # -- invariants of an idle engine
 
     def drain(self, steps_max: int = 2_000) -> None:
-        """Until all requests and jobs have ended; one that never does is found out here."""
+        """Step until all requests and jobs have ended; raises AssertionError if one does not."""
         connector = self._scheduler_half
         for _ in range(steps_max):
             for copier in self.copiers.values():
@@ -333,13 +333,13 @@ class Engine:
             if self.tier is not None:
                 self.tier.advance(1_000, 1_000)
             self.settle_nvme()
-            # The engine core steps while requests are unfinished or finished ones are to be told to the workers.
+            # The engine core steps while requests are unfinished or finished ones are to be reported to the workers.
             if not (self.scheduled or self.scheduler.has_requests() or _under_way(connector)):
                 break
             self.step()
         else:
             waiting = [(request.request_id, request.status.name) for request in self.unfinished()]
-            raise AssertionError(f"after {steps_max} steps there still are {waiting}, jobs {list(connector._jobs)}")
+            raise AssertionError(f"after {steps_max} steps there are still {waiting}, jobs {list(connector._jobs)}")
         self._requests.clear()
         self._digests.clear()
         self.trace.clear()
@@ -429,7 +429,7 @@ def _engine_config(shape: Shape, folder: Path) -> VllmConfig:
 
 def _tiers(shape: Shape, folder: Path) -> list[dict[str, Any]]:
     nvme = {"type": "nvme", "path": str(folder / "tier"), "mode": "files"}
-    return [{"type": DICE}] * shape.shared_tier + [nvme] * shape.nvme_tier
+    return [{"type": RANDOM}] * shape.shared_tier + [nvme] * shape.nvme_tier
 
 
 def _kv_cache_config(shape: Shape, groups: list[str]) -> KVCacheConfig:

@@ -1,4 +1,4 @@
-"""A copier whose jobs run when the dice say so, late and in order as on a device, and sometimes fail."""
+"""A copier whose jobs run late, at random times, in order as on a device, and sometimes fail."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _GARBAGE = 0xA5
 
 
 class ManualCopier:
-    """Bytes move at `advance` or `wait`, not at `submit`: what was reused too early is copied wrong and found out."""
+    """Bytes move at `advance` or `wait`, not at `submit`, which exposes blocks that were reused too early."""
 
     def __init__(self, direction: Direction) -> None:
         self.direction = direction
-        self.dice = random.Random(0)
+        self.rng = random.Random(0)
         self.failing_share = 0.0
         self.refused_share = 0.0
         self.submitted_ids: set[int] = set()
@@ -33,9 +33,9 @@ class ManualCopier:
     def submit(self, job_id: int, plan: CopyPlan) -> None:
         assert job_id not in self.submitted_ids, f"job {job_id} was submitted twice"
         self.submitted_ids.add(job_id)
-        if self.dice.random() < self.refused_share:
+        if self.rng.random() < self.refused_share:
             self.trace.append(f"  {self.direction.value} {job_id} refused")
-            raise DeviceCopyError("refused, as the test wants it")
+            raise DeviceCopyError("refused by the test")
         self._queue.append((job_id, plan))
 
     def advance(self, jobs: int) -> None:
@@ -43,14 +43,14 @@ class ManualCopier:
         for _ in range(min(jobs, len(self._queue))):
             job_id, plan = self._queue.pop(0)
             error = None
-            if self.dice.random() < self.failing_share:
+            if self.rng.random() < self.failing_share:
                 garbage = np.full(int(plan.sizes_bytes.max(initial=1)), _GARBAGE, np.uint8)
                 source = np.full(len(plan), garbage.ctypes.data, np.int64)
                 if self.direction is Direction.STORE:
                     copy_spans(self.direction, CopyPlan(source, plan.host_addresses, plan.sizes_bytes))
                 else:
                     copy_spans(self.direction, CopyPlan(plan.device_addresses, source, plan.sizes_bytes))
-                error = DeviceCopyError("failed, as the test wants it")
+                error = DeviceCopyError("failed by the test")
             else:
                 copy_spans(self.direction, plan)
             self.trace.append(f"  {self.direction.value} {job_id} {'failed' if error else 'copied'}")

@@ -15,7 +15,7 @@ RACES = 5  # of each kind
 
 
 def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
-    # In a process of its own: vLLM reads its settings from the environment when it is imported. In one for all shapes:
+    # In a separate process: vLLM reads its settings from the environment when it is imported. One for all shapes:
     # the import takes four times as long as the schedules of a shape.
     done = subprocess.run(
         [sys.executable, "-m", "engine_lives", "--count", str(COUNT), "--races", str(RACES), "--shapes", *SHAPES],

@@ -1,7 +1,7 @@
 """Every model of the matrix: `python -m engine_matrix [--platform cpu|cuda] [--only NAME...] [--cases CASE...]`.
 
 Prints the table of docs/models.md and writes build/models.json. Ends with status 1 when an answer changed, when
-nothing was loaded, or when an engine refused that is not known to refuse.
+nothing was loaded, or when an engine refused unexpectedly.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def judge(outcome: Outcome, known_refusal: str | None) -> tuple[str, bool]:
-    """(a sentence for the table, whether it is as it should be)"""
+    """(a sentence for the table, whether it is as expected)"""
     if "none" not in outcome.runs:
         error = outcome.refusals.get("none", "the engine did not start")
         return f"vLLM itself refuses: {error}", known_refusal is not None and known_refusal in error

@@ -1,6 +1,6 @@
-"""Two adapters of one name and one NVMe folder, in a process of their own: `engine_matrix.adapter_run FOLDER`.
+"""Two adapters of one name and one NVMe folder, in a separate process: `engine_matrix.adapter_run FOLDER`.
 
-Three engines, one after the other. The first has no connector and says what is right for each adapter. The second
+Three engines, one after the other. The first has no connector and gives the reference for each adapter. The second
 stores the KV of a prompt with the adapter `support` and loads it again. The third has other weights under that name,
 then gets the first ones by a reload in place. Prints `RUN {json}` for each question: cached tokens, and the logprobs of
 the tokens that may follow the prompt.
@@ -30,14 +30,14 @@ def write_adapter(folder: Path, seed: int) -> Path:
     from safetensors.torch import save_file
 
     folder.mkdir()
-    dice = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     sizes = {"q_proj": (128, 128), "k_proj": (128, 64), "v_proj": (128, 64), "o_proj": (128, 128)}
     tensors = {}
     for layer in range(4):
         for name, (inputs, outputs) in sizes.items():
             place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{place}.lora_A.weight"] = torch.randn(_RANK, inputs, generator=dice) / inputs**0.5
-            tensors[f"{place}.lora_B.weight"] = torch.randn(outputs, _RANK, generator=dice)
+            tensors[f"{place}.lora_A.weight"] = torch.randn(_RANK, inputs, generator=rng) / inputs**0.5
+            tensors[f"{place}.lora_B.weight"] = torch.randn(outputs, _RANK, generator=rng)
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": list(sizes), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
@@ -71,7 +71,7 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core.scheduler.connector
 
     def load(self, folder: Path, **options: Any) -> Any:
-        """The adapter of this folder, loaded under the one name; when this returns its digest is known."""
+        """The adapter of this folder, loaded under the one name; returns once its digest is computed."""
         from vllm.lora.request import LoRARequest
 
         adapter = LoRARequest(NAME, 1, str(folder), **options)
@@ -79,7 +79,7 @@ class Engine:
         adapter = LoRARequest(NAME, 1, str(folder))
         deadline = time.monotonic() + _KNOWN_SECONDS
         while self.connector is not None and self.connector.adapters.of(adapter).key is None:
-            assert time.monotonic() < deadline, "the adapter's digest did not become known"
+            assert time.monotonic() < deadline, "the adapter's digest was not computed"
             time.sleep(0.01)
         return adapter
 
@@ -93,7 +93,7 @@ class Engine:
         print("RUN", json.dumps(run), flush=True)
 
     def finish_stores(self) -> None:
-        """A step takes in what the workers have copied; then the tier's own threads end."""
+        """A step collects the workers' copies; then the tier's threads finish."""
         from vllm import SamplingParams
 
         self.llm.generate([{"prompt_token_ids": [3, 4, 5]}], SamplingParams(max_tokens=2, detokenize=False))

@@ -1,4 +1,4 @@
-"""Copiers whose loads go wrong on purpose, on whatever device the engine runs."""
+"""Copiers whose loads are wrong on purpose, on any device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChangedLoads:
         return CopyPlan(plan.device_addresses, host, plan.sizes_bytes)
 
     def wait_for_all(self) -> None:
-        """The old buffer may still be read; torch's allocator knows nothing of that."""
+        """The old buffer may still be read, which torch's allocator does not track."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

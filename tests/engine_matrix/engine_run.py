@@ -1,16 +1,16 @@
-"""Engines one after the other, in a process of their own: `python -m engine_matrix.engine_run FOLDER MODEL:CASE,...`.
+"""Engines one after the other, in a separate process: `python -m engine_matrix.engine_run FOLDER MODEL:CASE,...`.
 
-vLLM binds threads to cores, reads its settings from the environment and keeps global state, none of which the process
-that asks should inherit. Several models may share the process, as importing vLLM takes
-longer than an engine of theirs. Prints `RUN {json}` with the model for each case:
+vLLM binds threads to cores, reads its settings from the environment and keeps global state, none of which the calling
+process should inherit. Several models may share the process, as importing vLLM takes longer than one of their engines.
+Prints `RUN {json}` with the model for each case:
 
-    none         no connector: the answers that count
-    device       no connector, and a device that forgets nothing: what a hit of the same length answers
+    none         no connector: the reference answers
+    device       no connector and no eviction from the device: the answer of a hit of the same length
     cpu          Spillway with the CPU tier
     chunks       the same, two device blocks to a chunk
-    nvme         Spillway with so small a CPU tier that chunks come back from files
-    lossy        loads that bring zeroes: the answers must differ, or the comparison proves nothing
-    failing      every second load fails after it has spoilt its blocks
+    nvme         Spillway with a small CPU tier, so that chunks are loaded from files
+    lossy        loads of zeroes: the answers must differ, or the comparison proves nothing
+    failing      every second load fails after overwriting its blocks
     npu, npu-off the NPU transport on the ACL emulator, with batched copies and without
 
 or `REFUSED {json}` with the error when the engine does not start. Scheduler and worker are in this one process (the
@@ -35,15 +35,15 @@ ANSWER_TOKENS = 8
 _TAILS = (5, 0, 1)
 # What is asked, one after the other: each evicts the one before, and the last two go beyond what was asked before.
 _ORDER = ("a", "b", "c", "a", "b", "c", "a", "b+", "c+")
-_PROMPTS = len(_TAILS) + 1  # as many fit a device that shall forget none of them
+_PROMPTS = len(_TAILS) + 1  # as many as fit a device without eviction
 
 
 def prompts(block_tokens: int) -> dict[str, list[int]]:
     found = {}
     for name, tail in zip("abc", _TAILS, strict=True):
-        dice = random.Random(name)
-        found[name] = [dice.randrange(3, VOCABULARY) for _ in range(PROMPT_BLOCKS * block_tokens + tail)]
-        found[f"{name}+"] = found[name] + [dice.randrange(3, VOCABULARY) for _ in range(2 * block_tokens + 3)]
+        rng = random.Random(name)
+        found[name] = [rng.randrange(3, VOCABULARY) for _ in range(PROMPT_BLOCKS * block_tokens + tail)]
+        found[f"{name}+"] = found[name] + [rng.randrange(3, VOCABULARY) for _ in range(2 * block_tokens + 3)]
     return found
 
 
@@ -65,7 +65,7 @@ def transfer_config(case: str, wanted: Model, folder: Path) -> dict[str, Any] | 
     if case == "nvme":
         tier = {"type": "nvme", "path": str(folder / f"nvme-{wanted.name}"), "max_bytes": 1 << 30}
         limits = {"lookup_timeout_seconds": 60.0, "load_timeout_seconds": 60.0, "store_timeout_seconds": 60.0}
-        # A load is wanted whether it pays or not, and nothing may be too late on a busy machine.
+        # Loads happen whether they pay or not, and no deadline may pass on a busy machine.
         extra |= {
             "num_cpu_blocks": wanted.small_cpu_blocks,
             "prefill_tokens_per_second": 1e-3,
@@ -92,7 +92,7 @@ def transfer_config(case: str, wanted: Model, folder: Path) -> dict[str, Any] | 
 
 
 def answers(wanted: Model, folder: Path, case: str) -> dict[str, Any]:
-    """As greedy_answers: tokens of each answer, how likely they were, and what of each prompt came from a cache."""
+    """As greedy_answers: tokens of each answer with log-probabilities, and the cached tokens of each prompt."""
     on_gpu = wanted.platform == "cuda"
     settings: dict[str, Any] = {
         "model": str(build(wanted, folder)),
@@ -113,14 +113,14 @@ def answers(wanted: Model, folder: Path, case: str) -> dict[str, Any]:
     }
 
     def asked(block_tokens: int) -> list[list[int]]:
-        known = prompts(block_tokens)
-        return [known[name] for name in _ORDER]
+        by_name = prompts(block_tokens)
+        return [by_name[name] for name in _ORDER]
 
     return greedy_answers(settings, asked, ANSWER_TOKENS)
 
 
 class Tally:
-    """What the scheduler's half hears and reports, of all ranks and tiers, since `take`."""
+    """What the scheduler's half receives and reports, of all ranks and tiers, since `take`."""
 
     def __init__(self) -> None:
         from spillway_connector import metrics
@@ -129,24 +129,24 @@ class Tally:
         from spillway_connector.engine.tiering import SpillwayTieringManager
 
         self._counts = {"loads": 0, "failed_loads": 0, "tier_read_bytes": 0.0}
-        heard, taken = SpillwayConnectorScheduler.update_connector_output, SpillwayTieringManager.take_stats
+        update, take = SpillwayConnectorScheduler.update_connector_output, SpillwayTieringManager.take_stats
 
-        def hear(half: SpillwayConnectorScheduler, output: Any) -> None:
+        def collect(half: SpillwayConnectorScheduler, output: Any) -> None:
             meta = output.kv_connector_worker_meta
             for job_id in meta.completed_jobs if meta is not None else ():
                 if not half._jobs[job_id].is_store:
                     self._counts["loads"] += 1
                     self._counts["failed_loads"] += job_id in meta.failed_jobs
-            heard(half, output)
+            update(half, output)
 
         def take_stats(manager: SpillwayTieringManager) -> SpillwayStats | None:
-            stats = taken(manager)
+            stats = take(manager)
             for key, amount in stats.samples().items() if stats is not None else ():
                 if key.startswith(metrics.TIER_READ_BYTES.name):
                     self._counts["tier_read_bytes"] += amount
             return stats
 
-        SpillwayConnectorScheduler.update_connector_output = hear
+        SpillwayConnectorScheduler.update_connector_output = collect
         SpillwayTieringManager.take_stats = take_stats
 
     def take(self) -> dict[str, float]:
@@ -182,7 +182,7 @@ def main(arguments: list[str]) -> None:
 
 
 def parse(word: str) -> tuple[Model, list[str]]:
-    """`llama:none,cpu`. Raises KeyError for a model that there is not."""
+    """`llama:none,cpu`. Raises KeyError for an unknown model."""
     name, _, cases = word.partition(":")
     return model(name), cases.split(",")
 
@@ -192,7 +192,7 @@ def prepare(wanted: list[Model]) -> None:
     first = wanted[0]
     for other in wanted:
         if (other.environment, other.platform, other.torch_mla) != (first.environment, first.platform, first.torch_mla):
-            raise ValueError(f"{first.name} and {other.name} need processes of their own: their environments differ")
+            raise ValueError(f"{first.name} and {other.name} need separate processes: their environments differ")
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_KVCACHE_SPACE="1",
@@ -210,14 +210,14 @@ def prepare(wanted: list[Model]) -> None:
 
 
 def run_case(wanted: Model, folder: Path, case: str, tally: Tally) -> None:
-    known = {"model": wanted.name, "case": case}
+    run_of = {"model": wanted.name, "case": case}
     try:
         run = answers(wanted, folder, case) | tally.take() | (_emulator_calls() if case.startswith("npu") else {})
     except Exception as error:
         cause = error.__cause__ or error
-        print("REFUSED " + json.dumps(known | {"error": f"{type(cause).__name__}: {cause}"}), flush=True)
+        print("REFUSED " + json.dumps(run_of | {"error": f"{type(cause).__name__}: {cause}"}), flush=True)
         raise
-    print("RUN " + json.dumps(known | run), flush=True)
+    print("RUN " + json.dumps(run_of | run), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A connector whose device copies fail now and then, after they have spoilt their target."""
+"""A connector whose device copies sometimes fail, after they have overwritten their target."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _EverySecondLoadFails(ChangedLoads):
 
     def finished(self) -> list[CopyResult]:
         return [
-            replace(result, error=DeviceCopyError("as the test wants it")) if result.job_id in self._failing else result
+            replace(result, error=DeviceCopyError("injected by the test")) if result.job_id in self._failing else result
             for result in super().finished()
         ]
 

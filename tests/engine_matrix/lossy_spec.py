@@ -1,4 +1,4 @@
-"""A connector whose loads bring zeroes: the control that shows what the matrix would see if bytes went wrong."""
+"""A connector whose loads are zeroes: the control that shows that the matrix detects wrong bytes."""
 
 from __future__ import annotations
 

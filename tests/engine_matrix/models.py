@@ -1,4 +1,4 @@
-"""The models of the matrix: tiny, of the true architecture, with random weights large enough that attention decides.
+"""The models of the matrix: tiny, of the real architecture, with random weights large enough for attention to matter.
 
 Each is built by transformers from a configuration alone and saved as a few megabytes of safetensors, always the same.
 """
@@ -91,7 +91,7 @@ class Model:
     environment: dict[str, str] = field(default_factory=dict)
     more_cases: tuple[str, ...] = ()
     leaves_out: tuple[str, ...] = ()
-    refuses: str | None = None  # what vLLM says where it cannot run this model on a CPU at all
+    refuses: str | None = None  # vLLM's error where it cannot run this model on a CPU at all
     torch_mla: bool = False  # install engine_matrix.torch_mla first: vLLM's CPU platform has no MLA kernels
     platform: str = "cpu"  # or "cuda"
 
@@ -262,7 +262,7 @@ MODELS = CPU_MODELS + CUDA_MODELS
 
 
 def model(name: str) -> Model:
-    """Raises KeyError naming those there are."""
+    """Raises KeyError with the existing names."""
     for candidate in MODELS:
         if candidate.name == name:
             return candidate

@@ -16,7 +16,7 @@ from engine_matrix.models import BLOCK_TOKENS
 
 _TESTS = Path(__file__).parents[1]
 _ROUNDING = 1e-3  # of a logprob, between a prompt computed whole and one computed behind a hit
-_APART = 0.05  # what other weights change at least, or the comparison proves nothing
+_APART = 0.05  # least effect of other weights, or the comparison proves nothing
 
 
 def ask(folder: Path) -> dict[str, dict[str, Any]]:
@@ -46,6 +46,6 @@ def test_one_adapter_name_and_other_weights(tmp_path: Path):
     assert difference(runs["first, ours again"], ours) < _ROUNDING
     assert runs["second, theirs"]["cached"] == 0
     assert difference(runs["second, theirs"], theirs) < _ROUNDING
-    # The same name in the same engine: nothing of what was computed just now, from no tier and not from the device.
+    # The same name in the same engine: no block that was just computed, from no tier and not from the device.
     assert runs["second, ours in place of theirs"]["cached"] == 0
     assert difference(runs["second, ours in place of theirs"], ours) < _ROUNDING

@@ -1,7 +1,7 @@
 """A small case of each KV layout that a CPU runs; `make test-models` runs every case of every model.
 
-One process with one engine after the other, all of them vLLM's own with tiny random models. Two ranks are processes of
-their own, bound to cores by the environment, so they have another.
+One process with one engine after the other, all of them vLLM's own with tiny random models. Two ranks are separate
+processes, bound to cores by the environment, so they get another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine_matrix.verdict import Outcome, faults, run_model, run_models
 pytestmark = pytest.mark.timeout(1800)  # of the first, which starts all engines
 CPU_FLAGS = set(Path("/proc/cpuinfo").read_text().split())
 HAS_FP8_CACHE = bool(CPU_FLAGS & {"avx512f", "amx_tile"})
-SMALL = ["none", "cpu", "lossy"]  # the answers that count, Spillway's, and that wrong bytes would be seen
+SMALL = ["none", "cpu", "lossy"]  # the reference answers, Spillway's, and the control with wrong bytes
 CASES = {
     "gemma3-window": [*SMALL, "failing", "npu", "npu-off"],
     "mistral-window": SMALL,

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reference_answers.margins import Spoken, difference
+from reference_answers.margins import Scored, difference
 
-from engine_matrix.greedy import spoken_of
+from engine_matrix.greedy import scored_answers
 
 _TESTS = Path(__file__).parents[1]
-# Cases that must answer as the engine without offload does, and have loaded something.
+# Cases that must answer like the engine without offload, and must have loaded something.
 SAME = ("cpu", "chunks", "nvme", "failing", "npu", "npu-off")
 
 
@@ -25,12 +25,12 @@ class Outcome:
     """Of one model."""
 
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by case
-    refusals: dict[str, str] = field(default_factory=dict)  # case -> the engine's own words
+    refusals: dict[str, str] = field(default_factory=dict)  # case -> the engine's error
     log: str = ""
 
     @property
     def loaded_tokens(self) -> int:
-        """That the CPU tier gave back, in the run with nothing but a CPU tier."""
+        """Tokens loaded from the CPU tier, in the run with a CPU tier alone."""
         return sum(self.runs["cpu"]["cached"]) - sum(self.runs["none"]["cached"])
 
 
@@ -68,14 +68,15 @@ def run_models(wanted: Mapping[str, list[str]], folder: Path, timeout_seconds: f
 
 
 def faults(outcome: Outcome) -> list[str]:
-    """What is wrong with the runs there are; empty when offload changes no answer, and would be seen if it did.
+    """What is wrong with the runs; empty when offload changes no answer and the control shows that a change would be
+    seen.
 
     An answer is right when the engine without offload gives it, computing the whole prompt (`none`) or, where that was
     run, behind a hit of its own (`device`), but for what rounding does (reference_answers.margins).
     """
     runs, found = outcome.runs, []
     reference = runs["none"]
-    right = list(zip(spoken_of(reference), spoken_of(runs.get("device", reference)), strict=True))
+    right = list(zip(scored_answers(reference), scored_answers(runs.get("device", reference)), strict=True))
     for case, run in runs.items():
         differing = _differing(right, run)
         if case in SAME and differing:
@@ -85,7 +86,7 @@ def faults(outcome: Outcome) -> list[str]:
         if case in SAME and not run["loads"]:
             found.append(f"{case}: nothing was loaded")
     if "lossy" in runs and not _differing(right, runs["lossy"]):
-        found.append("lossy: loads that bring nothing change no answer, so the comparison proves nothing")
+        found.append("lossy: loads of zeroes change no answer, so the comparison proves nothing")
     if "nvme" in runs and not runs["nvme"]["tier_read_bytes"]:
         found.append("nvme: nothing was read from the files")
     for case in ("npu", "npu-off"):
@@ -99,11 +100,11 @@ def faults(outcome: Outcome) -> list[str]:
     return found
 
 
-def _differing(right: Sequence[tuple[Spoken, Spoken]], run: dict[str, Any]) -> dict[int, str]:
-    """Place of an answer that is none of the right ones there -> what is different."""
+def _differing(right: Sequence[tuple[Scored, Scored]], run: dict[str, Any]) -> dict[int, str]:
+    """Place of an answer that equals no right one -> the difference."""
     found = {}
-    for at, (answer, ways) in enumerate(zip(spoken_of(run), right, strict=True)):
-        told = [difference(one, answer) for one in ways]
-        if None not in told:
-            found[at] = str(told[0])
+    for at, (answer, ways) in enumerate(zip(scored_answers(run), right, strict=True)):
+        differences = [difference(one, answer) for one in ways]
+        if None not in differences:
+            found[at] = str(differences[0])
     return found

@@ -1,4 +1,5 @@
-"""kill -9 of an engine under twenty streams: nobody who had not yet got a byte notices, the others are told."""
+"""kill -9 of an engine under twenty streams: requests without a byte are answered, the others end with an error
+event."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ def test_whole_engine_killed(stack: RunningStack) -> None:
 
 @pytest.mark.tiers("nvme")
 def test_engine_core_alone_killed(stack: RunningStack) -> None:
-    """The HTTP server survives for some seconds and answers for an engine that is no more."""
+    """The HTTP server survives the engine core for some seconds and still answers."""
     _kill_under_streams(stack, lambda group: engine_core(group).signal(signal.SIGKILL))
 
 
 def _kill_under_streams(stack: RunningStack, kill: Callable[[int], None]) -> None:
-    known = stack.learn_and_store(stack.a)
+    known = stack.compute_and_store(stack.a)
     before = stack.process(VICTIM)
     restarts = stack.component(VICTIM).restarts
     group = vllm_group(before)
@@ -65,7 +66,7 @@ def _kill_under_streams(stack: RunningStack, kill: Callable[[int], None]) -> Non
 
 
 def _begun(stack: RunningStack, crowd: StreamCrowd) -> list[Stream] | None:
-    """Streams with a byte, once the victim has some of them and other requests beside them."""
+    """Streams with a first byte, once the victim has some of them and waiting requests as well."""
     begun = [stream for stream in crowd.streams if stream.tokens]
     on_victim = sum(stream.engine == VICTIM and not stream.ended.is_set() for stream in begun)
     if on_victim == 0 or stack.a.running() <= on_victim + 1:

@@ -1,6 +1,6 @@
-"""A sick directory costs recomputation, never an answer: read-only, full, gone, and with damaged blocks.
+"""A faulty directory costs recomputation, never an answer: read-only, full, removed, and with damaged blocks.
 
-On slabs, the layout of local disks; what depends on the layout on one file per block as well."""
+On slabs, the layout of local disks; layout-dependent tests also with one file per block."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 from reference_answers.margins import difference
 from stack_driver.deadlines import eventually
 from stack_driver.engine_metrics import new_failures
-from stack_driver.known_answers import learn
+from stack_driver.faulty_folders import full, read_only, remove_in_use, replaced_by_file
+from stack_driver.known_answers import compute_references
 from stack_driver.running_stack import RunningStack
 from stack_driver.shared_stores import NvmeStore, payload_offset
-from stack_driver.sick_folders import full, read_only, remove_in_use, replaced_by_file
 
 from spillway_connector.tiers.disk.layout_choice import suitable_mode
 
@@ -23,11 +23,11 @@ HEADER_OFFSET = 100  # within the fields that its checksum covers
 
 @both_layouts
 def test_the_layout_is_the_one_that_was_asked_for(stack: RunningStack) -> None:
-    """Default: slabs on a local disk. Each block counts once, and what an operator sees is what engines stored."""
+    """Default: slabs on a local disk. Each block counts once, and the operator's view equals what engines stored."""
     store = _store(stack)
-    stack.stored()  # what the start of the stack has stored may still be on its way
+    stack.stored()  # stores of the stack's start may still be pending
     before = store.blocks()
-    known = stack.learn_and_store(stack.a)
+    known = stack.compute_and_store(stack.a)
     added = store.blocks().keys() - before.keys()
     assert len(added) == known.prompt.blocks
     assert store.holds(added)
@@ -41,7 +41,7 @@ def test_the_layout_is_the_one_that_was_asked_for(stack: RunningStack) -> None:
 
 @both_layouts
 def test_read_only_directory_is_still_read(stack: RunningStack) -> None:
-    known = stack.learn_and_store(stack.a)
+    known = stack.compute_and_store(stack.a)
     folder = stack.local.folder.nvme
     with read_only(folder) as reasons:
         answer = stack.ask_shared(stack.b, known)
@@ -53,7 +53,7 @@ def test_read_only_directory_is_still_read(stack: RunningStack) -> None:
 
 
 def test_full_file_system(stack: RunningStack) -> None:
-    known = stack.learn_and_store(stack.a)
+    known = stack.compute_and_store(stack.a)
     with full(stack, stack.local.folder.nvme) as reasons:
         stack.ask_shared(stack.b, known)
         _ask_new_prompts(stack)
@@ -62,7 +62,7 @@ def test_full_file_system(stack: RunningStack) -> None:
 
 
 def test_directory_removed_while_running(stack: RunningStack) -> None:
-    known = stack.learn_and_store(stack.a)
+    known = stack.compute_and_store(stack.a)
     remove_in_use(stack.local.folder.nvme)
     assert stack.ask_shared(stack.b, known).source == "none"
     _ask_new_prompts(stack)
@@ -71,7 +71,7 @@ def test_directory_removed_while_running(stack: RunningStack) -> None:
 
 
 def test_file_in_place_of_the_directory(stack: RunningStack) -> None:
-    known = stack.learn_and_store(stack.a)
+    known = stack.compute_and_store(stack.a)
     with replaced_by_file(stack.local.folder.nvme) as reasons:
         assert stack.ask_shared(stack.b, known).source == "none"
         _ask_new_prompts(stack)
@@ -81,11 +81,11 @@ def test_file_in_place_of_the_directory(stack: RunningStack) -> None:
 
 @both_layouts
 def test_damaged_blocks_are_recomputed_and_never_served(stack: RunningStack) -> None:
-    """Bits flipped in header and payload: the size tells nothing, the checksums must."""
+    """Bits flipped in header and payload: sizes are right, so the checksums must detect it."""
     store = _store(stack)
-    stack.stored()  # what others have stored may still be on its way
+    stack.stored()  # other stores may still be pending
     old = store.blocks().keys()
-    known = stack.learn_and_store(stack.a)
+    known = stack.compute_and_store(stack.a)
     blocks = {key: frame for key, frame in store.blocks().items() if key not in old}
     assert len(blocks) == known.prompt.blocks
     for number, frame in enumerate(blocks.values()):
@@ -96,7 +96,7 @@ def test_damaged_blocks_are_recomputed_and_never_served(stack: RunningStack) -> 
     answer = stack.ask_shared(stack.b, known)
     assert answer.source == "none", "damaged blocks were used"
     assert new_failures(before, stack.b.failures(), "load") == {"header", "payload"}
-    # What was recomputed replaces what was damaged.
+    # Recomputed blocks replace the damaged ones.
     eventually("the damaged blocks are replaced", lambda: store.holds(blocks), 120.0)
     assert stack.ask_shared(stack.a, known).source == "shared"
 
@@ -116,13 +116,13 @@ def test_damage_costs_the_blocks_after_it_alone(stack: RunningStack) -> None:
     assert len(damaged) == prompt.blocks - kept
     for frame in damaged:
         store.flip(frame, payload_offset(frame, 0.001))
-    stack.b.forget(cpu_tier=True)
+    stack.b.reset_prefix_cache(cpu_tier=True)
     before = stack.b.failures()
     answer = stack.b.ask(prompt.tokens)
     assert new_failures(before, stack.b.failures(), "load") == {"payload"}
     assert answer.source == "shared"
-    assert difference(reference.spoken, answer.spoken) is None
-    # vLLM counts what a load has been given blocks for, and one that begins early may be given them for all.
+    assert difference(reference.scored, answer.scored) is None
+    # vLLM counts the tokens that a load has blocks for; an early load may have blocks for all of them.
     assert answer.cached_tokens in (kept * 128, prompt.reusable_tokens)
 
 
@@ -133,13 +133,13 @@ def _store(stack: RunningStack) -> NvmeStore:
 
 
 def _ask_new_prompts(stack: RunningStack) -> None:
-    """Prompts that want to be stored while storing cannot work."""
+    """New prompts whose stores must fail."""
     for _ in range(2):
-        learn(stack.a, stack.new_prompt(2))
+        compute_references(stack.a, stack.new_prompt(2))
 
 
 def _wait_failure(stack: RunningStack, operation: str, reasons: set[str]) -> None:
-    """The counters say which operation failed and why."""
+    """The counters name the failed operation and the reason."""
 
     def counted() -> set[str]:
         return {reason for (failed, reason), count in stack.a.failures().items() if failed == operation and count}

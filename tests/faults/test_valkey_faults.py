@@ -1,4 +1,5 @@
-"""A sick server costs recomputation, never an answer: killed, away, silent, full, emptied, holding damaged values."""
+"""A faulty server costs recomputation, never an answer: killed, unreachable, silent, full, emptied, with damaged
+values."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import redis
 from stack_driver.deadlines import eventually
 from stack_driver.engine_metrics import new_failures
-from stack_driver.known_answers import learn
+from stack_driver.known_answers import compute_references
 from stack_driver.running_stack import RunningStack
 from stack_driver.shared_stores import ValkeyStore
 
@@ -23,26 +24,26 @@ AWAY = {"connect", "disconnected", "timeout"}
 
 
 def test_killed_and_started_again(stack: RunningStack) -> None:
-    known = stack.learn_and_store(stack.a)
+    known = stack.compute_and_store(stack.a)
     with _supervisor_paused(stack):
         valkey = stack.process("valkey")
         valkey.signal(signal.SIGKILL)
         assert not wait_gone([valkey], 60.0)
         assert stack.ask_shared(stack.b, known).source == "none"
-        learn(stack.a, stack.new_prompt(2))
+        compute_references(stack.a, stack.new_prompt(2))
         _wait_failure(stack, AWAY)
     eventually("the supervisor starts Valkey again", lambda: stack.component("valkey").ready, 120.0)
     stack.wait_shared_tier_works()
 
 
 def test_silent_server(stack: RunningStack) -> None:
-    """Stopped, so connections are accepted by the kernel and never answered: only deadlines help."""
-    known = stack.learn_and_store(stack.a)
+    """SIGSTOP: the kernel accepts connections that are never answered, so deadlines must end the wait."""
+    known = stack.compute_and_store(stack.a)
     valkey = stack.process("valkey")
     valkey.signal(signal.SIGSTOP)
     try:
         stack.ask_shared(stack.b, known)
-        learn(stack.a, stack.new_prompt(2))
+        compute_references(stack.a, stack.new_prompt(2))
         _wait_failure(stack, {"timeout"})
     finally:
         valkey.signal(signal.SIGCONT)
@@ -50,7 +51,7 @@ def test_silent_server(stack: RunningStack) -> None:
 
 
 def test_full_server_that_evicts_nothing(stack: RunningStack) -> None:
-    known = stack.learn_and_store(stack.a)
+    known = stack.compute_and_store(stack.a)
     server = _server(stack)
     limits = {name: server.config_get(name)[name] for name in ("maxmemory", "maxmemory-policy")}
     server.config_set("maxmemory-policy", "noeviction")
@@ -59,7 +60,7 @@ def test_full_server_that_evicts_nothing(stack: RunningStack) -> None:
         with pytest.raises(redis.ResponseError, match="maxmemory"):
             server.set("one more", "value")
         stack.ask_shared(stack.b, known)
-        learn(stack.a, stack.new_prompt(2))
+        compute_references(stack.a, stack.new_prompt(2))
         _wait_failure(stack, {"out_of_memory"})
     finally:
         for name, value in limits.items():
@@ -68,7 +69,7 @@ def test_full_server_that_evicts_nothing(stack: RunningStack) -> None:
 
 
 def test_emptied_server(stack: RunningStack) -> None:
-    known = stack.learn_and_store(stack.a)
+    known = stack.compute_and_store(stack.a)
     _server(stack).flushall()
     assert stack.ask_shared(stack.b, known).source == "none"
     stack.wait_shared_tier_works()
@@ -78,7 +79,7 @@ def test_damaged_values_are_recomputed_and_never_served(stack: RunningStack) -> 
     store = stack.store
     assert isinstance(store, ValkeyStore)
     old = set(store.keys())
-    known = stack.learn_and_store(stack.a)
+    known = stack.compute_and_store(stack.a)
     for number, key in enumerate(sorted(set(store.keys()) - old)):
         offset = [100, 192, store.server.strlen(key) - 1][number % 3]
         byte = store.server.getrange(key, offset, offset)[0]
@@ -96,7 +97,7 @@ def _server(stack: RunningStack) -> redis.Redis:
 
 @contextmanager
 def _supervisor_paused(stack: RunningStack) -> Iterator[None]:
-    """Nobody starts Valkey again for as long as the block lasts."""
+    """The supervisor does not restart Valkey while the block runs."""
     supervisor = stack.supervisor
     supervisor.signal(signal.SIGSTOP)
     try:

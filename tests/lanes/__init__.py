@@ -1,1 +1,1 @@
-"""Lanes of tests, by what a test needs: `rules.py` says it, `plugin.py` holds it, `python -m lanes` runs them."""
+"""Lanes of tests, by what a test needs: defined by `rules.py`, enforced by `plugin.py`, run by `python -m lanes`."""

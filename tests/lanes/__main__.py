@@ -1,7 +1,7 @@
 """`python -m lanes unit quick full [-- pytest's arguments]`: one pytest for each lane, one closing line for them all.
 
-A lane of its own process keeps vLLM out of the unit tests and real engines out of the way of everything else: lanes
-without engines run on several cores, a lane with engines runs alone. Every lane runs, whatever failed before it.
+Separate processes keep vLLM out of the unit tests and real engines apart from all other tests: lanes without engines
+run on several cores, a lane with engines runs alone. Every lane runs, even after a failure.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def slowest(seconds: dict[str, float]) -> str:
 
 
 def closing_line(counts: Counter[str], seconds: float) -> str:
-    """As pytest words it, over all lanes."""
+    """In pytest's format, over all lanes."""
     named = [*OUTCOMES, *sorted(set(counts) - set(OUTCOMES))]
-    said = ", ".join(f"{counts[name]} {name}" for name in named if counts[name]) or "no tests ran"
-    return f" {said} in {seconds:.2f}s ({timedelta(seconds=int(seconds))}) ".center(80, "=")
+    outcomes = ", ".join(f"{counts[name]} {name}" for name in named if counts[name]) or "no tests ran"
+    return f" {outcomes} in {seconds:.2f}s ({timedelta(seconds=int(seconds))}) ".center(80, "=")
 
 
 if __name__ == "__main__":

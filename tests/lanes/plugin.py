@@ -1,4 +1,4 @@
-"""Marks tests by their rule, chooses lanes, and refuses a test what its rule does not name."""
+"""Marks tests by their rule, chooses lanes, and fails a test that needs more than its rule names."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, (lane, meaning) in NEEDS.items():
         config.addinivalue_line("markers", f"{name}: {meaning} (lane {lane})")
     chosen = config.getoption("lanes")
-    # Between tests nothing is refused, unless no test of this run may have it.
+    # Outside of tests only what no test of this run may use is refused.
     outside = None if chosen is None else frozenset(need for need, (lane, _) in NEEDS.items() if lane in chosen)
     config.pluginmanager.register(_Chosen(chosen), "lanes-chosen")
     _guard.allowed = None if outside and "engines" in outside else outside
     if _guard not in sys.meta_path:
         sys.meta_path.insert(0, _guard)
-        sys.addaudithook(_guard.heard)
+        sys.addaudithook(_guard.audit)
 
 
 class _Chosen:
@@ -54,7 +54,7 @@ class _Chosen:
                 here = {lane_of(needs_of(collection_path))}
             else:
                 return None
-        except (NoRule, ValueError):  # said where it is collected; or outside of the repository
+        except (NoRule, ValueError):  # reported at collection; or outside of the repository
             return None
         return None if here & self._lanes else True
 
@@ -93,32 +93,32 @@ class _Guard(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self.allowed: frozenset[str] | None = None  # None: anything
-        self._who = "this run"
+        self._subject = "this run"
 
     @contextmanager
-    def allowing(self, needs: frozenset[str], who: str) -> Iterator[None]:
-        before = self.allowed, self._who
-        # What runs an engine may have all that lies below it.
-        self.allowed, self._who = (None if needs & {"engines", "cluster", "chromium"} else needs), who
+    def allowing(self, needs: frozenset[str], subject: str) -> Iterator[None]:
+        before = self.allowed, self._subject
+        # A test with an engine may use everything below it.
+        self.allowed, self._subject = (None if needs & {"engines", "cluster", "chromium"} else needs), subject
         try:
             yield
         finally:
-            self.allowed, self._who = before
+            self.allowed, self._subject = before
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname == "vllm":
             self._require("vllm", "imports vLLM")
 
-    def heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "subprocess.Popen" and self.allowed is not None:
             command: str | bytes | Sequence[Any] = arguments[1]
             words = [command] if isinstance(command, (str, bytes, os.PathLike)) else command
             for need in needs_of_command([os.fsdecode(word) for word in words]):
                 self._require(need, f"starts {words}")
 
-    def _require(self, need: str, deed: str) -> None:
+    def _require(self, need: str, action: str) -> None:
         if self.allowed is not None and need not in self.allowed:
-            pytest.fail(f"{self._who} {deed}, and its rule in tests/lanes/rules.py does not name `{need}`", False)
+            pytest.fail(f"{self._subject} {action}, and its rule in tests/lanes/rules.py does not name `{need}`", False)
 
 
 _guard = _Guard()

@@ -1,4 +1,4 @@
-"""What each folder's tests need, and the lane that gives it to them. The one place that says so."""
+"""What each folder's tests need, and the lane that provides it. The only place that defines it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEEDS: dict[str, tuple[Lane, str]] = {
     "chromium": (Lane.BROWSER, "a real browser"),
 }
 
-# Folder or file -> markers. A folder speaks for the files in it, not for folders below it; a file for itself alone.
+# Folder or file -> markers. A folder's entry covers the files in it, not folders below it; a file's entry itself alone.
 RULES: dict[str, tuple[str, ...]] = {
     "connector/tests": (NOTHING,),
     "connector/tests/device": (NOTHING,),
@@ -104,7 +104,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/ui": ("chromium",),
 }
 
-# A word of a command line, without its folder -> the need that starting it betrays.
+# A word of a command line, without its folder -> the need that it implies.
 PROGRAMS: dict[str, str] = {
     "valkey-server": "valkey",
     "helm": "helm",
@@ -118,7 +118,7 @@ PROGRAMS: dict[str, str] = {
 }
 
 
-# What docs/reliability.md names and no lane runs -> where a person runs it. Everything else there is a test file.
+# What docs/reliability.md names and no lane runs -> its lane there. Everything else there is a test file.
 BY_HAND: dict[str, str] = {
     "make bench-corruption": "by hand",
     "make bench-soak": "by hand",
@@ -143,7 +143,7 @@ def needs_of(path: Path) -> frozenset[str]:
         if (found := RULES.get(named.as_posix())) is not None:
             return frozenset(found) - {NOTHING}
     raise NoRule(
-        f'{place.parent.as_posix()}: tests/lanes/rules.py says nothing of this folder; add "{place.parent.as_posix()}" '
+        f'{place.parent.as_posix()}: no entry in tests/lanes/rules.py; add "{place.parent.as_posix()}" '
         f"to RULES with what its tests need: {', '.join(NEEDS)}"
     )
 

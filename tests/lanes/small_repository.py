@@ -1,4 +1,4 @@
-"""A repository of a few files, for what the plugin says of whole runs."""
+"""A repository of a few files, for tests of the plugin over whole runs."""
 
 from __future__ import annotations
 

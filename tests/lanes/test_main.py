@@ -46,16 +46,16 @@ def test_lanes_are_added_up_and_all_run_whatever_failed(
 
     monkeypatch.setattr(runner.subprocess, "run", run)
     assert runner.main(["unit", "quick", "full"]) == 1
-    said, last = capsys.readouterr().out.splitlines()[-2:]
-    assert said == "BROKEN a.py::test"
+    broken, last = capsys.readouterr().out.splitlines()[-2:]
+    assert broken == "BROKEN a.py::test"
     assert re.fullmatch(r"=+ 1 failed, 1 error, 7 passed, 1 skipped in \d+\.\d\ds \(0:00:\d\d\) =+", last)
 
 
 def test_ci_reads_the_last_line_as_it_reads_pytests_own() -> None:
     expression = re.search(r"sed -n '(/.*/\{.*\})' \"\$logs", (ROOT / ".ci" / "run").read_text())
     assert expression is not None
-    said = "collected 1 item\n===== 1 passed in 0.10s =====\n" + runner.closing_line(Counter(passed=7), 3723.4) + "\n"
-    done = subprocess.run(["sed", "-n", expression[1]], input=said, capture_output=True, text=True, check=True)
+    log = "collected 1 item\n===== 1 passed in 0.10s =====\n" + runner.closing_line(Counter(passed=7), 3723.4) + "\n"
+    done = subprocess.run(["sed", "-n", expression[1]], input=log, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "7 passed in 3723.40s (1:02:03)"
 
 

@@ -1,4 +1,4 @@
-"""Every test file has a rule, every rule a file, and a rule is held."""
+"""Every test file has a rule, every rule a file, and rules are enforced."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_folder_without_a_rule_is_refused_with_the_place_to_add_one() -> None:
         needs_of(ROOT / "connector" / "tests" / "new" / "test_it.py")
 
 
-def test_a_file_speaks_for_itself_and_its_folder_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_has_its_entry_or_that_of_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "RULES", {"a": ("nothing",), "a/test_x.py": ("valkey",), "a/b": ("vllm", "valkey")})
     assert needs_of(ROOT / "a" / "test_x.py") == {"valkey"}
     assert needs_of(ROOT / "a" / "test_y.py") == set()
@@ -63,7 +63,7 @@ def test_the_last_lane_of_all_needs_wins() -> None:
     ]
 
 
-def test_programs_are_known_by_any_word_of_their_command_line() -> None:
+def test_programs_are_recognised_by_any_word_of_their_command_line() -> None:
     assert needs_of_command(["/opt/v36/helm", "template"]) == {"helm"}
     assert needs_of_command([sys.executable, "-m", "spillway_gateway"]) == {"servers"}
     assert needs_of_command(["cc", "-o", "x"]) == set()
@@ -73,18 +73,18 @@ GUARDED = {
     "imports": ("def test_it():\n    import vllm\n", "imports vLLM"),
     "imports at once": ("import vllm\ndef test_it(): ...\n", "imports vLLM"),
     "starts": ("import subprocess\ndef test_it():\n    subprocess.run(['/x/valkey-server'])\n", "valkey-server"),
-    "starts and forgives": (
+    "starts and suppresses the error": (
         "import subprocess\ndef test_it():\n    try: subprocess.run(['helm'])\n    except Exception: pass\n",
         "starts ['helm']",
     ),
 }
 
 
-@pytest.mark.parametrize(("source", "said"), GUARDED.values(), ids=GUARDED)
-def test_what_a_rule_does_not_name_fails_the_test(source: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("source", "message"), GUARDED.values(), ids=GUARDED)
+def test_what_a_rule_does_not_name_fails_the_test(source: str, message: str, tmp_path: Path) -> None:
     done = run_in_repository(tmp_path, {"tests/plain": ("nothing",)}, {"tests/plain/test_it.py": source})
     assert done.returncode != 0
-    assert said in done.stdout and "tests/lanes/rules.py does not name" in done.stdout
+    assert message in done.stdout and "tests/lanes/rules.py does not name" in done.stdout
 
 
 def test_what_a_rule_names_is_allowed_and_marked(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ NUM_ROWS = 16
 
 
 class _Now:
-    """A copier that copies at once, in calls of bounded length and never across a boundary, as a device's would."""
+    """A copier that copies at once, in calls of bounded length and never across a boundary, like a device's."""
 
     def __init__(self, direction: Direction, boundaries: tuple[int, ...], max_descriptors: int) -> None:
         self._direction, self._boundaries, self._max = direction, boundaries, max_descriptors
@@ -46,33 +46,33 @@ class _Now:
 
 def check(seed: int) -> str:
     """The kind of layout. Raises AssertionError where product and model differ in a byte."""
-    dice = random.Random(seed)
-    caches = random_caches(dice, NUM_BLOCKS)
-    per_chunk, ranks = dice.randint(1, 4), dice.choice([1, 1, 2, 4])
-    rank = dice.randrange(ranks)
+    rng = random.Random(seed)
+    caches = random_caches(rng, NUM_BLOCKS)
+    per_chunk, ranks = rng.randint(1, 4), rng.choice([1, 1, 2, 4])
+    rank = rng.randrange(ranks)
     geometry = ChunkGeometry(caches.block_bytes, per_chunk, ranks)
-    rows = np.frombuffer(bytearray(dice.randbytes(NUM_ROWS * geometry.row_bytes)), np.uint8)
+    rows = np.frombuffer(bytearray(rng.randbytes(NUM_ROWS * geometry.row_bytes)), np.uint8)
     region = SimpleNamespace(address=rows.ctypes.data, row_bytes=geometry.row_bytes)
     layout = copy_layout(caches.canonical, region, geometry, rank)
     boundaries = tuple(
-        rows.ctypes.data + at for at in sorted(dice.sample(range(1, rows.nbytes), dice.choice([0, 0, 1, 3])))
+        rows.ctypes.data + at for at in sorted(rng.sample(range(1, rows.nbytes), rng.choice([0, 0, 1, 3])))
     )
-    job = _Job(dice, caches, per_chunk)
+    job = _Job(rng, caches, per_chunk)
     device = caches.memory.numpy().view(np.uint8)
 
     expected = rows.copy()
     for device_byte, row_byte in job.moves(caches, geometry, rank):
         expected[row_byte] = device[device_byte]
     before = device.copy()
-    _transfer(Direction.STORE, layout, job, job.blocks, boundaries, dice)
+    _transfer(Direction.STORE, layout, job, job.blocks, boundaries, rng)
     assert (rows == expected).all(), f"seed {seed}, {caches.kind}: a store went wrong"
     assert (device == before).all(), f"seed {seed}, {caches.kind}: a store wrote to the device"
 
-    job.move_elsewhere(dice)
+    job.move_elsewhere(rng)
     expected = device.copy()
     for device_byte, row_byte in job.moves(caches, geometry, rank):
         expected[device_byte] = rows[row_byte]
-    _transfer(Direction.LOAD, layout, job, job.blocks, boundaries, dice)
+    _transfer(Direction.LOAD, layout, job, job.blocks, boundaries, rng)
     assert (device == expected).all(), f"seed {seed}, {caches.kind}: a load went wrong"
     return caches.kind
 
@@ -80,23 +80,23 @@ def check(seed: int) -> str:
 class _Job:
     """Blocks of every group, distinct over all of them, and the rows they go to."""
 
-    def __init__(self, dice: random.Random, caches: Caches, per_chunk: int) -> None:
+    def __init__(self, rng: random.Random, caches: Caches, per_chunk: int) -> None:
         groups = len(caches.groups)
         room_blocks, room_rows = NUM_BLOCKS // groups, NUM_ROWS // groups
         self.per_chunk = per_chunk
         self.sizes, self.firsts, self.chunks = [], [], []
         for _ in range(groups):
-            first = dice.randint(0, 9)
-            size = dice.randint(0, min(room_blocks, (room_rows - 1) * per_chunk))
+            first = rng.randint(0, 9)
+            size = rng.randint(0, min(room_blocks, (room_rows - 1) * per_chunk))
             self.sizes.append(size)
             self.firsts.append(first)
             self.chunks.append(-(-(size + first % per_chunk) // per_chunk) if size else 0)
-        self.rows = _some(dice, NUM_ROWS, sum(self.chunks))
+        self.rows = _some(rng, NUM_ROWS, sum(self.chunks))
         self.blocks: list[int] = []
-        self.move_elsewhere(dice)
+        self.move_elsewhere(rng)
 
-    def move_elsewhere(self, dice: random.Random) -> None:
-        self.blocks = _some(dice, NUM_BLOCKS, sum(self.sizes))
+    def move_elsewhere(self, rng: random.Random) -> None:
+        self.blocks = _some(rng, NUM_BLOCKS, sum(self.sizes))
 
     def moves(self, caches: Caches, geometry: ChunkGeometry, rank: int) -> list[tuple[int, int]]:
         """(byte of the device's memory, byte of the rows): the format of a row, as docs/formats.md has it."""
@@ -117,17 +117,17 @@ class _Job:
 
 
 def _transfer(
-    direction: Direction, layout: object, job: _Job, blocks: list[int], boundaries: tuple[int, ...], dice: random.Random
+    direction: Direction, layout: object, job: _Job, blocks: list[int], boundaries: tuple[int, ...], rng: random.Random
 ) -> None:
-    handler = CopyHandler(direction, layout, _Now(direction, boundaries, dice.choice([1, 2, 7, 4096])))
+    handler = CopyHandler(direction, layout, _Now(direction, boundaries, rng.choice([1, 2, 7, 4096])))
     device = GPULoadStoreSpec(blocks, group_sizes=job.sizes, block_indices=job.firsts)
     host = CPULoadStoreSpec(job.rows)
     assert handler.transfer_async(1, (device, host) if direction is Direction.STORE else (host, device))
 
 
-def _some(dice: random.Random, of: int, count: int) -> list[int]:
+def _some(rng: random.Random, of: int, count: int) -> list[int]:
     """Distinct numbers, often in runs, so that there is something to coalesce."""
-    if dice.random() < 0.5:
-        return dice.sample(range(of), count)
-    start = dice.randint(0, of - count)
+    if rng.random() < 0.5:
+        return rng.sample(range(of), count)
+    start = rng.randint(0, of - count)
     return list(range(start, start + count))

@@ -15,7 +15,7 @@ KINDS = ("one-tensor", "keys-and-values", "latent", "quantised", "groups", "stat
 
 @dataclass(frozen=True)
 class Caches:
-    """`canonical`, and what a model that knows nothing of it says of the same memory."""
+    """`canonical`, and an independent model of the same memory."""
 
     kind: str
     canonical: CanonicalKVCaches
@@ -26,15 +26,15 @@ class Caches:
     block_bytes: int  # a block's share of a row, all parts
 
 
-def random_caches(dice: random.Random, num_blocks: int) -> Caches:
-    kind = dice.choice(KINDS)
+def random_caches(rng: random.Random, num_blocks: int) -> Caches:
+    kind = rng.choice(KINDS)
     if kind == "groups":
-        return _shared(dice, num_blocks, kind, groups=dice.randint(2, 3))
+        return _shared(rng, num_blocks, kind, groups=rng.randint(2, 3))
     if kind == "states":  # attention pages and, in the same memory, states that fill less of them
-        return _shared(dice, num_blocks, kind, groups=2, smaller=True)
+        return _shared(rng, num_blocks, kind, groups=2, smaller=True)
     parts: list[int] = []
-    for _ in range(dice.randint(1, 3)):  # layers
-        head = dice.randint(1, 12)
+    for _ in range(rng.randint(1, 3)):  # layers
+        head = rng.randint(1, 12)
         parts += {
             "one-tensor": [2 * head],
             "keys-and-values": [head, head],
@@ -42,18 +42,18 @@ def random_caches(dice: random.Random, num_blocks: int) -> Caches:
             "quantised": [head, head, max(1, head // 2), 2],  # keys, values, indexer keys, their scales
             "padded": [head],
         }[kind]
-    slack = [dice.choice([0, 0, 5]) if kind == "padded" else 0 for _ in parts]
-    return _separate(dice, num_blocks, kind, parts, slack)
+    slack = [rng.choice([0, 0, 5]) if kind == "padded" else 0 for _ in parts]
+    return _separate(rng, num_blocks, kind, parts, slack)
 
 
-def _separate(dice: random.Random, num_blocks: int, kind: str, parts: list[int], slack: list[int]) -> Caches:
-    """Each part an allocation of its own, anywhere; blocks may be further apart than they are long."""
+def _separate(rng: random.Random, num_blocks: int, kind: str, parts: list[int], slack: list[int]) -> Caches:
+    """A separate allocation for each part; the stride of blocks may exceed their length."""
     starts, end = [], 0
     for part, more in zip(parts, slack, strict=True):
-        end += dice.randint(0, 7)  # what lies between allocations
+        end += rng.randint(0, 7)  # gap between allocations
         starts.append(end)
         end += (part + more) * num_blocks
-    memory = _random_bytes(dice, end)
+    memory = _random_bytes(rng, end)
     tensors, offsets, group, in_row = [], [], [], 0
     for start, part, more in zip(starts, parts, slack, strict=True):
         view = memory.as_strided((num_blocks, part), (part + more, 1), start)
@@ -65,27 +65,27 @@ def _separate(dice: random.Random, num_blocks: int, kind: str, parts: list[int],
     return Caches(kind, AscendKVCaches(tensors, refs, offsets), [group], memory, in_row)
 
 
-def _shared(dice: random.Random, num_blocks: int, kind: str, groups: int, smaller: bool = False) -> Caches:
+def _shared(rng: random.Random, num_blocks: int, kind: str, groups: int, smaller: bool = False) -> Caches:
     """Layers of several groups in the same tensors; a block belongs to one group at a time."""
-    pages = [dice.randint(4, 20) for _ in range(dice.randint(1, 3))]
-    memory = _random_bytes(dice, sum(pages) * num_blocks)
+    pages = [rng.randint(4, 20) for _ in range(rng.randint(1, 3))]
+    memory = _random_bytes(rng, sum(pages) * num_blocks)
     tensors, starts, start = [], [], 0
     for page in pages:
         tensors.append(CanonicalKVCacheTensor(memory.as_strided((num_blocks, page), (page, 1), start), page))
         starts.append(start)
         start += page * num_blocks
     refs: list[list[CanonicalKVCacheRef]] = []
-    known: list[list[tuple[int, int, int, int, int]]] = []
+    parts_of_groups: list[list[tuple[int, int, int, int, int]]] = []
     for number in range(groups):
-        used = range(len(pages)) if number == 0 else range(dice.randint(1, len(pages)))
+        used = range(len(pages)) if number == 0 else range(rng.randint(1, len(pages)))
         refs.append([])
-        known.append([])
+        parts_of_groups.append([])
         for index in used:
-            size = dice.randint(1, pages[index]) if smaller and number else pages[index]
+            size = rng.randint(1, pages[index]) if smaller and number else pages[index]
             refs[-1].append(CanonicalKVCacheRef(index, size))
-            known[-1].append((starts[index], pages[index], size, sum(pages[:index]), pages[index]))
-    return Caches(kind, CanonicalKVCaches(tensors, refs), known, memory, sum(pages))
+            parts_of_groups[-1].append((starts[index], pages[index], size, sum(pages[:index]), pages[index]))
+    return Caches(kind, CanonicalKVCaches(tensors, refs), parts_of_groups, memory, sum(pages))
 
 
-def _random_bytes(dice: random.Random, count: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(dice.randbytes(count)), dtype=torch.int8)
+def _random_bytes(rng: random.Random, count: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(rng.randbytes(count)), dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""When two greedy answers to one prompt are the same, whatever rounding did. Pure.
+"""When two greedy answers to one prompt are the same up to rounding. Pure.
 
 The token that wins a near tie is rounding: another matrix shape, another kernel or another CPU decides it otherwise, on
 stock vLLM as well. So answers are compared by the log-probabilities of the tokens that were likely at each position. A
@@ -20,7 +20,7 @@ ROUNDING = 0.25
 # Where equal engines computed both in the same shapes, so that nothing but wrong KV should move anything. Narrow: one
 # foreign block of four often moves an answer by no more than 0.3.
 ROUNDING_OF_EQUALS = 0.1
-# A lead that was measured in whatever dtype the engine runs, and is at least MARGIN_LEAST in float32.
+# A lead that was measured in the engine's dtype, and is at least MARGIN_LEAST in float32.
 DECIDED = MARGIN_LEAST + 2 * ROUNDING
 TOP = 5  # tokens that an engine is asked for at each position
 # Rounding moves unlikely tokens further than likely ones: below this nothing is compared (2 %).
@@ -28,25 +28,25 @@ LIKELY = -4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class Scored:
     """An answer: its tokens, and at each position the log-probabilities of the TOP most likely ones, by token id."""
 
     tokens: tuple[int, ...]
     tops: tuple[Mapping[int, float], ...]
 
     def as_json(self) -> dict[str, Any]:
-        """`from_json` is the way back."""
+        """The inverse is `from_json`."""
         return {"tokens": list(self.tokens), "tops": [dict(top) for top in self.tops]}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Spoken:
-        """Raises KeyError, ValueError, TypeError or AttributeError for what is none."""
+    def from_json(cls, value: Mapping[str, Any]) -> Scored:
+        """Raises KeyError, ValueError, TypeError or AttributeError for anything else."""
         tops = [{int(token): float(logprob) for token, logprob in top.items()} for top in value["tops"]]
         return cls(tuple(map(int, value["tokens"])), tuple(tops))
 
-    def __add__(self, more: Spoken) -> Spoken:
-        """An answer that came in pieces."""
-        return Spoken(self.tokens + more.tokens, self.tops + more.tops)
+    def __add__(self, more: Scored) -> Scored:
+        """Concatenates the pieces of an answer."""
+        return Scored(self.tokens + more.tokens, self.tops + more.tops)
 
     @property
     def leads(self) -> list[float]:
@@ -54,25 +54,25 @@ class Spoken:
         return [best[0] - best[1] for best in (sorted(top.values(), reverse=True) for top in self.tops)]
 
 
-def spoken(choice: Mapping[str, Any]) -> Spoken:
+def scored(choice: Mapping[str, Any]) -> Scored:
     """A choice of vLLM's /v1/completions that was asked for with `REQUEST`."""
     tops = choice["logprobs"]["top_logprobs"]
     by_id = [{int(name.removeprefix("token_id:")): float(value) for name, value in top.items()} for top in tops]
-    return Spoken(tuple(choice["token_ids"]), tuple(by_id))
+    return Scored(tuple(choice["token_ids"]), tuple(by_id))
 
 
-# What a completion request needs for `spoken`.
+# What a completion request needs for `scored`.
 REQUEST: dict[str, Any] = {"logprobs": TOP, "return_tokens_as_token_ids": True, "return_token_ids": True}
 
 
-def difference(one: Spoken, other: Spoken, rounding: float = ROUNDING) -> str | None:
-    """What is different beyond rounding; None when nothing is. The order of the two does not matter."""
+def difference(one: Scored, other: Scored, rounding: float = ROUNDING) -> str | None:
+    """The difference beyond rounding; None without one. Symmetric."""
     if len(one.tokens) != len(other.tokens):
         return f"{len(one.tokens)} tokens and {len(other.tokens)}"
     for position, (token, its) in enumerate(zip(one.tokens, other.tokens, strict=True)):
         top, its_top = one.tops[position], other.tops[position]
-        for known, seen in ((top, its_top), (its_top, top)):
-            moved = _moved(known, seen, rounding)
+        for expected, seen in ((top, its_top), (its_top, top)):
+            moved = _moved(expected, seen, rounding)
             if moved is not None:
                 return f"token {position + 1}: {moved}"
         if token != its:
@@ -80,7 +80,7 @@ def difference(one: Spoken, other: Spoken, rounding: float = ROUNDING) -> str | 
     return None
 
 
-def compared_tokens(one: Spoken, other: Spoken) -> int:
+def compared_tokens(one: Scored, other: Scored) -> int:
     """At how many positions two answers can be compared: up to the first that has another token, itself included."""
     same = 0
     for token, its in zip(one.tokens, other.tokens, strict=False):
@@ -100,10 +100,10 @@ def _moved(top: Mapping[int, float], other: Mapping[int, float], rounding: float
     return None
 
 
-def differences(reference: Sequence[Spoken], others: Sequence[Spoken], rounding: float = ROUNDING) -> dict[int, str]:
+def differences(reference: Sequence[Scored], others: Sequence[Scored], rounding: float = ROUNDING) -> dict[int, str]:
     """Place in the list -> what is different there."""
     found = {
         place: difference(one, other, rounding)
         for place, (one, other) in enumerate(zip(reference, others, strict=True))
     }
-    return {place: said for place, said in found.items() if said is not None}
+    return {place: found_one for place, found_one in found.items() if found_one is not None}

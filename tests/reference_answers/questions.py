@@ -1,6 +1,6 @@
-"""Questions whose whole answer the bundled model is sure of: no token of it is a near tie in float32.
+"""Questions whose answer by the bundled model has no near tie in float32.
 
-Whatever compares texts of real engines asks one of these. `python -m reference_answers` measures them and writes
+Tests that compare texts of real engines ask one of these. `python -m reference_answers` measures them and writes
 questions.json; a question with a near tie is refused there, and by a test.
 """
 
@@ -22,7 +22,7 @@ RECORD = Path(__file__).with_name("questions.json")
 
 
 class NearTie(Exception):
-    """A token of the answer leads its runner-up by too little for anything to rest on it."""
+    """A token of the answer leads its runner-up by too little to be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Measured:
             if margin < MARGIN_LEAST:
                 raise NearTie(
                     f"{self.question!r} -> {self.answer!r}: token {position + 1} leads by {margin:.3f}, "
-                    f"{MARGIN_LEAST} is needed; ask something that the model is surer of"
+                    f"{MARGIN_LEAST} is needed; choose a question with a larger margin"
                 )
         return self
 

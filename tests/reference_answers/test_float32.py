@@ -9,8 +9,8 @@ from reference_answers.questions import QUESTIONS, read_record
 from spillway_stack.bundled_model import prepare
 
 
-def test_the_record_is_what_the_model_says() -> None:
+def test_the_record_equals_the_model() -> None:
     for found, recorded in zip(measure(prepare(print), QUESTIONS), read_record(), strict=True):
         assert found.require_margin().answer == recorded.answer
-        # float32 rounds too, by less than anything that matters here.
+        # float32 rounds too, by an insignificant amount.
         assert found.margins == pytest.approx(recorded.margins, abs=0.01)

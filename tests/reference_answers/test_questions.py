@@ -1,4 +1,4 @@
-"""Whoever compares texts of real engines asks a question that rounding cannot answer otherwise."""
+"""Tests that compare texts of real engines ask questions whose answer does not depend on rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reference_answers.margins import MARGIN_LEAST
 from reference_answers.questions import QUESTIONS, Measured, NearTie, read_record, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
-# Scripts that carry their question with them, as they run where nothing of this repository is.
+# Scripts that contain their question, as they run without this repository.
 SCRIPTS = ("charts/spillway/files/live_check.py", "tests/cluster/client/load.py")
 
 

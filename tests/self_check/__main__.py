@@ -1,4 +1,4 @@
-"""`python -m self_check`: what the start-up check says of healthy engines of every kind and of broken ones.
+"""`python -m self_check`: verdicts of the start-up check on healthy engines of every kind and on broken ones.
 
 Prints a line per case and writes build/selfcheck.json. `--kinds` and `--starts` narrow it; `--add` keeps what earlier
 runs wrote, so that the cases can be run a few at a time.
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16, pooling": {"model": {"dtype": "bfloat16"}, "extraArgs": ["--runner", "pooling"]},
 }
 BROKEN_KINDS = ("float32", "bfloat16", "float16")
-# Without AVX-512 FP16, float16 computes slowly, and a start takes twice as long.
+# Without AVX-512 FP16, float16 is slow, and a start takes twice as long.
 START_SHARES = {"bfloat16": 2, "float32": 2, "float16": 1}
 # Of each, the same 2,048 tokens of KV cache.
 STARTED_KINDS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ def main() -> int:
     wrong = 0
     for kind in given.kinds:
         with tempfile.TemporaryDirectory() as folder, Engine(Path(folder), model, **KINDS[kind]) as engine:
-            _tell(kind, engine.verdict.healthy, engine.verdict.said)
+            _report(kind, engine.verdict.healthy, engine.verdict.message)
             report["healthy"][kind] = dataclasses.asdict(engine.verdict)
             wrong += not engine.verdict.healthy
             if kind in BROKEN_KINDS and engine.verdict.healthy:
@@ -76,7 +76,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             verdict = forked_start(Path(folder), model, STARTED_KINDS[kind])
         seconds = round(time.monotonic() - begun, 1)
-        _tell(f"start {len(report['starts']) + 1}, {kind}, {seconds} s", verdict.healthy, verdict.said)
+        _report(f"start {len(report['starts']) + 1}, {kind}, {seconds} s", verdict.healthy, verdict.message)
         report["starts"].append({"kind": kind, "seconds": seconds, **dataclasses.asdict(verdict)})
         wrong += not verdict.healthy
         _write_report(report)
@@ -92,20 +92,20 @@ def _next_start(done: list[str]) -> str:
 
 
 async def _broken(engine: Engine) -> dict[str, dict[str, Any]]:
-    """Each damage with the reference and without one, as of a model that is not known."""
+    """Each damage with the reference and without one, as for a model without one."""
     verdicts: dict[str, dict[str, Any]] = {}
     brief = engine.brief()
     for name, order in {**BROKEN, **SUBTLE}.items():
         await engine.order(*order)
-        known, unknown = await engine.check(brief), await engine.check(dataclasses.replace(brief, reference=None))
+        verdict, unknown = await engine.check(brief), await engine.check(dataclasses.replace(brief, reference=None))
         await engine.order("mend")
-        _tell(f"  {name}", known.healthy, known.said)
-        verdicts[name] = {**dataclasses.asdict(known), "without_reference": dataclasses.asdict(unknown)}
+        _report(f"  {name}", verdict.healthy, verdict.message)
+        verdicts[name] = {**dataclasses.asdict(verdict), "without_reference": dataclasses.asdict(unknown)}
     return verdicts
 
 
-def _tell(name: str, healthy: bool, said: str) -> None:
-    print(f"{name}: {'passes' if healthy else 'refused'}: {said}", flush=True)
+def _report(name: str, healthy: bool, message: str) -> None:
+    print(f"{name}: {'passes' if healthy else 'refused'}: {message}", flush=True)
 
 
 def _read_report() -> dict[str, Any]:

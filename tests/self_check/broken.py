@@ -1,4 +1,4 @@
-"""The ways in which an engine is broken, for the suite and for the table of `python -m self_check`."""
+"""Damages of an engine, for the tests and for the table of `python -m self_check`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "embeddings of the next token": ("foreign_embeddings", "shifted"),
     "random embeddings of the same scale": ("foreign_embeddings", "random"),
 }
-# Near or below what bfloat16 rounds: shown in the table, whatever comes of it.
+# Near or below what bfloat16 rounds: shown in the table, refused or not.
 SUBTLE: dict[str, tuple[str, ...]] = {
     "layers 5 and 6 swapped": ("swap_layers", "5", "6"),
     "layers 16 and 17 swapped": ("swap_layers", "16", "17"),

@@ -33,10 +33,10 @@ REFUSED = re.compile(r"(self-check failed: .*)")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the check said of one engine."""
+    """The check's verdict on one engine."""
 
     healthy: bool
-    said: str
+    message: str
 
 
 def engine_tree(model_folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Engine:
         self._process.wait(timeout=60)
 
     def brief(self, **changes: Any) -> PodBrief:
-        """What the check of this engine's start was told; `changes` are settings, as `--set` takes them."""
+        """The check's brief at this engine's start; `changes` are settings, as `--set` takes them."""
         overrides = [f"{path}={value}" for path, value in changes.items()]
         settings = engine_settings(self.tree, overrides)
         shape = load_model_shape(settings.model.path)

@@ -1,7 +1,7 @@
 """How far rounding, and how far one damaged layer, moves the log-probabilities of the check's texts.
 
 `python -m self_check.figures`, under Hugging Face's transformers: rounding in each dtype, by several ways to compute,
-then damage in float32, so that it is the damage alone that is measured, and how much of it each tolerance refuses.
+then damage in float32, so that the damage alone is measured, and how much of it each tolerance refuses.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _load(folder: Path, dtype: str, attention: str) -> Any:
 
 def _score(model: Any, reference: Reference, step: int = 1000) -> list[Scored]:
     scored = []
-    for text, known in zip(REFERENCE_TEXTS, reference.texts, strict=True):
-        token_ids = torch.tensor([known.token_ids])
+    for text, reference_text in zip(REFERENCE_TEXTS, reference.texts, strict=True):
+        token_ids = torch.tensor([reference_text.token_ids])
         cache, parts = None, []
         for first in range(0, token_ids.shape[1], step):
             output = model(token_ids[:, first : first + step], past_key_values=cache, use_cache=True)
@@ -81,7 +81,7 @@ def _score(model: Any, reference: Reference, step: int = 1000) -> list[Scored]:
             parts.append(output.logits)
         logprobs = torch.log_softmax(torch.cat(parts, dim=1)[0, :-1].float(), dim=-1)
         of_tokens = logprobs.gather(1, token_ids[0, 1:, None])[:, 0]
-        scored.append(Scored(text, known.token_ids, tuple(of_tokens.tolist())))
+        scored.append(Scored(text, reference_text.token_ids, tuple(of_tokens.tolist())))
     return scored
 
 

@@ -1,4 +1,4 @@
-"""Breaks a running vLLM engine in one way, and mends it again: a worker extension that only tests load.
+"""Breaks a running vLLM engine in one way, and repairs it: a worker extension for tests.
 
 vLLM mixes the class into its worker (`--worker-extension-cls`), whose methods /collective_rpc then calls. Weights are
 packed for the CPU's kernels when they are loaded, so a scaled projection is one whose output is scaled.
@@ -58,7 +58,7 @@ class Sabotage:
         self._undo = lambda: rope.cos_sin_cache.copy_(kept)
 
     def kv_slot_off(self, when: str) -> None:
-        """Every key and value one slot further than it is read: `always`, or in `decode` steps alone.
+        """Store every key and value one slot further than it is read: `always`, or in `decode` steps alone.
 
         For decode steps a prefill is computed right and then stored again, one slot further.
         """

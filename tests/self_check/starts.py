@@ -1,6 +1,6 @@
-"""Many starts of one machine in little time: vLLM's server forked from a process that has imported it already.
+"""Many starts in little time: vLLM's server forked from a process that has imported it already.
 
-Everything behind the imports is done anew: engine core and worker are started, weights loaded, the KV cache allocated,
+Everything after the imports is repeated: engine core and worker are started, weights loaded, the KV cache allocated,
 kernels warmed up, the server's application built with the middleware, whose check then runs.
 """
 
@@ -64,7 +64,7 @@ def _serve(command: EngineCommand, log: Path) -> None:
         os.environ.update({**command.environment, **command.brief.to_environment()})
         sys.argv = [SERVER_MODULE, *command.arguments[3:]]
         runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
-    except BaseException:  # whatever it is belongs into the log
+    except BaseException:  # every error belongs in the log
         traceback.print_exc()
     finally:
         os._exit(1)

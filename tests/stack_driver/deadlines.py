@@ -1,4 +1,4 @@
-"""Waiting for what another process will do: a condition and a deadline, never a blind pause."""
+"""Waiting for another process: a condition and a deadline, never a fixed sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine, asked directly: prompts are token ids, answers tell tokens, how likely they were, and what was cached."""
+"""One engine, asked directly: prompts are token ids, answers hold tokens, log-probabilities and cached tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from reference_answers.margins import REQUEST, Spoken, spoken
+from reference_answers.margins import REQUEST, Scored, scored
 
-from .engine_metrics import Reading, device_loads_bytes, stores_under_way, tier_failures, tier_reads_bytes
+from .engine_metrics import Reading, device_loads_bytes, pending_stores, tier_failures, tier_reads_bytes
 
 ANSWER_TOKENS = 12
 REQUEST_SECONDS = 180.0
@@ -17,7 +17,7 @@ REQUEST_SECONDS = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    spoken: Spoken
+    scored: Scored
     prompt_tokens: int
     cached_tokens: int
     source: str  # "none", "device", "cpu" or "shared": the deepest tier that took part
@@ -26,7 +26,7 @@ class Answer:
 
 
 class EngineClient:
-    """For one thread; the engine must be otherwise idle where `source` is looked at."""
+    """Single-threaded; `source` is valid only while the engine is otherwise idle."""
 
     def __init__(self, url: str, model: str, tier: str) -> None:
         self.url = url
@@ -47,7 +47,7 @@ class EngineClient:
         read = int(tier_reads_bytes(after, self._tier) - tier_reads_bytes(before, self._tier))
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         source = "shared" if read else "cpu" if loaded else "device" if cached else "none"
-        return Answer(spoken(choice), int(usage["prompt_tokens"]), cached, source, loaded, read)
+        return Answer(scored(choice), int(usage["prompt_tokens"]), cached, source, loaded, read)
 
     def complete(self, prompt: Sequence[int], answer_tokens: int) -> dict[str, Any]:
         return self._post(
@@ -69,25 +69,25 @@ class EngineClient:
         return list(choice["prompt_logprobs"])
 
     def nudge(self) -> None:
-        """One engine step that touches no full block: pending news of the tiers is taken in and counted."""
+        """One engine step without a full block: it collects and counts pending results of the tiers."""
         self.complete([7, 7, 7], 1)
 
-    def forget(self, *, cpu_tier: bool) -> None:
+    def reset_prefix_cache(self, *, cpu_tier: bool) -> None:
         """Empty the device's prefix cache, and the CPU tier too if asked; the shared tier keeps everything."""
         self.nudge()
         response = self._http.post("/reset_prefix_cache", params={"reset_external": str(cpu_tier).lower()})
         response.raise_for_status()
 
     def has_settled(self) -> bool:
-        """Whether nothing of what was computed so far is still on its way to the shared tier.
+        """Whether no computed block is still on its way to the shared tier.
 
-        One step hands on what has reached the CPU tier, the next one hears what became of it; so nothing is under way
-        when a step found nothing to hand on and nothing that had not ended.
+        One step submits what has reached the CPU tier, the next one collects the results; so no store is pending when
+        a step submitted nothing and all jobs had ended.
         """
         self.nudge()
-        before = stores_under_way(self.metrics(), self._tier)
+        before = pending_stores(self.metrics(), self._tier)
         self.nudge()
-        after = stores_under_way(self.metrics(), self._tier)
+        after = pending_stores(self.metrics(), self._tier)
         return after.queued_bytes == 0 and after == before
 
     def metrics(self) -> Reading:
@@ -96,7 +96,7 @@ class EngineClient:
         return Reading.parse(response.text)
 
     def failures(self) -> dict[tuple[str, str], float]:
-        """Failures of the shared tier so far by (operation, reason), those of work that just ended included."""
+        """Failures of the shared tier so far by (operation, reason), including those of jobs that just ended."""
         self.nudge()
         return tier_failures(self.metrics(), self._tier)
 

@@ -1,4 +1,4 @@
-"""One reading of a server's /metrics; differences of two readings are what lies between them."""
+"""One reading of a server's /metrics; subtract two readings for counter deltas."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ def tier_reads_bytes(reading: Reading, tier: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class StoresUnderWay:
-    """queued_bytes: on the way to the shared tier. The others only grow, with each step that moved anything."""
+class PendingStores:
+    """queued_bytes: on the way to the shared tier. The others are counters."""
 
     queued_bytes: float
     copied_bytes: float
     ended: float
 
 
-def stores_under_way(reading: Reading, tier: str) -> StoresUnderWay:
+def pending_stores(reading: Reading, tier: str) -> PendingStores:
     ended = (
         "spillway_tier_written_bytes_total",
         "spillway_tier_failures_total",
         "spillway_tier_shed_total",
         "spillway_tier_stores_skipped_total",
     )
-    return StoresUnderWay(
+    return PendingStores(
         reading.total("spillway_tier_queue_bytes", tier=tier),
         reading.total("spillway_device_copy_bytes_total", direction="store"),
         sum(reading.total(name, tier=tier) for name in ended),

@@ -1,4 +1,4 @@
-"""What a stack has on a machine while it runs, and what of it is left afterwards."""
+"""Resources of a running stack, and what of them is left afterwards."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from spillway_stack.state_folder import StateFolder
 
 from .engine_processes import vllm_group
 
-GONE_SECONDS = 60.0  # for the kernel and the init process to collect what has ended, on however busy a machine
+GONE_SECONDS = 60.0  # for the kernel and the init process to reap ended processes on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """processes: the supervisor, the components and everything below them."""
+    """processes: the supervisor, the components and their descendants."""
 
     processes: frozenset[ProcessIdentity]
     shared_memory: frozenset[Path]
@@ -44,7 +44,7 @@ class Footprint:
         )
 
     def left(self) -> list[str]:
-        """Everything that is still there, in words."""
+        """Everything that still exists, as text."""
         alive = wait_gone(self.processes, GONE_SECONDS)
         return [
             *(f"process {identity.pid}: {command_line(identity.pid)}" for identity in alive),

@@ -2,7 +2,7 @@
 are none for this model, engine service, vLLM and CPU.
 
 Kernels round by dtype, instruction set and number of threads, so a kept answer is one of an equal machine: dtype and
-kernels follow from the CPU's flags and the settings. What cannot be read is made again.
+kernels follow from the CPU's flags and the settings. Unreadable answers are computed again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from reference_answers.margins import Spoken
+from reference_answers.margins import Scored
 
 import spillway_engine
 from spillway_engine.machine import cpu_flags
@@ -29,7 +29,7 @@ FOLDER = bundled_model.models_folder().with_name("references")
 
 
 def kept_file(settings: StackSettings, folder: Path = FOLDER) -> Path | None:
-    """Where the answers of such an engine lie or will lie; None for a model that is not the bundled one."""
+    """File of such an engine's answers, which may not exist yet; None unless the model is the bundled one."""
     if settings.model:
         return None
     facts = {
@@ -63,7 +63,7 @@ def read(file: Path, asked: int | None) -> dict[str, KnownAnswers] | None:
             return None
         return {
             prompt.name: KnownAnswers(
-                prompt, {int(cached): Spoken.from_json(answer) for cached, answer in entry["answers"].items()}
+                prompt, {int(cached): Scored.from_json(answer) for cached, answer in entry["answers"].items()}
             )
             for prompt, entry in zip(prompts, kept, strict=True)
         }
@@ -72,13 +72,13 @@ def read(file: Path, asked: int | None) -> dict[str, KnownAnswers] | None:
 
 
 def write(file: Path, references: dict[str, KnownAnswers]) -> None:
-    """Whole or not at all."""
+    """Atomic."""
     kept = [
         {
-            "prompt": _prompt_digest(known.prompt),
-            "answers": {cached: answer.as_json() for cached, answer in known.by_cached_tokens.items()},
+            "prompt": _prompt_digest(answers.prompt),
+            "answers": {cached: answer.as_json() for cached, answer in answers.by_cached_tokens.items()},
         }
-        for known in references.values()
+        for answers in references.values()
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")

@@ -1,5 +1,5 @@
-"""Prompts as token ids: deterministic by name, different names share no block. Random tokens leave the model unsure of
-itself, so that a single wrong byte of KV shows in the answer."""
+"""Prompts as token ids: deterministic by name, different names share no block. Random tokens give near ties, so
+that a single wrong byte of KV shows in the answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 BLOCK_TOKENS = 128
-TAIL_TOKENS = 37  # beyond the last full block: what is always computed
+TAIL_TOKENS = 37  # beyond the last full block: always computed
 _FIRST_TOKEN, _LAST_TOKEN = 1_000, 40_000  # plain vocabulary of the bundled model
 
 
@@ -36,7 +36,7 @@ def make_prompt(name: str, blocks: int) -> Prompt:
 
 
 def make_group(name: str, prompts: int, shared_blocks: int, own_blocks: int) -> list[Prompt]:
-    """Prompts with one common beginning, as turns of one conversation or questions about one document have."""
+    """Prompts with one shared prefix, like turns of one conversation or questions about one document."""
     beginning = _tokens(f"{name} beginning", shared_blocks * BLOCK_TOKENS)
     return [
         Prompt(

@@ -1,4 +1,4 @@
-"""The answers of an engine without offload, for every cached length that the tiers will be asked for."""
+"""The answers of an engine without offload, for every cached length that the tests of tiers use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAST_PROMPTS, SLOW_PROMPTS = 40, 20
 
 
 def identity_prompts(usual_blocks: int) -> int:
-    """How many prompts: as asked, or what a machine of this speed does in two minutes."""
+    """Number of prompts: as asked, or as many as this machine computes in two minutes."""
     asked = os.environ.get(PROMPTS_ENV, "").strip()
     if asked:
         return int(asked)
@@ -23,8 +23,8 @@ def identity_prompts(usual_blocks: int) -> int:
 
 def reference_answers(engine: EngineClient, prompts: list[Prompt]) -> dict[str, KnownAnswers]:
     """Each prompt as it comes (the first of a group cold, the others after their shared beginning) and once more with
-    all of its blocks cached, from the device alone; in the order in which the tiers will see them."""
-    known = {prompt.name: KnownAnswers(prompt) for prompt in prompts}
+    all of its blocks cached, from the device alone; in the order in which the tests use them."""
+    answers = {prompt.name: KnownAnswers(prompt) for prompt in prompts}
     beginnings: set[tuple[int, ...]] = set()
     for prompt in prompts:
         beginning = prompt.tokens[: prompt.shared_tokens]
@@ -34,6 +34,6 @@ def reference_answers(engine: EngineClient, prompts: list[Prompt]) -> dict[str, 
         )
         assert again.cached_tokens == prompt.reusable_tokens, f"{prompt.name}: {again}"
         beginnings.add(beginning)
-        known[prompt.name].add(first)
-        known[prompt.name].add(again)
-    return known
+        answers[prompt.name].add(first)
+        answers[prompt.name].add(again)
+    return answers

@@ -18,7 +18,7 @@ from spillway_stack.settings import StackSettings
 
 from .deadlines import eventually
 from .engine_client import Answer, EngineClient
-from .known_answers import KnownAnswers, learn
+from .known_answers import KnownAnswers, compute_references
 from .prompts import BLOCK_TOKENS, Prompt, make_prompt
 from .shared_stores import NvmeStore, SharedStore, ValkeyStore
 
@@ -27,11 +27,11 @@ DEVICE_BLOCKS = 48
 CPU_BLOCKS = 64
 NVME_MAX_BYTES = 12 << 30  # 200 prompts in float32 are half of it
 MAX_LENGTH = 4096
-# A cold prompt costs about this long on whatever machine this is.
+# Length of a cold prompt's computation on this machine.
 COLD_SECONDS = 1.2
 BLOCKS_LEAST, BLOCKS_MOST = 4, 8
-# A machine under test is busy, and so is its disk: with the product's deadlines a hit, or that a block is stored at
-# all, would be a matter of luck. A tier that never answers costs each of these once.
+# A machine under test is busy, and so is its disk: with the default deadlines a hit or a store would be random. A tier
+# that never answers costs each of these once.
 PATIENCE = (
     "offload.sharedTier.lookupTimeoutSeconds=5",
     "offload.sharedTier.loadTimeoutSeconds=15",
@@ -39,11 +39,11 @@ PATIENCE = (
     "offload.sharedTier.storeTimeoutSeconds=30",
     "offload.sharedTier.storeQueueSecondsMax=30",
 )
-# Nor may a slow moment of the disk make the engine decide that loading does not pay.
+# Nor may a slow disk make the engine decide that loading does not pay.
 ALWAYS_LOAD = "offload.prefillTokensPerSecond=1"
-# Streams that were promised their end get it, on however slow a machine.
+# Streams finish within the drain time on a slow machine.
 SLOW_DRAIN = "lifecycle.drainTimeoutSeconds=100"
-# vLLM's endpoint for emptying caches is there in its development mode alone.
+# vLLM's endpoint for resetting caches exists in its development mode alone.
 DEVELOPMENT_MODE = 'extraEnv.VLLM_SERVER_DEV_MODE="1"'
 
 
@@ -89,8 +89,8 @@ def free_base_port() -> int:
 
 @dataclass
 class RunningStack:
-    """`engines` are in order; `a` computes, `b` never saw what `a` computed unless a test says so. A stack of a single
-    engine has it as both: what its own tiers forget only the shared tier knows."""
+    """`engines` are in order; `a` computes, `b` has not computed the same prompts unless a test does so. A stack of a
+    single engine has it as both: after a reset of its caches only the shared tier holds the blocks."""
 
     tier: str
     local: LocalStack
@@ -142,48 +142,48 @@ class RunningStack:
         return int(self.a.configuration()["memory"]["bytes_per_block"])
 
     def new_prompt(self, blocks: int | None = None) -> Prompt:
-        """One that nobody has seen."""
+        """An unseen prompt."""
         return make_prompt(f"{self.tier} {next(self._numbers)}", blocks or self.blocks)
 
-    def learn_and_store(self, engine: EngineClient, blocks: int | None = None) -> KnownAnswers:
-        """A new prompt, its answers, and the certainty that all its blocks are in the shared tier."""
+    def compute_and_store(self, engine: EngineClient, blocks: int | None = None) -> KnownAnswers:
+        """Compute a new prompt; returns its answers once all its blocks are in the shared tier."""
         prompt = self.new_prompt(blocks)
         stored = self.stored()
-        known = learn(engine, prompt)
+        known = compute_references(engine, prompt)
         self.wait_stored(stored + prompt.blocks, engine)
         return known
 
     def stored(self) -> int:
-        """How many blocks the shared tier holds once no engine has any on the way: what comes after is the caller's."""
+        """Number of blocks in the shared tier once no engine has a pending store."""
         for engine in self.engines:
-            eventually(f"{engine.url} has stored what it had to store", engine.has_settled, 120.0)
+            eventually(f"{engine.url} has no pending stores", engine.has_settled, 120.0)
         return self.store.frames()
 
     def wait_stored(self, frames: int, engine: EngineClient) -> None:
         eventually(f"{frames} blocks in the {self.tier} tier", lambda: self.store.frames() >= frames, 120.0)
-        engine.nudge()  # lets the engine hear of it and release the rows
+        engine.nudge()  # lets the engine collect the result and release the rows
 
     def ask_shared(self, engine: EngineClient, known: KnownAnswers) -> Answer:
-        """Ask an engine whose own tiers are emptied first; checked against what is known, wherever it came from."""
-        engine.forget(cpu_tier=True)
+        """Reset an engine's caches, ask it, and check the answer against the references."""
+        engine.reset_prefix_cache(cpu_tier=True)
         answer = engine.ask(known.prompt.tokens)
         known.check(answer)
         return answer
 
     def wait_shared_tier_works(self, timeout_seconds: float = 180.0) -> None:
-        """What one engine writes the other reads, in both directions, whatever was broken before."""
+        """Wait until each engine reads what the other writes, after a fault."""
 
         def round_trip(writer: EngineClient, reader: EngineClient) -> bool:
             prompt = self.new_prompt(2)
             stored = self.stored()
-            known = learn(writer, prompt)
+            known = compute_references(writer, prompt)
             if self.stored() < stored + prompt.blocks:
-                return False  # refused, or lost: the engine has none of them in hand any more
-            reader.forget(cpu_tier=True)
+                return False  # refused, or lost: the engine holds none of them any more
+            reader.reset_prefix_cache(cpu_tier=True)
             answer = reader.ask(prompt.tokens)
             if answer.cached_tokens in known.by_cached_tokens:
                 known.check(answer)
-            # A breaker that has just begun to trust the tier again lets part of a prefix through.
+            # A half-open breaker lets only part of a prefix through.
             return (answer.source, answer.cached_tokens) == ("shared", prompt.reusable_tokens)
 
         for writer, reader in ((self.a, self.b), (self.b, self.a)):
@@ -204,7 +204,7 @@ class RunningStack:
         return identity
 
     def _measure(self) -> None:
-        # The very first prefill pays for what is made on first use.
+        # Warm-up.
         self.a.complete(make_prompt(f"{self.tier} first", 1).tokens, 1)
         probe = make_prompt(f"{self.tier} probe", BLOCKS_LEAST)
         begun = time.monotonic()

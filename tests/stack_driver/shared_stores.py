@@ -1,4 +1,4 @@
-"""The shared tier seen from outside: what really lies in the directory or in Valkey."""
+"""The shared tier read from outside: the content of the directory or of Valkey."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class SharedStore(Protocol):
     tier: str
 
     def frames(self) -> int:
-        """How many blocks are stored whole."""
+        """Number of whole stored blocks."""
         ...
 
     def clear(self) -> None: ...
 
     def make_room(self) -> None:
-        """Tests count what is added: nothing may be evicted for it. For moments in which nothing stored is needed."""
+        """Free space, so that no eviction disturbs a test's counts. Call it where no stored block is needed."""
         ...
 
 
 class NvmeStore:
-    """A directory of either layout, as an operator sees it. max_bytes: what its engines were told."""
+    """A directory of either layout, as an operator sees it. max_bytes: the engines' setting."""
 
     tier = "nvme"
 
@@ -43,12 +43,12 @@ class NvmeStore:
 
     def files(self) -> list[Path]:
         """The frames of the layout that has one file for each."""
-        # os.walk: engines that evict take folders away meanwhile, at which glob would raise.
+        # os.walk: engines that evict remove folders meanwhile, which makes glob raise.
         found = (Path(folder) / name for folder, _, names in os.walk(self.folder) for name in names)
         return sorted(path for path in found if path.suffix == ".kv")
 
     def blocks(self) -> dict[bytes, StoredFrame]:
-        """Key -> frame of all whose header is whole."""
+        """Key -> frame, for all frames with a valid header."""
         with _inspectors(self.folder) as inspectors:
             found = [frame for each in inspectors for frame in each.frames(headers=True)]
         return {frame.key: frame for frame in found if frame.key is not None and frame.damage is None}
@@ -58,7 +58,7 @@ class NvmeStore:
             with _inspectors(self.folder) as inspectors:
                 return sum(1 for each in inspectors for _ in each.frames(headers=False))
         except TierError:
-            return 0  # away: nothing can be said to be stored
+            return 0  # unreachable: nothing counts as stored
 
     def holds(self, keys: Iterable[bytes]) -> bool:
         """Whether all these blocks are stored and nothing in them is damaged."""
@@ -82,7 +82,7 @@ class NvmeStore:
                     each.remove(found, only_unused=False)
 
     def make_room(self) -> None:
-        """A machine with a small disk gives the tier less than it was told it may take."""
+        """A small disk holds less than the tier's max_bytes."""
         with _inspectors(self.folder) as inspectors:
             held_bytes = sum(frame.stored_bytes for each in inspectors for frame in each.frames(headers=False))
         if held_bytes > limit_bytes(self.folder, held_bytes, self._max_bytes) / 2:
@@ -127,7 +127,7 @@ class ValkeyStore:
         try:
             return sum(key.count(b":") == 2 for key in self.keys())
         except redis.RedisError:
-            return 0  # away: nothing can be said to be stored
+            return 0  # unreachable: nothing counts as stored
 
     def clear(self) -> None:
         for key in self.keys():

@@ -1,4 +1,4 @@
-"""Concurrent streams through the gateway, each in its own thread, each with a protocol of what it saw."""
+"""Concurrent streams through the gateway, each in its own thread, each with a record of its events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JOIN_SECONDS = 240.0
 
 @dataclass
 class Stream:
-    """What one client saw. `tokens` grows while the stream runs; the rest is set when it has ended."""
+    """One client's record. `tokens` grows while the stream runs; the rest is set at its end."""
 
     prompt: Prompt
     status: int | None = None
@@ -25,7 +25,7 @@ class Stream:
     done: bool = False  # the terminal [DONE] was seen
     finish_reason: str | None = None
     error: dict[str, Any] | None = None  # an error event inside the stream, or an error body
-    broken: str | None = None  # the connection ended without a word
+    broken: str | None = None  # the connection ended without an error event
     ended: threading.Event = field(default_factory=threading.Event)
 
     @property

@@ -1,4 +1,4 @@
-"""Kept answers are those that were made, and a different engine has others."""
+"""Kept answers equal the computed ones, and a different engine has others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from reference_answers.margins import Spoken
+from reference_answers.margins import Scored
 
 from spillway_stack.settings import StackSettings
 from stack_driver import kept_references
@@ -20,7 +20,7 @@ OFF = StackSettings(port=20_000, offload=False, shared_tier="none")
 
 @pytest.fixture
 def made() -> dict[str, KnownAnswers]:
-    cold, hit = Spoken((1, 2), ({1: -0.5}, {2: -0.25})), Spoken((3,), ({3: -0.1, 4: -2.5},))
+    cold, hit = Scored((1, 2), ({1: -0.5}, {2: -0.25})), Scored((3,), ({3: -0.1, 4: -2.5},))
     return {prompt.name: KnownAnswers(prompt, {0: cold, 256: hit}) for prompt in make_prompts(7)}
 
 
@@ -35,7 +35,7 @@ def test_what_was_written_is_read_in_its_order(made: dict[str, KnownAnswers], tm
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}x", "[1]", '[{"prompt": "x", "answers": {}}]', '{"a": 1}'])
-def test_what_cannot_be_read_or_is_of_other_prompts_is_made_again(text: str, tmp_path: Path) -> None:
+def test_unreadable_answers_and_those_of_other_prompts_are_computed_again(text: str, tmp_path: Path) -> None:
     (tmp_path / "kept.json").write_text(text)
     assert read(tmp_path / "kept.json", None) is None
     assert read(tmp_path / "missing.json", None) is None
@@ -65,5 +65,5 @@ def test_another_engine_another_cpu_and_other_code_have_others(monkeypatch: pyte
     assert len(set(files)) == len(files)
 
 
-def test_answers_of_a_model_of_ones_own_are_not_kept() -> None:
+def test_answers_of_another_model_are_not_kept() -> None:
     assert kept_file(replace(OFF, model="/models/mine")) is None

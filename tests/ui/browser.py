@@ -42,7 +42,8 @@ def chromium() -> str:
 
 
 class Page:
-    """One tab. problems: errors of scripts, refusals by the page's policy and failed loads, in the browser's words."""
+    """One tab. problems: errors of scripts, refusals by the page's policy and failed loads, as the browser reports
+    them."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -74,10 +75,10 @@ class Page:
         return result
 
     async def run(self, script: str) -> Any:
-        """Value of an expression in the page, from the outside: the page's policy does not bind it."""
-        told = await self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, told["exceptionDetails"]
-        return told["result"].get("value")
+        """Value of an expression in the page, evaluated outside the page's content security policy."""
+        reply = await self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
 
     async def until(self, script: str) -> Any:
         """Wait for an expression to be truthy; its value."""
@@ -119,7 +120,7 @@ class Page:
 
 @asynccontextmanager
 async def open_page() -> AsyncIterator[Page]:
-    """A fresh browser with one tab; gone at the end, with its profile."""
+    """A fresh browser with one tab; both are removed at the end, with the profile."""
     with tempfile.TemporaryDirectory(prefix="spillway-ui-", ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
             chromium(),
@@ -158,12 +159,12 @@ async def open_page() -> AsyncIterator[Page]:
 
 async def _debugging_port(process: asyncio.subprocess.Process) -> int:
     assert process.stderr is not None
-    said = b""
+    output = b""
     async for line in process.stderr:
-        said += line
+        output += line
         if b"DevTools listening on ws://" in line:
             return int(line.split(b"127.0.0.1:")[1].split(b"/")[0])
-    raise AssertionError(f"Chromium ended: {said.decode(errors='replace')}")
+    raise AssertionError(f"Chromium ended: {output.decode(errors='replace')}")
 
 
 async def _drain(process: asyncio.subprocess.Process) -> None:

@@ -47,12 +47,12 @@ async def chat(running: RunningGateway, text: str, *, request_id: str = "", stre
 
 
 async def names_and_roles(page: Page) -> set[tuple[str, str]]:
-    """What a screen reader is told."""
+    """Names and roles that a screen reader gets."""
     tree = await page.ask("Accessibility.getFullAXTree")
     return {(node["role"]["value"], node.get("name", {}).get("value", "")) for node in tree["nodes"] if "role" in node}
 
 
-async def test_the_page_lives_and_follows_the_gateway() -> None:
+async def test_the_page_follows_the_gateway() -> None:
     async with gateway(2) as (running, fakes), open_page() as page:
         await page.width(1280)
         await page.open(running.url + "/ui")
@@ -67,7 +67,7 @@ async def test_the_page_lives_and_follows_the_gateway() -> None:
         assert EVIL_ID in await page.run("document.querySelector('#decisions caption').textContent")
         assert await page.run("document.querySelectorAll('#decisions tr.chosen').length") == 1
 
-        # What is open stays open while newer ones come in above it.
+        # An open decision stays open while newer ones are added above it.
         await chat(running, "word " * 3000)
         await page.until("document.querySelectorAll('#decisions li').length === 2")
         assert await page.run("document.querySelectorAll('#decisions li')[1].querySelector('details').open")
@@ -107,7 +107,7 @@ async def test_it_fits_and_can_be_read(pixels: int, scheme: str) -> None:
 
 
 def keep_shot(name: str, png: bytes) -> None:
-    """For people; nothing is compared with it."""
+    """For inspection; not compared."""
     SHOTS.mkdir(parents=True, exist_ok=True)
     (SHOTS / name).write_bytes(png)
 
@@ -133,16 +133,16 @@ CONTRASTS = """(() => {
   const found = [];
   while (walker.nextNode()) {
     const node = walker.currentNode.parentElement;
-    const said = walker.currentNode.textContent.trim();
-    if (!said || !node.checkVisibility()) continue;
+    const text = walker.currentNode.textContent.trim();
+    if (!text || !node.checkVisibility()) continue;
     const [one, other] = [light(getComputedStyle(node).color), light(ground(node))];
-    found.push([(Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05), said.slice(0, 40)]);
+    found.push([(Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05), text.slice(0, 40)]);
   }
   return found;
 })()"""
 
 
-async def test_it_works_with_keys_alone_and_tells_a_screen_reader_what_it_shows() -> None:
+async def test_it_works_with_keys_alone_and_a_screen_reader() -> None:
     async with gateway(2) as (running, _), open_page() as page:
         await chat(running, "word " * 2000)
         await page.open(running.url + "/ui/")
@@ -159,16 +159,16 @@ async def test_it_works_with_keys_alone_and_tells_a_screen_reader_what_it_shows(
         await page.press("Enter", 13, "\r")
         await page.until("document.querySelector('#decisions details').open")
 
-        told = await names_and_roles(page)
-        assert "status" in {role for role, _ in told}
-        assert ("table", "Engines") in told
-        assert {("rowheader", "engine-0"), ("columnheader", "KV in use")} <= told
-        assert any(role == "meter" and "KV in use, engine-1" in name for role, name in told)
-        assert ("heading", "Recent decisions") in told
-        assert any(role == "button" and name == "Go on" for role, name in told)
+        elements = await names_and_roles(page)
+        assert "status" in {role for role, _ in elements}
+        assert ("table", "Engines") in elements
+        assert {("rowheader", "engine-0"), ("columnheader", "KV in use")} <= elements
+        assert any(role == "meter" and "KV in use, engine-1" in name for role, name in elements)
+        assert ("heading", "Recent decisions") in elements
+        assert any(role == "button" and name == "Go on" for role, name in elements)
 
 
-async def test_where_clients_reach_it_the_page_asks_for_an_operators_key(tmp_path: Path) -> None:
+async def test_on_the_clients_port_the_page_asks_for_an_operators_key(tmp_path: Path) -> None:
     tenants = [{"name": "operators", "keys": [hash_key(OPERATOR)], "operator": True}]
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
     (tmp_path / "salt").write_text("0123456789abcdef" * 4)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_matrix.greedy import spoken_of
+from engine_matrix.greedy import scored_answers
 from reference_answers.margins import difference, differences
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 def test_without_offload_nothing_is_cached(runs):
     assert runs["none"]["cached"] == [0] * 7  # so what is cached below came through the transport
-    first, second, third, *again = spoken_of(runs["none"])
+    first, second, third, *again = scored_answers(runs["none"])
     assert differences([first, second, third, first], again) == {}
     assert difference(first, second) and difference(second, third) and difference(first, third)
 
@@ -47,7 +47,7 @@ def test_without_offload_nothing_is_cached(runs):
 @pytest.mark.parametrize("batch_memcpy", ["on", "off"])
 def test_the_answers_are_the_same(runs, batch_memcpy):
     run = runs[batch_memcpy]
-    assert differences(spoken_of(runs["none"]), spoken_of(run)) == {}
+    assert differences(scored_answers(runs["none"]), scored_answers(run)) == {}
     assert run["cached"] == [0, 0, 0] + [WHOLE_PROMPT] * 4
     used, other = run["batch_calls"], run["single_calls"]
     if batch_memcpy == "off":
@@ -60,7 +60,7 @@ def test_the_answers_are_the_same(runs, batch_memcpy):
 
 def test_a_device_without_batches_is_found_out_by_the_first_job(runs):
     run = runs["unsupported"]
-    assert differences(spoken_of(runs["none"]), spoken_of(run)) == {}
+    assert differences(scored_answers(runs["none"]), scored_answers(run)) == {}
     assert run["cached"] == [0, 0, 0] + [WHOLE_PROMPT] * 4  # no job was lost
     assert run["batch_calls"] == 1
     assert run["single_calls"] > 0
@@ -68,5 +68,5 @@ def test_a_device_without_batches_is_found_out_by_the_first_job(runs):
 
 def test_copies_that_fail_are_recomputed(runs):
     run = runs["faults"]
-    assert differences(spoken_of(runs["none"]), spoken_of(run)) == {}
+    assert differences(scored_answers(runs["none"]), scored_answers(run)) == {}
     assert sum(run["cached"]) < 4 * WHOLE_PROMPT

@@ -1,4 +1,4 @@
-"""A shared tier in memory whose chunks come when the dice say so, one after the other, and sometimes never."""
+"""A shared tier in memory whose chunks arrive at random times, one after the other, and sometimes never."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
 from spillway_connector.plan.change_log import ChangeLog
 from spillway_connector.transfer.lookups import Answers, Lookup
 
-DICE = "dice"
+RANDOM = "random"
 
 
-class DiceTier(PrefixTier):
-    """Bytes move at `advance`, not when they are submitted: a row that is read before a load, or written before a store
-    has read it, is found out."""
+class RandomTier(PrefixTier):
+    """Bytes move at `advance`, not when they are submitted, which exposes a row that is read before a load, or written
+    before a store has read it."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **_: Any) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         self.changes = ChangeLog()
-        self.dice = random.Random(0)
+        self.rng = random.Random(0)
         self.losing_share = 0.0
         self._rows = np.frombuffer(primary_kv_view, np.uint8).reshape(len(primary_kv_view), -1)
         self._frames: dict[bytes, bytes] = {}
-        self._loads: list[tuple[JobMetadata, list[OffloadKey], list[int]]] = []  # with what has not come, and its rows
+        self._loads: list[tuple[JobMetadata, list[OffloadKey], list[int]]] = []  # with the missing keys and their rows
         self._stores: list[JobMetadata] = []
         self._failed: dict[int, set[bytes]] = {}
         self._arrived: list[tuple[int, list[OffloadKey]]] = []
@@ -66,7 +66,7 @@ class DiceTier(PrefixTier):
             key, row = keys.pop(0), rows.pop(0)
             chunks -= 1
             failed = self._failed.setdefault(job.job_id, set())
-            if self.dice.random() < self.losing_share or key not in self._frames:
+            if self.rng.random() < self.losing_share or key not in self._frames:
                 failed.add(key)
                 self._frames.pop(key, None)
                 self.changes.add([key])
@@ -91,5 +91,5 @@ class DiceTier(PrefixTier):
         return RequestOffloadingContext()
 
 
-if DICE not in SecondaryTierFactory._registry:
-    SecondaryTierFactory.register_tier(DICE, "engine_lives.dice_tier", "DiceTier")
+if RANDOM not in SecondaryTierFactory._registry:
+    SecondaryTierFactory.register_tier(RANDOM, "engine_lives.random_tier", "RandomTier")

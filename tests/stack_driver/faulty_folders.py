@@ -1,5 +1,5 @@
 """Real faults of a directory. Where mounting is allowed the file system itself refuses; elsewhere it is the nearest
-fault that an ordinary process can make. Each says which reasons the tier may give for it."""
+fault that an unprivileged process can cause. Each yields the reasons that the tier may report for it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def read_only(folder: Path) -> Iterator[set[str]]:
         cleanup.callback(aside.rmdir)
         if _mount("--bind", str(folder), str(aside)):
             cleanup.callback(_unmount, aside)
-            # Where nobody goes: over the directory itself, an engine may open a file for writing between the two calls,
-            # and then the second is refused.
+            # At an unused path: over the directory itself, an engine may open a file for writing between the two calls,
+            # which makes the second one fail.
             assert _mount("-o", "remount,bind,ro", str(aside)), "a bind mount was allowed, making it read-only was not"
             assert _mount("--bind", str(aside), str(folder)), "a bind mount was allowed, a second one was not"
             cleanup.callback(_unmount, folder)
@@ -44,8 +44,8 @@ def read_only(folder: Path) -> Iterator[set[str]]:
 
 
 def reopened(folder: Path) -> None:
-    """Have engines open slabs anew at their next operation: what they have open stays writable, whatever is mounted
-    over it. An index that was replaced, as this one is by its copy, is how they see that somebody else was here."""
+    """Make engines reopen slabs at their next operation: open files stay writable under a new mount. Engines reopen
+    when the index was replaced, here by its copy."""
     for index in folder.glob(f"{SLAB_FOLDER}/*/{INDEX_NAME}"):
         lock = FileLock(folder / SLAB_FOLDER / LOCK_NAME, time.monotonic)
         with lock.held(time.monotonic() + 60.0):
@@ -70,7 +70,7 @@ def replaced_by_file(folder: Path) -> Iterator[set[str]]:
 
 
 def _put(what: Path, place: Path) -> None:
-    """Rename, where an engine may make a directory of the same name at any moment: its own goes."""
+    """Rename, although an engine may create a directory of the same name at any moment, which is removed."""
 
     def moved() -> bool:
         try:
@@ -84,7 +84,7 @@ def _put(what: Path, place: Path) -> None:
 
 
 def remove_in_use(folder: Path) -> None:
-    """Remove a directory that engines write into: what they make meanwhile is removed as well, until all is gone."""
+    """Remove a directory that engines write into: directories that they create meanwhile are removed as well."""
 
     def gone() -> bool:
         shutil.rmtree(folder, ignore_errors=True)
@@ -95,7 +95,7 @@ def remove_in_use(folder: Path) -> None:
 
 @contextmanager
 def full(running: RunningStack, folder: Path) -> Iterator[set[str]]:
-    """Not another block fits: a small file system full of other data, or a limit on the size of a writer's files."""
+    """No further block fits: a small file system full of other data, or a limit on the size of a writer's files."""
     if _mount("-t", "tmpfs", "-o", f"size={SMALL_BYTES}", "tmpfs", str(folder)):
         try:
             with (folder / "ballast").open("wb") as ballast:
