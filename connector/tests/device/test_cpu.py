@@ -1,17 +1,67 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+
 import numpy as np
 import pytest
 
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cpu import HostCopier, copy_spans
 from spillway_connector.plan.copies import CopyPlan
+from spillway_connector.testing.copier_contract import MEMORY_BYTES, CopierContract
 
 
 def plan_between(device: np.ndarray, host: np.ndarray, spans: list[tuple[int, int, int]]) -> CopyPlan:
     """spans: (offset in device, offset in host, bytes)."""
     columns = np.array(spans, dtype=np.int64).reshape(-1, 3)
     return CopyPlan(device.ctypes.data + columns[:, 0], host.ctypes.data + columns[:, 1], columns[:, 2])
+
+
+class CpuRig:
+    """See copier_contract.CopierRig."""
+
+    def __init__(self, direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.host = (np.zeros(MEMORY_BYTES, np.uint8) for _ in range(2))
+        self._open = threading.Event()
+        self._open.set()
+        self._failing = False
+        monkeypatch.setattr("spillway_connector.device.cpu.copy_spans", self._copy)
+        self.copier = HostCopier(direction)
+
+    def _copy(self, direction: Direction, plan: CopyPlan) -> None:
+        self._open.wait()
+        failing, self._failing = self._failing, False
+        if failing:
+            raise OSError(14, "bad address")
+        copy_spans(direction, plan)
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def fail_next(self) -> None:
+        self._failing = True
+
+
+@pytest.fixture
+def make_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Direction], CpuRig]]:
+    rigs: list[CpuRig] = []
+
+    def make(direction: Direction) -> CpuRig:
+        rigs.append(CpuRig(direction, monkeypatch))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.release()
+        rig.copier.close()
+
+
+class TestHostCopier(CopierContract):
+    pass
 
 
 @pytest.fixture

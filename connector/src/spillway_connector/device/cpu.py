@@ -4,9 +4,9 @@ A thread per direction keeps the copies off the model thread. No barrier with th
 platform computes eagerly on the thread that submits, so what a job reads has been written, and what it overwrites
 has been read, when `submit` is called.
 
-A whole batch of spans moves in one system call (process_vm_readv(2) on this very process). A memmove for each span
-is as fast on an idle machine, but asks for the GIL a thousand times: beside a busy scheduler thread 94 MB in 960
-spans took 2.5 s that way and 0.03 s this way (docs/benchmarks.md).
+A batch of spans moves in one system call (process_vm_readv(2) on the own process id). A memmove per span is as fast on
+an idle machine, but takes the GIL once per span: beside a busy scheduler thread 94 MB in 960 spans took 2.5 s that way
+and 0.03 s this way (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 import numpy as np
 
 from spillway_connector.device.copier import CopyResult, Direction
+from spillway_connector.errors import DeviceCopyError
 from spillway_connector.plan.copies import Addresses, CopyPlan
 
 _IOV_MAX = 1024  # descriptors a call takes: IOV_MAX of Linux
@@ -37,17 +38,22 @@ _process_vm_readv.argtypes = [
 
 
 class HostCopier:
-    """One direction's jobs, in order, on a thread of their own."""
+    """The jobs of one direction, in order, on a thread per copier. See copier.Copier for the contract."""
 
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
         self._jobs: queue.SimpleQueue[tuple[int, CopyPlan] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
-        self._running: dict[int, threading.Event] = {}  # model thread only
+        self._running: dict[int, threading.Event] = {}  # changed by the model thread only
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"spillway-{direction.value}", daemon=True)
         self._thread.start()
 
     def submit(self, job_id: int, plan: CopyPlan) -> None:
+        if self._closed:
+            raise DeviceCopyError(f"the {self._direction.value} transport is closed")
+        if job_id in self._running:
+            raise DeviceCopyError(f"{self._direction.value} job {job_id} is in flight already")
         self._running[job_id] = threading.Event()
         self._jobs.put((job_id, plan))
 
@@ -68,7 +74,9 @@ class HostCopier:
                 done.wait()
 
     def close(self) -> None:
-        self._jobs.put(None)
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
         self._thread.join()
 
     def _run(self) -> None:
@@ -79,7 +87,7 @@ class HostCopier:
             error: Exception | None = None
             try:
                 copy_spans(self._direction, plan)
-            except Exception as caught:  # whatever it is, the job must still be reported
+            except Exception as caught:  # of any kind: the job must still be reported
                 error = caught
             self._results.put(CopyResult(job_id, plan.total_bytes, time.perf_counter() - started, error))
             done.set()
@@ -97,7 +105,7 @@ def copy_spans(direction: Direction, plan: CopyPlan) -> None:
 
 
 def _copy_in_one_call(target: Addresses, source: Addresses, sizes: Addresses) -> bool:
-    """False where the kernel will not do it (a strict seccomp profile, an old kernel); nothing is lost then."""
+    """False where the kernel refuses the call or stops early (a strict seccomp profile): copy in another way."""
     spans_to, spans_from = _iovecs(target, sizes), _iovecs(source, sizes)
     count = len(sizes)
     moved = _process_vm_readv(os.getpid(), spans_to.ctypes.data, count, spans_from.ctypes.data, count, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from spillway_connector.errors import ConfigError, DeviceCopyError
 from spillway_connector.plan.copies import CopyPlan
 from spillway_connector.plan.copy_table import PATHS, CopyTable
 from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.copier_contract import CopierContract
 
-ROWS, ROW = 4, 8192
+ROWS, ROW = 4, 16_384
 BOTH = list(Direction)
 
 
@@ -101,6 +103,45 @@ def finish(copier, count=1):
     results = copier.finished()
     assert len(results) == count
     return results
+
+
+class CudaRig:
+    """See copier_contract.CopierRig."""
+
+    def __init__(self, opened: Rig, direction: Direction, path: str) -> None:
+        self.device, self.host = opened.device, opened.host
+        self.copier = opened.copier(direction)
+        self._double = opened.double
+        copy = "cuMemcpyDtoHAsync" if direction is Direction.STORE else "cuMemcpyHtoDAsync"
+        self._function = copy if path == "loop" else "cuMemcpyBatchAsync"
+        self._held = False
+
+    def hold(self) -> None:
+        self._held = True
+        self._double.streams[0].work.append(lambda: not self._held)
+
+    def release(self) -> None:
+        self._held = False
+
+    def fail_next(self) -> None:
+        self._double.failures[self._function].append(INVALID_VALUE)
+
+
+@pytest.fixture(params=PATHS)
+def make_rig(request: pytest.FixtureRequest) -> Iterator[Callable[[Direction], CudaRig]]:
+    opened: list[Rig] = []
+
+    def make(direction: Direction) -> CudaRig:
+        opened.append(Rig(request.param))
+        return CudaRig(opened[-1], direction, request.param)
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+class TestCudaCopier(CopierContract):
+    pass
 
 
 SPANS = [(40 * k, 32 * (31 - k), 32) for k in range(32)]

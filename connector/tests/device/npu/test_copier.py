@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -15,10 +18,40 @@ from spillway_connector.device.npu.copier import NpuLimits, split_at
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.plan.copies import CopyPlan
 from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.copier_contract import CopierContract
 
 BOTH = list(Direction)
 MODES = ["auto", "off"]
 SPANS = [(0, 100, 4096), (9000, 20_000, 1), (30_000, 50_000, 777)]
+
+
+class NpuRig:
+    """See copier_contract.CopierRig."""
+
+    def __init__(self, rig: Rig, direction: Direction, mode: str, gate: int) -> None:
+        self.device, self.host = rig.device, rig.host
+        self.copier = rig.copier(direction, mode)
+        self._rig, self._mode, self._gate = rig, mode, gate
+
+    def hold(self) -> None:
+        self._rig.emulator.gate(self._rig.compute, self._gate)
+
+    def release(self) -> None:
+        self._rig.emulator.open_gate(self._gate)
+
+    def fail_next(self) -> None:
+        self._rig.emulator.fail("aclrtMemcpyBatchAsync" if self._mode == "auto" else "aclrtMemcpyAsync", 1, 107000)
+
+
+@pytest.fixture(params=["auto", "off"])
+def make_rig(emulator, request: pytest.FixtureRequest) -> Iterator[Callable[[Direction], NpuRig]]:
+    with ExitStack() as opened:
+        gates = itertools.count(3)  # an open one stays open
+        yield lambda direction: NpuRig(opened.enter_context(rig(emulator)), direction, request.param, next(gates))
+
+
+class TestNpuCopier(CopierContract):
+    pass
 
 
 @pytest.fixture
