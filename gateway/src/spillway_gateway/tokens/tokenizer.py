@@ -22,12 +22,13 @@ import tokenizers
 from spillway_gateway.routing.prefix import TOKEN_BYTES, token_bytes
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
 from spillway_gateway.tokens.segment_cache import SegmentCache, segment_key
-from spillway_gateway.tokens.word_memo import WordMemo
+from spillway_gateway.tokens.word_cache import WordCache
 
 # Texts are tokenised one at a time, so the library's own pool of threads would only add a way there and back.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-MEMO_CHARS_MAX = 1_024  # of longer texts the library's own pass, which leaves the interpreter to others, is better
+# Longer texts always take one pass of the library, which releases the interpreter lock; the word cache holds it.
+WORD_CACHE_CHARS_MAX = 1_024
 SEGMENT_CACHE_BYTES = 64 * 1024 * 1024
 _PROBES = (
     "Hello, world! 12345  two  spaces\n\nnew paragraph\ttab",
@@ -69,7 +70,7 @@ class PromptTokenizer:
         self._special = _special_pattern(specials)  # None: texts are not cut before special tokens
         self._special_chars_max = max(map(len, specials), default=0)
         self._segments = SegmentCache(SEGMENT_CACHE_BYTES)
-        self._memo = WordMemo.of(tokenizer)
+        self._word_cache = WordCache.of(tokenizer)
         if self._special is not None and not self._segments_agree():
             self._special = None
         self._around = self._special_tokens_around()
@@ -211,8 +212,10 @@ class PromptTokenizer:
         return found.pop() if len(found) == 1 else (b"", b"")
 
     def _encode(self, text: str, add_special_tokens: bool) -> bytes:
-        if self._memo is not None and not add_special_tokens and len(text) <= MEMO_CHARS_MAX:
-            return self._memo.encode(text)
+        if self._word_cache is not None and not add_special_tokens and len(text) <= WORD_CACHE_CHARS_MAX:
+            ids = self._word_cache.encode(text)
+            if ids is not None:
+                return ids
         # The batch form is the one that releases the lock; "fast" leaves out character offsets.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return token_bytes(encoding.ids)
