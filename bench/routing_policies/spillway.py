@@ -5,10 +5,11 @@ from __future__ import annotations
 from routing_policies.policy import Fleet, Policy, RoutedRequest
 from spillway_gateway.config.settings import EngineConfig, HealthConfig, IndexConfig, ModelConfig, RoutingConfig
 from spillway_gateway.fleet import event_decoder
+from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.fleet.engine_metrics import EngineReading
-from spillway_gateway.fleet.engines import EngineState, Lease, ModelFleet, PromptBlocks
+from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
-from spillway_gateway.routing.prefix import short_prompt_key, token_block_keys, token_bytes
+from spillway_gateway.routing.prefix import PromptBlocks, short_prompt_key, token_block_keys, token_bytes
 from spillway_simulator.model.events import BlocksRemoved, BlocksStored, KvEvent, Medium
 
 MODEL = "simulated"

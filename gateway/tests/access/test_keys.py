@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.access.gatekeeper import Gatekeeper
-from spillway_gateway.access.keys import KeyRing, Priority, hash_key, parse_keys, read_keys
+from spillway_gateway.access.keys import KeyRing, Priority, hash_key, parse_keys, read_keys, tenant_salt
 from spillway_gateway.access.limits import Settlement, TenantUsage, give_back, settle
-from spillway_gateway.access.salt import tenant_salt
 from spillway_gateway.config.settings import AuthConfig
 from spillway_gateway.errors import ConfigError, KeyMissing, KeyUnknown, ModelForbidden, TenantLimited
 

@@ -5,8 +5,8 @@ from typing import Any
 import aiohttp
 
 from spillway_gateway.config.settings import EngineConfig, HealthConfig, RoutingConfig
+from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX
-from spillway_gateway.fleet.engines import Engine, EngineState
 from spillway_gateway.fleet.health import HealthPoller
 from spillway_gateway.testing.fake_engine import FakeEngine
 

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from spillway_gateway.config.settings import EngineConfig, RoutingConfig
 from spillway_gateway.fleet import kv_events
-from spillway_gateway.fleet.engines import Engine, EngineState
+from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.fleet.kv_events import EventFollower, ReplayFailed
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics

@@ -5,7 +5,6 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.fleet.busy_share import MEMORY_SECONDS, BusyShare
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, SAMPLE_TOKENS_MIN, PrefillRate, RateSamples, usable_rate
 
 
@@ -43,22 +42,3 @@ def test_small_prompts_say_nothing_and_the_default_stands() -> None:
 def test_reported_rates_that_are_none() -> None:
     assert [usable_rate(value) for value in (None, 0.0, -1.0, math.nan, math.inf)] == [None] * 5
     assert usable_rate(1e12) == 1e7
-
-
-@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 20)), max_size=50))
-def test_a_busy_share_is_never_negative_and_only_fades(steps: list[tuple[float, float]]) -> None:
-    busy, now, sent = BusyShare(), 0.0, 0.0
-    for seconds, pause in steps:
-        now += pause
-        busy.add(seconds, now)
-        sent += seconds
-        assert 0 <= busy.at(now) <= sent / MEMORY_SECONDS + 1e-9
-        assert busy.at(now + 1) <= busy.at(now)
-
-
-def test_a_steady_stream_of_work_is_its_own_share() -> None:
-    busy = BusyShare()
-    for step in range(10_000):
-        busy.add(0.006, step * 0.01)
-
-    assert abs(busy.at(100.0) - 0.6) < 0.01

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from spillway_gateway.access.keys import hash_key
-from spillway_gateway.fleet.engines import EngineState
+from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.ops import server as operations_server
 from spillway_gateway.ops.operations import Operations
 from spillway_gateway.testing.running import gateway_config, running_gateway

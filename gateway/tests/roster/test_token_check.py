@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 
 from spillway_gateway.config.settings import EngineConfig, LimitsConfig, RoutingConfig
-from spillway_gateway.fleet.engines import Engine, EngineState
+from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.roster.token_check import TokenCheck
 from spillway_gateway.testing.running import until

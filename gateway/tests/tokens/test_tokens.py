@@ -10,6 +10,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -361,11 +362,6 @@ async def test_reader_uses_tokens_where_it_can_and_text_elsewhere(tokenizer: Pro
 
 
 async def test_the_engine_s_own_tokens_decide(folder: Path, start_engine: Any) -> None:
-    import aiohttp
-
-    from spillway_gateway.config.settings import EngineConfig, RoutingConfig
-    from spillway_gateway.fleet.engines import Engine
-
     tokenizer = PromptTokenizer.load(folder)
 
     def as_gateway(body: dict[str, Any]) -> list[int]:
@@ -376,12 +372,17 @@ async def test_the_engine_s_own_tokens_decide(folder: Path, start_engine: Any) -
     agreeing = await start_engine(name="agreeing", tokenize=as_gateway)
     other = await start_engine(name="other")
     mute = await start_engine(name="mute", tokenize_route=False)
-    engines = [Engine("fake", EngineConfig(fake.name, fake.url), RoutingConfig()) for fake in (agreeing, other, mute)]
     async with aiohttp.ClientSession() as session:
-        assert await verify_tokenizer(tokenizer, engines[0], session)
+
+        async def verify(engine: Any) -> bool:
+            return await verify_tokenizer(
+                tokenizer, session, model="fake", engine_name=engine.name, engine_url=engine.url
+            )
+
+        assert await verify(agreeing)
         with pytest.raises(Disagreement, match="first difference"):
-            await verify_tokenizer(tokenizer, engines[1], session)
-        assert not await verify_tokenizer(tokenizer, engines[2], session)
+            await verify(other)
+        assert not await verify(mute)
 
 
 async def test_a_disagreeing_tokenizer_is_loud_and_unused(

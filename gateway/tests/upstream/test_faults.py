@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from spillway_gateway.client.connection import EXTENSION
-from spillway_gateway.fleet.engines import EngineState
+from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.faults import DieInStream, ErrorInStream, Hang, HeadThenDie, HoldInStream, Slow, Status
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until

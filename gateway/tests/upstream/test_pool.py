@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spillway_gateway.config.settings import EngineConfig, RoutingConfig
-from spillway_gateway.fleet.engines import Engine
+from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.upstream.connection import EngineConnection
 from spillway_gateway.upstream.pool import (

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spillway_gateway.access.keys import NOBODY, KeyRing, Tenant, read_keys
+from spillway_gateway.access.keys import NOBODY, SECRET_BYTES_MIN, KeyRing, Tenant, read_keys, tenant_salt
 from spillway_gateway.access.limits import Settlement, SharedLimitsAway, TenantUsage, limited
-from spillway_gateway.access.salt import SECRET_BYTES_MIN, tenant_salt
 from spillway_gateway.config.settings import AuthConfig
 from spillway_gateway.errors import (
     ConfigError,

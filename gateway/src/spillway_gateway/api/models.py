@@ -12,7 +12,8 @@ import aiohttp
 import msgspec
 
 from spillway_gateway.access.keys import Tenant
-from spillway_gateway.fleet.engines import Engine, ModelFleet
+from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.model_fleet import ModelFleet
 
 logger = logging.getLogger(__name__)
 

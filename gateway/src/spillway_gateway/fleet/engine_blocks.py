@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from spillway_gateway.fleet.event_decoder import BlockStored, Tier
-from spillway_gateway.fleet.event_extras import split_extras
+from spillway_gateway.fleet.event_decoder import BlockStored, Tier, split_extras
 from spillway_gateway.routing.prefix import extra_bytes, namespace_key, token_bytes
 
 GHOSTS_MAX = 16_384

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -230,3 +231,35 @@ def tier_of(medium: object, ownership: object = None) -> Tier:
 
 def _group(raw: object) -> int:
     return raw if type(raw) is int and raw >= 0 else 0
+
+
+class Extras(NamedTuple):
+    """What an engine hashed into a block besides its tokens. cache_salt: part of the namespace. others: part of the
+    block's own key."""
+
+    cache_salt: str | None
+    others: list[object]
+
+
+def split_extras(raw: object, lora_name: str | None) -> Extras:
+    """Split one block's entry of `extra_keys`, which is None or a list. Pure.
+
+    0.23 sends untagged values in the order adapter name, [image hash, offset] pairs, salt, embeddings digest; newer
+    engines tag them. The adapter is left out: the event names it.
+    """
+    if not isinstance(raw, list):
+        return Extras(None, [])
+    cache_salt: str | None = None
+    others: list[object] = []
+    for value in raw:
+        if isinstance(value, str):
+            if value == lora_name:
+                continue
+            cache_salt = value
+        elif isinstance(value, list) and len(value) == 2 and value[0] == "cache_salt" and isinstance(value[1], str):
+            cache_salt = value[1]
+        elif isinstance(value, list) and value and value[0] == "lora":
+            continue
+        else:
+            others.append(value)
+    return Extras(cache_salt, others)

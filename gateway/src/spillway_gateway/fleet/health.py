@@ -18,8 +18,8 @@ import aiohttp
 import msgspec
 
 from spillway_gateway.config.settings import HealthConfig
+from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX, read_metrics
-from spillway_gateway.fleet.engines import Engine, EngineState
 from spillway_gateway.fleet.tier_traffic import moved_bytes
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from spillway_gateway.fleet.engines import Engine, EngineState
+from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.fleet.event_decoder import (
     AllBlocksCleared,
     BatchFrame,

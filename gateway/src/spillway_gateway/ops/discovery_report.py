@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from spillway_gateway.discovery.found import SourceStatus
-from spillway_gateway.fleet.engines import ModelFleet
+from spillway_gateway.fleet.model_fleet import ModelFleet
 
 
 def discovered(sources: Mapping[str, SourceStatus], fleets: Sequence[ModelFleet]) -> dict[str, Any]:

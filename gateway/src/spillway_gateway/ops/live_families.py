@@ -10,7 +10,7 @@ from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.client.open_connections import OpenConnections
-from spillway_gateway.fleet.engines import ModelFleet
+from spillway_gateway.fleet.model_fleet import ModelFleet
 
 
 def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:

@@ -14,7 +14,8 @@ from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.config.settings import GatewayConfig, shown_config
 from spillway_gateway.error_bodies import body_of
 from spillway_gateway.errors import GatewayError
-from spillway_gateway.fleet.engines import EngineState, ModelFleet
+from spillway_gateway.fleet.engine import EngineState
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.metrics import GatewayMetrics
 

@@ -11,7 +11,7 @@ import aiohttp
 import zmq.asyncio
 
 from spillway_gateway.config.settings import HealthConfig
-from spillway_gateway.fleet.engines import Engine
+from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.health import HealthPoller
 from spillway_gateway.fleet.kv_events import EventFollower
 from spillway_gateway.fleet.prefix_index import PrefixIndex

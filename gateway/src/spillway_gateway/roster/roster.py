@@ -18,7 +18,7 @@ from spillway_gateway.config.discovery import DiscoveryConfig
 from spillway_gateway.config.settings import GatewayConfig, ModelConfig
 from spillway_gateway.discovery.found import FoundEngine, SourceStatus
 from spillway_gateway.discovery.sources import describe, follow
-from spillway_gateway.fleet.engines import ModelFleet
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.roster.engine_tasks import Clients, EngineTasks, guarded

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spillway_gateway.access.keys import Tenant
 from spillway_gateway.errors import ClientBadRequest, ModelNotFound
-from spillway_gateway.fleet.engines import ModelFleet
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.tokens.prompt import PromptReader
 
 _SHOWN_CHARS_MAX = 200  # of a name that a client made up

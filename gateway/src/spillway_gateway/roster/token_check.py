@@ -7,7 +7,7 @@ import logging
 
 import aiohttp
 
-from spillway_gateway.fleet.engines import Engine, EngineState
+from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.tokens.prompt import PromptReader
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
@@ -58,7 +58,13 @@ class TokenCheck:
 
     async def _compare(self, tokenizer: PromptTokenizer, engine: Engine) -> None:
         try:
-            if await verify_tokenizer(tokenizer, engine, self._session):
+            if await verify_tokenizer(
+                tokenizer,
+                self._session,
+                model=engine.model,
+                engine_name=engine.name,
+                engine_url=engine.config.url,
+            ):
                 logger.info("model %s: tokenizer agrees with engine %s", self._model, engine.name)
             else:
                 logger.warning("model %s: engine %s has no /tokenize to compare with", self._model, engine.name)

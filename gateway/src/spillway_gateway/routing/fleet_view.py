@@ -1,6 +1,6 @@
 """The frozen picture of the fleet that one routing decision reads.
 
-Built for each decision from the live state (fleet/engines.py) and from the index's answer for this prompt
+Built for each decision from the live state (fleet/engine.py) and from the index's answer for this prompt
 (fleet/prefix_index.py); nothing in it changes afterwards, so a decision can be repeated and explained.
 
 Structs, as a dozen are made for each request: one costs a third of a named tuple, and the cyclic garbage collector does

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import xxhash
@@ -22,6 +22,23 @@ _hash = xxhash.xxh3_64_intdigest
 _UINT32 = "I"
 TOKEN_BYTES = 4  # of a token id in the form that is hashed
 assert array(_UINT32).itemsize == TOKEN_BYTES
+
+
+class PromptBlocks(msgspec.Struct, frozen=True, gc=False):
+    """What routing needs of a prompt: keys of its full blocks, and its size.
+
+    other_keys: by tokens per block, its keys for the engines whose blocks have another size.
+    """
+
+    keys: Sequence[int]
+    tokens_per_block: int
+    prompt_tokens: int
+    spread_key: int
+    other_keys: Mapping[int, Sequence[int]] = msgspec.field(default_factory=dict)
+
+    def keys_for(self, tokens_per_block: int) -> Sequence[int]:
+        """Those of an engine with blocks of that size."""
+        return self.other_keys.get(tokens_per_block, self.keys)
 
 
 def namespace_key(model: str, lora: str | None = None, cache_salt: str | None = None) -> int:

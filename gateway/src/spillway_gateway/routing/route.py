@@ -1,7 +1,7 @@
 """Request and fleet view -> engine and reason: filter, score, pick.
 
-Each stage is a pure function over frozen values; fleet/engines.py applies the decision and counts the request in the
-same step, without an await between, so that two requests never decide on the same stale counters.
+Each stage is a pure function over frozen values. fleet/model_fleet.py applies the decision and counts the request in
+the same step, without an await between, so two requests never decide on the same counters.
 """
 
 from __future__ import annotations

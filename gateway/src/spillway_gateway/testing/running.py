@@ -11,7 +11,7 @@ from typing import Any
 
 from spillway_gateway.app import Gateway
 from spillway_gateway.config.settings import parse_config
-from spillway_gateway.fleet.engines import Engine
+from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.listeners.server import GatewayServer, bind
 from spillway_gateway.testing.fake_engine import FakeEngine
 

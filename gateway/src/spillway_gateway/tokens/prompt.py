@@ -8,14 +8,20 @@ from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from spillway_gateway.config.settings import LimitsConfig
-from spillway_gateway.fleet.engines import PromptBlocks
-from spillway_gateway.fleet.prefix_index import PrefixIndex
-from spillway_gateway.routing.prefix import TOKEN_BYTES, chain_blocks, short_prompt_key, text_block_keys, token_bytes
+from spillway_gateway.routing.prefix import (
+    TOKEN_BYTES,
+    PromptBlocks,
+    chain_blocks,
+    namespace_key,
+    short_prompt_key,
+    text_block_keys,
+    token_bytes,
+)
 from spillway_gateway.tokens.chat_template import CannotRender
 from spillway_gateway.tokens.estimates import text_tokens, value_tokens
 from spillway_gateway.tokens.fair_threads import FairThreads
@@ -62,14 +68,25 @@ class RawPrompt(msgspec.Struct, frozen=True, gc=False):
 Prompt = ChatPrompt | CompletionPrompt | RawPrompt
 
 
+class BlockSizes(Protocol):
+    """The block sizes of a model's engines, in tokens; fleet.prefix_index.PrefixIndex has them."""
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """At least one; that of most engines first."""
+
+
 class PromptReader:
-    """Prompts of one model. Owns its tokenizer; the threads are shared and closed by the app. tokens_max: of a prompt
-    that the model's engines take, where that is known."""
+    """Prompts of one model: from a parsed body to keys of blocks. On the event loop; long prompts on the threads.
+
+    tokenizer: owned, and replaced when the configuration changes or an engine disagrees with it. threads: shared,
+    closed by the application. tokens_max: the longest prompt that the model's engines take, where that is known.
+    """
 
     def __init__(
         self,
         model: str,
-        index: PrefixIndex,
+        engines: BlockSizes,
         tokenizer: PromptTokenizer | None,
         threads: FairThreads,
         limits: LimitsConfig,
@@ -77,7 +94,7 @@ class PromptReader:
         tokens_max: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._model = model
-        self._index = index
+        self._engines = engines
         self.tokenizer = tokenizer
         self._threads = threads
         self._tokens_max = tokens_max
@@ -86,7 +103,7 @@ class PromptReader:
     async def read(self, prompt: Prompt, tenant: str = "", *, short: bool = True) -> PromptBlocks:
         """What cannot be tokenised is matched by its text. short: the request is, whatever it holds. Raises
         RecursionError alone, for what is nested too deeply to be walked."""
-        namespace = self._index.namespace(prompt.cache_salt)
+        namespace = namespace_key(self._model, None, prompt.cache_salt)
         if isinstance(prompt, RawPrompt):
             blocks = self._of_text(namespace, prompt.text)
             return msgspec.structs.replace(blocks, prompt_tokens=prompt.prompt_tokens)
@@ -143,7 +160,7 @@ class PromptReader:
 
     def _of_tokens(self, namespace: int, data: bytes) -> PromptBlocks:
         """data: token ids as token_bytes() gives them."""
-        block_tokens, *others = self._index.block_sizes
+        block_tokens, *others = self._engines.block_sizes
         keys = chain_blocks(namespace, data, block_tokens * TOKEN_BYTES)
         spread_key = keys[0] if keys else short_prompt_key(namespace, data)
         other_keys = {size: chain_blocks(namespace, data, size * TOKEN_BYTES) for size in others}
@@ -151,7 +168,7 @@ class PromptReader:
 
     def _of_text(self, namespace: int, text: bytes) -> PromptBlocks:
         namespace ^= TEXT_NAMESPACE_MARK
-        block_tokens = self._index.block_tokens
+        block_tokens = self._engines.block_sizes[0]
         keys = text_block_keys(namespace, text, block_tokens * BYTES_PER_TOKEN)
         spread_key = keys[0] if keys else short_prompt_key(namespace, text)
         return PromptBlocks(keys, block_tokens, max(1, len(text) // BYTES_PER_TOKEN), spread_key)

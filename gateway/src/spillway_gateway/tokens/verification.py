@@ -1,7 +1,7 @@
-"""Checks at start that the gateway tokenises as the engine does.
+"""Checks when an engine becomes ready that the gateway tokenises as the engine does.
 
-A wrong tokenizer or template serves every request correctly and routes all of them blindly, so it has to be loud: an
-error in the log, a metric at 0, and matching by text blocks, which at least agrees with itself.
+With a wrong tokenizer or template requests are answered correctly and routed without prefix matches. That must not go
+unnoticed: it is an error in the log, a metric at 0, and prompts are matched by text blocks instead.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import logging
 import aiohttp
 import msgspec
 
-from spillway_gateway.fleet.engines import Engine
 from spillway_gateway.tokens.chat_template import CannotRender
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt, render_and_encode
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
 
-ASK_SECONDS_MAX = 30.0  # an engine that has just become ready is slow once
+ANSWER_SECONDS_MAX = 30.0  # the first call of an engine that has just become ready is slow
 
 PROBE_MESSAGES: tuple[dict[str, str], ...] = (
     {"role": "system", "content": "You answer briefly.\nUse  plain words."},
@@ -31,33 +30,36 @@ PROBE_TEXT = "Once upon a time,  there were 3 tokenizers:\n\tλ, β and 🙂."
 
 
 class Disagreement(Exception):
-    """The engine makes other tokens of the same prompt."""
+    """The engine tokenises the same prompt differently."""
 
 
-async def verify_tokenizer(tokenizer: PromptTokenizer, engine: Engine, session: aiohttp.ClientSession) -> bool:
-    """True when the engine agreed, False when it could not be asked. Raises Disagreement."""
-    asked = False
+async def verify_tokenizer(
+    tokenizer: PromptTokenizer, session: aiohttp.ClientSession, *, model: str, engine_name: str, engine_url: str
+) -> bool:
+    """Compare the ids of two probes with the engine's /tokenize. True when they agree, False when the engine did not
+    answer. On the event loop; the probes are tokenised on a thread. Raises Disagreement."""
+    answered = False
     if tokenizer.template is not None:
-        body: dict[str, object] = {"model": engine.model, "messages": list(PROBE_MESSAGES)}
+        body: dict[str, object] = {"model": model, "messages": list(PROBE_MESSAGES)}
         try:
             own = await asyncio.to_thread(render_and_encode, tokenizer, ChatPrompt(PROBE_MESSAGES))
         except CannotRender as error:
-            logger.warning("engine %s: the chat probe cannot be rendered here: %s", engine.name, error)
+            logger.warning("engine %s: the chat probe cannot be rendered here: %s", engine_name, error)
         else:
-            theirs = await _tokenize(engine, session, body)
-            asked = theirs is not None
+            theirs = await _tokenize(engine_url, session, body)
+            answered = theirs is not None
             if theirs is not None and theirs != list(own):
                 raise Disagreement(f"chat: {_difference(list(own), theirs)}")
     own = await asyncio.to_thread(render_and_encode, tokenizer, CompletionPrompt(PROBE_TEXT))
-    theirs = await _tokenize(engine, session, {"model": engine.model, "prompt": PROBE_TEXT})
+    theirs = await _tokenize(engine_url, session, {"model": model, "prompt": PROBE_TEXT})
     if theirs is not None and theirs != list(own):
         raise Disagreement(f"completion: {_difference(list(own), theirs)}")
-    return asked or theirs is not None
+    return answered or theirs is not None
 
 
-async def _tokenize(engine: Engine, session: aiohttp.ClientSession, body: dict[str, object]) -> list[int] | None:
-    timeout = aiohttp.ClientTimeout(total=ASK_SECONDS_MAX)
-    url = engine.config.url.rstrip("/") + "/tokenize"
+async def _tokenize(engine_url: str, session: aiohttp.ClientSession, body: dict[str, object]) -> list[int] | None:
+    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS_MAX)
+    url = engine_url.rstrip("/") + "/tokenize"
     headers = {"content-type": "application/json"}
     try:
         async with session.post(url, data=msgspec.json.encode(body), headers=headers, timeout=timeout) as reply:

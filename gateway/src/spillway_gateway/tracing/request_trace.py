@@ -17,7 +17,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from spillway_gateway.fleet.engines import Engine
+from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.tracing import attributes as names
 from spillway_gateway.tracing.attributes import Attributes, candidate_events, operation_of, route_attributes

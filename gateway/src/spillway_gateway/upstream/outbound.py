@@ -12,10 +12,11 @@ from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.config.settings import LimitsConfig, TimeoutsConfig
 from spillway_gateway.error_bodies import Dialect
-from spillway_gateway.fleet.engines import Engine, PromptBlocks
+from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.lifecycle import RunningRequest
 from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.forward import Body, Headers
 from spillway_gateway.upstream.pool import ConnectionPool

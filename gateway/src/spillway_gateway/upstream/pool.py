@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from spillway_gateway.errors import EngineConnectTimeout, EngineRefused, GatewayError
-from spillway_gateway.fleet.engines import Engine
+from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.upstream.connection import EngineConnection
 
 # Below uvicorn's own 5 s, which vLLM keeps: the gateway lets go first, so that an engine rarely closes a connection in

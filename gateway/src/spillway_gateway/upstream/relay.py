@@ -21,7 +21,8 @@ from spillway_gateway.errors import (
     NoEngineReady,
     UpstreamError,
 )
-from spillway_gateway.fleet.engines import Engine, Lease, ModelFleet
+from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.upstream.connection import EngineConnection
 from spillway_gateway.upstream.forward import request_head
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices

@@ -14,7 +14,8 @@ from time import perf_counter
 
 from spillway_gateway.error_bodies import Dialect, body_of, event_of, headers_of
 from spillway_gateway.errors import EngineFailed, GatewayError, UpstreamError
-from spillway_gateway.fleet.engines import Engine, Lease
+from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.model_fleet import Lease
 from spillway_gateway.upstream.connection import EngineConnection
 from spillway_gateway.upstream.forward import Headers, header, reply_headers
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices

@@ -10,7 +10,8 @@ import asyncio
 from typing import Any
 
 from spillway_gateway.errors import EngineEnding, EngineFirstByteTimeout, EngineIdleTimeout, EngineWentDown
-from spillway_gateway.fleet.engines import Engine, ModelFleet
+from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.upstream.outbound import UpstreamServices
 
 

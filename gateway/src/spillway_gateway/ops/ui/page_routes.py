@@ -15,7 +15,7 @@ from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.error_bodies import body_of
 from spillway_gateway.errors import GatewayError
-from spillway_gateway.fleet.engines import ModelFleet
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.ops.ui.snapshot import snapshot

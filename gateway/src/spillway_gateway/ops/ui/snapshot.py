@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from spillway_gateway.access.admission import Admission
-from spillway_gateway.fleet.engines import Engine, ModelFleet
+from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.recent import NotedDecision, NotedFirstByte, PromptTokens, Recent
 from spillway_gateway.ops.ui.explain import explain
 from spillway_gateway.routing.fleet_view import HeldPrefix

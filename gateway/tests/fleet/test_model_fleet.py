@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from spillway_gateway.config.settings import EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import NoEngineReady
+from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.fleet.engine_metrics import EngineReading
-from spillway_gateway.fleet.engines import Engine, EngineState, Lease, ModelFleet, PromptBlocks
 from spillway_gateway.fleet.event_decoder import BlockStored, Tier
+from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.fleet_view import NOTHING_HELD, EngineRates
-from spillway_gateway.routing.prefix import token_block_keys
+from spillway_gateway.routing.prefix import PromptBlocks, token_block_keys
 
 
 def fleet_of(

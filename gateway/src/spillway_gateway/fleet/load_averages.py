@@ -1,0 +1,49 @@
+"""Averages over the recent past: how busy a resource is, and what a request of a model takes.
+
+Both are exponentially weighted moving averages, one by time and one by requests, so each keeps one number and no
+samples. On the event loop only.
+"""
+
+from __future__ import annotations
+
+import math
+
+BUSY_SECONDS = 5.0  # time constant: long against one prefill, short against a change of traffic
+REQUEST_WEIGHT = 1 / 64  # of the latest request: follows a change of traffic within a minute
+
+
+class BusyShare:
+    """Seconds of work sent to a resource per second, averaged over BUSY_SECONDS; above 1 when more is sent than fits.
+
+    now: monotonic seconds.
+    """
+
+    __slots__ = ("_at", "_share")
+
+    def __init__(self) -> None:
+        self._share = 0.0
+        self._at = 0.0
+
+    def add(self, seconds: float, now: float) -> None:
+        """Work of so many seconds was sent."""
+        self._share = self.at(now) + seconds / BUSY_SECONDS
+        self._at = now
+
+    def at(self, now: float) -> float:
+        """The share, 0 or more."""
+        return self._share * math.exp((self._at - now) / BUSY_SECONDS) if self._share else 0.0
+
+
+class RequestMeans:
+    """What an average request of a model takes; 0 before the first. For work of other senders, whose sizes are not
+    known, and for how long KV cache is occupied."""
+
+    def __init__(self) -> None:
+        self.uncached_tokens = 0.0
+        self.seconds = 0.0  # from being sent to an engine until the end of the reply
+
+    def sent(self, uncached_tokens: int) -> None:
+        self.uncached_tokens += REQUEST_WEIGHT * (uncached_tokens - self.uncached_tokens)
+
+    def finished(self, seconds: float) -> None:
+        self.seconds += REQUEST_WEIGHT * (seconds - self.seconds)

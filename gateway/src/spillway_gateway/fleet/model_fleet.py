@@ -1,0 +1,202 @@
+"""The engines of one model, and the one step in which a routing decision is taken and counted.
+
+`ModelFleet.choose` builds the frozen view, plans, and opens a Lease without an await between, so two requests never
+decide on the same counters. A Lease keeps the counters of the engine it was opened on: when an engine is replaced or
+restarted, old leases close against the old object and the new one never goes below zero.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
+from spillway_gateway.errors import NoEngineReady
+from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
+from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
+from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, RateSamples
+from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPrefix, RouteRequest
+from spillway_gateway.routing.prefix import PromptBlocks
+from spillway_gateway.routing.route import Decision, plan_route
+
+
+class Lease:
+    """One request on one engine. Counted from creation to close(); each method may be called more than once."""
+
+    __slots__ = ("_ahead_tokens", "_closed", "_held", "_probe", "_queued", "_started", "decision", "engine")
+
+    def __init__(self, engine: Engine, decision: Decision, now: float) -> None:
+        self.engine = engine
+        self.decision = decision
+        self._ahead_tokens = engine.queued_tokens
+        self._queued = decision.uncached_tokens
+        self._held = decision.held
+        self._probe = engine.breaker.sent()
+        self._started = now
+        self._closed = False
+        engine.running_requests += 1
+        engine.queued_tokens += self._queued
+        engine.resident_tokens += self._queued
+        engine.means.sent(self._queued)
+        engine.cpu_link_tokens += self._held.cpu_tokens
+        engine.shared_link_tokens += self._held.shared_tokens
+        if self._held.shared_tokens:
+            engine.shared_busy.add(self._held.shared_tokens / engine.rates.shared_load_tokens_per_second, now)
+        engine.busy.add(self._queued / engine.rates.prefill_tokens_per_second, now)
+
+    @property
+    def expected_prefill_seconds(self) -> float:
+        """Until the prompt is computed, by the engine's rate and what was queued before it."""
+        return (self._ahead_tokens + self._queued) / self.engine.rates.prefill_tokens_per_second
+
+    def prefill_assumed(self) -> None:
+        """A plain reply shows no first byte before its last: its prompt leaves the queue when it should be done."""
+        self._dequeue()
+
+    def first_byte(self, now: float, *, measures_prefill: bool) -> None:
+        """The prefill is over. measures_prefill: the reply streams, so the wait was queue and prefill alone."""
+        if not self._queued:
+            return
+        if measures_prefill:
+            self.engine.prefill.sample(self._ahead_tokens + self._queued, now - self._started)
+        self._dequeue()
+
+    def began(self) -> None:
+        """The reply's first byte has come."""
+        if self._probe:
+            self.engine.breaker.probe_began()
+
+    def succeeded(self) -> None:
+        """The engine answered this request properly, to its end."""
+        self.engine.breaker.succeeded(probe=self._probe)
+        self._probe = False
+
+    def failed(self, now: float) -> None:
+        """The engine, not the request, is to blame."""
+        self.engine.breaker.failed(now)
+
+    def close(self, now: float | None = None) -> None:
+        """now: of a whole reply, which tells how long a request stays."""
+        if self._closed:
+            return
+        self._closed = True
+        self._dequeue()
+        engine = self.engine
+        if self._probe:
+            engine.breaker.probe_ended()
+        engine.running_requests -= 1
+        engine.resident_tokens -= self.decision.uncached_tokens
+        if not engine.running_requests:
+            engine.on_idle()
+        if now is not None:
+            engine.means.finished(now - self._started)
+
+    def _dequeue(self) -> None:
+        engine = self.engine
+        engine.queued_tokens -= self._queued
+        engine.cpu_link_tokens -= self._held.cpu_tokens
+        engine.shared_link_tokens -= self._held.shared_tokens
+        self._queued = 0
+        self._held = NOTHING_HELD
+
+
+class ModelFleet:
+    """The engines of one model, their index, and the choice among them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        routing: RoutingConfig,
+        index: PrefixIndex,
+        clock: Callable[[], float] = time.monotonic,
+        breaker: BreakerConfig | None = None,
+    ) -> None:
+        self._breaker = breaker
+        self.config = config
+        self.name = config.name
+        self.index = index
+        self._routing = routing
+        self._clock = clock
+        self._samples = RateSamples(FLEET_SAMPLES)
+        self._means = RequestMeans()
+        self._store_busy = BusyShare()
+        self.engines: dict[str, Engine] = {}
+        for engine in config.engines:
+            self.add_engine(engine)
+
+    @property
+    def prompt_tokens_max(self) -> int | None:
+        """No engine takes a longer prompt; None where one has not said what it takes."""
+        lengths = [engine.prompt_tokens_max for engine in self.engines.values()]
+        known = [length for length in lengths if length is not None]
+        return max(known) if known and len(known) == len(lengths) else None
+
+    def add_engine(self, config: EngineConfig, *, instance: str = "", newcomer: bool = False) -> Engine:
+        engine = Engine(
+            self.name,
+            config,
+            self._routing,
+            instance=instance,
+            newcomer=newcomer,
+            fleet_samples=self._samples,
+            means=self._means,
+            breaker=self._breaker,
+            clock=self._clock,
+        )
+        self.engines[config.name] = engine
+        self.index.add_engine(config.name)
+        return engine
+
+    def remove_engine(self, name: str) -> Engine:
+        """No new request goes there; those it has keep their leases, counters and connections. What the index holds of
+        it is the caller's to free: index.retire_engine."""
+        return self.engines.pop(name)
+
+    def choose(self, prompt: PromptBlocks, tried: frozenset[str], only: str | None = None) -> Lease:
+        """Decide and count in one step. Raises NoEngineReady, naming the engines and what they answered."""
+        held = self.index.match(prompt.keys, prompt.tokens_per_block)
+        for tokens_per_block, keys in prompt.other_keys.items():
+            for name, found in self.index.match(keys, tokens_per_block).items():
+                if found.total_tokens > held.get(name, NOTHING_HELD).total_tokens:
+                    held[name] = found
+        now = self._clock()
+        request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried, only)
+        factor = self._routing.bounded_load_factor
+        decision = plan_route(request, self._view(held, now, breakers=True), factor)
+        if decision is None:  # every breaker is open: an engine that may fail is better than a certain refusal
+            decision = plan_route(request, self._view(held, now, breakers=False), factor)
+        if decision is None:
+            raise NoEngineReady(self.unavailable_message(tried))
+        engine = self.engines[decision.engine_name]
+        lease = Lease(engine, decision, now)
+        store_rate = self._routing.shared_store_tokens_per_second
+        if store_rate is not None and decision.held.shared_tokens:
+            self._store_busy.add(decision.held.shared_tokens / store_rate, now)
+        if prompt.keys:
+            live = engine.events_live
+            seconds = self._routing.speculative_seconds if live else self._routing.approximate_seconds
+            keys = prompt.keys_for(self.index.block_tokens_of(engine.name)) if prompt.other_keys else prompt.keys
+            self.index.speculate(engine.name, keys, now + seconds)
+        return lease
+
+    def _view(self, held: Mapping[str, HeldPrefix], now: float, *, breakers: bool) -> FleetView:
+        engines = self.engines.values()
+        store = NO_STORE
+        store_rate = self._routing.shared_store_tokens_per_second
+        if store_rate is not None:
+            ahead = sum(engine.shared_link_tokens for engine in engines)
+            store = StoreView(1000.0 * ahead / store_rate, self._store_busy.at(now))
+        views = []
+        for engine in engines:
+            ejected = breakers and not engine.breaker.closed and not engine.breaker.allows(now)
+            views.append(engine.view(held.get(engine.name, NOTHING_HELD), now, ejected=ejected, store=store))
+        return FleetView(tuple(views))
+
+    def unavailable_message(self, tried: frozenset[str]) -> str:
+        said = "; ".join(
+            f"{engine.name}: {'failed for this request' if engine.name in tried and engine.routable else engine.says}"
+            for engine in self.engines.values()
+        )
+        said = said or "none is known"
+        return f"No engine of model {self.name!r} can take a request now ({said}). Try again shortly."

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_gateway.fleet.load_averages import BUSY_SECONDS, BusyShare, RequestMeans
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 20)), max_size=50))
+def test_a_busy_share_is_never_negative_and_decays(steps: list[tuple[float, float]]) -> None:
+    busy, now, sent = BusyShare(), 0.0, 0.0
+    for seconds, pause in steps:
+        now += pause
+        busy.add(seconds, now)
+        sent += seconds
+        assert 0 <= busy.at(now) <= sent / BUSY_SECONDS + 1e-9
+        assert busy.at(now + 1) <= busy.at(now)
+
+
+def test_a_steady_stream_of_work_is_its_own_share() -> None:
+    busy = BusyShare()
+    for step in range(10_000):
+        busy.add(0.006, step * 0.01)
+
+    assert abs(busy.at(100.0) - 0.6) < 0.01
+
+
+@given(st.lists(st.tuples(st.integers(0, 100_000), st.floats(0, 1_000)), min_size=1, max_size=100))
+def test_means_lie_between_zero_and_the_largest_request(requests: list[tuple[int, float]]) -> None:
+    means = RequestMeans()
+    for tokens, seconds in requests:
+        means.sent(tokens)
+        means.finished(seconds)
+
+    assert 0 <= means.uncached_tokens <= max(tokens for tokens, _ in requests)
+    assert 0 <= means.seconds <= max(seconds for _, seconds in requests)
+
+
+def test_means_follow_a_change_of_traffic() -> None:
+    means = RequestMeans()
+    for tokens in [1_000] * 300 + [5_000] * 300:
+        means.sent(tokens)
+
+    assert 4_900 < means.uncached_tokens < 5_000
