@@ -366,9 +366,9 @@ class Engine:
         assert len(rows) == len(set(rows)), "a row has two owners"
         assert len(rows) == tier._num_allocated_blocks, "rows leaked"
         assert not half.manager._bounds.waits
-        assert not half.manager._distrusted
-        assert not half.manager._taken_in
-        assert not half._forgotten_jobs and not half.manager._forgotten and not tier.quarantine, "rows kept back"
+        assert not half.manager._failed_stores
+        assert not half.manager._early_chunks
+        assert not half._reset_jobs and not half.manager._reset_rows and not tier.quarantine, "rows kept back"
         assert not half.manager._bounds.rows_in_flight
         worker = self._worker.connector_worker
         held_by_worker = ("_load_jobs", "_load_blocks", "_refused_loads", "_unsubmitted_store_jobs", "_invalid_blocks")
@@ -387,7 +387,7 @@ class Engine:
 
 
 def _under_way(half: Any) -> bool:
-    return bool(half._jobs or half._forgotten_jobs or half.manager._transfer_jobs)
+    return bool(half._jobs or half._reset_jobs or half.manager._transfer_jobs)
 
 
 def _ids(spec: Any) -> str:

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.tiering.base import JobMetadata, JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
-from spillway_connector.plan.change_log import ChangeLog
+from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 RANDOM = "random"
@@ -24,7 +24,7 @@ class RandomTier(PrefixTier):
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **_: Any) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
-        self.changes = ChangeLog()
+        self.answered_requests = ChangeLog()
         self.rng = random.Random(0)
         self.losing_share = 0.0
         self._rows = np.frombuffer(primary_kv_view, np.uint8).reshape(len(primary_kv_view), -1)
@@ -58,7 +58,7 @@ class RandomTier(PrefixTier):
             keys = list(job.keys)
             for key, row in zip(keys, job.block_ids.tolist(), strict=True):
                 self._frames[key] = self._rows[row].tobytes()
-            self.changes.add(keys)
+            self.answered_requests.add(keys)
             self._ended.append(TierJobResult(job.job_id, success=True))
         del self._stores[:stores]
         while chunks and self._loads:
@@ -69,7 +69,7 @@ class RandomTier(PrefixTier):
             if self.rng.random() < self.losing_share or key not in self._frames:
                 failed.add(key)
                 self._frames.pop(key, None)
-                self.changes.add([key])
+                self.answered_requests.add([key])
             else:
                 self._rows[row] = np.frombuffer(self._frames[key], np.uint8)
                 self._arrived.append((job.job_id, [key]))

@@ -107,9 +107,9 @@ def test_every_change_of_an_answer_is_logged(region: HostRegion, policy: str):
     tier = make_cpu_tier(ROWS, region, policy, enable_events=False)
 
     def changed_by(action) -> set[int]:
-        since = tier.changes.position
+        since = tier.changed_chunks.position
         action()
-        return {number for number in range(12) if tier.changes.touches(since, frozenset([key(number)]))}
+        return {number for number in range(12) if tier.changed_chunks.touches(since, frozenset([key(number)]))}
 
     first = [key(number) for number in range(ROWS)]
     assert changed_by(lambda: tier.prepare_store(first, CONTEXT)) == set(range(ROWS))

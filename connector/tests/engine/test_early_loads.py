@@ -24,7 +24,7 @@ from spillway_connector.engine.early_loads import EarlyLoad, LoadPiece
 from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
 from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.engine.worker import SpillwayWorkerMetadata
-from spillway_connector.plan.change_log import ChangeLog
+from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.scheduler_half import scheduler_half
 from spillway_connector.transfer.lookups import Answers, Lookup
@@ -72,7 +72,7 @@ class ComingTier(PrefixTier):
 
     def __init__(self) -> None:
         self.tier_type = "coming"
-        self.changes = ChangeLog()
+        self.answered_requests = ChangeLog()
         self.loads, self.arrived, self.ended = [], [], []
 
     @property
@@ -189,7 +189,7 @@ class Rig:
         assert not self.scheduler._blocks_being_loaded
         assert not self.manager.primary_tier._readers
         assert self.manager._bounds.rows_in_flight == 0
-        assert not self.manager._taken_in
+        assert not self.manager._early_chunks
         assert self.manager.primary_tier.ready == set(self.manager.primary_tier.resident)
 
 

@@ -15,7 +15,7 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier import LruCpuTier
 from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
 from spillway_connector.engine.tiering import SpillwayTieringManager
-from spillway_connector.plan.change_log import ChangeLog
+from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.transfer.lookups import Answers, Lookup
 
@@ -33,7 +33,7 @@ class ScriptedTier(PrefixTier):
 
     def __init__(self) -> None:
         self.tier_type = "scripted"
-        self.changes = ChangeLog()
+        self.answered_requests = ChangeLog()
         self.askers: dict[bytes, set[str]] = {}
         self.holds: dict[bytes, bool | None] = {}
         self.resting = False
@@ -67,7 +67,7 @@ class ScriptedTier(PrefixTier):
         self.tell_of(keys)
 
     def tell_of(self, keys: Sequence[bytes]) -> None:
-        self.changes.add(set().union(*(self.askers.get(key, ()) for key in keys)))
+        self.answered_requests.add(set().union(*(self.askers.get(key, ()) for key in keys)))
 
     def submit_store(self, job_metadata):
         self.stores.append(job_metadata)

@@ -28,7 +28,7 @@ from spillway_connector.engine.stats import sample_key
 from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
 from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.engine.worker import SpillwayWorkerMetadata
-from spillway_connector.plan.change_log import ChangeLog
+from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.scheduler_half import scheduler_half
 from spillway_connector.transfer.lookups import Answers, Lookup
@@ -115,7 +115,7 @@ class HeldTier(PrefixTier):
 
     def __init__(self) -> None:
         self.tier_type = "held"
-        self.changes = ChangeLog()
+        self.answered_requests = ChangeLog()
         self.holds: set[bytes] = set()
         self.loads: list[JobMetadata] = []
         self.stores: list[JobMetadata] = []
@@ -257,7 +257,7 @@ def test_the_rows_of_a_store_come_back_when_every_rank_has_ended_it(rig: Rig):
     rig.report(job, ranks=1)
     assert rig.cpu_tier.quarantine == Counter(rows), "the other rank may still write them"
     rig.report(job, ranks=1, failed=True)
-    assert not rig.cpu_tier.quarantine and not rig.half._forgotten_jobs and not rig.half._failed_jobs
+    assert not rig.cpu_tier.quarantine and not rig.half._reset_jobs and not rig.half._failed_jobs
 
 
 def test_the_rows_of_a_load_come_back_when_every_rank_has_ended_it(rig: Rig):
@@ -290,7 +290,7 @@ def test_the_rows_of_a_promotion_and_of_a_cascade_come_back_when_the_tier_has_en
     rig.tier.end(rig.tier.loads)
     rig.step()
     assert not rig.cpu_tier.quarantine and not rig.cpu_tier.resident
-    assert not rig.manager._bounds.rows_in_flight and not rig.manager._forgotten
+    assert not rig.manager._bounds.rows_in_flight and not rig.manager._reset_rows
 
 
 def test_a_second_reset_before_the_workers_have_heard_of_the_first(rig: Rig):

@@ -222,7 +222,6 @@ class Engine:
 
     def ask(self, request: FakeRequest) -> tuple[int | None, bool]:
         if self.forgetful:
-            self.scheduler._req_status[request.request_id].matched = None
             self.scheduler._req_status[request.request_id].prefix = None
         return self.scheduler.get_num_new_matched_tokens(request, 0)
 

@@ -64,10 +64,10 @@ def test_a_tier_that_nobody_uses_is_looked_at_once_a_second(shared: SharedTier):
     report = TierReport("memory", shared, clock)
     told(report)
     shared._tier._evictions[EvictionReason.ROOM] += 3  # on a thread of its own  # type: ignore[attr-defined]
-    assert not report.has_news()
+    assert not report.has_updates()
     assert told(report) == {}
     clock.advance(IDLE_SECONDS)
-    assert report.has_news()
+    assert report.has_updates()
     assert told(report) == {"tier_evicted_frames|memory|room": 3}
     assert told(report) == {}
 

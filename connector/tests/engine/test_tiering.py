@@ -201,7 +201,7 @@ def test_a_tier_slower_than_recomputing_is_left_alone_but_for_a_probe(stack: Sta
 def test_a_failed_device_copy_never_becomes_a_hit_nor_a_cascade(stack: Stack):
     context = request("writer")
     output = stack.manager.prepare_store([key(1), key(2)], context)
-    stack.manager.distrust_store([key(2)])
+    stack.manager.fail_store([key(2)])
     stack.manager.complete_store(output.keys_to_store, context)
     assert [sorted(job.keys) for job in stack.tier.stores] == [[key(1)]]
     stack.end_stores()
@@ -266,7 +266,7 @@ def test_random_schedules_leak_no_row(stack: Stack):
             output = stack.manager.prepare_store([key(n) for n in dict.fromkeys(numbers)], context)
             if output is not None and output.keys_to_store:
                 if rng.random() < 0.3:
-                    stack.manager.distrust_store(output.keys_to_store[:1])
+                    stack.manager.fail_store(output.keys_to_store[:1])
                 stack.manager.complete_store(output.keys_to_store, context)
         elif action == 4:
             stack.manager.on_request_finished(context)

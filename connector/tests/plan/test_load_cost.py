@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_connector.plan.load_cost import LoadGate, RateMeter, WorthPolicy, loading_pays
+from spillway_connector.plan.load_cost import LoadGate, LoadPolicy, PrefillTimer, RateMeter, loading_pays
 
 rates = st.floats(1.0, 1e12)
 
@@ -64,7 +64,7 @@ def test_nothing_and_no_time_say_nothing():
 
 
 def test_a_slow_tier_is_closed_but_for_a_probe_and_opens_when_it_is_fast():
-    gate = LoadGate(WorthPolicy(probe_seconds=30), 128, 1000, RateMeter(10.0))
+    gate = LoadGate(LoadPolicy(probe_seconds=30), 128, 1000, RateMeter(10.0))
     prefill = RateMeter(10.0, pinned=1280.0)  # a chunk in 100 ms
     assert gate.passes("a", prefill, now=0)  # unknown yet
     gate.load_rate.add(1000, 0.2, now=0)  # a chunk in 200 ms
@@ -75,3 +75,19 @@ def test_a_slow_tier_is_closed_but_for_a_probe_and_opens_when_it_is_fast():
     assert gate.passes("e", prefill, now=31.1)
     gate.load_rate.add(100_000, 0.2, now=31.2)
     assert gate.passes("c", prefill, now=31.3)
+
+
+def test_overlapping_steps_are_timed_from_end_to_end():
+    timer = PrefillTimer(rate := RateMeter(1e9))
+    timer.begin_step(1000, now=0.0)
+    timer.begin_step(2000, now=0.1)
+    timer.end_step(now=1.0)
+    timer.end_step(now=3.0)
+    assert rate.per_second == pytest.approx(1000)
+    timer.begin_step(1, now=3.0)  # a decode step
+    timer.end_step(now=9.0)
+    timer.end_step(now=9.0)  # of no step
+    assert rate.per_second == pytest.approx(1000)
+    timer.begin_step(6000, now=10.0)  # the engine was idle before
+    timer.end_step(now=13.0)
+    assert rate.per_second == pytest.approx((3000 + 6000) / (3 + 3))

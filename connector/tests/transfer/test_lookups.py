@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway_connector.limits import BreakerPolicy
-from spillway_connector.plan.change_log import ChangeLog
+from spillway_connector.plan.prefix_memo import ChangeLog, PresenceIndex
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.tier_contract import NAMESPACE, key_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.transfer import lookups
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.lookups import Lookup, LookupDesk
-from spillway_connector.transfer.presence import PresenceIndex
 from spillway_connector.transfer.stats import LookupOutcome, TierCounters
 
 REAL_SECONDS = 30.0
@@ -52,8 +51,8 @@ class Desk:
         self.clock = SteppedClock()
         self.tier = kind(self.clock)
         self.counters = TierCounters()
-        self.changes = ChangeLog()
-        self.presence = PresenceIndex(self.clock)
+        self.answered_requests = ChangeLog()
+        self.presence = PresenceIndex()
         self.answered = threading.Semaphore(0)
         breaker = Breaker(BreakerPolicy(), self.clock)
         self.desk = LookupDesk(
@@ -65,7 +64,7 @@ class Desk:
             timeout_seconds=0.25,
             clock=self.clock,
             progress=self.answered.release,
-            changes=self.changes,
+            answered_requests=self.answered_requests,
         )
 
     def answer(self) -> None:
@@ -133,14 +132,14 @@ def desk():
 def test_an_answer_concerns_the_requests_that_wait_for_it_alone(desk: Desk):
     assert desk.desk.lookup_batch(KEYS[:4], "first").found == [Lookup.PENDING] * 4
     assert desk.desk.lookup_batch(KEYS[3:6], "second").found == [Lookup.PENDING] * 3
-    since = desk.changes.position
+    since = desk.answered_requests.position
     desk.answer()
-    assert set(desk.changes.since(since)) == {"first", "second"}
-    since = desk.changes.position
+    assert set(desk.answered_requests.since(since)) == {"first", "second"}
+    since = desk.answered_requests.position
     assert desk.desk.lookup_batch(KEYS[7:], "third").found == [Lookup.PENDING]
-    assert not desk.changes.since(since)
+    assert not desk.answered_requests.since(since)
     desk.answer()
-    assert desk.changes.since(since) == ["third"]
+    assert desk.answered_requests.since(since) == ["third"]
 
 
 def test_an_answer_says_how_long_it_is_good(desk: Desk):

@@ -37,7 +37,7 @@ from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import NO_TENANT, EvictionReason, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import BreakerState
 from spillway_connector.transfer.shared_tier import (
-    ARRIVALS_TOLD_SECONDS,
+    ARRIVALS_REPORTED_SECONDS,
     JobOutcome,
     Lookup,
     SharedTier,
@@ -446,7 +446,7 @@ def test_of_a_load_that_takes_its_time_what_has_come_is_told_before_its_end(
     shared.submit_load(1, keys([1, 2]), [1, 2])
     assert tier.entered.acquire(timeout=REAL_SECONDS) and passing.wait(REAL_SECONDS)
     assert shared.arrived() == [], "it may still end at once"
-    rig.clock.advance(ARRIVALS_TOLD_SECONDS)
+    rig.clock.advance(ARRIVALS_REPORTED_SECONDS)
     while not (arrived := shared.arrived()):
         assert shared.wait_for_progress(REAL_SECONDS)
     assert arrived == [(1, keys([1]))]
@@ -805,9 +805,9 @@ def test_when_the_weights_change_nothing_is_served_or_stored_any_more(
     assert rig.answer(key_of(0)) is Lookup.HIT
     shared.submit_load(1, keys([0]), [0])
     assert tier.entered.acquire(timeout=REAL_SECONDS)
-    since = shared.changes.position
+    since = shared.answered_requests.position
     shared.weights_changed()
-    assert shared.changes.touches(since, frozenset(keys([3])))
+    assert shared.answered_requests.touches(since, frozenset(keys([3])))
     assert not shared.open
     assert not rig.outcome(1).success
     tier.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,6 @@ from spillway_connector.engine.adapters import AdapterRegistry, tell_adapters_ap
 from spillway_connector.engine.failed_loads import start_again_where_windows_are
 from spillway_connector.engine.group_hits import hold_hits_of_all_groups
 from spillway_connector.engine.kv_layout import LayerCache, layout_facts
-from spillway_connector.engine.logs import join_engine_logging
 from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.engine.stats import SpillwayPromMetrics, SpillwayStats
@@ -68,7 +68,7 @@ class SpillwayConnector(OffloadingConnector):
         assert isinstance(self.connector_scheduler, SpillwayConnectorScheduler)
         with self.adapters.loading(request):
             yield
-        self.connector_scheduler.distrust_replaced_adapters()
+        self.connector_scheduler.fail_stores_of_replaced_adapters()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._note_layout(kv_caches)
@@ -123,3 +123,11 @@ class SpillwayConnector(OffloadingConnector):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
         return SpillwayPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def join_engine_logging() -> None:
+    """Send every `spillway_connector.*` record to vLLM's handlers, at vLLM's level. Idempotent."""
+    ours, engines = logging.getLogger("spillway_connector"), logging.getLogger("vllm")
+    ours.handlers = list(engines.handlers)
+    ours.setLevel(engines.level)
+    ours.propagate = engines.propagate

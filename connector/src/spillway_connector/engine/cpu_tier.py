@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
 from spillway_connector.device.host_region import HostRegion
-from spillway_connector.plan.change_log import ChangeLog
+from spillway_connector.plan.prefix_memo import ChangeLog
 
 _EVICTION_LOOKAHEAD = 32  # rows looked at beyond those wanted, for the pinned ones among them
 
@@ -28,14 +28,14 @@ _EVICTION_LOOKAHEAD = 32  # rows looked at beyond those wanted, for the pinned o
 class CpuTier(CPUPrimaryTierOffloadingManager):
     """What the tiering manager needs beyond upstream's interface.
 
-    ready: chunks that may be read. resident: those and the ones still being written. changes: chunks that came, became
-    ready or left. quarantine: rows whose chunks a reset has forgotten while jobs still read or write them, and by how
-    many; each is handed out again when the last of these jobs has ended.
+    ready: chunks that may be read. resident: those and the ones still being written. changed_chunks: those
+    that were added, became ready or were evicted. quarantine: rows whose chunks a reset dropped while jobs still read
+    or write them, and by how many jobs; a row is reused when the last of these jobs has ended.
     """
 
     ready: set[OffloadKey]
     resident: AbstractSet[OffloadKey]
-    changes: ChangeLog[OffloadKey]
+    changed_chunks: ChangeLog[OffloadKey]
     quarantine: Counter[int]
 
     def __init__(
@@ -44,7 +44,7 @@ class CpuTier(CPUPrimaryTierOffloadingManager):
         # The region has what upstream's manager calls.
         super().__init__(num_rows, region, cache_policy=policy, enable_events=enable_events)  # type: ignore[arg-type]
         self.ready = set()
-        self.changes = ChangeLog()
+        self.changed_chunks = ChangeLog()
         self.quarantine = Counter()
 
     def used_rows(self) -> int:
@@ -69,7 +69,7 @@ class CpuTier(CPUPrimaryTierOffloadingManager):
         self.ready.clear()
         # Handed out from the end, so from row 0 on as in a new tier: rows side by side are copied in one run.
         self._free_list = [row for row in reversed(range(self._num_allocated_blocks)) if row not in self.quarantine]
-        self.changes.add_all()
+        self.changed_chunks.add_all()
 
     def release(self, rows: Iterable[int]) -> None:
         """A job that used these rows when a reset forgot their chunks has ended."""
@@ -137,8 +137,8 @@ class LruCpuTier(CpuTier):
             self._announce(evicted, removed=True)
         rows = self._allocate(len(wanted))
         self._rows.update(zip(wanted, rows, strict=True))
-        self.changes.add(evicted)
-        self.changes.add(wanted)
+        self.changed_chunks.add(evicted)
+        self.changed_chunks.add(wanted)
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(rows), evicted)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -151,7 +151,7 @@ class LruCpuTier(CpuTier):
             self._announce(written, removed=False)
         else:
             self._free_list += [self._rows.pop(key) for key in written]
-        self.changes.add(written)
+        self.changed_chunks.add(written)
 
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
         return list(map(self._rows.__getitem__, keys))
@@ -245,4 +245,4 @@ class ArcCpuTier(CpuTier):
 
     def _log(self, *changed: Iterable[OffloadKey]) -> None:
         for keys in changed:
-            self.changes.add(keys)
+            self.changed_chunks.add(keys)

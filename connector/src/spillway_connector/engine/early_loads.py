@@ -1,9 +1,8 @@
-"""A load that begins before all of its chunks have come: which of them may leave now, and which never will.
+"""A load that starts before all of its chunks are in the CPU tier: which can be copied now, and which never will be.
 
-While a shared tier is still being read, the rows that are filled can be copied to the device already; a job then
-leaves for the workers in pieces. What is promised of a load stays: each piece is of rows that are ready and pinned, the
-request hears of the end once, and a chunk that does not come is reported like one whose copy failed, so that it is
-recomputed.
+While the shared tier is still being read, rows that are filled can be copied to the device already; the load's job is
+then sent to the workers in pieces. The contract of a load holds: each piece consists of rows that are ready and pinned,
+the end is reported once, and a chunk that does not arrive is reported like one whose copy failed, and recomputed.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from vllm.v1.kv_offload.worker.worker import TransferSpec
 _PIECES_WANTED = 8  # smaller pieces would cost a step more than they hide
 
 
-class ComingRows(LoadStoreSpec):
-    """The rows of chunks some of which have still to come; never leaves the scheduler."""
+class PendingRows(LoadStoreSpec):
+    """A load spec of chunks that are not all ready yet; never sent to a worker."""
 
     def __init__(self, keys: list[OffloadKey]) -> None:
         self.keys = keys
 
     @staticmethod
     def medium() -> str:
-        return "coming"
+        return "pending"
 
 
 @dataclass(slots=True)
@@ -49,7 +48,7 @@ class LoadPiece:
 
 @dataclass
 class SpillwayConnectorMetadata(OffloadingConnectorMetadata):
-    """Of a step in which pieces leave."""
+    """Metadata of a step that sends pieces."""
 
     pieces: list[LoadPiece] = field(default_factory=list)
 
@@ -72,13 +71,13 @@ class EarlyLoad:
         assert len(keys) == len(blocks), "a load begins early only where a chunk is one block"
         self.context = context
         self.keys, self.blocks, self.first_block = keys, blocks, first_block
-        self._waiting = dict(zip(keys, range(len(keys)), strict=True))  # positions of those that have not left
+        self._waiting = dict(zip(keys, range(len(keys)), strict=True))  # positions of those not sent yet
         self._piece_chunks = max(1, len(keys) // _PIECES_WANTED)
         self._ending: Due | None = None
-        self.closed = False  # the last piece has left
+        self.closed = False  # the last piece has been sent
 
     def abandon(self, *, needed: bool) -> None:
-        """What has not left will not. needed: by a request that has to recompute it. Twice is harmless."""
+        """Send no further chunk. needed: the request still runs, and recomputes them. Idempotent."""
         lost = list(self._waiting.values())
         if self._ending is not None:
             lost += self._ending.lost
@@ -86,7 +85,7 @@ class EarlyLoad:
         self._ending = Due([], lost if needed else [], last=True)
 
     def due(self, ready: AbstractSet[OffloadKey], resident: AbstractSet[OffloadKey]) -> Due | None:
-        """What leaves now; None: nothing yet. Positions are due once.
+        """The next piece; None: nothing yet. Each position is returned once.
 
         ready: chunks that may be read. resident: those and the ones that are still being written.
         """
@@ -98,16 +97,16 @@ class EarlyLoad:
         waiting = self._waiting
         lost: list[int] = []
         if not resident >= waiting.keys():
-            # What lies behind a chunk that is gone is of no use.
+            # Chunks behind one that was lost cannot be used.
             end = min(position for key, position in waiting.items() if key not in resident)
             lost = [position for position in waiting.values() if position >= end]
             for position in lost:
                 del waiting[self.keys[position]]
-        come = [] if ready.isdisjoint(waiting) else [at for key, at in waiting.items() if key in ready]
-        last = len(come) == len(waiting)
-        if not last and not lost and len(come) < self._piece_chunks:
+        arrived = [] if ready.isdisjoint(waiting) else [at for key, at in waiting.items() if key in ready]
+        last = len(arrived) == len(waiting)
+        if not last and not lost and len(arrived) < self._piece_chunks:
             return None
-        for position in come:
+        for position in arrived:
             del waiting[self.keys[position]]
         self.closed = last
-        return Due(come, lost, last)
+        return Due(arrived, lost, last)

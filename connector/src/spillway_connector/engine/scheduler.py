@@ -1,14 +1,13 @@
-"""The scheduler half: upstream's, with failures carried through and no request left waiting or asserted on."""
+"""The scheduler half: upstream's, with failures carried through and without its endless waits and its asserts."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -21,89 +20,37 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext
 from vllm.v1.kv_offload.worker.worker import TransferSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from spillway_connector.engine.adapters import AdapterInstance, AdapterRegistry, adapter_of
-from spillway_connector.engine.early_loads import ComingRows, EarlyLoad, LoadPiece, SpillwayConnectorMetadata
+from spillway_connector.engine.adapters import AdapterRegistry, adapter_of
+from spillway_connector.engine.early_loads import EarlyLoad, LoadPiece, PendingRows, SpillwayConnectorMetadata
+from spillway_connector.engine.request_state import RequestState, ShortenedRequest
 from spillway_connector.engine.tenancy import TenantContext, tenant_of
-from spillway_connector.engine.tiering import Prefix, SpillwayTieringManager
+from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.engine.worker import SpillwayWorkerMetadata
+from spillway_connector.plan.load_cost import PrefillTimer
 
 logger = logging.getLogger(__name__)
-
-_STEPS_MAX = 64  # vLLM keeps at most a handful of steps in flight
-_PREFILL_TOKENS_MIN = 128  # a step below this mostly decodes and says little about prefill
-
 
 _TOUCH_SECONDS = 1.0  # between two renewals of a request's chunks in the CPU tier
 
 
-class _RequestState(RequestOffloadState):
-    """Upstream's state of a request, whose keys are appended without a loop over those it has."""
-
-    touched_at = float("-inf")  # time.monotonic seconds
-    counted = False  # its chunks, for what a full tier admits
-    asked_computed = asked_total = -1  # tokens, when `prefix` was looked up
-    prefix: Prefix | None = None
-    # What followed from `prefix` alone; None again as soon as the request has device blocks.
-    matched: tuple[int | None, bool] | None = None
-    has_adapter = False  # LoRA
-    adapter: AdapterInstance | None = None
-    identified = True  # its keys can be said, and have been as far as its tokens go
-    _offload_tokens_max: int | None = None
-
-    @property
-    def max_offload_tokens(self) -> int | None:
-        """None: no cap. Nothing is stored for a request whose adapter is not known."""
-        return self._offload_tokens_max if self.identified else 0
-
-    @max_offload_tokens.setter
-    def max_offload_tokens(self, tokens: int | None) -> None:
-        self._offload_tokens_max = tokens
-
-    def update_offload_keys(self) -> None:
-        adapter_key = b""
-        if self.has_adapter:
-            key = None if self.adapter is None else self.adapter.key
-            self.identified = key is not None
-            if key is None:
-                return
-            adapter_key = key
-        hashes = self.req.block_hashes
-        for config, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
-            factor = config.hash_block_size_factor
-            begin = factor * len(state.offload_keys) + factor - 1
-            if begin < len(hashes):
-                group = make_offload_key(adapter_key, config.group_idx)
-                wanted = hashes[begin::factor] if begin or factor > 1 else hashes
-                state.offload_keys += cast(list[OffloadKey], [block_hash + group for block_hash in wanted])
-
-
-class _Shorter(NamedTuple):
-    """As much of a request as upstream's search over the groups reads."""
-
-    request_id: str
-    num_tokens: int
-
-
 @dataclass(slots=True)
-class _ForgottenJob:
-    """Of a reset, until every rank has reported it."""
+class _ResetJob:
+    """A job that was under way at a reset, until every rank has reported it."""
 
     ranks_pending: int
     rows: list[int]  # of the CPU tier, which it may still read or write
 
 
-class _Step(NamedTuple):
-    begun_at: float  # time.monotonic seconds
-    tokens: int
-
-
 class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
-    """Runs in the EngineCore process on the scheduler thread; nothing here may block."""
+    """Overrides upstream's scheduler half. EngineCore process, scheduler thread; no method blocks.
+
+    Every override keeps the contract of vLLM's KVConnectorBase_V1 except where its docstring names the difference.
+    """
 
     manager: SpillwayTieringManager
 
@@ -113,15 +60,14 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             isinstance(group.kv_cache_spec, MambaSpec) for group in spec.kv_cache_config.kv_cache_groups
         )
         self._largest_chunk_tokens = max(group.offloaded_block_size for group in self.config.kv_group_configs)
-        self._forgotten_jobs: dict[int, _ForgottenJob] = {}
-        self._failed_jobs: set[int] = set()  # some rank failed, others still to answer
+        self._reset_jobs: dict[int, _ResetJob] = {}
+        self._failed_jobs: set[int] = set()  # failed on some rank, not yet reported by all
         self._recompute_only: set[str] = set()  # requests whose load failed once: never offered a load again
         self.device_blocks: BlockPool | None = None  # vLLM's; bound before the first request
-        self._steps: deque[_Step] = deque(maxlen=_STEPS_MAX)  # begun, not yet reported by the workers
-        self._last_step_ended_at = 0.0
+        self._prefill_timer = PrefillTimer(self.manager.prefill_rate)
         self._weights_changed = False
         self._early_loads: dict[int, EarlyLoad] = {}
-        self._loaded: set[str] = set()  # requests that hold what was loaded for them, and do not run yet
+        self._loaded: set[str] = set()  # requests whose load has ended and that do not run yet
         self._gridlock = False
         self.adapters = AdapterRegistry()
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
@@ -134,7 +80,7 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             kv_transfer_params=request.kv_transfer_params,
             tenant=tenant_of(getattr(request, "cache_salt", None)),
         )
-        status = _RequestState(
+        status = RequestState(
             config=self.config,
             req=request,
             req_context=context,
@@ -147,43 +93,49 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             self._hash_bytes = len(request.block_hashes[0])
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Upstream's contract: (tokens that can be loaded behind those computed, or None: ask again; asynchronously).
+
+        Unlike upstream, nothing is offered to a request that asked to skip the prefix cache, whose adapter's digest is
+        unknown, or whose load has failed before; and while a waiting request's answer is current it is not looked up.
+        """
         if request.skip_reading_prefix_cache:
-            # It needs what a forward pass over the whole prompt returns (`prompt_logprobs`, pooling over all tokens).
-            # vLLM 0.23 honours that for the device's cache, but asks the connector all the same; 0.32 does not.
+            # It needs a forward pass over the whole prompt (`prompt_logprobs`, pooling over all tokens). vLLM 0.23
+            # skips the device's prefix cache for it, but asks the connector nevertheless; 0.32 does not.
             return 0, False
         if self._gridlock:
-            # vLLM asks about requests without computed tokens: the load of this one failed as a whole, if it had one.
+            # vLLM asks about requests without computed tokens: a load of this one, if any, failed as a whole.
             self._loaded.discard(request.request_id)
-            return None, False  # let those pass who have their blocks already
-        status = cast(_RequestState, self._req_status[request.request_id])
+            return None, False  # requests that hold their blocks already go first
+        status = cast(RequestState, self._req_status[request.request_id])
         if status.has_adapter and (status.adapter is None or status.adapter.key is None):
-            return 0, False  # nobody can say whose KV it would be
-        matched = status.matched
-        if matched is not None:
-            manager, prefix = self.manager, status.prefix
-            assert prefix is not None
-            view = manager.view if manager.looked else manager.look_around()
+            return 0, False  # without the adapter's digest there are no keys
+        prefix = status.prefix
+        if prefix is not None and (matched := prefix.matched) is not None:
+            manager = self.manager
+            memo = manager.memo
+            if not memo.fresh:
+                manager.begin_step()
             if (
-                # Most of the time, in one comparison; last_answer says the same.
+                # Most of the time one comparison: is_current's first two, without the call.
                 (
-                    (prefix.stamp == view.stamp and view.now < prefix.good_until)
-                    or manager.last_answer(prefix, status.req_context)
+                    (prefix.stamp == memo.stamp and memo.now < prefix.valid_until)
+                    or memo.is_current(prefix, request.request_id)
                 )
-                and status.asked_computed == num_computed_tokens
-                and status.asked_total == request.num_tokens
+                and prefix.computed_tokens == num_computed_tokens
+                and prefix.total_tokens == request.num_tokens
                 and (not self._blocks_being_loaded or matched[0] is None)
             ):
-                # It waits, and nothing has come or gone that its answer rests on.
-                if prefix.answer and view.now - status.touched_at >= _TOUCH_SECONDS:
+                if prefix.chunks and memo.now - status.touched_at >= _TOUCH_SECONDS:
                     self._touch(status)
                 return matched
         if request.request_id in self._recompute_only:
             return 0, False
         if status.transfer_jobs:
-            # A preempted request comes back while its stores still read its old blocks; upstream asserts that a
-            # load never meets a store of the same request. The flush that preemption ordered ends them this step.
+            # A preempted request is scheduled again while its stores still read its old blocks; upstream asserts that
+            # a request never has a load and a store at once. The flush of its preemption ends the stores this step.
             return None, False
-        status.matched = None
+        if prefix is not None:
+            prefix.matched = None
         answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if not status.counted:
             status.counted = True
@@ -192,13 +144,16 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         return answer
 
     def _lookup(self, req_status: RequestOffloadState) -> int | None:
-        """Tokens that can be loaded behind those computed; None: ask again. Models with one KV group take the short
-        way; with several, upstream's search over the groups decides and asks `_maximal_prefix_lookup` for each."""
+        """Upstream's contract: tokens that can be loaded behind those computed; None: ask again.
+
+        Models with one KV group need one lookup of a prefix; with several, upstream's search over the groups calls
+        `_maximal_prefix_lookup` for each.
+        """
         if self._only_last_chunk_missing(req_status):
             return 0
         if len(self._lookup_groups) != 1 or self._sliding_window_groups:
             return self._look_up_groups(req_status)
-        assert isinstance(req_status, _RequestState)
+        assert isinstance(req_status, RequestState)
         computed, total = req_status.num_locally_computed_tokens, req_status.req.num_tokens
         chunk_tokens = self.config.kv_group_configs[0].offloaded_block_size
         all_keys = req_status.group_states[0].offload_keys
@@ -206,35 +161,44 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         if limit - computed < chunk_tokens:
             return 0
         first = computed // chunk_tokens
-        prefix = req_status.prefix
-        known = req_status.asked_computed == computed and req_status.asked_total == total
-        if prefix is None or not known or not self.manager.last_answer(prefix, req_status.req_context):
-            prefix = self.manager.look_up(all_keys[first : -(-limit // chunk_tokens)], req_status.req_context)
-            req_status.prefix, req_status.asked_computed, req_status.asked_total = prefix, computed, total
-        chunks = prefix.answer
-        if chunks is None and self.manager.loads_begin_early and self.manager.comes_soon(prefix):
-            chunks = prefix.coming
+        manager, prefix = self.manager, req_status.prefix
+        if not manager.memo.fresh:
+            manager.begin_step()
+        if (
+            prefix is None
+            or prefix.computed_tokens != computed
+            or prefix.total_tokens != total
+            or not manager.memo.is_current(prefix, req_status.req_context.req_id)
+        ):
+            prefix = manager.find_prefix(all_keys[first : -(-limit // chunk_tokens)], req_status.req_context)
+            req_status.prefix, prefix.computed_tokens, prefix.total_tokens = prefix, computed, total
+        chunks = prefix.chunks
+        if chunks is None and manager.loads_begin_early and manager.may_begin_load(prefix):
+            chunks = prefix.expected
         if not chunks:
-            req_status.matched = chunks, False
+            prefix.matched = chunks, False
             return chunks
         found = min(limit, (first + chunks) * chunk_tokens) - computed
         if found < chunk_tokens:
-            req_status.matched = prefix.answer and 0, False
-            return prefix.answer and 0
-        req_status.matched = found, True  # while none of it is being loaded
+            prefix.matched = prefix.chunks and 0, False
+            return prefix.chunks and 0
+        prefix.matched = found, True  # unless another request is loading some of it
         if self._blocks_being_loaded and not self._blocks_being_loaded.isdisjoint(prefix.keys[:chunks]):
-            return None  # another request loads some of them right now: its device blocks can soon be shared
+            return None  # another request is loading some of them: its device blocks can soon be shared
         return found
 
     def _look_up_groups(self, req_status: RequestOffloadState) -> int | None:
-        """vLLM computes at least the last token. Attention can do that behind a whole block; a state cannot go back
-        one token, so where there are states a load ends on a block's end before it."""
+        """Upstream's search over the KV groups.
+
+        vLLM computes at least the last token. Attention can do that behind a whole block; a Mamba state cannot be
+        rewound by one token, so for models with states a load ends at the last block boundary before it.
+        """
         if not self._has_states:
             tokens: int | None = super()._lookup(req_status)
             return tokens
         request = req_status.req
         whole = (request.num_tokens - 1) // self._largest_chunk_tokens * self._largest_chunk_tokens
-        req_status.req = cast(Request, _Shorter(request.request_id, whole + 1))
+        req_status.req = cast(Request, ShortenedRequest(request.request_id, whole + 1))
         try:
             tokens = super()._lookup(req_status)
         finally:
@@ -242,8 +206,8 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         return tokens
 
     def _only_last_chunk_missing(self, req_status: RequestOffloadState) -> bool:
-        """A device hit: vLLM computes at least the last token, so of a prompt that ends on a block the device offers
-        all blocks but one. To load that one costs an engine step, and often a wait for its own store.
+        """A hit in the device's prefix cache, which never covers the last token: of a prompt that ends on a block
+        boundary it lacks one block. Loading that one costs an engine step, and often a wait for its own store.
         """
         computed = req_status.num_locally_computed_tokens
         return computed > 0 and req_status.req.num_tokens - computed <= self._largest_chunk_tokens
@@ -252,8 +216,8 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         return self.manager.lookup_prefix(list(keys), req_context)
 
     def _touch(self, req_status: RequestOffloadState) -> None:
-        """Renew the request's chunks, not at every step: a CPU tier whose rows live no longer than that is no use."""
-        if isinstance(req_status, _RequestState):
+        """Upstream's contract (mark the request's chunks as recently used), at most once per _TOUCH_SECONDS."""
+        if isinstance(req_status, RequestState):
             now = self.manager.step_time
             if now - req_status.touched_at < _TOUCH_SECONDS:
                 return
@@ -261,16 +225,19 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         super()._touch(req_status)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        cast(_RequestState, self._req_status[request.request_id]).matched = None
+        """Upstream's contract; a load whose chunks are not all ready becomes an EarlyLoad instead of a job's spec."""
+        prefix = cast(RequestState, self._req_status[request.request_id]).prefix
+        if prefix is not None:
+            prefix.matched = None
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if not num_external_tokens:
             return
         job_id, job = next(reversed(self._current_batch_load_jobs.items()))
         rows, device = job.transfer_spec
-        if isinstance(rows, ComingRows):
+        if isinstance(rows, PendingRows):
             assert isinstance(device, GPULoadStoreSpec)
             del self._current_batch_load_jobs[job_id]
-            self._jobs[job_id].keys = set()  # what has been pinned for it
+            self._jobs[job_id].keys = set()  # nothing is pinned for it yet
             self._early_loads[job_id] = EarlyLoad(
                 self._req_status[request.request_id].req_context,
                 rows.keys,
@@ -279,11 +246,11 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        self._steps.append(_Step(time.monotonic(), scheduler_output.total_num_scheduled_tokens))
+        self._prefill_timer.begin_step(scheduler_output.total_num_scheduled_tokens, time.monotonic())
         self._flush_stores_of_preempted(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         self._loaded.difference_update(scheduler_output.num_scheduled_tokens)
-        # vLLM stops at the first request that finds no room. When those behind it hold all blocks, loaded and ready to
-        # run, and nobody else computes or copies, none of them would ever move.
+        # Head-of-line blocking: vLLM stops at the first waiting request that finds no free blocks. When requests behind
+        # it hold all blocks, loaded and ready to run, and nothing computes or copies, none of them would be scheduled.
         self._gridlock = bool(self._loaded and not scheduler_output.num_scheduled_tokens and not self._jobs)
         metadata = super().build_connector_meta(scheduler_output)
         pieces = self._due_pieces() if self._early_loads else []
@@ -293,10 +260,12 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         return SpillwayConnectorMetadata(metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush, pieces)
 
     def _flush_stores_of_preempted(self, resumed: AbstractSet[str]) -> None:
-        """A reset of the prefix cache preempts requests and tells no connector (vLLM 0.23 names only those preempted
-        by `schedule`): their blocks may have new owners in this very step, so their stores must have ended first.
+        """Flush stores of requests that a reset of the prefix cache preempted.
 
-        resumed: the requests that this step has taken up again; they have new blocks already.
+        vLLM 0.23 reports to the connector only requests preempted by `schedule`. After a reset, their blocks may be
+        allocated to others in this very step, so their stores must end first.
+
+        resumed: ids of requests that this step has resumed; they have new blocks already.
         """
         for job_id, job in self._jobs.items():
             if job.is_store and (
@@ -311,7 +280,7 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             due = load.due(cpu_tier.ready, cpu_tier.resident)
             if due is None:
                 continue
-            job = self._jobs.get(job_id)  # None: a reset has forgotten it, the workers have not
+            job = self._jobs.get(job_id)  # None: dropped by a reset, while the workers still have it
             transfer_spec: TransferSpec | None = None
             if due.ready and job is not None:
                 keys = [load.keys[position] for position in due.ready]
@@ -326,24 +295,17 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
                 del self._early_loads[job_id]
         return pieces
 
-    def _measure_prefill(self) -> None:
-        """Time the step that just ended. Steps overlap under async scheduling: one begins when both have."""
-        if not self._steps:
-            return
-        step, now = self._steps.popleft(), time.monotonic()
-        if step.tokens >= _PREFILL_TOKENS_MIN:
-            self.manager.prefill_rate.add(step.tokens, now - max(step.begun_at, self._last_step_ended_at), now)
-        self._last_step_ended_at = now
-
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._measure_prefill()
+        """Upstream's contract, except that failed jobs are taken into account: the chunks of a failed store are not
+        published, and a request whose load failed is recomputed and never offered a load again."""
+        self._prefill_timer.end_step(time.monotonic())
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, SpillwayWorkerMetadata):
             if meta.adapters:
                 self.adapters.loaded_by_workers(meta.adapters)
-                self.distrust_replaced_adapters()
-            if self._forgotten_jobs:
-                self._end_forgotten(meta.completed_jobs)
+                self.fail_stores_of_replaced_adapters()
+            if self._reset_jobs:
+                self._end_reset_jobs(meta.completed_jobs)
             self._failed_jobs |= meta.failed_jobs
             for job_id, count in meta.completed_jobs.items():
                 status = self._jobs.get(job_id)
@@ -358,15 +320,17 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
                     continue
                 self._failed_jobs.discard(job_id)
                 if status is None:
-                    continue  # a reset has forgotten it
+                    continue  # dropped by a reset
                 if status.is_store:
-                    # Upstream reports every store as successful; the manager must know before it hears that.
-                    self.manager.distrust_store(status.keys)
+                    # Upstream completes every store as successful, so the manager is informed first.
+                    self.manager.fail_store(status.keys)
                 else:
                     request_state = self._req_status.get(status.req_id)
                     if request_state is not None and not request_state.req.is_finished():
                         self._recompute_only.add(status.req_id)
-                        cast(_RequestState, request_state).matched = None
+                        prefix = cast(RequestState, request_state).prefix
+                        if prefix is not None:
+                            prefix.matched = None
         super().update_connector_output(connector_output)
         if self._early_loads and isinstance(meta, SpillwayWorkerMetadata):
             for job_id in meta.completed_jobs:
@@ -375,13 +339,13 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
                     if self._blocks_being_loaded:
                         self._blocks_being_loaded.difference_update(load.keys)
 
-    def _end_forgotten(self, completed_jobs: dict[int, int]) -> None:
+    def _end_reset_jobs(self, completed_jobs: dict[int, int]) -> None:
         """completed_jobs: by how many ranks each was reported since the last call."""
-        for job_id in completed_jobs.keys() & self._forgotten_jobs.keys():
-            job = self._forgotten_jobs[job_id]
+        for job_id in completed_jobs.keys() & self._reset_jobs.keys():
+            job = self._reset_jobs[job_id]
             job.ranks_pending -= completed_jobs[job_id]
             if not job.ranks_pending:
-                del self._forgotten_jobs[job_id]
+                del self._reset_jobs[job_id]
                 self.manager.primary_tier.release(job.rows)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -392,15 +356,15 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
                 self._early_loads[job_id].abandon(needed=False)
         return super().request_finished(request)
 
-    def distrust_replaced_adapters(self) -> None:
-        """Other weights have been loaded under an adapter's id: stores under way may hold KV computed with these."""
+    def fail_stores_of_replaced_adapters(self) -> None:
+        """Other weights were loaded under an adapter's id: its stores under way may hold KV computed with them."""
         for job in self._jobs.values():
-            adapter = cast(_RequestState, self._req_status[job.req_id]).adapter if job.is_store else None
+            adapter = cast(RequestState, self._req_status[job.req_id]).adapter if job.is_store else None
             if adapter is not None and not adapter.current:
-                self.manager.distrust_store(job.keys)
+                self.manager.fail_store(job.keys)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """With vLLM's own block hashes, which is what the device's events have."""
+        """Upstream's contract, except that keys are cut to vLLM's block hashes, as in the device's own events."""
         for event in super().take_events():
             if isinstance(event, BlockStored | BlockRemoved):
                 event.block_hashes = [
@@ -413,14 +377,14 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         super().shutdown()
 
     def weights_changing(self, cause: str) -> None:
-        """The model's weights are about to change: what has been offloaded is of no more use, here or elsewhere.
+        """The model's weights are about to change: drop the CPU tier and stop using the shared tiers.
 
-        Requests that run now hold KV of the old weights, so nothing more of theirs is offloaded.
+        Running requests hold KV of the old weights, so nothing more of theirs is offloaded. cause: for the log.
         """
         if not self._weights_changed:
             logger.warning(
-                "%s may change the model's weights: the shared tiers are left alone from now on, because what they "
-                "hold was computed with the weights this engine was started with; restart the engine to share again",
+                "%s may change the model's weights: the shared tiers are not used from now on, because their KV was "
+                "computed with the weights this engine was started with; restart the engine to share again",
                 cause,
             )
         self._weights_changed = True
@@ -430,11 +394,11 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
             status.max_offload_tokens = 0
 
     def reset_with_device(self) -> bool:
-        """Forget the CPU tier; False, and nothing has changed, while requests hold blocks of the device.
+        """Reset the CPU tier; False, and nothing has changed, while requests hold blocks of the device.
 
-        vLLM resets the device's prefix cache first and refuses while a block is in use, but asks the connector all the
-        same. Those blocks stay cached there, and a load that is under way would add to them: a CPU tier that is empty
-        beside them is no reset. So both forget, or neither does.
+        vLLM resets the device's prefix cache first and refuses while a block is in use, but calls the connector
+        nevertheless. Those blocks stay cached, and a load under way would add to them: with them, an empty CPU tier is
+        no reset. So both caches are reset, or neither is.
         """
         if self.device_blocks is not None and (in_use := _blocks_in_use(self.device_blocks)):
             logger.warning(
@@ -448,20 +412,20 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
         return True
 
     def reset_cache(self) -> None:
-        """Drop every chunk and job. What the workers still copy, they end in their next step; the rows come back as
-        each job is reported by all of them."""
+        """Upstream's contract: drop every chunk and job. Workers finish their copies in their next step; the rows of a
+        job are released when all ranks have reported it."""
         for job_id, job in self._jobs.items():
             rows = self.manager.primary_tier.rows_of(job.keys)
-            self._forgotten_jobs[job_id] = _ForgottenJob(job.pending_count, rows)
-        # Upstream's asserts that there are none, but those of a reset wait here for the next step.
+            self._reset_jobs[job_id] = _ResetJob(job.pending_count, rows)
+        # Upstream asserts that there are none; those of an earlier reset wait here for the next step.
         jobs_to_flush, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
         super().reset_cache()
         self._current_batch_jobs_to_flush |= jobs_to_flush
         self._failed_jobs.clear()
         for load in self._early_loads.values():
             load.abandon(needed=True)
-        # Upstream drops its jobs but lets requests wait for them: a finished one would stay for ever, a preempted one
-        # would never be scheduled again.
+        # Upstream drops its jobs but not the requests' references to them: a finished request would never be removed, a
+        # preempted one never scheduled again.
         for request_id, status in list(self._req_status.items()):
             status.transfer_jobs.clear()
             if status.req.is_finished():
@@ -469,5 +433,5 @@ class SpillwayConnectorScheduler(OffloadingConnectorScheduler):
 
 
 def _blocks_in_use(device_blocks: BlockPool) -> int:
-    """What vLLM's own reset counts; the null block is always taken."""
+    """The count that vLLM's own reset refuses on; the null block is always in use."""
     return device_blocks.num_gpu_blocks - device_blocks.get_num_free_blocks() - 1

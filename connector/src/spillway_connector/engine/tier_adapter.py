@@ -18,7 +18,7 @@ from spillway_connector.engine.tenancy import tenant_of_context
 from spillway_connector.engine.tier_stats import TierReport
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
-from spillway_connector.plan.change_log import ChangeLog
+from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.layout_choice import Mode, suitable_mode, unused_layouts
 from spillway_connector.tiers.disk.slab.tier import SlabTier
@@ -48,18 +48,18 @@ class TierJobResult(JobResult):
 class PrefixTier(SecondaryTierManager):
     """A tier that answers about a whole prefix at once.
 
-    changes: requests about which it may say something else than PENDING now.
+    answered_requests: requests with a PENDING chunk that may have another answer now.
     """
 
-    changes: ChangeLog[str]
+    answered_requests: ChangeLog[str]
 
     @property
     @abstractmethod
     def open(self) -> bool:
-        """Whether a lookup is worth asking now."""
+        """Whether the tier accepts lookups now; while False it answers MISS without being asked."""
 
     def take_arrived(self) -> Iterable[tuple[int, list[OffloadKey]]]:
-        """Job and chunks of loads under way that have come since the last call, each once; their jobs still end."""
+        """(job, chunks) of loads under way: those loaded since the last call, each once; their jobs still end."""
         return ()
 
     @abstractmethod
@@ -85,7 +85,7 @@ class SharedTierAdapter(PrefixTier):
             payload_bytes=geometry.payload_bytes,
             limits=config.limits,
         )
-        self.changes = self._shared.changes
+        self.answered_requests = self._shared.answered_requests
         self.report = TierReport(tier_type, self._shared)
         logger.info("Shared tier %s: namespace %s", tier_type, offloading_spec.namespace.hex)
 

@@ -62,13 +62,13 @@ class TierReport:
         self._rare_seen = 0
         self._drawn_at = float("-inf")
 
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Whether :meth:`add_to` would look."""
         return self._shared.moved or self._clock() - self._drawn_at >= IDLE_SECONDS
 
     def add_to(self, stats: SpillwayStats) -> None:
         """What the tier did since the last call: every series the first time, then those that moved."""
-        if not self.has_news():
+        if not self.has_updates():
             return
         self._shared.moved = False
         counters = self._shared.counters

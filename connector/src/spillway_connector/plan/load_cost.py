@@ -6,11 +6,16 @@ H200 upstream's file tier took 4.2 s for what the GPU recomputes in 2.0 s). Time
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
+
+_STEPS_MAX = 64  # vLLM keeps at most a handful of steps in flight
+_PREFILL_TOKENS_MIN = 128  # a step with fewer mostly decodes: no measure of the prefill rate
 
 
 @dataclass(frozen=True, slots=True)
-class WorthPolicy:
+class LoadPolicy:
     """How the two rates are compared."""
 
     margin: float = 0.9  # load while it takes at most this share of the recomputation: a tie is not worth the disk
@@ -52,6 +57,33 @@ class RateMeter:
         return self._amount / self._seconds if self._seconds > 1e-12 else None
 
 
+class _Step(NamedTuple):
+    begun_at: float
+    tokens: int
+
+
+class PrefillTimer:
+    """Measures `rate` in tokens per second over the engine's steps, which may overlap."""
+
+    def __init__(self, rate: RateMeter) -> None:
+        self._rate = rate
+        self._steps: deque[_Step] = deque(maxlen=_STEPS_MAX)  # begun and not ended
+        self._last_ended_at = 0.0
+
+    def begin_step(self, tokens: int, now: float) -> None:
+        """The scheduler hands a step of so many tokens to the workers."""
+        self._steps.append(_Step(now, tokens))
+
+    def end_step(self, now: float) -> None:
+        """The workers have reported the oldest step; under async scheduling it ran from the end of the one before."""
+        if not self._steps:
+            return
+        begun_at, tokens = self._steps.popleft()
+        if tokens >= _PREFILL_TOKENS_MIN:
+            self._rate.add(tokens, now - max(begun_at, self._last_ended_at), now)
+        self._last_ended_at = now
+
+
 def loading_pays(
     tokens: int,
     size_bytes: int,
@@ -69,7 +101,7 @@ def loading_pays(
 class LoadGate:
     """Open while loading from one tier pays; when it does not, opens for one request every `probe_seconds`."""
 
-    def __init__(self, policy: WorthPolicy, tokens_per_chunk: int, bytes_per_chunk: int, load_rate: RateMeter) -> None:
+    def __init__(self, policy: LoadPolicy, tokens_per_chunk: int, bytes_per_chunk: int, load_rate: RateMeter) -> None:
         self.load_rate = load_rate
         self._policy = policy
         self._tokens = tokens_per_chunk

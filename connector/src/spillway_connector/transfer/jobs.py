@@ -23,8 +23,8 @@ from spillway_connector.errors import TierError
 from spillway_connector.tiers.tier import NO_TENANT
 from spillway_connector.transfer.stats import Operation
 
-ARRIVALS_TOLD_FROM = 0.25  # of a job that has ended: nobody begins with less
-ARRIVALS_TOLD_PARTS = 8  # of a job, at most so many are told one by one
+ARRIVALS_REPORTED_FROM = 0.25  # of a job that has ended: nobody begins with less
+ARRIVALS_REPORTED_PARTS = 8  # of a job, at most so many are told one by one
 
 
 class ItemState(IntEnum):
@@ -131,13 +131,13 @@ class TransferJob:
     done: list[bytes] = field(default_factory=list)
     failed: dict[bytes, TierError] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    arrivals_told: set[int] = field(default_factory=set)  # indices
-    open_items_told: int = 0
+    arrivals_reported: set[int] = field(default_factory=set)  # indices
+    open_items_reported: int = 0
 
     def fill(self, keys: list[bytes], rows: list[int]) -> None:
         """What is to be moved; once, before any worker sees the job."""
         self.keys, self.rows, self.states = keys, rows, bytearray(len(keys))
-        self.open_items = self.open_items_told = len(keys)
+        self.open_items = self.open_items_reported = len(keys)
 
     def take(self, now: float) -> TransferItem | None:
         """Movers: the next item that still stands; None when there is none left."""
@@ -165,21 +165,22 @@ class TransferJob:
         First when a quarter of the job has ended, then by eighths: each telling costs a step. What the last call before
         the job's end has not told, :meth:`moved` will.
         """
-        items, ended = len(self.keys), self.open_items_told - self.open_items
-        if not ended or ended < items // ARRIVALS_TOLD_PARTS or items - self.open_items < items * ARRIVALS_TOLD_FROM:
+        items, ended = len(self.keys), self.open_items_reported - self.open_items
+        settled = items - self.open_items
+        if not ended or ended < items // ARRIVALS_REPORTED_PARTS or settled < items * ARRIVALS_REPORTED_FROM:
             return []
         if not self.lock.acquire(blocking=False):
             return []
         try:
-            self.open_items_told = self.open_items
+            self.open_items_reported = self.open_items
             arrived = [
                 index
                 for index, state in enumerate(self.states)
-                if state == ItemState.SETTLED and index not in self.arrivals_told and index not in self.errors
+                if state == ItemState.SETTLED and index not in self.arrivals_reported and index not in self.errors
             ]
         finally:
             self.lock.release()
-        self.arrivals_told.update(arrived)
+        self.arrivals_reported.update(arrived)
         return [self.keys[index] for index in arrived]
 
     def give_up(self, error_of: Callable[[int], TierError]) -> dict[bytes, TierError]:

@@ -22,10 +22,9 @@ from itertools import compress, islice, repeat
 from typing import NamedTuple, cast
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, UnreachableReason, without_frames
-from spillway_connector.plan.change_log import ChangeLog
+from spillway_connector.plan.prefix_memo import ChangeLog, PresenceIndex
 from spillway_connector.tiers.tier import Clock, Tier
 from spillway_connector.transfer.breaker import Breaker
-from spillway_connector.transfer.presence import PresenceIndex
 from spillway_connector.transfer.stats import LookupOutcome, Operation, TierCounters
 
 _log = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ class _Answer(NamedTuple):
 class LookupDesk:
     """Questions about keys of one tier. ``timeout_seconds`` bounds a batch and the total wait of one request.
 
-    ``changes`` lists the requests of which some PENDING has ended.
+    ``answered_requests`` receives the requests with a PENDING key that has been answered or given up.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class LookupDesk:
         timeout_seconds: float,
         clock: Clock,
         progress: Callable[[], None],
-        changes: ChangeLog[str],
+        answered_requests: ChangeLog[str],
     ) -> None:
         self.resident_bytes = 0
         self.ready = False  # whether the tier answered when it was last asked how much it holds
@@ -145,7 +144,7 @@ class LookupDesk:
         self._timeout_seconds = timeout_seconds
         self._clock = clock
         self._progress = progress
-        self._changes = changes
+        self._answered_requests = answered_requests
         self._waits: OrderedDict[str, _Wait] = OrderedDict()  # of a dict the oldest is slow to find
         self._asked: dict[bytes, _Page] = {}  # open keys
         self._unsent: list[_Page] = []
@@ -264,7 +263,7 @@ class LookupDesk:
             answers = self._contains_now((key,))
             if answers is not None:
                 known = answers[0]
-                self._presence.put(key, known)
+                self._presence.put(key, known, now)
         return None if known is not False else self._presence.absent_until(key)
 
     def _known(self, keys: Sequence[bytes], now: float) -> list[float | None]:
@@ -274,9 +273,9 @@ class LookupDesk:
         if self._contains_now is None:
             return expiries
         unknown = _unknown(keys, expiries, now)
-        return self._presence.get_many(keys) if self._ask_now(unknown) else expiries
+        return self._presence.get_many(keys) if self._ask_now(unknown, now) else expiries
 
-    def _ask_now(self, keys: Sequence[bytes]) -> bool:
+    def _ask_now(self, keys: Sequence[bytes], now: float) -> bool:
         """Have the tier answer as far as the first absent key, and remember that. False: it has not."""
         assert self._contains_now is not None
         begin, end = 0, _FIRST_ASKED
@@ -287,9 +286,9 @@ class LookupDesk:
                 break
             there = len(asked) if all(answers) else answers.index(False)
             if there:
-                self._presence.put_many(asked[:there], True)
+                self._presence.put_many(asked[:there], True, now)
             if there < len(asked):
-                self._presence.put(asked[there], False)
+                self._presence.put(asked[there], False, now)
                 return True
             begin, end = end, end * _ASKED_GROWTH
         return begin > 0
@@ -364,15 +363,17 @@ class LookupDesk:
         deque(map(self._asked.pop, page.keys, repeat(None)), maxlen=0)
         for wait in page.waits:
             wait.end(page, at)
-        self._changes.add([wait.request_id for wait in page.waits])
+        self._answered_requests.add([wait.request_id for wait in page.waits])
         page.waits.clear()
         if found is None:
             return
+        now = self._clock()
         present = list(compress(page.keys, found))
         if present:
-            self._presence.put_many(present, True)
+            self._presence.put_many(present, True, now)
         if len(present) < len(page.keys):
-            self._presence.put_many([key for key, there in zip(page.keys, found, strict=True) if not there], False)
+            absent = [key for key, there in zip(page.keys, found, strict=True) if not there]
+            self._presence.put_many(absent, False, now)
 
     def _miss(self, outcome: LookupOutcome) -> Answers:
         self._counters.count_lookup(outcome)

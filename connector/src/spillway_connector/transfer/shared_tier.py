@@ -17,14 +17,13 @@ import numpy as np
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierTimeout
 from spillway_connector.limits import DEFAULT_LIMITS, TransferLimits
-from spillway_connector.plan.change_log import ChangeLog
+from spillway_connector.plan.prefix_memo import ChangeLog, PresenceIndex
 from spillway_connector.plan.request_frequency import FrequencySketch
 from spillway_connector.tiers.tier import NO_TENANT, Clock, Tier
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.jobs import JobOutcome, TransferJob, check_shape
 from spillway_connector.transfer.lookups import Answers, Lookup, LookupDesk
 from spillway_connector.transfer.movers import LateEnd, Movers
-from spillway_connector.transfer.presence import PresenceIndex
 from spillway_connector.transfer.stats import (
     SHED_REASONS,
     MissReason,
@@ -35,7 +34,7 @@ from spillway_connector.transfer.stats import (
     miss_of_error,
 )
 
-ARRIVALS_TOLD_SECONDS = 0.01  # a load that ends sooner is told as a whole, which costs the scheduler less
+ARRIVALS_REPORTED_SECONDS = 0.01  # a load that ends sooner is reported as a whole, which costs the scheduler less
 _SEEN_BEFORE = 2  # what a tier under pressure admits: this request and one before it asked for the chunk
 
 
@@ -43,8 +42,8 @@ class SharedTier:
     """Drives ``tier`` for one scheduler thread.
 
     rows: flat writable bytes of the CPU tier, row i at ``i * row_bytes``; its first ``payload_bytes`` are moved, the
-    padding is not. ``tier`` is owned from here on: close() closes it. ``changes``: requests whose lookup may say
-    something else than PENDING now. ``counters``: to be read in the scheduler thread.
+    padding is not. ``tier`` is owned from here on: close() closes it. ``answered_requests``:
+    those whose lookup may return something else than PENDING now. ``counters``: to be read in the scheduler thread.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class SharedTier:
     ) -> None:
         if tier.payload_bytes != payload_bytes or not 0 < payload_bytes <= row_bytes:
             raise ValueError(f"payload_bytes: {payload_bytes}; the tier has {tier.payload_bytes}, a row {row_bytes}")
-        self.changes: ChangeLog[str] = ChangeLog()
+        self.answered_requests: ChangeLog[str] = ChangeLog()
         self.moved = True  # a counter or gauge may have; for its reader to clear
         self._tier = tier
         self._rows_total = rows.nbytes // row_bytes
@@ -67,7 +66,7 @@ class SharedTier:
         self._limits = limits
         self._clock = clock
         self.counters = TierCounters()
-        self._presence = PresenceIndex(clock)
+        self._presence = PresenceIndex()
         self._frequency = FrequencySketch()
         self._breakers = {operation: Breaker(limits.breaker, clock) for operation in Operation}
         self._lookup_breaker, self._load_breaker = (self._breakers[of] for of in (Operation.LOOKUP, Operation.LOAD))
@@ -81,7 +80,7 @@ class SharedTier:
             timeout_seconds=limits.lookup_timeout_seconds,
             clock=clock,
             progress=self._progress.set,
-            changes=self.changes,
+            answered_requests=self.answered_requests,
         )
         self._movers = Movers(
             tier,
@@ -202,7 +201,7 @@ class SharedTier:
         """
         if not self._loads:
             return []
-        slow_since = self._clock() - ARRIVALS_TOLD_SECONDS
+        slow_since = self._clock() - ARRIVALS_REPORTED_SECONDS
         news: list[tuple[int, list[bytes]]] = []
         for job in self._loads.values():
             if job.queued_at > slow_since:
@@ -227,7 +226,7 @@ class SharedTier:
     def reset(self) -> None:
         """Forget what is known about keys (a purge, or a repaired store)."""
         self._presence.clear()
-        self.changes.add_all()
+        self.answered_requests.add_all()
 
     def weights_changed(self) -> None:
         """The model computes something else from now on: neither serve nor store under this namespace any more.
@@ -364,7 +363,7 @@ class SharedTier:
         if operation is Operation.LOAD:
             self.counters.misses[miss_of_error(error)] += len(keys)
             # Before the job is reported, or the next lookup says HIT again and the request never ends (vllm#49176).
-            self._presence.put_many(keys, False)
+            self._presence.put_many(keys, False, self._clock())
 
     def _collect(self) -> None:
         movers = self._movers
@@ -399,7 +398,7 @@ class SharedTier:
         self._count_transfer(operation, len(moved), job.busy_seconds)
         if moved:
             job.done += moved
-            self._presence.put_many(moved, True)
+            self._presence.put_many(moved, True, self._clock())
         self._skip(job, [job.keys[index] for index in job.pending], SkipReason.PENDING)
         for index, error in job.errors.items():
             key = job.keys[index]
@@ -412,7 +411,7 @@ class SharedTier:
         operation = late.item.job.operation
         self._count_transfer(operation, 0 if late.error or late.pending else 1, late.seconds)
         if operation is Operation.STORE and late.error is None and not late.pending:
-            self._presence.put(late.item.key, True)  # late, but true
+            self._presence.put(late.item.key, True, self._clock())  # late, but true
 
     def _count_transfer(self, operation: Operation, items: int, seconds: float) -> None:
         counters = self.counters

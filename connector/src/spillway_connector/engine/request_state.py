@@ -1,0 +1,61 @@
+"""What the scheduler half keeps for one request: its chunk keys, its LoRA adapter and the last lookup's answer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
+
+from spillway_connector.engine.adapters import AdapterInstance
+from spillway_connector.engine.prefix_lookup import Prefix
+
+
+class RequestState(RequestOffloadState):
+    """Upstream's state of a request, with keys that carry the adapter's identity.
+
+    Upstream derives a chunk's key from vLLM's block hash alone, in a loop over all blocks; here new keys are appended,
+    and those of a LoRA request end with the digest of the adapter's files. Scheduler thread.
+    """
+
+    touched_at = float("-inf")  # time.monotonic seconds
+    counted = False  # by manager.count_request
+    prefix: Prefix | None = None  # the last answer, of models with one KV group
+    has_adapter = False  # LoRA
+    adapter: AdapterInstance | None = None
+    identified = True  # the adapter's digest is known, and the keys are complete
+    _offload_tokens_max: int | None = None
+
+    @property
+    def max_offload_tokens(self) -> int | None:
+        """None: no limit. Nothing is stored for a request whose adapter's digest is not known."""
+        return self._offload_tokens_max if self.identified else 0
+
+    @max_offload_tokens.setter
+    def max_offload_tokens(self, tokens: int | None) -> None:
+        self._offload_tokens_max = tokens
+
+    def update_offload_keys(self) -> None:
+        """Upstream's contract: append the keys of blocks whose hashes are new."""
+        adapter_key = b""
+        if self.has_adapter:
+            key = None if self.adapter is None else self.adapter.key
+            self.identified = key is not None
+            if key is None:
+                return
+            adapter_key = key
+        hashes = self.req.block_hashes
+        for config, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
+            factor = config.hash_block_size_factor
+            begin = factor * len(state.offload_keys) + factor - 1
+            if begin < len(hashes):
+                group = make_offload_key(adapter_key, config.group_idx)
+                wanted = hashes[begin::factor] if begin or factor > 1 else hashes
+                state.offload_keys += cast(list[OffloadKey], [block_hash + group for block_hash in wanted])
+
+
+class ShortenedRequest(NamedTuple):
+    """The part of a request that upstream's search over the KV groups reads."""
+
+    request_id: str
+    num_tokens: int
