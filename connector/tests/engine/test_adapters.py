@@ -88,7 +88,7 @@ class EngineProcess:
     def adapter_loading(self, request: LoRARequest) -> Iterator[None]:
         with self.adapters.loading(request):
             yield
-        self.half.distrust_replaced_adapters()
+        self.half.fail_stores_of_replaced_adapters()
 
     def load(self, adapter: LoRARequest) -> None:
         """The RPC, and the digest that follows in the background."""
