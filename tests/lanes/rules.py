@@ -98,6 +98,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/random_plans": ("vllm",),
     "tests/reference_answers": (NOTHING,),
     "tests/reference_answers/test_float32.py": ("engines",),
+    "tests/repository": (NOTHING,),
     "tests/self_check": ("engines",),
     "tests/self_check/test_reference.py": ("vllm",),
     "tests/stack_driver": (NOTHING,),
