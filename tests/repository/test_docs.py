@@ -1,0 +1,69 @@
+"""Links, modules and make targets that the documentation names exist."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from lanes.rules import ROOT
+
+from repository.tracked import tracked_files
+
+PAGES = tuple(path for path in tracked_files() if path == "README.md" or re.fullmatch(r"docs/.*\.md", path))
+LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]*))?\)")
+MODULE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|sh|c|tpl|Dockerfile))(?:::\w+)?`")
+TARGET = re.compile(r"`make ([a-z][a-z-]*)")
+# Files of other projects, and files that Spillway writes.
+FOREIGN = {"platform.py", "set_env.sh"}
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub derives them."""
+    headings = re.findall(r"^#+ +(.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def missing_links(page: str, text: str) -> list[str]:
+    missing = []
+    for path, anchor in LINK.findall(text):
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists():
+            missing.append(path)
+        elif anchor and target.suffix == ".md" and anchor not in anchors(text if not path else target.read_text()):
+            missing.append(f"{path}#{anchor}")
+    return missing
+
+
+def missing_modules(text: str) -> list[str]:
+    named = {name for name in MODULE.findall(text) if name.rsplit("/", 1)[-1] not in FOREIGN}
+    return sorted(name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in tracked_files()))
+
+
+def missing_targets(text: str) -> list[str]:
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
+    return sorted(set(TARGET.findall(text)) - targets)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    assert missing_links(page, (ROOT / page).read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_exist(page: str) -> None:
+    assert missing_modules((ROOT / page).read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_targets_exist(page: str) -> None:
+    assert missing_targets((ROOT / page).read_text()) == []
+
+
+def test_what_does_not_exist_is_found() -> None:
+    text = (
+        "# Here\n[a](docs/no.md) [b](docs/formats.md#no) [c](#here) `plan/no.py` `plan/copies.py` `make no`"
+    )
+    assert missing_links("README.md", text) == ["docs/no.md", "docs/formats.md#no"]
+    assert missing_modules(text) == ["plan/no.py"]
+    assert missing_targets(text) == ["no"]
+    assert len(PAGES) > 10
