@@ -60,9 +60,7 @@ def test_make_targets_exist(page: str) -> None:
 
 
 def test_what_does_not_exist_is_found() -> None:
-    text = (
-        "# Here\n[a](docs/no.md) [b](docs/formats.md#no) [c](#here) `plan/no.py` `plan/copies.py` `make no`"
-    )
+    text = "# Here\n[a](docs/no.md) [b](docs/formats.md#no) [c](#here) `plan/no.py` `plan/copies.py` `make no`"
     assert missing_links("README.md", text) == ["docs/no.md", "docs/formats.md#no"]
     assert missing_modules(text) == ["plan/no.py"]
     assert missing_targets(text) == ["no"]
