@@ -132,6 +132,10 @@ bench-routing: $(STAMP) ## Routing policies over simulated engines, one run, vir
 bench-gateway: $(STAMP) ## The gateway beside other routers over mock engines: requests/s, added time, CPU, memory. About seven minutes
 	@$(BIN)/python bench/gateway.py $(BENCH)
 
+.PHONY: bench-attack
+bench-attack: $(STAMP) ## How much longer another client's stream waits while the gateway is attacked. An idle machine; about two minutes
+	@$(BIN)/python -m pytest tests/attack --stream-gaps
+
 .PHONY: bench-scheduler
 bench-scheduler: $(STAMP) ## Cost of an engine step on the scheduler's thread, beside upstream's manager
 	@$(BIN)/python bench/scheduler_step.py $(BENCH)

@@ -1,4 +1,4 @@
-"""Bodies made to be costly to read: no request delays another client's stream, and memory stays bounded."""
+"""Bodies made to be costly to read: the event loop turns to other requests meanwhile, and memory stays bounded."""
 
 from __future__ import annotations
 

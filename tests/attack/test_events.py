@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from spillway_gateway.testing.kv_publisher import KvPublisher
 
 INDEX_MIB = 32
 ORPHANS = 4_000
+BATCH_EVENTS = 250
 TOKENS = 1_024
 BLOCK = 16
 SECONDS_MAX = 60.0
@@ -50,6 +52,25 @@ def test_events_that_follow_nothing_known_stay_within_the_index(target: Target, 
             publisher.stored(hashes, (1 << 60) + number, tokens, BLOCK)
         eventually(
             "all are taken in", lambda: series(target, "spillway_gateway_event_batches_total") >= done, SECONDS_MAX
+        )
+
+    target.suffer(attack).assert_bearable(grown_mib_max=2 * INDEX_MIB)
+
+
+def test_one_batch_of_many_events_is_taken_in_over_many_iterations(target: Target, publisher: KvPublisher) -> None:
+    numbers = itertools.count(ORPHANS)
+
+    def attack() -> None:
+        done = series(target, "spillway_gateway_event_batches_total") + 1
+        events = []
+        for _ in range(BATCH_EVENTS):
+            first = next(numbers) * TOKENS
+            tokens = [(first + at) * 2_654_435_761 % (1 << 31) for at in range(TOKENS)]
+            hashes = [(1 << 60) + first + at for at in range(TOKENS // BLOCK)]
+            events.append(["BlockStored", hashes, None, tokens, BLOCK, None, "GPU", None, None, None, None, None])
+        publisher.publish(events)
+        eventually(
+            "it is taken in", lambda: series(target, "spillway_gateway_event_batches_total") >= done, SECONDS_MAX
         )
 
     target.suffer(attack).assert_bearable(grown_mib_max=2 * INDEX_MIB)
