@@ -29,7 +29,7 @@ from stack_driver.deadlines import eventually
 from .paced_stream import SECONDS_MAX, PacedStream
 
 # CPU time of one event loop iteration, in reference units: about 50 ms where a unit takes 2.5 ms. A healthy gateway
-# takes up to 5 units under the attacks of this folder.
+# takes about 10 units at most under the attacks of this folder.
 ITERATION_UNITS_MAX = 20.0
 GAP_SECONDS_MAX = 0.050  # by which one request may delay another client's stream; only with --stream-gaps
 ROUNDS = 5
