@@ -102,10 +102,10 @@ class FakeKubernetes:
 
     async def stop(self) -> None:
         """Like a killed server: connections break, and the port refuses."""
+        runner, self._runner = self._runner, None
         self.break_watches()
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if runner is not None:
+            await runner.cleanup()
 
     # -- the objects -------------------------------------------------------------------------------------------------
 
@@ -165,6 +165,8 @@ class FakeKubernetes:
     # -- answers -----------------------------------------------------------------------------------------------------
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
+        if self._runner is None and request.transport is not None:  # its connection was accepted before stop()
+            request.transport.abort()
         if self.hangs:
             self.pending += 1
             await asyncio.Event().wait()
