@@ -8,32 +8,28 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import zmq.asyncio
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 
 from spillway_gateway import logs
 from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
+from spillway_gateway.access.keys import Tenant
+from spillway_gateway.api.application import client_application, http_error
 from spillway_gateway.api.dispatch import InferenceDispatch
-from spillway_gateway.api.inference import InferenceContext, InferenceEndpoint, StoredResponseEndpoint
+from spillway_gateway.api.inference import InferenceContext
 from spillway_gateway.api.models import ModelList
-from spillway_gateway.api.openapi import openapi_document
-from spillway_gateway.api.routes import ROUTES
 from spillway_gateway.api.stored_responses import ResponseOwners
 from spillway_gateway.client import descriptors
 from spillway_gateway.client.open_connections import OpenConnections
 from spillway_gateway.config.follower import ConfigFollower
 from spillway_gateway.config.settings import GatewayConfig
 from spillway_gateway.config.tracing import TracingConfig
-from spillway_gateway.error_bodies import body_of, error_body
-from spillway_gateway.errors import GatewayError
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.metrics import GatewayMetrics
@@ -43,7 +39,6 @@ from spillway_gateway.ops.operations import Operations
 from spillway_gateway.ops.ui.page_routes import PageRoutes
 from spillway_gateway.roster.engine_tasks import Clients, guarded
 from spillway_gateway.roster.roster import Roster
-from spillway_gateway.roster.served import model_not_found
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.upstream.outbound import UpstreamServices
 from spillway_gateway.upstream.pool import ConnectionPool
@@ -114,10 +109,10 @@ class Gateway:
         self.ops_app = Starlette(
             routes=[
                 *operations.probe_routes(),
-                *operations.operator_routes(asks_for_key=False),
-                *page.routes(asks_for_key=False),
+                *operations.operator_routes(require_key=False),
+                *page.routes(require_key=False),
             ],
-            exception_handlers={HTTPException: _http_error},
+            exception_handlers={HTTPException: http_error},
         )
         self.ops_app.router.redirect_slashes = False
 
@@ -150,10 +145,6 @@ class Gateway:
         self.config = config
 
     def _build_app(self, operations: Operations, page: PageRoutes) -> InferenceDispatch:
-        app = FastAPI(
-            title="Spillway gateway", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan
-        )
-        app.router.redirect_slashes = False  # it would send clients to whatever host they name
         context = InferenceContext(
             models=self.models,
             upstream=self.services,
@@ -163,47 +154,13 @@ class Gateway:
             audit=self.audit,
             tracing=self.tracing,
         )
-        # Raw ASGI endpoints, first in the list: no model of FastAPI's touches an inference body.
-        endpoints = {route.path: InferenceEndpoint(route, context) for route in ROUTES}
-        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-        stored = "/v1/responses/{response_id}"
-        routes.append(Route(stored, StoredResponseEndpoint("GET", "", context), methods=["GET"]))
-        routes.append(Route(stored + "/cancel", StoredResponseEndpoint("POST", "/cancel", context), methods=["POST"]))
-        routes.append(Route("/openapi.json", self._openapi))
-        routes += operations.probe_routes()
+        routes = operations.probe_routes()
         if self.config.listen.ops_port is None:
-            routes += [*operations.operator_routes(asks_for_key=True), *page.routes(asks_for_key=True)]
-        app.router.routes[:0] = routes
+            routes += [*operations.operator_routes(require_key=True), *page.routes(require_key=True)]
+        return client_application(context, self._read_models, routes, self._lifespan)
 
-        @app.get("/v1/models")
-        async def models(request: Request) -> Response:
-            try:
-                cards = await self.model_list.read(self.gatekeeper.tenant_of(request.headers.raw))
-            except GatewayError as error:
-                return Response(body_of(error), error.status, media_type="application/json")
-            return JSONResponse({"object": "list", "data": list(cards.values())})
-
-        @app.get("/v1/models/{model:path}")
-        async def model(request: Request, model: str) -> Response:
-            try:
-                cards = await self.model_list.read(self.gatekeeper.tenant_of(request.headers.raw))
-                if model not in cards:
-                    raise model_not_found(model, cards)
-            except GatewayError as error:
-                return Response(body_of(error), error.status, media_type="application/json")
-            return JSONResponse(cards[model])
-
-        app.add_exception_handler(HTTPException, _http_error)
-
-        @app.exception_handler(Exception)
-        async def own_fault(request: Request, error: Exception) -> Response:
-            body = error_body("The gateway failed on this request", "server_error", None, "internal_error")
-            return Response(body, 500, media_type="application/json")
-
-        return InferenceDispatch(endpoints, app)
-
-    async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi_document(keys=self.gatekeeper.enabled))
+    async def _read_models(self, tenant: Tenant) -> dict[str, dict[str, Any]]:
+        return await self.model_list.read(tenant)
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -242,21 +199,9 @@ class Gateway:
 def _tracing(config: TracingConfig) -> Tracing | None:
     if config.otlp_endpoint is None:
         return None
-    from spillway_gateway.tracing.exporting import Tracing  # noqa: PLC0415 - 20 MB that nobody else needs
+    from spillway_gateway.tracing.exporting import Tracing  # noqa: PLC0415 - 20 MB, needed only here
 
     return Tracing(config)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        message, code = f"Unknown route: {request.method} {request.url.path}", "unknown_route"
-    elif error.status_code == 405:
-        message, code = f"{request.method} is not allowed on {request.url.path}", "method_not_allowed"
-    else:
-        message, code = str(error.detail), "http_error"
-    body = error_body(message, "invalid_request_error", None, code)
-    return Response(body, error.status_code, error.headers, media_type="application/json")
 
 
 @asynccontextmanager

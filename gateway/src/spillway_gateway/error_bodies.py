@@ -41,6 +41,9 @@ def error_body(message: str, kind: str, param: str | None, code: str | int | Non
     return _encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
+INTERNAL_ERROR = error_body("The gateway failed on this request", "server_error", None, "internal_error")
+
+
 def body_of(error: GatewayError, dialect: Dialect = Dialect.OPENAI) -> bytes:
     """Anthropic's is `{"type": "error", "error": {"type", "message"}}`."""
     if dialect is Dialect.ANTHROPIC:

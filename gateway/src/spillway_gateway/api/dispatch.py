@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from spillway_gateway.error_bodies import error_body
+from spillway_gateway.error_bodies import INTERNAL_ERROR
 
 logger = logging.getLogger(__name__)
 
@@ -20,18 +20,18 @@ AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class InferenceDispatch:
-    """An ASGI application. endpoints: for POST, by exact path."""
+    """An ASGI application. endpoints: for POST, by exact path. framework: for every other request."""
 
     def __init__(self, endpoints: Mapping[str, AsgiApp], framework: AsgiApp) -> None:
         self._endpoints = endpoints
-        self._framework = framework
+        self.framework = framework
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
-            return await self._framework(scope, receive, send)
+            return await self.framework(scope, receive, send)
         endpoint = self._endpoints.get(scope["path"])
         if endpoint is None:
-            return await self._framework(scope, receive, send)
+            return await self.framework(scope, receive, send)
         try:
             await endpoint(scope, receive, send)
         except Exception:
@@ -41,8 +41,7 @@ class InferenceDispatch:
 
 async def _internal_error(send: Send) -> None:
     """Answer 500. Where a reply has begun the server refuses a second one, and closes the connection."""
-    body = error_body("The gateway failed on this request", "server_error", None, "internal_error")
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(INTERNAL_ERROR)).encode())]
     with contextlib.suppress(RuntimeError):
         await send({"type": "http.response.start", "status": 500, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await send({"type": "http.response.body", "body": INTERNAL_ERROR, "more_body": False})

@@ -1,57 +1,23 @@
-"""GET /openapi.json: what the gateway itself asks of a request. The schemas are those that its parsers decode with, so
-they say what is read here; all other fields are the engine's, and pass.
+"""GET /openapi.json: FastAPI's document of the registered routes, with the types that describe them.
+
+A request body is described by the type that its parser decodes with, so the document lists what the gateway reads; all
+other fields are the engine's, and pass.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
 
 from spillway_gateway.api.routes import ROUTES, ApiRoute, Salting
 from spillway_gateway.error_bodies import Dialect
 
+Responses = dict[int | str, dict[str, Any]]
 _REFERENCE = "#/components/schemas/{name}"
-_STATUSES = {
-    "400": "the body is not JSON, or a field that is read here has the wrong type",
-    "401": "no API key, or an unknown one",
-    "403": "this key may not use the model or the route",
-    "404": "the model or the stored response is not known",
-    "408": "the body did not arrive in time",
-    "413": "the body is larger than limits.bodyBytesMax",
-    "429": "a limit of the tenant is reached; see Retry-After",
-    "502": "the engine broke off or answered with what is not HTTP",
-    "503": "no engine can take the request; see Retry-After",
-    "504": "the engine did not answer in time",
-}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "integer", "null"]},
-            },
-        }
-    },
-}
-_ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
 _FORM = {
     "type": "object",
     "required": ["file"],
@@ -61,75 +27,107 @@ _FORM = {
         "file": {"type": "string", "format": "binary"},
     },
 }
+STATUSES = {
+    400: "the body is not JSON, or a field that is read here has the wrong type",
+    401: "no API key, or an unknown one",
+    403: "this key may not use the model or the route",
+    404: "the model or the stored response is not known",
+    408: "the body did not arrive in time",
+    413: "the body is larger than limits.bodyBytesMax",
+    429: "a limit of the tenant is reached; see Retry-After",
+    502: "the engine broke off or answered with what is not HTTP",
+    503: "no engine can take the request; see Retry-After",
+    504: "the engine did not answer in time",
+}
 
 
-def openapi_document(*, keys: bool) -> dict[str, Any]:
-    """OpenAPI 3.1. keys: an API key is asked for."""
-    bodies = {route.body for route in ROUTES if route.body is not None}
-    _, schemas = msgspec.json.schema_components(sorted(bodies, key=lambda body: body.__name__), ref_template=_REFERENCE)
-    paths = {route.path: {"post": _operation(route)} for route in ROUTES}
-    paths["/v1/responses/{response_id}"] = {"get": _stored("A stored response")}
-    paths["/v1/responses/{response_id}/cancel"] = {"post": _stored("Cancel a response in the background")}
-    paths["/v1/models"] = {"get": {"summary": "The models served here", "responses": _responses("Error", "401")}}
-    paths["/v1/models/{model}"] = {
-        "get": {
-            "summary": "One of them",
-            "parameters": [_path_parameter("model")],
-            "responses": _responses("Error", "401", "404"),
-        }
-    }
-    for path, summary in (("/health", "The process is alive"), ("/ready", "At least one model has an engine")):
-        paths[path] = {"get": {"summary": summary, "security": [], "responses": {"200": _ok("yes"), "503": _ok("no")}}}
-    document: dict[str, Any] = {
-        "openapi": "3.1.0",
-        "info": {"title": "Spillway gateway", "version": "1"},
-        "paths": paths,
-        "components": {"schemas": {**schemas, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}},
-    }
-    if keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
-    return document
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
 
 
-def _operation(route: ApiRoute) -> dict[str, Any]:
-    if route.body is None:
-        content = {"multipart/form-data": {"schema": _FORM}}
-    else:
-        content = {"application/json": {"schema": {"$ref": _REFERENCE.format(name=route.body.__name__)}}}
-    error = "AnthropicError" if route.dialect is Dialect.ANTHROPIC else "Error"
-    operation: dict[str, Any] = {
-        "summary": "As the engine serves it",
-        "requestBody": {"required": True, "content": content},
-        "responses": _responses(error, *_STATUSES),
-    }
-    if route.salting is Salting.UNKNOWN:
-        operation["description"] = "Closed to tenants unless auth.unsaltedRoutes allows it: the engine takes no salt."
-    return operation
+class Error(msgspec.Struct):
+    error: ErrorDetail
 
 
-def _stored(summary: str) -> dict[str, Any]:
-    statuses = [status for status in _STATUSES if status not in ("400", "403")]
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class ModelCard(msgspec.Struct):
+    """Further fields are the engine's."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelCards(msgspec.Struct):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+def responses_of(*statuses: int, answer: type | None = None, dialect: Dialect = Dialect.OPENAI) -> Responses:
+    """The gateway's own errors; every other status is the engine's answer, byte for byte. answer: of a 200."""
+    error = _json(AnthropicError if dialect is Dialect.ANTHROPIC else Error)
+    engines = {"description": "the engine's answer"}
     return {
-        "summary": summary,
-        "parameters": [_path_parameter("response_id")],
-        "responses": _responses("Error", *statuses),
+        200: {**engines, **_json(answer)} if answer is not None else engines,
+        **{status: {"description": STATUSES[status], **error} for status in statuses},
+        "default": engines,
     }
 
 
-def _path_parameter(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+def _json(body: type) -> dict[str, Any]:
+    """By reference: FastAPI would build a validator for each type of each route, 3.7 MB in all, and use none."""
+    return {"content": {"application/json": {"schema": {"$ref": _REFERENCE.format(name=body.__name__)}}}}
 
 
-def _responses(error: str, *statuses: str) -> dict[str, Any]:
-    schema = {"$ref": _REFERENCE.format(name=error)}
-    own = {
-        status: {"description": _STATUSES[status], "content": {"application/json": {"schema": schema}}}
-        for status in statuses
+CANCEL = "Cancel a response in the background"
+STORED: dict[str, Any] = {
+    "response_class": Response,
+    "responses": responses_of(*(status for status in STATUSES if status not in (400, 403))),
+}
+_PROBE: dict[str, Any] = {
+    "response_class": Response,
+    "responses": {200: {"description": "yes"}, 503: {"description": "no"}},
+    "openapi_extra": {"security": []},
+}
+PROBES = {
+    "/health": {"summary": "The process is alive", **_PROBE},
+    "/ready": {"summary": "At least one model has an engine", **_PROBE},
+}
+
+
+def description_of(route: ApiRoute) -> dict[str, Any]:
+    """Of an inference route, for FastAPI, which sees nothing of a body that is read raw."""
+    body = {"content": {"multipart/form-data": {"schema": _FORM}}} if route.body is None else _json(route.body)
+    closed = "Closed to tenants unless auth.unsaltedRoutes allows it: the engine takes no salt."
+    return {
+        "summary": "As the engine serves it",
+        "description": closed if route.salting is Salting.UNKNOWN else None,
+        "response_class": Response,
+        "responses": responses_of(*STATUSES, dialect=route.dialect),
+        "openapi_extra": {"requestBody": {"required": True, **body}},
     }
-    # Any other status is the engine's own answer, byte for byte.
-    return {"200": _ok("the engine's answer"), **own, "default": _ok("the engine's answer")}
 
 
-def _ok(description: str) -> dict[str, Any]:
-    return {"description": description}
+def openapi_document(app: FastAPI, *, keys: bool) -> dict[str, Any]:
+    """OpenAPI 3.1. keys: an API key is required."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    types = {route.body for route in ROUTES if route.body is not None} | {Error, AnthropicError, ModelCard, ModelCards}
+    _, schemas = msgspec.json.schema_components(sorted(types, key=lambda each: each.__name__), ref_template=_REFERENCE)
+    components: dict[str, Any] = {"schemas": schemas}
+    if keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return {**document, "components": components}

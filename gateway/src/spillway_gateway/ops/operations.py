@@ -54,12 +54,12 @@ class Operations:
     def probe_routes(self) -> list[Route]:
         return [Route("/health", self._health), Route("/ready", self._ready)]
 
-    def operator_routes(self, *, asks_for_key: bool) -> list[Route]:
-        """asks_for_key: where clients reach the listener too, both are for operators' keys only: metrics name engines
+    def operator_routes(self, *, require_key: bool) -> list[Route]:
+        """require_key: where clients reach the listener too, both are for operators' keys only: metrics name engines
         and tenants."""
         routes = {"/metrics": self._exposition, "/spillway/config": self._show_config}
         return [
-            Route(path, self._for_keys(answer) if asks_for_key else answer, methods=["GET"])
+            Route(path, self._for_keys(answer) if require_key else answer, methods=["GET"])
             for path, answer in routes.items()
         ]
 

@@ -57,10 +57,10 @@ class PageRoutes:
         folder = files("spillway_gateway.ops.ui")
         self._contents = {path: folder.joinpath(name).read_bytes() for path, (name, _) in _FILES.items()}
 
-    def routes(self, *, asks_for_key: bool) -> list[Route]:
-        """asks_for_key: where clients reach the listener too, the state is for operators' keys only. The page itself
+    def routes(self, *, require_key: bool) -> list[Route]:
+        """require_key: where clients reach the listener too, the state is for operators' keys only. The page itself
         tells nothing and asks for the key."""
-        state = self._state_for_keys if asks_for_key else self._state
+        state = self._state_for_keys if require_key else self._state
         static = [Route(path, self._file) for path in _FILES]
         return [Route("/ui", self._to_page), *static, Route("/ui/state", state)]
 

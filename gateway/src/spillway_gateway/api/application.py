@@ -1,0 +1,130 @@
+"""The client-facing HTTP application: every route registered with FastAPI, which dispatches all but inference requests.
+
+Bodies and streams of inference requests stay raw: their endpoints are ASGI applications, which dispatch.py calls
+without the framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from spillway_gateway.access.gatekeeper import Gatekeeper
+from spillway_gateway.access.keys import Tenant
+from spillway_gateway.api.dispatch import AsgiApp, InferenceDispatch
+from spillway_gateway.api.inference import InferenceContext, InferenceEndpoint, StoredResponseEndpoint
+from spillway_gateway.api.openapi import (
+    CANCEL,
+    PROBES,
+    STORED,
+    ModelCard,
+    ModelCards,
+    description_of,
+    openapi_document,
+    responses_of,
+)
+from spillway_gateway.api.routes import ROUTES
+from spillway_gateway.error_bodies import INTERNAL_ERROR, body_of, error_body
+from spillway_gateway.errors import GatewayError
+from spillway_gateway.roster.served import model_not_found
+
+ReadModels = Callable[[Tenant], Awaitable[dict[str, dict[str, Any]]]]  # cards by name, of what the tenant may use
+
+
+class RawAnswer(Response):
+    """A response that an ASGI application gives, which reads the request's body itself."""
+
+    def __init__(self, application: AsgiApp) -> None:
+        self._application = application
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._application(scope, receive, send)
+
+
+def client_application(
+    context: InferenceContext, read_models: ReadModels, other_routes: Sequence[Route], lifespan: Any
+) -> InferenceDispatch:
+    """What the main listener runs. other_routes: of operations, and in the document where they are its probes."""
+    api = FastAPI(
+        title="Spillway gateway",
+        version="1",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        exception_handlers={HTTPException: http_error, GatewayError: _gateway_error, Exception: _internal_error},
+    )
+    api.router.redirect_slashes = False  # a redirect would send clients to whatever host they name
+    document = cache(lambda: openapi_document(api, keys=context.gatekeeper.enabled))
+    api.openapi = document  # type: ignore[method-assign]
+    endpoints = {route.path: InferenceEndpoint(route, context) for route in ROUTES}
+    for route in ROUTES:
+        api.add_api_route(route.path, _raw(endpoints[route.path]), methods=["POST"], **description_of(route))
+    stored = "/v1/responses/{response_id}"
+    for method, suffix, summary in (("GET", "", "A stored response"), ("POST", "/cancel", CANCEL)):
+        endpoint = StoredResponseEndpoint(method, suffix, context)
+        api.add_api_route(stored + suffix, _raw_by_id(endpoint), methods=[method], summary=summary, **STORED)
+    _add_models(api, context.gatekeeper, read_models)
+    for other in other_routes:
+        if other.path in PROBES:
+            api.add_api_route(other.path, other.endpoint, **PROBES[other.path])
+        else:
+            api.router.routes.append(other)
+    return InferenceDispatch(endpoints, api)
+
+
+def _raw(application: AsgiApp) -> Callable[[], Awaitable[Response]]:
+    async def answer() -> Response:
+        return RawAnswer(application)
+
+    return answer
+
+
+def _raw_by_id(application: AsgiApp) -> Callable[[str], Awaitable[Response]]:
+    async def answer(response_id: str) -> Response:  # the endpoint takes it from the scope
+        return RawAnswer(application)
+
+    return answer
+
+
+def _add_models(api: FastAPI, gatekeeper: Gatekeeper, read_models: ReadModels) -> None:
+    @api.get("/v1/models", summary="The models served here", responses=responses_of(401, answer=ModelCards))
+    async def models(request: Request) -> Response:
+        cards = await read_models(gatekeeper.tenant_of(request.headers.raw))
+        return JSONResponse({"object": "list", "data": list(cards.values())})
+
+    @api.get("/v1/models/{model:path}", summary="One of them", responses=responses_of(401, 404, answer=ModelCard))
+    async def model(request: Request, model: str) -> Response:
+        cards = await read_models(gatekeeper.tenant_of(request.headers.raw))
+        if model not in cards:
+            raise model_not_found(model, cards)
+        return JSONResponse(cards[model])
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """The framework's own errors, in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        message, code = f"Unknown route: {request.method} {request.url.path}", "unknown_route"
+    elif error.status_code == 405:
+        message, code = f"{request.method} is not allowed on {request.url.path}", "method_not_allowed"
+    else:
+        message, code = str(error.detail), "http_error"
+    body = error_body(message, "invalid_request_error", None, code)
+    return Response(body, error.status_code, error.headers, media_type="application/json")
+
+
+async def _gateway_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GatewayError)
+    return Response(body_of(error), error.status, media_type="application/json")
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return Response(INTERNAL_ERROR, 500, media_type="application/json")
