@@ -1,4 +1,4 @@
-# One door for every command. `make` alone lists them.
+# Every command of the repository. `make` alone lists them.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c

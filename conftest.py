@@ -6,7 +6,7 @@ from hypothesis import settings
 
 pytest_plugins = ["lanes.plugin"]
 
-# How long an example takes says more about the machine than about the code; speed is measured in bench/.
+# The duration of an example depends on the machine more than on the code; speed is measured in bench/.
 settings.register_profile("full", deadline=None)
 # A quarter of the examples and no shrinking phase: quick feedback during development.
 settings.register_profile("quick", deadline=None, max_examples=25)
