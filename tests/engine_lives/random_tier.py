@@ -75,7 +75,7 @@ class RandomTier(PrefixTier):
                 self._arrived.append((job.job_id, [key]))
             if not keys:
                 del self._loads[0]
-                self._arrived = [news for news in self._arrived if news[0] != job.job_id]
+                self._arrived = [pair for pair in self._arrived if pair[0] != job.job_id]
                 failed_keys = frozenset(self._failed.pop(job.job_id))
                 self._ended.append(TierJobResult(job.job_id, not failed, failed_keys=failed_keys, seconds=1e-9))
 
