@@ -93,7 +93,7 @@ def test_what_was_evicted_is_reported_by_reason(tmp_path: Path):
         evicted = stats.reduce()["tier_evicted_frames|nvme|room"]
         assert evicted == adapter._shared.snapshot().evictions["room"] >= 30
         again = SpillwayStats()
-        adapter._shared.moved = True
+        adapter._shared.counters.moved = True
         adapter.report.add_to(again)
         assert "tier_evicted_frames|nvme|room" not in again.reduce(), "told once"
     finally:

@@ -78,6 +78,6 @@ def test_the_first_portion_has_every_series_and_the_next_none_that_rests(shared:
     report.add_to(stats)
     names = {key.split("|")[0].removeprefix("spillway_tier_") for key in stats.samples()}
     assert names >= {"read_bytes", "read_seconds", "written_bytes", "write_seconds", "breaker_open", "resident_bytes"}
-    shared.moved = True
+    shared.counters.moved = True
     report.add_to(next_stats)
     assert not next_stats.samples()

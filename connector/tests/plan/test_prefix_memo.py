@@ -286,6 +286,18 @@ def test_without_a_change_the_stamp_stays(condition):
     assert not memo.is_current(answer, "r"), "valid_until has come"
 
 
+def test_another_general_condition_outdates_an_answer_that_rests_on_it():
+    general = [True]
+    memo: PrefixMemo[int, bool] = PrefixMemo(ChangeLog(), ChangeLog(), lambda _: general[0])
+    memo.begin_step(0.0, True)
+    resting, free = memo.record([1], 1, 10.0, True), memo.record([1], 1, 10.0, None)
+    general[0] = False
+    memo.begin_step(0.0, False)
+    assert resting.stamp != memo.stamp
+    assert not memo.is_current(resting, "r")
+    assert memo.is_current(free, "r")
+
+
 def test_a_condition_of_its_own_is_asked_for_at_every_step():
     """A request that probes a slow tier: whether it still may is not in any log."""
     asked = []

@@ -36,8 +36,8 @@ from spillway_connector.testing.tier_contract import NAMESPACE, key_of, payload_
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import NO_TENANT, EvictionReason, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import BreakerState
+from spillway_connector.transfer.open_jobs import ARRIVALS_REPORTED_SECONDS
 from spillway_connector.transfer.shared_tier import (
-    ARRIVALS_REPORTED_SECONDS,
     JobOutcome,
     Lookup,
     SharedTier,

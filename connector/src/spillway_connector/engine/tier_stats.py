@@ -64,13 +64,13 @@ class TierReport:
 
     def has_updates(self) -> bool:
         """Whether :meth:`add_to` would look."""
-        return self._shared.moved or self._clock() - self._drawn_at >= IDLE_SECONDS
+        return self._shared.counters.moved or self._clock() - self._drawn_at >= IDLE_SECONDS
 
     def add_to(self, stats: SpillwayStats) -> None:
         """What the tier did since the last call: every series the first time, then those that moved."""
         if not self.has_updates():
             return
-        self._shared.moved = False
+        self._shared.counters.moved = False
         counters = self._shared.counters
         for metric, name in _FREQUENT_COUNTS:
             counts = getattr(counters, name)

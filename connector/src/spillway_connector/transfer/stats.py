@@ -111,7 +111,9 @@ class TierStats:
 
 @dataclass(slots=True)
 class TierCounters:
-    """The growing part, written by the scheduler thread alone."""
+    """The counters of TierStats, written by the scheduler thread alone."""
+
+    moved: bool = True  # a counter or gauge may have changed; cleared by the reader
 
     lookups: Counter[LookupOutcome] = field(default_factory=Counter)
     misses: Counter[MissReason] = field(default_factory=Counter)
