@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from spillway_gateway.fleet import prefix_index
+from spillway_gateway.fleet import block_table
 from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from spillway_gateway.fleet.prefix_index import ENTRY_BYTES, HOLDER_BYTES, WAITING_SHARE, PrefixIndex
 from spillway_gateway.routing.fleet_view import HeldPrefix
@@ -218,7 +218,7 @@ def test_a_retired_engine_is_gone_at_once_and_freed_in_steps() -> None:
     assert set(made.match(long_keys, BLOCK)) == {"b"}
     made.apply("a", stored([7], None, list(range(BLOCK))))
     assert made.match(long_keys, BLOCK)["a"] == HeldPrefix(BLOCK, 0, 0)
-    assert len(list(steps)) == 3_000 // prefix_index.SWEEP_STEP
+    assert len(list(steps)) == 3_000 // block_table.SWEEP_STEP
     assert made.match(long_keys, BLOCK)["a"] == HeldPrefix(BLOCK, 0, 0)
     assert made.estimated_bytes == 3_000 * ENTRY_BYTES + 3_001 * HOLDER_BYTES
     assert list(made.retire_engine("nobody")) == []
@@ -307,12 +307,12 @@ class IndexAgainstModel(RuleBasedStateMachine):
         self.index = index()
         self.held: dict[tuple[str, tuple[int, ...]], set[Tier]] = {}  # (engine, whole prefix) -> tiers
         self.leaving: list[Iterator[None]] = []  # engines that are being retired
-        self.sweep_step = prefix_index.SWEEP_STEP
-        prefix_index.SWEEP_STEP = 1
+        self.sweep_step = block_table.SWEEP_STEP
+        block_table.SWEEP_STEP = 1
 
     def teardown(self) -> None:
         """Freed to the last byte once all are retired."""
-        prefix_index.SWEEP_STEP = self.sweep_step
+        block_table.SWEEP_STEP = self.sweep_step
         for name in "ab":
             self.leaving.append(self.index.retire_engine(name))
         for steps in self.leaving:
@@ -413,15 +413,15 @@ def test_a_device_is_cleared_in_steps_and_hidden_at_once() -> None:
     steps = made.clear_device("a")
     next(steps)
     assert set(made.match(long_keys, BLOCK)) == {"b"}
-    assert len(list(steps)) == 3_000 // prefix_index.SWEEP_STEP - 1
+    assert len(list(steps)) == 3_000 // block_table.SWEEP_STEP - 1
 
     assert made.match(long_keys, BLOCK)["a"] == HeldPrefix(0, BLOCK, 0)
 
 
-def test_a_large_index_keeps_its_bound_and_its_order_of_use_over_many_tables() -> None:
+def test_a_large_index_keeps_its_bound_and_its_order_of_use_over_many_shards() -> None:
     each = ENTRY_BYTES + HOLDER_BYTES
-    made = index(bytes_max=prefix_index.SHARDED_BYTES_MIN)
-    count = prefix_index.SHARDED_BYTES_MIN // each
+    made = index(bytes_max=block_table.SHARDED_BYTES_MIN)
+    count = block_table.SHARDED_BYTES_MIN // each
     for number in range(count + count // 2):
         tokens = [number, *range(BLOCK - 1)]
         made.apply("a", stored([number], None, tokens))
@@ -430,4 +430,4 @@ def test_a_large_index_keeps_its_bound_and_its_order_of_use_over_many_tables() -
 
     assert made.match(keys([0, *range(BLOCK - 1)]), BLOCK)
     assert not made.match(keys([1, *range(BLOCK - 1)]), BLOCK)
-    assert all(made._tables)  # every one took part
+    assert all(made._shards)  # every one took part

@@ -108,7 +108,7 @@ class EngineBlocks:
     def drop_oldest_ghost(self) -> None:
         self.ghosts.popitem(last=False)
 
-    def forget_waiting(self) -> None:
+    def clear_waiting(self) -> None:
         self.ghosts.clear()
         self._orphans.clear()
         self.orphans_held = 0

@@ -1,0 +1,93 @@
+"""The blocks of a prefix index: who holds each, in which tier, in order of use. On the event loop only.
+
+Holders are bits of one integer per block, BITS_PER_ENGINE for each engine, so one step down a chain tests all engines
+at once.
+
+The event loop also serves streams, so no operation may take long, however many blocks there are. Entries lie in many
+small dicts, because a dict that grows is copied as a whole. They are structs that the cyclic garbage collector does not
+visit. A pass over all entries yields after SWEEP_STEP of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import msgspec
+
+SWEEP_STEP = 250  # entries between two yields, about a millisecond
+COMPACT_EVICTIONS_MIN = 100
+SHARDS = 256
+SHARDED_BYTES_MIN = 8 * 1024 * 1024  # a smaller table is one dict, whose order of use is exact
+
+BITS_PER_ENGINE = 4
+ENGINE_MASK = (1 << BITS_PER_ENGINE) - 1
+
+
+class Entry(msgspec.Struct, gc=False):
+    """One block. mask: bit `slot * BITS_PER_ENGINE + tier` for each engine that holds it in a tier."""
+
+    mask: int = 0
+    speculative_mask: int = 0  # device bits of engines to which a prompt with this block was routed
+    speculative_until: float = 0.0  # monotonic seconds
+    engine_keys: tuple[tuple[int, int], ...] = ()  # (slot, scoped engine key)
+
+
+Shard = OrderedDict[int, Entry]  # by request key, least recently used first
+
+
+class BlockTable:
+    """Entries by request key. Callers on the hot path index `shards[key & shard_mask]` themselves and count the entries
+    that they add; compaction replaces a shard within the list, so no reference to one may be kept over an eviction."""
+
+    def __init__(self, bytes_max: int) -> None:
+        shards = SHARDS if bytes_max >= SHARDED_BYTES_MIN else 1
+        self.shards: list[Shard] = [OrderedDict() for _ in range(shards)]
+        self.shard_mask = shards - 1  # of the key's lowest bits
+        self.entries = 0
+        self._next_evicted = 0  # shard
+        self._next_compacted = 0  # shard
+        self._until_compacted = COMPACT_EVICTIONS_MIN  # evictions
+
+    def sweep(self) -> Iterator[tuple[Shard, int, Entry | None]]:
+        """Every entry that was there at the start and still is. After SWEEP_STEP entries the entry is None: the caller
+        yields to the event loop, and the table may change."""
+        position = 0
+        for at in range(len(self.shards)):
+            for key in list(self.shards[at]):
+                position += 1
+                if position % SWEEP_STEP == 0:
+                    yield self.shards[at], key, None
+                shard = self.shards[at]  # another one if it was compacted during the pause
+                entry = shard.get(key)
+                if entry is not None:
+                    yield shard, key, entry
+
+    def drop_if_unused(self, shard: Shard, key: int, entry: Entry) -> None:
+        """Remove the entry if no engine holds it and no key of an engine leads to it."""
+        if not (entry.mask or entry.speculative_mask or entry.engine_keys):
+            del shard[key]
+            self.entries -= 1
+
+    def evict_one(self) -> Entry | None:
+        """Remove and return the least recently used entry of the next shard, None if that one is empty. Shards take
+        turns: keys are hashes, so all shards hold about as many entries."""
+        shard = self.shards[self._next_evicted & self.shard_mask]
+        self._next_evicted += 1
+        if not shard:
+            return None
+        _, entry = shard.popitem(last=False)
+        self.entries -= 1
+        self._until_compacted -= 1
+        if self._until_compacted <= 0:
+            self._compact_one()
+        return entry
+
+    def _compact_one(self) -> None:
+        """Copy the next shard. A dict keeps the places of removed keys until it is full and then grows threefold; full
+        shards lose entries as fast as they gain them. Copied in turn they keep memory level, where otherwise all of
+        them would grow at about the same time."""
+        at = self._next_compacted & self.shard_mask
+        self._next_compacted += 1
+        self.shards[at] = self.shards[at].copy()
+        self._until_compacted = max(COMPACT_EVICTIONS_MIN, self.entries // len(self.shards) // 5)

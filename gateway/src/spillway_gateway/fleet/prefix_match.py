@@ -1,0 +1,77 @@
+"""How far a prompt's blocks are held, for all engines in one pass over its keys. Pure.
+
+Each engine reads a prefix as vLLM does: the longest start on its device first, then onwards through its CPU tier and
+the shared tier, which every engine of the model can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from spillway_gateway.fleet.block_table import Shard
+from spillway_gateway.fleet.event_decoder import Tier
+
+Counts = dict[int, int]  # leading blocks by an engine's device bit, its slot times BITS_PER_ENGINE; absent: none
+
+
+def match_blocks(
+    shards: Sequence[Shard], shard_mask: int, keys: Sequence[int], devices: int, *, hidden: int, now: float
+) -> tuple[Counts, Counts, Counts]:
+    """Match one prompt.
+
+    keys: request keys of its blocks, in order. devices: device bits of the engines that can hold blocks of this size.
+    hidden: device bits that do not count now. now: monotonic seconds, for speculative entries.
+
+    Returns the blocks on the device, those read from the shared tier, and all of them; the rest is in the CPU tier.
+    """
+    on_device = devices & ~hidden
+    visible = ~hidden
+    loading = 0  # engines beyond their device's part, still in one of the lower tiers
+    device_blocks: dict[int, int] = {}
+    shared_blocks: dict[int, int] = {}
+    total_blocks: dict[int, int] = {}
+    position = 0
+    for key in keys:
+        entry = shards[key & shard_mask].get(key)
+        if entry is None:
+            break
+        device = entry.mask
+        if entry.speculative_until > now:
+            device |= entry.speculative_mask
+        still = on_device & device
+        if still == on_device and not loading:  # most blocks: every engine that held the ones before holds this one
+            position += 1
+            continue
+        mask = entry.mask & visible
+        ended = on_device ^ still
+        if ended:
+            for bit in set_bits(ended):
+                device_blocks[bit] = position
+            loading |= ended
+        on_device = still
+        if loading:
+            cpu = loading & (mask >> Tier.CPU)
+            if mask >> Tier.SHARED & devices:
+                for bit in set_bits(loading & ~cpu):
+                    shared_blocks[bit] = shared_blocks.get(bit, 0) + 1
+            else:
+                for bit in set_bits(loading & ~cpu):
+                    total_blocks[bit] = position
+                loading = cpu
+        if not on_device and not loading:
+            break
+        position += 1
+    for bit in set_bits(on_device):
+        device_blocks[bit] = position
+        total_blocks[bit] = position
+    for bit in set_bits(loading):
+        total_blocks[bit] = position
+    return device_blocks, shared_blocks, total_blocks
+
+
+def set_bits(mask: int) -> Iterator[int]:
+    """Positions of the set bits, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
