@@ -382,7 +382,7 @@ def mislead_once(shelf: SlabShelf, lots: random.Random, outcomes: Outcomes) -> N
     """Index entries point to each other's slots, or to one that has been written to since."""
     one, other = lots.sample(range(BLOCKS), 2)
     slots = [shelf.slots[one], shelf.slots[other]]
-    table = shelf.index._slots_flat
+    table = shelf.index.buckets.slots
     entries = [int((table == slot + 1).argmax()) for slot in slots]
     names = ("key_low", "key_high")
     before = {name: [int(getattr(shelf.index, name)[slot]) for slot in slots] for name in names}

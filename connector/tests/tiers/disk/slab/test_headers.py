@@ -34,11 +34,11 @@ def _listed(folder: Path, shape: PoolShape = SHAPE) -> dict[int, bytes]:
 
 def test_what_was_noted_is_listed_until_it_is_forgotten(table: HeaderTable, tmp_path: Path) -> None:
     for slot in (0, 4, 5, 19):
-        table.note(slot, _header(slot + 1))
+        table.put(slot, _header(slot + 1))
     assert _listed(tmp_path) == {slot: _header(slot + 1)[:HEADER_BYTES] for slot in (0, 4, 5, 19)}
-    table.forget(4)
+    table.clear(4)
     assert sorted(_listed(tmp_path)) == [0, 5, 19]
-    table.forget_chunk(1)
+    table.clear_chunk(1)
     assert sorted(_listed(tmp_path)) == [0, 19]
     headers = np.zeros((5, HEADER_BYTES), np.uint8)
     headers[2] = np.frombuffer(_header(9)[:HEADER_BYTES], np.uint8)
@@ -48,7 +48,7 @@ def test_what_was_noted_is_listed_until_it_is_forgotten(table: HeaderTable, tmp_
 
 def test_any_flipped_bit_of_a_record_loses_that_record_alone(table: HeaderTable, tmp_path: Path) -> None:
     for slot in (6, 7, 8):
-        table.note(slot, _header(slot))
+        table.put(slot, _header(slot))
     path = tmp_path / TABLE_NAME
     whole = path.read_bytes()
     for position in range(200):
@@ -60,28 +60,28 @@ def test_any_flipped_bit_of_a_record_loses_that_record_alone(table: HeaderTable,
 
 def test_a_table_that_is_cut_short_lists_what_is_left(table: HeaderTable, tmp_path: Path) -> None:
     for slot in range(20):
-        table.note(slot, _header(slot + 1))
+        table.put(slot, _header(slot + 1))
     os.truncate(tmp_path / TABLE_NAME, 4096 + 200 * 7 + 50)
     assert sorted(_listed(tmp_path)) == list(range(7))
 
 
 def test_a_table_grows_with_its_pool(table: HeaderTable, tmp_path: Path) -> None:
     larger = PoolShape(8192, 5, 6)
-    table.note(3, _header(3))
+    table.put(3, _header(3))
     table.grow(larger)
-    table.note(29, _header(29))
+    table.put(29, _header(29))
     assert (tmp_path / TABLE_NAME).stat().st_size == larger.table_bytes
     assert sorted(_listed(tmp_path, larger)) == [3, 29]
 
 
 def test_without_a_table_of_this_pool_nothing_happens(table: HeaderTable, tmp_path: Path) -> None:
-    table.note(1, _header(1))
+    table.put(1, _header(1))
     before = (tmp_path / TABLE_NAME).read_bytes()
     for other in (HeaderTable(tmp_path, PoolShape(8192, 6, 4)), HeaderTable(tmp_path / "none", SHAPE)):
         assert not other.exists()
-        other.note(2, _header(2))
-        other.forget(1)
-        other.forget_chunk(0)
+        other.put(2, _header(2))
+        other.clear(1)
+        other.clear_chunk(0)
         other.grow(PoolShape(8192, 6, 9))
         assert not other.read_chunk(0).any()
     assert (tmp_path / TABLE_NAME).read_bytes() == before

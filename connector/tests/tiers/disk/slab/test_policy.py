@@ -15,7 +15,7 @@ from spillway_connector.tiers.disk.slab.policy import (
     QueueArrays,
     S3Fifo,
     ghost_of,
-    remembered,
+    recently_evicted,
     tenant_victim,
 )
 
@@ -101,14 +101,14 @@ def test_the_arrays_evict_as_two_real_queues_would(actions: list[tuple[str, int]
             naive.hit(slot)
         elif action == "remove" and arrays.state[slot] == LIVE:
             arrays.state[slot] = FREE
-            now.leave(slot)
+            now.remove(slot)
             naive.remove(slot)
         elif action == "evict":
             victim = now.victim(int(np.count_nonzero(arrays.state)))
             assert victim == naive.victim()
             if victim is not None:
                 arrays.state[victim] = FREE
-                now.leave(victim)
+                now.remove(victim)
                 naive.remove(victim)
         assert arrays.small_used[0] == len(naive.small)
 
@@ -145,6 +145,6 @@ def test_an_eviction_is_remembered_for_a_while(fingerprint: int, eviction: int, 
     ghosts = np.zeros(16, np.uint64)
     ghosts[fingerprint % 16] = ghost_of(fingerprint, eviction)
     if ghosts[fingerprint % 16]:
-        assert remembered(ghosts, fingerprint, eviction + later, later)
-        assert not remembered(ghosts, fingerprint, eviction + later, later - 1)
-        assert not remembered(ghosts, fingerprint ^ 1 << 40, eviction + later, later)
+        assert recently_evicted(ghosts, fingerprint, eviction + later, later)
+        assert not recently_evicted(ghosts, fingerprint, eviction + later, later - 1)
+        assert not recently_evicted(ghosts, fingerprint ^ 1 << 40, eviction + later, later)

@@ -12,10 +12,12 @@ import pytest
 
 from spillway_connector.errors import TierMiss
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
+from spillway_connector.tiers.disk.slab.claims import Claim
+from spillway_connector.tiers.disk.slab.fingerprint import fingerprint_of
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.policy import WRITING
 from spillway_connector.tiers.disk.slab.tier import SlabTier
-from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome
+from spillway_connector.tiers.tier import StoreOutcome
 
 SLOT_BYTES = 5 * 4096
 MAX_BYTES = 24 * SLOT_BYTES
@@ -160,20 +162,26 @@ def test_a_process_killed_at_any_instant_leaves_only_whole_frames(children: Chil
         tier.close()
 
 
-def test_the_slot_of_a_dead_writer_is_taken_back_and_that_of_a_living_one_is_not(children: Children) -> None:
+def claim(tier: SlabTier, seed: int) -> Claim | StoreOutcome:
+    """What a store does before it writes."""
+    tier.prepare(soon())
+    return tier._claims.claim(fingerprint_of(key_of(seed), tier._pair), tier._pair[0], 0, soon())
+
+
+def test_the_slot_of_an_ended_writer_is_released_and_that_of_a_running_one_is_not(children: Children) -> None:
     root = children.root
-    living = SlabTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=MAX_BYTES)
-    dead = SlabTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=MAX_BYTES)
-    for tier, seed in ((living, 1), (dead, 2)):
-        assert tier._claim(key_of(seed), NO_TENANT, soon()) is not None
+    running = SlabTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=MAX_BYTES)
+    ended = SlabTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=MAX_BYTES)
+    for tier, seed in ((running, 1), (ended, 2)):
+        assert isinstance(claim(tier, seed), Claim)
     other = SlabTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=MAX_BYTES)
-    for seed in (1, 2):  # both writers live: whoever comes second leaves it to them
+    for seed in (1, 2):  # both writers run
         assert other.store(key_of(seed), payload_of(seed), soon()) is StoreOutcome.PENDING
-    dead.close()
+    ended.close()
     assert other.store(key_of(2), payload_of(2), soon()) is StoreOutcome.STORED
     assert other.store(key_of(1), payload_of(1), soon()) is StoreOutcome.PENDING
     assert other.contains([key_of(1), key_of(2)], soon()) == [False, True]
-    living.close()
+    running.close()
     other.close()
     last = SlabTier(NAMESPACE, PAYLOAD_BYTES, root, max_bytes=MAX_BYTES)
     assert last.store(key_of(1), payload_of(1), soon()) is StoreOutcome.STORED
@@ -183,12 +191,11 @@ def test_the_slot_of_a_dead_writer_is_taken_back_and_that_of_a_living_one_is_not
 def test_what_another_engine_is_writing_is_neither_there_nor_promised(tmp_path: Path) -> None:
     first, second = (SlabTier(NAMESPACE, PAYLOAD_BYTES, tmp_path, max_bytes=100 << 20) for _ in range(2))
     first.prepare(soon())
-    claim = first._claim(key_of(1), NO_TENANT, soon())
-    assert not isinstance(claim, StoreOutcome)
+    assert isinstance(claim(first, 1), Claim)
     assert second.store(key_of(1), payload_of(1), soon()) is StoreOutcome.PENDING
     assert second.contains([key_of(1)], soon()) == second.contains_now([key_of(1)]) == [False]
     assert isinstance(error_of(lambda: load(second, key_of(1))), TierMiss)
-    first.close()  # it dies before the block is whole
+    first.close()  # before the block is complete
     assert second.store(key_of(1), payload_of(1), soon()) is StoreOutcome.STORED
     assert load(second, key_of(1)) == payload_of(1)
     second.close()

@@ -460,7 +460,7 @@ def test_records_swapped_in_the_index_are_corrupt_not_wrong(make_tier: MakeTier,
         values = [int(getattr(index, name)[slot]) for slot in (first, second)]
         index.put(name, first, values[1])
         index.put(name, second, values[0])
-    table = index._slots_flat.tolist()
+    table = index.buckets.slots.tolist()
     index.put("bucket_slot", table.index(first + 1), second + 1)
     index.put("bucket_slot", table.index(second + 1), first + 1)
     for seed in (1, 2):

@@ -66,7 +66,7 @@ class Chunks:
 
     def blank(self, slot: int, epoch: int) -> None:
         """Overwrite a slot's header, so that a rebuilt index does not find a frame that was proven wrong."""
-        self.headers.forget(slot)
+        self.headers.clear(slot)
         file = self._file(self._shape.chunk_of(slot), epoch, _ZEROS)  # directly: a dirty page would stall later writes
         os.pwritev(file.descriptor, [_ZEROS], self._shape.offset_of(slot))
 

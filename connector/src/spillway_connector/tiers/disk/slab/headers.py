@@ -1,12 +1,11 @@
 """The header table of a pool: every slot's frame header once more, side by side in one file.
 
 A rebuild of the index reads this file from end to end instead of one page of every slot: 200 bytes in sequence, not a
-seek each. It is an aid, not a truth: records are written without the order of the frames being forced, and what a
-rebuild takes from them are proposals, as from the slots themselves. A record is zeros while its slot is free or being
-written, so after a crash it never names what was there before.
+seek each. It may be wrong: records and frames are written in no enforced order, and every frame is verified when it is
+loaded. A record is zeros while its slot is free or being written, so after a crash it never names the previous frame.
 
-A table exists only where it was begun together with its index, so what it does not list is not in the pool either.
-Where there is none, the slots are read.
+A table is always created together with its index, so a frame that it does not list is not in the pool. Where there is
+no table, the slots are read.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NOTHING = bytes(RECORD_BYTES)
 
 
 class HeaderTable:
-    """The table in ``folder``, opened at first use. All are harmless where it is not there."""
+    """The table in ``folder``, opened at first use. Where there is none, every method does nothing."""
 
     def __init__(self, folder: Path, shape: PoolShape) -> None:
         self._path = folder / TABLE_NAME
@@ -48,7 +47,7 @@ class HeaderTable:
             self._descriptor = None
 
     def create(self) -> None:
-        """Begin the table of a new index, empty and not yet under its name. Raises OSError and then leaves none."""
+        """Begin the table of a new index, empty and not yet under its name. Raises OSError; then there is none."""
         self.close()
         self._path.unlink(missing_ok=True)
         partial = self._path.with_name(f"{TABLE_NAME}.new")
@@ -72,17 +71,17 @@ class HeaderTable:
             os.ftruncate(descriptor, shape.table_bytes)
         self._shape = shape
 
-    def note(self, slot: int, header: bytes) -> None:
-        """The slot holds the frame of ``header`` (its first 192 bytes count)."""
+    def put(self, slot: int, header: bytes) -> None:
+        """Record the frame in a slot; the first 192 bytes of ``header`` count. A failure is ignored: see the module."""
         fixed = header[:HEADER_BYTES]
-        self._put(slot, fixed + xxhash.xxh3_64_digest(fixed))
+        self._write(slot, fixed + xxhash.xxh3_64_digest(fixed))
 
-    def forget(self, slot: int) -> None:
-        """The slot holds no frame, or is about to hold another."""
-        self._put(slot, _NOTHING)
+    def clear(self, slot: int) -> None:
+        """Record that the slot holds no frame, or is about to hold another. A failure is ignored."""
+        self._write(slot, _NOTHING)
 
-    def forget_chunk(self, chunk: int) -> None:
-        """No slot of a chunk holds a frame. Raises OSError."""
+    def clear_chunk(self, chunk: int) -> None:
+        """Record that no slot of a chunk holds a frame. Raises OSError."""
         self.write_chunk(chunk, np.zeros((self._shape.slots_per_chunk, HEADER_BYTES), np.uint8))
 
     def exists(self) -> bool:
@@ -124,13 +123,13 @@ class HeaderTable:
             written = os.pwrite(descriptor, view, at)
             view, at = view[written:], at + written
 
-    def _put(self, slot: int, record: bytes) -> None:
+    def _write(self, slot: int, record: bytes) -> None:
         try:
             descriptor = self._open()
             if descriptor is not None:
                 os.pwrite(descriptor, record, PAGE_BYTES + slot * RECORD_BYTES)
         except OSError:
-            # The frame is whole all the same, and the index has it; only a rebuild would not find it.
+            # The frame is complete and in the index; only a rebuild would not find it.
             self.close()
 
     def _open(self) -> int | None:

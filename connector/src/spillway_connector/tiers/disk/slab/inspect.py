@@ -1,8 +1,7 @@
 """An operator's view of a slab directory while engines use it.
 
-The index is read with plain reads, a chunk's worth of each column at a time, so neither its size nor a sick disk is a
-danger to whoever looks. Removing works like an engine's own removal of a corrupt frame: under the root's lock, the slot
-is freed and its header page is overwritten, so that a rebuilt index does not find it again.
+The index is read in pieces of each column (index_reader.py). Removing works as engines remove a corrupt frame: under
+the root's lock, the slot is freed and its header page is overwritten, so that a rebuilt index does not find it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,14 +35,8 @@ from spillway_connector.tiers.disk.slab.chunks import chunks_on_disk
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
 from spillway_connector.tiers.disk.slab.index import SlabIndex
-from spillway_connector.tiers.disk.slab.layout import (
-    COLUMNS,
-    HEADER_FIXED_BYTES,
-    INDEX_NAME,
-    LOCK_NAME,
-    PoolShape,
-    chunk_name,
-)
+from spillway_connector.tiers.disk.slab.index_reader import IndexReader, open_index
+from spillway_connector.tiers.disk.slab.layout import INDEX_NAME, LOCK_NAME, chunk_name
 from spillway_connector.tiers.disk.slab.policy import LIVE
 from spillway_connector.tiers.disk.slab.space import pool_folders
 from spillway_connector.tiers.frame import PAGE_BYTES, FrameHeader
@@ -53,7 +46,6 @@ from spillway_connector.tiers.tier import Clock
 SLOTS_PER_LOCK = 32  # slots freed, and header pages overwritten, while writers wait
 _SLOTS_PER_READ = 1 << 16  # of each column: bounds memory, about 3 MB
 _ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES, access=mmap.ACCESS_READ))
-_COLUMNS = {column.name: column for column in COLUMNS}
 _WALKED = ("state", "generation", "namespace", "tenant", "used_s", "key_low", "key_high")
 
 
@@ -66,25 +58,6 @@ class _Slot(NamedTuple):
     chunk_path: str
     offset: int
     fingerprint: tuple[int, int]
-
-
-@dataclass(slots=True)
-class _Index:
-    """An index file open for reading; ``inode`` tells it from its successors."""
-
-    descriptor: int
-    shape: PoolShape
-    inode: int
-    offsets: dict[str, int]
-
-    def column(self, name: str, first: int, count: int) -> npt.NDArray[np.generic]:
-        """Elements of a column as they are now. Raises OSError."""
-        column = _COLUMNS[name]
-        raw = os.pread(self.descriptor, count * column.item_bytes, self.offsets[name] + first * column.item_bytes)
-        return np.frombuffer(raw, column.dtype)
-
-    def counter(self, name: str) -> int:
-        return int(self.column(name, 0, 1)[0])
 
 
 class SlabInspector:
@@ -118,7 +91,7 @@ class SlabInspector:
         for folder in self._pools():
             with _opened(folder) as index:
                 if index is not None:
-                    used = min(index.counter("used"), index.shape.slots)
+                    used = index.used_slots()
                     frames += used
                     stored_bytes += used * index.shape.slot_bytes
                     disk_bytes += index.shape.index_bytes
@@ -129,7 +102,7 @@ class SlabInspector:
         return frames, stored_bytes, disk_bytes
 
     def frames(self, *, headers: bool, namespace_prefix: str = "") -> Iterator[StoredFrame]:
-        """An index knows half of a namespace's digest: where no document has the rest, headers are read in any case."""
+        """An index holds half of a namespace's digest: where no document has the rest, headers are read in any case."""
         names = {found.digest[:8]: found.digest for found in namespaces_below(self._root)}
         for folder in self._pools():
             found = self._walk(folder, names, namespace_prefix)
@@ -178,22 +151,17 @@ class SlabInspector:
         with _opened(folder) as index:
             if index is None:
                 return
-            try:
-                epochs = index.column("chunk_epoch", 0, index.shape.chunks)
-                for first in range(0, index.shape.slots, _SLOTS_PER_READ):
-                    count = min(_SLOTS_PER_READ, index.shape.slots - first)
-                    columns = {name: index.column(name, first, count) for name in _WALKED}
-                    chunks = np.arange(first, first + count) // index.shape.slots_per_chunk
-                    live = (columns["state"] == LIVE) & (epochs[chunks] != 0)
-                    if namespace_prefix:
-                        live &= _in_namespaces(columns["namespace"], names, namespace_prefix)
-                    rows = np.flatnonzero(live)
-                    entries = {name: columns[name][rows].tolist() for name in _WALKED}
-                    yield from _frames(
-                        index, folder, (rows + first).tolist(), entries=entries, epochs=epochs, names=names
-                    )
-            except OSError as error:
-                raise tier_error(error, f"{folder}: reading the index") from error
+            epochs = index.column("chunk_epoch", 0, index.shape.chunks)
+            for first in range(0, index.shape.slots, _SLOTS_PER_READ):
+                count = min(_SLOTS_PER_READ, index.shape.slots - first)
+                columns = {name: index.column(name, first, count) for name in _WALKED}
+                chunks = np.arange(first, first + count) // index.shape.slots_per_chunk
+                live = (columns["state"] == LIVE) & (epochs[chunks] != 0)
+                if namespace_prefix:
+                    live &= _in_namespaces(columns["namespace"], names, namespace_prefix)
+                rows = np.flatnonzero(live)
+                entries = {name: columns[name][rows].tolist() for name in _WALKED}
+                yield from _frames(index, folder, (rows + first).tolist(), entries=entries, epochs=epochs, names=names)
 
     def _with_header(self, frame: StoredFrame) -> StoredFrame | None:
         header = self._header(frame)
@@ -248,16 +216,13 @@ class SlabInspector:
 
     def _is_still(self, place: _Slot) -> bool:
         """Whether the slot holds the entry that the walk saw."""
-        try:
-            with _opened(place.folder) as index:
-                return (
-                    index is not None
-                    and index.inode == place.index_inode
-                    and index.column("state", place.slot, 1)[0] == LIVE
-                    and index.column("generation", place.slot, 1)[0] == place.generation
-                )
-        except OSError as error:
-            raise tier_error(error, f"{place.folder}: reading the index") from error
+        with _opened(place.folder) as index:
+            return (
+                index is not None
+                and index.inode == place.index_inode
+                and index.element("state", place.slot) == LIVE
+                and index.element("generation", place.slot) == place.generation
+            )
 
     # --- removing -----------------------------------------------------------------------------------------------------
 
@@ -272,7 +237,7 @@ class SlabInspector:
             index, headers = opened
             if index.counter("dirty"):
                 index.recover()
-            index.put("dirty", 0, 1)  # whoever finds it puts right what we may leave undone
+            index.put("dirty", 0, 1)  # if this process is killed, the next holder of the lock recovers the index
             for frame in frames:
                 place = _slot_of(frame)
                 if (
@@ -283,7 +248,7 @@ class SlabInspector:
                 ):
                     continue
                 index.release(place.slot)
-                headers.forget(place.slot)
+                headers.clear(place.slot)
                 try:
                     _blank(place.chunk_path, place.offset)
                 except FileNotFoundError:
@@ -315,28 +280,17 @@ class SlabInspector:
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[_Index | None]:
-    """The index of a pool for reading; None where there is none that this program can use. Raises TierError."""
+def _opened(folder: Path) -> Iterator[IndexReader | None]:
+    """As open_index. An OSError of opening or reading becomes TierError."""
     try:
-        descriptor = os.open(folder / INDEX_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield None
-        return
+        with open_index(folder) as index:
+            yield index
     except OSError as error:
-        raise tier_error(error, f"{folder}: opening the index") from error
-    try:
-        shape = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0))
-        status = os.fstat(descriptor)
-        if shape is None or status.st_size != shape.index_bytes:
-            yield None
-        else:
-            yield _Index(descriptor, shape, status.st_ino, shape.offsets()[0])
-    finally:
-        os.close(descriptor)
+        raise tier_error(error, f"{folder}: reading the index") from error
 
 
 def _frames(
-    index: _Index,
+    index: IndexReader,
     folder: Path,
     slots: list[int],
     *,
@@ -376,10 +330,10 @@ def _in_namespaces(halves: npt.NDArray[np.generic], names: dict[bytes, bytes], p
 
 
 def _described(frame: StoredFrame, header: FrameHeader | Damage) -> StoredFrame:
-    """``frame`` with what its header says, compared with what the index says."""
+    """``frame`` with the contents of its header, compared with the index."""
     if isinstance(header, Damage):
         return replace(frame, damage=header)
-    # The index has half of a namespace's digest; all of it only frames know where no document lies beside them.
+    # The index has half of a namespace's digest; without a document, only frames have all of it.
     namespace = header.namespace if header.namespace[:8] == frame.namespace[:8] else frame.namespace
     found = with_header(replace(frame, namespace=namespace), header, namespace=namespace, key=None)
     if found.damage is None:

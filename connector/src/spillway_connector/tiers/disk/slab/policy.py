@@ -1,15 +1,16 @@
-"""Who leaves a full pool: S3-FIFO (Yang and others, "FIFO queues are all you need for cache eviction", SOSP 2023).
+"""The eviction order of a full pool: S3-FIFO.
+
+Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 
 New entries enter a small queue, a tenth of the pool. Those that are hit before they reach its end move to the main
-queue; the others leave, and their fingerprints are remembered for a while: one that comes back enters the main queue at
-once. The main queue gives an entry one more round per hit. So a burst of blocks that nobody asks for again passes
-through a tenth of the space, and recency and frequency both count, without touching a list on a hit.
+queue; the others are evicted, and their fingerprints enter a ghost queue: one that is stored again while it is there
+enters the main queue. The main queue gives an entry one more round per hit. So a burst of blocks that are never used
+again takes a tenth of the space, and recency and frequency both count, without changing a list on a hit.
 
-A hit here passed the device's and the CPU tier's caches before, so one is enough for the main queue.
+The device's prefix cache and the CPU tier absorb repeated hits, so one hit here is enough for the main queue.
 
-Pure: reads the arrays it is given and says through ``put`` what is to change, without clock, lock or file. The arrays
-may be shared with other processes as long as calls are made one at a time (the caller's lock); hits may be counted at
-any time.
+Pure: reads the given arrays and changes them through ``put``, without clock, lock or file. The arrays may be shared
+with other processes as long as calls are made one at a time (the caller's lock); hits may be counted at any time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _BATCH = 512  # oldest entries looked up at once; one lookup passes over the who
 _U32 = (1 << 32) - 1
 
 Put = Callable[[str, int, int], None]
-"""Set one element of an array, by its name in QueueArrays; to be seen in the array at once."""
+"""Set one element of an array, by its name in QueueArrays; the array shows it at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class QueueArrays:
 
 
 class S3Fifo:
-    """Two queues whose order is in the arrays; the only state here is a cache of who is oldest, checked at use."""
+    """Two queues whose order is in the arrays; the only state here is a cache of the oldest entries, checked at use."""
 
     def __init__(self, arrays: QueueArrays, put: Put) -> None:
         self._arrays = arrays
@@ -61,8 +62,8 @@ class S3Fifo:
             self._put("small_used", 0, int(self._arrays.small_used[0]) + 1)
         self._to_young_end(slot)
 
-    def leave(self, slot: int) -> None:
-        """Count a slot out of its queue."""
+    def remove(self, slot: int) -> None:
+        """Take a slot out of its queue."""
         small = int(self._arrays.small_used[0])
         if self._arrays.queue[slot] == SMALL and small:
             self._put("small_used", 0, small - 1)
@@ -87,7 +88,7 @@ class S3Fifo:
             if not hits:
                 return slot
             if queue == SMALL:
-                self.leave(slot)
+                self.remove(slot)
                 self._put("queue", slot, MAIN)
                 self._put("frequency", slot, 0)
             else:
@@ -107,7 +108,7 @@ class S3Fifo:
                 oldest.extend(oldest_entries(arrays, queue, _BATCH))
             while oldest:
                 slot, order = oldest.popleft()
-                # Whatever joined the queue since the lookup is younger than all that were found by it.
+                # An entry that entered the queue since the lookup is younger than all that the lookup found.
                 if arrays.order[slot] == order and arrays.state[slot] == LIVE and arrays.queue[slot] == queue:
                     return slot
         return None
@@ -127,9 +128,9 @@ def oldest_entries(arrays: QueueArrays, queue: int, count: int) -> list[tuple[in
 def tenant_victim(
     arrays: QueueArrays, tenants: npt.NDArray[np.uint64], used_s: npt.NDArray[np.uint32], tenant: int
 ) -> int | None:
-    """What a tenant gives up for its own next entry: the one that has gone unused for longest.
+    """The entry of a tenant to evict for its next one: the one least recently used; None where it has none.
 
-    By age alone: where counts of hits decided too, what a tenant once used often would never leave its quota.
+    By age alone: if hits counted, too, an entry that the tenant once used often would fill its quota for ever.
     """
     slots = np.flatnonzero((arrays.state == LIVE) & (tenants == np.uint64(tenant)))
     if not len(slots):
@@ -138,11 +139,11 @@ def tenant_victim(
 
 
 def ghost_of(fingerprint: int, eviction: int) -> int:
-    """What is noted of the entry evicted as number ``eviction``, at ``fingerprint`` modulo the size of the array."""
+    """The ghost queue's element for the eviction of that number, at ``fingerprint`` modulo the size of the array."""
     return fingerprint & ~_U32 | eviction & _U32
 
 
-def remembered(ghosts: npt.NDArray[np.uint64], fingerprint: int, eviction: int, window: int) -> bool:
+def recently_evicted(ghosts: npt.NDArray[np.uint64], fingerprint: int, eviction: int, window: int) -> bool:
     """Whether an entry was evicted within the last ``window`` evictions; ``eviction`` is the next one's number."""
     noted = int(ghosts[fingerprint % len(ghosts)])
     return noted != 0 and (noted ^ fingerprint) >> 32 == 0 and 0 < (eviction - noted & _U32) <= window

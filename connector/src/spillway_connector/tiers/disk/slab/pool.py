@@ -1,7 +1,7 @@
-"""One pool of a root as a process holds it: found or made, checked, kept current, and changed one at a time.
+"""One pool of a root as a process has it open: found or made, checked, kept current, and changed under a lock.
 
-Another process may replace the index (it was damaged, or had to grow) or remove everything; each use looks whether the
-file is still the one that is mapped.
+Another process may replace the index (it was damaged, or had to grow) or remove everything; each use checks that the
+mapped file is still the current one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SlabPool:
         """The pool, made or opened if need be. Raises TierError."""
         pool = self._pool
         if pool is not None and pool.index.writable and not self.replaced(pool.index):
-            self._see_changes(pool)
+            self._close_dropped_chunks(pool)
             return pool
         if not self._prepare_lock.acquire(timeout=max(0.0, deadline - self._clock())):
             raise TierTimeout(f"{self._root}: another thread is still preparing the directory")
@@ -114,8 +114,8 @@ class SlabPool:
         self._pool = None if index is None else self._open_chunks(index)
         return self._pool
 
-    def at_hand(self) -> Pool | None:
-        """The pool as it was last used, without a look at the disk."""
+    def last_used(self) -> Pool | None:
+        """The pool as it was last used, without reading the disk."""
         return self._pool
 
     def replaced(self, index: SlabIndex) -> bool:
@@ -127,10 +127,10 @@ class SlabPool:
         return (status.st_dev, status.st_ino) != index.identity
 
     def suspect(self) -> None:
-        """A file that the index knows was not there: compare index and files before the next change."""
+        """A file that the index lists is missing: compare index and files before the next change."""
         self._suspected = True
 
-    def _see_changes(self, pool: Pool) -> None:
+    def _close_dropped_chunks(self, pool: Pool) -> None:
         changes = pool.index.counter("chunk_changes")
         if changes != self._changes_seen:
             self._changes_seen = changes
@@ -141,7 +141,7 @@ class SlabPool:
         return Pool(index, Chunks(self._folder, index.shape, self._files, writable=index.writable))
 
     def _attach(self, deadline: float) -> Pool:
-        """Make or open everything and believe nothing: what is found in the index is checked and put right."""
+        """Make or open everything; a found index is checked and repaired."""
         if self._closed:
             raise TierRefused(RefusedReason.CLOSED, f"{self._root}: the tier is closed")
         try:
@@ -157,7 +157,7 @@ class SlabPool:
                 self.lease.sweep()
                 self._files.direct = supports_direct(self._folder)
                 pool = self._open_chunks(self._open_or_rebuild())
-                self._put_right(pool)
+                self._repair(pool)
         except FileExistsError as error:
             raise TierRefused(
                 RefusedReason.OTHER, f"path: {error.filename} is a file; give a directory or remove it"
@@ -165,7 +165,7 @@ class SlabPool:
         except OSError as error:
             raise tier_error(error, f"path: {self._root}: preparing the directory") from error
         self._pool, self._read_only_until = pool, -math.inf
-        self._see_changes(pool)
+        self._close_dropped_chunks(pool)
         return pool
 
     def _open_or_rebuild(self) -> SlabIndex:
@@ -177,7 +177,7 @@ class SlabPool:
         if wanted is None:
             raise TierRefused(
                 RefusedReason.NO_SPACE,
-                f"max_bytes: {room.limit_bytes} (the smaller of the configured {self.space.max_bytes} and our share of "
+                f"max_bytes: {room.limit_bytes} (the smaller of the configured {self.space.max_bytes} and the share of "
                 f"the file system) holds no slot of {self._slot_bytes} bytes and its index; raise max_bytes or free "
                 "space",
             )
@@ -206,19 +206,24 @@ class SlabPool:
         SlabIndex.publish_file(self._folder)
         return larger
 
-    def _put_right(self, pool: Pool) -> None:
+    def _repair(self, pool: Pool) -> None:
         """Make index and files agree, and release orphaned slots. Under the lock."""
         index = pool.index
         found = chunks_on_disk(self._folder)
         for chunk, (epoch, _) in found.items():
             if chunk >= index.shape.chunks or int(index.chunk_epoch[chunk]) != epoch:
-                pool.chunks.unlink(chunk, epoch)  # its maker died before it was entered
+                pool.chunks.unlink(chunk, epoch)  # its maker was killed before it was entered
         for chunk in np.flatnonzero(index.chunk_epoch).tolist():
             if found.get(chunk, (0, 0))[0] != int(index.chunk_epoch[chunk]):
                 index.put("chunk_epoch", chunk, 0)
         index.recover()
         self.release_orphaned(index)
         index.put("dirty", 0, 0)
+
+    def maintain(self, pool: Pool) -> None:
+        """Every UPKEEP_SECONDS: apply the bound and the age limit, and release orphaned slots. Under the lock."""
+        if self.space.maintain(pool):
+            self.release_orphaned(pool.index)
 
     def release_orphaned(self, index: SlabIndex) -> None:
         """Free the slots that were claimed by writers that no longer run. Under the lock."""
@@ -227,11 +232,12 @@ class SlabPool:
         for owner in np.unique(owners).tolist():
             if not self.lease.is_held(owner):
                 for slot in writing[owners == owner].tolist():
-                    index.release(slot)  # its record in the header table has been empty since it was claimed
+                    index.release(slot)  # its record in the header table is empty since it was claimed
 
     @contextmanager
     def locked(self, deadline: float) -> Iterator[Pool]:
-        """Hold the root's lock with the pool that is current under it. What a killed holder left is put right first."""
+        """Hold the root's lock with the pool that is current under it. An index that a killed holder left is repaired
+        first. Raises TierError, OSError."""
         self.writable(deadline)
         while True:
             with self._lock.held(deadline):
@@ -240,13 +246,13 @@ class SlabPool:
                     index = pool.index
                     if index.counter("dirty") or self._suspected:
                         self._suspected = False
-                        self._put_right(pool)
+                        self._repair(pool)
                     index.put("dirty", 0, 1)
                     try:
                         yield pool
                     except TierError:
                         index.put("dirty", 0, 0)
-                        raise  # any other exception leaves the mark: the next holder puts the index right
+                        raise  # after any other exception the mark stays: the next holder repairs the index
                     index.put("dirty", 0, 0)
                     return
             if self._clock() >= deadline:
@@ -254,7 +260,7 @@ class SlabPool:
             self.writable(deadline)
 
     def close(self) -> None:
-        """Let go. Files and mapping stay until the last thread that uses them is done."""
+        """Release lock and lease. Files and mapping are closed when the last thread that uses them is done."""
         self._closed = True
         self._pool = None
         self._lock.close()

@@ -1,13 +1,12 @@
-"""What each tenant holds of the pools of one root, and what it gives up for its own next entry.
+"""Quotas in the slab layout: what each tenant holds in the pools of one root, and which of its entries are evicted.
 
 Every pool's index counts slots by tenant in a small table (``tenant_used``). Several tenants may share a place in it,
-so the table can only say "certainly within the quota"; where it does not, the slots are counted. All under the root's
-lock, so the bound holds for all processes together.
+so the table is an upper bound: above the quota, the slots themselves are counted. All under the root's lock, so the
+quota holds for all processes together.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from spillway_connector.errors import RefusedReason, TierRefused
 from spillway_connector.tiers.disk.slab.index import SlabIndex, tenant_place
-from spillway_connector.tiers.disk.slab.layout import HEADER_FIXED_BYTES, INDEX_NAME, PoolShape
+from spillway_connector.tiers.disk.slab.index_reader import open_index
 from spillway_connector.tiers.disk.slab.policy import FREE, tenant_victim
 
 Evict = Callable[[SlabIndex, int], None]
@@ -37,7 +36,7 @@ def make_tenant_room(
     held = sum(_slots_of(index, tenant) * index.shape.slot_bytes for index in indexes)
     freed: int | None = None
     while held + slot_bytes > max_bytes:
-        # Of other pools first: they are of a model or layout that this tenant has moved on from, or shares the node.
+        # Other pools first: they belong to a model or layout that the tenant no longer uses, or that shares the node.
         for index in reversed(indexes):
             victim = tenant_victim(index.queues, index.tenant, index.used_s, tenant)
             if victim is not None:
@@ -59,16 +58,6 @@ def _slots_of(index: SlabIndex, tenant: int) -> int:
 
 
 def _bytes_at_most(folder: Path, tenant: int) -> int:
-    """The table's word for another pool, without mapping its index."""
-    try:
-        descriptor = os.open(folder / INDEX_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return 0
-    try:
-        shape = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0))
-        if shape is None:
-            return 0
-        at = shape.offsets()[0]["tenant_used"] + 4 * tenant_place(tenant)
-        return int.from_bytes(os.pread(descriptor, 4, at), "little") * shape.slot_bytes
-    finally:
-        os.close(descriptor)
+    """SlabIndex.tenant_bytes_at_most of another pool."""
+    with open_index(folder) as index:
+        return 0 if index is None else index.element("tenant_used", tenant_place(tenant)) * index.shape.slot_bytes

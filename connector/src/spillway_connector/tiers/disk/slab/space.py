@@ -17,7 +17,7 @@ from spillway_connector.tiers.disk.room import PRESSURE_SECONDS, limit_bytes
 from spillway_connector.tiers.disk.root import SLAB_FOLDER
 from spillway_connector.tiers.disk.slab.chunks import Chunks
 from spillway_connector.tiers.disk.slab.index import SlabIndex
-from spillway_connector.tiers.disk.slab.layout import HEADER_FIXED_BYTES, INDEX_NAME, PoolShape
+from spillway_connector.tiers.disk.slab.index_reader import open_index
 from spillway_connector.tiers.disk.slab.policy import LIVE, WRITING
 from spillway_connector.tiers.tier import Clock, EvictionReason
 
@@ -71,18 +71,9 @@ def resident_bytes(root: Path) -> int:
     """Bytes of the slots in use, all pools and namespaces together. Raises OSError."""
     total = 0
     for folder in pool_folders(root):
-        try:
-            descriptor = os.open(folder / INDEX_NAME, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        try:
-            shape = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0))
-            if shape is not None:
-                offsets, _ = shape.offsets()
-                used = int.from_bytes(os.pread(descriptor, 8, offsets["used"]), "little")
-                total += min(used, shape.slots) * shape.slot_bytes
-        finally:
-            os.close(descriptor)
+        with open_index(folder) as index:
+            if index is not None:
+                total += index.used_slots() * index.shape.slot_bytes
     return total
 
 
@@ -186,7 +177,7 @@ class SlabSpace:
                 break
             epoch = index.counter("chunk_changes") % 99_999_998 + 1
             try:
-                pool.chunks.headers.forget_chunk(int(absent[0]))
+                pool.chunks.headers.clear_chunk(int(absent[0]))
                 pool.chunks.make(int(absent[0]), epoch)
             except OSError as error:
                 if not index.used:

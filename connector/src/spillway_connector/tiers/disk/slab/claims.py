@@ -1,0 +1,169 @@
+"""Claims on slots: how a store gets a slot, and publishes or returns it.
+
+A claimed slot is WRITING in the index until its frame is published or the claim is given up. A claim whose writer was
+killed is released by another process (SlabPool.release_orphaned); one that could not be ended in time, by the next
+holder of the root's lock in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from spillway_connector.errors import RefusedReason, TierError, TierRefused
+from spillway_connector.tiers.disk.io import tier_error
+from spillway_connector.tiers.disk.slab.index import SlabIndex
+from spillway_connector.tiers.disk.slab.policy import LIVE, WRITING
+from spillway_connector.tiers.disk.slab.pool import SlabPool
+from spillway_connector.tiers.disk.slab.quota import make_tenant_room
+from spillway_connector.tiers.disk.slab.space import Pool, SlabSpace, pool_folders
+from spillway_connector.tiers.tier import StoreOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A slot of ``pool`` that this process may write to. generation: of the slot; it changes with the next claim."""
+
+    pool: Pool
+    slot: int
+    generation: int
+    epoch: int
+
+
+class SlotClaims:
+    """The claims of this process in the pool at ``folder``. Safe from several threads.
+
+    max_bytes: as configured, for messages. tenant_max_bytes: the quota of each tenant; None for none.
+    now_s: the clock of the entries' ages.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        folder: Path,
+        pool: SlabPool,
+        space: SlabSpace,
+        *,
+        max_bytes: int | None,
+        tenant_max_bytes: int | None,
+        ttl_seconds: float | None,
+        now_s: Callable[[], int],
+    ) -> None:
+        self._root = root
+        self._folder = folder
+        self._pool = pool
+        self._space = space
+        self._max_bytes = max_bytes
+        self._tenant_max_bytes = tenant_max_bytes
+        self._ttl_seconds = ttl_seconds
+        self._now_s = now_s
+        self._unfinished: list[Claim] = []
+
+    def claim(self, fingerprint: tuple[int, int], namespace: int, tenant: int, deadline: float) -> Claim | StoreOutcome:
+        """A slot to write to; PRESENT when the key is there, PENDING while another running writer is writing it.
+
+        namespace, tenant: the words that the index keeps of them. Raises TierError, OSError.
+        """
+        with self.locked(deadline) as pool:
+            index = pool.index
+            self._pool.maintain(pool)
+            slot = index.find_one(fingerprint)
+            if slot >= 0:
+                if index.state[slot] == LIVE and not self.expired(index, slot):
+                    return StoreOutcome.PRESENT
+                if index.state[slot] == WRITING and self._pool.lease.is_held(int(index.owner[slot])):
+                    return StoreOutcome.PENDING
+                if index.state[slot] == LIVE:
+                    self._space.expire(index, slot)
+                else:
+                    index.release(slot)
+            slot = self._slot_for(pool, tenant)
+            generation = index.claim(
+                slot,
+                fingerprint,
+                namespace=namespace,
+                tenant=tenant,
+                owner=self._pool.lease.number,
+                now_s=self._now_s(),
+            )
+            pool.chunks.headers.clear(slot)
+            return Claim(pool, slot, generation, int(index.chunk_epoch[index.shape.chunk_of(slot)]))
+
+    def publish(self, claim: Claim, header: bytes, deadline: float) -> None:
+        """Make a written slot LIVE. A claim that was lost meanwhile (its chunk was dropped) is ignored.
+
+        Raises TierError; the claim is then released later.
+        """
+        try:
+            with self.locked(deadline) as pool:
+                if self._is_ours(pool.index, claim):
+                    pool.chunks.headers.put(claim.slot, header)
+                    pool.index.publish(claim.slot)
+        except OSError as error:
+            self._unfinished.append(claim)
+            raise tier_error(error, f"{self._folder}: publishing a frame") from error
+        except TierError:
+            self._unfinished.append(claim)
+            raise
+
+    def give_up(self, claim: Claim, deadline: float) -> None:
+        """Release the slot of a write that failed. Raises nothing: the failure of the write is the one to report."""
+        self._unfinished.append(claim)
+        try:
+            with self.locked(deadline):
+                pass  # which releases it
+        except (TierError, OSError):
+            pass  # the next holder of the lock in this process releases it
+
+    @contextmanager
+    def locked(self, deadline: float) -> Iterator[Pool]:
+        """The root's lock; unfinished claims are released first. Raises TierError, OSError."""
+        with self._pool.locked(deadline) as pool:
+            while self._unfinished:
+                claim = self._unfinished.pop()
+                if self._is_ours(pool.index, claim):
+                    pool.index.release(claim.slot)
+            yield pool
+
+    def expired(self, index: SlabIndex, slot: int) -> bool:
+        """Whether an entry has not been used for ``ttl_seconds``."""
+        return self._ttl_seconds is not None and int(index.used_s[slot]) < self._now_s() - self._ttl_seconds
+
+    def _slot_for(self, pool: Pool, tenant: int) -> int:
+        """A FREE slot: within the tenant's quota, from a new chunk, by eviction, or an orphaned one. Under the lock."""
+        index = pool.index
+        if self._tenant_max_bytes is not None:
+            others = [folder for folder in pool_folders(self._root) if folder != self._folder]
+            evicted = make_tenant_room(index, tenant, self._tenant_max_bytes, others, self._space.evict_of_tenant)
+            if evicted is not None:
+                return evicted
+        slot = index.free_slot()
+        if slot is None and self._space.may_grow() and self._space.grow(pool):
+            slot = index.free_slot()
+        if slot is not None:
+            return slot
+        victim = index.victim()
+        if victim is not None:
+            self._space.evict(index, victim)
+            return victim
+        self._pool.release_orphaned(index)
+        slot = index.free_slot()
+        if slot is not None:
+            return slot
+        self._space.note_pressure()
+        raise TierRefused(
+            RefusedReason.NO_SPACE,
+            f"max_bytes: {self._max_bytes} leaves no slot of {index.shape.slot_bytes} bytes that is not being written; "
+            f"raise max_bytes or free space",
+        )
+
+    def _is_ours(self, index: SlabIndex, claim: Claim) -> bool:
+        slot = claim.slot
+        return (
+            slot < index.shape.slots
+            and index.state[slot] == WRITING
+            and int(index.generation[slot]) == claim.generation
+            and int(index.owner[slot]) == self._pool.lease.number
+        )

@@ -1,0 +1,67 @@
+"""Reading a pool's index file with plain reads: without mapping it, and without taking any lock.
+
+For processes that only look, and for the few numbers that an engine needs of its root's other pools. Neither the size
+of an index nor a failing disk is a danger to the reader.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from spillway_connector.tiers.disk.slab.layout import COLUMNS, HEADER_FIXED_BYTES, INDEX_NAME, PoolShape
+
+_COLUMNS = {column.name: column for column in COLUMNS}
+
+
+@dataclass(frozen=True, slots=True)
+class IndexReader:
+    """An index file open for reading. inode: of the file; an index that replaces it has another one."""
+
+    shape: PoolShape
+    inode: int
+    _descriptor: int
+    _offsets: dict[str, int]
+
+    def column(self, name: str, first: int, count: int) -> npt.NDArray[np.generic]:
+        """Elements of a column as they are now, shape (count,). Raises OSError."""
+        column = _COLUMNS[name]
+        raw = os.pread(self._descriptor, count * column.item_bytes, self._offsets[name] + first * column.item_bytes)
+        return np.frombuffer(raw, column.dtype)
+
+    def element(self, name: str, position: int = 0) -> int:
+        """One element of a column as it is now. Raises OSError."""
+        item_bytes = _COLUMNS[name].item_bytes
+        raw = os.pread(self._descriptor, item_bytes, self._offsets[name] + position * item_bytes)
+        return int.from_bytes(raw, "little")
+
+    def used_slots(self) -> int:
+        """Slots in use, those being written included. Raises OSError."""
+        return min(self.element("used"), self.shape.slots)
+
+
+@contextmanager
+def open_index(folder: Path) -> Iterator[IndexReader | None]:
+    """The index of the pool in ``folder``; None where there is none that this program can use. Raises OSError."""
+    try:
+        descriptor = os.open(folder / INDEX_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        shape = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0))
+        status = os.fstat(descriptor)
+        offsets, index_bytes = ({}, 0) if shape is None else shape.offsets()
+        yield (
+            None
+            if shape is None or status.st_size != index_bytes
+            else IndexReader(shape, status.st_ino, descriptor, offsets)
+        )
+    finally:
+        os.close(descriptor)
