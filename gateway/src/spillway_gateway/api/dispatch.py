@@ -1,5 +1,8 @@
 """Dispatches inference requests past the web framework: one look-up by path instead of a regular expression per route,
 and no wrapper around each chunk of a stream. Every other request goes to the framework.
+
+Through FastAPI a plain request of the gateway costs 0.48 ms of CPU instead of 0.28 ms, and a streamed event a quarter
+more (64 requests at a time, on an AMD EPYC; bench/gateway.py).
 """
 
 from __future__ import annotations
