@@ -70,7 +70,7 @@ class CudaDouble:
                 return code
             if self.dead and name not in ("cuGetErrorName", "cuCtxSetCurrent"):
                 if "Destroy" in name or "Free" in name:
-                    body(*arguments)  # its memory is gone with the context, and the error is told all the same
+                    body(*arguments)  # its memory is gone with the context, and the error is still reported
                 return self.dead
             return body(*arguments)
 

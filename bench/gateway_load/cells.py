@@ -135,7 +135,7 @@ async def many_streams(
             at_start=lambda: prober.append(start_probing(list(targets.values()))),
             at_end=lambda: end_probing(prober[0]),
         )
-        told = await asyncio.to_thread(probed_by, prober[0])
+        probed = await asyncio.to_thread(probed_by, prober[0])
     finally:
         for process in prober:
             process.kill()
@@ -144,7 +144,7 @@ async def many_streams(
         name: Probed(
             streams, len(times), failed, 1000 * max(times, default=0.0), 1000 * late, asked.failures, asked.said
         )
-        for name, (times, failed, late) in zip(targets, told, strict=True)
+        for name, (times, failed, late) in zip(targets, probed, strict=True)
     }
 
 

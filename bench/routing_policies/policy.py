@@ -1,4 +1,4 @@
-"""What a policy sees and what it is told. Engines are positions 0..n-1."""
+"""The state that a policy sees and the events that it gets. Engines are positions 0..n-1."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 {{/*
-The arithmetic of services/engine/src/spillway_engine/memory_budget.py, told before anything is scheduled; a test
+The arithmetic of services/engine/src/spillway_engine/memory_budget.py, reported before anything is scheduled; a test
 compares the two. On top of it the pod's own share: processes, staging, page cache and margin.
 */}}
 
@@ -55,7 +55,7 @@ compares the two. On top of it the pod's own share: processes, staging, page cac
 {{- $maxLength := int64 $engine.model.maxLength -}}
 {{- $longestBlocks := div (add $maxLength (sub $blockSize 1)) $blockSize -}}
 
-{{- /* Device cache. A CPU engine is told a number, because its device memory is this pod's. */ -}}
+{{- /* Device cache. A CPU engine gets a number, because its device memory is this pod's. */ -}}
 {{- $deviceBlocks := $engine.deviceBlocks -}}
 {{- if and $onCpu (not $deviceBlocks) -}}{{- $deviceBlocks = add1 (mul 4 $longestBlocks) -}}{{- end -}}
 {{- if $deviceBlocks -}}

@@ -166,7 +166,7 @@ A credential that was pasted there would lie in the objects for all to read, so 
 {{- end -}}
 {{- end -}}
 
-{{/* (problems, text): remember what is wrong, so that all of it is told at once. */}}
+{{/* (problems, text): collects problems, so that all are reported at once. */}}
 {{- define "spillway.problem" -}}
 {{- $_ := set .problems (printf "%03d" (len .problems)) .text -}}
 {{- end -}}

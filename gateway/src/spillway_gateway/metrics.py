@@ -63,7 +63,7 @@ class GatewayMetrics:
         )
         self._predicted_tokens = Counter(
             "spillway_gateway_predicted_cached_tokens",
-            "Prompt tokens expected to be cached on the chosen engine, where the reply told the actual number.",
+            "Prompt tokens expected to be cached on the chosen engine, where the reply reported the actual number.",
             ("model",),
             registry=self.registry,
         )

@@ -38,7 +38,7 @@ def test_damaged_frames_belong_to_nobody() -> None:
 
 
 def test_a_million_frames_of_a_million_tenants_stay_within_bounds() -> None:
-    """The memory of a walk is that of the tenants told apart, not of the frames."""
+    """The memory of a walk grows with the tenants counted one by one, not with the frames."""
     tenants_max = 1000
     census = Census(tenants_max)
     blocks: list[int] = []

@@ -10,9 +10,9 @@ NOW_S = 1_000_000.0
 TENANT = bytes(range(1, 9))
 
 
-def frame(**changes: object) -> StoredFrame:
+def frame(**fields: object) -> StoredFrame:
     given = {"namespace": bytes.fromhex("3f2a" + "00" * 14), "stored_bytes": 10, "place": "here", "handle": None}
-    return StoredFrame(**{**given, "tenant": TENANT, "used_s": NOW_S - 100.0, **changes})
+    return StoredFrame(**{**given, "tenant": TENANT, "used_s": NOW_S - 100.0, **fields})
 
 
 def test_each_filter_alone_and_all_together() -> None:

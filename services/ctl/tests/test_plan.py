@@ -68,13 +68,13 @@ def test_with_rates_it_tells_first_tokens(plan):
 def test_the_values_own_prefill_rate_is_used_unless_another_is_given(plan):
     values = rendered(prefillTokensPerSecond=2000)
 
-    told = json.loads(plan(values, "--json")[1])["engines"][0]
+    reported = json.loads(plan(values, "--json")[1])["engines"][0]
     overridden = json.loads(plan(values, "--json", "--prefill-tokens-per-second", "4000")[1])["engines"][0]
 
-    assert told["break_even_bytes_per_second"] == 2000 * 163_840
+    assert reported["break_even_bytes_per_second"] == 2000 * 163_840
     assert overridden["break_even_bytes_per_second"] == 4000 * 163_840
-    assert told["memory"] == MEMORY
-    assert [first["prompt_tokens"] for first in told["first_tokens"]] == [2_048, 8_192, 32_768]
+    assert reported["memory"] == MEMORY
+    assert [first["prompt_tokens"] for first in reported["first_tokens"]] == [2_048, 8_192, 32_768]
 
 
 def test_a_tier_that_is_not_there_is_not_reckoned_with(plan):
@@ -87,9 +87,9 @@ def test_a_tier_that_is_not_there_is_not_reckoned_with(plan):
 
 
 def test_prompts_longer_than_the_model_takes_are_left_out(plan):
-    told = json.loads(plan(rendered(prefillTokensPerSecond=1), "--json", "--prompt-tokens", "100", "40000")[1])
+    reported = json.loads(plan(rendered(prefillTokensPerSecond=1), "--json", "--prompt-tokens", "100", "40000")[1])
 
-    assert [first["prompt_tokens"] for first in told["engines"][0]["first_tokens"]] == [100]
+    assert [first["prompt_tokens"] for first in reported["engines"][0]["first_tokens"]] == [100]
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ class AdapterRegistry:
         self._requests[request.lora_int_id] = request
         if state is None:
             logger.warning(
-                "LoRA adapter %s (%s): its files cannot be told from others', so its KV is not offloaded; give a "
+                "LoRA adapter %s (%s): its files cannot be identified, so its KV is not offloaded; give a "
                 "folder that does not change while it is loaded",
                 request.lora_name,
                 request.lora_path,

@@ -1,4 +1,4 @@
-"""How the KV caches of a rank lie in memory, as its worker registered them, told to the scheduler's process.
+"""Memory layout of a rank's KV caches, as its worker registered them, sent to the scheduler's process.
 
 Backend, shape, strides, format and scales are known only where the attention layers are, and the namespace is made
 where the scheduler is. Both map the CPU tier's rows, and when the scheduler's connector is built, all workers have

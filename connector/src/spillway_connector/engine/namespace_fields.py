@@ -172,7 +172,7 @@ def _identity_of(name: str, revision: str | None, pinned: bool) -> str:
         if pinned:
             return f"named:{name}"
         raise ConfigError(
-            f"model {name!r} is neither a folder nor in the hub's cache, so its weights cannot be told from "
+            f"model {name!r} is neither a folder nor in the hub's cache, so its weights cannot be distinguished from "
             "others' and its KV must not be shared; give a folder, name the weights' version (weights_version), or "
             "turn the shared tier off"
         )

@@ -1,4 +1,4 @@
-"""A clock that moves when told to."""
+"""A clock that a test advances."""
 
 from __future__ import annotations
 

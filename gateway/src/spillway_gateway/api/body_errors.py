@@ -1,4 +1,4 @@
-"""A body that cannot be parsed, as the client is told: which field, and what was expected there."""
+"""The client's error for a body that cannot be parsed: the field, and what was expected there."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Breaker:
         return self._open_until is None or (now >= self._open_until and not self._probing)
 
     def sent(self) -> bool:
-        """A request goes there. True when it is the probe, whose end has to be told."""
+        """A request starts there. True when it is the probe, whose outcome must be reported."""
         if self._open_until is None or self._probing:
             return False
         self._probing = True

@@ -44,10 +44,10 @@ class EngineRequest(Protocol):
     """A request that was sent to an engine."""
 
     def engine_went_down(self, engine: Engine) -> None:
-        """Told to requests without a first byte: another engine could still answer."""
+        """Raised in requests without a first byte: another engine could still answer."""
 
     def engine_ends(self, engine: Engine) -> None:
-        """Told to all when the engine's time is over."""
+        """Raised in all requests when the engine's time is over."""
 
 
 class Engine:
@@ -157,7 +157,7 @@ class Engine:
         self.poll_soon()
 
     def hung(self, answer: str) -> None:
-        """Polls time out: connections stay open and silent, so requests waiting on them have to be told."""
+        """Polls time out: connections stay open and silent, so requests waiting on them must be notified."""
         self.set_state(EngineState.DOWN, answer)
         for request in list(self.waiting):
             request.engine_went_down(self)

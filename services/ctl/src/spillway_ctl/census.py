@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from spillway_connector.tiers.inspection import StoredFrame
 
-TENANTS_MAX = 100_000  # told apart, per store; those met later are counted together. About 30 MB
+TENANTS_MAX = 100_000  # counted one by one, per store; further ones are counted together. About 30 MB
 
 
 @dataclass(slots=True)

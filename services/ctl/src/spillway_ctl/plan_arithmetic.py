@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one engine; None: not given, so nothing that needs it is told."""
+    """Of one engine; None: not given, so figures that need it are left out."""
 
     prefill_tokens_per_second: float | None = None
     device_copy_bytes_per_second: float | None = None  # CPU tier -> device

@@ -40,7 +40,7 @@ class Store(Protocol):
         ...
 
     def now_s(self) -> float:
-        """Seconds since 1970 by the clock that the ages of frames are told by."""
+        """Seconds since 1970 by the clock of frames' ages."""
         ...
 
     def check(self) -> None:

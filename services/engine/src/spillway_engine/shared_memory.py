@@ -29,8 +29,8 @@ class Sweep:
 def sweep_stale_regions(folder: Path = SHARED_MEMORY_FOLDER, proc: Path = Path("/proc")) -> Sweep:
     """Remove every region file that no living process maps or holds open.
 
-    A file younger than its first mapping cannot be told from a stale one by its maps alone, hence also the look at
-    open descriptors: vLLM keeps the descriptor from creation on.
+    A file younger than its first mapping cannot be distinguished from a stale one by its maps alone, hence also the
+    look at open descriptors: vLLM keeps the descriptor from creation on.
     """
     regions = sorted(folder.glob(REGION_PATTERN))
     in_use = paths_in_use(regions, proc) if regions else set()

@@ -1,6 +1,6 @@
 """How old entries are, whatever happens to the wall clock.
 
-Ages are told by a clock that is set once per boot of a node, to the wall clock, and from then on runs with the kernel's
+Ages follow a clock that is set once per boot of a node, to the wall clock, and from then on runs with the kernel's
 monotonic clock. The node's processes share that setting through a small file in the directory, ``clock.<boot>``. So a
 wall clock that is set forward or back by hours while the node runs neither expires anything nor keeps anything alive.
 What happens while a node is down only the wall clock can tell: it is believed when it moved forward; entries that then
