@@ -44,10 +44,10 @@ class EngineRequest(Protocol):
     """A request that was sent to an engine."""
 
     def engine_went_down(self, engine: Engine) -> None:
-        """Raised in requests without a first byte: another engine could still answer."""
+        """Called on requests without a first byte: another engine could still answer."""
 
     def engine_ends(self, engine: Engine) -> None:
-        """Raised in all requests when the engine's time is over."""
+        """Called on all requests when the engine's time is over."""
 
 
 class Engine:
