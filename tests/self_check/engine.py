@@ -90,9 +90,9 @@ class Engine:
                 self._process.send_signal(signal.SIGTERM)
         self._process.wait(timeout=60)
 
-    def brief(self, **changes: Any) -> PodBrief:
-        """The check's brief at this engine's start; `changes` are settings, as `--set` takes them."""
-        overrides = [f"{path}={value}" for path, value in changes.items()]
+    def brief(self, **values: Any) -> PodBrief:
+        """The check's brief at this engine's start; `values` are settings, as `--set` takes them."""
+        overrides = [f"{path}={value}" for path, value in values.items()]
         settings = engine_settings(self.tree, overrides)
         shape = load_model_shape(settings.model.path)
         return resolve_engine(settings, shape, probe_machine(settings.platform)).command().brief
