@@ -15,9 +15,10 @@ import pytest
 import zmq.asyncio
 
 from spillway_gateway.config.settings import EngineConfig, RoutingConfig
-from spillway_gateway.fleet import kv_events
+from spillway_gateway.fleet import kv_events, kv_replay
 from spillway_gateway.fleet.engine import Engine, EngineState
-from spillway_gateway.fleet.kv_events import EventFollower, ReplayFailed
+from spillway_gateway.fleet.kv_events import EventFollower
+from spillway_gateway.fleet.kv_replay import ReplayFailed
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.routing.fleet_view import NOTHING_HELD
@@ -199,32 +200,32 @@ async def test_an_undecodable_batch_within_a_gap_is_skipped_once(publisher: KvPu
     assert view.count("spillway_gateway_events_undecodable_total") == 1
 
 
-async def test_a_replay_that_brings_nothing_new_is_not_asked_for_at_once_again(
+async def test_a_replay_that_brings_nothing_new_is_not_requested_again_at_once(
     publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The publisher answers with what is already known, and never with its end marker."""
-    monkeypatch.setattr(kv_events, "REPLAY_PAUSE_SECONDS_MAX", 0.02)
+    """The publisher answers with batches that were applied before, and never with its end marker."""
+    monkeypatch.setattr(kv_replay, "REPLAY_PAUSE_SECONDS_MAX", 0.02)
     monkeypatch.setattr(kv_events, "REPLAY_BACKOFF_SECONDS", 600.0)
     store(publisher, 0)
     async with followed(publisher) as view:
         await until(lambda: view.count("spillway_gateway_event_replays_total", outcome="completed"))
-        asked_from: list[int] = []
+        requested_from: list[int] = []
         first = publisher.batches(0)[:1]
-        monkeypatch.setattr(publisher, "batches", lambda start: asked_from.append(start) or first)
+        monkeypatch.setattr(publisher, "batches", lambda start: requested_from.append(start) or first)
         publisher.silent_replays = True
         store(publisher, 1, lose=True)
         store(publisher, 2)
         await until(lambda: view.count("spillway_gateway_event_replays_total", outcome="failed"))
         publisher.stored([77], None, [7, 7, 7, 7], BLOCK)
-        await until(lambda: view.index.blocks == 1)  # what follows the gap counts, what came before it does not
+        await until(lambda: view.index.blocks == 1)  # blocks after the gap are held, blocks before it are not
 
-        assert asked_from == [1]
+        assert requested_from == [1]
 
 
-async def test_a_replay_port_that_refuses_costs_nothing_that_is_known(
+async def test_a_replay_port_that_refuses_costs_no_entries(
     publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_events, "REPLAY_MESSAGE_SECONDS_MAX", 0.02)
+    monkeypatch.setattr(kv_replay, "REPLAY_MESSAGE_SECONDS_MAX", 0.02)
     monkeypatch.setattr(kv_events, "REPLAY_BACKOFF_SECONDS", 0.01)
     monkeypatch.setattr(kv_events, "REPLAY_BACKOFF_SECONDS_MAX", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as taken:

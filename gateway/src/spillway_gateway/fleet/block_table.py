@@ -40,6 +40,8 @@ class BlockTable:
     """Entries by request key. Callers on the hot path index `shards[key & shard_mask]` themselves and count the entries
     that they add; compaction replaces a shard within the list, so no reference to one may be kept over an eviction."""
 
+    __slots__ = ("_next_compacted", "_next_evicted", "_until_compacted", "entries", "shard_mask", "shards")
+
     def __init__(self, bytes_max: int) -> None:
         shards = SHARDS if bytes_max >= SHARDED_BYTES_MIN else 1
         self.shards: list[Shard] = [OrderedDict() for _ in range(shards)]

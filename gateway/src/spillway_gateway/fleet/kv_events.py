@@ -1,12 +1,13 @@
-"""Follows one engine's KV events: subscribe, replay from the start, heal gaps, notice restarts.
+"""Follows one engine's KV events: subscribes, replays from the start, fills gaps, detects restarts.
 
-PUB drops what was sent before the subscription stood and whatever a slow reader missed, so the sequence number is the
-only truth: on every new connection the index's entries of this engine are dropped and rebuilt from a replay; a gap is
-replayed from where it began; a number that was seen before with a later timestamp is another process at the same
-address. Whatever cannot be healed ends with an empty index for this engine, never with a wrong one.
+A PUB socket drops messages sent before the subscription is established and messages that a slow reader misses, so only
+sequence numbers show what is missing. On every new connection the index's entries of this engine are dropped and
+rebuilt from a replay. A gap is replayed from its first missing number. A number that was applied before, with a later
+timestamp, comes from a new process at the same address. Where a gap cannot be filled, the index of this engine is
+emptied: it may be incomplete, never wrong.
 
-A replay is asked for beside the live events, which count meanwhile: they are true by themselves, only incomplete. Only
-its first message makes room for it in the index, so a replay port that does not answer costs nothing that is known.
+A replay is requested beside the live events, which are applied meanwhile: each is valid by itself. Entries are dropped
+only when the replay's first message arrives, so a replay socket that does not answer costs no entries.
 """
 
 from __future__ import annotations
@@ -33,21 +34,17 @@ from spillway_gateway.fleet.event_decoder import (
     decode_batch,
     parse_live_frames,
     parse_replay_frames,
-    replay_request,
 )
+from spillway_gateway.fleet.kv_replay import MESSAGE_BYTES_MAX, SOCKET_QUEUE_MAX, Replay, ReplayFailed
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
 
-LIVE_QUEUE_MAX = 1_000  # messages between socket and index; beyond it ZMQ's own bounded buffer holds them
-SOCKET_QUEUE_MAX = 100_000
-TURN_SECONDS_MAX = 0.002  # event work per turn of the loop, so that requests are not kept waiting
-REPLAY_MESSAGE_SECONDS_MAX = 5.0  # an idle publisher polls its replay socket every 0.1 s
-REPLAY_PAUSE_SECONDS_MAX = 0.5  # between two messages of a replay that has begun
+LIVE_QUEUE_MAX = 1_000  # messages between socket and index; further ones stay in ZMQ's bounded buffer
+ITERATION_SECONDS_MAX = 0.002  # of event work per event loop iteration; bounds the delay of requests
 REPLAY_BACKOFF_SECONDS = 2.0  # after the first failed replay; doubled by each further one
 REPLAY_BACKOFF_SECONDS_MAX = 60.0
-MESSAGE_BYTES_MAX = 16 * 1024 * 1024  # larger than any batch of an engine step; ZMQ drops the connection instead
 
 
 class _Signal(Enum):
@@ -57,27 +54,22 @@ class _Signal(Enum):
     ENGINE_UP = auto()
 
 
-class ReplayFailed(Exception):
-    """The replay did not come to its end marker in time."""
-
-
 @dataclass(frozen=True, slots=True)
 class _ReplayBegun:
-    """A whole replay that was asked for beside the live events has its first message."""
+    """A whole replay, requested beside the live events, has its first message."""
 
-    asked_by: asyncio.Task[None] | None
-    socket: zmq.asyncio.Socket
-    first: list[bytes]
+    requested_by: asyncio.Task[None] | None
+    replay: Replay
 
 
 @dataclass(frozen=True, slots=True)
 class _ReplayUnanswered:
-    asked_by: asyncio.Task[None] | None
+    requested_by: asyncio.Task[None] | None
     error: ReplayFailed
 
 
 class EventFollower:
-    """One task per engine; ends by cancellation and leaves no socket open."""
+    """One task per engine, on the event loop. Ends by cancellation and leaves no socket open."""
 
     def __init__(
         self,
@@ -98,15 +90,15 @@ class EventFollower:
         self._queue: asyncio.Queue[_Signal | list[bytes] | _ReplayBegun | _ReplayUnanswered]
         self._queue = asyncio.Queue(LIVE_QUEUE_MAX)
         self._applied = -1  # sequence of the last batch in the index
-        self._applied_at = 0.0  # the engine's clock on it
-        self._clean = True  # nothing of this engine is in the index
-        self._replay_due: float | None = None  # loop time of the next try after a failed replay
+        self._applied_at = 0.0  # its timestamp, by the engine's clock
+        self._clean = True  # the index has no entry of this engine
+        self._replay_due: float | None = None  # loop time of the next attempt after a failed replay
         self._replays_failed = 0  # in a row
-        self._asking: asyncio.Task[None] | None = None  # for a whole replay
+        self._request_task: asyncio.Task[None] | None = None  # of a whole replay
         self._undecodable_logged = False
-        self._turn_started = 0.0
-        self._parked: set[asyncio.Task[None]] = set()
-        self._freeing: set[asyncio.Task[None]] = set()  # what was forgotten, on its way out of the index
+        self._iteration_started = 0.0
+        self._blocked_puts: set[asyncio.Task[None]] = set()
+        self._freeing: set[asyncio.Task[None]] = set()  # dropped entries being freed
 
     async def run(self) -> None:
         self._engine.on_state.append(self._engine_changed)
@@ -129,13 +121,13 @@ class EventFollower:
         finally:
             self._engine.on_state.remove(self._engine_changed)
             self._engine.events_live = False
-            asking = [self._asking] if self._asking is not None else []
-            for task in [*readers, *self._parked, *asking]:
+            requests = [self._request_task] if self._request_task is not None else []
+            for task in [*readers, *self._blocked_puts, *requests]:
                 task.cancel()
-            await asyncio.gather(*readers, *asking, return_exceptions=True)
+            await asyncio.gather(*readers, *requests, return_exceptions=True)
             while not self._queue.empty():
                 if isinstance(left := self._queue.get_nowait(), _ReplayBegun):
-                    left.socket.close(linger=0)
+                    left.replay.close()
             subscriber.disable_monitor()
             monitor.close(linger=0)
             subscriber.close(linger=0)
@@ -163,8 +155,8 @@ class EventFollower:
             self._queue.put_nowait(signal)
         except asyncio.QueueFull:
             task = asyncio.ensure_future(self._queue.put(signal))
-            self._parked.add(task)
-            task.add_done_callback(self._parked.discard)
+            self._blocked_puts.add(task)
+            task.add_done_callback(self._blocked_puts.discard)
 
     # -- consumer ----------------------------------------------------------------------------------------------------
 
@@ -175,9 +167,9 @@ class EventFollower:
                 async with asyncio.timeout_at(self._replay_due):
                     item = await self._queue.get()
             except TimeoutError:
-                self._ask_for_replay()
+                self._request_replay()
                 continue
-            self._turn_started = self._clock()
+            self._iteration_started = self._clock()
             if isinstance(item, list):
                 await self._live(item)
             elif isinstance(item, _ReplayBegun | _ReplayUnanswered):
@@ -192,8 +184,8 @@ class EventFollower:
             else:
                 if item is _Signal.DISCONNECTED:
                     self._engine.events_live = False
-                self._stop_asking()
-                await self._forget()
+                self._cancel_request()
+                await self._clear()
             if self._replay_due is not None:
                 self._replay_due = max(self._replay_due, loop.time())
 
@@ -206,90 +198,90 @@ class EventFollower:
         batch = self._decode(frame)
         if frame.sequence <= self._applied:
             if batch is not None and batch.timestamp_seconds > self._applied_at:
-                logger.info("engine %s: its event stream began anew", self._engine.name)
+                logger.info("engine %s: its event stream restarted", self._engine.name)
                 self._metrics.event_restarts.labels(self._engine.name).inc()
                 await self._rebuild()
                 await self._apply(frame, batch)
             return
         if frame.sequence > self._applied + 1:
-            await self._heal(frame.sequence)
+            await self._fill_gap(frame.sequence)
         if frame.sequence > self._applied:
             await self._apply(frame, batch)
 
-    async def _heal(self, sequence: int) -> None:
-        """Fetch what is missing before `sequence`, or drop the engine's entries and go on from there."""
-        if self._replay_pending:  # which brings what is missing
-            await self._forget()
+    async def _fill_gap(self, sequence: int) -> None:
+        """Replay what is missing before `sequence`; if that fails, drop the engine's entries and go on from there."""
+        if self._replay_pending:  # a whole replay, which includes what is missing
+            await self._clear()
             self._applied = sequence - 1
             return
         self._metrics.event_gaps.labels(self._engine.name).inc()
         logger.info("engine %s: events %d to %d are missing", self._engine.name, self._applied + 1, sequence - 1)
-        # A port that did not answer the last time does not get the live events to wait for it again.
+        # Live events do not wait again for a replay socket that did not answer the last time.
         if self._replays_failed or not await self._replay(self._applied + 1):
-            await self._forget()
-            self._applied = sequence - 1  # what follows is true by itself, only incomplete
+            await self._clear()
+            self._applied = sequence - 1  # later events are valid by themselves
             if not self._replay_pending:
-                self._ask_for_replay()
+                self._request_replay()
 
     @property
     def _replay_pending(self) -> bool:
-        return self._asking is not None or self._replay_due is not None
+        return self._request_task is not None or self._replay_due is not None
 
     async def _rebuild(self) -> None:
-        await self._forget()
-        self._ask_for_replay()
+        await self._clear()
+        self._request_replay()
 
-    def _ask_for_replay(self) -> None:
-        """Of everything, from the start, beside the live events."""
-        self._stop_asking()
+    def _request_replay(self) -> None:
+        """A whole replay, beside the live events."""
+        self._cancel_request()
         if self._replay_url is not None:
-            self._asking = asyncio.create_task(self._ask(self._replay_url))
+            self._request_task = asyncio.create_task(self._request(self._replay_url))
 
-    def _stop_asking(self) -> None:
+    def _cancel_request(self) -> None:
         self._replay_due = None
-        if self._asking is not None:
-            self._asking.cancel()
-            self._asking = None
+        if self._request_task is not None:
+            self._request_task.cancel()
+            self._request_task = None
 
-    async def _ask(self, url: str) -> None:
-        socket = self._replay_socket(url)
+    async def _request(self, url: str) -> None:
         try:
-            first = await self._first_of_replay(socket, url, 0)
-            await self._queue.put(_ReplayBegun(asyncio.current_task(), socket, first))
+            replay = await Replay.begin(self._context, url, 0)
         except ReplayFailed as error:
-            socket.close(linger=0)
             await self._queue.put(_ReplayUnanswered(asyncio.current_task(), error))
+            return
+        try:
+            await self._queue.put(_ReplayBegun(asyncio.current_task(), replay))
         except BaseException:
-            socket.close(linger=0)
+            replay.close()
             raise
 
     async def _replay_answered(self, answer: _ReplayBegun | _ReplayUnanswered) -> None:
-        """Everything again, in place of what the live events brought meanwhile."""
-        wanted = answer.asked_by is self._asking
+        """Replace what the live events brought meanwhile by the whole replay."""
+        wanted = answer.requested_by is self._request_task
         if wanted:
-            self._asking = None
+            self._request_task = None
         if isinstance(answer, _ReplayUnanswered):
             if wanted:
                 self._replay_failed(answer.error)
         elif wanted:
             seen = self._applied
-            await self._forget()
-            if await self._replay(0, answer) and self._applied < seen:
-                await self._replay(self._applied + 1)  # live events that the publisher did not have when it was asked
+            await self._clear()
+            if await self._replay(0, answer.replay) and self._applied < seen:
+                await self._replay(self._applied + 1)  # live events newer than the replay
         else:
-            answer.socket.close(linger=0)
+            answer.replay.close()
 
-    async def _forget(self) -> None:
+    async def _clear(self) -> None:
         if not self._clean:
-            freeing = asyncio.create_task(_in_turns(self._index.clear_engine(self._engine.name)))
+            freeing = asyncio.create_task(_in_steps(self._index.clear_engine(self._engine.name)))
             self._freeing.add(freeing)
             freeing.add_done_callback(self._freeing.discard)
         self._clean = True
         self._applied = -1
         self._applied_at = 0.0
 
-    async def _replay(self, start: int, begun: _ReplayBegun | None = None) -> bool:
-        """Apply everything from `start` on. False when the engine offers no replay or did not finish one."""
+    async def _replay(self, start: int, begun: Replay | None = None) -> bool:
+        """Apply everything from `start` on. False if the engine has no replay socket or the replay failed."""
         if self._replay_url is None:
             return False
         outcome = "failed"
@@ -297,7 +289,7 @@ class EventFollower:
             resume = await self._replay_from(self._replay_url, start, begun)
             while resume is not None:
                 if resume <= start:
-                    raise ReplayFailed(f"it brought nothing new from event {start} on")
+                    raise ReplayFailed(f"no new event from {start} on")
                 start = resume
                 resume = await self._replay_from(self._replay_url, start)
             outcome = "completed"
@@ -312,45 +304,22 @@ class EventFollower:
 
     def _replay_failed(self, error: ReplayFailed) -> None:
         pause = min(REPLAY_BACKOFF_SECONDS * 2**self._replays_failed, REPLAY_BACKOFF_SECONDS_MAX)
-        say = logger.warning if not self._replays_failed else logger.debug
-        say("engine %s: replay failed: %s; its live events count meanwhile", self._engine.name, error)
+        log = logger.warning if not self._replays_failed else logger.debug
+        log("engine %s: replay failed: %s; its live events are applied meanwhile", self._engine.name, error)
         self._metrics.event_replays.labels(self._engine.name, "failed").inc()
         self._replays_failed = min(self._replays_failed + 1, 10)
         self._replay_due = asyncio.get_running_loop().time() + pause
 
-    def _replay_socket(self, url: str) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.DEALER)  # a fresh one: no rest of an earlier replay can arrive on it
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, SOCKET_QUEUE_MAX)
-        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        socket.setsockopt(zmq.IPV6, "[" in url)
-        return socket
-
-    async def _first_of_replay(self, socket: zmq.asyncio.Socket, url: str, start: int) -> list[bytes]:
-        """Raises ReplayFailed."""
-        socket.connect(url)
+    async def _replay_from(self, url: str, start: int, begun: Replay | None = None) -> int | None:
+        """One request. Returns the sequence number to go on from, or None at the end. Raises ReplayFailed."""
+        replay = begun if begun is not None else await Replay.begin(self._context, url, start)
         try:
-            async with asyncio.timeout(REPLAY_MESSAGE_SECONDS_MAX):
-                await socket.send_multipart(replay_request(start))
-                first: list[bytes] = await socket.recv_multipart()
-        except TimeoutError as error:
-            raise ReplayFailed(f"no answer within {REPLAY_MESSAGE_SECONDS_MAX:g} s") from error
-        return first
-
-    async def _replay_from(self, url: str, start: int, begun: _ReplayBegun | None = None) -> int | None:
-        """One request. Returns where to go on, or None at the end.
-
-        A ROUTER drops what does not fit its queue (1,000 messages unless the engine sets more), the end marker
-        included; every request brings at least one batch, so asking again from the hole comes to an end.
-        """
-        socket = begun.socket if begun is not None else self._replay_socket(url)
-        try:
-            first = begun.first if begun is not None else await self._first_of_replay(socket, url, start)
-            return await self._replay_batches(socket, first)
+            return await self._apply_replay(replay)
         finally:
-            socket.close(linger=0)
+            replay.close()
 
-    async def _replay_batches(self, socket: zmq.asyncio.Socket, frames: list[bytes]) -> int | None:
+    async def _apply_replay(self, replay: Replay) -> int | None:
+        frames = replay.first
         received = 0
         unreadable = 0  # messages since the last batch whose number could not be read
         before = self._applied
@@ -368,21 +337,20 @@ class EventFollower:
                 if missing > unreadable and not self._clean:
                     if received > 1 and self._applied >= before:
                         return self._applied + 1
-                    await self._forget()  # the publisher no longer has what is missing: removals among it are lost
+                    await self._clear()  # the publisher has dropped it, and any removals in it are lost
                 if frame.sequence > self._applied:
                     await self._apply(frame, self._decode(frame))
                 unreadable = 0
             try:
-                async with asyncio.timeout(REPLAY_PAUSE_SECONDS_MAX):
-                    frames = await socket.recv_multipart()
+                frames = await replay.next()
             except TimeoutError as error:
                 if self._applied > before:
                     return self._applied + 1
-                raise ReplayFailed(f"it stopped after {received} messages, none of them new") from error
+                raise ReplayFailed(f"stopped after {received} messages, none of them new") from error
 
     def _decode(self, frame: BatchFrame) -> EventBatch | None:
-        """None, counted, for a payload that is no batch: like a single unknown event it is skipped, and what it said
-        is found out by the engine's own misses."""
+        """None for a payload that is no batch. It is counted and skipped like an unknown event; a stale entry that it
+        leaves behind costs one misplaced request."""
         try:
             return decode_batch(frame.payload)
         except Undecodable as error:
@@ -397,12 +365,12 @@ class EventFollower:
         self._clean = False
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                await _in_turns(self._index.clear_device(name))
+                await _in_steps(self._index.clear_device(name))
                 continue
             self._index.apply(name, event)
-            if self._clock() - self._turn_started > TURN_SECONDS_MAX:
+            if self._clock() - self._iteration_started > ITERATION_SECONDS_MAX:
                 await asyncio.sleep(0)
-                self._turn_started = self._clock()
+                self._iteration_started = self._clock()
         self._applied = frame.sequence
         self._applied_at = batch.timestamp_seconds
         self._metrics.event_batches.labels(name).inc()
@@ -412,12 +380,12 @@ class EventFollower:
 
     def _undecodable(self, error: Undecodable) -> None:
         self._metrics.events_undecodable.labels(self._engine.name).inc()
-        say = logger.debug if self._undecodable_logged else logger.warning
-        say("engine %s: event message skipped, as will be others like it: %s", self._engine.name, error)
+        log = logger.debug if self._undecodable_logged else logger.warning
+        log("engine %s: event message skipped (further ones are logged at debug level): %s", self._engine.name, error)
         self._undecodable_logged = True
 
 
-async def _in_turns(steps: Iterator[None]) -> None:
-    """A step in each turn of the loop, so that requests are not kept waiting."""
+async def _in_steps(steps: Iterator[None]) -> None:
+    """One step per event loop iteration, so that requests are served in between."""
     for _ in steps:
         await asyncio.sleep(0)
