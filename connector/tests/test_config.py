@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spillway_connector.config import ConnectorConfig, NvmeTierConfig, RedisTierConfig, parse_tier
+from spillway_connector.config import ConnectorConfig, NvmeTierConfig, RedisTierConfig, RedisTls, parse_tier
 from spillway_connector.device.pinned import CHUNK_BYTES
 from spillway_connector.errors import ConfigError
 from spillway_connector.limits import DEFAULT_LIMITS
@@ -30,11 +30,11 @@ def test_defaults_and_vllm_keys_pass():
         ({"num_cpu_blocks": "64"}, "whole number of at least 1"),
         ({"num_cpu_blocks": True}, "whole number of at least 1"),
         ({"num_cpu_blocks": 1, "blocks_per_chunk": 0}, "blocks_per_chunk"),
-        ({"num_cpu_blocks": 1, "eviction_policy": "fifo"}, "not one of lru, arc"),
-        ({"num_cpu_blocks": 1, "batch_memcpy": True}, "not one of auto, on, off"),
+        ({"num_cpu_blocks": 1, "eviction_policy": "fifo"}, "eviction_policy: 'fifo' given, arc or lru needed"),
+        ({"num_cpu_blocks": 1, "batch_memcpy": True}, "batch_memcpy: True given, auto, off or on needed"),
         ({"num_cpu_blocks": 1, "max_copy_descriptors": 0}, "max_copy_descriptors: 0"),
-        ({"num_cpu_blocks": 1, "transport": "tpu"}, "not one of auto, cpu, npu"),
-        ({"num_cpu_blocks": 1, "promotion_in_flight_fraction": 1.5}, "between 0 and 1"),
+        ({"num_cpu_blocks": 1, "transport": "tpu"}, "transport: 'tpu' given, auto, cpu, cuda or npu needed"),
+        ({"num_cpu_blocks": 1, "promotion_in_flight_fraction": 1.5}, "above 0 and at most 1"),
         ({"num_cpu_blocks": 1, "request_wait_seconds": 0}, "above 0"),
     ],
 )
@@ -46,27 +46,37 @@ def test_a_wrong_setting_is_named(given, message):
 def test_tiers():
     nvme = parse_tier("nvme", {"path": "/data", "max_bytes": 10, "io_threads": 2})
     assert isinstance(nvme, NvmeTierConfig)
-    assert (nvme.path, nvme.max_bytes, nvme.limits.io_threads) == (Path("/data"), 10, 2)
-    redis = parse_tier("redis", {"url": "redis://h/0", "ttl_seconds": 5})
+    assert (nvme.path, nvme.max_bytes, nvme.limits.io_threads) == ("/data", 10, 2)
+    redis = parse_tier("redis", {"url": "rediss://h/0", "ttl_seconds": 5, "tls_ca_file": "/ca"})
     assert isinstance(redis, RedisTierConfig)
-    assert redis.limits.load_timeout_seconds == 2.0
+    assert (redis.tls, redis.limits.load_timeout_seconds) == (RedisTls(ca_file="/ca"), 2.0)
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("nvme", {}, "needs `path`"),
-        ("redis", {"ttl_seconds": 5}, "needs `url`"),
+        ("nvme", {}, "path: missing"),
+        ("redis", {"ttl_seconds": 5}, "url: missing"),
         ("nvme", {"path": "/d", "maxBytes": 1}, "did you mean 'max_bytes'"),
-        ("nvme", {"path": "/d", "max_bytes": 0}, "max_bytes: 0 is not a number above 0"),
+        ("nvme", {"path": "/d", "max_bytes": 0}, "secondary tier 'nvme': max_bytes: 0 given, at least 1 byte needed"),
         ("redis", {"url": "u", "connections": -1}, "connections"),
         ("redis", {"url": "u", "payload_connections": 0}, "payload_connections"),
         ("redis", {"url": "u", "password_env": "A", "password_file": "b"}, "both set"),
-        ("nvme", {"path": "/d", "mode": "slabs"}, "not one of files, slab, auto"),
-        ("nvme", {"path": "/d", "encryption": True}, "not a mapping"),
-        ("nvme", {"path": "/d", "encryption": {"key_id": "a"}}, "exactly one of key_file and key_env"),
+        ("nvme", {"path": "/d", "mode": "slabs"}, "mode: 'slabs' given, auto, files or slab needed"),
+        ("nvme", {"path": "/d", "encryption": True}, "encryption: True given, a mapping"),
+        (
+            "nvme",
+            {"path": "/d", "encryption": {"key_id": "a"}},
+            "key_file: None and .*key_env: None; set exactly",
+        ),
         ("nvme", {"path": "/d", "encryption": {"key_id": "a", "keyfile": "b"}}, "did you mean 'key_file'"),
         ("redis", {"url": "u", "load_timeout_seconds": "2"}, "load_timeout_seconds"),
+        ("redis", {"url": "u", "breaker": {}}, "breaker: unknown setting"),
+        ("redis", {"url": "u", "limits": {}}, "limits: unknown setting"),
+        ("redis", {"url": "u", "tls": {"ca_file": "c"}}, "tls: unknown setting; use tls_ca_file, "),
+        ("redis", {"url": "redis://h", "tls_ca_file": "c"}, "tls is set, but .*url: redis://h asks for no TLS"),
+        ("redis", {"url": "u", "connections": 1, "payload_connections": 2}, "payload_connections: 2 is more than"),
+        ("nvme", {"path": "/d", "max_bytes": 1, "tenant_max_bytes": 2}, "tenant_max_bytes: 2 B for one tenant is more"),
     ],
 )
 def test_a_wrong_tier_setting_is_named(kind, options, message):

@@ -14,7 +14,8 @@ import spillway_connector
 PACKAGE = "spillway_connector"
 ROOT = Path(spillway_connector.__file__).parent
 
-BOTTOM = frozenset({"errors", "metrics", "limits", "typed_settings", "namespace", "config", "identity", "plan"})
+SETTINGS = frozenset({"byte_sizes", "setting_names", "typed_settings", "limits", "config"})
+BOTTOM = SETTINGS | {"errors", "metrics", "namespace", "identity", "plan"}
 TIERS = frozenset({"tiers", "tiers.disk", "tiers.disk.files", "tiers.disk.slab"}) | {
     "tiers.redis",
     "tiers.redis.client",
@@ -26,12 +27,14 @@ ALLOWED: Mapping[str, Set[str]] = {
     "": frozenset(),  # the package's own __init__
     "errors": frozenset(),
     "metrics": frozenset(),
-    "limits": frozenset({"typed_settings"}),
+    "byte_sizes": frozenset(),
+    "setting_names": frozenset(),
     "typed_settings": frozenset(),
+    "limits": frozenset({"byte_sizes", "typed_settings"}),
     "namespace": frozenset({"errors"}),
     "plan": frozenset({"errors"}),
     "identity": frozenset({"errors"}),
-    "config": frozenset({"errors", "limits", "typed_settings", "plan"}),
+    "config": SETTINGS | {"errors", "plan"},
     "tiers": BOTTOM,
     "tiers.disk": BOTTOM | {"tiers"},
     "tiers.disk.files": BOTTOM | {"tiers", "tiers.disk"},

@@ -9,7 +9,14 @@ import yaml
 from chart.rendering import CHART, EXAMPLES, VALUES_FILES, RenderRefused, environment, nested, pod_spec, render
 from msgspec import structs
 
-from spillway_connector.config import ConnectorConfig, EncryptionConfig, NvmeTierConfig, RedisTierConfig, parse_tier
+from spillway_connector.config import (
+    ConnectorConfig,
+    EncryptionConfig,
+    NvmeTierConfig,
+    RedisTierConfig,
+    RedisTls,
+    parse_tier,
+)
 from spillway_connector.errors import ConfigError
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.transfer.shared_tier import TransferLimits
@@ -174,9 +181,7 @@ def test_redis_values_reach_the_connector(engine_of):
         url="rediss-sentinel://a:1,b:2/main?db=2",
         username_env="SPILLWAY_REDIS_USERNAME",
         password_file=f"{SECRETS}/redis-password",
-        tls_ca_file=f"{SECRETS}/redis-ca.crt",
-        tls_certificate_file=f"{SECRETS}/redis-client.crt",
-        tls_key_file=f"{SECRETS}/redis-client.key",
+        tls=RedisTls(f"{SECRETS}/redis-ca.crt", f"{SECRETS}/redis-client.crt", f"{SECRETS}/redis-client.key"),
         ttl_seconds=60,
         connections=9,
         payload_connections=3,
@@ -188,9 +193,9 @@ def test_redis_values_reach_the_connector(engine_of):
     assert "SPILLWAY_REDIS_PASSWORD" not in environment(engine)
     assert secret_files(pod_spec(engine)) == {
         tier.password_file: ("s", "password"),
-        tier.tls_ca_file: ("ca", "root.pem"),
-        tier.tls_certificate_file: ("client", "tls.crt"),
-        tier.tls_key_file: ("client", "tls.key"),
+        tier.tls.ca_file: ("ca", "root.pem"),
+        tier.tls.certificate_file: ("client", "tls.crt"),
+        tier.tls.key_file: ("client", "tls.key"),
         tier.encryption.key_file: ("kv-key", "secret"),
     }
 
@@ -218,7 +223,7 @@ def test_nvme_values_reach_the_connector_and_lie_where_the_volume_is_mounted(eng
     rendered = render(values=nested("engine.offload.sharedTier", {"type": "nvme", "nvme": nvme, **LIMITS}))
 
     assert connector_tier(engine_of(rendered)) == NvmeTierConfig(
-        path=Path("/kv/cache"),
+        path="/kv/cache",
         mode="files",
         max_bytes=3 * (1 << 39),
         ttl_seconds=3600,
@@ -282,7 +287,7 @@ def test_defaults_of_the_connector_are_written_once(engine_of):
 
     assert ConnectorConfig.parse(extra) == ConnectorConfig(num_cpu_blocks=2048)
     for tier, own in (
-        ({"type": "nvme"}, NvmeTierConfig(path=Path("/var/lib/spillway/kv"))),
+        ({"type": "nvme"}, NvmeTierConfig(path="/var/lib/spillway/kv")),
         ({"type": "redis", "redis": {"url": "redis://h"}}, RedisTierConfig(url="redis://h")),
     ):
         assert connector_tier(engine_of(render(values=nested("engine.offload.sharedTier", tier)))) == own
@@ -340,7 +345,7 @@ def test_an_entry_of_engines_differs_where_it_says_so(engine_of):
     large, small = (engine_of(rendered, f"chat-spillway-engine-{key}") for key in ("large", "small"))
 
     assert (large.tensor_parallel_size, small.tensor_parallel_size) == (4, 1)
-    assert (large.offload.num_cpu_blocks, large.offload.cpu_bytes) == (None, 100 * GIB)
+    assert (large.offload.num_cpu_blocks, large.offload.cpu_bytes_to_use) == (None, 100 * GIB)
     assert (large.lifecycle.drain_timeout_seconds, small.lifecycle.drain_timeout_seconds) == (77, 5)
     assert not small.offload.enabled
     pods = [pod_spec(rendered.named("StatefulSet", f"chat-spillway-engine-{key}")) for key in ("large", "small")]

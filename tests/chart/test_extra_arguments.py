@@ -4,8 +4,8 @@ import pytest
 import yaml
 from chart.rendering import CHART, RenderRefused, nested, render
 
+from spillway_connector.setting_names import PLAIN_NAMES
 from spillway_engine import extra_arguments
-from spillway_engine.door import FILE
 from spillway_engine.errors import SettingsError
 
 REFUSED = [
@@ -74,12 +74,12 @@ def test_every_argument_that_is_refused_is_refused_by_both() -> None:
     assert {line.split()[2] for line in said} == names
     for argument in REFUSED:
         with pytest.raises(SettingsError):
-            extra_arguments.check_extra_arguments([argument], FILE)
+            extra_arguments.check_extra_arguments([argument], PLAIN_NAMES)
 
 
 def test_every_other_argument_is_taken_by_both() -> None:
     render(CHART / "values-cpu.yaml", values=nested("engine.extraArgs", ACCEPTED))
-    extra_arguments.check_extra_arguments(ACCEPTED, FILE)
+    extra_arguments.check_extra_arguments(ACCEPTED, PLAIN_NAMES)
 
 
 def test_both_go_by_one_table() -> None:

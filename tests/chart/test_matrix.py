@@ -15,7 +15,7 @@ import yaml
 from chart.helm_binaries import helms
 from chart.rendering import Render, environment, laid_over, nested, pod_spec, quantity_bytes, render, require_valid
 
-from spillway_connector.config import ConnectorConfig, parse_tier
+from spillway_connector.config import ConnectorConfig, RedisTierConfig, parse_tier
 from spillway_engine.settings import EngineSettings, check_settings
 from spillway_engine.settings_reader import read_settings
 from spillway_engine.vllm_arguments import kv_transfer_config
@@ -316,9 +316,9 @@ def require_an_engine_that_starts(rendered: Render, workload: dict[str, Any]) ->
     needed_files, needed_variables = set(), set()
     for options in extra["secondary_tiers"]:
         tier = parse_tier(options.pop("type"), options)
-        tls = ("tls_ca_file", "tls_certificate_file", "tls_key_file", "password_file")
-        needed_files |= {getattr(tier, name, None) for name in tls}
-        needed_variables |= {getattr(tier, name, None) for name in ("username_env", "password_env")}
+        if isinstance(tier, RedisTierConfig):
+            needed_files |= {tier.tls.ca_file, tier.tls.certificate_file, tier.tls.key_file, tier.password_file}
+            needed_variables |= {tier.username_env, tier.password_env}
         if tier.encryption is not None:
             needed_files.add(tier.encryption.key_file)
     assert secret_files(workload) == needed_files - {None}

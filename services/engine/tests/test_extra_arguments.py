@@ -1,6 +1,6 @@
 import pytest
 
-from spillway_engine.door import FILE, Door
+from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_engine.errors import SettingsError
 from spillway_engine.extra_arguments import argument_name, check_extra_arguments, is_secret
 
@@ -24,7 +24,7 @@ def test_every_refusal_is_told_at_once_and_names_what_decides() -> None:
     with pytest.raises(SettingsError) as refused:
         check_extra_arguments(
             ["--max-num-seqs", "8", "-tp=2", "--served_model", "x", "--config=a.yaml", "--hf-to", "hf_abc"],
-            Door(others="engine.{path}"),
+            SettingNames(others="engine.{path}"),
         )
 
     assert str(refused.value).splitlines() == [
@@ -40,7 +40,7 @@ def test_every_refusal_is_told_at_once_and_names_what_decides() -> None:
 def test_a_secret_is_refused_and_not_repeated(argument: str) -> None:
     assert is_secret(argument)
     with pytest.raises(SettingsError) as refused:
-        check_extra_arguments([argument], FILE)
+        check_extra_arguments([argument], PLAIN_NAMES)
     assert "k1" not in str(refused.value)
 
 
@@ -48,5 +48,5 @@ def test_what_spillway_does_not_decide_passes() -> None:
     check_extra_arguments(
         ["--max-num-seqs=8", "--max-num-batched-tokens", "512", "--enforce-eager", "-O3", "--middleware", "a.b",
          "--allow-credentials", "--kv-cache-memory-bytes", "1", "-q", "awq", "-1", "-"],
-        FILE,
+        PLAIN_NAMES,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget, choose_dtype, plan_memory
@@ -226,7 +227,7 @@ def test_following_the_advice_ends_in_a_start(shape: ModelShape, machine: Machin
     # Where not even one chunk fits, the advice is about the machine and not about the tier.
     if len(numbers) < len(complaints) or not numbers:
         return
-    lowered = dataclasses.replace(given, offload=dataclasses.replace(given.offload, num_cpu_blocks=min(numbers)))
+    lowered = structs.replace(given, offload=structs.replace(given.offload, num_cpu_blocks=min(numbers)))
 
     assert not any("numCpuBlocks" in problem for problem in plan_memory(lowered, shape, machine).problems)
 

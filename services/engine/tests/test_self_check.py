@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spillway_engine.door import Door
+from spillway_connector.setting_names import SettingNames
 from spillway_engine.in_process import Ask, Reply
 from spillway_engine.pod_channel import PodBrief
 from spillway_engine.reference_likelihood import REFERENCE_TEXTS, REFERENCES, TEXTS
@@ -17,7 +17,7 @@ from spillway_engine.self_check import DECODED_TOKENS, SelfCheckFailed, run_self
 
 KNOWN = "smollm2-135m-instruct-b179c9523d0e-2"
 UNKNOWN_MODEL = PodBrief(served_name="m", dtype="bfloat16", eager=True, vocabulary=50_000)
-MAKE = Door(
+MAKE = SettingNames(
     others="ENGINE_SET={path}", separator="=", names={"model.dtype": "DTYPE", "lifecycle.selfCheck": "SELF_CHECK"}
 )
 
@@ -176,7 +176,7 @@ async def test_a_refusal_ends_with_what_to_change_at_this_door(bigram_model: Cal
         "; the engine runs in bfloat16, eager; set model.dtype: float32, or set lifecycle.selfCheckText to sentences "
         "that this model knows well, or check the files of the model; lifecycle.selfCheck: off serves it as it is"
     )
-    assert (await refusal(broken, brief(door=MAKE, eager=False))).endswith(
+    assert (await refusal(broken, brief(names=MAKE, eager=False))).endswith(
         "; the engine runs in bfloat16, compiled; add --enforce-eager to ENGINE_SET=extraArgs, or set DTYPE=float32, "
         "or set ENGINE_SET=lifecycle.selfCheckText to sentences that this model knows well, or check the files of the "
         "model; SELF_CHECK=off serves it as it is"

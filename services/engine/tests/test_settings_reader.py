@@ -6,9 +6,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spillway_engine.chart_keys import camel_case, settings_tree
 from spillway_engine.errors import SettingsError
 from spillway_engine.settings import EngineSettings, check_settings
-from spillway_engine.settings_reader import camel_case, load_engine_settings, read_settings, settings_tree
+from spillway_engine.settings_reader import load_engine_settings, read_settings
 
 MINIMAL: dict[str, Any] = {"model": {"path": "/models/x"}, "offload": {"numCpuBlocks": 64}}
 
@@ -42,32 +43,38 @@ def test_overrides_win_in_order_and_reach_any_depth(tmp_path: Path) -> None:
 def test_overrides_alone_are_enough() -> None:
     settings = load_engine_settings(None, ["model.path=/models/x", "offload.cpuBytes=512MiB"])
 
-    assert settings.offload.cpu_bytes == 512 << 20
+    assert settings.offload.cpu_bytes_to_use == 512 << 20
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("offload.numCpuBloks=3", "offload.numCpuBloks is no setting; did you mean numCpuBlocks?"),
-        ("modle.path=x", "modle is no setting; did you mean model?"),
-        ("offload.sharedTier.num_cpu_blocks=3", "offload.sharedTier.num_cpu_blocks is no setting"),
-        ("port=eight", "port: 'eight' is not a whole number"),
-        ("port=true", "port: True is not a whole number"),
-        ("platform=tpu", "platform: 'tpu' is none of auto, cpu, cuda, npu"),
+        ("offload.numCpuBloks=3", "offload.numCpuBloks: unknown setting; did you mean 'numCpuBlocks'?"),
+        ("modle.path=x", "modle: unknown setting; did you mean 'model'?"),
+        ("offload.sharedTier.num_cpu_blocks=3", "offload.sharedTier.num_cpu_blocks: unknown setting"),
+        ("port=eight", "port: 'eight' given, a whole number from 1 to 65535 needed"),
+        ("port=true", "port: True given, a whole number from 1 to 65535 needed"),
+        ("platform=tpu", "platform: 'tpu' given, auto, cpu, cuda or npu needed"),
         ("offload.cpuBytes=lots", "offload.cpuBytes: 'lots' is not a size"),
-        ("extraArgs=x", "extraArgs: 'x' is not a list"),
-        ("model=x", "model: 'x' is not a mapping"),
+        ("extraArgs=x", "extraArgs: 'x' given, a list needed"),
+        ("model=x", "model: 'x' given, a mapping of settings needed"),
         ("port", "has no key or no value"),
         ("offload.cpuBytes=1GiB", "offload.numCpuBlocks: 64 and offload.cpuBytes: 1073741824 are both set"),
         ("offload.numCpuBlocks=null", "offload.enabled: true needs the size of the CPU tier"),
-        ("offload.numCpuBlocks=0", "offload.numCpuBlocks: 0 is too small"),
+        ("offload.numCpuBlocks=0", "offload.numCpuBlocks: 0 given, a whole number of at least 1 needed"),
         ("offload.sharedTier.type=nvme", "offload.sharedTier.nvme.path: '' is no absolute folder"),
         ("offload.sharedTier.type=redis", "offload.sharedTier.redis.url is empty"),
-        ("offload.promotionInFlightFraction=0", "offload.promotionInFlightFraction: 0.0 is no share of the CPU tier"),
-        ("offload.promotionPerRequestFraction=1.5", "set it above 0 and to 1 at most"),
-        ("offload.requestWaitSeconds=0", "offload.requestWaitSeconds: 0.0 is too small"),
+        (
+            "offload.promotionInFlightFraction=0",
+            "offload.promotionInFlightFraction: 0 given, a number above 0",
+        ),
+        (
+            "offload.promotionPerRequestFraction=1.5",
+            "Fraction: 1.5 given, a number above 0 and at most 1 needed",
+        ),
+        ("offload.requestWaitSeconds=0", "offload.requestWaitSeconds: 0 given, a finite number above 0 needed"),
         ("kvEvents.port=8100", "kvEvents.port: 8100 is also port"),
-        ("port=70000", "port: 70000 is no TCP port"),
+        ("port=70000", "port: 70000 given, a whole number from 1 to 65535 needed"),
         ("blockSize=100", "blockSize: 100 is not a multiple of 16"),
     ],
 )
@@ -79,7 +86,7 @@ def test_a_refusal_names_the_key_and_the_remedy(tmp_path: Path, override: str, s
 
 
 def test_a_missing_model_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"model is not set and has no default.*--set model="):
+    with pytest.raises(SettingsError, match=r"model: missing; add it to the configuration"):
         load_engine_settings(None, ["port=1"])
 
 
@@ -105,7 +112,7 @@ def test_no_unknown_key_is_ever_accepted(key: str) -> None:
     known = settings_tree(EngineSettings(**{"model": read_settings(EngineSettings, MINIMAL).model}))
     if key in known:
         return
-    with pytest.raises(SettingsError, match=f"^{key} is no setting"):
+    with pytest.raises(SettingsError, match=f"^{key}: unknown setting"):
         check_settings(read_settings(EngineSettings, {**MINIMAL, key: 1}))
 
 

@@ -126,7 +126,7 @@ def test_a_machine_without_a_list_of_mounts_is_believed(tmp_path: Path) -> None:
 
 def test_a_folder_whose_parent_is_missing_is_said_and_keeps_nobody_from_serving(tmp_path: Path) -> None:
     mistyped = tmp_path / "nmve" / "kv"
-    tier = SharedTierSettings("nvme", nvme=NvmeTierSettings(str(mistyped)))
+    tier = SharedTierSettings(type="nvme", nvme=NvmeTierSettings(str(mistyped)))
     require_tier_files(tier)
     said = misplaced_tier(tier)
     assert said is not None
@@ -136,4 +136,4 @@ def test_a_folder_whose_parent_is_missing_is_said_and_keeps_nobody_from_serving(
     assert "serves without the shared tier" in said
     mistyped.parent.mkdir()
     assert misplaced_tier(tier) is None
-    assert misplaced_tier(SharedTierSettings("none", nvme=NvmeTierSettings("/no/such/folder"))) is None
+    assert misplaced_tier(SharedTierSettings(type="none", nvme=NvmeTierSettings("/no/such/folder"))) is None

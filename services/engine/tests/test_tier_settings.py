@@ -7,9 +7,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spillway_engine.chart_keys import settings_tree
 from spillway_engine.errors import SettingsError
 from spillway_engine.settings import EngineSettings, check_settings
-from spillway_engine.settings_reader import read_settings, settings_tree
+from spillway_engine.settings_reader import read_settings
 
 
 def checked(tier: Any, **offload: Any) -> EngineSettings:
@@ -19,12 +20,15 @@ def checked(tier: Any, **offload: Any) -> EngineSettings:
 
 REFUSED = {
     "nvme without a folder": ("type: nvme", "nvme.path: '' is no absolute folder"),
-    "unknown layout": ("{type: nvme, nvme: {path: /kv, mode: slabs}}", "'slabs' is none of files, slab, auto"),
+    "unknown layout": ("{type: nvme, nvme: {path: /kv, mode: slabs}}", "'slabs' given, auto, files or slab needed"),
     "a share larger than the whole": (
         "{type: nvme, nvme: {path: /kv, maxBytes: 1GiB, tenantMaxBytes: 2GiB}}",
         "nvme.tenantMaxBytes: 2.0 GiB for one tenant is more than offload.sharedTier.nvme.maxBytes: 1.0 GiB for all",
     ),
-    "blocks that live for no time": ("{type: nvme, nvme: {path: /kv, ttlSeconds: 0}}", "nvme.ttlSeconds: 0 is too sm"),
+    "blocks that live for no time": (
+        "{type: nvme, nvme: {path: /kv, ttlSeconds: 0}}",
+        "nvme.ttlSeconds: 0 given, a whole ",
+    ),
     "redis without a server": ("type: redis", "redis.url is empty"),
     "credentials in the address": ("{type: redis, redis: {url: 'redis://u:p@h:1/0'}}", "redis.url holds credentials"),
     "credentials of a tier that is not in use": (
@@ -52,15 +56,18 @@ REFUSED = {
         "{type: redis, redis: {url: 'redis://h', connections: 2, payloadConnections: 3}}",
         "redis.payloadConnections: 3 is more than offload.sharedTier.redis.connections: 2",
     ),
-    "no thread": ("{type: nvme, nvme: {path: /kv}, ioThreads: 0}", "offload.sharedTier.ioThreads: 0 is too small"),
-    "ioThreads below nvme": ("{type: nvme, nvme: {path: /kv, ioThreads: 4}}", "nvme.ioThreads is no setting"),
+    "no thread": (
+        "{type: nvme, nvme: {path: /kv}, ioThreads: 0}",
+        "sharedTier.ioThreads: 0 given, a ",
+    ),
+    "ioThreads below nvme": ("{type: nvme, nvme: {path: /kv, ioThreads: 4}}", "nvme.ioThreads: unknown setting"),
     "encryption of nothing": (
         "{type: none, encryption: {keyId: a, keyFile: /k}}",
         "encryption is set, but offload.sharedTier.type: none",
     ),
     "encryption without a name": (
         "{type: nvme, nvme: {path: /kv}, encryption: {keyFile: /k}}",
-        "offload.sharedTier.encryption.keyId is not set",
+        "offload.sharedTier.encryption.keyId: missing; add it to",
     ),
     "encryption with a strange name": (
         "{type: nvme, nvme: {path: /kv}, encryption: {keyId: schlüssel, keyFile: /k}}",

@@ -1,17 +1,16 @@
 import json
-from dataclasses import fields, replace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from spillway_connector.config import BATCH_MEMCPY_MODES, EVICTION_POLICIES, NVME_MODES, TRANSPORTS, ConnectorConfig
+from spillway_connector.config import ConnectorConfig
 from spillway_connector.plan.copy_table import CopyTable
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.settings import EngineSettings, ModelSettings, OffloadSettings
 from spillway_engine.settings_reader import read_settings
-from spillway_engine.tier_settings import NvmeTierSettings
 from spillway_engine.vllm_arguments import (
     cpu_thread_environment,
     kv_events_config,
@@ -67,9 +66,9 @@ def test_the_whole_command_line_of_a_cpu_engine() -> None:
         '{"kv_connector":"SpillwayConnector","kv_connector_module_path":"spillway_connector.engine.connector",'
         '"kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{'
         '"spec_name":"SpillwayOffloadingSpec","spec_module_path":"spillway_connector.engine.spec","num_cpu_blocks":96,'
-        '"blocks_per_chunk":1,"eviction_policy":"lru","batch_memcpy":"auto","max_copy_descriptors":4096,"transport":"auto",'
-        '"request_wait_seconds":3.0,'
-        '"promotion_in_flight_fraction":0.5,"promotion_per_request_fraction":0.75,"secondary_tiers":['
+        '"blocks_per_chunk":1,"eviction_policy":"lru","batch_memcpy":"auto","transport":"auto","max_copy_descriptors":4096,'
+        '"promotion_in_flight_fraction":0.5,"promotion_per_request_fraction":0.75,"request_wait_seconds":3.0,'
+        '"secondary_tiers":['
         '{"type":"nvme","path":"/kv","max_bytes":4294967296,"mode":"auto","io_threads":8,'
         '"lookup_timeout_seconds":0.2,"load_timeout_seconds":2.0,"store_timeout_seconds":10.0,'
         '"load_queue_bytes_max":8589934592,"store_queue_bytes_max":8589934592,"store_queue_seconds_max":5.0}]}}',
@@ -136,17 +135,17 @@ def test_defaults_are_those_of_the_connector() -> None:
     assert ConnectorConfig.parse(extra) == ConnectorConfig(num_cpu_blocks=4)
 
 
-def test_everything_that_the_connector_can_be_told_is_a_setting() -> None:
-    """A field or word that the connector gains has to find its way here, and from here into the chart."""
-    own = {field.name: field for field in fields(OffloadSettings)}
-    renamed = {"cpu_bytes_to_use": "cpu_bytes"}
-
-    assert {renamed.get(field.name, field.name) for field in fields(ConnectorConfig)} <= set(own)
-    words = {name: get_args(hint) for name, hint in get_type_hints(OffloadSettings).items()}
-    assert words["transport"] == TRANSPORTS
-    assert words["batch_memcpy"] == BATCH_MEMCPY_MODES
-    assert words["eviction_policy"] == EVICTION_POLICIES
-    assert get_args(get_type_hints(NvmeTierSettings)["mode"]) == NVME_MODES
+def test_offload_has_the_settings_of_the_connector_under_camel_case_keys_and_three_of_its_own() -> None:
+    assert set(OffloadSettings.__struct_fields__) == {
+        *ConnectorConfig.__struct_fields__,
+        "enabled",
+        "shared_tier",
+        "extra_tiers",
+    }
+    assert {"numCpuBlocks", "cpuBytes", "promotionInFlightFraction", "sharedTier"} < set(
+        OffloadSettings.__struct_encode_fields__
+    )
+    assert not any("_" in key for key in OffloadSettings.__struct_encode_fields__)
 
 
 def test_tiers_of_vllm_pass_unread_beside_ours() -> None:

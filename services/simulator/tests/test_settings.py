@@ -9,24 +9,24 @@ from spillway_simulator.settings import load_settings, parse_settings
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "message"),
     [
-        ({"egines": 2}, "egines: unknown"),
-        ({"engines": 65}, "1 to 64"),
-        ({"engines": True}, "int needed"),
-        ({"speed": 0}, "above 0"),
+        ({"egines": 2}, "egines: unknown setting; did you mean 'engines'"),
+        ({"engines": 65}, "engines: 65 given, a whole number from 1 to 64 needed"),
+        ({"engines": True}, "engines: True given, a whole number"),
+        ({"speed": 0}, "speed: 0 given, a finite number above 0"),
         ({"preset": "h100"}, "h200-qwen3-14b-nvme"),
-        ({"eventForm": "xml"}, "array, map"),
+        ({"eventForm": "xml"}, "eventForm: 'xml' given, array or map needed"),
         ({"maxBatchedTokens": 10}, "more than maxRunning"),
         ({"cpuBlocks": 0, "sharedBlocks": 5}, "needs cpuBlocks"),
         ({"rates": {"stepSecond": 1}}, "unknown; known are"),
         ({"rates": {"cpu.loadTokensPerSecond": 0}}, "above 0"),
-        ({"rates": {"stepSeconds": -1}}, "from 0"),
-        ({"rates": {"stepSeconds": "x"}}, "numbers"),
+        ({"rates": {"stepSeconds": -1}}, "rates.stepSeconds: -1 given, a finite number of at least 0"),
+        ({"rates": {"stepSeconds": "x"}}, "rates.stepSeconds: 'x' given, a finite number"),
     ],
 )
-def test_mistakes_are_named(document, said):
-    with pytest.raises(SettingsError, match=said):
+def test_mistakes_are_named(document, message):
+    with pytest.raises(SettingsError, match=message):
         parse_settings(document)
 
 

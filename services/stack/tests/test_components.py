@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spillway_engine.chart_keys import settings_tree
 from spillway_engine.errors import SettingsError
-from spillway_engine.settings_reader import engine_settings, settings_tree
+from spillway_engine.settings_reader import engine_settings
 from spillway_stack import make_variables
 from spillway_stack.components import (
     Component,
@@ -89,7 +90,10 @@ def test_the_start_up_check_may_be_switched_off_or_read_another_text() -> None:
         (StackSettings(engine_args=("-tp=2",)), "ENGINE_ARGS: -tp is decided by ENGINE_SET=tensorParallelSize"),
         (StackSettings(engine_args=("--dtype", "half")), "ENGINE_ARGS: --dtype is decided by DTYPE; change that"),
         (StackSettings(engine_overrides=("blockSize=100",)), "ENGINE_SET=blockSize=100 is not a multiple of 16"),
-        (StackSettings(engine_overrides=("blockSzie=100",)), "ENGINE_SET=blockSzie is no setting; did you mean block"),
+        (
+            StackSettings(engine_overrides=("blockSzie=100",)),
+            "ENGINE_SET=blockSzie: unknown setting; did you mean",
+        ),
     ],
 )
 def test_a_refusal_names_the_variable(settings: StackSettings, message: str) -> None:

@@ -42,6 +42,7 @@ from spillway_connector.engine.tier_adapter import TIER_TYPES
 from spillway_connector.engine.tiering import SpillwayTieringManager
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
+from spillway_connector.plan.copy_table import H200_TABLE
 from spillway_connector.plan.geometry import ROW_ALIGNMENT_BYTES, ChunkGeometry
 
 logger = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ class SpillwayOffloadingSpec(OffloadingSpec):
                 device,
                 compute_stream,
                 self.config.batch_memcpy,
-                table=self.config.copy_table,
+                table=self.config.copy_table or H200_TABLE,
                 limits=CopyLimits(descriptors=self.config.max_copy_descriptors),
             )
             return self.device_transport.copier

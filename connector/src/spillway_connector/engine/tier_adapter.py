@@ -170,7 +170,7 @@ def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namesp
         return kind(
             namespace,
             payload_bytes,
-            config.path,
+            Path(config.path),
             max_bytes=config.max_bytes,
             ttl_seconds=config.ttl_seconds,
             tenant_max_bytes=config.tenant_max_bytes,
@@ -181,9 +181,9 @@ def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namesp
         username=_secret(config.username_env),
         password=_secret(config.password_env),
         password_file=config.password_file,
-        tls_ca_file=config.tls_ca_file,
-        tls_certificate_file=config.tls_certificate_file,
-        tls_key_file=config.tls_key_file,
+        tls_ca_file=config.tls.ca_file,
+        tls_certificate_file=config.tls.certificate_file,
+        tls_key_file=config.tls.key_file,
     )
     return RedisTier(
         namespace,
@@ -199,13 +199,14 @@ def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namesp
 def _layout_of(config: NvmeTierConfig) -> Mode:
     """Which of the two, said in the log: an operator who looks at the disk finds what it says."""
     mode: Mode
+    folder = Path(config.path)
     if config.mode == "auto":
-        mode, reason = suitable_mode(config.path)
+        mode, reason = suitable_mode(folder)
         logger.info("NVMe tier %s: layout %s: %s", config.path, mode, reason)
     else:
         mode = "slab" if config.mode == "slab" else "files"
         logger.info("NVMe tier %s: layout %s, as asked for", config.path, mode)
-    others = unused_layouts(config.path, mode)
+    others = unused_layouts(folder, mode)
     if others:
         logger.warning(
             "NVMe tier %s: it also holds blocks in the layout %s, which this engine neither uses nor removes; give "

@@ -10,21 +10,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from typing import Final, Literal
 
-from spillway_connector.errors import ConfigError
+import msgspec
 
-LOOP, BATCH, STAGED = "loop", "batch", "staged"
+Path = Literal["loop", "batch", "staged"]
+LOOP: Final = "loop"
+BATCH: Final = "batch"
+STAGED: Final = "staged"
 PATHS = (LOOP, BATCH, STAGED)
+Rows = tuple[tuple[int, Path], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CopyTable:
-    """Per direction: (pieces up to this many bytes, path), ascending; beyond the last row, batch."""
+class CopyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Per direction: (pieces up to this many bytes, path), ascending; beyond the last row, batch.
 
-    store: tuple[tuple[int, str], ...]
-    load: tuple[tuple[int, str], ...]
+    Read from {"store": [[65536, "staged"]], "load": []}, as bench-copy writes it.
+    """
+
+    store: Rows = ()
+    load: Rows = ()
+
+    def __post_init__(self) -> None:
+        for name, rows in (("store", self.store), ("load", self.load)):
+            limits = [limit for limit, _ in rows]
+            if any(later <= limit for limit, later in itertools.pairwise(limits)):
+                raise ValueError(f"{name} has the sizes {limits}; each needs to be larger than the one before it")
 
     def store_path(self, piece_bytes: float) -> str:
         """From device to host."""
@@ -38,29 +50,10 @@ class CopyTable:
     def uses_staging(self) -> bool:
         return any(path == STAGED for _, path in self.store + self.load)
 
-    @classmethod
-    def parse(cls, given: Mapping[str, Sequence[Sequence[object]]]) -> CopyTable:
-        """{"store": [[65536, "staged"]], "load": []}, as bench-copy writes it. Raises ConfigError."""
-        unknown = set(given) - {"store", "load"}
-        if unknown:
-            raise ConfigError(f"copy_table: unknown key {sorted(unknown)[0]!r}; known keys: store, load")
-        sides: dict[str, tuple[tuple[int, str], ...]] = {}
-        for side in ("store", "load"):
-            rows: list[tuple[int, str]] = []
-            for row in given.get(side, ()):
-                limit, path = row if len(row) == 2 else (None, None)
-                if not isinstance(limit, int) or path not in PATHS or (rows and limit <= rows[-1][0]):
-                    raise ConfigError(
-                        f"copy_table: {side}: {row!r} is not [bytes, {' | '.join(PATHS)}] with bytes in ascending order"
-                    )
-                rows.append((limit, str(path)))
-            sides[side] = tuple(rows)
-        return cls(**sides)
-
 
 # One H200 (PCIe 5), medians of bench-copy; docs/cuda.md has the figures.
 H200_TABLE = CopyTable(store=((524_288, STAGED),), load=((524_288, STAGED),))
 
 
-def _path(rows: tuple[tuple[int, str], ...], piece_bytes: float) -> str:
+def _path(rows: Rows, piece_bytes: float) -> str:
     return next((path for limit, path in rows if piece_bytes <= limit), BATCH)

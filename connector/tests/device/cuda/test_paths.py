@@ -7,7 +7,7 @@ from spillway_connector.device.cuda.paths import choose_cuda_paths
 from spillway_connector.errors import ConfigError
 from spillway_connector.plan.copy_table import BATCH, H200_TABLE, LOOP, STAGED, CopyTable
 
-TABLE = CopyTable.parse({"store": [[4096, "loop"], [65_536, "staged"]], "load": []})
+TABLE = CopyTable(store=((4096, "loop"), (65_536, "staged")))
 
 
 @pytest.mark.parametrize(

@@ -76,26 +76,33 @@ def _explained(kind: type[Any], document: object, hook: Hook | None, refusal: st
         elif isinstance(node, types.VarTupleType) and isinstance(value, list):
             node, value = node.item_type, value[int(step[2])]
             path = _joined(path, step[0])
+        elif isinstance(node, types.TupleType) and isinstance(value, list):
+            node, value = node.item_types[int(step[2])], value[int(step[2])]
+            path = _joined(path, step[0])
         elif isinstance(node, types.DictType) and isinstance(value, dict):
             key = next((key for key in value if not _accepted(node.value_type, value[key])), "")
             node, value = node.value_type, value.get(key)
             path = _joined(path, f".{key}")
     node = _meant(node, value)
     bare = _bare(node)
-    if isinstance(bare, types.StructType) and isinstance(value, dict):
-        return _wrong_keys(bare, value, path)
-    if isinstance(bare, types.CustomType):
-        return WrongSetting(path, refusal.removesuffix(found[0]) if found else refusal)
+    wrong = _wrong_keys(bare, value, path) if isinstance(bare, types.StructType) and isinstance(value, dict) else None
+    if wrong is not None:
+        return wrong
+    if isinstance(bare, types.CustomType | types.StructType) and not refusal.startswith("Expected "):
+        return WrongSetting(path, refusal.removesuffix(found[0]) if found else refusal)  # of the hook or __post_init__
     return WrongSetting(path, f"{_given(value)} given, {_needed(node)} needed")
 
 
-def _wrong_keys(node: types.StructType, given: dict[Any, Any], path: str) -> WrongSetting:
+def _wrong_keys(node: types.StructType, given: dict[Any, Any], path: str) -> WrongSetting | None:
     known = [field.encode_name for field in node.fields]
     for key in given:
         if key not in known:
             return unknown_setting(path, key, known)
-    missing = next(field.encode_name for field in node.fields if field.required and field.encode_name not in given)
-    return WrongSetting(_joined(path, f".{missing}"), f"missing; add it to {path or 'the configuration'}")
+    for field in node.fields:
+        if field.required and field.encode_name not in given:
+            problem = f"missing; add it to {path or 'the configuration'}"
+            return WrongSetting(_joined(path, f".{field.encode_name}"), problem)
+    return None
 
 
 def _bare(node: types.Type) -> types.Type:
@@ -141,6 +148,8 @@ def _needed(node: types.Type) -> str:
         return "a non-empty string" if node.min_length else "a string"
     if isinstance(node, types.BoolType):
         return "true or false"
+    if isinstance(node, types.TupleType):
+        return f"a list of {len(node.item_types)} items"
     return "a list" if isinstance(node, types.VarTupleType) else "a mapping of settings"
 
 

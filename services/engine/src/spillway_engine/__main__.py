@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = load_engine_settings(given.config, given.set)
         engine = resolve_engine(
-            settings, load_model_shape(settings.model.path, settings.door), probe_machine(settings.platform)
+            settings, load_model_shape(settings.model.path, settings.names), probe_machine(settings.platform)
         )
         if given.print_config:
             print(json.dumps(engine.public(), indent=2))

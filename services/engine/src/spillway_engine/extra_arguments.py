@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from spillway_engine.door import Door
+from spillway_connector.setting_names import SettingNames
 from spillway_engine.errors import SettingsError
 
 # vLLM's argument -> the setting that decides it. Given twice, the last one wins in vLLM, while the memory arithmetic,
@@ -71,14 +71,14 @@ def is_secret(argument: str) -> bool:
     return bool(SECRET_NAME.search(name)) or _meant(name) in SECRET
 
 
-def check_extra_arguments(arguments: Iterable[str], door: Door) -> None:
+def check_extra_arguments(arguments: Iterable[str], names: SettingNames) -> None:
     """Raises SettingsError with everything that is wrong, never with a secret's value."""
-    problems = [problem for argument in arguments if (problem := _problem(argument, door)) is not None]
+    problems = [problem for argument in arguments if (problem := _problem(argument, names)) is not None]
     if problems:
-        raise SettingsError("\n".join(f"{door.name('extraArgs')}: {problem}" for problem in problems))
+        raise SettingsError("\n".join(f"{names.name('extraArgs')}: {problem}" for problem in problems))
 
 
-def _problem(argument: str, door: Door) -> str | None:
+def _problem(argument: str, names: SettingNames) -> str | None:
     name = argument_name(argument)
     if name is None:
         return None
@@ -87,7 +87,7 @@ def _problem(argument: str, door: Door) -> str | None:
         place = SECRET.get(meant, "an environment variable or a file")
         return f"{name} would show a secret to whoever reads this setting or the list of processes; use {place}"
     if meant in DECIDED_BY_A_SETTING:
-        return f"{name} is decided by {door.name(DECIDED_BY_A_SETTING[meant])}; change that instead"
+        return f"{name} is decided by {names.name(DECIDED_BY_A_SETTING[meant])}; change that instead"
     if meant in FIXED:
         return f"{name} {FIXED[meant]}"
     return None

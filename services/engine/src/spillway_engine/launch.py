@@ -7,7 +7,6 @@ of one loop, and each phase has one deadline.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import enum
 import os
 import selectors
@@ -21,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spillway_engine.byte_sizes import format_byte_count
+from msgspec import structs
+
+from spillway_connector.byte_sizes import format_byte_count
 from spillway_engine.exit_report import OutputTail, exit_code_of, explain_exit
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
 from spillway_engine.settings import LifecycleSettings
@@ -107,7 +108,7 @@ class _Pod:
         self._shared_memory: set[Path] = set()  # of the whole group; nobody can say whose files are once it is dead
         self._control, theirs = socket.socketpair()
         with theirs:
-            brief = dataclasses.replace(command.brief, control_fd=theirs.fileno())
+            brief = structs.replace(command.brief, control_fd=theirs.fileno())
             self._engine = subprocess.Popen(
                 list(command.arguments),
                 env={**os.environ, **command.environment, **brief.to_environment()},

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from spillway_engine.byte_sizes import format_byte_count
+from spillway_connector.byte_sizes import format_byte_count
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import DTYPE_BYTES, ModelShape
 from spillway_engine.settings import EngineSettings
@@ -136,24 +136,24 @@ def _cpu_chunks(settings: EngineSettings, row_bytes: int) -> int:
         return 0
     if offload.num_cpu_blocks is not None:
         return offload.num_cpu_blocks
-    return (offload.cpu_bytes or 0) // row_bytes
+    return (offload.cpu_bytes_to_use or 0) // row_bytes
 
 
 def _length_problems(settings: EngineSettings, shape: ModelShape, device_blocks: int | None) -> list[str]:
     problems = []
-    door = settings.door
+    names = settings.names
     if shape.max_length is not None and settings.model.max_length > shape.max_length:
         problems.append(
-            f"{door.given('model.maxLength', settings.model.max_length)} tokens, the model's config.json allows "
-            f"{shape.max_length}; set {door.name('model.maxLength')} <= {shape.max_length}"
+            f"{names.given('model.maxLength', settings.model.max_length)} tokens, the model's config.json allows "
+            f"{shape.max_length}; set {names.name('model.maxLength')} <= {shape.max_length}"
         )
     least = _least_device_blocks(settings)
     if device_blocks is not None and device_blocks < least:
         longest = (device_blocks - 1) * settings.block_size
         problems.append(
-            f"{door.given('deviceBlocks', device_blocks)} of {settings.block_size} tokens hold no prompt of "
-            f"{door.given('model.maxLength', settings.model.max_length)}; "
-            f"set {door.name('deviceBlocks')} >= {least} or {door.name('model.maxLength')} <= {longest}"
+            f"{names.given('deviceBlocks', device_blocks)} of {settings.block_size} tokens hold no prompt of "
+            f"{names.given('model.maxLength', settings.model.max_length)}; "
+            f"set {names.name('deviceBlocks')} >= {least} or {names.name('model.maxLength')} <= {longest}"
         )
     return problems
 
@@ -163,12 +163,12 @@ def _shared_memory_problems(
 ) -> list[str]:
     if not settings.offload.enabled:
         return []
-    door = settings.door
-    given = door.given(*_tier_setting(settings))
+    names = settings.names
+    given = names.given(*_tier_setting(settings))
     if chunks == 0:
         return [
-            f"{given} holds no chunk of {format_byte_count(row_bytes)}; set {door.name('offload.cpuBytes')} >= "
-            f"{row_bytes} or lower {door.name('offload.blocksPerChunk')}"
+            f"{given} holds no chunk of {format_byte_count(row_bytes)}; set {names.name('offload.cpuBytes')} >= "
+            f"{row_bytes} or lower {names.name('offload.blocksPerChunk')}"
         ]
     free_bytes = machine.shared_memory_free_bytes
     needed_bytes = chunks * row_bytes + queue_bytes
@@ -190,7 +190,7 @@ def _memory_problems(
     available_bytes = machine.memory_available_bytes
     if needed_bytes <= available_bytes:
         return []
-    door = settings.door
+    names = settings.names
     said = (
         f"this engine needs {format_byte_count(needed_bytes)} of memory, "
         f"{format_byte_count(available_bytes)} is available ({machine.memory_limit_source})"
@@ -198,11 +198,11 @@ def _memory_problems(
     fitting = (available_bytes - (needed_bytes - chunks * row_bytes)) // row_bytes
     if chunks and fitting > 0:
         return [
-            f"{door.name(_tier_setting(settings)[0])}: {said}; set {_fitting_setting(settings, fitting, row_bytes)}"
+            f"{names.name(_tier_setting(settings)[0])}: {said}; set {_fitting_setting(settings, fitting, row_bytes)}"
         ]
     remedy = "give it more memory"
     if machine.platform == "cpu":
-        remedy = f"lower {door.name('deviceBlocks')} or {door.name('model.maxLength')}, or {remedy}"
+        remedy = f"lower {names.name('deviceBlocks')} or {names.name('model.maxLength')}, or {remedy}"
     return [f"{said}; {remedy}"]
 
 
@@ -211,7 +211,7 @@ def _tier_bound_problems(settings: EngineSettings, row_bytes: int) -> list[str]:
     tier = settings.offload.shared_tier
     if not settings.offload.enabled or tier.type == "none":
         return []
-    door = settings.door
+    names = settings.names
     bounds: dict[str, int | None] = {
         "loadQueueBytesMax": tier.load_queue_bytes_max,
         "storeQueueBytesMax": tier.store_queue_bytes_max,
@@ -221,8 +221,8 @@ def _tier_bound_problems(settings: EngineSettings, row_bytes: int) -> list[str]:
     else:
         bounds |= {"redis.tenantMaxBytes": tier.redis.tenant_max_bytes}
     return [
-        f"{door.given(SHARED_TIER + key, format_byte_count(bound))} holds no chunk of {format_byte_count(row_bytes)}; "
-        f"set it to {row_bytes} or more, or lower {door.name('offload.blocksPerChunk')}"
+        f"{names.given(SHARED_TIER + key, format_byte_count(bound))} holds no chunk of {format_byte_count(row_bytes)}; "
+        f"set it to {row_bytes} or more, or lower {names.name('offload.blocksPerChunk')}"
         for key, bound in bounds.items()
         if bound is not None and bound < row_bytes
     ]
@@ -231,13 +231,13 @@ def _tier_bound_problems(settings: EngineSettings, row_bytes: int) -> list[str]:
 def _tier_setting(settings: EngineSettings) -> tuple[str, str]:
     if settings.offload.num_cpu_blocks is not None:
         return "offload.numCpuBlocks", str(settings.offload.num_cpu_blocks)
-    return "offload.cpuBytes", format_byte_count(settings.offload.cpu_bytes or 0)
+    return "offload.cpuBytes", format_byte_count(settings.offload.cpu_bytes_to_use or 0)
 
 
 def _fitting_setting(settings: EngineSettings, chunks: int, row_bytes: int) -> str:
     if settings.offload.num_cpu_blocks is not None:
-        return f"{settings.door.name('offload.numCpuBlocks')} <= {chunks}"
-    return f"{settings.door.name('offload.cpuBytes')} <= {chunks * row_bytes}"
+        return f"{settings.names.name('offload.numCpuBlocks')} <= {chunks}"
+    return f"{settings.names.name('offload.cpuBytes')} <= {chunks * row_bytes}"
 
 
 def _warnings(settings: EngineSettings, chunks: int, tier_tokens: int) -> list[str]:
@@ -248,5 +248,5 @@ def _warnings(settings: EngineSettings, chunks: int, tier_tokens: int) -> list[s
     return [
         f"the CPU tier holds {tier_tokens:,} tokens ({chunks} chunks of {chunk_tokens}), one longest prompt has "
         f"{settings.model.max_length:,}; a prefix longer than the tier is recomputed: "
-        f"set {settings.door.name('offload.numCpuBlocks')} >= {needed}"
+        f"set {settings.names.name('offload.numCpuBlocks')} >= {needed}"
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spillway_engine.door import FILE, Door
+from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_engine.errors import ModelShapeError
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -75,7 +75,7 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
     )
 
 
-def load_model_shape(model_path: str, door: Door = FILE) -> ModelShape:
+def load_model_shape(model_path: str, names: SettingNames = PLAIN_NAMES) -> ModelShape:
     """Read `config.json` of a folder, or of a hub name through the hub's own client and its cache.
 
     Raises ModelShapeError: no such folder or model, no config.json, config without the needed numbers.
@@ -85,11 +85,11 @@ def load_model_shape(model_path: str, door: Door = FILE) -> ModelShape:
         config_path = folder / "config.json"
         if not config_path.is_file():
             raise ModelShapeError(
-                f"{door.given('model.path', model_path)} has no config.json; give a folder with a Hugging Face model"
+                f"{names.given('model.path', model_path)} has no config.json; give a folder with a Hugging Face model"
             )
         weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     else:
-        config_path = _config_from_hub(model_path, door)
+        config_path = _config_from_hub(model_path, names)
         weight_bytes = 0
     try:
         config = json.loads(config_path.read_text())
@@ -98,10 +98,10 @@ def load_model_shape(model_path: str, door: Door = FILE) -> ModelShape:
     return read_model_shape(config, weight_bytes)
 
 
-def _config_from_hub(name: str, door: Door) -> Path:
+def _config_from_hub(name: str, names: SettingNames) -> Path:
     if name.startswith(("/", ".")) or name.count("/") != 1:
         raise ModelShapeError(
-            f"{door.given('model.path', name)} is no folder here and no hub name (owner/model); give one of the two"
+            f"{names.given('model.path', name)} is no folder here and no hub name (owner/model); give one of the two"
         )
     # Imported here: only hub names need it, and the engine image has it through vLLM.
     from huggingface_hub import hf_hub_download  # noqa: PLC0415
@@ -110,7 +110,7 @@ def _config_from_hub(name: str, door: Door) -> Path:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:
         raise ModelShapeError(
-            f"{door.given('model.path', name)} could not be fetched from the model hub "
+            f"{names.given('model.path', name)} could not be fetched from the model hub "
             f"({type(error).__name__}: {error}); check the name and the network, or give a folder"
         ) from error
 

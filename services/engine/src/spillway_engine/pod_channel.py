@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spillway_engine.door import FILE, Door
+import msgspec
+
+from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 
 ENVIRONMENT_VARIABLE = "SPILLWAY_ENGINE_POD"
 LINE_BYTES_MAX = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class PodBrief:
+class PodBrief(msgspec.Struct, frozen=True):
     """What the middleware must know, carried in one environment variable."""
 
     control_fd: int | None = None  # None: no parent listens (the middleware used by itself)
@@ -36,19 +36,16 @@ class PodBrief:
     dtype: str = ""
     quantised_kv: bool = False
     eager: bool = False
-    door: Door = FILE  # names the settings in what the self-check says
-    configuration: dict[str, Any] = field(default_factory=dict)
+    names: SettingNames = PLAIN_NAMES  # of the settings, in messages of the self-check
+    configuration: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def to_environment(self) -> dict[str, str]:
-        return {ENVIRONMENT_VARIABLE: json.dumps(asdict(self), separators=(",", ":"))}
+        return {ENVIRONMENT_VARIABLE: msgspec.json.encode(self).decode()}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> PodBrief:
         text = environment.get(ENVIRONMENT_VARIABLE)
-        if not text:
-            return cls()
-        values = json.loads(text)
-        return cls(**{**values, "door": Door(**values["door"])})
+        return msgspec.json.decode(text, type=cls) if text else cls()
 
 
 def encode_message(message: Mapping[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spillway_engine.byte_sizes import format_byte_count
+from spillway_connector.byte_sizes import format_byte_count
 from spillway_engine.errors import BudgetError
 from spillway_engine.extra_arguments import argument_value
 from spillway_engine.launch import EngineCommand, python_module
@@ -41,12 +41,12 @@ class ResolvedEngine:
         if self.budget.problems:
             raise BudgetError("\n".join(self.budget.problems))
         if self.settings.offload.enabled:
-            require_tier_files(self.settings.offload.shared_tier, door=self.settings.door)
+            require_tier_files(self.settings.offload.shared_tier, names=self.settings.names)
 
     def warnings(self) -> list[str]:
         """What is wrong and no reason not to serve."""
         offload = self.settings.offload
-        misplaced = misplaced_tier(offload.shared_tier, self.settings.door) if offload.enabled else None
+        misplaced = misplaced_tier(offload.shared_tier, self.settings.names) if offload.enabled else None
         return [] if misplaced is None else [misplaced]
 
     def public(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class ResolvedEngine:
             dtype=self.budget.dtype,
             quantised_kv=(argument_value(settings.extra_args, "--kv-cache-dtype") or "auto") not in PLAIN_KV_DTYPES,
             eager="--enforce-eager" in arguments,
-            door=settings.door,
+            names=settings.names,
             configuration=self.public(),
         )
 

@@ -60,7 +60,7 @@ async def run_self_check(ask: Ask, brief: PodBrief) -> str:
     except TimeoutError as error:
         raise SelfCheckFailed(
             f"no answer within {brief.self_check_timeout_seconds:g} seconds; raise "
-            f"{brief.door.name('lifecycle.selfCheckTimeoutSeconds')} when this machine is that slow"
+            f"{brief.names.name('lifecycle.selfCheckTimeoutSeconds')} when this machine is that slow"
         ) from error
 
 
@@ -162,16 +162,16 @@ def _body(path: str, reply: Reply, brief: PodBrief) -> Mapping[str, Any]:
 
 
 def _remedy(brief: PodBrief) -> str:
-    door = brief.door
+    names = brief.names
     changes = []
     if not brief.eager:
-        changes.append(f"add --enforce-eager to {door.name('extraArgs')}")
+        changes.append(f"add --enforce-eager to {names.name('extraArgs')}")
     if brief.dtype != "float32":
-        changes.append(f"set {door.given('model.dtype', 'float32')}")
+        changes.append(f"set {names.given('model.dtype', 'float32')}")
     if brief.self_check_text or brief.reference is None:
-        changes.append(f"set {door.name('lifecycle.selfCheckText')} to sentences that this model knows well")
+        changes.append(f"set {names.name('lifecycle.selfCheckText')} to sentences that this model knows well")
     changes.append("check the files of the model")
     return (
         f"the engine runs in {brief.dtype}, {'eager' if brief.eager else 'compiled'}; {', or '.join(changes)}; "
-        f"{door.given('lifecycle.selfCheck', 'off')} serves it as it is"
+        f"{names.given('lifecycle.selfCheck', 'off')} serves it as it is"
     )

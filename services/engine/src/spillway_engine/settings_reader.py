@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from msgspec import inspect as types
 
-from spillway_engine.byte_sizes import ByteCount, parse_byte_count
-from spillway_engine.door import FILE, Door
+from spillway_connector import typed_settings
+from spillway_connector.config import read_value
+from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
+from spillway_connector.typed_settings import WrongSetting
 from spillway_engine.errors import SettingsError
 from spillway_engine.settings import EngineSettings, check_settings
 
@@ -42,48 +41,20 @@ def load_engine_settings(config_path: Path | None, overrides: Iterable[str] = ()
 
 
 def engine_settings(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> EngineSettings:
-    """The same from what the file holds. Messages name settings as the tree's `door` calls them."""
-    door = read_settings(Door, tree.get("door") or {})
+    """The same from what the file holds. Messages name settings as `door` in it says."""
+    names = read_settings(SettingNames, tree.get("door"))
     for override in overrides:
         tree = _with_override(tree, override)
-    return check_settings(read_settings(EngineSettings, tree, door))
+    return check_settings(read_settings(EngineSettings, tree, names))
 
 
-def read_settings(kind: type[Settings], tree: Mapping[str, Any], door: Door = FILE) -> Settings:
-    """A mapping with camelCase keys -> the frozen dataclass `kind`, recursively. Raises SettingsError."""
+def read_settings(kind: type[Settings], tree: object, names: SettingNames = PLAIN_NAMES) -> Settings:
+    """A mapping with camelCase keys -> the frozen struct `kind`. Raises SettingsError."""
     try:
-        return typing.cast(Settings, _read_dataclass(kind, tree, at=""))
-    except _Misread as misread:
-        name = door.name(misread.path) if misread.path else "the configuration"
-        raise SettingsError(f"{name}{misread.problem}") from misread
-
-
-class _Misread(Exception):
-    """What is wrong with the value at `path`; the door gives the path its name."""
-
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(path, problem)
-        self.path = path
-        self.problem = problem
-
-
-def settings_tree(settings: Any) -> dict[str, Any]:
-    """The inverse of `read_settings`: camelCase keys, plain values, fit for YAML and JSON."""
-    return {camel_case(field.name): _plain(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
-
-
-def camel_case(name: str) -> str:
-    """`num_cpu_blocks` -> `numCpuBlocks`."""
-    head, *tail = name.split("_")
-    return head + "".join(part.capitalize() for part in tail)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return settings_tree(value)
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return dict(value) if isinstance(value, dict) else value
+        return typed_settings.read_settings(kind, _as_meant(types.type_info(kind), tree), read_value)
+    except WrongSetting as wrong:
+        name = names.name(wrong.path) if wrong.path else "the configuration"
+        raise SettingsError(f"{name}: {wrong.problem}") from wrong
 
 
 def _with_override(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
@@ -107,77 +78,23 @@ def _placed(tree: Mapping[str, Any], path: list[str], value: Any, override: str)
     return {**tree, key: _placed(below, rest, value, override)}
 
 
-def _read_dataclass(kind: type[Any], tree: Any, at: str) -> Any:
-    if not isinstance(tree, Mapping):
-        raise _Misread(at, f": {tree!r} is not a mapping; it takes the keys {', '.join(_keys(kind))}")
-    hints = typing.get_type_hints(kind)
-    fields = {camel_case(field.name): field for field in dataclasses.fields(kind)}
-    values: dict[str, Any] = {}
-    for key, given in tree.items():
-        path = f"{at}.{key}" if at else str(key)
-        if key not in fields:
-            raise _Misread(path, _unknown_key(str(key), list(fields)))
-        values[fields[key].name] = _read_value(hints[fields[key].name], given, path)
-    for key, field in fields.items():
-        missing = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if missing and field.name not in values:
-            path = f"{at}.{key}" if at else key
-            raise _Misread(path, f" is not set and has no default; add it to the file or as --set {path}=...")
-    return kind(**values)
-
-
-def _unknown_key(key: str, known: list[str]) -> str:
-    lowered = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(key.lower().replace("_", ""), lowered, n=1, cutoff=0.5)
-    remedy = f"did you mean {lowered[near[0]]}?" if near else f"known here: {', '.join(sorted(known))}"
-    return f" is no setting; {remedy}"
-
-
-def _keys(kind: type[Any]) -> list[str]:
-    return [camel_case(field.name) for field in dataclasses.fields(kind)]
-
-
-def _read_value(hint: Any, given: Any, path: str) -> Any:
-    origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        options = [option for option in typing.get_args(hint) if option is not type(None)]
-        if given is None:
-            return None
-        return _read_value(options[0], given, path)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _read_dataclass(hint, {} if given is None else given, path)
-    if hint is ByteCount:
-        try:
-            return parse_byte_count(given)
-        except (TypeError, ValueError) as error:
-            raise _Misread(path, f": {error}") from error
-    if origin is typing.Literal:
-        choices = typing.get_args(hint)
-        # YAML reads a bare `off` as false.
-        if given is False and "off" in choices:
-            return "off"
-        if given not in choices:
-            raise _Misread(path, f": {given!r} is none of {', '.join(map(str, choices))}")
-        return given
-    if origin is tuple:
-        if not isinstance(given, list):
-            raise _Misread(path, f": {given!r} is not a list")
-        item = typing.get_args(hint)[0]
-        return tuple(_read_value(item, value, f"{path}[{index}]") for index, value in enumerate(given))
-    if origin is dict:
-        if not isinstance(given, Mapping):
-            raise _Misread(path, f": {given!r} is not a mapping")
-        value_hint = typing.get_args(hint)[1]
-        return {str(key): _read_value(value_hint, value, f"{path}.{key}") for key, value in given.items()}
-    return given if hint is Any else _read_scalar(hint, given, path)
-
-
-def _read_scalar(hint: type[Any], given: Any, path: str) -> Any:
-    if hint is float and isinstance(given, int) and not isinstance(given, bool):
-        return float(given)
-    if hint is str and isinstance(given, int | float) and not isinstance(given, bool):
-        return str(given)
-    if not isinstance(given, hint) or (hint is int and isinstance(given, bool)):
-        wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
-        raise _Misread(path, f": {given!r} is not {wanted}")
-    return given
+def _as_meant(node: types.Type, value: Any) -> Any:
+    """What YAML guesses, undone where the type says otherwise: text may look like a number (`extraArgs: [--seed, 8]`),
+    `off` is a word and not false, and a section whose keys are all commented out is empty and not null."""
+    if isinstance(node, types.Metadata):
+        return _as_meant(node.type, value)
+    if isinstance(node, types.UnionType):
+        return value if value is None else _as_meant(node.types[0], value)
+    if isinstance(node, types.StructType):
+        fields = {field.encode_name: field.type for field in node.fields}
+        tree = {} if value is None else value
+        if not isinstance(tree, Mapping):
+            return tree
+        return {key: _as_meant(fields[key], below) if key in fields else below for key, below in tree.items()}
+    if isinstance(node, types.VarTupleType) and isinstance(value, list):
+        return [_as_meant(node.item_type, item) for item in value]
+    if isinstance(node, types.DictType) and isinstance(value, Mapping):
+        return {str(key): _as_meant(node.value_type, item) for key, item in value.items()}
+    if isinstance(node, types.StrType) and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return "off" if isinstance(node, types.LiteralType) and value is False and "off" in node.values else value

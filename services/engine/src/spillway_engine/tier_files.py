@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spillway_connector.errors import ConfigError
+from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_connector.tiers.disk.layout_choice import file_system_of, is_shared
 from spillway_connector.tiers.disk.root import missing_parent
-from spillway_engine.door import FILE, Door
 from spillway_engine.errors import SettingsError
 from spillway_engine.tier_settings import (
     ENCRYPTION,
@@ -30,11 +30,11 @@ def require_tier_files(
     tier: SharedTierSettings,
     environment: Mapping[str, str] = os.environ,
     mounts: Path = _MOUNTS,
-    door: Door = FILE,
+    names: SettingNames = PLAIN_NAMES,
 ) -> None:
     """Raises SettingsError naming the setting and the file or variable, never what is in it."""
     if tier.type == "nvme" and tier.nvme.mode == "slab":
-        _require_local_disk(Path(tier.nvme.path), door, mounts)
+        _require_local_disk(Path(tier.nvme.path), names, mounts)
     if tier.type == "redis":
         redis = tier.redis
         files = {
@@ -45,18 +45,18 @@ def require_tier_files(
         }
         for key, file in files.items():
             if file is not None:
-                _require_readable(door.given(REDIS + key, file), Path(file))
+                _require_readable(names.given(REDIS + key, file), Path(file))
         for key, variable in {"usernameEnv": redis.username_env, "passwordEnv": redis.password_env}.items():
             if variable is not None and variable not in environment:
                 raise SettingsError(
-                    f"{door.name(REDIS + key)}: the environment variable {variable} is not set; "
+                    f"{names.name(REDIS + key)}: the environment variable {variable} is not set; "
                     "set it from a Secret, or remove the setting"
                 )
     if tier.type != "none" and tier.encryption is not None:
-        _require_key(tier.encryption, door, environment)
+        _require_key(tier.encryption, names, environment)
 
 
-def misplaced_tier(tier: SharedTierSettings, door: Door = FILE) -> str | None:
+def misplaced_tier(tier: SharedTierSettings, names: SettingNames = PLAIN_NAMES) -> str | None:
     """What is wrong with the folder of an NVMe tier; None where nothing is. No reason not to start: engines serve."""
     if tier.type != "nvme":
         return None
@@ -67,7 +67,7 @@ def misplaced_tier(tier: SharedTierSettings, door: Door = FILE) -> str | None:
     if problem is None:
         return None
     return (
-        f"{door.given(NVME + 'path', tier.nvme.path)}: {problem.removeprefix('path: ')}; "
+        f"{names.given(NVME + 'path', tier.nvme.path)}: {problem.removeprefix('path: ')}; "
         "until then the engine serves without the shared tier"
     )
 
@@ -84,25 +84,25 @@ def _require_readable(given: str, file: Path) -> None:
         raise SettingsError(f"{given} is empty; does the Secret hold that key?")
 
 
-def _require_local_disk(folder: Path, door: Door, mounts: Path) -> None:
+def _require_local_disk(folder: Path, names: SettingNames, mounts: Path) -> None:
     try:
         kind = file_system_of(folder, mounts.read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError:
         return  # not Linux's /proc: the operator's word counts
     if kind is not None and is_shared(kind):
         raise SettingsError(
-            f"{door.given(NVME + 'mode', 'slab')} needs a disk of this node alone, but {folder} lies on {kind}, which "
-            f"other nodes may mount too; set {door.given(NVME + 'mode', 'files')} (or auto), or another "
-            f"{door.name(NVME + 'path')}"
+            f"{names.given(NVME + 'mode', 'slab')} needs a disk of this node alone, but {folder} lies on {kind}, which "
+            f"other nodes may mount too; set {names.given(NVME + 'mode', 'files')} (or auto), or another "
+            f"{names.name(NVME + 'path')}"
         )
 
 
-def _require_key(encryption: EncryptionSettings, door: Door, environment: Mapping[str, str]) -> None:
+def _require_key(encryption: EncryptionSettings, names: SettingNames, environment: Mapping[str, str]) -> None:
     try:
         from spillway_connector.tiers.sealed import SealKey  # noqa: PLC0415  needs a package of its own
     except ImportError as error:
         raise SettingsError(
-            f"{door.name(ENCRYPTION[:-1])} needs a package that is not installed ({error}); "
+            f"{names.name(ENCRYPTION[:-1])} needs a package that is not installed ({error}); "
             "install spillway-connector[encryption]"
         ) from error
     try:
@@ -113,4 +113,4 @@ def _require_key(encryption: EncryptionSettings, door: Door, environment: Mappin
                 raise ConfigError(f"encryption.keyEnv: the environment variable {encryption.key_env} is not set")
             SealKey.parse(encryption.key_id, environment[encryption.key_env], f"encryption.keyEnv {encryption.key_env}")
     except ConfigError as error:
-        raise connector_refusal(error, door) from error
+        raise connector_refusal(error, names) from error

@@ -7,12 +7,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from spillway_connector.config import ConnectorConfig
+from spillway_engine.chart_keys import settings_tree
 from spillway_engine.extra_arguments import is_secret
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget
 from spillway_engine.settings import EngineSettings
-from spillway_engine.settings_reader import settings_tree
-from spillway_engine.tier_arguments import secondary_tiers
+from spillway_engine.tier_settings import secondary_tiers
 
 MIDDLEWARE = "spillway_engine.middleware.ReadinessMiddleware"
 SMALL_MACHINE_CORES = 4
@@ -96,23 +99,12 @@ def kv_events_config(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
-_LEFT_OUT_UNLESS_GIVEN = (
-    "acl_library_path",
-    "cuda_library_path",
-    "copy_table",
-    "weights_version",
-    "prefill_tokens_per_second",
-)
-
-
 def kv_transfer_config(settings: EngineSettings) -> dict[str, Any]:
     """What vLLM hands to Spillway's connector; the keys are the connector's, see its config module."""
     offload = settings.offload
-    capacity = (
-        {"num_cpu_blocks": offload.num_cpu_blocks}
-        if offload.num_cpu_blocks is not None
-        else {"cpu_bytes_to_use": offload.cpu_bytes}
-    )
+    options = {name: getattr(offload, name) for name in ConnectorConfig.__struct_fields__}
+    if offload.copy_table is not None:
+        options["copy_table"] = msgspec.to_builtins(offload.copy_table)
     return {
         "kv_connector": "SpillwayConnector",
         "kv_connector_module_path": "spillway_connector.engine.connector",
@@ -121,16 +113,7 @@ def kv_transfer_config(settings: EngineSettings) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "spec_name": "SpillwayOffloadingSpec",
             "spec_module_path": "spillway_connector.engine.spec",
-            **capacity,
-            "blocks_per_chunk": offload.blocks_per_chunk,
-            "eviction_policy": offload.eviction_policy,
-            "batch_memcpy": offload.batch_memcpy,
-            "max_copy_descriptors": offload.max_copy_descriptors,
-            "transport": offload.transport,
-            **{name: given for name in _LEFT_OUT_UNLESS_GIVEN if (given := getattr(offload, name)) is not None},
-            "request_wait_seconds": offload.request_wait_seconds,
-            "promotion_in_flight_fraction": offload.promotion_in_flight_fraction,
-            "promotion_per_request_fraction": offload.promotion_per_request_fraction,
+            **{name: value for name, value in options.items() if value is not None},
             "secondary_tiers": [*secondary_tiers(offload.shared_tier), *offload.extra_tiers],
         },
     }

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from spillway_engine.byte_sizes import format_byte_count
+from spillway_connector.byte_sizes import format_byte_count
 from spillway_engine.machine import Machine, probe_machine
 from spillway_engine.memory_budget import MemoryBudget
 from spillway_engine.model_shape import load_model_shape
@@ -26,7 +26,7 @@ def check_machine(
     """Reasons why the stack cannot start here; empty if it can."""
     engine = engine_settings(engine_configuration(settings, model, folder, 0), settings.engine_overrides)
     machine = probe_machine(engine.platform)
-    budget = resolve_engine(engine, load_model_shape(engine.model.path, engine.door), machine).budget
+    budget = resolve_engine(engine, load_model_shape(engine.model.path, engine.names), machine).budget
     return [
         *port_problems(components),
         *disk_problems(folder.root),

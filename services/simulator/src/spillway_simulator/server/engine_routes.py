@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from spillway_simulator.errors import RequestTooLong
 from spillway_simulator.server.engine_host import EngineHost
@@ -93,7 +94,7 @@ class EngineRoutes:
         document = {
             "simulated": True,
             "name": self._host.name,
-            "settings": dataclasses.asdict(settings),
+            "settings": structs.asdict(settings),
             "rates": dataclasses.asdict(settings.engine_rates),
         }
         return 200, encode(document)

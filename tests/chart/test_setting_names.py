@@ -6,8 +6,9 @@ import pytest
 import yaml
 from chart.rendering import CHART, nested, render
 
-from spillway_engine.door import Door
-from spillway_engine.settings_reader import engine_settings, settings_tree
+from spillway_connector.setting_names import SettingNames
+from spillway_engine.chart_keys import settings_tree
+from spillway_engine.settings_reader import engine_settings
 from spillway_engine.tier_settings import EncryptionSettings
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -42,7 +43,7 @@ def test_every_setting_of_an_engine_is_called_by_a_value() -> None:
     paths = [path for path in leaves(tree) if not any(f"{path}.".startswith(f"{own}.") for own in NOT_VALUES)]
 
     assert len(paths) > 60
-    assert [path for path in paths if not has_value(settings.door.name(path))] == []
+    assert [path for path in paths if not has_value(settings.names.name(path))] == []
 
 
 @pytest.mark.parametrize(
@@ -60,10 +61,10 @@ def test_every_setting_of_an_engine_is_called_by_a_value() -> None:
     ],
 )
 def test_names_follow_the_values(values: dict[str, Any], path: str, name: str) -> None:
-    assert engine_settings(engine_of(**values)).door.name(path) == name
+    assert engine_settings(engine_of(**values)).names.name(path) == name
 
 
 def test_only_the_names_are_written_that_differ() -> None:
-    door = Door(**engine_of()["door"])
+    names = SettingNames(**engine_of()["door"])
 
-    assert all(name != door.others.replace("{path}", path) for path, name in door.names.items())
+    assert all(name != names.others.replace("{path}", path) for path, name in names.names.items())

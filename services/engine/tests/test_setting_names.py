@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from spillway_engine.door import FILE, Door
+from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
+from spillway_engine.chart_keys import settings_tree
 from spillway_engine.errors import ModelShapeError, SettingsError
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape, load_model_shape
 from spillway_engine.pod_channel import ENVIRONMENT_VARIABLE, PodBrief
 from spillway_engine.settings import EngineSettings
-from spillway_engine.settings_reader import engine_settings, settings_tree
+from spillway_engine.settings_reader import engine_settings
 from spillway_engine.tier_files import require_tier_files
 from spillway_engine.tier_settings import RedisTierSettings, SharedTierSettings
 
@@ -45,32 +46,36 @@ def tree(door: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("door", "name", "given", "off"),
     [
-        (FILE, "offload.numCpuBlocks", "offload.numCpuBlocks: 8", "offload.enabled: false"),
+        (PLAIN_NAMES, "offload.numCpuBlocks", "offload.numCpuBlocks: 8", "offload.enabled: false"),
         (
-            Door(others="engine.{path}"),
+            SettingNames(others="engine.{path}"),
             "engine.offload.numCpuBlocks",
             "engine.offload.numCpuBlocks: 8",
             "engine.offload.enabled: false",
         ),
-        (Door(**MAKE), "NUM_CPU_BLOCKS", "NUM_CPU_BLOCKS=8", "OFFLOAD=off"),
+        (SettingNames(**MAKE), "NUM_CPU_BLOCKS", "NUM_CPU_BLOCKS=8", "OFFLOAD=off"),
     ],
 )
-def test_a_setting_is_called_as_its_reader_writes_it(door: Door, name: str, given: str, off: str) -> None:
+def test_a_setting_is_called_as_its_reader_writes_it(door: SettingNames, name: str, given: str, off: str) -> None:
     assert door.name("offload.numCpuBlocks") == name
     assert door.given("offload.numCpuBlocks", 8) == given
     assert door.given("offload.enabled", False) == off
 
 
 def test_an_item_of_a_list_is_called_by_its_list() -> None:
-    assert Door(**MAKE).name("extraArgs[2]") == "ENGINE_ARGS[2]"
-    assert Door(**MAKE).given("offload.blocksPerChunk", 2) == "ENGINE_SET=offload.blocksPerChunk=2"
+    assert SettingNames(**MAKE).name("extraArgs[2]") == "ENGINE_ARGS[2]"
+    assert SettingNames(**MAKE).given("offload.blocksPerChunk", 2) == "ENGINE_SET=offload.blocksPerChunk=2"
 
 
 @pytest.mark.parametrize(
     ("door", "more", "said"),
     [
         (MAKE, {"blockSize": 100}, "ENGINE_SET=blockSize=100 is not a multiple of 16"),
-        (MAKE, {"model": {"path": "/x", "dtype": "fp8"}}, "DTYPE: 'fp8' is none of auto, bfloat16, float16, float32"),
+        (
+            MAKE,
+            {"model": {"path": "/x", "dtype": "fp8"}},
+            "DTYPE: 'fp8' given, auto, bfloat16, float16 or float32",
+        ),
         (MAKE, {"extraArgs": ["--dtype=half"]}, "ENGINE_ARGS: --dtype is decided by DTYPE; change that instead"),
         (
             MAKE,
@@ -82,9 +87,9 @@ def test_an_item_of_a_list_is_called_by_its_list() -> None:
         (
             CHART,
             {"lifecycle": {"stopTimeoutSeconds": 0}},
-            "engines.chat.lifecycle.stopTimeoutSeconds: 0.0 is too small",
+            "engines.chat.lifecycle.stopTimeoutSeconds: 0 given, a finite number of at least 1",
         ),
-        (CHART, {"modle": {}}, "engines.chat.modle is no setting; did you mean model?"),
+        (CHART, {"modle": {}}, "engines.chat.modle: unknown setting; did you mean 'model'?"),
         (
             CHART,
             {"offload": {"numCpuBlocks": 4, "sharedTier": {"type": "redis", "redis": {"url": "http://h"}}}},
@@ -124,31 +129,31 @@ def test_lengths_and_warnings_name_the_setting_of_their_door() -> None:
 
 
 def test_a_missing_secret_names_the_value_of_the_chart() -> None:
-    tier = SharedTierSettings("redis", redis=RedisTierSettings(url="redis://h", password_env="PW"))
+    tier = SharedTierSettings(type="redis", redis=RedisTierSettings(url="redis://h", password_env="PW"))
     with pytest.raises(SettingsError, match="existingSecret: the environment variable PW is not set"):
-        require_tier_files(tier, {}, door=Door(**CHART))
+        require_tier_files(tier, {}, names=SettingNames(**CHART))
 
 
 def test_a_model_that_is_not_there_names_the_variable(tmp_path: Path) -> None:
     with pytest.raises(ModelShapeError, match=f"^MODEL={tmp_path} has no config.json"):
-        load_model_shape(str(tmp_path), Door(names={"model.path": "MODEL"}, separator="="))
+        load_model_shape(str(tmp_path), SettingNames(names={"model.path": "MODEL"}, separator="="))
 
 
 def test_the_door_survives_every_way_that_settings_take() -> None:
     settings = engine_settings(tree(MAKE))
 
-    assert settings.door == Door(**MAKE)
+    assert settings.names == SettingNames(**MAKE)
     assert engine_settings(settings_tree(settings)) == settings
-    brief = PodBrief(door=settings.door)
+    brief = PodBrief(names=settings.names)
     assert PodBrief.from_environment(brief.to_environment()) == brief
-    assert PodBrief.from_environment({ENVIRONMENT_VARIABLE: ""}).door == FILE
+    assert PodBrief.from_environment({ENVIRONMENT_VARIABLE: ""}).names == PLAIN_NAMES
 
 
 def test_every_setting_has_a_name_of_its_own_at_every_door() -> None:
     settings = settings_tree(engine_settings(tree(None)))
     paths = [path for path in leaves(settings) if not path.startswith("door")]
     assert len(paths) > 60
-    for door in (FILE, Door(others="engine.{path}"), Door(**MAKE)):
+    for door in (PLAIN_NAMES, SettingNames(others="engine.{path}"), SettingNames(**MAKE)):
         assert len({door.name(path) for path in paths}) == len(paths)
 
 
@@ -159,4 +164,4 @@ def leaves(value: Any, path: str = "") -> list[str]:
 
 
 def test_defaults_are_those_of_the_file() -> None:
-    assert EngineSettings(model=engine_settings(tree(None)).model).door == FILE
+    assert EngineSettings(model=engine_settings(tree(None)).model).names == PLAIN_NAMES
