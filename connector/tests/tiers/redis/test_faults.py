@@ -111,7 +111,7 @@ ENDLESS = b"$%d\r\n" % len(FRAME) + b"x" * (len(FRAME) - 1)
         ([*READY, [ENDLESS]], _load),  # within a value
         ([*READY, [b"$" + b"0" * 5000]], _load),  # within the length of a value
         ([*READY, [b":" + b"0" * 5000]], lambda tier, deadline: tier.contains([key_of(1)], deadline)),
-        ([*READY, [b">2\r\n+a\r\n+b\r\n" * 5000]], lambda tier, deadline: tier.contains([key_of(1)], deadline)),
+        ([*READY, [b"*5000\r\n" + b"+a\r\n" * 5000]], lambda tier, deadline: tier.contains([key_of(1)], deadline)),
         ([*READY, [b":0\r\n"], [b"+" + b"x" * 5000]], store_one),
     ],
 )
@@ -256,15 +256,10 @@ def test_after_a_refusal_the_connection_goes_on(tier_on: MakeTier) -> None:
         assert server.accepted == 1
 
 
-@pytest.mark.parametrize("null", [b"$-1\r\n", b"_\r\n"])
-def test_null_is_a_miss_in_both_protocol_versions(tier_on: MakeTier, null: bytes) -> None:
+@pytest.mark.parametrize("null", [b"$-1\r\n", b"*-1\r\n"])
+def test_null_is_a_miss(tier_on: MakeTier, null: bytes) -> None:
     with SickServer([*READY, [null]]) as server:
         assert isinstance(error_of(lambda: load(tier_on(server), key_of(1))), TierMiss)
-
-
-def test_a_push_message_is_passed_over(tier_on: MakeTier) -> None:
-    with SickServer([*READY, [b">2\r\n+invalidate\r\n*1\r\n$1\r\nk\r\n:1\r\n"]]) as server:
-        assert tier_on(server).contains([key_of(1)], soon()) == [True]
 
 
 @pytest.mark.parametrize(

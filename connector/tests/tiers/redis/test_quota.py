@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from spillway_connector.errors import ConfigError
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.tiers.redis.client.resp import ProtocolError
+from spillway_connector.tiers.redis.client.errors import ProtocolError
 from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.redis.quota import (
     EXPIRED_GRACE_MS,

@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-from spillway_connector.errors import TierCorrupt, TierMiss
+from spillway_connector.errors import TierCorrupt, TierMiss, TierRefused
 from spillway_connector.tiers.frame import HEADER_BYTES
 from spillway_connector.tiers.inspection import CheckPayload, Damage, Gone, Removal, StoredFrame, StoredNamespace
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.client.router import RedisRouter
+from spillway_connector.tiers.redis.info import read_info
 from spillway_connector.tiers.redis.inspect import BLOCKS_AT_ONCE, Progress, RedisInspector, StoredBlock
 from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.tier import Clock
@@ -57,8 +58,8 @@ class RedisStore:
     def extent(self) -> Extent:
         servers = self._router.servers(self._soon())
         answers = [self._router.run_at(server, _memory, self._soon()) for server in servers]
-        used = sum(answer.get(b"used_memory", 0) for answer in answers)
-        limits = [answer.get(b"maxmemory", 0) for answer in answers]
+        used = sum(answer.get("used_memory", 0) for answer in answers)
+        limits = [answer.get("maxmemory", 0) for answer in answers]
         if not all(answers):
             return Extent(None, None, "the login may not ask the server (INFO)")
         limit = sum(limits) if all(limits) else None
@@ -160,9 +161,10 @@ def _block_of(frame: StoredFrame) -> StoredBlock:
     return frame.handle
 
 
-def _memory(connection: RedisConnection, deadline: float) -> dict[bytes, int]:
+def _memory(connection: RedisConnection, deadline: float) -> dict[str, int]:
     """The numbers of INFO memory. Where the login may not ask, none."""
-    reply = connection.command(b"INFO", b"memory", deadline=deadline)
-    lines = reply.splitlines() if isinstance(reply, bytes) else []
-    pairs = (line.partition(b":") for line in lines)
-    return {name: int(value) for name, _, value in pairs if value.isdigit()}
+    try:
+        fields = read_info(connection, b"memory", deadline)
+    except TierRefused:
+        return {}
+    return {name: value for name, value in fields.items() if isinstance(value, int)}

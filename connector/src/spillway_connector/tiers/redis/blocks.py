@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from spillway_connector.errors import CorruptReason, TierCorrupt, TierError
 from spillway_connector.tiers.frame import HEADER_BYTES, FrameHeader, read_header
-from spillway_connector.tiers.redis.client.connection import WrongType
-from spillway_connector.tiers.redis.client.resp import ProtocolError, Reply
+from spillway_connector.tiers.redis.client.errors import ProtocolError, Reply, WrongType
 from spillway_connector.tiers.tier import NO_TENANT
 
 

@@ -1,31 +1,33 @@
-"""Numbers that a server tells of itself."""
+"""Figures that a server reports by INFO, parsed by redis-py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
-from spillway_connector.tiers.redis.client.connection import RedisConnection, refusal
-from spillway_connector.tiers.redis.client.resp import ErrorReply, ProtocolError
+from redis._parsers.helpers import parse_info
 
-
-def figure(section: bytes, field: bytes) -> Callable[[RedisConnection, float], int]:
-    """An operation on a connection: the number that ``INFO section`` gives for ``field``.
-
-    It raises TierRefused where the login may not ask, or the server does not tell.
-    """
-
-    def ask(connection: RedisConnection, deadline: float) -> int:
-        reply = connection.command(b"INFO", section, deadline=deadline)
-        if isinstance(reply, ErrorReply):
-            raise refusal(connection.endpoint, reply)
-        for line in reply.splitlines() if isinstance(reply, bytes) else ():
-            name, _, value = line.partition(b":")
-            if name == field and value.isdigit():
-                return int(value)
-        raise ProtocolError(f"{connection.endpoint}: INFO {section.decode()} names no {field.decode()}")
-
-    return ask
+from spillway_connector.tiers.redis.client.connection import RedisConnection
+from spillway_connector.tiers.redis.client.errors import ProtocolError
 
 
-used_memory_bytes = figure(b"memory", b"used_memory")
-evicted_keys = figure(b"stats", b"evicted_keys")
+def read_info(connection: RedisConnection, section: bytes, deadline: float) -> dict[str, Any]:
+    """The fields of one section. Raises TierRefused, for one where the login may not ask."""
+    reply = connection.command(b"INFO", section, deadline=deadline)
+    if not isinstance(reply, bytes):
+        raise ProtocolError(f"{connection.endpoint}: INFO was answered with {reply!r:.64}")
+    return dict(parse_info(reply.decode("utf-8", "replace")))
+
+
+def used_memory_bytes(connection: RedisConnection, deadline: float) -> int:
+    return _figure(connection, b"memory", "used_memory", deadline)
+
+
+def evicted_keys(connection: RedisConnection, deadline: float) -> int:
+    return _figure(connection, b"stats", "evicted_keys", deadline)
+
+
+def _figure(connection: RedisConnection, section: bytes, field: str, deadline: float) -> int:
+    figure = read_info(connection, section, deadline).get(field)
+    if not isinstance(figure, int):
+        raise ProtocolError(f"{connection.endpoint}: INFO {section.decode()} names no {field}")
+    return figure

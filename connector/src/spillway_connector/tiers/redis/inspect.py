@@ -23,9 +23,9 @@ from spillway_connector.tiers.frame import (
     verify,
 )
 from spillway_connector.tiers.redis.blocks import Head, StoredBlock, from_commit, read_head, with_first
-from spillway_connector.tiers.redis.client.connection import RedisConnection, WrongType, refusal
+from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint
-from spillway_connector.tiers.redis.client.resp import ErrorReply, ProtocolError, Reply
+from spillway_connector.tiers.redis.client.errors import ProtocolError, Reply, WrongType
 from spillway_connector.tiers.redis.client.router import RedisRouter
 from spillway_connector.tiers.redis.info import used_memory_bytes
 from spillway_connector.tiers.redis.names import KEY_PREFIX, RedisName, RedisNames, parse_name
@@ -90,8 +90,8 @@ class RedisInspector:
         self.endpoint = endpoint
         self._answer_seconds = answer_seconds
         self._clock = clock
-        self._router = RedisRouter(endpoint, 1, clock)
-        self._untouching: list[RedisConnection] = []
+        # Unknown before version 7.2, and the login may lack it.
+        self._router = RedisRouter(endpoint, 1, clock, greeting=(b"CLIENT", b"NO-TOUCH", b"ON"))
 
     def namespaces(self, deadline: float, progress: Progress | None = None) -> list[StoredNamespace]:
         """All namespaces of which anything is stored, by name."""
@@ -263,7 +263,6 @@ class RedisInspector:
 
     def _scan(self, server: Address, cursor: bytes, pattern: bytes, deadline: float) -> tuple[bytes, list[bytes]]:
         def ask(connection: RedisConnection, deadline: float) -> tuple[bytes, list[bytes]]:
-            self._leave_ages_alone(connection, deadline)
             reply = connection.command(
                 b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % SCAN_NAMES, deadline=deadline
             )
@@ -279,11 +278,6 @@ class RedisInspector:
         if not isinstance(reply, int):
             raise _unexpected(connection, "DBSIZE", reply)
         return reply
-
-    def _leave_ages_alone(self, connection: RedisConnection, deadline: float) -> None:
-        if not any(known is connection for known in self._untouching):
-            connection.command(b"CLIENT", b"NO-TOUCH", b"ON", deadline=deadline)  # unknown before version 7.2
-            self._untouching = [known for known in self._untouching if known.usable] + [connection]
 
     def _describe(self, names: Iterable[RedisName], deadline: float) -> Iterator[StoredBlock]:
         """Blocks from their headers; those that are gone by now are left out."""
@@ -319,7 +313,6 @@ class RedisInspector:
         value = memoryview(bytearray(length))
 
         def receive(connection: RedisConnection, deadline: float) -> None:
-            self._leave_ages_alone(connection, deadline)
             connection.receive_value((b"GET", name), [value], deadline)
 
         self._router.run(name, receive, self._step(deadline))
@@ -340,6 +333,4 @@ def _batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
 
 
 def _unexpected(connection: RedisConnection, command: str, reply: Reply) -> TierRefused:
-    if isinstance(reply, ErrorReply):
-        return refusal(connection.endpoint, reply)
     return ProtocolError(f"{connection.endpoint}: {command} was answered with {reply!r:.64}")

@@ -28,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from spillway_connector.errors import ConfigError
-from spillway_connector.tiers.redis.client.resp import ProtocolError, Reply
+from spillway_connector.tiers.redis.client.errors import ProtocolError, Reply
 from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.tier import NO_TENANT, Clock, WallClock
 

@@ -29,9 +29,9 @@ from spillway_connector.tiers.frame import (
     running_digest,
     verify,
 )
-from spillway_connector.tiers.redis.client.connection import RedisConnection, WrongType, refusal
+from spillway_connector.tiers.redis.client.connection import RedisConnection, encode_set
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint, Topology
-from spillway_connector.tiers.redis.client.resp import ErrorReply, ProtocolError, Reply, encode_set
+from spillway_connector.tiers.redis.client.errors import ProtocolError, Redirected, Reply, WrongType, accepted
 from spillway_connector.tiers.redis.client.router import RedisRouter
 from spillway_connector.tiers.redis.info import used_memory_bytes
 from spillway_connector.tiers.redis.lanes import Lanes
@@ -136,7 +136,7 @@ class RedisTier:
         if not uses:
             return [self._integer(reply) == 1 for reply in self._router.batch(questions, deadline)]
         answers = self._router.attempt([*questions, *uses], deadline)
-        return [self._integer(_reply(answer)) == 1 for answer in answers[: len(keys)]]
+        return [self._integer(accepted(answer)) == 1 for answer in answers[: len(keys)]]
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
         self.prepare(deadline)
@@ -198,14 +198,14 @@ class RedisTier:
         shares = self._shares if tenant != NO_TENANT else None
         counting = [] if shares is None else shares.count(key, tenant)
         answers = self._router.attempt([*self._renewals(names), *counting], deadline)
-        present = [self._integer(_reply(answer)) == 1 for answer in answers[: len(names)]]
+        present = [self._integer(accepted(answer)) == 1 for answer in answers[: len(names)]]
         if all(present):
             if shares is not None:
                 shares.written(key, tenant)
             return StoreOutcome.PRESENT
         try:
             if shares is not None:
-                counted = [_reply(answer) for answer in answers[len(names) :]]
+                counted = [accepted(answer) for answer in answers[len(names) :]]
                 self._make_room(shares, shares.victims(key, counted), tenant, deadline)
             if present[-1] and len(names) > 1:
                 self._router.batch([(b"UNLINK", names[-1])], deadline)  # it commits nothing any more
@@ -262,28 +262,28 @@ class RedisTier:
         ours = self._namespace.document
         while True:
             # Without a time to live: a few hundred bytes per layout, and an operator can always read what was there.
-            written = connection.command(b"SET", name, ours, b"NX", deadline=deadline)
-            if written == b"OK":
-                return ours
-            if isinstance(written, ErrorReply) and written.code in ("MOVED", "ASK"):
-                raise refusal(connection.endpoint, written)
-            stored = connection.command(b"GET", name, deadline=deadline)
-            if written is not None or stored is not None:
-                break  # else somebody removed it between the two
-        if isinstance(stored, bytes):
-            return stored
-        if stored is None and isinstance(written, ErrorReply):
-            # Full or read-only, and never written: nothing contradicts us, and reads may still be of use.
-            return ours
-        if isinstance(stored, ErrorReply):
-            error = refusal(connection.endpoint, stored)
-            if isinstance(error, WrongType):
+            refused = False
+            try:
+                if connection.command(b"SET", name, ours, b"NX", deadline=deadline) == b"OK":
+                    return ours
+            except Redirected:
+                raise
+            except TierRefused:
+                refused = True  # full or read-only: whether another document is there decides
+            try:
+                stored = connection.command(b"GET", name, deadline=deadline)
+            except WrongType as error:
                 raise TierRefused(
                     RefusedReason.NAMESPACE,
                     f"{self._endpoint}: {name.decode()} is not a string, so another program uses it; delete it",
-                )
-            raise error
-        raise ProtocolError(f"{self._endpoint}: GET was answered with {type(stored).__name__}")
+                ) from error
+            if isinstance(stored, bytes):
+                return stored
+            if stored is not None:
+                raise ProtocolError(f"{self._endpoint}: GET was answered with {type(stored).__name__}")
+            if refused:
+                return ours  # never written: nothing contradicts it, and loads may still succeed
+            # else it was removed between the two commands
 
     def _receive(
         self,
@@ -327,8 +327,6 @@ class RedisTier:
             reply = connection.send_value([head + header, payload, tail], deadline)
             if reply == b"OK" or (reply is None and only_if_absent):
                 return reply is not None
-            if isinstance(reply, ErrorReply):
-                raise refusal(connection.endpoint, reply)
             raise ProtocolError(f"{connection.endpoint}: SET was answered with {reply!r:.64}")
 
         return self._router.run(name, send, deadline)
@@ -385,9 +383,3 @@ class RedisTier:
         if not isinstance(reply, int):
             raise ProtocolError(f"{self._endpoint}: an integer was expected, not {reply!r:.64}")
         return reply
-
-
-def _reply(answer: Reply | TierError) -> Reply:
-    if isinstance(answer, TierError):
-        raise answer
-    return answer

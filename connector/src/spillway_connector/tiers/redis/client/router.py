@@ -1,4 +1,4 @@
-"""Sends commands to the server that has the key, and after it where a redirection or a failover leads."""
+"""Sends commands to the server that has the key, and to where a redirection or a failover leads."""
 
 from __future__ import annotations
 
@@ -7,38 +7,42 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierUnreachable, without_frames
-from spillway_connector.tiers.redis.client.connection import RedisConnection, refusal
+from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint, Topology
+from spillway_connector.tiers.redis.client.errors import Reply, accepted
 from spillway_connector.tiers.redis.client.pool import RedisPool
-from spillway_connector.tiers.redis.client.resp import ErrorReply, Reply
-from spillway_connector.tiers.redis.client.topology import Route, guide_to
+from spillway_connector.tiers.redis.client.topology import Route, server_map
 from spillway_connector.tiers.tier import Clock
 
-REDIRECTS_MAX = 3  # a stale map, then a slot on its way, then one more that moved meanwhile
+REDIRECTS_MAX = 3  # a stale map, then a migrating slot, then one more that moved meanwhile
 BATCH_COMMANDS = 1024  # per pipeline: replies must fit in socket buffers while we still send
 
 _Result = TypeVar("_Result")
 
 
 class RedisRouter:
-    """One pool of at most ``connections`` per server. Everything sent through it may be repeated safely.
+    """One pool of at most ``connections`` per server. Everything sent through it is idempotent.
 
-    Batches, and what is asked of a server as such, are brief: one more connection is there for them (see RedisPool).
+    Batches and commands to a given server are brief: one more connection exists for them (see RedisPool).
+    greeting: see RedisConnection.
     """
 
-    def __init__(self, endpoint: RedisEndpoint, connections: int, clock: Clock) -> None:
+    def __init__(
+        self, endpoint: RedisEndpoint, connections: int, clock: Clock, *, greeting: tuple[bytes, ...] = ()
+    ) -> None:
         self._endpoint = endpoint
+        self._greeting = greeting
         self._connections = connections
         self._clock = clock
-        self._guide = guide_to(endpoint, clock)
+        self._map = server_map(endpoint, clock)
         self._lock = threading.Lock()
         self._pools: dict[Address, RedisPool] = {}
         self._discoveries = 0
         self._closed = False
 
     def run(self, name: bytes, operation: Callable[[RedisConnection, float], _Result], deadline: float) -> _Result:
-        """Run ``operation`` on a connection to the server that has the key ``name``; follow it at most three times."""
-        route = self._guide.locate(name, deadline)
+        """Run ``operation`` on a connection to the server that has the key ``name``; follows three redirections."""
+        route = self._map.locate(name, deadline)
         redirects = 0
         while True:
             try:
@@ -55,17 +59,12 @@ class RedisRouter:
 
         One pipeline per server. Raises the first error reply, TierUnreachable, TierTimeout.
         """
-        replies: list[Reply] = []
-        for outcome in self.attempt(commands, deadline):
-            if isinstance(outcome, TierError):
-                raise outcome
-            replies.append(outcome)
-        return replies
+        return [accepted(outcome) for outcome in self.attempt(commands, deadline)]
 
     def attempt(self, commands: Sequence[tuple[bytes, ...]], deadline: float) -> list[Reply | TierError]:
-        """The same, but an error stands in the place of the reply that it is about. Raises only what routing raises."""
+        """The same with an error in the place of the reply that it replaces. Raises only what routing raises."""
         outcomes: list[Reply | TierError] = [None] * len(commands)
-        routes = {index: self._guide.locate(words[1], deadline) for index, words in enumerate(commands)}
+        routes = {index: self._map.locate(words[1], deadline) for index, words in enumerate(commands)}
         for _ in range(REDIRECTS_MAX + 1):
             asked, routes = routes, {}
             for route, indices in _by_route(asked).items():
@@ -86,12 +85,12 @@ class RedisRouter:
 
     def servers(self, deadline: float) -> list[Address]:
         """Every server that holds keys."""
-        return self._guide.servers(deadline)
+        return self._map.servers(deadline)
 
     def run_at(
         self, server: Address, operation: Callable[[RedisConnection, float], _Result], deadline: float
     ) -> _Result:
-        """Run ``operation`` on a connection to ``server``, wherever its answer may point."""
+        """Run ``operation`` on a connection to ``server``; follows no redirection."""
         return self._run_at(Route(server), operation, deadline, brief=True)
 
     def each_server(self, operation: Callable[[RedisConnection, float], _Result], deadline: float) -> list[_Result]:
@@ -118,11 +117,7 @@ class RedisRouter:
             )
         except (TierRefused, TierUnreachable) as error:
             return [without_frames(error)] * len(commands)
-        server = self._endpoint.at(route.address)
-        return [
-            refusal(server, answer) if isinstance(answer, ErrorReply) else answer
-            for answer in (answers[1::2] if route.ask else answers)
-        ]
+        return answers[1::2] if route.ask else answers
 
     def _run_at(
         self,
@@ -133,14 +128,12 @@ class RedisRouter:
         brief: bool = False,
     ) -> _Result:
         def ask_first(connection: RedisConnection, deadline: float) -> _Result:
-            reply = connection.command(b"ASKING", deadline=deadline)
-            if isinstance(reply, ErrorReply):
-                raise refusal(connection.endpoint, reply)
+            connection.command(b"ASKING", deadline=deadline)
             return operation(connection, deadline)
 
         connect_deadline = None
         if self._endpoint.topology is not Topology.SERVER:
-            # A host that is gone does not refuse, it is silent: leave half of the time for its successor.
+            # A host that is gone does not refuse, it is silent. Half of the time is left for its successor.
             now = self._clock()
             connect_deadline = now + (deadline - now) / 2
         return self._pool(route.address).run(
@@ -150,10 +143,10 @@ class RedisRouter:
     def _onward(self, name: bytes, route: Route, error: TierError, deadline: float) -> Route | None:
         if self._closed:
             return None
-        onward = self._guide.reconsider(name, route, error, deadline)
-        if self._guide.discoveries != self._discoveries:
-            self._discoveries = self._guide.discoveries
-            self._retire_all_but(set(self._guide.servers(deadline)))
+        onward = self._map.reroute(name, route, error, deadline)
+        if self._map.discoveries != self._discoveries:
+            self._discoveries = self._map.discoveries
+            self._retire_all_but(set(self._map.servers(deadline)))
         return onward
 
     def _pool(self, address: Address) -> RedisPool:
@@ -164,7 +157,7 @@ class RedisRouter:
             if pool is None:
                 single = self._endpoint.topology is Topology.SERVER
                 server = self._endpoint if single else self._endpoint.at(address)
-                pool = self._pools[address] = RedisPool(server, self._connections, self._clock)
+                pool = self._pools[address] = RedisPool(server, self._connections, self._clock, self._greeting)
             return pool
 
     def _retire_all_but(self, servers: set[Address]) -> None:

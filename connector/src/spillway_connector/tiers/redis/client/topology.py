@@ -1,82 +1,77 @@
-"""Which server to ask for a key: always the same one, the primary that sentinels name, or the owner of its slot.
+"""Which server has a key: the only one, the primary that sentinels name, or the owner of the key's slot.
 
-Discovery uses our own connection rather than a client library's: its every wait has a deadline, nothing is retried
-behind our back, and login and TLS are the ones of the data.
+redis-py's Sentinel and NodesManager are not used. Neither takes a deadline, so that one silent sentinel or node uses
+up the time of those after it. Sentinel sends SENTINEL MASTERS, which the documented users may not. NodesManager opens
+a pool to every replica and does not accept a node that gives no host (``cluster-preferred-endpoint-type
+unknown-endpoint``). Slots are computed by redis-py.
 """
 
 from __future__ import annotations
 
-import binascii
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, TypeVar
+
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierUnreachable
-from spillway_connector.tiers.redis.client.connection import Redirected, RedisConnection, refusal
+from spillway_connector.tiers.redis.client.connection import connect
 from spillway_connector.tiers.redis.client.discovery import Discovery, first_answer
 from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint, Topology
-from spillway_connector.tiers.redis.client.resp import ErrorReply, ProtocolError, Reply
+from spillway_connector.tiers.redis.client.errors import ProtocolError, Redirected, Reply
 from spillway_connector.tiers.tier import Clock
 
-SLOTS = 16384
+SLOTS: int = REDIS_CLUSTER_HASH_SLOTS
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where to send a command. ``ask``: precede it by ASKING, for this once."""
+    """Where to send a command. ``ask``: precede it by ASKING, for this command only."""
 
     address: Address
     ask: bool = False
 
 
-class Guide(Protocol):
-    """Knows the servers of one deployment. Used by several threads at once."""
-
-    def locate(self, name: bytes, deadline: float) -> Route:
-        """The server that holds the key ``name``, as far as known; discovers first where nothing is known."""
-        ...
-
-    def reconsider(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
-        """Where else to ask after ``error``, or None: then the error stands. At most one discovery."""
-        ...
-
-    def servers(self, deadline: float) -> list[Address]:
-        """All servers that hold keys."""
-        ...
-
-    @property
-    def discoveries(self) -> int:
-        """How often the servers were looked for; the answer of :meth:`servers` changes with it."""
-        ...
-
-
-def guide_to(endpoint: RedisEndpoint, clock: Clock) -> Guide:
-    """The guide that ``endpoint.topology`` asks for."""
-    match endpoint.topology:
-        case Topology.SERVER:
-            return OneServer(endpoint)
-        case Topology.SENTINEL:
-            return SentinelGuide(endpoint, clock)
-        case Topology.CLUSTER:
-            return ClusterGuide(endpoint, clock)
-
-
-def slot_of(name: bytes) -> int:
-    """The cluster slot of a key without a hash tag (ours have none): CRC-16/XMODEM modulo 16384."""
-    return binascii.crc_hqx(name, 0) % SLOTS
-
-
-class OneServer:
-    """A server that is where it is said to be."""
+class ServerMap(ABC):
+    """The servers of one deployment. Used by several threads at once."""
 
     discoveries = 0
+    """How often the servers were discovered; the result of :meth:`servers` changes with it."""
 
+    @abstractmethod
+    def locate(self, name: bytes, deadline: float) -> Route:
+        """The server that has the key ``name``, as far as known; discovers first where nothing is known."""
+
+    @abstractmethod
+    def reroute(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
+        """Where else to send a command after ``error``; None: ``error`` is final. At most one discovery."""
+
+    @abstractmethod
+    def servers(self, deadline: float) -> list[Address]:
+        """All servers that hold keys."""
+
+
+def server_map(endpoint: RedisEndpoint, clock: Clock) -> ServerMap:
+    """The map for ``endpoint.topology``."""
+    match endpoint.topology:
+        case Topology.SERVER:
+            return SingleServer(endpoint)
+        case Topology.SENTINEL:
+            return SentinelMap(endpoint, clock)
+        case Topology.CLUSTER:
+            return ClusterMap(endpoint, clock)
+
+
+class SingleServer(ServerMap):
     def __init__(self, endpoint: RedisEndpoint) -> None:
         self._route = Route(Address(endpoint.host, endpoint.port))
 
     def locate(self, name: bytes, deadline: float) -> Route:
         return self._route
 
-    def reconsider(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
+    def reroute(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
         if isinstance(error, Redirected):
             raise TierRefused(
                 RefusedReason.MOVED, f"{error}; this is a cluster: write redis.url as redis-cluster://HOST:PORT"
@@ -87,50 +82,63 @@ class OneServer:
         return [self._route.address]
 
 
-class SentinelGuide:
-    """Asks the sentinels who the primary is: at first, and whenever it fails or says it is none."""
-
+class _DiscoveredMap(ServerMap, Generic[_Found]):
     def __init__(self, endpoint: RedisEndpoint, clock: Clock) -> None:
         self._endpoint = endpoint
         self._clock = clock
-        self._primary = Discovery(self._ask, clock)
+        self._discovery = Discovery(self._discover, clock)
 
-    def locate(self, name: bytes, deadline: float) -> Route:
-        return Route(self._primary.get(deadline))
-
-    def reconsider(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
+    def reroute(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
         if not _may_be_elsewhere(error):
             return None
-        self._primary.suspect()
+        self._discovery.suspect()
         if self._clock() >= deadline:
             return None
         try:
-            primary = self._primary.get(deadline)
+            route = self.locate(name, deadline)
         except TierError:
             return None  # the first error says more
-        return None if primary == asked.address else Route(primary)
-
-    def servers(self, deadline: float) -> list[Address]:
-        return [self._primary.get(deadline)]
+        return None if route.address == asked.address else route
 
     @property
-    def discoveries(self) -> int:
-        return self._primary.count
+    def discoveries(self) -> int:  # type: ignore[override]
+        return self._discovery.count
 
-    def _ask(self, deadline: float) -> Address:
-        return first_answer(self._endpoint.seeds, self._ask_one, self._clock, deadline)
+    @abstractmethod
+    def _discover(self, deadline: float) -> _Found:
+        """Find the servers now."""
 
-    def _ask_one(self, address: Address, deadline: float) -> Address:
+    def _command(self, endpoint: RedisEndpoint, words: tuple[bytes, ...], deadline: float) -> Reply:
+        connection = connect(endpoint, self._clock, deadline)
+        try:
+            return connection.command(*words, deadline=deadline)
+        finally:
+            connection.disconnect()
+
+
+class SentinelMap(_DiscoveredMap[Address]):
+    """The primary, as sentinels name it. They are asked again when it fails or reports that it is a replica."""
+
+    def locate(self, name: bytes, deadline: float) -> Route:
+        return Route(self._discovery.get(deadline))
+
+    def servers(self, deadline: float) -> list[Address]:
+        return [self._discovery.get(deadline)]
+
+    def _discover(self, deadline: float) -> Address:
+        return first_answer(self._endpoint.seeds, self._ask, self._clock, deadline)
+
+    def _ask(self, address: Address, deadline: float) -> Address:
         sentinel = self._endpoint.at(address)
         service = (self._endpoint.service or "").encode()
         question = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service)
         try:
-            reply = _command(sentinel.without_login(), question, self._clock, deadline)
+            reply = self._command(sentinel.without_login(), question, deadline)
         except TierRefused as refused:
-            # Sentinels seldom have a login. Where they do, it is the one of the servers they watch.
+            # Sentinels seldom have a login. Where they do, it is the one of the servers that they watch.
             if refused.reason != RefusedReason.AUTHENTICATION:
                 raise
-            reply = _command(sentinel, question, self._clock, deadline)
+            reply = self._command(sentinel, question, deadline)
         match reply:
             case [bytes(host), bytes(port)] if port.isdigit():
                 return Address(host.decode("utf-8", "replace"), int(port))
@@ -142,69 +150,48 @@ class SentinelGuide:
         raise ProtocolError(f"{self._endpoint}: the sentinel {address} answered {reply!r:.64}")
 
 
-class ClusterGuide:
-    """Keeps the map of slots: read from any node at first, corrected by each redirection, read anew after failures."""
+class ClusterMap(_DiscoveredMap[list[Address | None]]):
+    """The owner of each slot: read from any node at first, corrected by each redirection, read anew after failures."""
 
     def __init__(self, endpoint: RedisEndpoint, clock: Clock) -> None:
-        self._endpoint = endpoint
-        self._clock = clock
-        self._known = endpoint.seeds
-        self._map = Discovery(self._ask, clock)
+        super().__init__(endpoint, clock)
+        self._nodes = endpoint.seeds
 
     def locate(self, name: bytes, deadline: float) -> Route:
-        slot = slot_of(name)
-        address = self._map.get(deadline)[slot]
+        slot = key_slot(name)
+        address = self._discovery.get(deadline)[slot]
         if address is None:
-            self._map.suspect()
+            self._discovery.suspect()
             raise TierRefused(RefusedReason.MOVED, f"{self._endpoint}: no node serves slot {slot}")
         return Route(address)
 
-    def reconsider(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
-        if isinstance(error, Redirected):
-            return self._follow(error, deadline)
-        if not _may_be_elsewhere(error):
-            return None
-        self._map.suspect()
-        if self._clock() >= deadline:
-            return None
-        try:
-            route = self.locate(name, deadline)
-        except TierError:
-            return None
-        return None if route.address == asked.address else route
+    def reroute(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
+        if not isinstance(error, Redirected):
+            return super().reroute(name, asked, error, deadline)
+        if not error.ask and error.slot < SLOTS:
+            # One moved slot is seldom alone. During a rebalance the map is still read at most once per RENEWAL_SECONDS.
+            self._discovery.suspect()
+            try:
+                self._discovery.get(deadline)[error.slot] = error.address  # newer than the map
+            except TierError:
+                pass  # the redirection alone is enough for this key
+        return Route(error.address, ask=error.ask)
 
     def servers(self, deadline: float) -> list[Address]:
-        return sorted({address for address in self._map.get(deadline) if address is not None})
+        return sorted({address for address in self._discovery.get(deadline) if address is not None})
 
-    @property
-    def discoveries(self) -> int:
-        return self._map.count
-
-    def _follow(self, error: Redirected, deadline: float) -> Route:
-        if error.ask or error.slot >= SLOTS:
-            return Route(error.address, ask=error.ask)
-        # One moved slot is seldom alone. In a storm of moves the map is still read at most once per RENEWAL_SECONDS.
-        self._map.suspect()
-        try:
-            slots = self._map.get(deadline)
-            slots[error.slot] = error.address  # newer than the map
-        except TierError:
-            pass  # the redirection alone is enough for this key
-        return Route(error.address)
-
-    def _ask(self, deadline: float) -> list[Address | None]:
-        slots = first_answer(self._known, self._ask_one, self._clock, deadline)
+    def _discover(self, deadline: float) -> list[Address | None]:
+        slots = first_answer(self._nodes, self._ask, self._clock, deadline)
         found = dict.fromkeys(address for address in slots if address is not None)
-        self._known = tuple(dict.fromkeys((*found, *self._endpoint.seeds)))
+        self._nodes = tuple(dict.fromkeys((*found, *self._endpoint.seeds)))
         return slots
 
-    def _ask_one(self, address: Address, deadline: float) -> list[Address | None]:
-        reply = _command(self._endpoint.at(address), (b"CLUSTER", b"SLOTS"), self._clock, deadline)
-        return parse_slots(reply, address)
+    def _ask(self, address: Address, deadline: float) -> list[Address | None]:
+        return parse_slots(self._command(self._endpoint.at(address), (b"CLUSTER", b"SLOTS"), deadline), address)
 
 
 def parse_slots(reply: Reply, asked: Address) -> list[Address | None]:
-    """The owner of each of the 16384 slots from the answer to CLUSTER SLOTS. Raises ProtocolError, TierRefused."""
+    """The owner of each of the 16384 slots from the reply to CLUSTER SLOTS. Raises ProtocolError, TierRefused."""
     slots: list[Address | None] = [None] * SLOTS
     if not isinstance(reply, list):
         raise ProtocolError(f"{asked}: CLUSTER SLOTS was answered with {type(reply).__name__}")
@@ -213,7 +200,7 @@ def parse_slots(reply: Reply, asked: Address) -> list[Address | None]:
             case [int(first), int(last), [(bytes() | None) as host, int(port), *_], *_] if (
                 0 <= first <= last < SLOTS and 0 < port < 1 << 16
             ):
-                # No host, or "?": a node that does not know its own address; it is where we reached it.
+                # No host, or "?": a node that does not know its own address. It is reached at the address asked.
                 name = "" if host in (None, b"?") else host.decode("utf-8", "replace")
                 slots[first : last + 1] = [Address(name or asked.host, port)] * (last - first + 1)
             case _:
@@ -228,14 +215,3 @@ def _may_be_elsewhere(error: TierError) -> bool:
     if isinstance(error, TierRefused):
         return error.reason in (RefusedReason.READ_ONLY, RefusedReason.MOVED, RefusedReason.LOADING)
     return isinstance(error, TierUnreachable)
-
-
-def _command(endpoint: RedisEndpoint, words: tuple[bytes, ...], clock: Clock, deadline: float) -> Reply:
-    connection = RedisConnection(endpoint, clock, deadline)
-    try:
-        reply = connection.command(*words, deadline=deadline)
-    finally:
-        connection.close()
-    if isinstance(reply, ErrorReply):
-        raise refusal(endpoint, reply)
-    return reply
