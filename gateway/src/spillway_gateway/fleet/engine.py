@@ -26,12 +26,12 @@ SLOW_START_SHARE = 0.1  # of its prefill rate, at the first moment
 class EngineState(StrEnum):
     UNKNOWN = "unknown"  # never answered yet
     READY = "ready"
-    NOT_READY = "not_ready"  # answers, and says no: starting, self-check, draining
+    NOT_READY = "not_ready"  # answers that it is not: starting, self-check, draining
     DOWN = "down"  # refuses connections or does not answer
 
 
 class StoreView(msgspec.Struct, frozen=True, gc=False):
-    """The one store behind the shared tier, where its rate is configured: loads ahead there, and its busy share."""
+    """The one store behind the shared tier, where its rate is configured: its queue of loads and its busy share."""
 
     wait_ms: float
     busy_share: float
@@ -51,7 +51,7 @@ class EngineRequest(Protocol):
 
 
 class Engine:
-    """One engine process as this gateway sees it. Lives on the event loop only."""
+    """One engine process as this gateway sees it. On the event loop only; clock in monotonic seconds."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class Engine:
         breaker: BreakerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """instance: of the process at the address, where discovery knows it. newcomer: its process is young, so that
+        """instance: of the process at the address, where discovery gives it. newcomer: the process was just started, so
         its first readiness begins a slow start. fleet_samples, means: shared by the engines of a model."""
         self.model = model
         self.name = config.name
         self.config = config
         self.instance = instance
-        self.withheld: str | None = None  # why discovery wants no new request here; None: it does not mind
+        self.withheld: str | None = None  # why discovery keeps new requests away; None: it does not
         self._newcomer = newcomer
         parts = urlsplit(config.url)
         assert parts.hostname is not None
@@ -84,8 +84,8 @@ class Engine:
         host = f"[{self.host}]" if ":" in self.host else self.host
         self.host_header = (host if default_port else f"{host}:{self.port}").encode()
         self.state = EngineState.UNKNOWN
-        self.prompt_tokens_max: int | None = None  # of one request, as the engine tells
-        self.answer = "no answer yet"  # what the engine last said, for error messages
+        self.prompt_tokens_max: int | None = None  # max_model_len as the engine reports it
+        self.answer = "no answer yet"  # the engine's last answer, for error messages
         self.breaker = Breaker(breaker or BreakerConfig())
         self._clock = clock
         self._slow_start_seconds = routing.slow_start_seconds
@@ -100,59 +100,59 @@ class Engine:
             RateSamples(FLEET_SAMPLES) if fleet_samples is None else fleet_samples, routing.prefill_tokens_per_second
         )
         self.busy = BusyShare()
-        self.shared_busy = BusyShare()  # of its own link to the shared tier
+        self.shared_busy = BusyShare()  # of its link to the shared tier
         self.running_requests = 0
         self.queued_tokens = 0
         self.cpu_link_tokens = 0
         self.shared_link_tokens = 0
         self.foreign: ForeignWork = NO_FOREIGN_WORK
         self.means = means if means is not None else RequestMeans()
-        self.resident_tokens = 0  # uncached prompt tokens of requests sent and not finished: what they take of the KV
-        self._kv_usage = 0.0  # of the device's KV cache when it was last read; 0..1
+        self.resident_tokens = 0  # uncached prompt tokens of unfinished requests: their part of the KV cache
+        self._kv_usage = 0.0  # of the device's KV cache at the last reading; 0..1
         self._kv_capacity_tokens = 0  # 0: unknown
         self._resident_at_reading = 0
-        self.traffic = TierTraffic()  # shown to people; routing does not read it
-        self.events_live = False  # KV events arrive, so the index follows this engine by itself
+        self.traffic = TierTraffic()  # for the operations page; routing does not read it
+        self.events_live = False  # KV events arrive, so the index does not depend on speculation
         self.on_state: list[Callable[[Engine], None]] = []
         self.waiting: set[EngineRequest] = set()  # requests without a first byte
-        self.requests: set[EngineRequest] = set()  # all that it has
-        self.terminating = False  # says discovery
-        self.draining = False  # says the engine
+        self.requests: set[EngineRequest] = set()  # all of this engine
+        self.terminating = False  # reported by discovery
+        self.draining = False  # reported by the engine
         self.poll_soon: Callable[[], None] = lambda: None
-        self.on_idle: Callable[[], None] = lambda: None  # the last request here is over
+        self.on_idle: Callable[[], None] = lambda: None  # the last request has ended
 
     @property
     def routable(self) -> bool:
         return self.state is EngineState.READY and self.withheld is None
 
     @property
-    def says(self) -> str:
-        """Why it takes requests or does not, for error messages."""
+    def reason(self) -> str:
+        """Why it takes requests or does not."""
         return self.withheld or self.answer
 
     def withhold(self, why: str | None, *, terminating: bool = False) -> None:
-        """New requests may not go there any more, or may again; those it has go on. terminating: not for ever."""
+        """why: keep new requests away; None: allow them again. Running requests go on. terminating: the process will end."""
         self.terminating = terminating
         if why != self.withheld:
             self.withheld = why
-            self._tell()
+            self._notify()
 
     def set_state(self, state: EngineState, answer: str) -> None:
         self.answer = answer
         if state is self.state:
             return
-        # The first answer of all says nothing of how long the engine has been ready, unless it is known to be new.
+        # A first answer does not show for how long the engine has been ready, unless it is known to be new.
         if state is EngineState.READY and (self.state is not EngineState.UNKNOWN or self._newcomer):
             self._warm_at = self._clock() + self._slow_start_seconds
         self.state = state
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in list(self.on_state):
             listener(self)
 
     def refused(self, answer: str) -> None:
-        """A request could not connect: out at once, back on the next good poll."""
+        """A request could not connect: down at once, ready again on the next good poll."""
         self.set_state(EngineState.DOWN, answer)
         self.poll_soon()
 
@@ -163,7 +163,7 @@ class Engine:
             request.engine_went_down(self)
 
     def end_requests(self) -> None:
-        """The engine's process is about to end. With a client that stays connected vLLM may never get there."""
+        """The engine's process is about to end; vLLM may hang while a client stays connected."""
         for request in list(self.requests):
             request.engine_ends(self)
 
@@ -178,7 +178,7 @@ class Engine:
         return OwnWork(self.running_requests)
 
     def observed(self, reading: EngineReading, before: OwnWork) -> None:
-        """A scrape came back. before: this gateway's own work when it was asked for."""
+        """A scrape arrived. before: this gateway's work when it was requested."""
         self.foreign = foreign_work(reading, before, self.own_work())
         self._kv_usage = reading.kv_usage or 0.0
         self._kv_capacity_tokens = reading.kv_capacity_tokens or 0
@@ -193,13 +193,13 @@ class Engine:
         )
 
     def unobserved(self) -> None:
-        """The last reading is too old to say anything about the present; rates stay, they change slowly."""
+        """The last reading is stale: drop other work. Rates stay, they change slowly."""
         self.foreign = NO_FOREIGN_WORK
         self._kv_capacity_tokens = 0
 
     def current_rates(self, now: float) -> EngineRates:
-        """An engine that became ready a moment ago compiles and fills its caches: until it is warm its prefill counts
-        as slower than measured, so that it gets its share of requests step by step."""
+        """Slow start: an engine that has just become ready compiles and fills its caches. Until it is warm its prefill
+        counts as slower than measured, so its share of requests grows gradually."""
         rates = self.rates
         if now >= self._warm_at:
             return rates
@@ -207,7 +207,7 @@ class Engine:
         return structs.replace(rates, prefill_tokens_per_second=warm * rates.prefill_tokens_per_second)
 
     def view(self, held: HeldPrefix, now: float, *, ejected: bool, store: StoreView = NO_STORE) -> EngineView:
-        """What routing may know now. ejected: its breaker keeps requests away."""
+        """The engine's frozen view. ejected: its breaker keeps requests away. now: monotonic seconds."""
         foreign = self.foreign
         kv_usage = kv_token_ms = 0.0
         if self._kv_capacity_tokens:

@@ -1,5 +1,6 @@
-"""What the index remembers of one engine: its names for blocks, chains whose parent is unknown (orphans), and blocks
-that left all of its tiers (ghosts). The latter two are counted in bytes, as the engine decides how many there are.
+"""One engine's side of the prefix index: its keys of blocks, chains whose parent is unknown (orphans), and blocks
+that are in none of its tiers any more (ghosts). Orphans and ghosts are counted in bytes, as their number depends on the
+engine.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class StoredChain(msgspec.Struct, gc=False):  # holds numbers and bytes alone
 
     @property
     def held_bytes(self) -> int:
-        """What keeping it takes."""
+        """Memory that keeping it takes."""
         extras = sum(map(len, self.extras)) + _EXTRA_BYTES * len(self.extras)
         return _CHAIN_BYTES + len(self.tokens) + _HASH_BYTES * len(self.engine_keys) + extras
 
 
 def chain_of(model: str, event: BlockStored) -> StoredChain:
-    """An event that names its tokens as a chain."""
+    """The chain of an event that has tokens."""
     parent = None if event.parent_hash is None else scoped_key(event.parent_hash, event.group)
     root = 0
     if parent is None:
@@ -72,9 +73,9 @@ class EngineBlocks:
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
-        self.block_tokens: int | None = None  # the largest block it has named
+        self.block_tokens: int | None = None  # the largest block size in its events
         self.request_keys: dict[int, int] = {}  # scoped engine key -> request key
-        # Keys of blocks that left every tier: a late event of a lower tier or a late child still needs the mapping.
+        # Blocks in no tier any more: a late event of a lower tier or a late child still needs the mapping.
         self.ghosts: OrderedDict[int, int] = OrderedDict()
         self.groups: set[int] = set()
         self.orphans_held = 0
@@ -98,11 +99,11 @@ class EngineBlocks:
         self.orphan_bytes += chain.held_bytes
 
     def take_children(self, scoped: int) -> list[StoredChain]:
-        """Chains that waited for this block."""
+        """Remove and return the orphans whose parent is this block."""
         return self._without(self._orphans.pop(scoped)) if scoped in self._orphans else []
 
     def drop_oldest_orphans(self) -> int:
-        """Forget those that wait for the parent that was missed first; returns how many events they were."""
+        """Drop the orphans of the parent that was missed first; returns their number."""
         return len(self._without(self._orphans.popitem(last=False)[1]))
 
     def drop_oldest_ghost(self) -> None:

@@ -1,7 +1,7 @@
-"""What routing reads of an engine's /metrics page: work that others sent, and the engine's own measured rates.
+"""What routing reads of an engine's /metrics page: requests of other senders, and the rates that the engine measured.
 
-A page has hundreds of lines and is read every second, so only the wanted names are looked for. A data-parallel engine
-has one line per rank: requests, rates and totals add up, and the fullest rank tells how full the KV cache is.
+A page has hundreds of lines and is read every second, so only the wanted names are parsed. A data-parallel engine
+has one line per rank: requests, rates and totals add up, and the fullest rank is the KV cache usage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EngineReading(NamedTuple):
 
 
 def read_metrics(page: bytes) -> EngineReading:
-    """Parse a page in Prometheus' text format; what is not there or not a number is left out. Pure."""
+    """Parse a page in Prometheus' text format; absent samples and samples that are no number are left out. Pure."""
     page = b"\n" + page
     waiting = _values(page, b"vllm:num_requests_waiting")
     running = _values(page, b"vllm:num_requests_running")

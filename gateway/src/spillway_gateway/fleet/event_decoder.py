@@ -1,9 +1,9 @@
-"""KV events of vLLM off the wire: bytes in, typed values out. Pure, and never raises on any input but as Undecodable.
+"""Decodes KV events of vLLM: bytes in, typed values out. Pure; raises nothing but Undecodable on any input.
 
-Two shapes are in the field: arrays with the tag first (0.23) and maps with a "type" key (from 0.26 on); hashes are
+Two shapes are in use: arrays with the tag first (0.23) and maps with a "type" key (from 0.26 on); hashes are
 64-bit integers or raw bytes, and one engine can send both (0.23 sends device events as integers and CPU-tier events as
-bytes). Replay frames carry a topic in newer engines and none in older ones, so they are told apart by their count.
-Unknown tags and fields are counted, not fatal: an engine upgrade must not blind the gateway.
+bytes). Replay frames carry a topic in newer engines and none in older ones, so the number of frames decides.
+Unknown tags and fields are counted and skipped, so an engine upgrade does not stop the index.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _group(raw: object) -> int:
 
 class Extras(NamedTuple):
     """What an engine hashed into a block besides its tokens. cache_salt: part of the namespace. others: part of the
-    block's own key."""
+    block's key."""
 
     cache_salt: str | None
     others: list[object]

@@ -1,7 +1,7 @@
-"""Work on an engine that this gateway did not send: other replicas of the gateway, batch jobs, a person with curl.
+"""Requests on an engine that this gateway did not send: other replicas of the gateway, batch jobs, a person with curl.
 
-An engine's counts include ours, and they are as old as the scrape. What is more than this gateway had open at any
-moment of the scrape is foreign for certain; less can always be explained by timing and counts as none.
+An engine's counts include this gateway's requests and are as old as the scrape. Requests beyond those that this gateway
+had open at any moment of the scrape are foreign for certain; fewer can be explained by timing and count as none.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class OwnWork(NamedTuple):
 
 
 class ForeignWork(NamedTuple):
-    """requests: all of them; waiting_requests: those without a place in the batch. share: all work / own work, for
-    what is only known of one's own."""
+    """requests: all foreign ones. waiting_requests: those outside the running batch. share: all requests over this
+    gateway's, to scale figures that are known for this gateway's requests only."""
 
     requests: int
     waiting_requests: float
@@ -30,11 +30,11 @@ NO_FOREIGN_WORK = ForeignWork(0, 0.0, 1.0)
 
 
 def foreign_work(reading: EngineReading, before: OwnWork, after: OwnWork) -> ForeignWork:
-    """Pure. before, after: own work when the page was asked for and when it came."""
+    """Pure. before, after: this gateway's work when the page was requested and when it arrived."""
     own = max(before.requests, after.requests)
     total = reading.waiting_requests + reading.running_requests
     foreign = total - own
     if foreign <= 0:
         return NO_FOREIGN_WORK
-    # Nobody says whose requests wait. First come, first served makes them alike.
+    # The page does not tell whose requests wait; with first come, first served all senders wait alike.
     return ForeignWork(foreign, foreign * reading.waiting_requests / total, total / max(1, own))

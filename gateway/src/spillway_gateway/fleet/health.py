@@ -1,11 +1,11 @@
 """Polls every engine: GET /ready, or /health where the engine has no /ready.
 
-A refused connection takes an engine out at once; a poll that times out does so only after several in a row, since a
-busy machine answers late. One good answer brings it back. A request that failed to connect asks for a poll at once.
+A refused connection takes an engine down at once; polls that time out do so only after several in a row, since a busy
+machine answers late. One good answer makes it ready again. A request that failed to connect triggers a poll.
 
-A ready engine's /metrics is read in the same round, over the same connection: what others sent there and the rates it
-measured. That never decides whether an engine is alive: a page that is late, too long or not there only makes routing
-rely on what this gateway sent itself.
+A ready engine's /metrics is read in the same round, over the same connection: requests of other senders and the rates
+it measured. Readiness never depends on it: without a page, or with one that is late or too long, routing uses only what
+this gateway sent.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from spillway_gateway.fleet.tier_traffic import moved_bytes
 
 logger = logging.getLogger(__name__)
 
-DRAINING = "not ready: draining"  # as an engine pod says it while it shuts down
+DRAINING = "not ready: draining"  # answer of an engine pod while it shuts down
 MODELS_BYTES_MAX = 1024 * 1024
-METRICS_STALE_PERIODS = 5  # without a reading, before the last one says nothing about the present
+METRICS_STALE_PERIODS = 5  # without a reading, after which the last one is stale
 
 
 class _Card(msgspec.Struct):
@@ -42,7 +42,7 @@ _cards = msgspec.json.Decoder(_Cards)
 
 
 class HealthPoller:
-    """Keeps one engine's state true until cancelled."""
+    """Polls one engine until cancelled. On the event loop."""
 
     def __init__(self, engine: Engine, session: aiohttp.ClientSession, config: HealthConfig) -> None:
         self._engine = engine
@@ -71,7 +71,7 @@ class HealthPoller:
             try:
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
-                await asyncio.sleep(0.05)  # a burst of failures asks once
+                await asyncio.sleep(0.05)  # a burst of failures causes one poll
             except TimeoutError:
                 pass
 
@@ -118,8 +118,8 @@ class HealthPoller:
             engine.unobserved()
 
     def _end_requests(self, now: float) -> None:
-        """An engine that shuts down has a limit of its own, at which vLLM 0.23 may hang with its clients: the gateway
-        closes their connections before."""
+        """vLLM 0.23 may hang at its shutdown deadline while clients are connected: the gateway closes their connections
+        before that."""
         engine = self._engine
         if not (engine.terminating or engine.draining):
             self._ending_since = None
@@ -129,8 +129,8 @@ class HealthPoller:
             engine.end_requests()
 
     async def _serves_model(self) -> tuple[EngineState, str]:
-        """An engine joins once it also names the model: an address may belong to another one's engine by now. What
-        asks for a key, or knows no such route, is taken at its word."""
+        """An engine is ready once it also lists the model: its address may belong to another model's engine by now. An
+        engine that requires a key or has no such route is accepted."""
         timeout = aiohttp.ClientTimeout(total=self._config.timeout_seconds)
         url = self._engine.config.url.rstrip("/") + "/v1/models"
         async with self._session.get(url, timeout=timeout, allow_redirects=False) as reply:
@@ -172,7 +172,7 @@ class HealthPoller:
 
 
 def _model_names(body: bytes) -> set[str] | None:
-    """None where the page does not say."""
+    """None where the page has no list of models."""
     try:
         document = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -184,7 +184,7 @@ def _model_names(body: bytes) -> set[str] | None:
 
 
 def _prompt_tokens_max(body: bytes, model: str) -> int | None:
-    """max_model_len of the model's card, as vLLM has it; None where the page does not say."""
+    """max_model_len of the model's card, as vLLM reports it; None where the page has none."""
     try:
         cards = _cards.decode(body).data
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

@@ -1,8 +1,8 @@
 """The engines of one model, and the one step in which a routing decision is taken and counted.
 
 `ModelFleet.choose` builds the frozen view, plans, and opens a Lease without an await between, so two requests never
-decide on the same counters. A Lease keeps the counters of the engine it was opened on: when an engine is replaced or
-restarted, old leases close against the old object and the new one never goes below zero.
+decide on the same counters. A Lease counts on the engine that it was opened on: when an engine is replaced, old leases
+close against the old object, and the counters of the new one never go below zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from spillway_gateway.routing.route import Decision, plan_route
 
 
 class Lease:
-    """One request on one engine. Counted from creation to close(); each method may be called more than once."""
+    """One request on one engine, counted from creation to close(). Each method may be called more than once.
+
+    On the event loop only. now: monotonic seconds.
+    """
 
     __slots__ = ("_ahead_tokens", "_closed", "_held", "_probe", "_queued", "_started", "decision", "engine")
 
@@ -47,11 +50,12 @@ class Lease:
 
     @property
     def expected_prefill_seconds(self) -> float:
-        """Until the prompt is computed, by the engine's rate and what was queued before it."""
+        """Until the prompt is computed, from the engine's rate and what was queued before it."""
         return (self._ahead_tokens + self._queued) / self.engine.rates.prefill_tokens_per_second
 
     def prefill_assumed(self) -> None:
-        """A plain reply shows no first byte before its last: its prompt leaves the queue when it should be done."""
+        """A reply that does not stream has no early first byte: its prompt leaves the queue when its prefill should be
+        done."""
         self._dequeue()
 
     def first_byte(self, now: float, *, measures_prefill: bool) -> None:
@@ -63,7 +67,7 @@ class Lease:
         self._dequeue()
 
     def began(self) -> None:
-        """The reply's first byte has come."""
+        """The reply's first byte has arrived."""
         if self._probe:
             self.engine.breaker.probe_began()
 
@@ -73,11 +77,11 @@ class Lease:
         self._probe = False
 
     def failed(self, now: float) -> None:
-        """The engine, not the request, is to blame."""
+        """The engine failed, not the request."""
         self.engine.breaker.failed(now)
 
     def close(self, now: float | None = None) -> None:
-        """now: of a whole reply, which tells how long a request stays."""
+        """now: given for a whole reply, which then counts in the mean duration of requests."""
         if self._closed:
             return
         self._closed = True
@@ -127,7 +131,7 @@ class ModelFleet:
 
     @property
     def prompt_tokens_max(self) -> int | None:
-        """No engine takes a longer prompt; None where one has not said what it takes."""
+        """The longest prompt that any engine takes; None while one has not reported its limit."""
         lengths = [engine.prompt_tokens_max for engine in self.engines.values()]
         known = [length for length in lengths if length is not None]
         return max(known) if known and len(known) == len(lengths) else None
@@ -149,8 +153,8 @@ class ModelFleet:
         return engine
 
     def remove_engine(self, name: str) -> Engine:
-        """No new request goes there; those it has keep their leases, counters and connections. What the index holds of
-        it is the caller's to free: index.retire_engine."""
+        """Send no new request there; running ones keep their leases, counters and connections. The caller frees its
+        entries in the index: index.retire_engine()."""
         return self.engines.pop(name)
 
     def choose(self, prompt: PromptBlocks, tried: frozenset[str], only: str | None = None) -> Lease:
@@ -164,7 +168,7 @@ class ModelFleet:
         request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried, only)
         factor = self._routing.bounded_load_factor
         decision = plan_route(request, self._view(held, now, breakers=True), factor)
-        if decision is None:  # every breaker is open: an engine that may fail is better than a certain refusal
+        if decision is None:  # every breaker is open: trying an engine is better than refusing
             decision = plan_route(request, self._view(held, now, breakers=False), factor)
         if decision is None:
             raise NoEngineReady(self.unavailable_message(tried))
@@ -194,9 +198,9 @@ class ModelFleet:
         return FleetView(tuple(views))
 
     def unavailable_message(self, tried: frozenset[str]) -> str:
-        said = "; ".join(
-            f"{engine.name}: {'failed for this request' if engine.name in tried and engine.routable else engine.says}"
+        reasons = "; ".join(
+            f"{engine.name}: {'failed for this request' if engine.name in tried and engine.routable else engine.reason}"
             for engine in self.engines.values()
         )
-        said = said or "none is known"
-        return f"No engine of model {self.name!r} can take a request now ({said}). Try again shortly."
+        reasons = reasons or "none is known"
+        return f"No engine of model {self.name!r} can take a request now ({reasons}). Try again shortly."

@@ -1,8 +1,8 @@
-"""How fast an engine computes prompts, in tokens per second: its own word, else what replies show.
+"""How fast an engine computes prompts, in tokens per second: as it reports, else as replies show.
 
-A gateway sees only the time to the first byte, which also holds HTTP, tokenising, other requests' decoding and loads.
-All of these only ever make a sample slower, so the upper quartile is nearer the truth than the mean. Small prompts are
-left out: they measure fixed costs.
+A gateway sees only the time to the first byte, which includes HTTP, tokenising, other requests' decoding and loads. All
+of these only make a sample slower, so the upper quartile is a better estimate than the mean. Small prompts measure fixed
+costs and are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 SAMPLE_TOKENS_MIN = 1_024
 ENGINE_SAMPLES = 32
 FLEET_SAMPLES = 64
-SAMPLES_TO_TRUST = 8  # below it an engine is taken to be like its fleet
+SAMPLES_TO_TRUST = 8  # below it the fleet's rate is used
 QUARTILE = 0.75
 RATE_MIN, RATE_MAX = 50.0, 10_000_000.0  # one odd sample must not make an engine look free or unusable
 
@@ -34,28 +34,28 @@ class RateSamples:
 
 
 class PrefillRate:
-    """One engine's rate. fleet: samples of all engines of the model. default: until anything is known."""
+    """One engine's rate. fleet: samples of all engines of the model. default: until there is a sample."""
 
     def __init__(self, fleet: RateSamples, default_tokens_per_second: float) -> None:
         self._fleet = fleet
-        self._own = RateSamples(ENGINE_SAMPLES)
+        self._samples = RateSamples(ENGINE_SAMPLES)
         self._default = default_tokens_per_second
         self.reported: float | None = None  # by the engine, which times whole steps
 
     def sample(self, tokens: int, seconds: float) -> None:
-        """tokens: computed by the engine between the request and its first byte, others' before it included."""
+        """tokens: computed by the engine between the request and its first byte, others queued before it included."""
         if tokens >= SAMPLE_TOKENS_MIN and seconds > 0:
-            self._own.add(tokens / seconds)
+            self._samples.add(tokens / seconds)
             self._fleet.add(tokens / seconds)
 
     @property
     def tokens_per_second(self) -> float:
         if self.reported is not None:
             return self.reported
-        own = self._own.quartile
-        if own is not None and len(self._own) >= SAMPLES_TO_TRUST:
-            return own
-        return self._fleet.quartile or own or self._default
+        measured = self._samples.quartile
+        if measured is not None and len(self._samples) >= SAMPLES_TO_TRUST:
+            return measured
+        return self._fleet.quartile or measured or self._default
 
 
 def usable_rate(reported: float | None) -> float | None:

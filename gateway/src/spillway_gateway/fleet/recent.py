@@ -1,6 +1,7 @@
-"""What happened lately, for people who look: decisions, waits for first bytes, and where prompts were found.
+"""Recent decisions, times to first byte and cache hits, for the operations page.
 
-Bounded in number, without prompts, answers or tenants. Noting costs an append; all else happens when somebody looks.
+Bounded in number, without prompts, answers or tenants. Recording costs an append; everything else is computed when the
+page is requested.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class NotedFirstByte(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptTokens:
-    """Prompt tokens of the requests that were sent, by where routing expected them. Since the start."""
+    """Prompt tokens of the requests that were sent, by the tier in which routing expected them. Since the start."""
 
     __slots__ = ("computed", "cpu", "device", "shared")
 
@@ -49,7 +50,7 @@ class PromptTokens:
 
 
 class Recent:
-    """One per gateway. Lives on the event loop only."""
+    """One per gateway. On the event loop only."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

@@ -13,8 +13,8 @@ _SAMPLES = (
     (b"spillway_tier_read_bytes_total", b"", "load"),
     (b"spillway_tier_written_bytes_total", b"", "store"),
 )
-TIERS_MAX = 16  # a page that names more is not believed
-STALE_SECONDS = 10.0  # beyond it the last rate says nothing of the present
+TIERS_MAX = 16  # of one page; further ones are ignored
+STALE_SECONDS = 10.0  # after which the last rate is no longer reported
 
 
 class Way(NamedTuple):
@@ -60,7 +60,7 @@ class TierTraffic:
         self._rates: dict[Way, float] = {}
 
     def observed(self, totals: Mapping[Way, float], now: float) -> None:
-        """A total that fell belongs to an engine that started anew, so all of it is new."""
+        """A total below the last one comes from a restarted engine: its counter delta is the whole total."""
         seconds = now - self._read_at
         if 0 < seconds < float("inf"):
             self._rates = {
@@ -71,5 +71,5 @@ class TierTraffic:
         self._read_at = now
 
     def bytes_per_second(self, now: float) -> Mapping[Way, float]:
-        """By way; empty when the last reading is too old."""
+        """By way; empty when the last reading is stale."""
         return self._rates if now - self._read_at <= STALE_SECONDS else {}

@@ -75,7 +75,7 @@ class Operations:
         answered or failed to, so that in a rolling restart it takes no request that the old replica could have served.
         """
         fleets = [(fleet.name, list(fleet.engines.values())) for fleet in list(self._fleets)]
-        engines = {name: {engine.name: engine.says for engine in each} for name, each in fleets}
+        engines = {name: {engine.name: engine.reason for engine in each} for name, each in fleets}
         if self._lifecycle.draining:
             return Answer(503, {"ready": False, "reason": "draining", "models": engines})
         missing = [name for name, each in fleets if not any(engine.routable for engine in each)]

@@ -1,7 +1,7 @@
 """The frozen picture of the fleet that one routing decision reads.
 
 Built for each decision from the live state (fleet/engine.py) and from the index's answer for this prompt
-(fleet/prefix_index.py); nothing in it changes afterwards, so a decision can be repeated and explained.
+(fleet/prefix_index.py); it is immutable, so a decision can be repeated and explained.
 
 Structs, as a dozen are made for each request: one costs a third of a named tuple, and the cyclic garbage collector does
 not visit it.
@@ -41,16 +41,16 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
 
     name: str
     routable: bool
-    running_requests: int  # sent and not finished
-    queued_tokens: int  # uncached prompt tokens sent and still without a first byte
+    running_requests: int  # sent and unfinished
+    queued_tokens: int  # uncached prompt tokens of requests without a first byte
     rates: EngineRates
     held: HeldPrefix = NOTHING_HELD
-    busy_share: float = 0.0  # of the last seconds, how much the engine's prefill was occupied; may exceed 1
-    cpu_link_tokens: int = 0  # being loaded from the CPU tier by requests still without a first byte
+    busy_share: float = 0.0  # of prefill, over the last seconds; may exceed 1
+    cpu_link_tokens: int = 0  # being loaded from the CPU tier by requests without a first byte
     shared_link_tokens: int = 0  # the same for the shared tier
     store_wait_ms: float = 0.0  # of loads of all engines ahead at the shared tier's store, where that is the limit
     shared_busy_share: float = 0.0  # like busy_share, of the link or store that loads from the shared tier go through
-    kv_usage: float = 0.0  # of the device's KV cache by running requests; estimates may leave 0..1
+    kv_usage: float = 0.0  # share of the device's KV cache taken by running requests; an estimate, may be outside 0..1
     kv_token_ms: float = 0.0  # time for which an average request takes one token's share of that cache; 0: unknown
 
 
@@ -59,9 +59,9 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
 
 
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):
-    """What routing knows about a request."""
+    """One request, as routing sees it."""
 
     prompt_tokens: int  # exact with a tokenizer, estimated from text without
-    spread_key: int  # key of the first block: requests that share it go the same way when nothing is known
+    spread_key: int  # key of the first block: requests that share it go to the same engine when none holds any of it
     tried: frozenset[str] = frozenset()
-    only: str | None = None  # the one engine that can answer, as it keeps what is asked for
+    only: str | None = None  # the one engine that can answer, because it stores what is requested

@@ -1,17 +1,18 @@
-"""What sending a request to an engine would cost, in milliseconds until its first token.
+"""The cost of sending a request to an engine, in milliseconds until its first token.
 
     cost = max(queue, link) + load from tiers + prefill of the rest + displaced
 
 queue: uncached tokens already sent and not answered, at the engine's prefill rate, plus a share per running request.
-link: tokens that others are loading from the same tier, at that tier's rate: on the engine's own link, and at the store
-that all engines read where its rate is configured. Both queues drain at the same time, so a
-request that loads waits for the longer of the two, and one that loads nothing for the first alone.
-displaced: what computing this prompt costs those behind it. With Poisson arrivals and a prefill that is busy for the
-share rho of the time, one more second of work delays others by rho / (1 - rho) seconds in all (M/G/1). An idle engine
-displaces nobody, so a hot prefix spreads at once; a busy one displaces many, so hits are kept. KV memory is a second
-resource with the same law: a prompt takes its uncached share of the cache for as long as a request stays, which makes
-others wait, or evicts what they would have found, the more the fuller the cache is. The way to the shared tier is a
-third: a load occupies it for its own time.
+link: tokens that other requests are loading from the same tier, at that tier's rate: on the engine's link, and at the
+store behind the shared tier where its rate is configured. Both queues drain at the same time, so a request that loads
+waits for the longer of the two, and one that loads nothing waits for the first alone.
+displaced: the delay that this prompt causes to later requests. In an M/G/1 queue (Poisson arrivals, one server) a busy
+period that begins with x seconds of work lasts x / (1 - rho) seconds on average, where rho is the share of time for
+which the server is busy; x * rho / (1 - rho) of them are work of requests that arrive meanwhile (L. Kleinrock, Queueing
+Systems, volume 1, 1975, chapter 5; the mean wait of the Pollaczek-Khinchine formula there has the same factor
+1 / (1 - rho)). An idle engine displaces nothing, so a hot prefix spreads over idle engines; on a busy engine cache hits
+are worth more. Two more resources are priced by the same factor. KV cache: a prompt takes its uncached share of the
+cache for as long as an average request runs. The link to the shared tier: a load occupies it for the load's duration.
 Every term is a time, so there are no weights to tune.
 """
 
@@ -21,11 +22,13 @@ import msgspec
 
 from spillway_gateway.routing.fleet_view import EngineView, HeldPrefix
 
-# rho / (1 - rho) has no limit at 1, but rho is an estimate over seconds: beyond this one its error would decide.
+# rho / (1 - rho) is unbounded at 1, and rho is an estimate over seconds: above this bound its error would decide.
 RHO_MAX = 0.8
 
 
 class Cost(msgspec.Struct, frozen=True, gc=False):
+    """The terms of the module's formula. total_ms: the sum, of queue_ms and link_ms only the larger."""
+
     queue_ms: float
     link_ms: float
     load_ms: float
@@ -60,7 +63,7 @@ def cost_of(engine: EngineView, prompt_tokens: int) -> Cost:
 
 
 def crowding(rho: float) -> float:
-    """Delay of others per unit of work on a resource that is taken for the share rho of the time: 0 to 4."""
+    """rho / (1 - rho), bounded: delay of others per unit of work on a resource with the busy share rho. 0 to 4."""
     if rho <= 0.0:
         return 0.0
     return rho / (1.0 - rho) if rho < RHO_MAX else RHO_MAX / (1.0 - RHO_MAX)

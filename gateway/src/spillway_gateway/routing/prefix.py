@@ -1,11 +1,11 @@
 """Request keys: one chained 64-bit hash per block of tokens or text.
 
 A key covers its block and everything before it, so equal keys mean equal prefixes within one namespace, and the longest
-shared prefix of two requests is the longest common start of their key lists. The gateway's keys are its own: they do
-not depend on the engine's hash algorithm, seed or version (fleet/prefix_index.py ties the two together).
+shared prefix of two requests is the longest common start of their key lists. They do not
+depend on the engine's hash algorithm, seed or version (fleet/prefix_index.py maps an engine's keys to them).
 
-xxh3 is not collision-resistant; a collision here costs one badly placed request and can never mix up content, because
-engines match blocks by their own hashes.
+XXH3 is not collision-resistant. A collision here misplaces one request and never mixes up content, because engines
+match blocks by their hashes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ assert array(_UINT32).itemsize == TOKEN_BYTES
 
 
 class PromptBlocks(msgspec.Struct, frozen=True, gc=False):
-    """What routing needs of a prompt: keys of its full blocks, and its size.
+    """A prompt as routing sees it: keys of its full blocks, in order, and its size in tokens.
 
-    other_keys: by tokens per block, its keys for the engines whose blocks have another size.
+    spread_key: for rendezvous hashing. other_keys: by tokens per block, keys for engines with another block size.
     """
 
     keys: Sequence[int]
@@ -37,7 +37,7 @@ class PromptBlocks(msgspec.Struct, frozen=True, gc=False):
     other_keys: Mapping[int, Sequence[int]] = msgspec.field(default_factory=dict)
 
     def keys_for(self, tokens_per_block: int) -> Sequence[int]:
-        """Those of an engine with blocks of that size."""
+        """The keys for an engine with blocks of that size."""
         return self.other_keys.get(tokens_per_block, self.keys)
 
 
@@ -71,6 +71,7 @@ def text_block_keys(namespace: int, text: bytes, block_bytes: int) -> list[int]:
 
 
 def chain_blocks(namespace: int, data: bytes, block_bytes: int) -> list[int]:
+    """Keys of all full blocks of `block_bytes`, in order."""
     keys: list[int] = []
     key = namespace
     for start in range(0, len(data) - block_bytes + 1, block_bytes):
@@ -80,7 +81,7 @@ def chain_blocks(namespace: int, data: bytes, block_bytes: int) -> list[int]:
 
 
 def short_prompt_key(namespace: int, data: bytes) -> int:
-    """Spreads prompts shorter than one block; says nothing about held blocks."""
+    """Spread key of a prompt shorter than one block; never a key of the index."""
     return _hash(data, namespace ^ len(data))
 
 

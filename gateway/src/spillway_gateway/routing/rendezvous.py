@@ -1,7 +1,9 @@
-"""Highest-random-weight hashing with bounded load.
+"""Rendezvous (highest random weight) hashing with bounded loads.
 
-Replicas of the gateway rank engines the same way without talking, and an engine that leaves moves only its own keys.
-Thaler and Ravishankar, 1998 (rendezvous); Mirrokni, Thorup and Zadimoghaddam, 2016 (bounded loads).
+Replicas of the gateway rank engines alike without communication, and removing an engine moves only its keys.
+Rendezvous hashing: D. Thaler and C. Ravishankar, Using name-based mappings to increase hit rates, IEEE/ACM Transactions
+on Networking, 1998. Bounded loads: V. Mirrokni, M. Thorup and M. Zadimoghaddam, Consistent hashing with bounded loads,
+2016.
 """
 
 from __future__ import annotations

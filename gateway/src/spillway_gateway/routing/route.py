@@ -22,10 +22,10 @@ class RouteReason(StrEnum):
 
     ONLY = "only"  # no other engine could take it
     PREFIX = "prefix"  # cheapest because it holds the longest prefix
-    LOAD = "load"  # cheapest although another engine holds more of the prompt, or nobody holds any and loads differ
-    RENDEZVOUS = "rendezvous"  # nobody holds any of it: by hash of the first block among equally cheap engines
+    LOAD = "load"  # cheapest although another engine holds more of the prompt, or none holds any and loads differ
+    RENDEZVOUS = "rendezvous"  # no engine holds any of it: by hash of the first block among equally cheap engines
     RETRY = "retry"  # another engine failed before the first byte
-    PINNED = "pinned"  # it keeps what the request asks for
+    PINNED = "pinned"  # it stores what the request asks for
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -39,7 +39,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     held: HeldPrefix
     prompt_tokens: int
     uncached_tokens: int
-    candidates: tuple[Candidate, ...]  # what was weighed, for explanation
+    candidates: tuple[Candidate, ...]  # every engine that was considered, with its cost
 
 
 def plan_route(request: RouteRequest, view: FleetView, bounded_load_factor: float) -> Decision | None:
@@ -60,7 +60,7 @@ def plan_route(request: RouteRequest, view: FleetView, bounded_load_factor: floa
 
 
 def usable_engines(request: RouteRequest, view: FleetView) -> list[EngineView]:
-    """Filter: routable, not already tried for this request, and the one that it is for, if it is for one."""
+    """Filter: routable, not tried for this request, and the pinned engine if there is one."""
     usable = [engine for engine in view.engines if engine.routable and engine.name not in request.tried]
     return usable if request.only is None else [engine for engine in usable if engine.name == request.only]
 
@@ -96,8 +96,8 @@ def pick(
 def _pick_unknown(
     request: RouteRequest, candidates: tuple[Candidate, ...], cheapest_ms: float, bounded_load_factor: float
 ) -> tuple[Candidate, RouteReason]:
-    """Nobody holds any of it. The hash decides among engines that cost the same: nobody waits for the sake of a hash,
-    and replicas of the gateway agree wherever they see equal load."""
+    """No engine holds any of the prompt. The hash decides only among engines of equal cost, so no request waits for the
+    sake of its hash, and replicas of the gateway agree where they see equal load."""
     tied = {
         candidate.engine.name: candidate for candidate in candidates if candidate.cost.total_ms <= cheapest_ms + TIE_MS
     }

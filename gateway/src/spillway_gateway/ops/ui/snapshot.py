@@ -69,7 +69,7 @@ def _engine(engine: Engine, first_bytes: Sequence[NotedFirstByte], monotonic: fl
     return {
         "name": engine.name,
         "routable": view.routable,
-        "says": "kept away by its breaker" if engine.routable and not view.routable else engine.says,
+        "says": "kept away by its breaker" if engine.routable and not view.routable else engine.reason,
         "eventsLive": engine.events_live,
         "runningRequests": engine.running_requests,
         "foreignRequests": engine.foreign.requests,
