@@ -1,14 +1,11 @@
-"""The chart's arithmetic is the engine service's own, for many shapes and sizes; one render holds many engines."""
+"""A pod's memory by the chart: figures worked out by hand, and what of them reaches the pod."""
 
 import json
-from itertools import islice, product
-from typing import Any
+from itertools import islice
 
 import pytest
 import yaml
 from chart.rendering import CHART, pod_spec, quantity_bytes, render
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
@@ -17,52 +14,6 @@ from spillway_engine.settings import EngineSettings, check_settings
 from spillway_engine.settings_reader import read_settings
 
 SHAPES = yaml.safe_load((CHART / "files" / "model-shapes.yaml").read_text())
-TIB = 1 << 40
-
-
-def given_engine(
-    key: int, preset: str, ranks: int, blocks: int | str, per_chunk: int, block_size: int, platform: str, dtype: str
-):
-    size = {"numCpuBlocks": blocks} if isinstance(blocks, int) else {"cpuBytes": blocks}
-    return {
-        "model": {"shape": {"preset": preset}, "servedName": f"m{key}", "dtype": dtype, "maxLength": 4096},
-        "tensorParallelSize": ranks,
-        "blockSize": block_size,
-        "offload": {**size, "blocksPerChunk": per_chunk},
-        "accelerator": {"preset": "cpu" if platform == "cpu" else "cce"},
-    }
-
-
-def require_agreement(engines: dict[str, dict[str, Any]]) -> None:
-    rendered = render(values={"engines": engines, "gateway": {"resources": {"limits": {"memory": None}}}})
-    for key, values in engines.items():
-        name = f"chat-spillway-engine-{key}"
-        files = rendered.named("ConfigMap", name)["data"]
-        chart, resolved = json.loads(files["memory.json"]), yaml.safe_load(files["engine.yaml"])
-        pod = pod_spec(rendered.named("StatefulSet", name))
-        shared = next(volume for volume in pod["volumes"] if volume["name"] == "shared-memory")["emptyDir"]["sizeLimit"]
-        limit = quantity_bytes(pod["containers"][0]["resources"]["limits"]["memory"])
-
-        budget = plan_memory(
-            check_settings(read_settings(EngineSettings, resolved)),
-            shape_of(values["model"]["shape"]["preset"]),
-            machine(resolved["platform"], limit, quantity_bytes(shared)),
-        )
-
-        seen = {
-            "bytesPerToken": budget.bytes_per_token,
-            "bytesPerBlock": budget.bytes_per_block,
-            "cpuChunks": budget.cpu_chunks,
-            "cpuRowBytes": budget.cpu_row_bytes,
-            "cpuTierBytes": budget.cpu_tier_bytes,
-            "cpuTierTokens": budget.cpu_tier_tokens,
-            "sharedMemoryNeededBytes": budget.shared_memory_needed_bytes,
-            "engineNeedsBytes": budget.memory_needed_bytes,
-            "dtype": budget.dtype,
-            "deviceBlocks": budget.device_blocks,
-        }
-        assert {name: chart.get(name) for name in seen} == seen, values
-        assert budget.fits, budget.problems
 
 
 def shape_of(preset: str) -> ModelShape:
@@ -90,50 +41,35 @@ def machine(platform: str, memory_bytes: int, shared_bytes: int) -> Machine:
     )
 
 
-def test_agreement_over_every_known_model():
-    combinations = product(SHAPES, (1, 2), (700, "90GiB"))
-    require_agreement(
-        {
-            f"m{key}": given_engine(
-                key,
-                preset,
-                ranks if SHAPES[preset].get("kvHeads", 2) % ranks == 0 else 1,
-                blocks,
-                1 + key % 3,
-                128,
-                "npu",
-                "auto",
-            )
-            for key, (preset, ranks, blocks) in enumerate(combinations)
+def test_a_rendered_pod_is_as_large_as_the_arithmetic_says():
+    """The figures themselves are compared in test_template_arithmetic.py; here they reach the pod and its engine."""
+    sizes = ({"numCpuBlocks": 700}, {"cpuBytes": "90GiB"})
+    engines = {
+        f"m{key}": {
+            "model": {"shape": {"preset": preset}, "servedName": f"m{key}", "maxLength": 4096},
+            "offload": {**sizes[key % 2], "blocksPerChunk": 1 + key % 3},
+            "accelerator": {"preset": "cpu" if key == 0 else "cce"},
         }
-    )
+        for key, preset in enumerate(("smollm2-135m", "qwen3-14b", "deepseek-v3", "llama-3.1-70b"))
+    }
+    rendered = render(values={"engines": engines, "gateway": {"resources": {"limits": {"memory": None}}}})
+    for key, values in engines.items():
+        name = f"chat-spillway-engine-{key}"
+        files = rendered.named("ConfigMap", name)["data"]
+        chart, resolved = json.loads(files["memory.json"]), yaml.safe_load(files["engine.yaml"])
+        pod = pod_spec(rendered.named("StatefulSet", name))
+        shared = next(volume for volume in pod["volumes"] if volume["name"] == "shared-memory")["emptyDir"]["sizeLimit"]
+        limit = quantity_bytes(pod["containers"][0]["resources"]["limits"]["memory"])
+        budget = plan_memory(
+            check_settings(read_settings(EngineSettings, resolved)),
+            shape_of(values["model"]["shape"]["preset"]),
+            machine(resolved["platform"], limit, quantity_bytes(shared)),
+        )
 
-
-engine_values = st.tuples(
-    st.sampled_from(sorted(SHAPES)),
-    st.sampled_from([1, 2, 4, 8, 16]),
-    st.one_of(
-        st.integers(1, 40_000),
-        st.integers(600, 3000).map(lambda size: f"{size}GiB"),
-        st.sampled_from(["1.5TiB", "2000GB"]),
-    ),
-    st.integers(1, 16),
-    st.sampled_from([16, 64, 128, 256]),
-    st.sampled_from(["npu", "cpu"]),
-    st.sampled_from(["auto", "bfloat16", "float32"]),
-).filter(
-    lambda chosen: (
-        "kvHeads" not in SHAPES[chosen[0]]
-        or chosen[1] >= SHAPES[chosen[0]]["kvHeads"]
-        or not SHAPES[chosen[0]]["kvHeads"] % chosen[1]
-    )
-)
-
-
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(engine_values, min_size=20, max_size=30))
-def test_agreement_over_any_values(chosen):
-    require_agreement({f"m{key}": given_engine(key, *values) for key, values in enumerate(chosen)})
+        assert 0 <= limit - chart["memoryLimitBytes"] < 1 << 20
+        assert 0 <= quantity_bytes(shared) - chart["sharedMemoryBytes"] < 1 << 20
+        assert (chart["cpuTierBytes"], chart["engineNeedsBytes"]) == (budget.cpu_tier_bytes, budget.memory_needed_bytes)
+        assert budget.fits, budget.problems
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,9 @@
-"""Sizes: templates read what the engine service reads, and what cannot be read is never rendered."""
+"""Sizes with Kubernetes' suffixes are read wherever values take a size."""
 
 import json
 
 import yaml
-from chart.rendering import CHART, Render, pod_spec, render
-from size_cases import SIZE_CASES
-
-
-def test_the_templates_read_the_table_of_sizes(tmp_path):
-    chart = tmp_path / "sizes"
-    (chart / "templates").mkdir(parents=True)
-    (chart / "Chart.yaml").write_text("{apiVersion: v2, name: sizes, version: 0.1.0}")
-    (chart / "templates" / "_values.tpl").write_text((CHART / "templates" / "_values.tpl").read_text())
-    (chart / "templates" / "sizes.yaml").write_text(
-        'kind: Sizes\nread:{{ range .Values.cases }}\n- {{ include "spillway.parsedBytes" .value | quote }}{{ end }}\n'
-    )
-    cases = [{"value": text} for text in SIZE_CASES]
-
-    rendered = render(values={"cases": cases}, chart=chart)
-
-    read = dict(zip(SIZE_CASES, rendered.objects[0]["read"], strict=True))
-    assert {text: int(size_bytes) if size_bytes else None for text, size_bytes in read.items()} == SIZE_CASES
+from chart.rendering import Render, pod_spec, render
 
 
 def test_kubernetes_own_suffixes_everywhere():

@@ -1,6 +1,7 @@
 {{/*
-The arithmetic of services/engine/src/spillway_engine/memory_budget.py, reported before anything is scheduled; a test
-compares the two. On top of it the pod's own share: processes, staging, page cache and margin.
+The arithmetic of services/engine/src/spillway_engine/memory_budget.py, reported before anything is scheduled.
+tests/chart/test_template_arithmetic.py renders generated cases and compares. On top of it the pod's own share:
+processes, staging, page cache and margin.
 */}}
 
 {{/* (engine, path, root, problems, out): the model's shape, from values or files/model-shapes.yaml, into out. */}}

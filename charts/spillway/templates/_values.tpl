@@ -31,7 +31,7 @@ for a float again. */}}
 {{- end -}}
 
 {{/* value -> its bytes as decimal text; nothing where it is no size. A Kubernetes quantity of whole bytes (64G, 16Gi, 12e9)
-or a size with the unit spelt out (512MiB, 1TB). tests/size_cases.py ties it to spillway_connector.byte_sizes. */}}
+or a size with the unit spelt out (512MiB, 1TB). tests/chart/test_template_arithmetic.py ties it to Python. */}}
 {{- define "spillway.parsedBytes" -}}
 {{- if or (kindIs "float64" .) (kindIs "int64" .) (kindIs "int" .) -}}
 {{- if ge (float64 .) 0.0 -}}{{ int64 . }}{{- end -}}

@@ -1,8 +1,8 @@
 """Does it fit? From settings, model shape and machine to bytes, block counts, warnings and refusals. Pure arithmetic.
 
-Sources: KV bytes per token are `2 x layers x kv heads x head dim x element bytes` (MLA: `layers x latent x element
-bytes`, on every rank); one row of the CPU tier holds one chunk of all ranks and is rounded up to a page, as vLLM
-0.23's SharedOffloadRegion lays it out in one file under /dev/shm.
+KV bytes per token are those of `model_shape.py`, a row of the CPU tier that of the connector's `plan/geometry.py`. The
+chart computes the same in templates/_memory.tpl before anything is scheduled; tests/chart/test_template_arithmetic.py
+renders generated cases and compares.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spillway_connector.byte_sizes import format_byte_count
+from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import DTYPE_BYTES, ModelShape
 from spillway_engine.settings import EngineSettings
 from spillway_engine.tier_settings import SHARED_TIER
 
-PAGE_BYTES = 4096
 # vLLM's own message queues, mapped lazily: 10 x 16 MiB plus 10 x 24 MiB per worker; about a tenth is ever touched.
 SHM_QUEUE_BYTES_PER_RANK = 40 << 20
 # What the three Python processes of one engine hold beyond weights and KV: 2.2 GiB measured on the CPU build.
@@ -74,7 +74,7 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     block_bytes = block_of_rank_bytes * ranks
     device_blocks = _device_blocks(settings, machine, block_bytes)
     offload = settings.offload
-    row_bytes = round_up(block_bytes * offload.blocks_per_chunk, PAGE_BYTES)
+    row_bytes = ChunkGeometry(block_of_rank_bytes, offload.blocks_per_chunk, ranks).row_bytes
     chunks = _cpu_chunks(settings, row_bytes)
     tier_bytes = chunks * row_bytes
     tier_tokens = chunks * offload.blocks_per_chunk * settings.block_size
@@ -110,10 +110,6 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
         ),
         warnings=tuple(_warnings(settings, chunks, tier_tokens)),
     )
-
-
-def round_up(size: int, step: int) -> int:
-    return -(-size // step) * step
 
 
 def _device_blocks(settings: EngineSettings, machine: Machine, block_bytes: int) -> int | None:

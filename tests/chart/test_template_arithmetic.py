@@ -1,0 +1,195 @@
+"""What the templates compute is what Python computes: one table of cases, made from Python, in one render.
+
+The chart reads sizes and adds up a pod's memory before any pod exists, so this arithmetic is there twice: in
+templates/_values.tpl and _memory.tpl, and in spillway_connector.byte_sizes and spillway_engine.memory_budget.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import yaml
+from chart.rendering import CHART, render
+from size_cases import SIZE_CASES
+
+from spillway_connector.byte_sizes import parse_byte_count
+from spillway_engine.machine import Machine
+from spillway_engine.memory_budget import MemoryBudget, plan_memory
+from spillway_engine.model_shape import ModelShape
+from spillway_engine.settings import EngineSettings
+from spillway_engine.settings_reader import read_settings
+
+SHAPES = yaml.safe_load((CHART / "files" / "model-shapes.yaml").read_text())
+CASES = 400
+NUMBERS = ("0", "1", "7", "1.5", "0.1", "4.35", "12e9", "3E2", "1e", ".5", "5.", "00012", "999999", "-1", "")
+UNITS = ("", "B", "k", "K", "m", "M", "Mi", "MiB", "mib", "MB", "mb", "G", "g", "Gi", "GIB", " GiB", "T", "TiB", "Ei")
+TEMPLATE = """\
+kind: Computed
+sizes:{{ range .Values.sizes }}
+- {{ include "spillway.parsedBytes" .value | quote }}{{ end }}
+memory:{{ range .Values.memory }}
+{{- $problems := dict }}{{ $shape := dict }}{{ $out := dict }}
+{{- include "spillway.shape" (dict "engine" .engine "path" "engine" "root" $ "problems" $problems "out" $shape) }}
+{{- include "spillway.memory" (dict "engine" .engine "path" "engine" "platform" .platform "shape" $shape
+      "problems" $problems "out" $out) }}
+- {{ dict "figures" $out "problems" (values $problems) | toJson }}{{ end }}
+"""
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """engine: as under `engine` in values.yaml, as far as the arithmetic reads it. bounded: sizes of the pod are given,
+    which may be too small."""
+
+    platform: str
+    engine: dict[str, Any]
+    shape: ModelShape
+    bounded: bool
+
+    def budget(self, memory_bytes: int, shared_memory_bytes: int) -> MemoryBudget:
+        """What the engine service computes in a pod of that size."""
+        engine, offload = self.engine, self.engine["offload"]
+        sizes = {key: offload[key] for key in ("numCpuBlocks", "cpuBytes") if key in offload}
+        tree = {
+            "model": {"path": "m", "dtype": engine["model"]["dtype"], "maxLength": engine["model"]["maxLength"]},
+            "deviceBlocks": engine["deviceBlocks"],
+            "tensorParallelSize": engine["tensorParallelSize"],
+            "blockSize": engine["blockSize"],
+            "offload": {"enabled": offload["enabled"], "blocksPerChunk": offload["blocksPerChunk"], **sizes},
+        }
+        machine = Machine(
+            self.platform, frozenset(), (0,), memory_bytes, "cgroup limit", shared_memory_bytes, shared_memory_bytes
+        )
+        return plan_memory(read_settings(EngineSettings, tree), self.shape, machine)
+
+
+def size_cases() -> dict[str | int, int | None]:
+    """The sizes written by hand and every number with every unit. None: refused."""
+    cases = dict(SIZE_CASES)
+    for number, unit in product(NUMBERS, UNITS):
+        try:
+            cases[number + unit] = parse_byte_count(number + unit)
+        except ValueError:
+            cases[number + unit] = None
+    return cases
+
+
+def memory_cases() -> list[MemoryCase]:
+    """Every known model, then shapes by hand; the same on every run."""
+    chosen = random.Random(16)
+    presets = [*SHAPES, *(None for _ in range(CASES - len(SHAPES)))]
+    return [memory_case(chosen, preset) for preset in presets]
+
+
+def memory_case(chosen: random.Random, preset: str | None) -> MemoryCase:
+    shape = dict(SHAPES[preset]) if preset else any_shape(chosen)
+    cpu_bytes = chosen.choice([f"{chosen.randrange(1, 3000)}GiB", "1.5TiB", "2000GB", "5MiB", "1Gi"])
+    size = {"numCpuBlocks": chosen.randrange(1, 40_000)} if chosen.random() < 0.5 else {"cpuBytes": cpu_bytes}
+    max_length = chosen.choice([1, 127, 128, 4096, 131_072])
+    block_size = chosen.choice([16, 64, 128, 256])
+    bounded = chosen.random() < 0.3
+    engine = {
+        "model": {
+            "path": "acme/model",
+            "shape": {"preset": preset} if preset else shape,
+            "dtype": chosen.choice(["auto", "bfloat16", "float16", "float32"]),
+            "maxLength": max_length,
+        },
+        "deviceBlocks": chosen.choice([None, None, max_length // block_size + chosen.randrange(2, 9)]),
+        "tensorParallelSize": chosen.choice([1, 2, 3, 4, 8, 16]),
+        "blockSize": block_size,
+        "offload": {
+            **size,
+            "enabled": chosen.random() < 0.9,
+            "blocksPerChunk": chosen.randrange(1, 17),
+            "sharedTier": {
+                "type": chosen.choice(["none", "nvme", "redis"]),
+                "ioThreads": chosen.randrange(1, 33),
+                "encryption": {"enabled": chosen.random() < 0.5},
+            },
+        },
+        "memory": {
+            "limit": f"{chosen.randrange(1, 2000)}Gi" if bounded else None,
+            "sharedMemory": f"{chosen.randrange(1, 2000)}GiB" if bounded else None,
+            "processPerRank": chosen.choice([None, "3GiB"]),
+            "pageCache": "2GiB",
+            "marginPercent": chosen.randrange(0, 31),
+            "force": False,
+        },
+    }
+    model = ModelShape(
+        layers=shape["layers"],
+        kv_heads=shape.get("kvHeads", 1),
+        head_dim=shape.get("headDim", 1),
+        latent_dim=shape.get("latentDim"),
+        dtype=shape["dtype"],
+        max_length=None,
+        weight_bytes=shape["weightBytes"],
+    )
+    return MemoryCase(chosen.choice(["npu", "cpu", "cuda"]), engine, model, bounded)
+
+
+def any_shape(chosen: random.Random) -> dict[str, Any]:
+    heads = {"kvHeads": chosen.randrange(1, 65), "headDim": chosen.choice([1, 64, 80, 128, 255])}
+    kind = {"latentDim": chosen.randrange(1, 1000)} if chosen.random() < 0.3 else heads
+    dtype = chosen.choice(["bfloat16", "float16", "float32"])
+    return {"layers": chosen.randrange(1, 130), **kind, "dtype": dtype, "weightBytes": chosen.randrange(1, 10**12)}
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the templates make of the whole table, in one run of Helm."""
+    chart = tmp_path_factory.mktemp("arithmetic")
+    (chart / "templates").mkdir()
+    (chart / "files").mkdir()
+    (chart / "Chart.yaml").write_text("{apiVersion: v2, name: arithmetic, version: 0.1.0}")
+    for file in ("templates/_values.tpl", "templates/_memory.tpl", "files/model-shapes.yaml"):
+        (chart / file).write_text((CHART / file).read_text())
+    (chart / "templates" / "computed.yaml").write_text(TEMPLATE)
+    cases = [{"engine": case.engine, "platform": case.platform} for case in memory_cases()]
+    sizes = [{"value": text} for text in size_cases()]
+    return render(values={"sizes": sizes, "memory": cases}, chart=chart).objects[0]
+
+
+def test_sizes_mean_the_same_bytes(computed: dict[str, Any]) -> None:
+    cases = size_cases()
+    read = {text: int(found) if found else None for text, found in zip(cases, computed["sizes"], strict=True)}
+
+    # Templates have 64-bit floats alone: above 2**53 bytes (8 PiB) the last bits of a product are rounded.
+    exact = {text for text, size_bytes in cases.items() if size_bytes is None or size_bytes <= 1 << 53}
+    assert len(exact) > 300
+    assert {text: read[text] for text in exact} == {text: cases[text] for text in exact}
+    assert {text: read[text] for text in cases.keys() - exact} == pytest.approx(
+        {text: cases[text] for text in cases.keys() - exact}, rel=2.0**-52
+    )
+
+
+def test_memory_is_the_same_sum(computed: dict[str, Any]) -> None:
+    cases = memory_cases()
+    refused = 0
+    for case, result in zip(cases, computed["memory"], strict=True):
+        figures, problems = result["figures"], result["problems"]
+        budget = case.budget(figures["memoryLimitBytes"], figures["sharedMemoryBytes"])
+        expected = {
+            "dtype": budget.dtype,
+            "bytesPerToken": budget.bytes_per_token,
+            "bytesPerBlock": budget.bytes_per_block,
+            "cpuChunks": budget.cpu_chunks,
+            "cpuRowBytes": budget.cpu_row_bytes,
+            "cpuTierBytes": budget.cpu_tier_bytes,
+            "cpuTierTokens": budget.cpu_tier_tokens,
+            "sharedMemoryNeededBytes": budget.shared_memory_needed_bytes,
+        }
+        if case.platform != "cpu" or case.engine["deviceBlocks"] is not None or not case.bounded:
+            # In a pod that is given and too small the engine service also takes fewer device blocks.
+            expected["engineNeedsBytes"] = budget.memory_needed_bytes
+        assert {key: figures[key] for key in expected} == expected, case
+        # The chart also reserves a margin and the tier's buffers: it may refuse a given pod that the engine would try.
+        assert problems or budget.fits, (case, budget.problems)
+        assert case.bounded or bool(problems) == bool(budget.problems), (case, problems, budget.problems)
+        refused += bool(problems)
+    assert 0 < refused < len(cases)
