@@ -1,14 +1,11 @@
-"""How soon do gateways follow? What Kubernetes tells of ready engines beside what each gateway uses, all the time.
+"""How soon do gateways follow? The engines that Kubernetes reports ready, beside those that each gateway uses.
 
-Kubernetes' own word is the watch of the engines' EndpointSlices; its time is that of its arrival here, so the clocks of
-this machine and of the client's node should agree (on the lane's own cluster they are one clock).
+Kubernetes' report is the watch of the engines' EndpointSlices, timed at its arrival here, so the clocks of this machine
+and of the client's node should agree (on the lane's own cluster they are one clock).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import threading
 import time
 from dataclasses import dataclass
@@ -18,7 +15,10 @@ from cluster.client_pod import ClientPod
 from cluster.kube import Kubernetes, Object
 from cluster.report import Report
 from cluster.values import OPERATIONS_PORT
+from kubernetes.client import DiscoveryV1Api
+from kubernetes.watch import Watch
 from stack_driver.deadlines import eventually
+from urllib3.exceptions import HTTPError
 
 PROMPT_SECONDS = 2.0
 
@@ -42,30 +42,31 @@ class DiscoveryWatch:
     def __enter__(self) -> DiscoveryWatch:
         addresses = [f"{pod['status']['podIP']}:{OPERATIONS_PORT}" for pod in self._kubernetes.ready_pods("gateway")]
         self._follow = self._client.start_following(addresses)
-        assert self._kubernetes.namespace is not None
-        selector = f"kubernetes.io/service-name={self._service}"
-        command = ["kubectl", "-n", self._kubernetes.namespace, "get", "endpointslices", "-l", selector, "--watch"]
-        environment = {**os.environ, **self._kubernetes.environment}
-        self._process = subprocess.Popen([*command, "-o", "json"], stdout=subprocess.PIPE, text=True, env=environment)
+        self._stopping = False
+        self._watch = Watch()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         eventually("the watch begins", lambda: bool(self._ready))
         return self
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        lines: list[str] = []
-        for line in self._process.stdout:
-            lines.append(line)
-            if line == "}\n":  # kubectl indents what is inside
-                self._ready.append(Change(time.time(), _ready_pods(json.loads("".join(lines)))))
-                lines.clear()
+        events = self._watch.stream(
+            DiscoveryV1Api(self._kubernetes.client()).list_namespaced_endpoint_slice,
+            self._kubernetes.namespace,
+            label_selector=f"kubernetes.io/service-name={self._service}",
+        )
+        try:
+            for event in events:
+                self._ready.append(Change(time.time(), _ready_pods(event["raw_object"])))
+        except HTTPError:
+            if not self._stopping:  # stop() breaks the connection
+                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.terminate()
-        self._process.wait(10)
+        self._stopping = True
+        self._watch.stop()
         self._thread.join(10)
         for line in self._client.stop_following(self._follow):
             engines = None if line["engines"] is None else frozenset(line["engines"])
@@ -74,7 +75,7 @@ class DiscoveryWatch:
     def lags(self) -> dict[str, float]:
         """`+NAME` and `-NAME` -> the longest that any gateway took to begin or end using an engine, in seconds.
 
-        A gateway asks engines itself and may know sooner than Kubernetes; then it took no time.
+        A gateway polls engines itself and may notice before Kubernetes does; that counts as 0 s.
         """
         longest: dict[str, float] = {}
         for before, after in zip(self._ready, self._ready[1:]):
@@ -90,7 +91,7 @@ class DiscoveryWatch:
         return longest
 
     def _undone(self, name: str, used: bool, at: float) -> bool:
-        """Whether Kubernetes itself changed its mind within the time that gateways have."""
+        """Whether Kubernetes took it back within the time that gateways have."""
         later = (change for change in self._ready if at < change.at < at + PROMPT_SECONDS)
         return any(change.engines is not None and (name in change.engines) != used for change in later)
 

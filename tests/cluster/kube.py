@@ -1,22 +1,30 @@
-"""kubectl for one cluster: objects as dictionaries, waits with deadlines."""
+"""One cluster: what an operator does goes through kubectl, what a test looks at through the client package. Objects are
+dictionaries as the API spells them, waits have deadlines."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.commands import CommandFailed, run
+from cluster.commands import run
+from kubernetes import config
+from kubernetes.client import ApiClient, CoreV1Api
 from stack_driver.deadlines import eventually
 
 Object = dict[str, Any]
+REQUEST_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Kubernetes:
-    """environment: KUBECONFIG, and a PATH that finds kubectl. namespace: None for objects of the cluster."""
+    """environment: KUBECONFIG, and a PATH that finds kubectl. namespace: None for objects of the cluster.
+
+    get() and pods_labelled() raise the package's ApiException.
+    """
 
     environment: Mapping[str, str]
     namespace: str | None = None
@@ -32,18 +40,27 @@ class Kubernetes:
     def apply(self, *objects: Object) -> None:
         self.kubectl("apply", "-f", "-", given="\n---\n".join(json.dumps(item) for item in objects))
 
-    def get(self, kind: str, name: str) -> Object:
-        found: Object = json.loads(self.kubectl("get", kind, name, "-o", "json"))
-        return found
+    def client(self) -> ApiClient:
+        return _client(self.environment.get("KUBECONFIG"))
 
-    def list(self, kind: str, selector: str = "") -> list[Object]:
-        chosen = ["-l", selector] if selector else []
-        items: list[Object] = json.loads(self.kubectl("get", kind, *chosen, "-o", "json"))["items"]
+    def get(self, kind: str, name: str) -> Object:
+        """kind: pod, configmap or node."""
+        core = CoreV1Api(self.client())
+        if kind == "node":
+            return _document(core.read_node, name)
+        read = {"pod": core.read_namespaced_pod, "configmap": core.read_namespaced_config_map}[kind]
+        return _document(read, name, self.namespace)
+
+    def pods_labelled(self, selector: str = "") -> list[Object]:
+        listed = _document(
+            CoreV1Api(self.client()).list_namespaced_pod, self.namespace, label_selector=selector or None
+        )
+        items: list[Object] = listed["items"]
         return items
 
     def pods(self, component: str) -> list[Object]:
         """Of the chart, those being deleted left out."""
-        found = self.list("pods", f"app.kubernetes.io/component={component}")
+        found = self.pods_labelled(f"app.kubernetes.io/component={component}")
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def ready_pods(self, component: str) -> list[Object]:
@@ -72,10 +89,10 @@ class Kubernetes:
         return answer == "yes"
 
     def describe_trouble(self) -> str:
-        """What somebody would look at first: pods, the last events, the ends of the logs."""
+        """What a person would look at first: pods, the last events, the ends of the logs."""
         parts = [self.kubectl("get", "pods", "-o", "wide", check=False)]
         parts.append(self.kubectl("get", "events", "--sort-by=.lastTimestamp", check=False)[-3000:])
-        for pod in self.list("pods"):
+        for pod in self.pods_labelled():
             if not is_ready(pod):
                 parts.append(self.kubectl("logs", pod["metadata"]["name"], "--tail=20", check=False))
         return "\n".join(parts)
@@ -90,12 +107,15 @@ def name_of(item: Object) -> str:
     return str(item["metadata"]["name"])
 
 
-def gone(what: Callable[[], object]) -> bool:
-    """Whether asking for it fails because it does not exist."""
-    try:
-        what()
-    except CommandFailed as failure:
-        if "NotFound" in failure.error:
-            return True
-        raise
-    return False
+def _document(call: Any, *arguments: Any, **parameters: Any) -> Object:
+    """The reply itself: as the API spells it, whatever the package knows of the type."""
+    reply = call(*arguments, _preload_content=False, _request_timeout=REQUEST_SECONDS, **parameters)
+    found: Object = json.loads(reply.data)
+    return found
+
+
+@functools.cache
+def _client(kubeconfig: str | None) -> ApiClient:
+    """None: the file that kubectl would take."""
+    client: ApiClient = config.new_client_from_config(config_file=kubeconfig)
+    return client

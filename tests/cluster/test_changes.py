@@ -124,7 +124,7 @@ def test_secret_rotated(release: Release, namespace: Kubernetes, client: ClientP
     client.create(key_secret=CLIENT_SECRET)
     assert client.chat()["status"] == 200
     case.requests, case.failed, case.note = result.requests, result.failed, result.words()
-    for pod in namespace.list("pods"):
+    for pod in namespace.pods_labelled():
         text = json.dumps(pod["spec"]) + namespace.kubectl("logs", name_of(pod))
         assert "sk-" not in text, f"{name_of(pod)} shows a key"
     assert result.failed == 0, result.failures

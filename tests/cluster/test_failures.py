@@ -6,7 +6,6 @@ kill at most the requests that ran there fail, and none that was asked later.
 
 from __future__ import annotations
 
-import json
 import time
 
 import pytest
@@ -190,5 +189,5 @@ def rebalance(namespace: Kubernetes) -> None:
 
 
 def node_ready(namespace: Kubernetes, node: str) -> bool:
-    conditions = json.loads(namespace.kubectl("get", "node", node, "-o", "json"))["status"]["conditions"]
+    conditions = namespace.get("node", node)["status"]["conditions"]
     return any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)

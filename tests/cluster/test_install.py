@@ -163,7 +163,7 @@ def test_restricted(namespace: Kubernetes, case: Row) -> None:
 
 def test_rights(installed: Release, namespace: Kubernetes, case: Row) -> None:
     """RBAC can-i, allowed and refused, for each ServiceAccount"""
-    accounts = {name_of(pod): pod["spec"]["serviceAccountName"] for pod in namespace.list("pods", "!lane")}
+    accounts = {name_of(pod): pod["spec"]["serviceAccountName"] for pod in namespace.pods_labelled("!lane")}
     gateway = f"{installed.name}-spillway-gateway"
     parts = ("gateway", "engine-main", "engine-other", "redis")
     assert {f"{installed.name}-spillway-{part}" for part in parts} <= set(accounts.values())
@@ -188,7 +188,7 @@ def test_rights(installed: Release, namespace: Kubernetes, case: Row) -> None:
     elsewhere = namespace.within("kube-system")
     subject = f"--as=system:serviceaccount:{namespace.namespace}:{gateway}"
     assert elsewhere.kubectl("auth", "can-i", "list", slices, subject, check=False).strip() == "no"
-    for pod in namespace.list("pods"):
+    for pod in namespace.pods_labelled():
         mounts = [mount for item in pod["spec"]["containers"] for mount in item.get("volumeMounts", [])]
         has_token = any(mount["mountPath"].startswith("/var/run/secrets/kubernetes.io") for mount in mounts)
         assert has_token == (pod["spec"]["serviceAccountName"] == gateway), name_of(pod)
