@@ -124,7 +124,7 @@ class Target:
         eventually("the gateway is ready", self._ready, SECONDS_MAX)
 
     def _engine(self, model: str, words: int = 4, slow_seconds: float = 0.0) -> str:
-        command = [sys.executable, "-m", "spillway_gateway.testing.fake_engine", "--model", model]
+        command = [sys.executable, "-m", "spillway_gateway.testing.fake_engine_host", "--model", model]
         command += ["--name", f"{model}-0", "--words", str(words), "--slow-seconds", str(slow_seconds)]
         command += ["--no-tokenize-route"]  # so that no tokenizer of the gateway's is found to disagree
         process = subprocess.Popen(command, stdout=subprocess.PIPE)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -18,6 +16,10 @@ from soak.references import Reference
 from stack_driver.deadlines import eventually
 from stack_driver.prompts import make_prompt
 
+from spillway_gateway.testing.fake_engine import FakeEngine, Scripted
+from spillway_gateway.testing.fake_engine_host import served_in_thread
+from spillway_gateway.testing.faults import DieInStream, ErrorInStream, Fault, Status
+
 RIGHT = list(range(100, 100 + ANSWER_TOKENS))
 
 
@@ -29,66 +31,35 @@ def choice(tokens: list[int]) -> dict[str, Any]:
     }
 
 
-class Script:
-    """answer: what it says. mode: well, refuse (503), cut (after three tokens), tell (error event after three)."""
+class ScriptedEngine(FakeEngine):
+    """answer: the token ids of each reply."""
 
     def __init__(self) -> None:
-        self.answer, self.mode, self.cached = list(RIGHT), "well", 256
-        self.bodies: list[dict[str, Any]] = []
+        super().__init__(model="m", name="engine-0", name_header="x-spillway-engine", script=self.scripted)
+        self.answer = list(RIGHT)
+
+    def scripted(self, path: str, body: dict[str, Any]) -> Scripted:
+        usage = {"prompt_tokens_details": {"cached_tokens": 256}}
+        events = [{"choices": [choice([token])]} for token in self.answer]
+        return Scripted({"choices": [choice(self.answer)], "usage": usage}, [*events, {"choices": [], "usage": usage}])
+
+
+MODES: dict[str, Fault] = {
+    "refuse": Status(503),
+    "cut": DieInStream(3),  # after three tokens
+    "error": ErrorInStream(3),
+}
 
 
 @pytest.fixture
-def script() -> Script:
-    return Script()
+def engine() -> Iterator[ScriptedEngine]:
+    with served_in_thread(ScriptedEngine()) as made:
+        yield made
 
 
 @pytest.fixture
-def url(script: Script) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            script.bodies.append(body)
-            if script.mode == "refuse":
-                return self.send(503, {"error": {"message": "away", "type": "unavailable"}})
-            usage = {"prompt_tokens_details": {"cached_tokens": script.cached}}
-            if not body.get("stream"):
-                return self.send(200, {"choices": [choice(script.answer)], "usage": usage})
-            self.send_response(200)
-            self.send_header("x-spillway-engine", "engine-0")
-            self.end_headers()
-            for token in script.answer if script.mode == "well" else script.answer[:3]:
-                self.event({"choices": [choice([token])]})
-            if script.mode == "cut":
-                return None
-            if script.mode == "tell":
-                self.event({"error": {"message": "engine-0 is gone", "type": "engine_lost"}})
-            else:
-                self.event({"choices": [], "usage": usage})
-            self.wfile.write(b"data: [DONE]\n\n")
-            return None
-
-        def send(self, status: int, document: dict[str, Any]) -> None:
-            content = json.dumps(document).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def event(self, document: dict[str, Any]) -> None:
-            self.wfile.write(f"data: {json.dumps(document)}\n\n".encode())
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def url(engine: ScriptedEngine) -> str:
+    return engine.url
 
 
 @pytest.fixture
@@ -104,23 +75,23 @@ def make_load(url: str, outages: Outages, inject_wrong: bool = False) -> Load:
 
 
 @pytest.mark.parametrize("target", ["engine-0", GATEWAY])
-def test_right_and_wrong_answers(url: str, script: Script, outages: Outages, target: str) -> None:
+def test_right_and_wrong_answers(url: str, engine: ScriptedEngine, outages: Outages, target: str) -> None:
     load = make_load(url, outages)
     with httpx.Client() as client:
         load.ask(client, REFERENCE, target)
         load.ask(client, REFERENCE, target)
         assert load.tally.wrong == 0
-        script.answer[7] += 1
+        engine.answer[7] += 1
         load.ask(client, REFERENCE, target)
     assert (load.tally.answers, load.tally.wrong) == (3, 1)
     assert load.tally.by_cached == {"part": 3}
     assert load.tally.unlearnt_lengths == 3, "256 cached tokens were never learnt, and checked all the same"
     assert "WRONG" in load.tally.texts[0]
-    assert script.bodies[0]["cache_salt"] == "tenant"
+    assert json.loads(engine.seen[0].body)["cache_salt"] == "tenant"
 
 
-def test_a_short_answer_is_wrong(url: str, script: Script, outages: Outages) -> None:
-    script.answer.pop()
+def test_a_short_answer_is_wrong(url: str, engine: ScriptedEngine, outages: Outages) -> None:
+    engine.answer.pop()
     load = make_load(url, outages)
     with httpx.Client() as client:
         load.ask(client, REFERENCE, "engine-0")
@@ -136,9 +107,9 @@ def test_the_check_can_fail(url: str, outages: Outages) -> None:
     assert not load.tally.failed
 
 
-@pytest.mark.parametrize("mode", ["cut", "tell", "refuse"])
-def test_failures_without_a_fault_have_no_excuse(url: str, script: Script, outages: Outages, mode: str) -> None:
-    script.mode = mode
+@pytest.mark.parametrize("mode", list(MODES))
+def test_failures_without_a_fault_have_no_excuse(url: str, engine: ScriptedEngine, outages: Outages, mode: str) -> None:
+    engine.fault = MODES[mode]
     load = make_load(url, outages)
     with httpx.Client() as client:
         load.ask(client, REFERENCE, GATEWAY)
@@ -159,17 +130,23 @@ class Times:
 @pytest.mark.parametrize(
     ("mode", "target", "excused"),
     [
-        ("tell", GATEWAY, True),  # some tokens, then a sentence
-        ("cut", GATEWAY, False),  # some tokens, then nothing: nobody was told
+        ("error", GATEWAY, True),  # some tokens, then an error event
+        ("cut", GATEWAY, False),  # some tokens, then nothing: no error event
         ("refuse", GATEWAY, False),  # before the first token another engine must answer
         ("refuse", "engine-0", True),  # asked directly there is no other
     ],
 )
 def test_what_a_killed_engine_excuses(
-    url: str, script: Script, outages: Outages, monkeypatch: pytest.MonkeyPatch, mode: str, target: str, excused: bool
+    url: str,
+    engine: ScriptedEngine,
+    outages: Outages,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    target: str,
+    excused: bool,
 ) -> None:
     Times(outages, monkeypatch, "engine-0", excuses=True)
-    script.mode = mode
+    engine.fault = MODES[mode]
     load = make_load(url, outages)
     with httpx.Client() as client:
         load.ask(client, REFERENCE, target)
@@ -214,10 +191,10 @@ def test_what_the_gateway_routed_to_an_engine_just_killed_is_excused() -> None:
     assert outages.excuse("engine-0", 20.5, 21.0, routed=True) is None, "begun after the successor was ready"
 
 
-def test_nobody_behind_a_closed_door_is_asked(url: str, script: Script, outages: Outages) -> None:
+def test_nobody_behind_a_closed_door_is_asked(url: str, engine: ScriptedEngine, outages: Outages) -> None:
     outages.close("engine-0", "engine_killed")
     load = make_load(url, outages)
     with httpx.Client() as client:
         load.ask(client, REFERENCE, "engine-0")
-    assert script.bodies == []
+    assert engine.seen == []
     assert load.tally.answers == 0

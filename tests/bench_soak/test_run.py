@@ -20,7 +20,7 @@ from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import StackSettings
 
 MODEL = PreparedModel("folder", "m", bundled=True, tokenizer=None)
-ENGINE = Path(__file__).with_name("fake_engine.py")
+ENGINE = Path(__file__).with_name("scripted_pod.py")
 
 
 class ScriptedStack(LocalStack):

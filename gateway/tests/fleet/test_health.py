@@ -61,7 +61,7 @@ async def test_a_slow_answer_counts_only_after_several(start_engine: Any) -> Non
 
 async def test_metrics_are_read_of_ready_engines_and_forgotten_when_stale(start_engine: Any) -> None:
     fake = await start_engine()
-    fake.metrics_page = b"vllm:num_requests_running 4\nspillway_prefill_tokens_per_second 9000\n"
+    fake.pages["/metrics"] = b"vllm:num_requests_running 4\nspillway_prefill_tokens_per_second 9000\n"
     engine = watched(fake)
     async with aiohttp.ClientSession() as session:
         poller = HealthPoller(engine, session, HealthConfig(metrics_period_seconds=1e-9))
@@ -71,7 +71,7 @@ async def test_metrics_are_read_of_ready_engines_and_forgotten_when_stale(start_
         await poller.observe_once()
         assert engine.foreign.requests == 4
         assert engine.rates.prefill_tokens_per_second == 9000
-        fake.metrics_page = None
+        del fake.pages["/metrics"]
         await poller.observe_once()
 
     assert engine.foreign.requests == 0
@@ -81,7 +81,7 @@ async def test_metrics_are_read_of_ready_engines_and_forgotten_when_stale(start_
 
 async def test_a_page_without_end_is_not_read_to_it(start_engine: Any) -> None:
     fake = await start_engine()
-    fake.metrics_page = b"vllm:num_requests_running 4\n" + b"#" * PAGE_BYTES_MAX
+    fake.pages["/metrics"] = b"vllm:num_requests_running 4\n" + b"#" * PAGE_BYTES_MAX
     engine = watched(fake)
     async with aiohttp.ClientSession() as session:
         poller = HealthPoller(engine, session, HealthConfig())

@@ -1,4 +1,4 @@
-"""Replies of the APIs beside chat and completions, as vLLM 0.23 shapes them."""
+"""Replies as vLLM 0.23 shapes them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,54 @@ POOLING_PATHS = frozenset(
     {"/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank"}
     | {"/v2/rerank", "/generative_scoring"}
 )
+
+
+def completion_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens} if cached_tokens else None,
+    }
+
+
+def completion_reply(path: str, text: str, model: str, usage: dict[str, Any]) -> dict[str, Any]:
+    """Of chat or of completions, by the path."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
+    if path.endswith("/chat/completions"):
+        choice["message"] = {"role": "assistant", "content": text}
+    else:
+        choice["text"] = text
+    return {**_envelope(path, model, chunk=False), "choices": [choice], "usage": usage}
+
+
+def completion_events(
+    path: str, words: Sequence[str], model: str, usage: dict[str, Any], *, with_usage: bool
+) -> list[bytes]:
+    """Up to [DONE], which is not among them."""
+    envelope = _envelope(path, model, chunk=True)
+    chat = path.endswith("/chat/completions")
+    choices: list[dict[str, Any]] = []
+    if chat:
+        choices.append({"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+    for word in words:
+        content: dict[str, Any] = {"delta": {"content": word}} if chat else {"text": word}
+        choices.append({"index": 0, **content, "finish_reason": None})
+    choices[-1]["finish_reason"] = "stop"
+    documents: list[dict[str, Any]] = [{**envelope, "choices": [choice]} for choice in choices]
+    if with_usage:
+        documents.append({**envelope, "choices": [], "usage": usage})
+    return [untyped_event(document) for document in documents]
+
+
+def error_document(message: str, code: int) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "BadRequestError", "param": None, "code": code}}
+
+
+def _envelope(path: str, model: str, *, chunk: bool) -> dict[str, Any]:
+    chat = path.endswith("/chat/completions")
+    kind = ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
+    return {"id": "cmpl-fake", "object": kind, "created": 1, "model": model}
 
 
 def pooling_reply(path: str, body: dict[str, Any], model: str, prompt_tokens: int) -> dict[str, Any]:
@@ -89,3 +137,7 @@ def response_events(response_id: str, words: Sequence[str], model: str, usage: d
 
 def typed_event(document: dict[str, Any]) -> bytes:
     return f"event: {document['type']}\ndata: {json.dumps(document)}\n\n".encode()
+
+
+def untyped_event(document: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(document).encode() + b"\n\n"

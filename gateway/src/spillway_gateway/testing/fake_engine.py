@@ -1,12 +1,12 @@
-"""An OpenAI-speaking engine on loopback, without a model: real HTTP, real KV events, faults by name.
+"""An OpenAI-speaking engine on loopback, without a model or a model of time: real HTTP, real KV events, faults by name.
 
-Its answer is a function of the prompt, so that a test can tell a wrong or torn answer. Prefix caching is real in
-miniature: blocks of prompt tokens are remembered and announced, and usage reports how many tokens were found.
+Its answer is a function of the prompt, so that a test can tell a wrong or torn answer, or what the test scripts. Prefix
+caching is real in miniature: blocks of prompt tokens are kept and announced, and usage reports how many tokens were
+found. spillway_simulator is for what depends on rates, queues and tiers.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import json
@@ -18,11 +18,16 @@ import httptools
 
 from spillway_gateway.testing.fake_documents import (
     POOLING_PATHS,
+    completion_events,
+    completion_reply,
+    completion_usage,
+    error_document,
     messages_events,
     messages_reply,
     pooling_reply,
     response_document,
     response_events,
+    untyped_event,
 )
 from spillway_gateway.testing.faults import (
     DieInStream,
@@ -66,8 +71,23 @@ class Seen:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)  # the gateway closed the connection first
 
 
+@dataclass
+class Scripted:
+    """A reply in place of the engine's own: `document` to a plain request; `events`, then [DONE], to one that streams.
+    Faults apply to it."""
+
+    document: dict[str, Any] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+
+Script = Callable[[str, dict[str, Any]], Scripted | None]  # of path and body; None: the engine's own reply
+
+
 class FakeEngine:
-    """Serves from start() to stop(). Attributes may be changed while it runs."""
+    """Serves from start() to stop(). Attributes may be changed while it runs.
+
+    name_header: the header of each reply that holds the name.
+    """
 
     def __init__(
         self,
@@ -82,6 +102,8 @@ class FakeEngine:
         ready_route: bool = True,
         tokenize_route: bool = True,
         record: bool = True,
+        script: Script | None = None,
+        name_header: str = "x-fake-engine",
     ) -> None:
         self.model = model
         self.name = name
@@ -92,7 +114,9 @@ class FakeEngine:
         self.publisher = publisher
         self.ready_route = ready_route
         self.tokenize_route = tokenize_route
-        self.metrics_page: bytes | None = None  # None: the route is not there
+        self.script = script
+        self.name_header = name_header
+        self.pages: dict[str, bytes] = {}  # further GET routes: path -> body
         self.ready: tuple[int, dict[str, Any]] = (200, {"ready": True})
         self.fault: Fault | None = None
         self.write_bytes: int | None = None  # streams are written in pieces of so many bytes; None: event by event
@@ -133,7 +157,7 @@ class FakeEngine:
         return f"resp_{self.name}_{hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]}"
 
     def prefill(self, tokens: list[int], salt: str | None = None) -> int:
-        """Remember and announce the prompt's full blocks; returns how many tokens were found."""
+        """Keep and announce the prompt's full blocks; returns how many tokens were found."""
         digest = hashlib.sha256(repr(salt).encode()).digest()
         found = 0
         parent: int | None = None
@@ -213,7 +237,7 @@ class _Connection(asyncio.Protocol):
         self._current = seen
         fault = self.engine.fault
         if isinstance(fault, Status):
-            self._json(fault.status, _error(f"fault: {fault.status}", fault.status))
+            self._json(fault.status, error_document(f"fault: {fault.status}", fault.status))
             return
         if path.startswith("/v1/audio/"):
             self._json(200, {"text": f"{len(seen.body)} bytes heard", "usage": {"type": "duration", "seconds": 1}})
@@ -221,7 +245,7 @@ class _Connection(asyncio.Protocol):
         try:
             body = json.loads(seen.body or b"{}")
         except ValueError:
-            self._json(400, _error("not JSON", 400))
+            self._json(400, error_document("not JSON", 400))
             return
         if path == "/tokenize" and not self.engine.tokenize_route:
             self._json(404, {"detail": "Not Found"})
@@ -242,12 +266,12 @@ class _Connection(asyncio.Protocol):
     # -- replies -----------------------------------------------------------------------------------------------------
 
     def _get(self, path: str) -> None:
-        if path == "/health":
+        if path in self.engine.pages:
+            self._write(200, self.engine.pages[path], b"text/plain")
+        elif path == "/health":
             self._write(200, b"", b"application/json")
         elif path == "/ready" and self.engine.ready_route:
             self._json(*self.engine.ready)
-        elif path == "/metrics" and self.engine.metrics_page is not None:
-            self._write(200, self.engine.metrics_page, b"text/plain")
         elif path == "/v1/models":
             card = {"id": self.engine.model, "object": "model", "created": 1, "owned_by": "fake"}
             self._json(200, {"object": "list", "data": [{**card, "max_model_len": self.engine.max_model_len}]})
@@ -259,9 +283,12 @@ class _Connection(asyncio.Protocol):
     def _stored(self, path: str) -> None:
         stored = self.engine.responses.get(path.rpartition("/")[2])
         if stored is None:
-            self._json(404, _error("no such response", 404))
+            self._json(404, error_document("no such response", 404))
         else:
             self._json(200, stored)
+
+    def _name_line(self) -> bytes:
+        return f"{self.engine.name_header}: {self.engine.name}".encode()
 
     def _json(self, status: int, document: object) -> None:
         self._write(status, json.dumps(document).encode(), b"application/json")
@@ -269,18 +296,22 @@ class _Connection(asyncio.Protocol):
     def _write(self, status: int, body: bytes, content_type: bytes) -> None:
         self._current = None
         self.transport.write(
-            b"HTTP/1.1 %d OK\r\ncontent-type: %s\r\ncontent-length: %d\r\nx-fake-engine: %s\r\n\r\n%s"
-            % (status, content_type, len(body), self.engine.name.encode(), body)
+            b"HTTP/1.1 %d OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n%s\r\n\r\n%s"
+            % (status, content_type, len(body), self._name_line(), body)
         )
 
     def _refusal(self, body: dict[str, Any], tokens: list[int]) -> tuple[int, object] | None:
         if body.get("model") not in (None, self.engine.model):
-            return 404, _error(f"The model `{body.get('model')}` does not exist.", 404)
+            return 404, error_document(f"The model `{body.get('model')}` does not exist.", 404)
         if len(tokens) > self.engine.max_model_len:
-            return 400, _error(f"maximum context length is {self.engine.max_model_len} tokens", 400)
+            return 400, error_document(f"maximum context length is {self.engine.max_model_len} tokens", 400)
         return None
 
     def _plain(self, path: str, body: dict[str, Any]) -> None:
+        scripted = self.engine.script(path, body) if self.engine.script is not None else None
+        if scripted is not None:
+            self._json(200, scripted.document)
+            return
         tokens = self.engine.tokenize(body)
         refusal = self._refusal(body, tokens)
         if refusal is not None:
@@ -300,26 +331,8 @@ class _Connection(asyncio.Protocol):
             self.engine.responses[name] = document
             self._json(200, document)
             return
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
-        if path.endswith("/chat/completions"):
-            choice["message"] = {"role": "assistant", "content": text}
-        else:
-            choice["text"] = text
-        reply = self._envelope(path, chunk=False)
-        self._json(200, {**reply, "choices": [choice], "usage": self._usage(tokens, cached)})
-
-    def _envelope(self, path: str, *, chunk: bool) -> dict[str, Any]:
-        chat = path.endswith("/chat/completions")
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
-        return {"id": "cmpl-fake", "object": kind, "created": 1, "model": self.engine.model}
-
-    def _usage(self, tokens: list[int], cached: int) -> dict[str, Any]:
-        return {
-            "prompt_tokens": len(tokens),
-            "completion_tokens": self.engine.words,
-            "total_tokens": len(tokens) + self.engine.words,
-            "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
-        }
+        usage = completion_usage(len(tokens), self.engine.words, cached)
+        self._json(200, completion_reply(path, text, self.engine.model, usage))
 
     def _typed_usage(self, tokens: list[int]) -> dict[str, int]:
         return {
@@ -353,14 +366,13 @@ class _Connection(asyncio.Protocol):
     async def _stream(self, path: str, body: dict[str, Any], tokens: list[int], fault: Fault | None) -> None:
         self.transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n"
-            b"x-fake-engine: %s\r\n\r\n" % self.engine.name.encode()
+            b"%s\r\n\r\n" % self._name_line()
         )
         if isinstance(fault, HeadThenDie):
             await asyncio.sleep(0.01)  # the head travels alone
             self.kill()
             return
-        cached = self.engine.prefill(tokens, body.get("cache_salt"))
-        for sent, event in enumerate(self._events(path, body, tokens, cached)):
+        for sent, event in enumerate(self._events(path, body, tokens)):
             if isinstance(fault, DieInStream) and sent == fault.after_chunks:
                 if fault.inside:
                     self._chunk(event[: len(event) // 2])
@@ -368,7 +380,7 @@ class _Connection(asyncio.Protocol):
                 self.kill()
                 return
             if isinstance(fault, ErrorInStream) and sent == fault.after_chunks:
-                await self._write_event(b"data: " + json.dumps(_error("EngineCore died", 500)).encode() + b"\n\n")
+                await self._write_event(untyped_event(error_document("EngineCore died", 500)))
                 break
             if isinstance(fault, HoldInStream) and sent == fault.after_chunks:
                 await fault.release.wait()
@@ -381,7 +393,11 @@ class _Connection(asyncio.Protocol):
         self._current = None
         self.transport.write(b"0\r\n\r\n")
 
-    def _events(self, path: str, body: dict[str, Any], tokens: list[int], cached: int) -> list[bytes]:
+    def _events(self, path: str, body: dict[str, Any], tokens: list[int]) -> list[bytes]:
+        scripted = self.engine.script(path, body) if self.engine.script is not None else None
+        if scripted is not None:
+            return [untyped_event(document) for document in scripted.events]
+        cached = self.engine.prefill(tokens, body.get("cache_salt"))
         if path == "/v1/messages":
             return messages_events(self.engine.words_for(tokens), self.engine.model, self._typed_usage(tokens))
         if path == "/v1/responses":
@@ -389,19 +405,9 @@ class _Connection(asyncio.Protocol):
             words, usage = self.engine.words_for(tokens), self._typed_usage(tokens)
             self.engine.responses[name] = response_document(name, "".join(words), self.engine.model, usage)
             return response_events(name, words, self.engine.model, usage)
-        envelope = self._envelope(path, chunk=True)
-        chat = path.endswith("/chat/completions")
-        choices: list[dict[str, Any]] = []
-        if chat:
-            choices.append({"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
-        for word in self.engine.words_for(tokens):
-            content: dict[str, Any] = {"delta": {"content": word}} if chat else {"text": word}
-            choices.append({"index": 0, **content, "finish_reason": None})
-        choices[-1]["finish_reason"] = "stop"
-        documents: list[dict[str, Any]] = [{**envelope, "choices": [choice]} for choice in choices]
-        if (body.get("stream_options") or {}).get("include_usage"):
-            documents.append({**envelope, "choices": [], "usage": self._usage(tokens, cached)})
-        return [b"data: " + json.dumps(document).encode() + b"\n\n" for document in documents]
+        usage = completion_usage(len(tokens), self.engine.words, cached)
+        with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        return completion_events(path, self.engine.words_for(tokens), self.engine.model, usage, with_usage=with_usage)
 
     async def _write_event(self, event: bytes) -> None:
         size = self.engine.write_bytes or len(event)
@@ -412,51 +418,3 @@ class _Connection(asyncio.Protocol):
 
     def _chunk(self, data: bytes) -> None:
         self.transport.write(b"%x\r\n%s\r\n" % (len(data), data))
-
-
-def _error(message: str, code: int) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "BadRequestError", "param": None, "code": code}}
-
-
-async def _serve(options: argparse.Namespace) -> None:
-    publisher = KvPublisher(options.events, options.replay) if options.events else None
-    engine = FakeEngine(
-        model=options.model,
-        name=options.name,
-        block_tokens=options.block_tokens,
-        words=options.words,
-        publisher=publisher,
-        tokenize_route=not options.no_tokenize_route,
-        record=False,
-    )
-    if options.slow_seconds:
-        engine.fault = Slow(options.slow_seconds, options.slow_seconds)
-    await engine.start(options.port)
-    print(f"fake engine {options.name} on {engine.url}", flush=True)
-    try:
-        await asyncio.get_running_loop().create_future()
-    finally:
-        await engine.stop()
-        if publisher is not None:
-            publisher.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="spillway_gateway.testing.fake_engine", description=__doc__)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--model", default="fake")
-    parser.add_argument("--name", default="fake-0")
-    parser.add_argument("--words", type=int, default=4)
-    parser.add_argument("--block-tokens", type=int, default=16)
-    parser.add_argument("--slow-seconds", type=float, default=0.0, help="before the first byte and between chunks")
-    parser.add_argument("--no-tokenize-route", action="store_true", help="answer 404 there, as other servers do")
-    parser.add_argument("--events", help="ZMQ address to publish KV events on")
-    parser.add_argument("--replay", help="ZMQ address to serve replays on")
-    try:
-        asyncio.run(_serve(parser.parse_args()))
-    except KeyboardInterrupt:
-        pass
-
-
-if __name__ == "__main__":
-    main()

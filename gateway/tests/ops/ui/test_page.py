@@ -81,7 +81,7 @@ async def test_an_engine_that_is_away_says_why(start_engine: Any) -> None:
 
 async def test_what_tiers_move_comes_from_the_engines_own_metrics(start_engine: Any) -> None:
     engine = await start_engine("fake-0")
-    engine.metrics_page = b"""spillway_device_copy_bytes_total{direction="load",engine="0"} 5e6
+    engine.pages["/metrics"] = b"""spillway_device_copy_bytes_total{direction="load",engine="0"} 5e6
 spillway_tier_written_bytes_total{engine="0",tier="nvme"} 7e6
 """
     document = gateway_config([engine])

@@ -1,12 +1,13 @@
 """A scripted engine with the processes of a real one: pod, API server, engine core. No model: answers follow from the
 prompt alone, counters grow with every answer.
 
-    python fake_engine.py pod PORT          runs and watches the server
-    python fake_engine.py server PORT vllm.entrypoints.openai.api_server
+    python scripted_pod.py pod PORT          runs and watches the server
+    python scripted_pod.py server PORT vllm.entrypoints.openai.api_server
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -14,8 +15,9 @@ import signal
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from spillway_gateway.testing.fake_engine import FakeEngine, Scripted
 
 BYTES_PER_BLOCK = 1 << 16
 
@@ -37,51 +39,37 @@ def completion(body: dict[str, Any]) -> dict[str, Any]:
     return {"id": "x", "object": "text_completion", "model": body["model"], "choices": [choice], "usage": usage}
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    answers = 0
+class Engine(FakeEngine):
+    def __init__(self) -> None:
+        super().__init__(model="m", record=False, script=self.scripted)
+        self.pages["/spillway/config"] = json.dumps({"memory": {"bytes_per_block": BYTES_PER_BLOCK}}).encode()
+        self.count(0)
 
-    def do_GET(self) -> None:
-        if self.path == "/metrics":
-            moved = Handler.answers * BYTES_PER_BLOCK
-            self.reply(f'spillway_tier_read_bytes_total{{tier="nvme"}} {moved}\n'.encode(), "text/plain")
-        elif self.path == "/spillway/config":
-            self.reply(json.dumps({"memory": {"bytes_per_block": BYTES_PER_BLOCK}}).encode())
-        else:
-            self.reply(b'{"ready": true}')
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
+    def scripted(self, path: str, body: dict[str, Any]) -> Scripted:
         if "prompt" not in body:
-            return self.reply(b"{}")
-        Handler.answers += 1
+            return Scripted()
+        self.count(self.answers + 1)
         document = completion(body)
-        if not body.get("stream"):
-            return self.reply(json.dumps(document).encode())
-        usage = {**document, "choices": []}
-        first = {**document, "usage": None}
-        events = "".join(f"data: {json.dumps(event)}\n\n" for event in (first, usage)) + "data: [DONE]\n\n"
-        return self.reply(events.encode(), "text/event-stream")
+        return Scripted(document, [{**document, "usage": None}, {**document, "choices": []}])
 
-    def reply(self, content: bytes, kind: str = "application/json") -> None:
-        self.send_response(200)
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+    def count(self, answers: int) -> None:
+        self.answers = answers
+        moved = answers * BYTES_PER_BLOCK
+        self.pages["/metrics"] = f'spillway_tier_read_bytes_total{{tier="nvme"}} {moved}\n'.encode()
 
 
 def serve(port: int) -> None:
     # Both end when their parent does, as those of a real engine: each waits for the end of its parent's pipe.
     core = subprocess.Popen(["VLLM::EngineCore", "-"], executable="/bin/cat", stdin=subprocess.PIPE)
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    core.wait()
+    asyncio.run(answer_until_end_of(core, port))
     os._exit(1)
+
+
+async def answer_until_end_of(core: subprocess.Popen[bytes], port: int) -> None:
+    engine = Engine()
+    await engine.start(port)
+    await asyncio.to_thread(core.wait)
 
 
 def run_pod(port: int) -> int:
