@@ -5,8 +5,8 @@
 Answers chat completions plain, and streamed with one event per token and a pause between two; /tokenize and
 .../render as vLLM does, with the same canned ids for each long prompt, so that tokenising is not measured here. Every
 other GET is a 200, as probes need it. It reads only what the routers under test send: one request at a time on a
-connection, its body with a length or in chunks. It stays apart from the gateway's fake engine, which takes 280 us of CPU
-time for a plain answer where this one takes 14, and would be the bottleneck.
+connection, its body with a length or in chunks. It stays apart from the gateway's fake engine, which takes 280 us of
+CPU time for a plain answer where this one takes 14, and would be the bottleneck.
 """
 
 from __future__ import annotations
