@@ -107,7 +107,7 @@ def test_chats_render_and_encode_as_transformers_does(
     )
 
     assert list(render_and_encode(tokenizer, prompt)) == expected
-    again = tokenizer.encode_soon(
+    again = tokenizer.encode_inline(
         tokenizer.template.render(  # type: ignore[union-attr]
             messages, tools=extra.get("tools"), add_generation_prompt=add_generation_prompt, variables=variables
         ),
@@ -121,12 +121,12 @@ def test_a_little_new_text_is_encoded_at_once_and_more_is_left_to_a_thread(token
     known, new = "<|im_start|>system\nknown", "<|im_start|>user\n" + "new " * 20
     tokenizer.encode(known, add_special_tokens=False)
 
-    assert tokenizer.encode_soon(known + new, add_special_tokens=False, new_chars_max=len(new) - 1) is None
-    soon = tokenizer.encode_soon(known + new, add_special_tokens=False, new_chars_max=len(new))
-    assert soon == token_bytes(tokenizer.encode(known + new, add_special_tokens=False))
-    assert tokenizer.encode_soon(known + new, add_special_tokens=False, new_chars_max=0) == soon
-    assert tokenizer.encode_soon("plain words", add_special_tokens=True, new_chars_max=10) is None
-    assert tokenizer.encode_soon("plain words", add_special_tokens=True, new_chars_max=11) == token_bytes(
+    assert tokenizer.encode_inline(known + new, add_special_tokens=False, new_chars_max=len(new) - 1) is None
+    ids = tokenizer.encode_inline(known + new, add_special_tokens=False, new_chars_max=len(new))
+    assert ids == token_bytes(tokenizer.encode(known + new, add_special_tokens=False))
+    assert tokenizer.encode_inline(known + new, add_special_tokens=False, new_chars_max=0) == ids
+    assert tokenizer.encode_inline("plain words", add_special_tokens=True, new_chars_max=10) is None
+    assert tokenizer.encode_inline("plain words", add_special_tokens=True, new_chars_max=11) == token_bytes(
         tokenizer.encode("plain words", add_special_tokens=True)
     )
 
@@ -136,7 +136,7 @@ def test_lone_surrogates_are_refused(tokenizer: PromptTokenizer, text: str) -> N
     with pytest.raises(UnicodeEncodeError):
         tokenizer.encode(text, add_special_tokens=False)
     with pytest.raises(UnicodeEncodeError):
-        tokenizer.encode_soon(text, add_special_tokens=False, new_chars_max=100)
+        tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=100)
 
 
 def stepped(tokenizer: PromptTokenizer, text: str, **options: Any) -> tuple[list[int], int, int]:

@@ -193,8 +193,8 @@ def test_ids_are_the_same_with_and_without_the_cache(tokenizer: Tokenizer, sever
     plain._word_cache = None
 
     for text in (*several, *several):
-        ids = cached.encode_soon(text, add_special_tokens=False, new_chars_max=len(text))
-        assert ids == plain.encode_soon(text, add_special_tokens=False, new_chars_max=len(text))
+        ids = cached.encode_inline(text, add_special_tokens=False, new_chars_max=len(text))
+        assert ids == plain.encode_inline(text, add_special_tokens=False, new_chars_max=len(text))
 
 
 PROSE = "the quick brown fox who had read it twice jumps over the lazy dog"

@@ -21,9 +21,9 @@ class Breaker:
         "_config",
         "_failures",
         "_open_until",
+        "_outcomes",
         "_probing",
         "_times_opened",
-        "_outcomes",
         "opened_total",
     )
 

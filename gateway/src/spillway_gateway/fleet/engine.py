@@ -131,7 +131,7 @@ class Engine:
         return self.withheld or self.answer
 
     def withhold(self, why: str | None, *, terminating: bool = False) -> None:
-        """why: keep new requests away; None: allow them again. Running requests go on. terminating: the process will end."""
+        """why: keep new requests away; None: allow them again. terminating: the process will end."""
         self.terminating = terminating
         if why != self.withheld:
             self.withheld = why

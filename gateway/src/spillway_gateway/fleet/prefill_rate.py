@@ -1,7 +1,7 @@
 """How fast an engine computes prompts, in tokens per second: as it reports, else as replies show.
 
-A gateway sees only the time to the first byte, which includes HTTP, tokenising, other requests' decoding and loads. All
-of these only make a sample slower, so the upper quartile is a better estimate than the mean. Small prompts measure fixed
+A gateway sees only the time to the first byte, which includes HTTP, tokenising, other requests' decoding and loads.
+These only make a sample slower, so the upper quartile is a better estimate than the mean. Small prompts measure fixed
 costs and are left out.
 """
 

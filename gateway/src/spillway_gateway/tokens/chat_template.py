@@ -1,9 +1,9 @@
-"""Chat templates, rendered as transformers renders them and fed as vLLM feeds them.
+"""Chat templates, rendered as transformers renders them from the variables that vLLM passes.
 
 Source of the behaviour: transformers' chat templates (a sandboxed jinja2 environment with trim_blocks, lstrip_blocks,
 loop controls, a plain `tojson`, `raise_exception` and `strftime_now`) and vLLM 0.23's normalisation of messages before
-it. What cannot be mirrored exactly raises CannotRender, and the caller matches by text blocks instead: a prompt that
-is nearly right hashes to nothing.
+it. What cannot be reproduced exactly raises CannotRender, and the caller matches by text blocks instead: keys of a
+prompt that differs in one token match no block after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-ARGUMENTS_CHARS_MAX = 65_536  # a shorter text is parsed without a look at its shape
+ARGUMENTS_CHARS_MAX = 65_536  # shorter texts are parsed without an estimate of the cost
 
 
 class CannotRender(Exception):
@@ -38,8 +38,8 @@ class _GenerationBlock(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """As strict as its parent and with the same answers. The two lookups that templates do for each message are
-    answered without the parent's checks, which take longer than rendering the rest and pass both."""
+    """As strict as its parent and with the same results. The two lookups that templates do for each message skip the
+    parent's checks, which both pass and which take longer than the rest of the rendering."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -68,7 +68,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes HTML, which models were not trained on.
+    # jinja2's filter escapes HTML; models are not trained on that.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -91,7 +91,7 @@ class ChatTemplate:
             raise CannotRender(f"the chat template does not compile: {error}") from error
         # Each rendering copies them, and jinja2's ChainMap is slow to copy.
         self._template.globals = dict(self._template.globals)
-        self._knows_developer = "'developer'" in source or '"developer"' in source
+        self._has_developer_role = "'developer'" in source or '"developer"' in source
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -105,7 +105,7 @@ class ChatTemplate:
         """The prompt text. Raises CannotRender for what the engine would refuse or what holds more than text."""
         conversation = [self._normalised(message) for message in messages]
         try:
-            # Template.render() without its copy of the variables and its rewriting of tracebacks that nobody reads.
+            # Template.render() without its copy of the variables and its rewriting of tracebacks.
             context = self._template.new_context(
                 {
                     **self._special_tokens,
@@ -117,15 +117,15 @@ class ChatTemplate:
                 }
             )
             return "".join(self._template.root_render_func(context))
-        except Exception as error:  # templates are programs; whatever they raise, the engine decides on the request
+        except Exception as error:  # templates are programs and may raise anything; the engine decides on the request
             raise CannotRender(f"the chat template failed ({error.__class__.__name__})") from error
 
     def _normalised(self, message: Mapping[str, Any]) -> dict[str, Any]:
         role = message.get("role")
         if not isinstance(role, str):
             raise CannotRender("a message has no role")
-        if role == "developer" and not self._knows_developer:
-            raise CannotRender("the template knows no developer role")
+        if role == "developer" and not self._has_developer_role:
+            raise CannotRender("the template has no developer role")
         content: object = message.get("content")
         if self._wants_parts and role != "tool":
             content = [{"type": "text", "text": text} for text in _texts(content)]

@@ -1,7 +1,7 @@
-"""About how many tokens a part of a request stands for, where no tokenizer says. Pure.
+"""Estimates of token counts where no tokenizer is available. Pure.
 
-A tenant's limits are charged by it until the engine's own count settles them, so it may not be far too low: text that
-is not ASCII counts a token for each character, since that is what Chinese, Japanese and Korean take.
+Tenants' limits are charged by the estimate until the engine's count settles them, so it must not be far too low: each
+character that is not ASCII counts as one token, as in Chinese, Japanese and Korean.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
 
 SAMPLE_CHARS = 65_536
-# Parts of a message whose tokens only the engine knows: images, sound, video, files.
+# Parts of a message whose tokens only the engine can count: images, sound, video, files.
 _MEDIA = frozenset(
     {"image_url", "image", "image_embeds", "input_image", "audio_url", "input_audio", "audio", "video_url", "video"}
     | {"file", "input_file", "source", "prompt_embeds"}
@@ -17,7 +17,7 @@ _MEDIA = frozenset(
 
 
 def text_tokens(text: str) -> int:
-    """0 for an empty text. Of a long one, every so many characters are looked at."""
+    """Estimated tokens; 0 for an empty text. Long texts are sampled at SAMPLE_CHARS characters."""
     if text.isascii():
         return -(-len(text) // BYTES_PER_TOKEN)
     sample = text[:: len(text) // SAMPLE_CHARS + 1]
@@ -27,7 +27,7 @@ def text_tokens(text: str) -> int:
 
 
 def value_tokens(value: object) -> int:
-    """Of all texts and numbers in parsed JSON but media."""
+    """Estimated tokens of all texts and numbers in parsed JSON, without media."""
     total = 0
     rest = [value]
     while rest:
@@ -47,7 +47,7 @@ def value_tokens(value: object) -> int:
 
 
 def holds_media(value: object) -> bool:
-    """Whether any part is one whose tokens are not in value_tokens()."""
+    """Whether any part is media, whose tokens value_tokens() leaves out."""
     rest = [value]
     while rest:
         item = rest.pop()

@@ -1,7 +1,7 @@
-"""Threads that work on many prompts in turns: a step of one, then a step of another's.
+"""Threads that work on many prompts by round robin, one step at a time.
 
-Work is a generator that yields between its steps, which take some milliseconds each. Groups (tenants) take turns, and
-within a group its jobs do, so a long prompt, or a thousand of one tenant's, delay another's by a step and not by all.
+A job is a generator that yields between steps of a few milliseconds. Groups (tenants) take turns, and within a group
+its jobs do, so a long prompt, or a thousand prompts of one tenant, delay another tenant's by one step.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ class _Job:
         self.loop = answer.get_loop()
 
     def step(self) -> bool:
-        """True when the job is over. One whose answer nobody waits for any more ends here."""
+        """Run one step on the calling thread. True when the job is over; a cancelled job ends here."""
         if self.answer.cancelled():
             self.steps.close()
             return True
         try:
             next(self.steps)
         except StopIteration as end:
-            self._tell(self.answer.set_result, end.value)
+            self._resolve(self.answer.set_result, end.value)
         except Exception as error:
-            self._tell(self.answer.set_exception, error)
+            self._resolve(self.answer.set_exception, error)
         else:
             return False
         return True
 
-    def _tell(self, tell: Callable[[Any], None], outcome: object) -> None:
+    def _resolve(self, set_outcome: Callable[[Any], None], outcome: object) -> None:
         def on_loop() -> None:
             if not self.answer.done():
-                tell(outcome)
+                set_outcome(outcome)
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and whoever asked is gone
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(on_loop)
 
 
 class FairThreads:
-    """threads: at most so many; each starts when there is work for it."""
+    """threads: the most; each starts when there is work for it. run() and close() on the event loop."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads_max = threads
         self._name = name
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
-        self._groups: OrderedDict[str, deque[_Job]] = OrderedDict()  # the first is next
+        self._groups: OrderedDict[str, deque[_Job]] = OrderedDict()  # the first is served next
         self._idle = 0
         self._closed = False
 
     def run(self, group: str, steps: Generator[None, None, Result]) -> asyncio.Future[Result]:
-        """The generator's return value. Cancelling the future ends the work at its next step. On the event loop."""
+        """The generator's return value or exception. Cancelling the future ends the job at its next step."""
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         with self._changed:
             if self._closed:
@@ -77,7 +77,7 @@ class FairThreads:
         return answer
 
     def close(self) -> None:
-        """What waits is dropped; a running step ends by itself."""
+        """Drop queued jobs; a running step finishes."""
         with self._changed:
             self._closed = True
             self._groups.clear()
@@ -100,4 +100,4 @@ class FairThreads:
                 with self._changed:
                     if not self._closed:
                         self._groups.setdefault(group, deque()).append(job)
-            del job, jobs  # or an idle thread would keep a prompt
+            del job, jobs  # or an idle thread would hold a reference to a prompt

@@ -30,15 +30,15 @@ from spillway_gateway.tokens.tokenizer import Encoded, PromptTokenizer, Tokenize
 
 logger = logging.getLogger(__name__)
 
-INLINE_CHARS_MAX = 16_384  # rendering and looking up more than this goes to a thread, remembered or not
+INLINE_CHARS_MAX = 16_384  # longer prompts are rendered and looked up on a thread, cached or not
 INLINE_NEW_CHARS_MAX = 1_024  # tokenising this much takes about as long as handing it to a thread and back
 INLINE_ITEMS_MAX = 256  # messages, tools and calls of tools
-TOKENIZE_SECONDS_MAX = 2.0  # then what was tokenised by then counts; a late token list would cost more than it saves
-WAIT_SECONDS_MAX = 2.5  # then the request is matched by text: it got no turn, or not even its first
+TOKENIZE_SECONDS_MAX = 2.0  # then the tokens so far are used; waiting longer would cost more than a match saves
+WAIT_SECONDS_MAX = 2.5  # then the request is matched by text: its job was not scheduled in time
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, gc=False):  # parsed JSON holds no cycles
-    """What of a chat body makes up its prompt. exact: False when a field cannot be mirrored here."""
+    """The fields of a chat body that its prompt depends on. exact: False when one cannot be reproduced here."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -50,7 +50,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, gc=False):  # parsed JSON holds no
 
 
 class CompletionPrompt(msgspec.Struct, frozen=True, gc=False):
-    """prompt: text, or token ids as the client gave them. Of a batch, the first decides."""
+    """prompt: text, or token ids from the client; of a batch, the first."""
 
     prompt: str | array[int]
     add_special_tokens: bool = True
@@ -58,7 +58,7 @@ class CompletionPrompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class RawPrompt(msgspec.Struct, frozen=True, gc=False):
-    """A prompt too costly to parse: the bytes of its JSON, or the start of them, and about how many tokens it has."""
+    """A prompt too costly to parse: the bytes of its JSON, or the start of them, and its estimated tokens."""
 
     text: bytes
     prompt_tokens: int
@@ -101,8 +101,9 @@ class PromptReader:
         self.limits = limits
 
     async def read(self, prompt: Prompt, tenant: str = "", *, short: bool = True) -> PromptBlocks:
-        """What cannot be tokenised is matched by its text. short: the request is, whatever it holds. Raises
-        RecursionError alone, for what is nested too deeply to be walked."""
+        """Keys of the prompt's blocks: of its tokens, or of its text if it cannot be tokenised. tenant: for fair
+        scheduling on the threads. short: the request's body is. Raises RecursionError for a prompt that is nested too
+        deeply."""
         namespace = namespace_key(self._model, None, prompt.cache_salt)
         if isinstance(prompt, RawPrompt):
             blocks = self._of_text(namespace, prompt.text)
@@ -115,8 +116,8 @@ class PromptReader:
         ):
             try:
                 small = short and _is_small(prompt)
-                if small and (soon := self._read_soon(tokenizer, prompt, namespace)) is not None:
-                    return soon
+                if small and (inline := self._read_inline(tokenizer, prompt, namespace)) is not None:
+                    return inline
                 async with asyncio.timeout(WAIT_SECONDS_MAX):
                     encoded = await self._threads.run(tenant, self._in_steps(tokenizer, prompt))
                 return msgspec.structs.replace(
@@ -129,12 +130,12 @@ class PromptReader:
         blocks = self._of_text(namespace, self._text(prompt))
         return msgspec.structs.replace(blocks, prompt_tokens=max(1, _estimate(prompt)))
 
-    def _read_soon(
+    def _read_inline(
         self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt, namespace: int
     ) -> PromptBlocks | None:
-        """On the event loop; None where that would hold it up. Raises CannotRender."""
+        """Without a thread; None where that would block the event loop for too long. Raises CannotRender."""
         text = render(tokenizer, prompt)
-        ids = tokenizer.encode_soon(
+        ids = tokenizer.encode_inline(
             text, add_special_tokens=prompt.add_special_tokens, new_chars_max=INLINE_NEW_CHARS_MAX
         )
         return None if ids is None else self._of_tokens(namespace, ids)
@@ -181,7 +182,7 @@ class PromptReader:
 
 
 def load_tokenizer(model: str, folder: str | None) -> PromptTokenizer | None:
-    """The configured tokenizer, or None with an error in the log: routing by text works, only less exactly."""
+    """The configured tokenizer, or None with an error in the log: prompts are then matched by text blocks."""
     if folder is None:
         return None
     try:
@@ -192,7 +193,7 @@ def load_tokenizer(model: str, folder: str | None) -> PromptTokenizer | None:
 
 
 def render(tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt) -> str:
-    """Raises CannotRender."""
+    """The prompt text, through the chat template for a chat. Raises CannotRender."""
     if isinstance(prompt, CompletionPrompt):
         assert isinstance(prompt.prompt, str)
         return prompt.prompt
@@ -217,7 +218,7 @@ def _estimate(prompt: ChatPrompt | CompletionPrompt) -> int:
 
 
 def _is_small(prompt: ChatPrompt | CompletionPrompt) -> bool:
-    """Whether rendering it and looking its text up may be done on the event loop."""
+    """Whether it may be rendered and looked up on the event loop."""
     if isinstance(prompt, CompletionPrompt):
         return len(prompt.prompt) <= INLINE_CHARS_MAX
     items = len(prompt.messages) + len(prompt.tools or ())

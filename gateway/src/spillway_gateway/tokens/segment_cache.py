@@ -1,6 +1,6 @@
-"""Token ids of text segments by the hash of their text: bounded in bytes, the least recently used goes first.
+"""LRU cache of token ids by the hash of their text segment, bounded in bytes.
 
-The event loop and the tokenizer threads share it, so each method takes the lock for its few steps.
+The event loop and the tokenizer threads share it: each method holds the lock for a few steps.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ ENTRY_BYTES = 256
 
 
 def segment_key(segment: str) -> bytes:
-    """Raises UnicodeEncodeError for lone surrogates, which no tokenizer takes."""
+    """XXH3-128 of the text. Raises UnicodeEncodeError for lone surrogates, which no tokenizer takes."""
     return xxhash.xxh3_128_digest(segment.encode())
 
 
 class SegmentCache:
-    """Ids as little-endian uint32. bytes_max: of the ids and what keeping them costs."""
+    """Ids as little-endian uint32. bytes_max: of the ids and their bookkeeping."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -33,7 +33,7 @@ class SegmentCache:
         return len(self._entries)
 
     def get_all(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Ids of each key, None where there are none."""
+        """Ids of each key, None where they are not cached."""
         entries = self._entries
         with self._lock:
             found = list(map(entries.get, keys))
@@ -43,8 +43,9 @@ class SegmentCache:
         return found
 
     def put(self, key: bytes, ids: bytes) -> None:
+        """Store the ids and evict the least recently used ones over the bound."""
         with self._lock:
-            before = self._entries.pop(key, None)  # two threads may have made the same ids
+            before = self._entries.pop(key, None)  # two threads may have tokenised the same segment
             if before is not None:
                 self.estimated_bytes -= _bytes_of(before)
             self._entries[key] = ids

@@ -1,7 +1,7 @@
-"""Normalised prompt text for models without a usable tokenizer, and for prompts that hold more than text.
+"""Normalised prompt text, for models without a usable tokenizer and for prompts with media.
 
-Role, content and tools are all part of it, in the order in which templates put them: two prompts share a text prefix
-only where their token prefixes would be shared too.
+It contains roles, contents and tools in the order of chat templates: two prompts share a text prefix only where they
+would share a token prefix. Pure.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-BYTES_PER_TOKEN = 4  # for English text; only prices depend on it, not matches
+BYTES_PER_TOKEN = 4  # of English text; costs depend on it, matches do not
 TEXT_NAMESPACE_MARK = 0x74657874  # keeps text keys apart from token keys of the same model
 
 _encode = msgspec.json.encode
 
 
 def chat_text(messages: Sequence[Mapping[str, Any]], tools: object, chars_max: int) -> bytes:
-    """Text of a chat, cut after `chars_max` bytes."""
+    """UTF-8 text of a chat, cut after `chars_max` bytes."""
     parts: list[bytes] = []
     size = 0
     if tools:
@@ -39,4 +39,5 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tools: object, chars_max: i
 
 
 def completion_text(prompt: str, chars_max: int) -> bytes:
+    """UTF-8 text of a prompt, cut after `chars_max` bytes."""
     return prompt[:chars_max].encode()[:chars_max]

@@ -1,7 +1,7 @@
-"""The model's own tokenizer: text to token ids as the engine makes them, and remembered where prompts repeat.
+"""The model's tokenizer: text to the token ids that the engine uses, with a cache for text that repeats.
 
-A conversation grows at its end, so most of a prompt was tokenised a turn ago. Text between special tokens is tokenised
-independently of the rest by nearly all tokenizers; where that is so (checked at load) each such segment is kept by
+A conversation grows at its end, so most of a prompt was tokenised with its previous turn. Nearly all tokenizers treat
+text between special tokens independently of the rest. Where that holds (checked at load) each such segment is cached by
 its hash, and a growing conversation costs only its new messages.
 """
 
@@ -24,7 +24,7 @@ from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
 from spillway_gateway.tokens.segment_cache import SegmentCache, segment_key
 from spillway_gateway.tokens.word_cache import WordCache
 
-# Texts are tokenised one at a time, so the library's own pool of threads would only add a way there and back.
+# Texts are tokenised one at a time, so the library's thread pool would only add latency.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Longer texts always take one pass of the library, which releases the interpreter lock; the word cache holds it.
@@ -38,11 +38,11 @@ _PROBES = (
 )
 
 
-STEP_CHARS = 16_384  # new text of one step of encode_in_steps(), about 8 ms
+STEP_CHARS = 16_384  # of new text in one step of encode_in_steps(), about 8 ms
 SEARCH_CHARS = 256 * 1024  # in one search for a special token, under the interpreter's lock
 CUT_TRIES = 8
 CUT_REACH_CHARS = 256
-# Where most tokenizers part a text before they merge: beside a word, behind a line.
+# Where most pre-tokenizers split a text: beside a word, after a line.
 _cut_places = re.compile(r"(?<=\w)(?=[^\w\n])|(?<=\n)(?=\w)|(?<=[^\w\s])(?=\w)").finditer
 
 
@@ -91,17 +91,17 @@ class PromptTokenizer:
             raise TokenizerUnusable(f"{folder}: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """Token ids of `text`. Costs about a millisecond per 2,000 characters that were not seen before."""
-        data = self.encode_soon(text, add_special_tokens=add_special_tokens, new_chars_max=len(text))
+        """Token ids of `text`. Takes about a millisecond per 2,000 characters that are not cached."""
+        data = self.encode_inline(text, add_special_tokens=add_special_tokens, new_chars_max=len(text))
         assert data is not None
         ids = array("I", data)
         if sys.byteorder == "big":
             ids.byteswap()
         return ids
 
-    def encode_soon(self, text: str, *, add_special_tokens: bool, new_chars_max: int) -> bytes | None:
-        """As encode(), but as little-endian uint32, and None when more than new_chars_max characters would have to be
-        tokenised: cheap enough for the event loop, as handing a few to a thread costs more than they do."""
+    def encode_inline(self, text: str, *, add_special_tokens: bool, new_chars_max: int) -> bytes | None:
+        """As encode(), but as little-endian uint32, and None when more than new_chars_max characters are not cached. On
+        the event loop for short prompts, where handing them to a thread would cost more."""
         if add_special_tokens or self._special is None:
             return self._encode(text, add_special_tokens) if len(text) <= new_chars_max else None
         cuts = [0, *[match.start() for match in self._special.finditer(text)], len(text)]
@@ -125,12 +125,12 @@ class PromptTokenizer:
         late: Callable[[], bool] = lambda: False,
     ) -> Generator[None, None, Encoded]:
         """As encode(), and yields after each STEP_CHARS of new text. Stops early, with the ids of the text's beginning:
-        where tokens_max are exceeded (no engine takes such a prompt), where late() after a step, and where a long text
-        cannot be cut. Raises UnicodeEncodeError for lone surrogates."""
-        if len(text) <= SEARCH_CHARS:  # most prompts: one step, with all look-ups at once
-            soon = self.encode_soon(text, add_special_tokens=add_special_tokens, new_chars_max=STEP_CHARS)
-            if soon is not None:
-                return Encoded(soon, len(soon) // TOKEN_BYTES)
+        above tokens_max (no engine takes such a prompt), when late() after a step, and where a long text cannot be cut.
+        On a tokenizer thread. Raises UnicodeEncodeError for lone surrogates."""
+        if len(text) <= SEARCH_CHARS:  # most prompts: one step, with all look-ups together
+            ids = self.encode_inline(text, add_special_tokens=add_special_tokens, new_chars_max=STEP_CHARS)
+            if ids is not None:
+                return Encoded(ids, len(ids) // TOKEN_BYTES)
         before, after = self._around if add_special_tokens else (b"", b"")
         parts = [before]
         count, chars, new_chars = len(before) // TOKEN_BYTES, 0, 0
@@ -157,7 +157,7 @@ class PromptTokenizer:
         return Encoded(b"".join([*parts, after]), count + len(after) // TOKEN_BYTES)
 
     def _segments_of(self, text: str) -> Iterator[str]:
-        """The text cut before each special token, without a long search in one go."""
+        """The text cut before each special token; each search is bounded by SEARCH_CHARS."""
         if self._special is None:
             yield text
             return
@@ -177,8 +177,8 @@ class PromptTokenizer:
             yield text[begin:]
 
     def _pieces_of(self, segment: str) -> Iterator[str]:
-        """Cut where that changes no token. Ends early where there is no such place, with a piece that is cut anywhere:
-        its last tokens may be others than the text's."""
+        """Cut where that changes no token. Ends early if there is no such place, with a piece cut at STEP_CHARS, whose
+        last tokens may differ from the text's."""
         begin = 0
         while len(segment) - begin > 2 * STEP_CHARS:
             end = self._cut_of(segment, begin + STEP_CHARS)
@@ -190,8 +190,8 @@ class PromptTokenizer:
         yield segment[begin:]
 
     def _cut_of(self, text: str, begin: int) -> int | None:
-        """A place near `begin` around which a text has the same tokens as its two halves. Merges reach no further than
-        what a tokenizer parts a text into, so what holds nearby holds for the whole."""
+        """A place after `begin` where the text around it has the same tokens as its two halves. Merges stay within the
+        words of the pre-tokenizer, so a cut that is safe nearby is safe in the whole text."""
         for match in itertools.islice(_cut_places(text, begin, begin + STEP_CHARS), CUT_TRIES):
             at = match.start()
             left, right = text[at - CUT_REACH_CHARS : at], text[at : at + CUT_REACH_CHARS]
@@ -201,7 +201,7 @@ class PromptTokenizer:
         return None
 
     def _special_tokens_around(self) -> tuple[bytes, bytes]:
-        """What add_special_tokens puts before and behind a text; nothing where that depends on the text."""
+        """Ids that add_special_tokens puts before and after a text; none where they depend on the text."""
         found = set()
         for probe in _PROBES[:3]:
             plain, full = self._encode(probe, False), self._encode(probe, True)
