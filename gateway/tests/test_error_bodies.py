@@ -47,6 +47,6 @@ def test_retry_after_is_never_early_and_little_late(seconds: int) -> None:
     assert seconds <= int(given_seconds) <= seconds + RETRY_JITTER_SECONDS_MAX
 
 
-def test_the_refused_do_not_all_come_back_at_once() -> None:
+def test_refused_clients_do_not_all_retry_at_once() -> None:
     waits = {dict(headers_of(GatewayOverloaded("full")))[b"retry-after"] for _ in range(200)}
     assert len(waits) > 1

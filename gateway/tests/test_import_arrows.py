@@ -116,7 +116,7 @@ def test_no_module_imports_against_the_arrows() -> None:
     assert broken == []
 
 
-def test_the_arrows_make_no_circle_and_name_only_what_exists() -> None:
+def test_the_arrows_have_no_cycle_and_name_only_what_exists() -> None:
     assert list(TopologicalSorter(ALLOWED).static_order())  # raises CycleError
     units = {unit_of(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")}
     assert units == ALLOWED.keys()

@@ -1,4 +1,4 @@
-"""What comes from outside does not make lines of a log."""
+"""Text from outside does not break log lines."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SWITCH_SECONDS = 0.001
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 after a clean end, 1 with one sentence on stderr otherwise."""
+    """Exit status: 0 after a clean shutdown, 1 with one sentence on stderr otherwise."""
     parser = argparse.ArgumentParser(prog="spillway_gateway", description="Spillway's OpenAI-compatible gateway.")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
@@ -60,12 +60,12 @@ def main(arguments: list[str] | None = None) -> int:
         log.info("listening on %s://%s:%d", "https" if listen.tls else "http", *listener.getsockname()[:2])
         if ops_listener is not None:
             log.info("operations on http://%s:%d", *ops_listener.getsockname()[:2])
-        # What stands now stays: modules, configuration, the index's tables. Collections of the oldest generation, which
-        # stop everything, then have little to look at, however many blocks the index holds.
+        # What exists now stays: modules, configuration, the index's tables. Frozen, it is not scanned by full garbage
+        # collections, which stop the process, however many blocks the index holds.
         gc.collect()
         gc.freeze()
-        # A thread that renders a prompt hands the interpreter to the event loop after this long, once for each socket
-        # that the loop serves in a turn.
+        # A thread that renders a prompt yields the GIL to the event loop after this time, once for each socket that the
+        # loop serves in an iteration.
         sys.setswitchinterval(SWITCH_SECONDS)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(server.serve(sockets=[listener]))
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _hash_key() -> int:
-    """The key comes by stdin: arguments are shown to every user of the machine."""
+    """The key is read from stdin: every user of the machine can see a process's arguments."""
     try:
         print(hash_key(sys.stdin.readline().strip()))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Builds the application; its lifespan owns every client, task and thread, and closes them in reverse."""
+"""Builds the gateway. Its lifespan owns every client, task and thread, and closes them in reverse."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ POOL_TRIM_SECONDS = 1.0
 
 
 class Gateway:
-    """The assembled gateway of one process. `app` is what a server runs, `ops_app` what the operations listener runs;
-    the rest is for the server and for tests. config_path: the file to follow, if any."""
+    """The assembled gateway of one process. `app` is the ASGI application of the main listener, `ops_app` that of the
+    operations listener; the rest is for the server and for tests. config_path: the file to follow, if any."""
 
     def __init__(self, config: GatewayConfig, config_path: Path | None = None) -> None:
         self.config = config
@@ -69,7 +69,7 @@ class Gateway:
         self.models = self.roster.models
         self.fleets = self.roster.fleets
         self.admissions = self.roster.admissions
-        shares = self._shares(config)
+        shares = self._descriptor_shares(config)
         self.open_connections = OpenConnections(config.connections, shares.clients)
         self.services = UpstreamServices(
             pool=ConnectionPool(shares.upstream, config.timeouts.connect_seconds, time.monotonic),
@@ -82,13 +82,13 @@ class Gateway:
             recent=Recent(),
         )
         self.follower = ConfigFollower(config_path, config, self.apply) if config_path is not None else None
-        self.metrics.watch(lambda: live_families(self.fleets))
-        self.metrics.watch(lambda: discovery_families(self.roster.sources, self.fleets))
-        self.metrics.watch(lambda: connection_families(self.open_connections))
-        self.metrics.watch(lambda: access_families(self.admissions, self.gatekeeper, self.audit))
+        self.metrics.collect_from(lambda: live_families(self.fleets))
+        self.metrics.collect_from(lambda: discovery_families(self.roster.sources, self.fleets))
+        self.metrics.collect_from(lambda: connection_families(self.open_connections))
+        self.metrics.collect_from(lambda: access_families(self.admissions, self.gatekeeper, self.audit))
         if self.follower is not None:
             follower = self.follower
-            self.metrics.watch(
+            self.metrics.collect_from(
                 lambda: config_families(
                     follower.applied_total,
                     follower.refused_total,
@@ -116,7 +116,7 @@ class Gateway:
         )
         self.ops_app.router.redirect_slashes = False
 
-    def _shares(self, config: GatewayConfig) -> descriptors.DescriptorShares:
+    def _descriptor_shares(self, config: GatewayConfig) -> descriptors.DescriptorShares:
         wanted = config.connections.open_max, config.limits.upstream_connections_max
         engines = sum(len(fleet.engines) for fleet in self.fleets)
         given = descriptors.shares(descriptors.limit(), *wanted, engines)
@@ -131,12 +131,12 @@ class Gateway:
         return given
 
     async def apply(self, config: GatewayConfig) -> None:
-        """Put a changed configuration into effect, as far as config_follower.LIVE_SECTIONS goes."""
+        """Put a changed configuration into effect, as far as config.follower.LIVE_SECTIONS goes."""
         before = self.config
         await self.roster.apply(config)
         services, limits = self.services, config.limits
         services.timeouts, services.limits = config.timeouts, limits
-        services.pool.connections_max = self._shares(config).upstream
+        services.pool.connections_max = self._descriptor_shares(config).upstream
         services.pool.connect_timeout_seconds = config.timeouts.connect_seconds
         if (limits.retry_ratio, limits.retry_burst) != (before.limits.retry_ratio, before.limits.retry_burst):
             services.budget = RetryBudget(limits.retry_ratio, limits.retry_burst)

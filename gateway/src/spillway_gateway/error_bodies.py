@@ -1,4 +1,4 @@
-"""Own errors in the shape of the API that was asked: as a JSON body, and as the terminal event of a stream."""
+"""The gateway's errors in the shape of the API in use: as a JSON body, and as the last event of a stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s?(\d{1,15})')
 
 
 class Dialect(StrEnum):
-    """Whose errors a route answers with. RESPONSES differs from OPENAI in streams only."""
+    """The error shape of a route. RESPONSES differs from OPENAI in streams only."""
 
     OPENAI = "openai"
     RESPONSES = "responses"
@@ -55,11 +55,10 @@ def body_of(error: GatewayError, dialect: Dialect = Dialect.OPENAI) -> bytes:
 def event_of(
     error: GatewayError, dialect: Dialect = Dialect.OPENAI, *, at_event_boundary: bool, last_chunk: bytes = b""
 ) -> bytes:
-    """The error as one server-sent event; nothing that marks an end follows, so no client takes the stream for
-    complete.
+    """The error as one server-sent event. No end marker follows, so no client takes the stream for complete.
 
-    at_event_boundary: False when the engine died inside an event; newlines then end the open line first, so that the
-    error is an event of its own. last_chunk: what was sent last; the Responses API numbers its events.
+    at_event_boundary: False where the engine died inside an event; newlines then end that event first. last_chunk: the
+    bytes sent last; the Responses API numbers its events.
     """
     boundary = b"" if at_event_boundary else b"\n\n"
     if dialect is Dialect.OPENAI:
@@ -79,7 +78,7 @@ def event_of(
 
 
 def headers_of(error: GatewayError) -> list[tuple[bytes, bytes]]:
-    """Retry-After gets a random part on top, so that those refused together do not come back together."""
+    """Retry-After has jitter, so that clients refused together do not retry together."""
     headers = [(b"content-type", b"application/json")]
     seconds = error.retry_after_seconds
     if seconds is not None:

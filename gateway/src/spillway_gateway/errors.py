@@ -1,4 +1,4 @@
-"""The gateway's error tree. Each error names the owner of the fault and says what to change.
+"""The gateway's errors. Each class names the owner of the fault, and its message what to change.
 
 `status`, `kind` and `code` are what error_bodies.py puts into OpenAI's error shape.
 """
@@ -43,7 +43,7 @@ class RequestTooLarge(GatewayError):
 
 
 class UnsupportedEncoding(GatewayError):
-    """A compressed body: engines take none, and what it would grow to is not known."""
+    """A compressed body: engines accept none, and its real size is not known."""
 
     status = 415
     kind = "invalid_request_error"
@@ -97,7 +97,7 @@ class RouteNotSalted(GatewayError):
 
 
 class TokensNotCounted(GatewayError):
-    """A tenant with a limit of tokens asks for what nothing tells the tokens of."""
+    """A tenant with a token limit sent a request whose tokens no reply reports."""
 
     status = 403
     kind = "invalid_request_error"
@@ -111,7 +111,7 @@ class ResponseNotFound(GatewayError):
 
 
 class TenantLimited(GatewayError):
-    """A tenant's own limit; retry_after_seconds says when the same request may pass."""
+    """A limit of the tenant is reached; the same request may pass after retry_after_seconds."""
 
     status = 429
     kind = "rate_limit_error"
@@ -123,7 +123,7 @@ class TenantLimited(GatewayError):
 
 
 class GatewayOverloaded(GatewayError):
-    """The engines are full for everybody."""
+    """The engines have no room for any tenant."""
 
     status = 503
     kind = "service_unavailable"
@@ -148,7 +148,7 @@ class GatewayDraining(GatewayError):
 
 
 class UpstreamError(GatewayError):
-    """An attempt on one engine failed; the subclass says which wait or which fault."""
+    """An attempt on one engine failed; the subclass names the wait or the fault."""
 
     status = 502
     kind = "upstream_error"
@@ -172,7 +172,7 @@ class EngineDisconnected(UpstreamError):
 
 
 class EngineFailed(UpstreamError):
-    """The engine's HTTP server answered that its core is dead, before anything of use."""
+    """The engine's HTTP server reported a dead engine core before the first token."""
 
     code = "engine_failed"
     reason = "failed"
@@ -191,13 +191,13 @@ class EngineIdleTimeout(UpstreamError):
 
 
 class EngineWentDown(UpstreamError):
-    """Health polling gave the engine up while a request was still waiting for its first byte."""
+    """Health polls declared the engine down while a request still waited for its first byte."""
 
     reason = "went_down"
 
 
 class EngineEnding(UpstreamError):
-    """The engine is shutting down, and the time for the requests that it had is over."""
+    """The engine is shutting down, and the time for its running requests is over."""
 
     status = 503
     code = "engine_ending"
@@ -205,7 +205,7 @@ class EngineEnding(UpstreamError):
 
 
 class EngineBadReply(UpstreamError):
-    """What came back is not HTTP."""
+    """The reply is not HTTP."""
 
     code = "engine_bad_reply"
     reason = "bad_reply"

@@ -1,7 +1,7 @@
-"""Every metric of the gateway, in a registry of its own under the prefix spillway_gateway_.
+"""Every metric of the gateway, under the prefix spillway_gateway_.
 
-Labels come from closed sets: configured models and engines, route reasons, status classes. Children are looked up once
-and kept, because the look-up costs more than the count.
+Labels come from closed sets: configured models and engines, route reasons, status classes. Labelled children are
+cached, because the look-up costs more than the increment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OVERHEAD_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025,
 
 
 class GatewayMetrics:
-    """Counts what the data plane does; `watch` adds what is read at scrape time."""
+    """Counters and histograms of the data plane; `collect_from` adds families that are read at each scrape."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -122,16 +122,16 @@ class GatewayMetrics:
         self.predicted_tokens = cache(self._predicted_tokens.labels)
         self.actual_tokens = cache(self._actual_tokens.labels)
 
-    def forget_engine(self, engine: str) -> None:
-        """Drop every series of an engine that is gone for good: names of pods do not come back, and would pile up."""
+    def remove_engine(self, engine: str) -> None:
+        """Drop every series of an engine that is gone for good: pod names are never reused, and would accumulate."""
         for metric in vars(self).values():
             if isinstance(metric, MetricWrapperBase) and "engine" in metric._labelnames:
                 metric.remove_by_labels({"engine": engine})
         for cached in (self.request, self.first_byte, self.retry, self.broken):
             cached.cache_clear()
 
-    def watch(self, read: Callable[[], Iterable[GaugeMetricFamily | CounterMetricFamily]]) -> None:
-        """Add families that are read from live state at each scrape."""
+    def collect_from(self, read: Callable[[], Iterable[GaugeMetricFamily | CounterMetricFamily]]) -> None:
+        """Add families read from live state at each scrape."""
         self.registry.register(_Reader(read))
 
     def exposition(self) -> bytes:

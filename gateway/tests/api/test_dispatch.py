@@ -4,6 +4,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import aiohttp
+import pytest
 
 from spillway_gateway.api.dispatch import InferenceDispatch
 from spillway_gateway.testing.running import gateway_config, running_gateway
@@ -23,7 +24,7 @@ class Sent(list[MutableMapping[str, Any]]):
 
 
 async def nothing() -> MutableMapping[str, Any]:
-    raise AssertionError("nobody reads here")
+    raise AssertionError("this body is not read")
 
 
 async def test_only_posts_to_known_paths_go_past_the_framework() -> None:
@@ -68,3 +69,14 @@ async def test_other_methods_keep_their_error(start_engine: Any) -> None:
     ):
         assert reply.status == 405
         assert (await reply.json())["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/openapi.json", "/metrics"])
+async def test_routes_of_get_serve_head_and_name_both(start_engine: Any, path: str) -> None:
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running, aiohttp.ClientSession() as client:
+        async with client.head(running.url + path) as reply:
+            assert reply.status == 200 and await reply.read() == b""
+        async with client.put(running.url + path) as reply:
+            assert reply.status == 405
+            assert {method.strip() for method in reply.headers["allow"].split(",")} == {"GET", "HEAD"}

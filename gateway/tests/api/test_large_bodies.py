@@ -1,4 +1,4 @@
-"""Long bodies are read in small steps, and to the same end as short ones."""
+"""Long bodies are read in small steps, with the same result as short ones."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ CHEAP = [
 
 
 @pytest.mark.parametrize("body", CHEAP)
-async def test_what_is_cheap_is_parsed_as_a_short_body_is(body: bytes) -> None:
+async def test_a_cheap_body_is_parsed_as_a_short_one(body: bytes) -> None:
     assert await parsed(body) == CHAT.parse(body)
     assert await parsed(bytearray(body)) == CHAT.parse(body)
 
 
-async def test_of_what_is_costly_all_but_the_prompt_is_parsed() -> None:
+async def test_of_a_costly_body_all_but_the_prompt_is_parsed() -> None:
     messages = [{"role": "user", "content": "x" * 40}] * 30_000
     body = encoded(model="m", stream=True, cache_salt="s", messages=messages, extra=[[]] * 1000, model2="n")
 
@@ -115,14 +115,14 @@ async def test_texts_are_set_as_in_short_bodies(old: bytes) -> None:
     assert done == (replace_text if old else insert_text)(expected, "cache_salt", "s")
 
 
-async def test_a_salt_behind_many_blanks_is_set() -> None:
+async def test_a_salt_after_many_blanks_is_set() -> None:
     body = b" " * 100_000 + b"{" + b" " * 100_000 + b"}"
 
     assert json.loads(await LargeBodies().set_texts(CHAT, body, {}, {"cache_salt": "s"})) == {"cache_salt": "s"}
 
 
 async def test_other_tasks_run_between_steps_and_bodies_take_turns() -> None:
-    """Steps are counted: with no time for a second step in a turn, each lets everything else run once."""
+    """Steps are counted: with no time for a second step in an iteration, each lets everything else run once."""
     bodies = LargeBodies(step_seconds=0.0)
     body = b'{"messages":[' + b"[]," * 40_000 + b"[]]}"
     turns = 0

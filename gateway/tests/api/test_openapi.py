@@ -60,7 +60,7 @@ async def test_it_names_every_route_and_the_shape_of_every_error(start_engine: A
     assert "security" not in document
 
 
-async def test_with_keys_it_asks_for_one_except_of_probes(start_engine: Any, tmp_path: Path) -> None:
+async def test_with_keys_every_route_but_the_probes_needs_one(start_engine: Any, tmp_path: Path) -> None:
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"tenants": [{"name": "a", "keys": [hash_key("k" * 32)]}]}))
     (tmp_path / "secret").write_bytes(b"x" * 32)
     auth = {"keysFile": str(tmp_path / "keys.yaml"), "saltSecretFile": str(tmp_path / "secret")}

@@ -16,7 +16,7 @@ def test_an_id_is_its_tenants_alone_even_when_another_chooses_it() -> None:
     assert owners.of("resp_1", "b") is None
 
 
-def test_the_oldest_are_forgotten() -> None:
+def test_the_oldest_are_dropped() -> None:
     owners = ResponseOwners(2)
     for number in range(3):
         owners.add(reply(f"resp_{number}"), Owner("", "m", f"e{number}"))

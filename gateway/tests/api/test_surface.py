@@ -142,7 +142,7 @@ async def test_a_broken_stream_ends_with_the_apis_own_error(start_engine: Any, c
 
 
 @pytest.mark.parametrize("path", [*STREAMED, "/v1/embeddings", "/v1/rerank"])
-async def test_a_client_that_leaves_cancels_at_the_engine(start_engine: Any, client: Any, path: str) -> None:
+async def test_a_client_that_disconnects_cancels_at_the_engine(start_engine: Any, client: Any, path: str) -> None:
     engine = await start_engine()
     engine.fault = Hang()
     body, headers = body_for(path)

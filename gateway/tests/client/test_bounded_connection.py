@@ -1,4 +1,4 @@
-"""Bounds of what a client may send and how long it may take, before anybody knows who it is. Clocks are stepped."""
+"""Bounds of what a client may send and how long it may take, before it is authenticated. Clocks are stepped."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ UPGRADES = {
 
 @pytest.mark.parametrize("upgrade", UPGRADES)
 @pytest.mark.parametrize("cut", [0, 1, -1, None], ids=["before the body", "in the body", "before its end", "nowhere"])
-async def test_a_request_for_another_protocol_is_served_as_it_is(
-    start_engine: Any, upgrade: str, cut: int | None
-) -> None:
+async def test_a_request_with_upgrade_is_served_as_http_1_1(start_engine: Any, upgrade: str, cut: int | None) -> None:
     async with bounded(start_engine) as (running, engine), client_of(running) as client:
         whole = request("hello", *UPGRADES[upgrade])
         at = len(whole) if cut is None else whole.index(b"\r\n\r\n") + 4 + cut if cut >= 0 else cut
@@ -160,7 +158,7 @@ async def test_trailers_do_not_become_headers(start_engine: Any) -> None:
 
 
 @pytest.mark.parametrize(("said", "status"), [(b"", None), (HEAD, 408), (request()[:-1], 408)])
-async def test_a_request_that_does_not_come_is_given_up(start_engine: Any, said: bytes, status: int | None) -> None:
+async def test_a_request_that_does_not_arrive_times_out(start_engine: Any, said: bytes, status: int | None) -> None:
     async with bounded(start_engine) as (running, _), client_of(running) as client:
         client.send(said)
         (connection,) = await connections_of(running, 1)
@@ -195,7 +193,7 @@ async def test_a_trickle_gets_no_more_time_but_bytes_at_the_least_rate_do(start_
     assert (status, answer["error"]["code"]) == (408, "request_timeout")
 
 
-async def test_a_kept_connection_ends_when_it_is_not_used(start_engine: Any) -> None:
+async def test_an_idle_connection_is_closed(start_engine: Any) -> None:
     async with bounded(start_engine) as (running, _), client_of(running) as client:
         client.send(request())
         assert (await client.reply())[0] == 200
@@ -208,7 +206,7 @@ async def test_a_kept_connection_ends_when_it_is_not_used(start_engine: Any) -> 
 
 @pytest.mark.parametrize("line", [b"connection: close", b"connection: keep-alive"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_reader_that_takes_nothing_is_let_go(start_engine: Any, stream: bool, line: bytes) -> None:
+async def test_a_client_that_reads_nothing_is_disconnected(start_engine: Any, stream: bool, line: bytes) -> None:
     """With kernel buffers as small as they get, so that the reply waits in the gateway."""
     engine = await start_engine(words=60_000 if stream else 1_500_000)
     config = gateway_config([engine], connections=BOUNDS, limits={"plainReplyBufferBytes": 64 * 1024 * 1024})
@@ -231,7 +229,7 @@ async def test_a_reader_that_takes_nothing_is_let_go(start_engine: Any, stream: 
         sock.close()
 
 
-async def test_a_full_listener_ends_the_connection_that_has_waited_longest(start_engine: Any) -> None:
+async def test_a_full_listener_evicts_the_longest_idle_connection(start_engine: Any) -> None:
     async with bounded(start_engine, openMax=2, perAddressMax=8) as (running, _):
         running.gateway.open_connections.per_address_max = 8
         async with client_of(running) as first, client_of(running) as second:
@@ -246,7 +244,7 @@ async def test_a_full_listener_ends_the_connection_that_has_waited_longest(start
                 assert (await first.reply())[0] == 200
 
 
-async def test_a_listener_whose_connections_all_work_refuses_more(start_engine: Any) -> None:
+async def test_a_listener_whose_connections_are_all_busy_refuses_more(start_engine: Any) -> None:
     async with bounded(start_engine, openMax=1) as (running, engine):
         engine.fault = HoldInStream(0, asyncio.Event())
         async with client_of(running) as at_work:
@@ -276,7 +274,7 @@ async def test_one_address_does_not_take_all_connections(start_engine: Any) -> N
         await until(lambda: not table._of_address and not table._idle_of and not table._idle)
 
 
-async def test_a_request_sent_ahead_does_not_hide_that_the_client_left(start_engine: Any) -> None:
+async def test_a_pipelined_request_does_not_hide_a_disconnect(start_engine: Any) -> None:
     async with bounded(start_engine) as (running, engine):
         engine.fault = HoldInStream(0, asyncio.Event())
         async with client_of(running) as client:
@@ -289,7 +287,7 @@ async def test_a_request_sent_ahead_does_not_hide_that_the_client_left(start_eng
     assert len(engine.seen) == 1
 
 
-async def test_requests_sent_ahead_in_pieces_are_answered_in_order(start_engine: Any) -> None:
+async def test_pipelined_requests_in_pieces_are_answered_in_order(start_engine: Any) -> None:
     contents = ["a" * 10, "b" * 100_000, "c" * 1000, "d"]
     data = b"".join(map(request, contents))
     async with bounded(start_engine) as (running, engine), client_of(running) as client:

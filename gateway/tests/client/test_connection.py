@@ -1,4 +1,4 @@
-"""What the server's connection adds to uvicorn's: heads that wait for bodies, and news of a client that left."""
+"""What the server's connection adds to uvicorn's: heads sent with bodies, disconnect callbacks, whole replies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Wire(asyncio.Transport):
     abort = pause_reading = resume_reading = set_protocol = close  # type: ignore[assignment]
 
 
-async def test_a_head_leaves_with_the_first_bytes_of_its_body() -> None:
+async def test_a_head_is_sent_with_the_first_bytes_of_its_body() -> None:
     wire = Wire()
     transport = HeadWithBody(wire)
     transport.write(HEAD)
@@ -43,7 +43,7 @@ async def test_a_head_leaves_with_the_first_bytes_of_its_body() -> None:
     assert wire.written == [HEAD + b"{}", b"more"]
 
 
-async def test_where_requests_share_the_turn_a_reply_leaves_at_its_end() -> None:
+async def test_with_several_requests_a_reply_is_sent_at_the_end_of_the_iteration() -> None:
     WriteCoalescer.of_running_loop().requests = 2
     wires = Wire(), Wire()
     for wire in wires:
@@ -56,7 +56,7 @@ async def test_where_requests_share_the_turn_a_reply_leaves_at_its_end() -> None
     assert [wire.written for wire in wires] == [[HEAD + b"{}"], [HEAD + b"{}"]]
 
 
-async def test_nothing_is_written_to_a_connection_that_was_lost_within_the_turn() -> None:
+async def test_nothing_is_written_to_a_connection_that_was_lost_in_the_iteration() -> None:
     WriteCoalescer.of_running_loop().requests = 2
     wire = Wire()
     HeadWithBody(wire).write(HEAD)
@@ -66,7 +66,7 @@ async def test_nothing_is_written_to_a_connection_that_was_lost_within_the_turn(
     assert wire.written == []
 
 
-async def test_a_head_without_a_body_leaves_by_itself() -> None:
+async def test_a_head_without_a_body_is_sent_alone() -> None:
     wire = Wire()
     HeadWithBody(wire).write(HEAD)
     await asyncio.sleep(0)
@@ -98,8 +98,8 @@ def chat(content: str) -> bytes:
     return head.encode() + data
 
 
-async def test_a_client_that_leaves_after_a_long_body_is_noticed(start_engine: Any) -> None:
-    """A body this long pauses reading, and a paused connection tells nothing of its end."""
+async def test_a_disconnect_after_a_long_body_is_seen(start_engine: Any) -> None:
+    """A body this long pauses reading, and a paused connection reports no EOF."""
     engine = await start_engine(max_model_len=10**9)
     engine.fault = HoldInStream(0, asyncio.Event())
     async with running_gateway(gateway_config([engine])) as running:
@@ -165,7 +165,7 @@ async def test_requests_sent_without_waiting_get_their_own_replies_in_order(star
     ]
 
 
-async def test_a_gateway_that_drains_ends_a_connection_with_the_reply_that_is_due(start_engine: Any) -> None:
+async def test_a_draining_gateway_closes_a_connection_with_its_next_reply(start_engine: Any) -> None:
     engine = await start_engine()
     async with running_gateway(gateway_config([engine])) as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
@@ -182,7 +182,7 @@ async def test_a_gateway_that_drains_ends_a_connection_with_the_reply_that_is_du
     assert answer.startswith(b"HTTP/1.1 200 ") and b"\r\nconnection: close\r\n" in answer
 
 
-async def test_who_asks_for_a_head_gets_no_body(start_engine: Any) -> None:
+async def test_a_head_request_gets_no_body(start_engine: Any) -> None:
     """A body after it would be taken for the start of the next reply."""
     engine = await start_engine()
     async with running_gateway(gateway_config([engine])) as running:

@@ -99,7 +99,7 @@ async def test_at_its_start_every_known_engine_is_asked_once(start_engine: Any) 
         waiting = new.readiness()
         running.engine("b").state = EngineState.DOWN
         begun = new.readiness()
-        running.engine("b").state = EngineState.UNKNOWN  # one that is found later holds nobody up
+        running.engine("b").state = EngineState.UNKNOWN  # one that is found later does not make it unready
 
         assert (waiting.status, waiting.document["reason"]) == (503, "not asked yet since the start: b")
         assert (begun.status, new.readiness().status) == (200, 200)

@@ -263,7 +263,7 @@ def test_series_of_an_engine_that_is_gone_are_dropped() -> None:
         metrics.request("m", engine, "prefix", "2xx").inc()
         metrics.first_byte("m", engine).observe(1.0)
         metrics.event_batches.labels(engine).inc()
-    metrics.forget_engine("goes")
+    metrics.remove_engine("goes")
 
     page = metrics.exposition().decode()
     assert "goes" not in page and 'engine="stays"' in page

@@ -58,7 +58,7 @@ async def test_two_exchanges_on_one_connection() -> None:
         assert connection.reused
 
 
-async def test_where_requests_share_the_turn_a_request_leaves_at_its_end() -> None:
+async def test_with_several_requests_a_request_is_sent_at_the_end_of_the_iteration() -> None:
     async with connected(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc") as connection:
         WriteCoalescer.of_running_loop().requests = 2
         for _ in range(2):
@@ -66,7 +66,7 @@ async def test_where_requests_share_the_turn_a_request_leaves_at_its_end() -> No
             assert await whole_body(connection) == b"abc"
 
         connection.send([REQUEST])
-        connection.abort()  # within the turn: the request never leaves, and the wait for its reply ends
+        connection.abort()  # in the same iteration: the request is never sent, and the wait for its reply ends
         with pytest.raises(EngineDisconnected):
             await connection.head()
 
@@ -117,7 +117,7 @@ async def test_a_reply_cut_short_is_a_disconnect(reply: bytes) -> None:
     "reply",
     [b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: " + b"y" * (HEAD_BYTES_MAX * 2)],
 )
-async def test_what_is_not_http_is_said(reply: bytes) -> None:
+async def test_a_reply_that_is_not_http_is_named(reply: bytes) -> None:
     async with connected(reply) as connection:
         connection.send([REQUEST])
         with pytest.raises(EngineBadReply):

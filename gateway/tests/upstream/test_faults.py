@@ -1,4 +1,4 @@
-"""Engines that refuse, hang, die and err; clients that go away; counters that return to zero."""
+"""Engines that refuse, hang, die and err; clients that disconnect; counters that return to zero."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ async def test_an_error_object_of_the_engine_passes_as_it_is(start_engine: Any, 
 async def test_a_core_that_died_before_the_first_token_costs_nothing(
     start_engine: Any, client: aiohttp.ClientSession
 ) -> None:
-    """vLLM's server has said 200 by then; the error event in place of a token is worth another engine."""
+    """vLLM's server has sent its 200 by then; an error event in place of a token is retried on another engine."""
     engines = await pair(start_engine)
     async with running_gateway(gateway_config(engines)) as running:
         _, headers, _ = await ask(client, running, stream=True)
@@ -235,7 +235,7 @@ async def test_the_last_engine_s_503_passes_as_it_is(start_engine: Any, client: 
     assert sum(len(engine.seen) for engine in engines) == 2
 
 
-async def test_a_silent_engine_is_left_after_the_first_byte_timeout(
+async def test_a_silent_engine_is_retried_elsewhere_after_the_first_byte_timeout(
     start_engine: Any, client: aiohttp.ClientSession
 ) -> None:
     engines = await pair(start_engine)
@@ -259,7 +259,9 @@ async def test_a_stream_that_falls_silent_ends_with_an_error(start_engine: Any, 
     assert json.loads(body.strip().split(b"\n\n")[-1].removeprefix(b"data: "))["error"]["code"] == "engine_timeout"
 
 
-async def test_a_hung_engine_gives_its_waiting_requests_up(start_engine: Any, client: aiohttp.ClientSession) -> None:
+async def test_the_waiting_requests_of_a_hung_engine_are_retried(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
     engines = await pair(start_engine)
     async with running_gateway(gateway_config(engines)) as running:
         chosen = await first_choice(client, running, engines)
@@ -273,7 +275,7 @@ async def test_a_hung_engine_gives_its_waiting_requests_up(start_engine: Any, cl
         assert_idle(running)
 
 
-async def test_all_that_wait_for_a_hung_engine_move_however_many_they_are(
+async def test_all_waiting_requests_of_a_hung_engine_are_retried_however_many(
     start_engine: Any, client: aiohttp.ClientSession
 ) -> None:
     engines = a, b = await pair(start_engine)
@@ -294,7 +296,7 @@ async def test_all_that_wait_for_a_hung_engine_move_however_many_they_are(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_cancels_at_the_engine(
+async def test_a_client_that_disconnects_cancels_at_the_engine(
     start_engine: Any, client: aiohttp.ClientSession, stream: bool
 ) -> None:
     engine = await start_engine()
@@ -309,7 +311,9 @@ async def test_a_client_that_leaves_cancels_at_the_engine(
         assert_idle(running)
 
 
-async def test_a_client_that_leaves_in_the_stream_cancels_too(start_engine: Any, client: aiohttp.ClientSession) -> None:
+async def test_a_client_that_disconnects_in_the_stream_cancels_too(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
     engine = await start_engine()
     engine.fault = Slow(between_chunks_seconds=60)
     async with running_gateway(gateway_config([engine])) as running:
@@ -322,9 +326,7 @@ async def test_a_client_that_leaves_in_the_stream_cancels_too(start_engine: Any,
         assert_idle(running)
 
 
-async def test_a_reply_nobody_took_never_reaches_the_next_request(
-    start_engine: Any, client: aiohttp.ClientSession
-) -> None:
+async def test_an_unread_reply_never_reaches_the_next_request(start_engine: Any, client: aiohttp.ClientSession) -> None:
     """Clients leave at every moment while others ask on the same connections; each must get its own answer."""
     engine = await start_engine()
     async with running_gateway(gateway_config([engine])) as running:
@@ -504,7 +506,7 @@ async def test_a_retry_after_a_death_inside_the_first_event_sends_none_of_it(
         assert all(json.loads(event.removeprefix(b"data: "))["choices"] for event in events)
 
 
-async def test_a_death_inside_an_event_leaves_whole_events_alone(
+async def test_a_death_inside_an_event_sends_whole_events_alone(
     start_engine: Any, client: aiohttp.ClientSession
 ) -> None:
     engine = await start_engine()
@@ -532,7 +534,7 @@ async def test_an_engine_whose_streams_break_is_taken_out(
         assert running.engine(engine.name).breaker.opened_total == 1
 
 
-async def test_a_client_that_leaves_at_done_got_all_of_it(start_engine: Any) -> None:
+async def test_a_client_that_disconnects_at_done_got_the_whole_reply(start_engine: Any) -> None:
     """As SDKs do. The connection to the engine stays usable."""
     engine = await start_engine()
     engine.end_seconds = 0.05

@@ -164,7 +164,7 @@ def test_what_is_no_object_is_refused(body: bytes) -> None:
         walked(body, 1000)
 
 
-def test_what_is_nested_too_deeply_is_not_walked() -> None:
+def test_what_is_nested_too_deeply_is_refused() -> None:
     with pytest.raises(RecursionError):
         walked(b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}", 7)
     assert walked(b'{"a":' + b"[" * 999 + b"]" * 999 + b"}", 7).containers == 1000

@@ -33,14 +33,14 @@ def test_retries_stay_within_share_and_burst(steps: list[bool], burst: int) -> N
 
 
 @pytest.mark.parametrize("gone", [EngineRefused, EngineDisconnected, EngineWentDown, EngineEnding, EngineFailed])
-def test_all_that_waited_for_an_engine_that_is_gone_may_move(gone: type[UpstreamError]) -> None:
+def test_all_requests_of_an_engine_that_is_gone_may_be_retried(gone: type[UpstreamError]) -> None:
     budget = RetryBudget(0.2, 1)
     assert all(budget.spend(gone("gone")) for _ in range(1000))
     assert budget.spend(EngineFirstByteTimeout("late"))  # they took nothing of it
 
 
 @pytest.mark.parametrize("late", [EngineConnectTimeout, EngineFirstByteTimeout, EngineBadReply])
-def test_an_engine_that_stays_is_not_loaded_twice(late: type[UpstreamError]) -> None:
+def test_retries_after_an_engine_that_still_runs_are_bounded(late: type[UpstreamError]) -> None:
     budget = RetryBudget(0.2, 1)
     assert budget.spend(late("late"))
     assert not budget.spend(late("late"))

@@ -14,7 +14,7 @@ CHAT = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"c
 TYPED = {"input_tokens": 9, "output_tokens": 4}
 
 
-def test_each_api_tells_its_own_way() -> None:
+def test_usage_is_read_in_the_shape_of_each_api() -> None:
     assert usage_in_reply(json.dumps({"id": "x", "usage": CHAT}).encode()) == Usage(9, 4, 8)
     typed = {"usage": {**TYPED, "input_tokens_details": {"cached_tokens": 3}}}
     assert usage_in_reply(json.dumps(typed).encode()) == Usage(9, 4, 3)
@@ -57,7 +57,7 @@ def test_parts_of_a_reply_may_be_cut_anywhere(cuts: list[int]) -> None:
     "said",
     [b"", b"{}", b'{"usage":null}', b'{"usage":7}', b'{"usage"', b'{"text":"\\"usage\\": {}"}', b'{"usage":{}}'],
 )
-def test_nothing_is_made_up(said: bytes) -> None:
+def test_a_reply_without_usage_gives_none(said: bytes) -> None:
     reader = ReplyUsage()
     reader.feed(said)
     nothing = Usage(None, None, None)
@@ -75,6 +75,6 @@ json_like = st.recursive(
 
 @given(st.binary() | json_like.map(lambda value: json.dumps({"usage": value}).encode()), st.booleans())
 def test_any_bytes_are_read_without_an_error(data: bytes, as_event: bool) -> None:
-    told: Any = usage_in_events(b"data: " + data + b"\n\n") if as_event else usage_in_reply(data)
-    assert told is None or isinstance(told, Usage)
+    usage: Any = usage_in_events(b"data: " + data + b"\n\n") if as_event else usage_in_reply(data)
+    assert usage is None or isinstance(usage, Usage)
     ReplyUsage().feed(data)

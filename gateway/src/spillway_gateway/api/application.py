@@ -68,15 +68,16 @@ def client_application(
     for route in ROUTES:
         api.add_api_route(route.path, _raw(endpoints[route.path]), methods=["POST"], **description_of(route))
     stored = "/v1/responses/{response_id}"
-    for method, suffix, summary in (("GET", "", "A stored response"), ("POST", "/cancel", CANCEL)):
-        endpoint = StoredResponseEndpoint(method, suffix, context)
-        api.add_api_route(stored + suffix, _raw_by_id(endpoint), methods=[method], summary=summary, **STORED)
-    _add_models(api, context.gatekeeper, read_models)
+    cancel = StoredResponseEndpoint("POST", "/cancel", context)
+    api.add_api_route(f"{stored}/cancel", _raw_by_id(cancel), methods=["POST"], **CANCEL)
+    # FastAPI's GET routes refuse HEAD. Starlette's serve it; before FastAPI's of the same path they serve both methods.
+    get = StoredResponseEndpoint("GET", "", context)
+    api.router.routes += [Route(stored, get, methods=["GET"]), *other_routes]
+    api.add_api_route(stored, _raw_by_id(get), **STORED)
     for other in other_routes:
         if other.path in PROBES:
             api.add_api_route(other.path, other.endpoint, **PROBES[other.path])
-        else:
-            api.router.routes.append(other)
+    _add_models(api, context.gatekeeper, read_models)
     return InferenceDispatch(endpoints, api)
 
 

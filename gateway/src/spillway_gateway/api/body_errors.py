@@ -1,4 +1,4 @@
-"""The client's error for a body that cannot be parsed: the field, and what was expected there."""
+"""The error for a body that cannot be parsed: which field, and what was expected there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIELD = re.compile(r"at `\$\.?([^`]*)`")
 
 
 def decoder_of(fields: type[Fields]) -> msgspec.json.Decoder[Fields]:
-    """float() reads a number of more than 19 digits in a tenth of the time that msgspec takes (25 us)."""
+    """With float() for numbers of more than 19 digits, which takes a tenth of msgspec's 25 us."""
     return msgspec.json.Decoder(fields, float_hook=float)
 
 
@@ -30,7 +30,7 @@ def read_body(decoder: msgspec.json.Decoder[Fields], body: Body) -> Fields:
 
 
 def too_deep() -> ClientBadRequest:
-    """For a RecursionError, whose traceback is as long as a client cares to nest: raise it `from None`."""
+    """For a RecursionError. Raise it `from None`: the traceback is as long as the client's nesting."""
     return ClientBadRequest("The request body is nested too deeply", code="invalid_json")
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and its batch: what of the body routing reads. The rest passes to the engine unread."""
+"""POST /v1/chat/completions and its batch: the fields that routing reads. All others pass to the engine unread."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def parse_chat(body: Body) -> ParsedBody:
 
 
 def parse_chat_batch(body: Body) -> ParsedBody:
-    """Several conversations; the first decides where all of them go. Raises ClientBadRequest."""
+    """Several conversations, routed together by the first. Raises ClientBadRequest."""
     fields = read_body(_batch_decoder, body)
     others = value_tokens(fields.messages[1:])
     return _parsed(fields, fields.messages[0] if fields.messages else [], others)

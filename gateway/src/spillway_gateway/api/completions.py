@@ -1,4 +1,4 @@
-"""POST /v1/completions: what of the body routing reads. Everything else passes to the engine unread."""
+"""POST /v1/completions: the fields that routing reads. All others pass to the engine unread."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _decoder = decoder_of(CompletionBody)
 
 
 def parse_completion(body: Body) -> ParsedBody:
-    """Of a batch, the first prompt decides where all of it goes. Raises ClientBadRequest for what is not JSON or has a
-    field of the wrong type."""
+    """A batch is routed by its first prompt. Raises ClientBadRequest for what is not JSON or has a field of the wrong
+    type."""
     fields = read_body(_decoder, body)
     prompt, other_tokens = first_of(fields.prompt)
     reports_usage = stream_reports_usage(fields.stream, fields.stream_options)

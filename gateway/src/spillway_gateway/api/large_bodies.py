@@ -1,9 +1,9 @@
 """Reads request bodies that are too long to be parsed at once.
 
-The event loop serves every stream of the process, and a native parser holds the interpreter's lock, so neither it nor
-a thread may be kept by one body. Here a body is looked at in steps; a step takes about a millisecond, and all long
-bodies together get one step per turn of the loop. What turns out to be cheap to parse is parsed as a short body is. Of
-the rest only an outline is parsed, all of its short members, and its prompt is matched by the bytes it came in.
+The event loop serves every stream of the process, and a native parser holds the GIL, so one body may block neither the
+loop nor a thread. A body is scanned in steps of about a millisecond, and all long bodies together get one step per
+event loop iteration. A body that is cheap to parse is then parsed as a short one is. Of any other only an outline is
+parsed, its short members, and its prompt is matched by its raw bytes.
 
 Costs are those of the worst shapes, measured with msgspec 0.20 and CPython 3.11 on one core of a Xeon of 2.5 GHz, in
 milliseconds per MB: `[],` 307 (the garbage collector included), `{"a":{"b":[]}},` 294, distinct keys 70, floats 105,
@@ -32,15 +32,15 @@ from spillway_gateway.upstream.splice import Edit, Opening, edited, insertion, o
 
 SHORT_BODY_BYTES_MAX = 64 * 1024  # 20 ms at 307 ms per MB
 PARSE_SECONDS_MAX = 0.020
-VALUES_MAX = 500_000  # strings, arrays and objects of a body that is walked; each takes about 0.2 us
+VALUES_MAX = 500_000  # strings, arrays and objects of a scanned body; each takes about 0.2 us
 OUTLINE_MEMBER_BYTES_MAX = 4096
-IDS_MAX = 2 * 1024 * 1024  # longer than any model's context; what is hashed of them is copied in one go
+IDS_MAX = 2 * 1024 * 1024  # longer than any model's context; they are copied at once for hashing
 
 _STEP_SECONDS = 0.001
 _STEP_BYTES = 8 * 1024  # 2 ms of the densest JSON
 _COUNT_BYTES = 256 * 1024
 _COPY_BYTES = 1024 * 1024
-# Of parsing, and of what the parsers of the API then do with each message.
+# Of decoding, and of what the parsers in this folder do with each message.
 _SECONDS_PER_BYTE = 4e-9
 _SECONDS_PER_ESCAPE = 25e-9
 _SECONDS_PER_COMMA = 0.5e-6
@@ -53,15 +53,15 @@ _read_ids = msgspec.json.Decoder(list[int]).decode
 
 
 class LargeBodies:
-    """One per gateway process; its lock makes long bodies take turns. Lives on the event loop."""
+    """One per gateway process, on the event loop. Its lock makes long bodies take turns."""
 
     def __init__(self, step_seconds: float = _STEP_SECONDS) -> None:
         self._turn = asyncio.Lock()
-        self._step_seconds = step_seconds  # of small steps one after another, in one turn of the loop
+        self._step_seconds = step_seconds  # of small steps in a row, in one event loop iteration
 
     async def parse(self, route: ApiRoute, body: Body, text_bytes_max: int) -> ParsedBody:
-        """As route.parse(body). text_bytes_max: of the prompt's bytes to keep where they are all that is read of it.
-        Raises ClientBadRequest, and RequestTooLarge for more values than can be walked."""
+        """As route.parse(body). text_bytes_max: how much of a prompt is kept that is matched by its raw bytes. Raises
+        ClientBadRequest, and RequestTooLarge for more than VALUES_MAX values."""
         if route.body is None:
             return audio_of(body, await self._parts(body))
         if await self._seconds_by_count(body) <= PARSE_SECONDS_MAX:
@@ -106,10 +106,10 @@ class LargeBodies:
         await self._in_steps(step)
         return parts
 
-    # -- what parsing would take -------------------------------------------------------------------------------------
+    # -- estimated cost of parsing -----------------------------------------------------------------------------------
 
     async def _seconds_by_count(self, body: Body) -> float:
-        """Too much where strings hold commas and brackets. Counting ends where the sum exceeds the bound."""
+        """An upper bound: commas and brackets inside strings count too. Stops once the bound on parsing is exceeded."""
         seconds = len(body) * _SECONDS_PER_BYTE
         at = 0
 
@@ -126,7 +126,7 @@ class LargeBodies:
         return seconds
 
     async def _seconds_by_walk(self, walk: JsonWalk, body: Body) -> float:
-        """Walks to the end."""
+        """Scans the whole body."""
         escapes = 0
 
         def step() -> bool:
@@ -151,7 +151,7 @@ class LargeBodies:
             + walk.containers * _SECONDS_PER_CONTAINER
         )
 
-    # -- what is parsed ----------------------------------------------------------------------------------------------
+    # -- parsing -----------------------------------------------------------------------------------------------------
 
     async def _parse_whole(self, route: ApiRoute, body: Body) -> ParsedBody:
         async with self._turn:
@@ -160,7 +160,7 @@ class LargeBodies:
         return parsed
 
     async def _parse_outline(self, route: ApiRoute, body: Body, walk: JsonWalk, text_bytes_max: int) -> ParsedBody:
-        """Of a member that is repeated the last counts, as in every parser that routes.parse() uses."""
+        """Of a repeated member the last counts, as in every parser that routes.parse() uses."""
         members = {name: found[-1] for name, found in walk.members.items()}
         long = {
             name: member for name, member in members.items() if member.end - member.start > OUTLINE_MEMBER_BYTES_MAX
@@ -172,7 +172,7 @@ class LargeBodies:
             for name, member in members.items()
         )
         parsed = route.parse(b"{" + outline + b"}")
-        if not long:  # what made the body long is not read here at all
+        if not long:  # the body is long by members that are not read here
             return parsed
         salt = parsed.prompt.cache_salt
         if isinstance(parsed.prompt, CompletionPrompt) and len(long) == 1:
@@ -188,7 +188,7 @@ class LargeBodies:
         return structs.replace(parsed, prompt=RawPrompt(b"".join(text), max(1, tokens), salt))
 
     async def _ids(self, body: Body, member: Member) -> array[int] | None:
-        """Token ids of an array of nothing else; None for any other value."""
+        """Token ids of an array of numbers alone; None for any other value."""
         if member.strings or member.containers != 1 or body[member.start] != ord("["):
             return None
         if await self._tokens(body, member) > IDS_MAX:
@@ -211,7 +211,7 @@ class LargeBodies:
         return ids
 
     async def _tokens(self, body: Body, member: Member) -> int:
-        """About how many tokens a value stands for: its text, or its numbers where it holds no text."""
+        """Estimated tokens of a value: of its text, or its numbers where it holds no text."""
         if member.strings:
             return member.text_bytes // BYTES_PER_TOKEN
         numbers, at = 1, member.start
@@ -251,7 +251,7 @@ class LargeBodies:
         return result
 
     async def _in_steps(self, step: Callable[[], bool]) -> None:
-        """step: does a little; True when all is done."""
+        """Run `step`, a bounded piece of work, until it returns True."""
         while True:
             async with self._turn:
                 until = perf_counter() + self._step_seconds

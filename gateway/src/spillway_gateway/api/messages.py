@@ -1,8 +1,8 @@
-"""POST /v1/messages, Anthropic's API as vLLM serves it: a message list with typed blocks, turned into the chat that the
-engine makes of it, so that routing sees the tokens the engine hashes.
+"""POST /v1/messages, Anthropic's API as vLLM serves it: a message list with typed blocks, converted to a chat as the
+engine does, so that routing sees the tokens that the engine hashes.
 
-Source of the rules: vLLM 0.23's conversion to chat completions. What is not text stays a part that no template
-renders, and the prompt is then matched by text.
+The rules are those of vLLM 0.23's conversion to chat completions. A block that is not text stays as it is; no template
+renders it, and the prompt is then matched by text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spillway_gateway.api.parsed_body import ParsedBody, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
 
-_PER_REQUEST_NOTE = "x-anthropic-billing-header"  # system blocks that engines leave out, as they differ by request
+_PER_REQUEST_NOTE = "x-anthropic-billing-header"  # vLLM drops such system blocks, since they differ by request
 
 
 class MessagesBody(msgspec.Struct):
@@ -60,7 +60,7 @@ def parse_messages(body: Body) -> ParsedBody:
 
 
 def chat_messages(system: object, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The chat of an Anthropic request. Never raises: what has an unknown shape is kept as it is."""
+    """The chat of an Anthropic request. Never raises: an unknown shape is kept as it is."""
     system_texts = _system_texts(system)
     chat: list[dict[str, Any]] = []
     for message in messages:
@@ -85,7 +85,7 @@ def _system_texts(content: object) -> list[str]:
 
 
 def _blocks(role: object, blocks: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages that one message becomes: results of tools first, as messages of their own."""
+    """The messages that one message becomes: tool results first, one message each."""
     results: list[dict[str, Any]] = []
     parts: list[Any] = []
     calls: list[dict[str, Any]] = []
@@ -103,7 +103,7 @@ def _blocks(role: object, blocks: Sequence[Any]) -> list[dict[str, Any]]:
         elif kind == "tool_result" and role == "user":
             results.append(_tool_result(block))
         elif kind not in ("redacted_thinking", "tool_reference"):
-            parts.append(block)  # an image and the like
+            parts.append(block)  # an image, for example
     message: dict[str, Any] = {"role": role}
     if reasoning:
         message["reasoning"] = "".join(reasoning)
@@ -127,7 +127,7 @@ def _tool_result(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tools(raw: object) -> list[dict[str, Any]] | None:
-    """As functions; None for no tools, and for those of a shape that cannot be mirrored."""
+    """As functions; None for no tools, and for tools of a shape that is not converted here."""
     if not isinstance(raw, list) or not raw:
         return None
     tools = []

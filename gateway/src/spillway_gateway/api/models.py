@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{model}: what the engines serve, merged, with the gateway's aliases beside."""
+"""GET /v1/models and /v1/models/{model}: the engines' models, merged, and the gateway's aliases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FRESH_SECONDS = 10.0
 
 
 class ModelList:
-    """Asks each routable engine at most every FRESH_SECONDS; the last good answer of an engine is kept."""
+    """Asks each routable engine at most every FRESH_SECONDS, and keeps its last good answer. On the event loop."""
 
     def __init__(self, fleets: Sequence[ModelFleet], session: aiohttp.ClientSession) -> None:
         self._fleets = fleets  # live: a new configuration changes it
@@ -84,11 +84,11 @@ def merge_models(
     return cards
 
 
-def _merged(known: dict[str, Any] | None, card: dict[str, Any]) -> dict[str, Any]:
-    if known is None:
+def _merged(merged: dict[str, Any] | None, card: dict[str, Any]) -> dict[str, Any]:
+    if merged is None:
         return dict(card)
-    lengths = [length for length in (known.get("max_model_len"), card.get("max_model_len")) if isinstance(length, int)]
-    return {**known, "max_model_len": min(lengths)} if lengths else known
+    lengths = [length for length in (merged.get("max_model_len"), card.get("max_model_len")) if isinstance(length, int)]
+    return {**merged, "max_model_len": min(lengths)} if lengths else merged
 
 
 def _own_card(name: str, started_at: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""multipart/form-data of the audio routes: reads two small fields and leaves every other byte alone (RFC 7578).
+"""multipart/form-data of the audio routes: reads two small fields and changes no other byte (RFC 7578).
 
-The boundary is taken from the body's first line, where every client puts it, so the content type need not be parsed.
+The boundary is read from the body's first line, where every client puts it, so the content type is not parsed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def audio_of(body: Body, parts: Iterable[Part]) -> ParsedBody:
 
 
 def replace_field(body: Body, name: str, value: str) -> bytes:
-    """The body with another value in every field `name`; all other bytes as they were."""
+    """The body with another value in every field `name`; all other bytes unchanged."""
     return edited(body, field_edits(parts_of(body), name, value))
 
 
@@ -75,7 +75,7 @@ def parts_in_steps(body: Body) -> Iterator[Part | None]:
         raise _bad("does not begin with a boundary")
     delimiter = b"\r\n" + first_line
     count = 0
-    at = len(first_line)  # behind a delimiter
+    at = len(first_line)  # after a delimiter
     while not body.startswith(b"--", at):
         head_start = at + 2
         head_end = body.find(b"\r\n\r\n", at, head_start + PART_HEAD_BYTES_MAX)

@@ -92,11 +92,12 @@ def _json(body: type) -> dict[str, Any]:
     return {"content": {"application/json": {"schema": {"$ref": _REFERENCE.format(name=body.__name__)}}}}
 
 
-CANCEL = "Cancel a response in the background"
-STORED: dict[str, Any] = {
+_STORED: dict[str, Any] = {
     "response_class": Response,
     "responses": responses_of(*(status for status in STATUSES if status not in (400, 403))),
 }
+STORED = {"summary": "A stored response", **_STORED}
+CANCEL = {"summary": "Cancel a response in the background", **_STORED}
 _PROBE: dict[str, Any] = {
     "response_class": Response,
     "responses": {200: {"description": "yes"}, 503: {"description": "no"}},

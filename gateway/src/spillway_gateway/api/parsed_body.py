@@ -1,4 +1,4 @@
-"""What routing needs of a request body, whatever the API; the parsers beside this file make it."""
+"""What routing needs of a request body, whatever the API. The parsers in this folder make it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from spillway_gateway.upstream.forward import Body
 
 
 class ParsedBody(msgspec.Struct, frozen=True):
-    """model: None when the body names none. names_salt: cache_salt is there, whatever its value. other_tokens: about
-    how many tokens the other prompts of a batch have; they count as work and not as prefix. charged_tokens: what
-    else a tenant pays for, though no engine computes with it. reports_usage: the reply will say how many tokens there
-    were. counts_prompt, counts_reply: False where nothing ever tells their tokens. previous_response: the id of a
-    stored response that this one continues."""
+    """model: None when the body names none. names_salt: cache_salt is present, whatever its value. other_tokens: an
+    estimate for the other prompts of a batch, which count as work and not as prefix. charged_tokens: charged to the
+    tenant, though no engine computes them. reports_usage: the reply will report its usage. counts_prompt, counts_reply:
+    False where their tokens are never reported. previous_response: the id of a stored response that this one
+    continues."""
 
     model: str | None
     names_salt: bool
@@ -36,7 +36,7 @@ ParseBody = Callable[[Body], ParsedBody]  # raises ClientBadRequest
 
 
 def salt_text(value: object) -> str | None:
-    """A cache_salt as the engine takes it; anything else it refuses."""
+    """A cache_salt that the engine accepts; it refuses anything but text."""
     return value if isinstance(value, str) else None
 
 
@@ -60,5 +60,5 @@ def first_of(value: object) -> tuple[str | array[int], int]:
 
 
 def stream_reports_usage(stream: object, options: object) -> bool:
-    """Of OpenAI's chat and completions: a plain reply always does, a stream where it is asked to."""
+    """Of OpenAI's chat and completions: a plain reply always does, a stream with include_usage."""
     return not stream or (isinstance(options, dict) and options.get("include_usage") is True)

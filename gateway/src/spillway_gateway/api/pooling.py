@@ -1,7 +1,7 @@
 """Routes of pooling models: /v1/embeddings, /v2/embed, /pooling, /classify, score and rerank.
 
-One body type reads them all: a chat, or `input`, or Cohere's `texts`, or pairs of a query and documents, whose query
-comes first in the engine's prompt and so is what can be shared.
+One body type reads them all: a chat, or `input`, or Cohere's `texts`, or pairs of a query and documents. The query
+comes first in the engine's prompt, so it is the prefix that requests share.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse_pooling(body: Body) -> ParsedBody:
     salt = salt_text(fields.cache_salt)
     prompt: ChatPrompt | CompletionPrompt
     if fields.messages is not None:
-        # Pooling models get another template than chats do (or none), so the text stands for the prompt.
+        # Pooling models use another chat template, or none, so the prompt is matched by its text.
         prompt, other_tokens = ChatPrompt(fields.messages, cache_salt=salt, exact=False), 0
     else:
         one = _first_given(fields.input, fields.texts, fields.query, fields.queries, fields.text_1, fields.data_1)

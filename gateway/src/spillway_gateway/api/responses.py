@@ -1,7 +1,7 @@
-"""POST /v1/responses: what of the body routing reads. Everything else passes to the engine unread.
+"""POST /v1/responses: the fields that routing reads. All others pass to the engine unread.
 
-A string or a list of messages is the chat the engine makes of it; calls of tools, stored conversations and the like
-are matched by text.
+A string or a list of messages becomes the chat that the engine makes of it. Tool calls, stored conversations and other
+items are matched by text.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def parse_responses(body: Body) -> ParsedBody:
 
 
 def _is_message(item: object) -> bool:
-    """A message with a role and text: the engine hands it to its chat template as it is."""
+    """A message with a role and text, which the engine passes to its chat template unchanged."""
     if not isinstance(item, dict) or item.get("type", "message") != "message" or "status" in item:
         return False
     content = item.get("content")

@@ -1,6 +1,6 @@
 """Every inference route of vLLM 0.23 that makes sense through a gateway, in one table.
 
-Left out on purpose: what changes an engine (LoRA loading, sleep, profiling, scaling), what shows its inside
+Left out on purpose: routes that change an engine (LoRA loading, sleep, profiling, scaling) or show its internals
 (/server_info, /tokenizer_info, /load), SageMaker's aliases, and the WebSocket /v1/realtime.
 """
 
@@ -24,7 +24,7 @@ from spillway_gateway.upstream.splice import replace_text
 
 
 class Salting(Enum):
-    """How a tenant's salt gets into the engine's block hashes."""
+    """How a tenant's cache salt enters the engine's block hashes."""
 
     FIELD = auto()  # the body's cache_salt
     NEEDLESS = auto()  # nothing is computed, so nothing is cached
@@ -35,9 +35,8 @@ class Salting(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """body: what of the body is read, for the OpenAPI document; None: a form. parse: finds model, prompt and the like
-    in it. set_text: puts another text into a top-level field of the body. keeps_responses: replies can be asked for
-    again by id, from the engine that made them."""
+    """body: the fields that are read of a JSON body; None for a form. parse: reads them. set_text: replaces the text
+    of a top-level field. keeps_responses: the engine stores replies, and serves them again by id."""
 
     path: str
     body: type | None

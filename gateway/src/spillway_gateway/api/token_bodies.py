@@ -1,4 +1,4 @@
-"""Routes that speak of tokens: /tokenize, /detokenize, /inference/v1/generate."""
+"""Routes of tokens: /tokenize, /detokenize, /inference/v1/generate."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _generate = decoder_of(GenerateBody)
 
 
 def parse_unrouted(body: Body) -> ParsedBody:
-    """Nothing is computed with the prompt, so every engine of the model is as good. A tenant pays for its tokens all
-    the same, by the body's length. Raises ClientBadRequest."""
+    """No KV is computed, so any engine of the model will do. The tenant is charged for the tokens, by the body's
+    length. Raises ClientBadRequest."""
     fields = read_body(_any, body)
     charge = len(body) // BYTES_PER_TOKEN
     return ParsedBody(fields.model, names_salt=False, stream=False, prompt=CompletionPrompt(""), charged_tokens=charge)
@@ -47,5 +47,5 @@ def parse_generate(body: Body) -> ParsedBody:
         stream=bool(fields.stream),
         prompt=CompletionPrompt(prompt if isinstance(prompt, array) else "", False, salt_text(fields.cache_salt)),
         other_tokens=other_tokens,
-        counts_reply=bool(fields.stream),  # a stream is counted by its events; a plain reply tells nothing
+        counts_reply=bool(fields.stream),  # a stream is counted by its events; a plain reply reports no usage
     )

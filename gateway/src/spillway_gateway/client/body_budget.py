@@ -13,6 +13,8 @@ SHORT_BYTES_MAX = 1024 * 1024
 
 
 class BodyBudgetSpent(GatewayError):
+    """The budget for request bodies has no room for this one."""
+
     status = 503
     kind = "service_unavailable"
     code = "gateway_overloaded"

@@ -39,5 +39,6 @@ def raise_limit() -> None:
 
 
 def limit() -> int:
+    """The soft limit of open files; UNLIMITED where there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else UNLIMITED

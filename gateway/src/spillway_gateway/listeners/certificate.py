@@ -1,4 +1,4 @@
-"""The main listener's certificate, read again when its files change. Open connections keep the one they began with."""
+"""The main listener's certificate, reloaded when its files change. Open connections keep the one they began with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Certificate:
-    """context: for the listener; new handshakes use what was loaded last. Raises ConfigError for unusable files."""
+    """context: for the listener; handshakes use the certificate loaded last. Raises ConfigError for unusable files."""
 
     def __init__(self, config: TlsConfig) -> None:
         self._config = config
@@ -23,20 +23,20 @@ class Certificate:
         self.reloads_total = 0
 
     async def follow(self) -> None:
-        """Until cancelled."""
+        """Reload until cancelled."""
         while True:
             await asyncio.sleep(self._config.reload_seconds)
             await asyncio.to_thread(self.reload)
 
     def reload(self) -> None:
-        """One look at the files. A pair that does not fit (one file is newer) leaves the old one and is tried again."""
+        """Load the files if they changed. Blocks. A pair that does not match (one file is newer) is tried again."""
         state = self._state()
         if state == self._seen:
             return
         try:
-            self._load(_server_context())  # a context of its own: a failed load leaves half a pair behind
+            self._load(_server_context())  # a throw-away context: a failed load may set half a pair
         except ConfigError as error:
-            logger.error("%s; the certificate read before stays in use", error)
+            logger.error("%s; the certificate loaded before stays in use", error)
             return
         self._load(self.context)
         self._seen = state

@@ -1,10 +1,10 @@
 """Runs the gateway under uvicorn, with a shutdown that loses no stream.
 
-SIGTERM: /ready turns 503, new requests are still served for the drain delay, then the listening socket closes, running
-streams get the drain timeout, and what is left ends with an error event. A second signal ends at once.
+SIGTERM: /ready turns 503 and new requests are served for the drain delay. Then the listening socket closes, running
+streams get the drain timeout, and those still open end with an error event. A second signal ends them at once.
 
-Kept connections are not closed under their clients, who may be sending at that moment: from SIGTERM on every reply says
-`connection: close`, and a connection that stays idle is closed some seconds after the last request has ended.
+Idle keep-alive connections are not closed at once, since their clients may be sending at that moment: from SIGTERM on
+every reply has `connection: close`, and a connection that stays idle is closed some seconds after the last request.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from spillway_gateway.ops.server import OperationsServer
 logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG = 4096
-AFTER_DRAIN_SECONDS = 5.0  # for the last error events to leave
+AFTER_DRAIN_SECONDS = 5.0  # to send the last error events
 POLL_SECONDS = 0.05
-KEPT_CONNECTION_SECONDS = 3.0  # for idle clients to send once more and hear that the connection ends
+KEEP_ALIVE_SECONDS = 3.0  # for idle clients to send once more and get `connection: close`
 
 
 class PortInUse(Exception):
-    """The listening address is taken; the message says which, and what to change."""
+    """The listening address is in use; the message names it, and what to change."""
 
 
 def bind(host: str, port: int, setting: str = "listen.port") -> socket.socket:
-    """Raises PortInUse for every address that cannot be listened on."""
+    """A non-blocking socket that listens. Raises PortInUse where it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -56,7 +56,7 @@ def bind(host: str, port: int, setting: str = "listen.port") -> socket.socket:
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn with the gateway's own shutdown. Raises ConfigError for an unusable certificate."""
+    """uvicorn's server with the gateway's shutdown. Raises ConfigError for an unusable certificate."""
 
     def __init__(self, gateway: Gateway, ops_listener: socket.socket | None = None) -> None:
         shutdown = gateway.config.shutdown
@@ -78,9 +78,7 @@ class GatewayServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 backlog=LISTEN_BACKLOG,
-                timeout_graceful_shutdown=int(
-                    shutdown.drain_timeout_seconds + AFTER_DRAIN_SECONDS + KEPT_CONNECTION_SECONDS
-                )
+                timeout_graceful_shutdown=int(shutdown.drain_timeout_seconds + AFTER_DRAIN_SECONDS + KEEP_ALIVE_SECONDS)
                 + 1,
             )
         )
@@ -126,7 +124,7 @@ class GatewayServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ours instead of uvicorn's: its own handlers close the listening socket at the first signal."""
+        """In place of uvicorn's handlers, which close the listening socket at the first signal."""
         assert self._loop is not None
         signals = (signal.SIGTERM, signal.SIGINT)
         try:
@@ -134,7 +132,7 @@ class GatewayServer(uvicorn.Server):
                 self._loop.add_signal_handler(number, self.begin_shutdown)
             if self._gateway.follower is not None:
                 self._loop.add_signal_handler(signal.SIGHUP, self._gateway.follower.read_soon)
-        except (ValueError, RuntimeError):  # not the main thread: whoever runs the loop ends it
+        except (ValueError, RuntimeError):  # not the main thread: the caller ends the server
             yield
             return
         try:
@@ -169,15 +167,15 @@ class GatewayServer(uvicorn.Server):
         for server in self.servers:
             server.close()  # no new connections
         if await self._gateway.lifecycle.wait_idle(shutdown.drain_timeout_seconds):
-            await self._wait_for_kept_connections()
+            await self._wait_for_idle_connections()
         else:
             logger.warning("drain timeout: ending %d requests", len(self._gateway.lifecycle.running))
         self.should_exit = True
         self._gateway.lifecycle.close()
 
-    async def _wait_for_kept_connections(self) -> None:
-        """Until each has been told to close, or nothing was sent on those that are left for a while."""
-        for _ in range(int(KEPT_CONNECTION_SECONDS / POLL_SECONDS)):
+    async def _wait_for_idle_connections(self) -> None:
+        """Until every client has got `connection: close`, for at most KEEP_ALIVE_SECONDS."""
+        for _ in range(int(KEEP_ALIVE_SECONDS / POLL_SECONDS)):
             if not self.server_state.connections:
                 return
-            await asyncio.sleep(POLL_SECONDS)  # uvicorn says it in no other way
+            await asyncio.sleep(POLL_SECONDS)  # uvicorn has no event for it

@@ -1,4 +1,4 @@
-"""What sources of engines have told: for operators on /spillway/config, and as metrics."""
+"""What discovery found: for operators on /spillway/config, and as metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spillway_gateway.fleet.model_fleet import ModelFleet
 
 
 def discovered(sources: Mapping[str, SourceStatus], fleets: Sequence[ModelFleet]) -> dict[str, Any]:
-    """By model. heardAt: the last sign that the list is the present; error: why the last try failed."""
+    """By model. heardAt: when the source last confirmed the list; error: why the last attempt failed."""
     return {
         fleet.name: {
             "source": status.description,

@@ -1,4 +1,4 @@
-"""Metric families that are read from live state at each scrape."""
+"""Metric families read from live state at each scrape."""
 
 from __future__ import annotations
 

@@ -23,14 +23,16 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Answer(NamedTuple):
+    """A JSON document with its HTTP status."""
+
     status: int
     document: dict[str, Any]
 
 
 class Operations:
-    """Routes for probes on every listener, and for operators on the one that is theirs.
+    """Routes for probes on every listener, and for operators on the operations listener where there is one.
 
-    fleets: live. config: the configuration in use now. discovered: what sources of engines have told, by model.
+    fleets: live. config: returns the configuration in use. discovered: returns the discovered engines by model.
     """
 
     def __init__(
@@ -55,24 +57,24 @@ class Operations:
         return [Route("/health", self._health), Route("/ready", self._ready)]
 
     def operator_routes(self, *, require_key: bool) -> list[Route]:
-        """require_key: where clients reach the listener too, both are for operators' keys only: metrics name engines
+        """require_key: the listener is open to clients too, so both routes need an operator's key: metrics name engines
         and tenants."""
         routes = {"/metrics": self._exposition, "/spillway/config": self._show_config}
         return [
-            Route(path, self._for_keys(answer) if require_key else answer, methods=["GET"])
+            Route(path, self._operators_only(answer) if require_key else answer, methods=["GET"])
             for path, answer in routes.items()
         ]
 
     def health(self) -> Answer:
-        """The process is alive; says nothing about engines. May be called in any thread."""
+        """200 while the process is alive, whatever its engines' state. May be called in any thread."""
         return Answer(200, {"status": "ok"})
 
     def readiness(self) -> Answer:
         """200 while the gateway can serve at least one model and does not drain. May be called in any thread.
 
-        A model without an engine gets 503 for its own requests alone: were the whole gateway not ready, every client of
-        every other model would be refused as well. Only at its start a gateway also waits until every known engine has
-        answered or failed to, so that in a rolling restart it takes no request that the old replica could have served.
+        A model without an engine gets 503 for its own requests alone; an unready gateway would refuse the clients of
+        all other models too. At its start a gateway also waits until every engine has answered a poll or failed it, so
+        that in a rolling restart it takes no request that the old replica could have served.
         """
         fleets = [(fleet.name, list(fleet.engines.values())) for fleet in list(self._fleets)]
         engines = {name: {engine.name: engine.reason for engine in each} for name, each in fleets}
@@ -99,12 +101,12 @@ class Operations:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _show_config(self, request: Request) -> Response:
-        """`{"settings": ..., "discovered": ...}`: the file's keys with every default filled in, and the engines that
-        were found where none are listed."""
+        """`{"settings": ..., "discovered": ...}`: the file's keys with every default filled in, and the discovered
+        engines."""
         document = {"settings": shown_config(self._config()), "discovered": self._discovered()}
         return Response(msgspec.json.encode(document), media_type="application/json")
 
-    def _for_keys(self, answer: Endpoint) -> Endpoint:
+    def _operators_only(self, answer: Endpoint) -> Endpoint:
         async def asked(request: Request) -> Response:
             try:
                 self._gatekeeper.allow_operator(request.headers.raw)

@@ -1,11 +1,11 @@
 """The operations listener: a thread and an event loop of its own.
 
-A main loop with a thousand streams answers when their turn is over, and a probe has a second. Here probes wait for the
-interpreter lock alone. They only look: each reads a few attributes and copies of dicts, which other threads may change
-but not tear. All other routes read and count more than that, so they run on the main loop, as the state is its own.
+A main loop with a thousand streams may take longer to answer than a probe's timeout of a second. On this thread probes
+wait for the GIL alone. They read a few attributes and copies of dicts, which is safe while other threads change them.
+All other routes read more state than that, which belongs to the main loop, so they run there.
 
-A separate thread would call a process alive whose main loop is stuck for good, so that loop says every second that it
-turns; when it has not for STALLED_SECONDS, /health fails.
+A separate thread would report a process alive whose main loop is stuck. The main loop therefore sets a heartbeat every
+second; without one for STALLED_SECONDS, /health fails.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from spillway_gateway.ops.operations import Answer, Operations
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-STALLED_SECONDS = 30.0  # longer than any pause that a working loop could have
+STALLED_SECONDS = 30.0  # longer than any pause of a working loop
 MAIN_LOOP_SECONDS_MAX = 10.0  # for an answer from the main loop; scrapers wait no longer either
 JOIN_SECONDS_MAX = 5.0
-CONNECTIONS_MAX = 48  # of descriptors.RESERVED; probes and scrapes take a few
+CONNECTIONS_MAX = 48  # of descriptors.RESERVED; probes and scrapes need a few
 
 
 class OperationsServer:
@@ -74,7 +74,7 @@ class OperationsServer:
 
     async def stop(self) -> None:
         self._server.should_exit = True
-        # Answers that the main loop still owes are given meanwhile.
+        # In a thread: the main loop has to finish the answers that it was asked for.
         await asyncio.to_thread(self._thread.join, JOIN_SECONDS_MAX)
         if self._beating is not None:
             self._beating.cancel()
@@ -89,7 +89,7 @@ class OperationsServer:
             runner.run(self._server.serve(sockets=[self._listener]))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application of the thread's loop."""
+        """The ASGI application on the thread's loop."""
         if scope["type"] != "http":
             return
         probe = self._probe(scope["path"]) if scope["method"] in ("GET", "HEAD") else None
@@ -144,7 +144,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the main server's."""
+        """The main server handles signals."""
         yield
 
 

@@ -71,7 +71,7 @@ class EngineTasks:
             poll.cancel()
         await asyncio.sleep(METRICS_KEPT_SECONDS)
         if not self._in_service(engine.name):
-            self._metrics.forget_engine(engine.name)
+            self._metrics.remove_engine(engine.name)
 
     async def stop(self) -> None:
         tasks = [*self._departures, *self._events.values(), *self._polls.values()]

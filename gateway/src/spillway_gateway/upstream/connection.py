@@ -63,16 +63,19 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
+        """Whether another exchange may follow."""
         # With unread bytes the next request would get this one's reply.
         return self.complete and self._keep_alive and self.alive
 
     @property
     def alive(self) -> bool:
+        """Whether neither side has closed the connection, as far as the event loop has seen."""
         return (
             self._failure is None and not self._eof and self._transport is not None and not self._transport.is_closing()
         )
 
     def send(self, parts: Sequence[Body]) -> None:
+        """Begin an exchange. parts: the request's head and body. Does not wait."""
         assert self._transport is not None
         self._reset_exchange()
         self._parser = httptools.HttpResponseParser(self)

@@ -1,9 +1,9 @@
-"""The request as an engine gets it: head filtered, body bytes untouched. Pure."""
+"""The request that an engine gets: its head filtered, the body's bytes unchanged. Pure."""
 
 from __future__ import annotations
 
 Headers = list[tuple[bytes, bytes]]
-Body = bytes | bytearray  # a long one is not copied once more to become bytes
+Body = bytes | bytearray  # a long one is not copied to become bytes
 
 _NOTHING: frozenset[bytes] = frozenset()
 HOP_BY_HOP = frozenset(
@@ -19,8 +19,8 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# Set by the gateway itself, or not for outside callers to set: the rank would let a client pick a worker, and the
-# internal headers would let it pose as the gateway.
+# Set by the gateway itself, or refused from callers: the rank would let a client pick a worker, and the internal
+# headers would let it pose as the gateway.
 _DROPPED_FROM_CALLERS = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-data-parallel-rank", b"x-request-id"}
 _INTERNAL_PREFIX = b"x-spillway-"
 _REPLY_DROPPED = HOP_BY_HOP | {b"date", b"server"}
@@ -71,6 +71,7 @@ def connection_named(headers: Headers) -> frozenset[bytes]:
 
 
 def header(headers: Headers, wanted: bytes) -> bytes | None:
+    """The first value of a header; wanted in lower case."""
     for name, value in headers:
         if name == wanted:
             return value

@@ -1,8 +1,8 @@
-"""Finds the top-level members of a JSON object in steps of a bounded size, so that a long body can be walked between
-other work. Pure.
+"""Finds the top-level members of a JSON object in steps of a bounded size, so that a long body is scanned between other
+work. Pure.
 
-Nested values are skipped by their strings and brackets alone. What is found is therefore right for every document that
-a JSON parser accepts; a document that none accepts may pass.
+Nested values are skipped by their strings and brackets alone. The result is right for every document that a JSON parser
+accepts; an invalid document may pass.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SCALAR = re.compile(rb'[^ \t\r\n,:"{}\[\]]*+')
 _QUOTE, _COLON, _COMMA, _OPEN, _CLOSE = b'":,{}'
 _BEGINS = b"{["
 DEPTH_MAX = 1000  # about what Python's own parser takes, and so an engine
-KEY_BYTES_MAX = 512  # no name that is looked for is longer, each of its characters escaped
+KEY_BYTES_MAX = 512  # every wanted name is shorter, with each character escaped
 
 
 class NotAnObject(Exception):
-    """The document is no JSON object; the message says where that shows."""
+    """The document is no JSON object; the message names the position."""
 
 
 class Member(NamedTuple):
@@ -70,7 +70,7 @@ class JsonWalk:
     def __init__(self, body: Body, names: Iterable[str]) -> None:
         self._body = body
         self._names = {name.encode(): name for name in names}
-        self.at = 0  # bytes walked over
+        self.at = 0  # bytes scanned
         self._next = _Next.OBJECT
         self._depth = 1
         self._string_is_key = False
@@ -79,15 +79,15 @@ class JsonWalk:
         self._name: str | None = None
         self._before = (0, 0, 0)  # the three counts where the value begins
         self.members: dict[str, list[Member]] = {}
-        self.inside = 0  # the first byte behind the object's opening brace
+        self.inside = 0  # the first byte after the object's opening brace
         self.empty = True  # no member was seen
         self.strings = 0
         self.containers = 0
         self.text_bytes = 0
 
     def advance(self, bytes_max: int) -> bool:
-        """Walk over so many bytes; True at the end. Raises NotAnObject, and RecursionError for values nested
-        deeper than DEPTH_MAX."""
+        """Scan so many more bytes; True at the end. Raises NotAnObject, and RecursionError for values nested deeper
+        than DEPTH_MAX."""
         end = min(self.at + bytes_max, len(self._body))
         while self.at < end:
             if self._next is _Next.NESTED:
@@ -111,7 +111,7 @@ class JsonWalk:
         return True
 
     def _member(self, end: int) -> bool:
-        """The common way, in one match; False where it has to be gone byte by byte."""
+        """A member in one match, the common case; False where its bytes have to be read one by one."""
         match = _MEMBER.match(self._body, self.at, end)
         if match is None:
             return False
@@ -199,7 +199,7 @@ class JsonWalk:
             self._end_value()
 
     def _string(self, end: int) -> None:
-        """On in a string, behind its opening quote."""
+        """Continue in a string, after its opening quote."""
         begin = self.at
         at = _TEXT.match(self._body, begin, end).end()  # type: ignore[union-attr]
         if at == end:
@@ -240,4 +240,4 @@ class JsonWalk:
         try:
             return self._names.get(msgspec.json.decode(key, type=str).encode())
         except (msgspec.DecodeError, UnicodeError):
-            return None  # not one that a parser would take for a name of ours
+            return None  # no parser reads it as a wanted name

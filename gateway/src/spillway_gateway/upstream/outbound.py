@@ -1,4 +1,4 @@
-"""A request on its way to an engine, and what it shares with all others: the types between api/ and the relay."""
+"""A request to an engine, and the services that all requests share: the types between api/ and the relay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep-alive connections to engines, bounded in number and idle time."""
+"""A pool of keep-alive connections to engines, bounded in number and idle time. On the event loop."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from spillway_gateway.errors import EngineConnectTimeout, EngineRefused, Gateway
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.upstream.connection import EngineConnection
 
-# Below uvicorn's own 5 s, which vLLM keeps: the gateway lets go first, so that an engine rarely closes a connection in
-# the moment in which it is used again.
+# Below uvicorn's 5 s keep-alive timeout, which vLLM uses: the gateway closes first, so that an engine rarely closes a
+# connection that is just being reused.
 IDLE_SECONDS_MAX = 4.0
-# Reading the authorities' certificates takes about 20 ms. Changed ones are read within this time.
+# Loading the CA certificates takes about 20 ms. Changed ones are loaded within this time.
 TLS_CONTEXT_SECONDS = 300.0
 
-# A loop with hundreds of requests to begin at once comes late to its timers, and as late to what they wait for.
+# A loop that starts hundreds of requests at once runs its timers late, and sees the other side's answers as late.
 LATE_SECONDS = 0.05
 EXTENSIONS_MAX = 3
 
 
 class TooManyConnections(GatewayError):
+    """connections_max connections are in use."""
+
     status = 503
     kind = "service_unavailable"
     code = "gateway_overloaded"
@@ -31,7 +33,7 @@ class TooManyConnections(GatewayError):
 
 
 class ConnectionPool:
-    """Lends connections; whoever takes one gives it back or discards it.
+    """Each connection taken or opened has to be released.
 
     connections_max: open connections to all engines together. connect_timeout_seconds: bound of one connect.
     """
@@ -41,32 +43,32 @@ class ConnectionPool:
         self.connect_timeout_seconds = connect_timeout_seconds
         self._clock = clock
         self._idle: dict[Engine, deque[EngineConnection]] = {}  # by the object: a name may get another address
-        self._lent = 0
+        self._in_use = 0
         self._tls: asyncio.Task[ssl.SSLContext] | None = None
         self._tls_since = 0.0
 
     def take_idle(self, engine: Engine) -> EngineConnection | None:
-        """A warm connection, or None. Does not wait."""
+        """A connection from the pool, or None. Does not wait."""
         idle = self._idle.get(engine)
         while idle:
             connection = idle.pop()
             if connection.alive and self._clock() - connection.idle_since < IDLE_SECONDS_MAX:
-                self._lent += 1
+                self._in_use += 1
                 return connection
             connection.abort()
         return None
 
     async def open(self, engine: Engine) -> EngineConnection:
         """A new connection. Raises EngineRefused, EngineConnectTimeout or TooManyConnections."""
-        if self._lent >= self.connections_max:
+        if self._in_use >= self.connections_max:
             raise TooManyConnections(
                 f"limits.upstreamConnectionsMax: all {self.connections_max} connections to engines are in use"
             )
-        self._lent += 1
+        self._in_use += 1
         try:
             return await self._connect(engine)
         except BaseException:
-            self._lent -= 1
+            self._in_use -= 1
             raise
 
     async def _connect(self, engine: Engine) -> EngineConnection:
@@ -85,17 +87,17 @@ class ConnectionPool:
         return connection
 
     async def _tls_context(self) -> ssl.SSLContext:
-        """One for all connections, made in a thread: those that wait meanwhile share it."""
+        """Shared by all connections, and loaded in a thread; connects that wait for it share the load."""
         now = self._clock()
         failed = self._tls is not None and self._tls.done() and (self._tls.cancelled() or self._tls.exception())
         if self._tls is None or failed or now - self._tls_since >= TLS_CONTEXT_SECONDS:
             self._tls = asyncio.create_task(asyncio.to_thread(ssl.create_default_context))
             self._tls_since = now
-        return await asyncio.shield(self._tls)  # a request that ends does not end it for the others
+        return await asyncio.shield(self._tls)  # the end of one request must not cancel it for others
 
     def release(self, engine: Engine, connection: EngineConnection) -> None:
-        """After an exchange: kept when it can carry another one, closed otherwise."""
-        self._lent -= 1
+        """After an exchange: keep the connection if it can be reused, else close it."""
+        self._in_use -= 1
         if connection.reusable:
             connection.idle_since = self._clock()
             self._idle.setdefault(engine, deque()).append(connection)
@@ -103,7 +105,7 @@ class ConnectionPool:
             connection.abort()
 
     def trim(self) -> None:
-        """Close connections that have been idle for too long; called from time to time."""
+        """Close connections that have been idle for too long. Called every second."""
         now = self._clock()
         for engine, idle in list(self._idle.items()):
             while idle and (not idle[0].alive or now - idle[0].idle_since >= IDLE_SECONDS_MAX):
@@ -112,19 +114,20 @@ class ConnectionPool:
                 del self._idle[engine]
 
     def close(self) -> None:
+        """Close every idle connection."""
         for idle in self._idle.values():
             while idle:
                 idle.pop().abort()
 
 
 def loop_was_late(now: float, deadline: float, extensions: int) -> bool:
-    """A timer that the loop itself was late for proves nothing against the other side: the time is given again."""
+    """Whether a timer ran late by the loop's own fault, and the full time should be granted again."""
     return now - deadline > LATE_SECONDS and extensions < EXTENSIONS_MAX
 
 
 @asynccontextmanager
 async def _patient_timeout(seconds: float) -> AsyncIterator[None]:
-    """As asyncio.timeout, but for loop_was_late."""
+    """asyncio.timeout, extended where loop_was_late."""
     loop = asyncio.get_running_loop()
     extensions = 0
     timer: asyncio.TimerHandle

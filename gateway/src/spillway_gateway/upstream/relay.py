@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class Relay:
-    """One request, created and run in the task that serves it. `run` answers the client in every case and leaves no
-    count, timer or connection behind. lease: of the last engine tried."""
+    """One request, created and run in the task that serves it. `run` answers the client in every case and releases
+    every count, timer and connection. lease: of the last engine tried."""
 
     __slots__ = (
         "_attempt_status",
@@ -74,6 +74,7 @@ class Relay:
         return self._fleet.name
 
     async def run(self) -> None:
+        """Raises nothing but what cancels the task from outside."""
         services, waits, reply = self._services, self._waits, self.reply
         self._client.set_disconnect_callback(waits.client_disconnected)
         services.running.add(waits)

@@ -1,4 +1,4 @@
-"""Whether a failed attempt may be made again elsewhere. Pure decisions and a budget; no I/O.
+"""Whether a failed attempt may be retried on another engine. Pure decisions and a budget; no I/O.
 
 Nothing is retried once a body byte has reached the client: a second generation would continue another text.
 """
@@ -20,10 +20,10 @@ from spillway_gateway.errors import (
 RETRYABLE_STATUSES = frozenset({502, 503, 504})
 _ERROR_EVENT = b'data: {"error"'
 _ANTHROPIC_ERROR_EVENT = b"event: error\ndata: "
-# The engine is gone or ends, and what it had of the request went with it: whoever takes the request over does work that
-# was admitted already and that nobody else does. All that waited there move at once, however many they are.
+# The engine is gone or terminates, and its part of the work is lost. A retry is then no extra load: it does work that
+# was admitted and that no engine does any more. All requests of the engine move at once.
 _ENGINE_GONE = (EngineRefused, EngineDisconnected, EngineWentDown, EngineEnding, EngineFailed)
-# The request never left the gateway, so it cannot be what such an engine fails of, and asking the next costs nothing.
+# The request was never sent, so it cannot be the cause, and trying the next engine costs nothing.
 _NEVER_SENT = (EngineRefused, EngineConnectTimeout)
 _DEAD_CORE = "EngineCore encountered an issue"  # vLLM 0.23's EngineDeadError, whatever status it comes with
 
@@ -42,9 +42,9 @@ _decoder = msgspec.json.Decoder(_ErrorBody)
 
 
 def stream_failure(first_chunk: bytes) -> str | None:
-    """The engine's own words when a stream begins with a server error instead of a token, else None.
+    """The engine's message where a stream begins with a server error instead of a token, else None.
 
-    vLLM answers 200 before it computes; when its core dies, that is all its server can still say.
+    vLLM answers 200 before it computes, so an error event is all that its server can send when the engine core dies.
     """
     if first_chunk.startswith(_ANTHROPIC_ERROR_EVENT):
         error = _error_of(first_chunk.removeprefix(_ANTHROPIC_ERROR_EVENT).partition(b"\n")[0])
@@ -56,13 +56,13 @@ def stream_failure(first_chunk: bytes) -> str | None:
 
 
 def failure_within(events: bytes) -> bool:
-    """Whether whole events of a stream that has begun hold a server error: the engine failed, and says so itself."""
+    """Whether whole events of a stream that has begun hold a server error of the engine."""
     at = events.find(_ERROR_EVENT)
     return at >= 0 and (at == 0 or events[at - 1 : at] == b"\n") and stream_failure(events[at:]) is not None
 
 
 def plain_failure(status: int, body: bytes) -> str | None:
-    """The same for a plain reply. A 500 alone may be the request's own fault and is passed on."""
+    """The same for a plain reply. A 500 alone may be the request's fault and is passed on."""
     error = _error_of(body) if status == 500 else None
     return error.message if error is not None and _DEAD_CORE in error.message else None
 
@@ -77,9 +77,9 @@ def _error_of(body: bytes) -> _Error | None:
 class RetryBudget:
     """Token bucket filled by requests: a share of the traffic may be retried, and a burst at once.
 
-    ratio: retries earned per request. burst: most that can be saved up. Drawn on by retries of what an engine that
-    stays refused or was late with, as it does under too much load: there, a retry is load on top. What an engine left
-    behind that is gone is not charged; `may_retry`'s attempts_max bounds it.
+    ratio: retries earned per request. burst: the most that can be saved up. It bounds retries after failures of an
+    engine that still runs, such as a refusal or a timeout under overload, where a retry adds load. A retry after an
+    engine that is gone is not charged; `may_retry`'s attempts_max bounds it.
     """
 
     def __init__(self, ratio: float, burst: int) -> None:
@@ -88,6 +88,7 @@ class RetryBudget:
         self._available = float(burst)
 
     def earn(self) -> None:
+        """Called once for each request."""
         self._available = min(self._burst, self._available + self._ratio)
 
     def spend(self, failure: UpstreamError) -> bool:
@@ -101,10 +102,10 @@ class RetryBudget:
 
 
 def is_attempt(failure: UpstreamError) -> bool:
-    """Whether the engine that failed so had the request."""
+    """Whether the request was sent before this failure."""
     return not isinstance(failure, _NEVER_SENT)
 
 
 def may_retry(*, bytes_sent: bool, attempts: int, attempts_max: int, engines_left: bool) -> bool:
-    """attempts: engines that have had the request. Each engine is asked once, so this ends."""
+    """attempts: engines that were sent the request. Each is tried once, so this ends."""
     return not bytes_sent and attempts < attempts_max and engines_left

@@ -1,7 +1,7 @@
 """Sets top-level texts of a JSON body without touching any other byte.
 
 Re-serialising would change number formats, escapes and key order, which clients and engines may rely on. Used for the
-model's name behind an alias and for a tenant's salt; every other body passes as it came.
+model's name in place of an alias and for a tenant's salt; every other body passes unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _opening = re.compile(rb"[ \t\r\n]*+\{[ \t\r\n]*+(?=([^ \t\r\n]))").match
 
 
 class Opening(NamedTuple):
-    """Of an object: the first byte behind its brace, and whether it has no member."""
+    """Of an object: the first byte after its brace, and whether it has no member."""
 
     inside: int
     empty: bool
@@ -50,23 +50,25 @@ def insert_text(body: Body, name: str, value: str) -> Body:
 
 
 def replacements(members: Iterable[Member], value: str) -> list[Edit]:
+    """Edits that give each of the members the value."""
     text = msgspec.json.encode(value)
     return [Edit(member.start, member.end, text) for member in members]
 
 
 def opening_of(body: Body, bytes_max: int) -> Opening | None:
-    """None where the first bytes of the body do not tell."""
+    """None where the first bytes of the body do not show it."""
     match = _opening(body, 0, bytes_max)
     return None if match is None else Opening(body.index(b"{") + 1, match[1] == b"}")
 
 
 def insertion(opening: Opening, name: str, value: str) -> Edit:
+    """An edit that adds the member as the object's first."""
     member = msgspec.json.encode(name) + b":" + msgspec.json.encode(value) + (b"" if opening.empty else b",")
     return Edit(opening.inside, opening.inside, member)
 
 
 def edited(body: Body, edits: Iterable[Edit]) -> bytes:
-    """The body with all edits, which lie apart, in their order."""
+    """The body with all edits applied. They must be in order and not overlap."""
     pieces: list[Body] = []
     copied = 0
     for start, end, text in edits:

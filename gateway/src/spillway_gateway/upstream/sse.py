@@ -1,6 +1,6 @@
-"""Server-sent events as they come off a socket: whole events out, wherever the reads cut them.
+"""Server-sent events from a socket: whole events out, wherever the reads cut them.
 
-What ends an event is a blank line, after any of the line endings of the specification
+A blank line ends an event, with any of the line endings of the specification
 (https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream).
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 EVENT_BYTES_MAX = 1024 * 1024  # a longer event is passed on in parts
 _BLANK_LINES = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _DONE = b"data: [DONE]"
-# What ends a reply of Anthropic's messages and of Responses.
+# The last events of Anthropic's messages and of Responses.
 _LAST_EVENTS = (b"\nevent: message_stop", b"\nevent: response.completed", b"\nevent: response.incomplete")
 
 
 class EventFramer:
-    """One stream. Holds back the event that is still being received, so that a stream which breaks ends between two."""
+    """Of one stream. Holds an event back until it is whole, so that a stream which breaks ends between two events."""
 
     __slots__ = ("_open", "_pending")
 
@@ -24,11 +24,11 @@ class EventFramer:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether what was given out ends with a whole event."""
+        """Whether the bytes returned so far end with a whole event."""
         return not self._open
 
     def feed(self, chunk: bytes) -> bytes:
-        """Returns all whole events that are there now; empty while the first is not."""
+        """All events that are whole now; empty while the first is not."""
         pending = self._pending
         if self._open:
             self._open = not chunk.endswith(_BLANK_LINES)
@@ -52,7 +52,7 @@ class EventFramer:
         return whole
 
     def rest(self) -> bytes:
-        """What a stream that ended properly has left: an event without its blank line."""
+        """At the end of a stream: its last event, where that has no blank line."""
         rest = bytes(self._pending)
         self._pending.clear()
         return rest
@@ -65,10 +65,10 @@ def count_events(events: bytes) -> int:
 
 
 def is_done(events: bytes) -> bool:
-    """Whether whole events end with [DONE], after which OpenAI's streams hold nothing."""
+    """Whether whole events end with [DONE], the end of OpenAI's streams."""
     return events[-len(_DONE) - 8 :].rstrip().endswith(_DONE)
 
 
 def is_last_of_typed(events: bytes) -> bool:
-    """Whether whole events hold the one that ends a reply in an API whose events have names."""
+    """Whether whole events hold the last one of a reply, in an API whose events have names."""
     return any(mark in b"\n" + events for mark in _LAST_EVENTS)

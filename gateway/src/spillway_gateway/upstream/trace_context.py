@@ -1,7 +1,7 @@
-"""W3C trace context: a caller's `traceparent` passes as it came, and one is made where there is none.
+"""W3C trace context: a caller's `traceparent` passes unchanged, and one is generated where there is none.
 
-The made one says "sampled", since an engine without a parent samples by its own setting, and one that says "not
-sampled" would silence it.
+A generated one has the sampled flag: an engine without a parent samples by its own setting, and a parent that is not
+sampled would turn that off.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SHAPE = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def with_trace(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """headers: names in lower case. The same list when it has a traceparent, whatever that says."""
+    """headers: names in lower case. The same list where it has a traceparent, valid or not."""
     if header(headers, b"traceparent") is not None:
         return headers
     return [*headers, (b"traceparent", new_traceparent())]

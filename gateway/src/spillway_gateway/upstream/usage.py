@@ -86,6 +86,7 @@ class ReplyUsage:
         self._tail = b""
 
     def feed(self, part: bytes) -> None:
+        """Read the next part; `usage` is then the last one found so far."""
         data = self._tail + part if self._tail else part
         at = data.rfind(_MARK)
         while at >= 0:

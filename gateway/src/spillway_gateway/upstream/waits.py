@@ -78,6 +78,7 @@ class RequestWaits:
         return cause
 
     def close(self) -> None:
+        """Cancel the deadline. Called once the request is answered."""
         if self._timer is not None:
             self._timer.cancel()
 

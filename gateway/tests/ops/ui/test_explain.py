@@ -54,7 +54,7 @@ def test_each_reason_has_its_sentence(request_: RouteRequest, engines: list[Engi
     assert explain(planned(request_, *engines)) == sentence
 
 
-def test_the_least_loaded_when_nobody_holds_any() -> None:
+def test_the_least_loaded_where_no_engine_holds_any() -> None:
     sentence = explain(planned(RouteRequest(2000, 1), engine("a", running=5), engine("b")))
 
     assert sentence == "Nobody holds any of 2,000 tokens; the least loaded; 200.0 ms against 250.0 ms on a."

@@ -37,7 +37,7 @@ async def chat(client: aiohttp.ClientSession, url: str, model: str, *, stream: b
         await reply.read()
 
 
-async def test_the_state_tells_engines_waits_and_decisions_and_no_prompt(start_engine: Any) -> None:
+async def test_the_state_shows_engines_waits_and_decisions_and_no_prompt(start_engine: Any) -> None:
     engines = [await start_engine("fake-0"), await start_engine("fake-1")]
     async with (
         running_gateway(gateway_config(engines, listen={"opsPort": 0})) as running,

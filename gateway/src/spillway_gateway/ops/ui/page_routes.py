@@ -1,4 +1,4 @@
-"""Routes of the live page. Its three files are read once and served with a policy that lets nothing else in."""
+"""Routes of the live page. Its three files are read once and served with a strict content security policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILES = {
     "/ui/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/ui/page.css": ("page.css", "text/css; charset=utf-8"),
 }
-# Scripts, styles and requests of its own origin alone: text that came from outside cannot become any of them.
+# Scripts, styles and requests of its own origin alone, so that injected text cannot become any of them.
 SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -39,7 +39,7 @@ SECURITY_HEADERS = {
 
 
 class PageRoutes:
-    """fleets and admissions are live."""
+    """fleets, admissions: live objects, read at each request."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class PageRoutes:
         self._contents = {path: folder.joinpath(name).read_bytes() for path, (name, _) in _FILES.items()}
 
     def routes(self, *, require_key: bool) -> list[Route]:
-        """require_key: where clients reach the listener too, the state is for operators' keys only. The page itself
-        tells nothing and asks for the key."""
+        """require_key: the listener is open to clients too, so the state needs an operator's key. The page itself holds
+        no state, and prompts for the key."""
         state = self._state_for_keys if require_key else self._state
         static = [Route(path, self._file) for path in _FILES]
         return [Route("/ui", self._to_page), *static, Route("/ui/state", state)]

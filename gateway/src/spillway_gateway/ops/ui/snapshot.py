@@ -1,4 +1,4 @@
-"""The state that the page shows, as one JSON document. Reads live objects and changes none of them."""
+"""The page's state as one JSON document. Reads live objects and changes none of them."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _engine(engine: Engine, first_bytes: Sequence[NotedFirstByte], monotonic: fl
         "sharedLoadTokensPerSecond": rates.shared_load_tokens_per_second,
         "firstByte": percentiles([noted.seconds for noted in first_bytes if noted.engine == engine.name]),
         "tiers": [
-            {"tier": way.tier, "direction": way.direction, "bytesPerSecond": rate}
-            for way, rate in sorted(engine.traffic.bytes_per_second(monotonic).items())
+            {"tier": path.tier, "direction": path.direction, "bytesPerSecond": rate}
+            for path, rate in sorted(engine.traffic.bytes_per_second(monotonic).items())
         ],
     }
 
