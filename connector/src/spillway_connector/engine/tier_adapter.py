@@ -23,7 +23,6 @@ from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.layout_choice import Mode, suitable_mode, unused_layouts
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
-from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_connector.tiers.tier import Tier
 from spillway_connector.transfer.lookups import Answers, Lookup
 from spillway_connector.transfer.shared_tier import SharedTier
@@ -176,6 +175,9 @@ def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namesp
             tenant_max_bytes=config.tenant_max_bytes,
             transfers_at_once=max(1, config.limits.io_threads // 2),
         )
+    # Imported here alone: redis-py takes 25 MB and half a second.
+    from spillway_connector.tiers.redis.tier import RedisTier
+
     endpoint = RedisEndpoint.from_url(
         config.url,
         username=_secret(config.username_env),

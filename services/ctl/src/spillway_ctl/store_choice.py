@@ -9,7 +9,6 @@ from pathlib import Path
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_ctl.errors import CommandError
 from spillway_ctl.nvme_store import NvmeStore
-from spillway_ctl.redis_store import RedisStore
 from spillway_ctl.store import Store
 from spillway_engine.settings_reader import load_engine_settings
 
@@ -53,6 +52,8 @@ class StoreChoice:
             tls_certificate_file=self.tls_certificate_file,
             tls_key_file=self.tls_key_file,
         )
+        from spillway_ctl.redis_store import RedisStore  # noqa: PLC0415 - redis-py takes half a second to import
+
         return RedisStore(endpoint, answer_seconds=timeout_seconds)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,9 @@ def test_a_password_file_is_read_each_time(tmp_path: Path) -> None:
         with pytest.raises(TierRefused, match="passwordFile") as caught:
             endpoint.current_password()
         assert caught.value.reason == RefusedReason.AUTHENTICATION
+
+
+def test_reading_a_url_does_not_import_redis_py() -> None:
+    """It takes 25 MB and half a second, which an engine without a Redis tier is to be spared."""
+    code = f"import sys, {RedisEndpoint.__module__}, spillway_connector.config; sys.exit('redis' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
