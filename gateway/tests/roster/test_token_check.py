@@ -40,10 +40,10 @@ async def test_engines_may_join_and_leave_while_it_runs(start_engine: Any) -> No
     async with aiohttp.ClientSession() as session:
         check = TokenCheck("fake", reader, session, GatewayMetrics())  # type: ignore[arg-type]
         task = asyncio.create_task(check.run())
-        check.join(engines[0])
+        check.add(engines[0])
         engines[0].set_state(EngineState.READY, "ready")
         await until(lambda: reader.tokenizer.used == 1)
-        check.join(engines[1])
+        check.add(engines[1])
         engines[0].withhold("its pod is not ready")
         engines[0].withhold(None)  # still the same process
         engines[1].set_state(EngineState.READY, "ready")
@@ -52,7 +52,7 @@ async def test_engines_may_join_and_leave_while_it_runs(start_engine: Any) -> No
         await until(check._changed.empty)
         engines[1].set_state(EngineState.READY, "ready")
         await until(lambda: reader.tokenizer.used == 3)
-        check.leave(engines[0])
+        check.remove(engines[0])
         assert engines[0].on_state == []
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -1,1 +1,1 @@
-"""Who may ask, how much, and under which salt: API keys, tenants' limits, and the queue in front of full engines."""
+"""Access: API keys and tenants, cache salts, limits, the queue in front of full engines, the audit log."""

@@ -1,7 +1,8 @@
 """The queue in front of engines that are all full: bounded, with a deadline, fair.
 
-While a model has room a request passes without waiting. Otherwise it queues by priority, and within one priority
-tenants take turns, so one that sends a thousand requests delays another's first by one place and not by a thousand.
+While a model has capacity a request passes without waiting. Otherwise it queues by priority, and within one priority
+tenants are served by round robin (fair queueing, J. Nagle, RFC 970), so a thousand requests of one tenant delay the
+first of another by one place.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from spillway_gateway.errors import GatewayOverloaded
 
 
 class Admission:
-    """Of one model. capacity: requests that its engines may have together, as of now."""
+    """The queue of one model. On the event loop. capacity: requests that its engines may run together at the moment."""
 
     def __init__(self, config: AdmissionConfig, capacity: Callable[[], int]) -> None:
         self._config = config
@@ -26,7 +27,7 @@ class Admission:
             Priority.NORMAL: config.normal_wait_seconds,
             Priority.LOW: config.low_wait_seconds,
         }
-        # priority -> tenant -> those who wait; the first tenant is next, and goes to the end when served
+        # priority -> tenant -> queued requests; the first tenant is next, and moves to the end when served
         self._waiting: dict[Priority, OrderedDict[str, deque[asyncio.Future[None]]]] = {
             priority: OrderedDict() for priority in Priority
         }
@@ -35,7 +36,8 @@ class Admission:
         self.refused_total = 0
 
     async def enter(self, tenant: str, priority: Priority) -> None:
-        """Returns when the request may be sent; leave() has to follow. Raises GatewayOverloaded."""
+        """Returns when the request may be sent; leave() must follow. Raises GatewayOverloaded when the queue is full
+        or the priority's deadline passes."""
         if not self.waiting_requests and self.admitted_requests < self._capacity():
             self.admitted_requests += 1
             return
@@ -51,24 +53,24 @@ class Admission:
             async with asyncio.timeout(seconds):
                 await place
         except TimeoutError:
-            self._forget(place, tenant, priority)
+            self._give_up(place, tenant, priority)
             self.refused_total += 1
             raise GatewayOverloaded(f"all engines were full for {seconds:g} s") from None
         except asyncio.CancelledError:
-            self._forget(place, tenant, priority)
+            self._give_up(place, tenant, priority)
             raise
 
     def leave(self) -> None:
-        """An admitted request is over."""
+        """An admitted request has ended."""
         self.admitted_requests -= 1
         self.wake()
 
     def wake(self) -> None:
-        """Let in whom there is room for; also called when an engine becomes ready."""
+        """Admit queued requests while there is capacity; also called when an engine becomes ready."""
         while self.waiting_requests and self.admitted_requests < self._capacity():
             place = self._next()
             self.waiting_requests -= 1
-            if not place.done():  # else it gave up in this very turn of the loop
+            if not place.done():  # else it gave up in this event loop iteration
                 self.admitted_requests += 1
                 place.set_result(None)
 
@@ -78,12 +80,12 @@ class Admission:
                 tenant, places = tenants.popitem(last=False)
                 place = places.popleft()
                 if places:
-                    tenants[tenant] = places  # at the end: the other tenants' turn
+                    tenants[tenant] = places  # at the end: the other tenants come first
                 return place
-        raise AssertionError("waiting_requests counts somebody who does not wait")
+        raise AssertionError("waiting_requests counts a request that is not queued")
 
-    def _forget(self, place: asyncio.Future[None], tenant: str, priority: Priority) -> None:
-        """Whoever gives up leaves the queue; if the place was given in the same moment, it goes to the next."""
+    def _give_up(self, place: asyncio.Future[None], tenant: str, priority: Priority) -> None:
+        """Take a request off the queue; if it was admitted in the same iteration, its place goes to the next one."""
         if place.done() and not place.cancelled():
             self.leave()
             return

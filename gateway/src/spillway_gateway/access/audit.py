@@ -1,11 +1,11 @@
-"""One JSON line per request: who asked what of whom, and what it took. Never any text of a prompt or a reply.
+"""Audit log: one JSON line per request with tenant, model, engine, outcome and usage. No text of prompts or replies.
 
     {"time": "2026-01-31T12:00:00.123Z", "request_id": "...", "trace_id": "...", "tenant": "search", "model": "m",
      "path": "/v1/chat/completions", "engine": "engine-0", "route": "prefix", "status": 200, "error": null,
      "stream": true, "prompt_tokens": 812, "cached_tokens": 768, "completion_tokens": 64, "milliseconds": 913.2,
      "first_byte_milliseconds": 88.1}
 
-A thread writes, so a slow disk or pipe holds up no stream; the lines that wait are bounded, and dropped ones counted.
+A thread writes, so a slow disk or pipe delays no stream. The queue of lines is bounded, and dropped lines are counted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def now_text() -> str:
 
 
 class AuditLog:
-    """Raises ConfigError when its file cannot be opened. close() writes what waits."""
+    """Owns the writing thread. Raises ConfigError when its file cannot be opened."""
 
     def __init__(self, config: AuditConfig) -> None:
         self._path = Path(config.file) if config.file is not None else None
@@ -68,12 +68,14 @@ class AuditLog:
         self._thread.start()
 
     def write(self, line: AuditLine) -> None:
+        """Queue a line; drop and count it when the queue is full. On the event loop; does not block."""
         try:
             self._lines.put_nowait(line)
         except queue.Full:
             self.dropped_total += 1
 
     def close(self) -> None:
+        """Write the queued lines and end the thread, within twice CLOSE_SECONDS_MAX. Blocks."""
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=CLOSE_SECONDS_MAX)
         self._thread.join(CLOSE_SECONDS_MAX)
@@ -81,7 +83,7 @@ class AuditLog:
     def _write_all(self) -> None:
         while (line := self._lines.get()) is not None:
             try:
-                if self._path is not None and self._moved_away():
+                if self._path is not None and self._was_rotated():
                     before, self._descriptor = self._descriptor, self._open()
                     os.close(before)
                 data = _encode(line) + b"\n"
@@ -93,7 +95,7 @@ class AuditLog:
         if self._path is not None:
             os.close(self._descriptor)
 
-    def _moved_away(self) -> bool:
+    def _was_rotated(self) -> bool:
         assert self._path is not None
         try:
             return self._path.stat().st_ino != self._opened_inode

@@ -1,6 +1,7 @@
-"""Who is asking: from a request's headers to a tenant, its salt, and the headers an engine may see.
+"""From a request's headers to its tenant, the tenant's limits and salt, and the headers for the engine.
 
-Without a keys file everybody is NOBODY: no salt is set, and the client's own headers and salt pass as they came.
+Without a keys file every request has the tenant NOBODY: no salt is set, and the client's headers and salt pass
+unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spillway_gateway.access.keys import NOBODY, SECRET_BYTES_MIN, KeyRing, Tenant, read_keys, tenant_salt
-from spillway_gateway.access.limits import Settlement, SharedLimitsAway, TenantUsage, limited
+from spillway_gateway.access.limits import Settlement, SharedLimitsUnavailable, TenantUsage, limited
 from spillway_gateway.config.settings import AuthConfig
 from spillway_gateway.errors import (
     ConfigError,
@@ -36,7 +37,7 @@ _BEARER = b"bearer "
 
 
 class Gatekeeper:
-    """Lives on the event loop. Raises ConfigError when it is made from files that cannot be used."""
+    """Authentication and limits of one gateway. On the event loop. Raises ConfigError for files that cannot be used."""
 
     def __init__(self, config: AuthConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
@@ -47,13 +48,13 @@ class Gatekeeper:
         self._engine_key: bytes | None = None
         self._usage: dict[str, TenantUsage] = {}
         self.shared: SharedLimits | None = None
-        self._seen: tuple[int, int, int] | None = None
+        self._file_state: tuple[int, int, int] | None = None
         self.reloads_total = 0
         self.failed_reloads_total = 0
         if self._path is not None:
             assert config.salt_secret_file is not None
             self._secret = _secret(Path(config.salt_secret_file))
-            self._seen = _state(self._path)
+            self._file_state = _stat(self._path)
             self._ring = read_keys(self._path)
         if config.shared_limits is not None:
             from spillway_gateway.access.shared_limits import SharedLimits  # noqa: PLC0415 - its client only if used
@@ -67,7 +68,7 @@ class Gatekeeper:
         return self._ring is not None
 
     def tenant_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
-        """Raises KeyMissing or KeyUnknown. No message repeats what was sent."""
+        """The tenant of the request's API key. Raises KeyMissing or KeyUnknown; no message repeats the key."""
         if self._ring is None:
             return NOBODY
         key = _key(headers)
@@ -79,18 +80,18 @@ class Gatekeeper:
         return tenant
 
     def allow_model(self, tenant: Tenant, asked: str, model: str) -> None:
-        """asked: the name in the request, the model's own or an alias; either may be in the tenant's list. Raises
+        """asked: the name in the request, the model's or an alias; either may be in the tenant's list. Raises
         ModelForbidden."""
         if not tenant.may_use(model) and not tenant.may_use(asked):
             raise ModelForbidden(f"This API key may not use the model {asked!r}")
 
     def salt(self, tenant: Tenant, client_salt: str | None) -> str | None:
-        """What the engine gets as cache_salt; None: the body stays as it is."""
+        """The cache_salt for the engine; None: the body is not changed."""
         return tenant_salt(self._secret, tenant.name, client_salt) if self._ring is not None else None
 
     def allow_unsalted(self, path: str) -> None:
-        """The engine caches on this route and takes no salt. Raises RouteNotSalted where that could show one tenant
-        what another asked."""
+        """For routes on which the engine caches and takes no salt. Raises RouteNotSalted where one tenant could detect
+        another's prompts by cache hits."""
         if self._ring is not None and self._config.unsalted_routes == "refuse":
             raise RouteNotSalted(
                 f"{path} is closed here: the engines cannot keep tenants' caches apart on it. Use another route, or "
@@ -98,21 +99,21 @@ class Gatekeeper:
             )
 
     def allow_uncounted(self, tenant: Tenant, path: str, *, prompt_counts: bool, reply_counts: bool) -> None:
-        """prompt_counts, reply_counts: whether anything tells their tokens. Raises TokensNotCounted where the tenant
-        has a limit of what nothing tells."""
+        """prompt_counts, reply_counts: whether the tokens of prompt and reply will be known. Raises TokensNotCounted
+        where the tenant has a limit of tokens that will not be."""
         if (tenant.counts_prompts and not prompt_counts) or (tenant.tokens_per_minute is not None and not reply_counts):
             raise TokensNotCounted(
-                f"This API key has a limit of tokens, and nothing tells how many this request to {path} takes; where "
+                f"This API key has a limit of tokens, and those of this request to {path} cannot be counted; where "
                 "the route can stream, send 'stream': true and 'stream_options': {'include_usage': true}"
             )
 
     def allow_operator(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raises KeyMissing, KeyUnknown or OperatorOnly; without a keys file everybody is an operator."""
+        """Raises KeyMissing, KeyUnknown or OperatorOnly; without a keys file every caller is an operator."""
         if self._ring is not None and not self.tenant_of(headers).operator:
             raise OperatorOnly("This API key's tenant is no operator; see 'operator' in the keys file")
 
     def engine_headers(self, headers: Headers) -> Headers:
-        """The caller's headers without its key, and with the engines' own."""
+        """The caller's headers without its API key, and with the engines' key."""
         if self._ring is None and self._engine_key is None:
             return headers
         kept = [pair for pair in headers if pair[0] not in _CREDENTIALS]
@@ -121,9 +122,9 @@ class Gatekeeper:
         return kept
 
     async def begin(self, tenant: Tenant, prompt_tokens: int) -> TenantUsage:
-        """Count a request of this tenant in; end() counts it out. Raises TenantLimited.
+        """Count a request of this tenant; end() must follow. Raises TenantLimited.
 
-        Replicas decide together where they share limits and the store answers in time, and each for itself otherwise.
+        With shared limits the replicas decide together while Redis answers in time, and each by itself otherwise.
         """
         usage = self._usage.get(tenant.name)
         if usage is None:
@@ -131,10 +132,10 @@ class Gatekeeper:
         if self.shared is None or not tenant.limited:
             usage.begin(tenant, prompt_tokens, self._clock())
             return usage
-        usage.running_requests += 1  # before the question: those that are asked about meanwhile count this one
+        usage.running_requests += 1  # before the round trip: requests that are admitted meanwhile count this one
         try:
             refusal = await self.shared.admit(tenant, usage, prompt_tokens)
-        except SharedLimitsAway:
+        except SharedLimitsUnavailable:
             usage.running_requests -= 1
             usage.begin(tenant, prompt_tokens, self._clock())
             return usage
@@ -144,37 +145,37 @@ class Gatekeeper:
         if refusal is not None:
             usage.running_requests -= 1
             raise limited(tenant, refusal.limit, refusal.retry_after_seconds)
-        usage.take(tenant, prompt_tokens, self._clock())  # so that this replica knows when it has to decide alone
+        usage.take(tenant, prompt_tokens, self._clock())  # for when this replica has to decide by itself
         return usage
 
     def end(self, tenant: Tenant, usage: TenantUsage, settlement: Settlement) -> None:
-        """usage: what begin() gave."""
+        """The request has ended. usage: as begin() returned it."""
         usage.end(tenant, settlement, self._clock())
         if self.shared is not None and tenant.limited:
             self.shared.ended(tenant, usage, settlement)
 
     async def follow(self) -> None:
-        """Read the keys again whenever their file changes; a bad file is told of and the old keys stay."""
+        """Reload the keys whenever their file changes, until cancelled; a bad file is logged and the old keys stay."""
         while self._path is not None:
             await asyncio.sleep(self._config.reload_seconds)
             await asyncio.to_thread(self.reload)
 
     def reload(self) -> None:
-        """One look at the file. A mounted Secret changes by renaming a link, which the inode shows."""
+        """Reload if the file changed. On a thread. A mounted Secret is replaced by a link: its inode changes."""
         assert self._path is not None
-        state = _state(self._path)
-        if state == self._seen:
+        state = _stat(self._path)
+        if state == self._file_state:
             return
-        self._seen = state
+        self._file_state = state
         try:
             ring = read_keys(self._path)
         except ConfigError as error:
             self.failed_reloads_total += 1
-            logger.error("%s; the keys read before stay in use", error)
+            logger.error("%s; the previous keys stay in use", error)
             return
         self._ring = ring
         self.reloads_total += 1
-        logger.info("auth.keysFile %s: read again", self._path)
+        logger.info("auth.keysFile %s: reloaded", self._path)
 
 
 def _key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
@@ -186,7 +187,7 @@ def _key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     return None
 
 
-def _state(path: Path) -> tuple[int, int, int] | None:
+def _stat(path: Path) -> tuple[int, int, int] | None:
     try:
         status = path.stat()
     except OSError:

@@ -4,15 +4,15 @@
       - name: search
         keys: ["sha256:<64 hex digits>"]   # of the key's UTF-8 bytes; python -m spillway_gateway --hash-key
         models: [qwen3-14b]                # empty or absent: every model
-        priority: normal                   # high | normal | low: who waits less when engines are full
+        priority: normal                   # high | normal | low: order in the queue when engines are full
         concurrentRequestsMax: 64          # absent: no limit
         requestsPerMinute: 600             # absent: no limit
         promptTokensPerMinute: 2000000     # absent: no limit
         tokensPerMinute: 3000000           # the same with the replies' tokens; absent: no limit
         operator: false                    # true: may read /spillway/config
 
-A plain hash is enough because keys are random and long: there is no dictionary to try. Keys shorter than KEY_BYTES_MIN
-are refused when they are hashed.
+A plain hash is enough because keys are random and long, so a dictionary attack has nothing to try. Keys shorter than
+KEY_BYTES_MIN are refused when they are hashed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """models: empty allows all. None: no limit."""
+    """One tenant of the keys file. models: empty allows all. Limits: None for no limit."""
 
     name: str
     models: frozenset[str] = frozenset()
@@ -79,8 +79,8 @@ NOBODY = Tenant("")  # where no keys are configured: one tenant without a name, 
 
 
 class KeyRing:
-    """Hashes of keys -> tenants. Buckets of the hash's start keep a look-up short; the whole hash is then compared in
-    constant time, so that the time of a refusal tells nothing of how much of a hash was right."""
+    """Tenants by the hash of their keys. A lookup selects a bucket by the first two bytes of the hash and compares
+    whole hashes in constant time, so timing reveals nothing beyond those bytes."""
 
     def __init__(self, tenants: dict[bytes, Tenant]) -> None:
         self._buckets: dict[bytes, list[tuple[bytes, Tenant]]] = {}
@@ -99,7 +99,7 @@ class KeyRing:
 
 
 def hash_key(key: str) -> str:
-    """The form in which a key is written to the file. Raises ConfigError for keys that could be guessed."""
+    """A key's entry in the keys file. Raises ConfigError for keys too short to resist guessing, or too long."""
     data = key.encode()
     if not KEY_BYTES_MIN <= len(data) <= KEY_BYTES_MAX:
         raise ConfigError(
@@ -136,7 +136,7 @@ def read_keys(path: Path) -> KeyRing:
 
 
 def parse_keys(document: object, where: str) -> KeyRing:
-    """Pure; raises ConfigError."""
+    """A parsed keys file. where: prefix of error messages. Pure; raises ConfigError."""
     rows = document.get("tenants") if isinstance(document, dict) and set(document) == {"tenants"} else None
     if not isinstance(rows, list):
         raise ConfigError(f"{where}: one key 'tenants' with a list needed")

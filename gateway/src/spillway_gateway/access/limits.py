@@ -1,9 +1,10 @@
-"""What one tenant may take: requests at a time, requests per minute, and tokens per minute. Counted by one process.
+"""One tenant's limits: concurrent requests, requests per minute and tokens per minute. Counted by one process.
 
-Buckets of one minute. A request is let in while that of requests holds one and those of tokens hold anything; it takes
-its whole prompt at once, as estimated, so prompts longer than a bucket work too and are paid for by waiting afterwards.
-At its end the estimate is settled by what the engine counted, and the reply's tokens are added.
-access/shared_script.py does the same sums for all replicas together.
+Token buckets (J. Turner, New directions in communications, IEEE Communications Magazine, 1986) that hold one minute's
+rate. A request is admitted while the bucket of requests holds one and those of tokens are not empty; it takes its whole
+estimated prompt at once, so a bucket may go below zero and prompts longer than a bucket are admitted too. At the end
+the estimate is corrected by the engine's count, and the reply's tokens are taken.
+access/shared_script.py computes the same for all replicas together.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ WINDOW_SECONDS = 60.0
 
 
 class Limit(IntEnum):
-    """Which limit was met. The values are what the shared script answers."""
+    """The limit that was reached. Values as the shared script returns them."""
 
     CONCURRENT_REQUESTS = 1
     REQUESTS = 2
@@ -28,7 +29,7 @@ class Limit(IntEnum):
 
 
 def limited(tenant: Tenant, limit: Limit, retry_after_seconds: int) -> TenantLimited:
-    """The error that names the limit and when to come back."""
+    """The error, with the limit and the seconds until a retry may succeed."""
     if limit is Limit.CONCURRENT_REQUESTS:
         most = tenant.concurrent_requests_max
         return TenantLimited(f"{most} requests of this tenant are running, its limit; send fewer at a time", 1)
@@ -41,7 +42,7 @@ def limited(tenant: Tenant, limit: Limit, retry_after_seconds: int) -> TenantLim
 
 
 class Settlement(NamedTuple):
-    """What a request that was let in cost besides what it took at its beginning; negative: gives back."""
+    """What an admitted request takes at its end beyond what it took at its beginning; negative amounts are returned."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -55,18 +56,19 @@ NOTHING_OWED = Settlement()
 
 
 def settle(estimated_prompt_tokens: int, counted_prompt_tokens: int | None, reply_tokens: int) -> Settlement:
-    """For a request that an engine got. counted_prompt_tokens: as the engine's usage told; None leaves the estimate."""
+    """For a request that was sent to an engine. counted_prompt_tokens: from the engine's usage; None keeps the
+    estimate."""
     over = 0 if counted_prompt_tokens is None else counted_prompt_tokens - estimated_prompt_tokens
     return Settlement(0, over, reply_tokens)
 
 
 def give_back(estimated_prompt_tokens: int) -> Settlement:
-    """For a request that no engine got."""
+    """For a request that was sent to no engine."""
     return Settlement(-1, -estimated_prompt_tokens, 0)
 
 
-class SharedLimitsAway(Exception):
-    """Replicas cannot decide together: the store does not answer, or not in time."""
+class SharedLimitsUnavailable(Exception):
+    """Redis does not answer in time, so replicas cannot decide together."""
 
 
 class _Bucket:
@@ -77,7 +79,7 @@ class _Bucket:
         self._filled_at = now
 
     def wait_seconds(self, least: int, rate: int, now: float) -> int:
-        """Until the bucket holds `least`, or anything for 0; 0 when it does."""
+        """Seconds until the bucket holds `least`, or more than nothing for 0; 0 when it does."""
         missing = least - self._refilled(rate, now)
         if missing < 0 or (least and missing <= 0):
             return 0
@@ -93,7 +95,7 @@ class _Bucket:
 
 
 class TenantUsage:
-    """Counters of one tenant. now: monotonic seconds."""
+    """Counters of one tenant. On the event loop. now: monotonic seconds."""
 
     __slots__ = ("_all_tokens", "_prompt_tokens", "_requests", "running_requests")
 
@@ -104,7 +106,7 @@ class TenantUsage:
         self._all_tokens = _Bucket(now)
 
     def begin(self, tenant: Tenant, prompt_tokens: int, now: float) -> None:
-        """Count a request in. Raises TenantLimited, naming the limit and when to come back."""
+        """Admit and count a request. Raises TenantLimited."""
         most = tenant.concurrent_requests_max
         if most is not None and self.running_requests >= most:
             raise limited(tenant, Limit.CONCURRENT_REQUESTS, 1)
@@ -120,7 +122,7 @@ class TenantUsage:
         self.take(tenant, prompt_tokens, now)
 
     def take(self, tenant: Tenant, prompt_tokens: int, now: float) -> None:
-        """Let the buckets know of a request that was let in, by them or by the shared ones."""
+        """Take an admitted request from the buckets, whether these or the shared ones admitted it."""
         if tenant.requests_per_minute is not None:
             self._requests.take(1, tenant.requests_per_minute, now)
         if tenant.prompt_tokens_per_minute is not None:
@@ -129,7 +131,7 @@ class TenantUsage:
             self._all_tokens.take(prompt_tokens, tenant.tokens_per_minute, now)
 
     def end(self, tenant: Tenant, settlement: Settlement, now: float) -> None:
-        """Count a request out that was let in."""
+        """An admitted request has ended."""
         self.running_requests -= 1
         requests, prompt_tokens, reply_tokens = settlement
         if tenant.requests_per_minute is not None:

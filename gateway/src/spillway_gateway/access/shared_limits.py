@@ -1,8 +1,8 @@
-"""Limits that all replicas count together: one question to Redis per request, and none of its troubles for a request.
+"""Limits that all replicas count together: one round trip to Redis per request, and no request fails with Redis.
 
-A request asks once, within a deadline, and that question also tells what ended since the last one; ends that no request
-takes along are told in the background. After some failures in a row requests no longer ask: each replica decides alone,
-by the sums it has kept all the time, until the background task has got an answer again.
+The round trip of a request has a deadline and also reports the requests that ended since the last one; a background
+task reports the rest. After some failures in a row each replica decides by itself, by the buckets that it has kept all
+the time, until the background task reaches Redis again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from spillway_gateway.access.keys import NOBODY, Tenant
-from spillway_gateway.access.limits import NOTHING_OWED, Settlement, SharedLimitsAway, TenantUsage
+from spillway_gateway.access.limits import NOTHING_OWED, Settlement, SharedLimitsUnavailable, TenantUsage
 from spillway_gateway.access.shared_script import SCRIPT, Refusal, arguments, key_of, refusal_of
 from spillway_gateway.config.shared_limits import Login, SharedLimitsConfig, login
 
@@ -32,26 +32,27 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS = 0.1
 REPORTS_AT_A_TIME = 16
-BACKGROUND_SECONDS = 1.0  # of a question that no request waits for, or waits for any more
+BACKGROUND_SECONDS = 1.0  # deadline of a round trip that no request waits for
 
 
 @dataclass
 class _Account:
-    """What this replica has to tell of one tenant."""
+    """What this replica has to report of one tenant."""
 
     tenant: Tenant
     key: str
     usage: TenantUsage
-    number: int = 0  # of the last message; they grow
-    owed: Settlement = NOTHING_OWED  # of requests that ended; not told yet
+    number: int = 0  # of the last report; grows
+    owed: Settlement = NOTHING_OWED  # of ended requests, not reported yet
     due: bool = False
-    told_at: float = 0.0
+    reported_at: float = 0.0
 
 
 class SharedLimits:
-    """secret: equal on all replicas; the names of the keys come from it. clock: monotonic seconds.
+    """The shared limits of one replica. On the event loop.
 
-    Raises ConfigError when a variable of the login is not set.
+    secret: equal on all replicas; the names of the Redis keys are derived from it. clock: monotonic seconds. Raises
+    ConfigError when a variable of the login is not set.
     """
 
     def __init__(
@@ -66,40 +67,40 @@ class SharedLimits:
         self._accounts: dict[str, _Account] = {}
         self._failures = 0
         self._back_at = float("-inf")
-        self._pauses = 0  # between tries to get an answer again
-        self._late: set[asyncio.Future[Any]] = set()  # questions that nobody waits for any more
+        self._pauses = 0  # between attempts to reach Redis again
+        self._late: set[asyncio.Future[Any]] = set()  # round trips past their deadline
         self._work = asyncio.Event()
         self.connected = True
         self.decided_total = 0
-        self.left_alone_total = 0
+        self.decided_alone_total = 0
 
     async def admit(self, tenant: Tenant, usage: TenantUsage, prompt_tokens: int) -> Refusal | None:
-        """None: let in. usage: this replica's own, with the request counted in already. Raises SharedLimitsAway."""
+        """None: admitted. usage: of this replica, with the request counted. Raises SharedLimitsUnavailable."""
         account = self._account(tenant, usage)
         if not self.connected:
-            self.left_alone_total += 1
-            raise SharedLimitsAway
+            self.decided_alone_total += 1
+            raise SharedLimitsUnavailable
         try:
-            reply = await self._tell(account, self._config.timeout_seconds, prompt_tokens=prompt_tokens)
-        except SharedLimitsAway:
-            self.left_alone_total += 1
+            reply = await self._round_trip(account, self._config.timeout_seconds, prompt_tokens=prompt_tokens)
+        except SharedLimitsUnavailable:
+            self.decided_alone_total += 1
             raise
         self.decided_total += 1
         return reply
 
     def ended(self, tenant: Tenant, usage: TenantUsage, settlement: Settlement) -> None:
-        """A request is over. usage: as it is without it."""
+        """A request has ended. usage: of this replica, without it."""
         account = self._account(tenant, usage)
         account.due = True
-        if self.connected:  # else the shared sums stand still, and would count an outage's tokens all at once
+        if self.connected:  # else the tokens of a whole outage would be taken from the shared buckets at its end
             account.owed += settlement
             self._work.set()
 
     async def run(self) -> None:
-        """Tell what ended, keep leases alive, and find out when Redis is back. Until cancelled."""
+        """Report ended requests, renew leases, and detect when Redis answers again. Until cancelled."""
         config = self._config
         if self.connected and not await self._answers():
-            self._leave("no answer at the start")
+            self._disconnect("no answer at the start")
         while True:
             if not self.connected:
                 await self._wait_until_back()
@@ -114,32 +115,32 @@ class SharedLimits:
             await self.report()
 
     async def report(self) -> None:
-        """Tell of every tenant whose news nobody took along, or whose lease has run for a while."""
+        """Report every tenant with unreported ends, or with a lease that is due for renewal."""
         stale = self._clock() - self._config.lease_seconds / 4
         due = [
             account
             for account in self._accounts.values()
-            if account.due or (account.usage.running_requests and account.told_at <= stale)
+            if account.due or (account.usage.running_requests and account.reported_at <= stale)
         ]
         gate = asyncio.Semaphore(REPORTS_AT_A_TIME)
 
-        async def tell(account: _Account) -> None:
+        async def report_one(account: _Account) -> None:
             async with gate:
                 if self.connected:
                     try:
-                        await self._tell(account, self._patience_seconds)
-                    except SharedLimitsAway:
+                        await self._round_trip(account, self._patience_seconds)
+                    except SharedLimitsUnavailable:
                         pass
 
-        await asyncio.gather(*(tell(account) for account in due))
+        await asyncio.gather(*(report_one(account) for account in due))
 
     async def close(self) -> None:
         try:
             async with asyncio.timeout(BACKGROUND_SECONDS):
                 if self.connected:
                     await self.report()
-                for question in self._late:
-                    question.cancel()
+                for round_trip in self._late:
+                    round_trip.cancel()
                 await self._client.aclose()
         except (RedisError, OSError, TimeoutError):
             pass
@@ -152,12 +153,14 @@ class SharedLimits:
         account.tenant = tenant  # its limits may have changed with the keys file
         return account
 
-    async def _tell(self, account: _Account, seconds: float, *, prompt_tokens: int | None = None) -> Refusal | None:
-        """One round trip. prompt_tokens: of the request that asks; None: none does. What it tells is told at most once:
-        whether a question without an answer was counted is not known."""
+    async def _round_trip(
+        self, account: _Account, seconds: float, *, prompt_tokens: int | None = None
+    ) -> Refusal | None:
+        """Report, and ask for admission of a request with `prompt_tokens` unless that is None. Ended requests are
+        reported at most once, because a round trip without a reply may have been counted."""
         account.number += 1
         owed, account.owed = account.owed, NOTHING_OWED
-        account.due, account.told_at = False, self._clock()
+        account.due, account.reported_at = False, self._clock()
         values = arguments(
             account.tenant,
             replica=self._replica,
@@ -169,52 +172,52 @@ class SharedLimits:
             owed=owed,
         )
         try:
-            refusal = await self._ask(account.key, values, seconds)
+            refusal = await self._eval(account.key, values, seconds)
         except (RedisError, OSError, TimeoutError, ValueError) as error:
             account.due = True
             self._work.set()
             self._failures += 1
             if self.connected and self._failures >= self._config.failures:
-                self._leave(str(error) or error.__class__.__name__)
-            raise SharedLimitsAway from error
+                self._disconnect(str(error) or error.__class__.__name__)
+            raise SharedLimitsUnavailable from error
         self._failures = 0
         return refusal
 
-    async def _ask(self, key: str, values: list[str | int], seconds: float) -> Refusal | None:
-        """A question that was not answered in time goes on without us, up to BACKGROUND_SECONDS: it may be what opens a
-        connection, which would never be finished if each request took its own along when it gives up.
+    async def _eval(self, key: str, values: list[str | int], seconds: float) -> Refusal | None:
+        """Run the script. After the deadline the call continues up to BACKGROUND_SECONDS: it may be opening a
+        connection, which would never complete if every request cancelled it.
 
-        The whole script goes out each time. Asking for it by its hash is a second round trip whenever a server, after a
-        restart or a failover, does not have it.
+        EVAL sends the whole script: EVALSHA needs a second round trip whenever a server does not have the script, as
+        after a restart or a failover.
         """
-        question = asyncio.ensure_future(self._client.eval(SCRIPT, 1, key, *values))
+        call = asyncio.ensure_future(self._client.eval(SCRIPT, 1, key, *values))
         try:
             async with asyncio.timeout(seconds):
-                return refusal_of(await asyncio.shield(question))
+                return refusal_of(await asyncio.shield(call))
         finally:
-            if not question.done():
-                self._late.add(question)
-                question.add_done_callback(self._came_late)
+            if not call.done():
+                self._late.add(call)
+                call.add_done_callback(self._late_call_ended)
 
-    def _came_late(self, question: asyncio.Future[Any]) -> None:
-        self._late.discard(question)
-        if not question.cancelled():
-            question.exception()  # heard, so that the loop does not complain that nobody did
+    def _late_call_ended(self, call: asyncio.Future[Any]) -> None:
+        self._late.discard(call)
+        if not call.cancelled():
+            call.exception()  # retrieved, so that asyncio does not log it as never retrieved
 
-    def _leave(self, why: str) -> None:
-        """Requests are decided alone from now on."""
+    def _disconnect(self, why: str) -> None:
+        """This replica decides by itself from now on."""
         self.connected = False
         if self._clock() - self._back_at > self._config.retry_seconds_max:
-            self._pauses = 0  # it had been back for good, and this is another trouble
+            self._pauses = 0  # Redis had answered for a while: this is another outage
         for account in self._accounts.values():
             account.owed = NOTHING_OWED
         logger.warning(
-            "auth.sharedLimits: Redis does not answer (%s); tenants' limits hold per replica until it does", why
+            "auth.sharedLimits: Redis does not answer (%s); tenants' limits are counted per replica until it does", why
         )
-        self._work.set()  # the background task goes over to asking whether it is back
+        self._work.set()  # the background task starts to check whether Redis answers
 
     async def _answers(self) -> bool:
-        """Connects if need be, and then asks as a request does, of nobody's tenant."""
+        """Connect if needed, then run the script within a request's deadline, for the tenant NOBODY."""
         values = arguments(
             NOBODY,
             replica=self._replica,
@@ -227,14 +230,14 @@ class SharedLimits:
         )
         key = key_of(self._config.key_prefix, self._secret, "")
         try:
-            await self._ask(key, values, self._patience_seconds)
-            await self._ask(key, values, self._config.timeout_seconds)
+            await self._eval(key, values, self._patience_seconds)
+            await self._eval(key, values, self._config.timeout_seconds)
         except (RedisError, OSError, TimeoutError, ValueError):
             return False
         return True
 
     async def _wait_until_back(self) -> None:
-        """One pause, ever longer, and one try."""
+        """One pause, exponentially longer each time, and one attempt."""
         seconds = min(self._config.retry_seconds_max, FIRST_RETRY_SECONDS * 2.0 ** min(self._pauses, 30))
         self._pauses += 1
         await asyncio.sleep(seconds * (1.0 - 0.5 * random.random()))  # noqa: S311 - spreads load, no secret
@@ -243,21 +246,21 @@ class SharedLimits:
         self._failures = 0
         self._back_at = self._clock()
         self.connected = True
-        logger.info("auth.sharedLimits: Redis answers again; replicas count together")
+        logger.info("auth.sharedLimits: Redis answers again; tenants' limits are counted for all replicas")
         for account in self._accounts.values():
             account.due = account.due or account.usage.running_requests > 0
         await self.report()
 
 
 def make_client(config: SharedLimitsConfig, given: Login) -> Any:
-    """One client with a bounded pool that neither retries nor waits longer than it has to."""
+    """A redis-py client with a bounded pool, without retries. Deadlines in seconds from the configuration."""
     parts = urlsplit(config.url)
     patience = max(BACKGROUND_SECONDS, config.timeout_seconds)
     common: dict[str, Any] = {
         "username": given.username,
         "password": given.password,
         "socket_connect_timeout": patience,
-        "socket_timeout": patience,  # a request waits less long, see timeout_seconds
+        "socket_timeout": patience,  # a request has a shorter deadline, timeout_seconds
         "protocol": 2,
     }
     secure: dict[str, Any] = {"ssl_ca_certs": config.tls_ca_file} if config.tls_ca_file is not None else {}

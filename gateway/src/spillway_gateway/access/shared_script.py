@@ -1,9 +1,9 @@
-"""The sums of access/limits.py for all replicas together, as one atomic script over one key per tenant. Pure.
+"""The buckets of access/limits.py for all replicas together: one atomic Redis script over one hash per tenant. Pure.
 
-The hash of a tenant has a field per bucket ("level at-milliseconds") and one per replica with requests running ("number
-count expires-milliseconds"). A replica always tells its whole count, with a number that grows, so that a message that
-was lost or came late does no harm; what a replica had running is forgotten when it has not been heard of for its lease.
-Time is the server's own: clocks of replicas need not agree.
+The hash has a field per bucket ("level at-milliseconds") and one per replica with running requests ("sequence count
+expires-milliseconds"). A replica always reports its whole count with a growing sequence number, so a report that is
+lost or late does no harm. A replica's count expires when it has not reported for its lease. Time is the Redis server's:
+replicas' clocks need not agree.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ local pairs_read = redis.call('HGETALL', key)
 for at = 1, #pairs_read, 2 do
   local field, value = pairs_read[at], pairs_read[at + 1]
   if string.sub(field, 1, 2) == 'r:' then
-    local told, count, expires = string.match(value, '^(%d+) (%d+) (%d+)$')
+    local sequence, count, expires = string.match(value, '^(%d+) (%d+) (%d+)$')
     if field == replica then
-      known = {number = tonumber(told), count = tonumber(count)}
+      known = {number = tonumber(sequence), count = tonumber(count)}
     elseif tonumber(expires) <= now then
       redis.call('HDEL', key, field)
     else
@@ -97,7 +97,7 @@ class Refusal(NamedTuple):
 
 
 def key_of(prefix: str, secret: bytes, tenant: str) -> str:
-    """The tenant's only key, with a hash tag for clusters. It shows neither the tenant's name nor anything of a key."""
+    """The tenant's only Redis key, with a hash tag for Redis Cluster. It reveals neither its name nor its API keys."""
     digest = hmac.digest(secret, b"spillway limits 1\0" + tenant.encode(), hashlib.sha256)
     return f"{prefix}{{{digest[:16].hex()}}}"
 
@@ -113,8 +113,8 @@ def arguments(
     prompt_tokens: int,
     owed: Settlement,
 ) -> list[str | int]:
-    """ARGV of SCRIPT. running_requests: of this replica, the one that asks included. asks: whether one does, or only
-    ends are told. owed: by requests that ended since the last time."""
+    """ARGV of SCRIPT. number: of this report. running_requests: of this replica, the new one included. asks: whether
+    there is a new request, or only a report. owed: of requests that ended since the last report."""
     return [
         replica,
         number,
@@ -131,7 +131,7 @@ def arguments(
 
 
 def refusal_of(reply: object) -> Refusal | None:
-    """What SCRIPT answered; None: let in. Raises ValueError for anything else."""
+    """The reply of SCRIPT; None: admitted. Raises ValueError for a reply of another shape."""
     if not isinstance(reply, list) or len(reply) != 2 or not all(isinstance(number, int) for number in reply):
         raise ValueError("the answer is not a pair of numbers")
     limit, wait = reply

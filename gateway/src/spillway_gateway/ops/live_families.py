@@ -117,7 +117,7 @@ def access_families(
     )
     if gatekeeper.shared is not None:
         decided.add_metric(("all",), gatekeeper.shared.decided_total)
-        decided.add_metric(("alone",), gatekeeper.shared.left_alone_total)
+        decided.add_metric(("alone",), gatekeeper.shared.decided_alone_total)
         connected.add_metric((), float(gatekeeper.shared.connected))
     dropped = CounterMetricFamily(
         "spillway_gateway_audit_dropped", "Audit lines that could not be written, or waited for too many others."

@@ -1,4 +1,4 @@
-"""The tasks that follow each engine, from when it joins until its last request after it has left."""
+"""The tasks of each engine: health polls and KV events, from when it is added until its last request has ended."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from spillway_gateway.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
 
-METRICS_KEPT_SECONDS = 300.0  # after an engine's last request: every scraper has read its last values by then
+METRICS_KEPT_SECONDS = 300.0  # after an engine's last request, so that every scraper reads its last values
 
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """What the tasks ask engines with; lives as long as the application."""
+    """The clients that the tasks share; the application closes them."""
 
     session: aiohttp.ClientSession
     zmq: zmq.asyncio.Context
 
 
 class EngineTasks:
-    """in_service: whether an engine of this name is on the roster now."""
+    """On the event loop. in_service: whether an engine of this name is on the roster."""
 
     def __init__(self, clients: Clients, metrics: GatewayMetrics, in_service: Callable[[str], bool]) -> None:
         self._clients = clients
@@ -42,6 +42,7 @@ class EngineTasks:
         self._departures: set[asyncio.Task[None]] = set()
 
     def follow(self, engine: Engine, index: PrefixIndex, health: HealthConfig) -> None:
+        """Start the tasks of an engine."""
         poller = HealthPoller(engine, self._clients.session, health)
         self._polls[engine] = asyncio.create_task(guarded(poller.run(), f"health of {engine.name}"))
         if engine.config.kv_events is not None:
@@ -50,10 +51,10 @@ class EngineTasks:
 
     def depart(self, engine: Engine, index: PrefixIndex) -> None:
         """The engine is off the roster. Its events end at once, and its entries in the index are freed in steps. It is
-        polled as long as it has requests: those that wait on a hung engine have to be told."""
+        polled while it has requests: those on a hung engine are notified by the poll."""
         events = self._events.pop(engine, None)
         if events is not None:
-            events.cancel()  # before the index forgets the name, which may soon be another engine's
+            events.cancel()  # before its name is free for another engine in the index
         steps = index.retire_engine(engine.name)
         task = asyncio.create_task(guarded(self._depart(engine, steps), f"departure of {engine.name}"))
         self._departures.add(task)
@@ -74,6 +75,7 @@ class EngineTasks:
             self._metrics.remove_engine(engine.name)
 
     async def stop(self) -> None:
+        """Cancel all tasks and wait for them."""
         tasks = [*self._departures, *self._events.values(), *self._polls.values()]
         for task in tasks:
             task.cancel()
@@ -81,7 +83,7 @@ class EngineTasks:
 
 
 async def guarded(work: Coroutine[object, object, None], name: str) -> None:
-    """A background task that dies of a defect is started over by nobody; at least it says so."""
+    """A background task that fails by a defect is not restarted; its exception is logged."""
     try:
         await work
     except Exception:

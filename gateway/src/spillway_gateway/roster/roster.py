@@ -1,8 +1,8 @@
-"""The models and engines in service, and the tasks that follow each of them. Changes while requests run.
+"""The models and engines in service, and their tasks. Changes while requests run.
 
-A model's engines are listed in the configuration or found by its source. An engine that leaves takes no new request;
-the requests it has keep their connection, lease and counters until they end. A change of the roster happens between two
-steps of the event loop, so no request sees half of it.
+A model's engines are listed in the configuration or found by its source. A removed engine takes no new request;
+running requests keep their connection, lease and counters until they end. A change is applied without an await, so no
+request sees half of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Following:
-    """The source of one model's engines, at work."""
+    """The running source of one model's engines."""
 
     config: DiscoveryConfig
     status: SourceStatus
@@ -41,8 +41,8 @@ class _Following:
 
 
 class Roster:
-    """models: by name and by alias. fleets, models, admissions and sources are changed in place, so holders see the
-    present. sources: by model, of those whose engines are found."""
+    """On the event loop. models: by name and by alias. sources: by model, where engines are discovered. fleets, models,
+    admissions and sources are changed in place, so their holders see the current state."""
 
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, threads: FairThreads) -> None:
         self._config = config
@@ -60,15 +60,17 @@ class Roster:
             self._add_model(model, load_tokenizer(model.name, model.tokenizer))
 
     def start(self, clients: Clients) -> None:
+        """Start the tasks of all models and engines."""
         self._clients = clients
         self._engine_tasks = EngineTasks(clients, self._metrics, self._in_service)
         for served in self._served():
             for engine in served.fleet.engines.values():
                 self._engine_tasks.follow(engine, served.fleet.index, self._config.health)
-            self._check_tokens_anew(served)
+            self._restart_token_check(served)
             self._follow_source(served)
 
     async def stop(self) -> None:
+        """Cancel all tasks and wait for them."""
         tasks = [following.task for following in self._following.values()] + [task for _, task in self._checks.values()]
         for task in tasks:
             task.cancel()
@@ -82,7 +84,7 @@ class Roster:
     # -- sources and checks ------------------------------------------------------------------------------------------
 
     def _follow_source(self, served: ServedModel) -> None:
-        """Start the source that the model's settings ask for, unless it is at work already."""
+        """Start the source in the model's settings, unless it is running."""
         name, config = served.fleet.name, served.fleet.config.discovery
         following = self._following.get(name)
         if following is not None and following.config != config:
@@ -94,20 +96,20 @@ class Roster:
         status = self.sources[name] = SourceStatus(describe(config))
 
         def publish(engines: tuple[FoundEngine, ...]) -> None:
-            # What is there at the first answer may be of any age; what comes later has just been started.
+            # Engines of the first update may be of any age; those of later ones have just been started.
             self._set_engines(served, engines, newcomers=status.updates_total > 1)
 
         task = asyncio.create_task(follow(config, status, publish))
         self._following[name] = _Following(config, status, task)
 
-    def _check_tokens_anew(self, served: ServedModel) -> None:
+    def _restart_token_check(self, served: ServedModel) -> None:
         name = served.fleet.name
         self._stop_check(name)
         if self._clients is None or served.reader.tokenizer is None:
             return
         check = TokenCheck(name, served.reader, self._clients.session, self._metrics)
         for engine in served.fleet.engines.values():
-            check.join(engine)
+            check.add(engine)
         self._checks[name] = check, asyncio.create_task(guarded(check.run(), f"tokenizer check of {name}"))
 
     def _stop_check(self, name: str) -> None:
@@ -118,9 +120,9 @@ class Roster:
     # -- changes -----------------------------------------------------------------------------------------------------
 
     async def apply(self, config: GatewayConfig) -> None:
-        """Put a checked configuration's models, engines and limits into effect."""
+        """Apply the models, engines and limits of a validated configuration."""
         before = {fleet.name: fleet.config for fleet in self.fleets}
-        # The slow part first, off the loop: nothing has changed while it runs.
+        # The slow part first, on a thread: nothing has changed while it runs.
         tokenizers = {
             model.name: await asyncio.to_thread(load_tokenizer, model.name, model.tokenizer)
             for model in config.models
@@ -162,11 +164,11 @@ class Roster:
             engine.on_state.append(lambda _: admission.wake())
             if self._engine_tasks is not None:
                 self._engine_tasks.follow(engine, index, config.health)
-        self._check_tokens_anew(served)
+        self._restart_token_check(served)
         self._follow_source(served)
 
     def _admission(self, fleet: ModelFleet) -> Admission:
-        """Room in proportion to the ready engines; without any, requests pass and are told so by routing."""
+        """Capacity in proportion to the ready engines; without any, requests pass and routing refuses them."""
         each = self._config.admission.requests_per_engine_max
         engines = fleet.engines.values()
         return Admission(
@@ -192,13 +194,13 @@ class Roster:
         if model.name in tokenizers:
             served.reader.tokenizer = tokenizers[model.name]
             self._metrics.tokenizer_usable.labels(model.name).set(served.reader.tokenizer is not None)
-            self._check_tokens_anew(served)
+            self._restart_token_check(served)
         self._follow_source(served)
-        if model.discovery is None:  # otherwise the present engines stay until the source has told its own
+        if model.discovery is None:  # otherwise the current engines stay until the source's first update
             self._set_engines(served, [FoundEngine(engine) for engine in model.engines])
 
     def _set_engines(self, served: ServedModel, wanted: Sequence[FoundEngine], *, newcomers: bool = False) -> None:
-        """Make the model's engines those wanted. newcomers: those that were not there are young."""
+        """Add and remove engines to match those wanted. newcomers: engines that are added have just been started."""
         fleet = served.fleet
         by_name = {found.config.name: found for found in wanted}
         for name, engine in list(fleet.engines.items()):
@@ -220,7 +222,7 @@ class Roster:
         admission = self.admissions[fleet.name]
         engine.on_state.append(lambda _: admission.wake())
         if fleet.name in self._checks:
-            self._checks[fleet.name][0].join(engine)
+            self._checks[fleet.name][0].add(engine)
         if self._engine_tasks is not None:
             self._engine_tasks.follow(engine, fleet.index, self._config.health)
         logger.info("model %s: engine %s added (%s)", fleet.name, engine.name, engine.host_header.decode())
@@ -228,13 +230,13 @@ class Roster:
     def _remove_engine(self, fleet: ModelFleet, name: str) -> None:
         engine = fleet.remove_engine(name)
         if fleet.name in self._checks:
-            self._checks[fleet.name][0].leave(engine)
+            self._checks[fleet.name][0].remove(engine)
         if self._engine_tasks is not None:
             self._engine_tasks.depart(engine, fleet.index)
         else:
             for _ in fleet.index.retire_engine(name):
                 pass
-        logger.info("model %s: engine %s removed, %d requests run on", fleet.name, name, engine.running_requests)
+        logger.info("model %s: engine %s removed with %d running requests", fleet.name, name, engine.running_requests)
 
     def _name_models(self, config: GatewayConfig) -> None:
         by_name = {served.fleet.name: served for served in self._served()}

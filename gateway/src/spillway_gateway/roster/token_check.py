@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenCheck:
-    """Of one model and one tokenizer. Engines may join while it runs."""
+    """The check of one model's tokenizer. On the event loop. Engines may be added while it runs."""
 
     def __init__(
         self, model: str, reader: PromptReader, session: aiohttp.ClientSession, metrics: GatewayMetrics
@@ -27,34 +27,34 @@ class TokenCheck:
         self._session = session
         self._metrics = metrics
         self._changed: asyncio.Queue[Engine] = asyncio.Queue()
-        self._joined: list[Engine] = []
-        self._compared: set[Engine] = set()  # since they became ready
+        self._engines: list[Engine] = []
+        self._compared: set[Engine] = set()  # since they last became ready
 
-    def join(self, engine: Engine) -> None:
-        self._joined.append(engine)
+    def add(self, engine: Engine) -> None:
+        self._engines.append(engine)
         engine.on_state.append(self._changed.put_nowait)
         self._changed.put_nowait(engine)
 
-    def leave(self, engine: Engine) -> None:
-        if engine in self._joined:
-            self._joined.remove(engine)
+    def remove(self, engine: Engine) -> None:
+        if engine in self._engines:
+            self._engines.remove(engine)
             engine.on_state.remove(self._changed.put_nowait)
             self._compared.discard(engine)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Compare each engine when it becomes ready, until cancelled."""
         try:
             while True:
                 engine = await self._changed.get()
                 tokenizer = self._reader.tokenizer
                 if engine.state is not EngineState.READY:
                     self._compared.discard(engine)
-                elif tokenizer is not None and engine in self._joined and engine not in self._compared:
+                elif tokenizer is not None and engine in self._engines and engine not in self._compared:
                     self._compared.add(engine)
                     await self._compare(tokenizer, engine)
         finally:
-            for engine in list(self._joined):
-                self.leave(engine)
+            for engine in list(self._engines):
+                self.remove(engine)
 
     async def _compare(self, tokenizer: PromptTokenizer, engine: Engine) -> None:
         try:

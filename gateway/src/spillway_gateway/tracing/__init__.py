@@ -1,1 +1,1 @@
-"""OpenTelemetry traces from client to engine. Imported where tracing.otlpEndpoint is set: off, they cost nothing."""
+"""OpenTelemetry traces from client to engine. Imported only if tracing.otlpEndpoint is set."""

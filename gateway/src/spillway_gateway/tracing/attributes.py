@@ -58,7 +58,7 @@ def route_attributes(decision: Decision) -> Attributes:
 
 
 def candidate_events(decision: Decision) -> list[Attributes]:
-    """What each engine would have cost, for the events of a decision's span."""
+    """The cost of each candidate, for the events of a decision's span."""
     return [
         {
             ENGINE: candidate.engine.name,

@@ -1,4 +1,4 @@
-"""The way of finished spans out of the process: a bounded queue, a thread, OTLP over HTTP."""
+"""Export of finished spans: a bounded queue, a thread, OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPANS_PER_EXPORT_MAX = 512
 
 
 class Tracing:
-    """One per gateway. Raises nothing while requests run: what cannot be exported is dropped, and logged by the SDK."""
+    """One per gateway. Never raises while requests run: the SDK drops and logs spans that it cannot export."""
 
     def __init__(self, config: TracingConfig) -> None:
         assert config.otlp_endpoint is not None
@@ -38,9 +38,9 @@ class Tracing:
         self._tracer = self._provider.get_tracer("spillway_gateway")
 
     def request(self, method: str, route: str, headers: Headers) -> RequestTrace:
-        """Begins the span of a client's request. headers: its own, names in lower case."""
+        """Begin the span of a client's request. headers: the client's, names in lower case. On the event loop."""
         return RequestTrace(self._tracer, method, route, headers)
 
     def close(self) -> None:
-        """Sends what waits, within the time of one export, and ends the thread. Blocks: call it off the loop."""
+        """Export queued spans within the time of one export and end the thread. Blocks: not on the event loop."""
         self._provider.shutdown()

@@ -3,10 +3,10 @@
     POST /v1/chat/completions       from the client's head to the last byte (server)
       admission                     waiting for room
       route                         the decision, with what each engine would have cost as events
-      chat MODEL                    one per engine tried (client); the engine's own span goes below it
+      chat MODEL                    one per engine tried (client); parent of the engine's span
         first byte                  from the request's departure to the reply's first body byte
 
-Contexts are handed on explicitly: a task may carry many requests, and a request changes tasks.
+Contexts are passed explicitly: a task may serve many requests, and a request may move between tasks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class RequestTrace:
-    """Each method may be called in any state and never raises. A request that is not sampled has the outer span's ids
-    alone, which go on to the engine as "not sampled"."""
+    """The spans of one request. On the event loop. Each method may be called in any state and never raises. A request
+    that is not sampled has only the outer span's ids, which the engine receives as "not sampled"."""
 
     __slots__ = ("_context", "_name", "_span", "_tracer", "headers", "sampled")
 
@@ -51,7 +51,7 @@ class RequestTrace:
         self.headers = _with_context(headers, self._span.get_span_context())
 
     def prepared(self, model: str, request_id: bytes, *, stream: bool) -> None:
-        """The request was read and understood."""
+        """The request has been parsed."""
         if self.sampled:
             self._span.set_attributes(
                 {
@@ -63,7 +63,7 @@ class RequestTrace:
             )
 
     def admitted(self, asked_ns: int) -> None:
-        """asked_ns: time_ns() when the request asked for room, or for the step that is over now."""
+        """asked_ns: time_ns() at which the request asked for admission."""
         if self.sampled:
             self._tracer.start_span("admission", self._context, start_time=asked_ns).end()
 
@@ -78,7 +78,7 @@ class RequestTrace:
         span.end()
 
     def attempt(self, model: str, engine: Engine, headers: Headers, *, again: bool) -> AttemptTrace | None:
-        """A request leaves for an engine. None when it is not sampled. headers: the caller's."""
+        """The request is sent to an engine. None when it is not sampled. headers: the caller's. again: a retry."""
         if not self.sampled:
             return None
         span = self._tracer.start_span(
@@ -97,10 +97,10 @@ class RequestTrace:
         return AttemptTrace(self._tracer, span, _with_context(headers, span.get_span_context()))
 
     def end(self, status: int, error: str | None, usage: Usage = NO_USAGE) -> None:
-        """status: as the client got it, 499 when it had left, 0 for none. error: code of the gateway's error."""
+        """status: as the client received it, 499 after a disconnect, 0 for none. error: code of the gateway's error."""
         if self.sampled:
-            told = zip((names.INPUT_TOKENS, names.CACHED_TOKENS, names.OUTPUT_TOKENS), _in_order(usage), strict=True)
-            known: Attributes = {name: tokens for name, tokens in told if tokens is not None}
+            counts = zip((names.INPUT_TOKENS, names.CACHED_TOKENS, names.OUTPUT_TOKENS), _in_order(usage), strict=True)
+            known: Attributes = {name: tokens for name, tokens in counts if tokens is not None}
             if status:
                 known[names.HTTP_STATUS] = status
             if error is not None or status >= 500:
@@ -111,7 +111,7 @@ class RequestTrace:
 
 
 class AttemptTrace:
-    """One engine's try. headers: for the engine, with this try's context in place of the caller's."""
+    """One attempt on one engine. headers: for the engine, with this attempt's context in place of the caller's."""
 
     __slots__ = ("_context", "_sent_ns", "_span", "_tracer", "headers")
 
@@ -128,7 +128,7 @@ class AttemptTrace:
         self._span.set_attribute(names.FIRST_CHUNK_SECONDS, (now - self._sent_ns) / 1e9)
 
     def end(self, status: int, error: str | None) -> None:
-        """status: of the engine's reply, 0 without one. error: why the try failed."""
+        """status: of the engine's reply, 0 without one. error: why the attempt failed."""
         if status:
             self._span.set_attribute(names.HTTP_STATUS, status)
         if error is not None:
@@ -146,7 +146,7 @@ def _carrier(headers: Headers) -> dict[str, str]:
 
 
 def _with_context(headers: Headers, context: SpanContext) -> Headers:
-    """The headers with this span as the parent of what comes next; the state of the caller's tracer goes on."""
+    """The headers with this span as the parent; the caller's tracestate is passed on."""
     flags = int(context.trace_flags)
     kept = [pair for pair in headers if pair[0] not in _TRACE_HEADERS]
     kept.append((b"traceparent", f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}".encode()))
