@@ -37,6 +37,8 @@ from typing import Any
 
 import gpu
 
+from spillway_connector.testing.models import TINY_LLAMA
+
 PARTS = Path("build/bench/multi_turn")
 OUTPUT = Path("build/bench/multi_turn.json")
 PHASES = ("none", "upstream", "spillway-batch", "spillway-loop")
@@ -59,14 +61,7 @@ class Shape:
 
 SMALL = Shape(block=32, shared=64, own=(96, 160), added=(16, 40), answer=4, turns=3, vocabulary=(3, 500))
 SMALL_MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
+    **TINY_LLAMA,
     "max_position_embeddings": 2048,
     "bos_token_id": 1,
     "eos_token_id": 2,

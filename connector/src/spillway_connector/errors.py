@@ -1,7 +1,7 @@
 """Every error the connector raises on purpose, and what its catcher does about it.
 
     SpillwayError
-    |-- ConfigError              a setting is wrong: the message says which one and what to write instead
+    |-- ConfigError              a setting is wrong: the message names it and the remedy
     |-- UnsupportedEngine        this vLLM is not one the connector can serve in
     |-- HostMemoryError          the CPU tier's memory cannot be had
     |-- PlanError                block ids and rows do not fit together     -> the copy is refused, recompute
@@ -25,21 +25,21 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 def without_frames(error: _Error) -> _Error:
-    """The same error, and what led to it, without tracebacks: for one that is kept after it was caught.
+    """The same error and its causes without tracebacks, for an error that is stored after it was caught.
 
-    A traceback holds the frames an error went through, and these what they worked on: buffers, the files of a pool that
-    has been replaced since. The frame that keeps the error is one of them, so all of it is a circle, which is let go of
-    when the interpreter next looks for old ones; an engine hardly ever does.
+    A traceback references the frames the error passed through, and these their locals: buffers, files of a pool that
+    has been replaced since. The frame that stores the error is one of them: a reference cycle, which only garbage
+    collection frees, and an engine rarely collects the oldest generation.
     """
-    led: list[BaseException | None] = [error]
+    chain: list[BaseException | None] = [error]
     seen: set[int] = set()
-    while led:
-        one = led.pop()
+    while chain:
+        one = chain.pop()
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
         one.__traceback__ = None
-        led += one.__cause__, one.__context__
+        chain += one.__cause__, one.__context__
     return error
 
 
@@ -56,7 +56,7 @@ class UnsupportedEngine(SpillwayError):
 
 
 class HostMemoryError(SpillwayError):
-    """The CPU tier's memory cannot be had; the message says how much is needed and how much there is."""
+    """The CPU tier's memory cannot be allocated; the message gives the bytes needed and available."""
 
 
 class PlanError(SpillwayError):
@@ -98,7 +98,7 @@ class RefusedReason(StrEnum):
     QUEUE_AGE = "queue_age"  # waited too long in this process
     BREAKER_OPEN = "breaker_open"
     CLOSED = "closed"
-    OTHER = "other"  # anything else the store said; or the tier's own code failed
+    OTHER = "other"  # any other answer of the store; or the tier's code failed
 
 
 class UnreachableReason(StrEnum):

@@ -1,4 +1,4 @@
-"""The defaults of a shared tier: written here, imported by whoever needs one. Imports nothing heavy."""
+"""The defaults of a shared tier's settings. Light to import: no torch, no vLLM, no client library."""
 
 from __future__ import annotations
 

@@ -47,11 +47,11 @@ class Namespace:
 
     @property
     def digest16(self) -> bytes:
-        """The 16 bytes that stand for this namespace in names and headers."""
+        """The 16-byte digest of the document, as in names and headers."""
         return blake3(self.document).digest(length=NAMESPACE_DIGEST_BYTES)
 
     def may_own(self, document: bytes) -> bool:
-        """Whether ``document`` is a whole one that may lie under this namespace's name; else it is damaged."""
+        """Whether ``document`` has this namespace's digest; a stored one that has not is damaged."""
         return blake3(document).digest(length=NAMESPACE_DIGEST_BYTES) == self.digest16
 
     @property
@@ -60,9 +60,9 @@ class Namespace:
 
 
 def explain_difference(ours: bytes, theirs: bytes) -> str:
-    """Say in one sentence how two namespace documents differ, field by field.
+    """One sentence that names the fields in which two namespace documents differ.
 
-    Either may be damaged (it comes from a disk or a server); then that is what the sentence says.
+    Either may be damaged (it was read from a disk or a server); then the sentence reports that.
     """
     try:
         our_facts = dict(_flatten("", json.loads(ours)))

@@ -34,7 +34,7 @@ from spillway_connector.engine.adapters import (
     AdapterRegistry,
     adapter_of,
     adapter_state,
-    tell_adapters_apart,
+    install_adapter_hooks,
 )
 from spillway_connector.engine.cpu_tier import LruCpuTier
 from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
@@ -72,7 +72,7 @@ class EngineProcess:
     """
 
     def __init__(self, scheduler: SpillwayConnectorScheduler) -> None:
-        tell_adapters_apart()
+        install_adapter_hooks()
         self.half = scheduler
         self.digests = StepExecutor()
         self.adapters = scheduler.adapters = AdapterRegistry(executor=self.digests)
@@ -417,7 +417,7 @@ def test_events_carry_the_hashes_that_the_device_s_events_carry(engine: EnginePr
 
 def test_vllm_still_finds_what_an_rpc_s_argument_is():
     """It converts what comes over the wire by the annotations of the method that it calls."""
-    tell_adapters_apart()
+    install_adapter_hooks()
     parameters = inspect.signature(EngineCore.add_lora).parameters
     assert list(parameters) == ["self", "lora_request"]
     assert parameters["lora_request"].annotation is LoRARequest

@@ -16,14 +16,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from spillway_connector.engine.group_hits import hold_hits_of_all_groups
+from spillway_connector.engine.group_hits import install_group_hit_hold
 
 BLOCK = 16
 COMMON = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
 
 def coordinator(num_blocks: int, window_blocks: int) -> KVCacheCoordinator:
-    hold_hits_of_all_groups()
+    install_group_hit_hold()
     specs = [FullAttentionSpec(**COMMON), SlidingWindowSpec(**COMMON, sliding_window=window_blocks * BLOCK)]
     config = KVCacheConfig(
         num_blocks=num_blocks,
@@ -72,7 +72,7 @@ def test_other_allocations_are_vllm_s():
 
 
 def test_twice_is_harmless():
-    hold_hits_of_all_groups()
+    install_group_hit_hold()
     before = KVCacheCoordinator.allocate_new_computed_blocks
-    hold_hits_of_all_groups()
+    install_group_hit_hold()
     assert KVCacheCoordinator.allocate_new_computed_blocks is before

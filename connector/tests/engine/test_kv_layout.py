@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spillway_connector.engine import kv_layout
-from spillway_connector.engine.kv_layout import _memory_format, layout_facts, leave_layout, take_layouts
+from spillway_connector.engine.kv_layout import _memory_format, layout_facts, read_layouts, write_layout
 from spillway_connector.errors import ConfigError
 
 BLOCKS = 20
@@ -87,25 +87,25 @@ def test_layers_that_are_alike_are_said_once():
 
 def test_every_rank_is_heard_in_order():
     rows = memoryview(bytearray(4096))
-    leave_layout(rows, 1024, 1024, {"rank": 1})
-    leave_layout(rows, 0, 1024, {"rank": 0})
-    assert take_layouts(rows, 1024, 2) == [{"rank": 0}, {"rank": 1}]
-    leave_layout(rows, 1024, 1024, {"rank": 0})
-    assert take_layouts(rows, 1024, 2) == [{"rank": 0}]
+    write_layout(rows, 1024, 1024, {"rank": 1})
+    write_layout(rows, 0, 1024, {"rank": 0})
+    assert read_layouts(rows, 1024, 2) == [{"rank": 0}, {"rank": 1}]
+    write_layout(rows, 1024, 1024, {"rank": 0})
+    assert read_layouts(rows, 1024, 2) == [{"rank": 0}]
 
 
 def test_a_small_cell_holds_a_digest():
     rows, long = memoryview(bytearray(256)), {"layers": ["x" * 100] * 9}
-    leave_layout(rows, 0, 128, long)
-    leave_layout(rows, 128, 128, long | {"chip": "other"})
-    (one, other) = take_layouts(rows, 128, 2)
+    write_layout(rows, 0, 128, long)
+    write_layout(rows, 128, 128, long | {"chip": "other"})
+    (one, other) = read_layouts(rows, 128, 2)
     assert one != other
 
 
 @pytest.mark.parametrize("damage", [b"", b"SPILLKVL" + b"\xff" * 40, b"\0" * 8])
 def test_a_rank_that_said_nothing_is_named(damage: bytes):
     rows = memoryview(bytearray(4096))
-    leave_layout(rows, 0, 1024, {"rank": 0})
+    write_layout(rows, 0, 1024, {"rank": 0})
     rows[1024 : 1024 + len(damage)] = damage
     with pytest.raises(ConfigError, match="rank 1 of 2"):
-        take_layouts(rows, 1024, 2)
+        read_layouts(rows, 1024, 2)

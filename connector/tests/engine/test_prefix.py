@@ -155,10 +155,11 @@ class Stack:
                     )
                 del jobs[: number + 1]
         elif action == "arrive":
-            told = {key for _, keys in self.tier.arrived for key in keys}
+            reported = {key for _, keys in self.tier.arrived for key in keys}
             for job in self.tier.loads[:1]:
-                fresh = [key for key in job.keys if key not in told][: number + 1]
-                self.tier.arrived.append((job.job_id, fresh))
+                fresh = [key for key in job.keys if key not in reported][: number + 1]
+                if fresh:
+                    self.tier.arrived.append((job.job_id, fresh))
         elif action == "evict":
             output = self.manager.prepare_store(FILLERS[: 2 * number], context)
             if output is not None and output.keys_to_store:

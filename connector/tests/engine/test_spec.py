@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.kv_layout import leave_layout
+from spillway_connector.engine.kv_layout import write_layout
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.testing.memory import mapped_bytes
@@ -50,7 +50,7 @@ def region():
 
 def make_spec(region: HostRegion, tiers: int) -> SimpleNamespace:
     if tiers:
-        leave_layout(region.create_kv_memoryview().cast("B"), 0, ROW_BYTES, LAYOUT)
+        write_layout(region.create_kv_memoryview().cast("B"), 0, ROW_BYTES, LAYOUT)
     return SimpleNamespace(
         _manager=None,
         _layouts=[],

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_worker import Worker
 
-from spillway_connector.engine.weights import HARMLESS, listen_for_weight_changes, may_change_weights
+from spillway_connector.engine.weights import HARMLESS, install_weight_change_hook, may_change_weights
 
 
 class Listener:
@@ -28,7 +28,7 @@ def order() -> list[str]:
 @pytest.fixture
 def core(order: list[str]) -> EngineCore:
     """vLLM's own class; what it would start (model, workers) is not there."""
-    listen_for_weight_changes()
+    install_weight_change_hook()
     core = EngineCore.__new__(EngineCore)
     core.scheduler = SimpleNamespace(connector=Listener(order))
     core.model_executor = SimpleNamespace(
@@ -67,7 +67,7 @@ def test_other_connectors_are_left_alone(core: EngineCore, order: list[str]):
 
 
 def test_listening_twice_tells_once(core: EngineCore, order: list[str]):
-    listen_for_weight_changes()
+    install_weight_change_hook()
     core.collective_rpc("update_weights")
     assert order == ["told of update_weights", "ran update_weights"]
     parameters = list(inspect.signature(EngineCore.collective_rpc).parameters)

@@ -17,7 +17,7 @@ from spillway_connector.testing.tier_contract import NAMESPACE, key_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.transfer import lookups
 from spillway_connector.transfer.breaker import Breaker
-from spillway_connector.transfer.lookups import Lookup, LookupDesk
+from spillway_connector.transfer.lookups import Lookup, TierLookups
 from spillway_connector.transfer.stats import LookupOutcome, TierCounters
 
 REAL_SECONDS = 30.0
@@ -55,7 +55,7 @@ class Desk:
         self.presence = PresenceIndex()
         self.answered = threading.Semaphore(0)
         breaker = Breaker(BreakerPolicy(), self.clock)
-        self.desk = LookupDesk(
+        self.desk = TierLookups(
             self.tier,
             self.presence,
             self.counters,
@@ -87,7 +87,7 @@ class Desk:
         self.desk.join(REAL_SECONDS)
 
 
-def unsent(desk: LookupDesk) -> list[bytes]:
+def unsent(desk: TierLookups) -> list[bytes]:
     return [key for page in desk._unsent for key in page.keys]
 
 
@@ -113,7 +113,7 @@ def test_a_batch_is_answered_as_its_keys_one_by_one(schedule, kind):
                 elif action == "wait":
                     desk.clock.advance(0.03125 * number)
                 elif action == "forget":
-                    desk.desk.forget(request)
+                    desk.desk.drop_request(request)
             assert batch.counters.lookups == single.counters.lookups
             assert batch.desk._asked.keys() == single.desk._asked.keys()
             assert unsent(batch.desk) == unsent(single.desk)
@@ -144,18 +144,18 @@ def test_an_answer_concerns_the_requests_that_wait_for_it_alone(desk: Desk):
 
 def test_an_answer_says_how_long_it_is_good(desk: Desk):
     desk.tier.held = set(KEYS[:2])
-    assert desk.desk.lookup_batch(KEYS, "r").good_until == desk.clock() + 0.25, "the request's patience"
+    assert desk.desk.lookup_batch(KEYS, "r").valid_until == desk.clock() + 0.25, "the request's patience"
     desk.answer()
-    found, good_until = desk.desk.lookup_batch(KEYS, "r")
+    found, valid_until = desk.desk.lookup_batch(KEYS, "r")
     assert found == [Lookup.HIT, Lookup.HIT, Lookup.MISS]
-    assert good_until == desk.clock() + 5.0, "the memory of what is absent"
+    assert valid_until == desk.clock() + 5.0, "the memory of what is absent"
 
 
 def test_too_many_open_questions_are_a_miss_for_now(desk: Desk, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lookups, "ASKED_KEYS_MAX", 3)
-    found, good_until = desk.desk.lookup_batch(KEYS, "r")
+    found, valid_until = desk.desk.lookup_batch(KEYS, "r")
     assert found == [Lookup.PENDING] * 3 + [Lookup.MISS]
-    assert good_until <= desk.clock(), "ask again at once"
+    assert valid_until <= desk.clock(), "ask again at once"
     assert desk.counters.lookups == {LookupOutcome.REFUSED: 1}
     desk.answer()
     assert desk.desk.lookup_batch(KEYS[5:], "r").found == [Lookup.PENDING] * 3

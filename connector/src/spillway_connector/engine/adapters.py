@@ -1,16 +1,16 @@
-"""Whose weights a request with a LoRA adapter is computed with, and what of them goes into its keys.
+"""The identity of a LoRA adapter's weights, as part of the keys of the requests computed with them.
 
-vLLM's block hash holds an adapter's name alone. Under one name two engines may have different weights, and one engine
-may have different weights one after the other. So a key of such a request also holds a digest of the adapter's files,
-and none of its KV is loaded or stored while that is not known.
+vLLM's block hash contains only an adapter's name. Under one name two engines may have different weights, and one engine
+may have different weights one after the other. So a key of such a request also contains a digest of the adapter's
+files, and none of its KV is loaded or stored until the digest is known.
 
-An :class:`AdapterInstance` is one set of weights under one id. It is established by looking at the files' sizes and
+An :class:`AdapterInstance` is one set of weights under one id. It is established from the files' sizes and
 times before and after a load: by the scheduler's process around the RPC that loads (`add_lora`), and by the workers
-around every load, of which some happen within a step (first use, or once more after an eviction). The digest is taken
-on a thread of its own and counts only if the files are still those that were loaded.
+around every load, of which some happen within a step (first use, or once more after an eviction). The digest is
+computed on another thread and is used only if the files are still those that were loaded.
 
-vLLM's own prefix cache on the device would serve what was computed with the weights before, since the hash is the same
-(0.23). Where a name has changed its weights the hash therefore gets a number besides, here.
+vLLM's prefix cache on the device would serve KV of the former weights, since the hash is the same (0.23). So the hash
+of a name whose weights were replaced gets a version number here.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class AdapterInstance:
     def __init__(self, name: str, lora_int_id: int, files: bytes | None, number: int, loaded: bool) -> None:
         self.name = name
         self.lora_int_id = lora_int_id
-        self.files = files  # their state when they were loaded; None: it cannot be said which were
-        self.number = number  # how often the name has changed its weights before
+        self.files = files  # their state when they were loaded; None: unknown
+        self.number = number  # how often the name's weights were replaced before
         self.loaded = loaded  # by the workers, for certain
         self.current = True  # nothing else has been loaded under this id since
         self.digest: bytes | None = None
 
     @property
     def key(self) -> bytes | None:
-        """What goes into keys; None: nothing may be loaded or stored now."""
+        """The part of a key; None: nothing may be loaded or stored now."""
         return self.digest if self.current and self.loaded else None
 
 
 def adapter_state(request: LoRARequest) -> bytes | None:
-    """16 bytes that change when the adapter's files do; None where they cannot be looked at."""
+    """16 bytes that change when the adapter's files do; None where they cannot be read."""
     folder = _local_folder(request)
     if folder is None:
         return None
@@ -107,7 +107,7 @@ class AdapterRegistry:
         self._reported: dict[int, bytes | None] = {}  # what the workers loaded last
 
     def of(self, request: LoRARequest) -> AdapterInstance:
-        """The instance that a request which comes now is computed with."""
+        """The instance with which a request that arrives now is computed."""
         known = self._current.get(request.lora_int_id)
         if known is not None and not request.load_inplace:
             return known
@@ -132,7 +132,7 @@ class AdapterRegistry:
                 known.loaded = True
             elif known is None or request.load_inplace:
                 self._begin(request, state, loaded=True)
-            else:  # the workers keep what they have unless it was evicted: they will say
+            else:  # the workers keep their weights unless these were evicted, which they report
                 self._begin(request, None, loaded=False)
 
     def loaded_by_workers(self, loads: Mapping[int, AbstractSet[bytes | None]]) -> None:
@@ -198,7 +198,7 @@ class AdapterRegistry:
 
 
 def adapter_of(request: Any) -> AdapterInstance | None:
-    """Of a vLLM request; None: it has no adapter, or was not made by an engine that :func:`tell_adapters_apart`."""
+    """Of a vLLM request; None: it has no adapter, or its engine has no :func:`install_adapter_hooks`."""
     instance = getattr(request, _TAG, None)
     return instance if isinstance(instance, AdapterInstance) else None
 
@@ -208,7 +208,7 @@ def adapter_of(request: Any) -> AdapterInstance | None:
 
 @runtime_checkable
 class AdapterListener(Protocol):
-    """A connector that wants to know."""
+    """A connector that is called around each load of an adapter."""
 
     adapters: AdapterRegistry
 
@@ -220,8 +220,8 @@ class AdapterListener(Protocol):
 _requests_of = threading.local()  # .adapters: of the engine that makes a request in this thread
 
 
-def tell_adapters_apart() -> None:
-    """From now on, each engine's connector of this process hears of adapters. Twice is harmless."""
+def install_adapter_hooks() -> None:
+    """Patch vLLM so that each engine's connector of this process is called for adapters. Idempotent."""
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.core import EngineCore
 
@@ -231,7 +231,7 @@ def tell_adapters_apart() -> None:
     extra_keys = kv_cache_utils._gen_lora_extra_hash_keys
 
     @functools.wraps(add_lora)
-    def hearing_add_lora(self: Any, lora_request: LoRARequest) -> bool:
+    def reporting_add_lora(self: Any, lora_request: LoRARequest) -> bool:
         connector = getattr(getattr(self, "scheduler", None), "connector", None)
         if not isinstance(connector, AdapterListener):
             return bool(add_lora(self, lora_request))
@@ -263,8 +263,8 @@ def tell_adapters_apart() -> None:
                 keys = [*keys, ("lora", f"weights {instance.number}")]
         return keys
 
-    setattr(hearing_add_lora, _MARK, True)
-    EngineCore.add_lora = hearing_add_lora  # type: ignore[method-assign]
+    setattr(reporting_add_lora, _MARK, True)
+    EngineCore.add_lora = reporting_add_lora  # type: ignore[method-assign]
     EngineCore.preprocess_add_request = tagging_preprocess  # type: ignore[method-assign]
     kv_cache_utils._gen_lora_extra_hash_keys = numbered_extra_keys
 

@@ -49,7 +49,7 @@ class _Part:
 
 
 def has_ascend_layout(kv_caches: Mapping[str, LayerCache]) -> bool:
-    """Only vLLM-Ascend hands over tuples; its purely Mamba models have lists, like everyone's."""
+    """Only vLLM-Ascend registers tuples; its purely Mamba models have lists, as in vLLM."""
     return any(isinstance(cache, tuple) or _views(cache)[0].device.type == "npu" for cache in kv_caches.values())
 
 

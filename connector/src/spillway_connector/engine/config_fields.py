@@ -1,7 +1,7 @@
 """Every field of vLLM's configuration classes: whether the bytes of a KV block may depend on it.
 
-`inside` goes into the namespace. `outside` says, by reason, what does not. A field in neither list is one that a later
-vLLM has added: it counts as inside, and a test fails until somebody has looked at it.
+`inside`: part of the namespace. `outside`: not, listed by reason. A field in neither list was added by a later vLLM: it
+counts as inside, and a test fails until it is classified.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ ROPE_TYPES_OF_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "de
 ARCHITECTURES_BY_LENGTH = frozenset({"Llama4ForCausalLM", "Llama4ForConditionalGeneration"})
 
 
-# Environment variables that vLLM knows and its compile_factors() does not ignore: those that choose arithmetic or
+# Environment variables that vLLM reads and its compile_factors() does not ignore: those that choose arithmetic or
 # layout. One that is set is in the namespace by name and value.
 ENVIRONMENT = _names(
     """

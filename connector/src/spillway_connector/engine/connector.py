@@ -19,21 +19,24 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from spillway_connector.engine.adapters import AdapterRegistry, tell_adapters_apart
-from spillway_connector.engine.failed_loads import start_again_where_windows_are
-from spillway_connector.engine.group_hits import hold_hits_of_all_groups
+from spillway_connector.engine.adapters import AdapterRegistry, install_adapter_hooks
+from spillway_connector.engine.failed_loads import install_full_recompute
+from spillway_connector.engine.group_hits import install_group_hit_hold
 from spillway_connector.engine.kv_layout import LayerCache, layout_facts
 from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.engine.stats import SpillwayPromMetrics, SpillwayStats
 from spillway_connector.engine.versions import require_supported_vllm
-from spillway_connector.engine.weights import listen_for_weight_changes
+from spillway_connector.engine.weights import install_weight_change_hook
 from spillway_connector.engine.worker import SpillwayConnectorWorker
 from spillway_connector.errors import ConfigError
 
 
 class SpillwayConnector(OffloadingConnector):
-    """vLLM's offloading connector with our two halves in it."""
+    """vLLM's offloading connector with Spillway's scheduler half (EngineCore process) or worker half (each rank).
+
+    Methods without a docstring keep the contract of KVConnectorBase_V1 and delegate to that half.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         join_engine_logging()
@@ -45,26 +48,26 @@ class SpillwayConnector(OffloadingConnector):
                 f"kv_load_failure_policy: {policy!r} fails a request when its cache cannot be loaded; "
                 "set it to 'recompute'"
             )
-        # Not upstream's constructor: it would build upstream's halves.
+        # Not upstream's constructor, which builds upstream's halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         spec = self._spec = OffloadingSpecFactory.create_spec(vllm_config, kv_cache_config)
         self.connector_scheduler = SpillwayConnectorScheduler(spec) if role == KVConnectorRole.SCHEDULER else None
         if self.connector_scheduler is not None:
             self.adapters: AdapterRegistry = self.connector_scheduler.adapters
-            tell_adapters_apart()
-            listen_for_weight_changes()
-            start_again_where_windows_are()
-            hold_hits_of_all_groups()
+            install_adapter_hooks()
+            install_weight_change_hook()
+            install_full_recompute()
+            install_group_hit_hold()
         self.connector_worker = SpillwayConnectorWorker(spec) if role == KVConnectorRole.WORKER else None
 
     def weights_changing(self, cause: str) -> None:
-        """See engine/weights.py; called in the scheduler's process, between steps."""
+        """See engine/weights.py. EngineCore process, scheduler thread, between steps."""
         assert isinstance(self.connector_scheduler, SpillwayConnectorScheduler)
         self.connector_scheduler.weights_changing(cause)
 
     @contextmanager
     def adapter_loading(self, request: LoRARequest) -> Iterator[None]:
-        """See engine/adapters.py; called in the scheduler's process, between steps."""
+        """See engine/adapters.py. EngineCore process, scheduler thread, between steps."""
         assert isinstance(self.connector_scheduler, SpillwayConnectorScheduler)
         with self.adapters.loading(request):
             yield
@@ -79,7 +82,7 @@ class SpillwayConnector(OffloadingConnector):
         super().register_cross_layers_kv_cache(kv_cache, attn_backend)
 
     def _note_layout(self, kv_caches: Mapping[str, LayerCache]) -> None:
-        """Before the caches are registered: from then on nobody looks at anything but bytes."""
+        """Called before the caches are registered, which turns them into plain bytes."""
         spec = self._spec
         if isinstance(spec, SpillwayOffloadingSpec):
             spec.registered_layout = layout_facts(kv_caches, spec.vllm_config, spec.kv_cache_config.num_blocks)
@@ -89,7 +92,7 @@ class SpillwayConnector(OffloadingConnector):
         self.connector_scheduler.device_blocks = gpu_block_pool
 
     def reset_cache(self) -> bool:
-        """False, and nothing has changed, where vLLM could not reset the device's prefix cache either."""
+        """False, and nothing is reset, where vLLM could not reset the device's prefix cache; upstream always resets."""
         assert isinstance(self.connector_scheduler, SpillwayConnectorScheduler)
         return self.connector_scheduler.reset_with_device()
 

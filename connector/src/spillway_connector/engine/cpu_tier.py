@@ -1,4 +1,4 @@
-"""The CPU tier's rows: which chunk lies where, which may leave, answered for whole prefixes at once.
+"""The CPU tier's rows: which chunk is in which row and which may be evicted, for whole prefixes at once.
 
 Upstream's manager keeps one ctypes object per row and walks them in Python, several times per request and step. Here a
 row is a number, a pin is an entry of a dict, and "which of these are ready" is one set operation. What it decides
@@ -59,20 +59,20 @@ class CpuTier(CPUPrimaryTierOffloadingManager):
         """Rows that are being written, each by one job, or read, and by how many."""
 
     @abstractmethod
-    def _forget(self) -> None:
+    def _drop_all(self) -> None:
         """All chunks, ready or not."""
 
     def reset_cache(self) -> None:
-        """Forget every chunk at once; rows that jobs still read or write are kept back until `release`."""
+        """Drop every chunk; rows that jobs still read or write are quarantined until `release`."""
         self.quarantine += self._rows_in_use()
-        self._forget()
+        self._drop_all()
         self.ready.clear()
         # Handed out from the end, so from row 0 on as in a new tier: rows side by side are copied in one run.
         self._free_list = [row for row in reversed(range(self._num_allocated_blocks)) if row not in self.quarantine]
         self.changed_chunks.add_all()
 
     def release(self, rows: Iterable[int]) -> None:
-        """A job that used these rows when a reset forgot their chunks has ended."""
+        """A job that used these rows at a reset has ended."""
         for row in rows:
             self.quarantine[row] -= 1
             assert self.quarantine[row] >= 0, f"row {row} was released more often than it was used"
@@ -88,7 +88,7 @@ def make_cpu_tier(num_rows: int, region: HostRegion, policy: str, enable_events:
 
 
 class LruCpuTier(CpuTier):
-    """The least recently used ready chunk that nobody reads leaves first."""
+    """Evicts the least recently used ready chunk that no job reads."""
 
     def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
         super().__init__(num_rows, region, policy="lru", enable_events=enable_events)
@@ -102,7 +102,7 @@ class LruCpuTier(CpuTier):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         ordered = keys if isinstance(keys, list | tuple) else list(keys)
-        # The head of a prefix becomes the youngest: a prefix without its head is worth nothing.
+        # The head of a prefix becomes the youngest: without its head a prefix is useless.
         deque(map(self._rows.move_to_end, filter(self._rows.__contains__, reversed(ordered))), maxlen=0)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -119,7 +119,7 @@ class LruCpuTier(CpuTier):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         readers = self._readers
         left = list(map(readers.pop, keys, repeat(0)))
-        assert 0 not in left, "a chunk was let go more often than it was pinned"
+        assert 0 not in left, "a chunk was unpinned more often than it was pinned"
         if max(left, default=1) > 1:
             readers.update((key, count - 1) for key, count in zip(keys, left, strict=True) if count > 1)
 
@@ -161,7 +161,7 @@ class LruCpuTier(CpuTier):
         in_use.update({self._rows[key]: count for key, count in self._readers.items()})
         return in_use
 
-    def _forget(self) -> None:
+    def _drop_all(self) -> None:
         self._rows.clear()
         self._readers.clear()
 
@@ -176,7 +176,7 @@ class LruCpuTier(CpuTier):
         return rows
 
     def _evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        """The `count` oldest chunks that may leave; None when there are fewer."""
+        """The `count` oldest chunks that may be evicted; None when there are fewer."""
         if count <= 0:
             return []
         if len(self.ready) - len(self._readers) < count:
@@ -233,7 +233,7 @@ class ArcCpuTier(CpuTier):
         blocks = [self._block_of(key) for key in self._resident]
         return Counter({block.block_id: abs(block.ref_cnt) for block in blocks if block.ref_cnt})
 
-    def _forget(self) -> None:
+    def _drop_all(self) -> None:
         self._policy.clear()
         self._resident.clear()
 

@@ -1,8 +1,8 @@
 """Recomputing a request whose load failed, where its KV is more than one list of blocks that attention reads whole.
 
 vLLM 0.23 cuts such a request back to the blocks before the first bad one. With several KV groups (sliding windows or
-Mamba states beside attention) it unpacks "exactly one" group, and the engine ends; with sliding windows alone it keeps
-blocks that were never loaded, because the window had left them behind. Here the request of such a model starts again
+Mamba states beside attention) it unpacks "exactly one" group, and the engine exits; with sliding windows alone it keeps
+blocks that were never loaded, because they are outside the window. Here the request of such a model is recomputed
 from its first token, as vLLM does in later versions: a window or a state amid a prompt cannot be computed on its own.
 """
 
@@ -16,11 +16,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-_MARK = "_spillway_starts_again"
+_MARK = "_spillway_full_recompute"
 
 
-def start_again_where_windows_are() -> None:
-    """For every scheduler of this process, from now on. Twice is harmless."""
+def install_full_recompute() -> None:
+    """Patch vLLM's schedulers of this process. Idempotent."""
     original = Scheduler._update_requests_with_invalid_blocks
     if hasattr(original, _MARK):
         return
@@ -37,16 +37,16 @@ def start_again_where_windows_are() -> None:
         if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
             return original(self, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks)
         if evict_blocks:
-            # Requests that run. Our loads are asynchronous: until one has ended its blocks are its request's alone,
-            # and that request waits.
+            # For running requests. Loads here are asynchronous: until one has ended, its blocks belong to one
+            # request, and that request waits.
             return set(), 0, set()
-        return start_again(self.kv_cache_manager, requests, invalid_block_ids)
+        return recompute_from_start(self.kv_cache_manager, requests, invalid_block_ids)
 
     setattr(update_requests, _MARK, True)
     Scheduler._update_requests_with_invalid_blocks = update_requests  # type: ignore[method-assign]
 
 
-def start_again(
+def recompute_from_start(
     kv_cache_manager: Any, requests: Iterable[Request], invalid_block_ids: set[int]
 ) -> tuple[set[str], int, set[int]]:
     """(ids of the requests that hold such a block, tokens they lose, blocks to evict: none).

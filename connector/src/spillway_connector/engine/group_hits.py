@@ -1,9 +1,9 @@
-"""Keeping what one KV group has on the device from being taken for what another group loads.
+"""Keeps device blocks that one KV group hits from being allocated for what another group loads.
 
-For a request that is partly on the device and partly loaded, vLLM 0.23 goes group by group: it takes hold of the
-group's blocks on the device, then takes free blocks for its load. Blocks that a later group has on the device are still
-free then, so they can be taken and overwritten; the engine ends in an assert, or one block serves two groups
-(vllm#43884, mended later by vllm#44409). Here all groups' blocks are held until every group has its own.
+For a request that is partly on the device and partly loaded, vLLM 0.23 goes group by group: it touches the
+group's cached blocks, then allocates free blocks for its load. Cached blocks of a later group are still in the free
+queue then, so they can be allocated and overwritten; the engine ends in an assert, or one block serves two groups
+(vllm#43884, fixed later by vllm#44409). Here the cached blocks of all groups are touched before any is allocated.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 _MARK = "_spillway_holds_hits"
 
 
-def hold_hits_of_all_groups() -> None:
-    """For every scheduler of this process, from now on. Twice is harmless."""
+def install_group_hit_hold() -> None:
+    """Patch vLLM's KV cache coordinators of this process. Idempotent."""
     original = KVCacheCoordinator.allocate_new_computed_blocks
     if hasattr(original, _MARK):
         return
@@ -39,7 +39,7 @@ def hold_hits_of_all_groups() -> None:
         total = num_local_computed_tokens + num_external_computed_tokens
         held: list[KVCacheBlock] = []
         for manager, blocks in zip(self.single_type_managers, new_computed_blocks, strict=True):
-            # Those that a window has left behind are not kept, and not in the sum that admitted the request.
+            # Blocks outside the window are not kept, and not in the count that admitted the request.
             held += blocks[manager.get_num_skipped_tokens(total) // manager.block_size :]
         self.block_pool.touch(held)
         try:

@@ -1,4 +1,4 @@
-"""vLLM's transfer jobs, planned and handed to a copier: one handler per direction."""
+"""Turns vLLM's transfer jobs into plans for a copier: one handler per direction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def copy_layout(kv_caches: CanonicalKVCaches, region: HostRegion, geometry: Chun
 
     A cell holds the canonical tensors one after another, each as `blocks_per_chunk` whole pages, the order in which
     vLLM registered them: the layout upstream's tiers use, so that files of both can be compared. Tensors of Ascend
-    layouts say themselves where they begin.
+    layouts carry their offsets.
     """
     if isinstance(kv_caches, AscendKVCaches):
         starts = kv_caches.row_offsets
@@ -53,7 +53,7 @@ def copy_layout(kv_caches: CanonicalKVCaches, region: HostRegion, geometry: Chun
 
 
 class CopyHandler(OffloadingHandler):
-    """Plans a job of one direction and reports what became of it. Runs on the model thread."""
+    """vLLM's OffloadingHandler for one direction: plans jobs and reports results. Each rank's process, model thread."""
 
     def __init__(self, direction: Direction, layout: CopyLayout, copier: Copier) -> None:
         self._direction = direction

@@ -1,8 +1,8 @@
 """Memory layout of a rank's KV caches, as its worker registered them, sent to the scheduler's process.
 
-Backend, shape, strides, format and scales are known only where the attention layers are, and the namespace is made
-where the scheduler is. Both map the CPU tier's rows, and when the scheduler's connector is built, all workers have
-registered their caches and no row is in use: each rank leaves its description in its cell of row 0.
+Backend, shape, strides, format and scales are known only in the workers, which have the attention layers; the namespace
+is made in the scheduler's process. Both map the CPU tier's rows, and when the scheduler's connector is built, all
+workers have registered their caches and no row is in use: each rank writes its description into its cell of row 0.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _tensor_facts(tensor: torch.Tensor, num_blocks: int) -> dict[str, Any]:
 
 
 def _memory_format(tensor: torch.Tensor) -> int | None:
-    """On an NPU: ND, FRACTAL_NZ or another, by its number (ACL_FORMAT_*). Strides say nothing of it."""
+    """On an NPU: ND, FRACTAL_NZ or another, by its number (ACL_FORMAT_*). Strides do not show it."""
     if tensor.device.type != "npu":
         return None
     return int(importlib.import_module("torch_npu").get_npu_format(tensor))
@@ -88,7 +88,7 @@ def _block_dimension(tensor: torch.Tensor, num_blocks: int) -> int:
     return sizes.index(max(sizes))  # vLLM-Ascend may have more blocks than vLLM manages
 
 
-def leave_layout(rows: memoryview, cell_offset: int, cell_bytes: int, facts: Mapping[str, Any]) -> None:
+def write_layout(rows: memoryview, cell_offset: int, cell_bytes: int, facts: Mapping[str, Any]) -> None:
     """rows: flat writable bytes of the CPU tier. A cell that is too small for all of it gets its digest."""
     document = json.dumps(facts, sort_keys=True).encode()
     if _HEAD.size + len(document) > cell_bytes:
@@ -98,10 +98,10 @@ def leave_layout(rows: memoryview, cell_offset: int, cell_bytes: int, facts: Map
     rows[cell_offset : cell_offset + _HEAD.size + len(document)] = head + document
 
 
-def take_layouts(rows: memoryview, cell_bytes: int, num_ranks: int) -> list[dict[str, Any]]:
-    """What each rank left, in the order of ranks; once where all say the same.
+def read_layouts(rows: memoryview, cell_bytes: int, num_ranks: int) -> list[dict[str, Any]]:
+    """Each rank's description, in the order of ranks; one where all are equal.
 
-    Raises ConfigError where a rank has said nothing.
+    Raises ConfigError where a rank's is missing.
     """
     found: list[dict[str, Any]] = []
     for rank in range(num_ranks):
@@ -110,8 +110,8 @@ def take_layouts(rows: memoryview, cell_bytes: int, num_ranks: int) -> list[dict
         document = cell[_HEAD.size : _HEAD.size + length]
         if mark != _MARK or blake3(document).digest(16) != digest:
             raise ConfigError(
-                f"rank {rank} of {num_ranks} has not said how its KV caches lie in memory, so nobody can tell whose "
-                "blocks fit it; a replica must run on one machine, or turn its shared tiers off"
+                f"rank {rank} of {num_ranks} has not reported the memory layout of its KV caches, so it is unknown "
+                "which blocks fit it; a replica must run on one machine, or turn its shared tiers off"
             )
         found.append(json.loads(document))
     return found[:1] if all(one == found[0] for one in found) else found

@@ -1,6 +1,6 @@
 """What changes the bytes or the meaning of a stored chunk, collected from vLLM's configuration.
 
-All of the configuration counts but for the fields that config_fields.py leaves out, each for a reason; so do the
+All of the configuration counts except the fields that config_fields.py excludes, each for a reason; so do the
 model's own configuration as vLLM resolved it, the weights, the versions, the chip and the layout of the KV caches.
 """
 
@@ -38,10 +38,10 @@ from spillway_connector.identity.content_digests import digests_of
 from spillway_connector.identity.model import cache_folders_of, folder_identity, sampled_identity
 from spillway_connector.plan.geometry import ChunkGeometry
 
-NAMESPACE_VERSION = 2  # of what the document says
+NAMESPACE_VERSION = 2  # of the document's fields
 LAYOUT_VERSION = 1  # of how a row is filled (engine/handlers.py: copy_layout)
 _REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
-# Credentials change no byte, and the document is readable to whoever can read the store.
+# Credentials change no byte, and every reader of the store can read the document.
 _SECRET = re.compile(r"secret|password|credential|(api|access)_?key|(api|auth|access|hf)_?token", re.IGNORECASE)
 # Of a plugin's variables: where a process is and what it writes down.
 _OF_A_PLACE = re.compile(r"_(PORT|IP|HOST|PATH|DIR|RANK|LOG[A-Z]*)(_|$)")
@@ -64,7 +64,7 @@ def require_shareable_hashes(vllm_config: VllmConfig) -> None:
 
 
 def require_shareable_scales(vllm_config: VllmConfig) -> None:
-    """Raises ConfigError where the scales of a quantised cache come from whatever request an engine computes first."""
+    """Raises ConfigError where the scales of a quantised cache come from the first request that an engine computes."""
     cache = vllm_config.cache_config
     if cache.calculate_kv_scales and cache.cache_dtype not in ("auto", "bfloat16", "float16", "half"):
         raise ConfigError(
@@ -291,7 +291,7 @@ def _is_the_whole(model: Any) -> bool:
 
 
 def _physical_layout(vllm_config: VllmConfig) -> str:
-    """How the platform's attention kernels arrange a block's bytes, in a word for people; `layout` says all of it."""
+    """How the platform's attention kernels arrange a block's bytes, as one word; `layout` describes it fully."""
     if not current_platform.is_cpu():
         return f"{current_platform.device_name}:{os.environ.get('VLLM_KV_CACHE_LAYOUT', 'default')}"
     # The CPU kernels pack keys differently for each instruction set, so the same file serves only like machines.

@@ -32,7 +32,7 @@ from spillway_connector.device.npu.transport import NpuTransport, torch_npu_devi
 from spillway_connector.device.stream_copier import CopyLimits
 from spillway_connector.engine.cpu_tier import make_cpu_tier
 from spillway_connector.engine.handlers import CopyHandler, copy_layout
-from spillway_connector.engine.kv_layout import leave_layout, take_layouts
+from spillway_connector.engine.kv_layout import read_layouts, write_layout
 from spillway_connector.engine.namespace_fields import (
     namespace_facts,
     require_shareable_hashes,
@@ -55,8 +55,8 @@ for _tier_type in TIER_TYPES:
 class SpillwayOffloadingSpec(OffloadingSpec):
     """Device -> CPU tier -> shared tiers.
 
-    The attributes named as in vLLM's tiering spec (`num_blocks`, `kv_bytes_per_offloaded_block`, ...) are what its
-    own tier classes read, so those run beside ours.
+    The attributes named as in vLLM's tiering spec (`num_blocks`, `kv_bytes_per_offloaded_block`, ...) are read by
+    its tier classes, so that these work beside Spillway's.
     """
 
     BLOCK_SIZE_ALIGNMENT = ROW_ALIGNMENT_BYTES
@@ -88,7 +88,7 @@ class SpillwayOffloadingSpec(OffloadingSpec):
 
     @cached_property
     def namespace(self) -> Namespace:
-        """Of the chunks this engine shares. Raises ConfigError when sharing them could not be safe or useful."""
+        """Of the chunks this engine shares. Raises ConfigError where sharing them would be unsafe or useless."""
         require_shareable_hashes(self.vllm_config)
         require_shareable_scales(self.vllm_config)
         facts = namespace_facts(
@@ -102,18 +102,18 @@ class SpillwayOffloadingSpec(OffloadingSpec):
         return Namespace.of(facts)
 
     def get_manager(self) -> SpillwayTieringManager:
-        """In the scheduler's process, after every worker has mapped the region."""
+        """vLLM's contract. EngineCore process, after every worker has mapped the region; the same object each time."""
         if self._manager is None:
             region = self._open_region()
-            # vLLM builds the scheduler's connector after all workers registered their caches: everyone has mapped
-            # the file, so its name can go and a killed engine leaves nothing in shared memory.
+            # vLLM builds the scheduler's connector after all workers registered their caches: all have mapped
+            # the file, so its name is removed and a killed engine leaves nothing in shared memory.
             region.unlink_name()
             events = self.vllm_config.kv_events_config
             enable_events = events is not None and events.enable_kv_cache_events
             primary = make_cpu_tier(self.num_blocks, region, self.eviction_policy, enable_events)
             view = primary.get_kv_memoryview()
             if self.secondary_tier_configs:
-                self._layouts = take_layouts(view.cast("B"), self.geometry.rank_cell_bytes, self.geometry.num_ranks)
+                self._layouts = read_layouts(view.cast("B"), self.geometry.rank_cell_bytes, self.geometry.num_ranks)
             tiers = [self._create_tier(config, view) for config in self.secondary_tier_configs]
             if tiers:
                 # Their threads fill rows in this process: 94 MB of rows never touched took 35 ms longer than others.
@@ -142,7 +142,10 @@ class SpillwayOffloadingSpec(OffloadingSpec):
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        """In each worker's process."""
+        """vLLM's contract: (source, destination, handler) per direction. Each rank's process, once the caches exist.
+
+        Raises ConfigError where the platform's transport cannot be opened.
+        """
         if not self._handlers:
             region = self._open_region()
             region.populate(0, region.size_bytes)
@@ -150,7 +153,7 @@ class SpillwayOffloadingSpec(OffloadingSpec):
             if self.registered_layout is not None and self.secondary_tier_configs:
                 cell_bytes = self.geometry.rank_cell_bytes
                 rows = region.create_kv_memoryview().cast("B")
-                leave_layout(rows, rank * cell_bytes, cell_bytes, self.registered_layout)
+                write_layout(rows, rank * cell_bytes, cell_bytes, self.registered_layout)
                 rows.release()
             layout = copy_layout(kv_caches, region, self.geometry, rank)
             copier = self._open_transport(region)
@@ -161,7 +164,7 @@ class SpillwayOffloadingSpec(OffloadingSpec):
         yield from self._handlers
 
     def _open_transport(self, region: HostRegion) -> Callable[[Direction], Copier]:
-        """What makes this platform's copiers. Raises ConfigError when there is none, or batch_memcpy forbids it."""
+        """A factory of this platform's copiers. Raises ConfigError when there is none, or batch_memcpy forbids it."""
         platform = "cpu" if current_platform.is_cpu() else current_platform.device_type
         transport = platform if self.config.transport == "auto" else self.config.transport
         if transport == "npu":

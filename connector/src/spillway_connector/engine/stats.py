@@ -13,7 +13,7 @@ from spillway_connector import metrics
 from spillway_connector.metrics import Kind, Metric
 
 # One sample is keyed "metric|label value|label value": stats cross processes as plain msgpack.
-_OURS = "spillway"
+_SPILLWAY_KEY = "spillway"
 _SEPARATOR = "|"
 
 
@@ -23,7 +23,7 @@ def sample_key(metric: Metric, *label_values: str) -> str:
 
 
 class SpillwayStats(OffloadingConnectorStats):
-    """vLLM's own offload records plus, under one key, our samples of one engine step."""
+    """vLLM's offload records plus, under one key, Spillway's samples of one engine step."""
 
     data: dict[str, Any]
 
@@ -39,24 +39,24 @@ class SpillwayStats(OffloadingConnectorStats):
         samples[key] = samples.get(key, 0) + amount if metric.kind is Kind.COUNTER else amount
 
     def samples(self) -> dict[str, float]:
-        """By :func:`sample_key`: how much more of a counter, or what a gauge is."""
-        samples: dict[str, float] = self.data.setdefault(_OURS, {})
+        """By :func:`sample_key`: a counter delta, or the value of a gauge."""
+        samples: dict[str, float] = self.data.setdefault(_SPILLWAY_KEY, {})
         return samples
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        theirs = dict(other.data)
-        samples = theirs.pop(_OURS, {})
-        super().aggregate(OffloadingConnectorStats(data=theirs) if theirs else OffloadingConnectorStats())
+        upstream = dict(other.data)
+        samples = upstream.pop(_SPILLWAY_KEY, {})
+        super().aggregate(OffloadingConnectorStats(data=upstream) if upstream else OffloadingConnectorStats())
         for key, amount in samples.items():
             name, *label_values = key.split(_SEPARATOR)
             self.add(metrics.BY_NAME[name], amount, *label_values)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One log line a period: vLLM's totals and every counter of ours that moved."""
-        theirs = {key: value for key, value in self.data.items() if key != _OURS}
-        reduced = OffloadingConnectorStats(data=theirs).reduce() if theirs else {}
-        for key, amount in self.data.get(_OURS, {}).items():
+        """vLLM's totals and Spillway's counters that changed, for its periodic log line."""
+        upstream = {key: value for key, value in self.data.items() if key != _SPILLWAY_KEY}
+        reduced = OffloadingConnectorStats(data=upstream).reduce() if upstream else {}
+        for key, amount in self.data.get(_SPILLWAY_KEY, {}).items():
             if amount:
                 reduced[key.removeprefix("spillway_")] = round(amount, 4)
         return reduced
@@ -82,9 +82,9 @@ class SpillwayPromMetrics(OffloadPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        theirs = {key: value for key, value in transfer_stats_data.items() if key != _OURS}
-        super().observe(theirs, engine_idx)
-        for key, amount in transfer_stats_data.get(_OURS, {}).items():
+        upstream = {key: value for key, value in transfer_stats_data.items() if key != _SPILLWAY_KEY}
+        super().observe(upstream, engine_idx)
+        for key, amount in transfer_stats_data.get(_SPILLWAY_KEY, {}).items():
             name, *label_values = key.split(_SEPARATOR)
             series = self._families[name].labels(*self.per_engine_labelvalues[engine_idx], *label_values)
             if metrics.BY_NAME[name].kind is Kind.COUNTER:

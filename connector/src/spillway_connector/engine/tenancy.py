@@ -1,4 +1,4 @@
-"""Whose request it is, from vLLM's cache salt to the eight bytes a shared tier accounts by.
+"""The tenant of a request: from vLLM's cache salt to the eight bytes of a shared tier's accounting.
 
 The salt itself may be a secret of the tenant: it is hashed here, at the edge, and neither kept nor logged.
 """
@@ -15,7 +15,7 @@ from spillway_connector.tiers.tier import NO_TENANT, TENANT_BYTES
 
 @dataclass
 class TenantContext(ReqContext):
-    """What vLLM's offloading knows of a request, and its tenant."""
+    """vLLM's offloading context of a request, with its tenant."""
 
     tenant: bytes = NO_TENANT
 

@@ -1,4 +1,4 @@
-"""vLLM's secondary-tier interface on one side, our SharedTier on the other; nothing is decided here."""
+"""Adapts SharedTier to vLLM's secondary-tier interface; no policy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PrefixTier(SecondaryTierManager):
 
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
-        """What lookup() would say of each of `keys` (at least one), up to and including the first MISS."""
+        """What lookup() would return for each of `keys` (at least one), up to and including the first MISS."""
 
 
 class SharedTierAdapter(PrefixTier):
@@ -147,10 +147,10 @@ class SharedTierAdapter(PrefixTier):
 
 
 def open_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, payload_bytes: int) -> Tier:
-    """The backend of one configured tier. A store that is away now is not an error: its breaker waits for it."""
+    """The backend of one configured tier. A store that cannot be reached now is not an error: its breaker probes it."""
     if config.encryption is None:
         return _open_plain_tier(config, namespace, payload_bytes)
-    # Imported here alone: it needs the package `cryptography`, which an engine without encryption may lack.
+    # Imported only here: it needs the package `cryptography`, which an engine without encryption may lack.
     from spillway_connector.tiers.sealed import SEAL_BYTES, SealedTier, SealKey, sealed_namespace
 
     wanted = config.encryption
@@ -199,7 +199,7 @@ def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namesp
 
 
 def _layout_of(config: NvmeTierConfig) -> Mode:
-    """Which of the two, said in the log: an operator who looks at the disk finds what it says."""
+    """Which of the two layouts; logged, so that an operator can compare it with the disk."""
     mode: Mode
     folder = Path(config.path)
     if config.mode == "auto":

@@ -1,4 +1,4 @@
-"""From the counters of one shared tier to samples of one engine step: only what has moved, each count told once.
+"""From the counters of one shared tier to samples of one engine step: only what has changed, as counter deltas.
 
 Most steps in which anything moves, move the same few series, so those are compared one by one; for everything else a
 whole picture is drawn, when a rare count has moved and otherwise once a second.
@@ -48,40 +48,40 @@ _GAUGES = (
 
 
 class TierReport:
-    """What has been told of one tier. For the scheduler thread."""
+    """The last reported values of one tier. For the scheduler thread."""
 
     def __init__(self, tier_type: str, shared: SharedTier, clock: Clock = time.monotonic) -> None:
         self._tier_type = tier_type
         self._shared = shared
         self._clock = clock
-        self._told: dict[str, dict[Any, int]] = {name: {} for _, name in (*_FREQUENT_COUNTS, *_RARE_COUNTS)}
+        self._reported: dict[str, dict[Any, int]] = {name: {} for _, name in (*_FREQUENT_COUNTS, *_RARE_COUNTS)}
         self._keys: dict[tuple[str, Any], str] = {}  # of samples
         self._totals = [(name, sample_key(metric, tier_type)) for metric, name in _FREQUENT_TOTALS]
-        self._told_totals: dict[str, float] = {}
+        self._reported_totals: dict[str, float] = {}
         self._picture: TierStats | None = None
         self._rare_seen = 0
         self._drawn_at = float("-inf")
 
     def has_updates(self) -> bool:
-        """Whether :meth:`add_to` would look."""
+        """Whether :meth:`add_to` has something to report, or its idle interval is over."""
         return self._shared.counters.moved or self._clock() - self._drawn_at >= IDLE_SECONDS
 
     def add_to(self, stats: SpillwayStats) -> None:
-        """What the tier did since the last call: every series the first time, then those that moved."""
+        """Add what changed since the last call; the first time, every series."""
         if not self.has_updates():
             return
         self._shared.counters.moved = False
         counters = self._shared.counters
         for metric, name in _FREQUENT_COUNTS:
             counts = getattr(counters, name)
-            if counts != self._told[name]:
-                self._tell(stats, metric, name, counts)
-        told_totals = self._told_totals
+            if counts != self._reported[name]:
+                self._add_deltas(stats, metric, name, counts)
+        reported_totals = self._reported_totals
         for name, key in self._totals:
-            total, told = getattr(counters, name), told_totals.get(name)
-            if total != told:
-                told_totals[name] = total
-                stats.samples()[key] = total - (told or 0)
+            total, reported = getattr(counters, name), reported_totals.get(name)
+            if total != reported:
+                reported_totals[name] = total
+                stats.samples()[key] = total - (reported or 0)
         rare = sum(counters.failures.values()) + sum(counters.expiries.values()) + counters.weights_changes
         rare += sum(counters.shed.values()) + sum(self._shared.evictions().values())
         now = self._clock()
@@ -93,7 +93,7 @@ class TierReport:
         now, before = self._shared.snapshot(), self._picture
         self._picture = now
         for metric, name in _RARE_COUNTS:
-            self._tell(stats, metric, name, getattr(now, name))
+            self._add_deltas(stats, metric, name, getattr(now, name))
         for metric, name in _GAUGES:
             value = float(getattr(now, name))
             if before is None or value != getattr(before, name):
@@ -103,15 +103,15 @@ class TierReport:
                 is_open = float(state is not BreakerState.CLOSED)
                 stats.add(metrics.TIER_BREAKER_OPEN, is_open, self._tier_type, operation.value)
 
-    def _tell(self, stats: SpillwayStats, metric: metrics.Metric, name: str, counts: Mapping[Any, int]) -> None:
-        told, samples = self._told[name], stats.samples()
+    def _add_deltas(self, stats: SpillwayStats, metric: metrics.Metric, name: str, counts: Mapping[Any, int]) -> None:
+        reported, samples = self._reported[name], stats.samples()
         for key, count in counts.items():
-            if count != told.get(key):
+            if count != reported.get(key):
                 sample = self._keys.get((name, key))
                 if sample is None:
                     sample = self._keys[name, key] = sample_key(metric, self._tier_type, *_labels(key))
-                samples[sample] = count - told.get(key, 0)
-                told[key] = count
+                samples[sample] = count - reported.get(key, 0)
+                reported[key] = count
 
 
 def _labels(key: Enum | str | tuple[Enum | str, ...]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""The one room that knows which vLLM it is in.
+"""Checks that this vLLM is one the connector supports; the only module that depends on its version.
 
 Spillway plugs into vLLM 0.23's offloading interfaces. What it relies on is probed by feature, never by comparing
-version strings, so that a patch release keeps working and a redesigned one is refused with a sentence.
+version strings, so that a patch release keeps working and a redesigned one is refused with a message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REQUIRED = (
     ("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler", ("OffloadingConnectorScheduler",)),
     ("vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker", ("OffloadingConnectorWorker",)),
 )
-# Methods we override: their upstream twins must still take these parameters, or an override would change duty.
+# Overridden methods: upstream must still declare these parameters, or an override would have another contract.
 _SIGNATURES = (
     (
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker",

@@ -1,11 +1,11 @@
-"""Noticing that the model's weights are about to change in place.
+"""Detects that the model's weights are about to change in place.
 
 A namespace names the weights that the engine was started with. vLLM 0.23 can change them afterwards: `reload_weights`,
 `start_weight_update` / `update_weights` (trainers), or any function that a caller sends to the workers. All of these
-reach the engine as `EngineCore.collective_rpc`, on the scheduler's thread and between two steps, so that is where to
-listen: what is known not to touch weights passes, everything else is taken for a change before it runs.
+reach the engine as `EngineCore.collective_rpc`, on the scheduler's thread and between two steps, so that method is
+patched: RPCs known not to touch weights pass, any other is treated as a change before it runs.
 
-Not seen: code that changes parameters from inside a worker process without an RPC.
+Not detected: code that changes parameters from inside a worker process without an RPC.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-# RPCs of vLLM itself that leave the weights alone. LoRA adapters are part of a block's key (engine/adapters.py).
+# RPCs of vLLM itself that do not change the weights. LoRA adapters are part of a block's key (engine/adapters.py).
 HARMLESS = frozenset(
     {
         "add_lora",
@@ -38,12 +38,12 @@ HARMLESS = frozenset(
 )
 
 
-_MARK = "_spillway_listens"
+_MARK = "_spillway_weight_hook"
 
 
 @runtime_checkable
 class WeightsListener(Protocol):
-    """A connector that wants to know."""
+    """A connector that is called before a change of weights."""
 
     def weights_changing(self, cause: str) -> None:
         """Called before the change, on the scheduler's thread, between steps. `cause`: the RPC's name."""
@@ -55,8 +55,8 @@ def may_change_weights(method: str | Callable[..., Any]) -> bool:
     return not isinstance(method, str) or method not in HARMLESS
 
 
-def listen_for_weight_changes() -> None:
-    """From now on, tell each engine's connector of this process. Twice is harmless."""
+def install_weight_change_hook() -> None:
+    """Patch vLLM so that each engine's connector of this process is called. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
     original = EngineCore.collective_rpc

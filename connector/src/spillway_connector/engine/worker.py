@@ -1,4 +1,4 @@
-"""The worker half: submits copies once, and turns every failure into a recompute instead of an assert."""
+"""The worker half: submits each copy once, and turns every failure into a recompute instead of an assert."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
-    """What the ranks tell the scheduler: which jobs ended, and which of those must not be trusted."""
+    """The ranks' report to the scheduler: jobs that ended, and those of them that failed."""
 
     failed_jobs: set[int] = field(default_factory=set)
     # LoRA adapters that were loaded within the step, by id: the state of their files, several where ranks disagree.
@@ -50,7 +50,7 @@ class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
 
 @dataclass(slots=True)
 class _LoadInPieces:
-    """What of a load that began early is under way here."""
+    """The pieces of one early load on this rank."""
 
     request_id: str
     moving: set[int] = field(default_factory=set)  # pieces
@@ -59,9 +59,9 @@ class _LoadInPieces:
 
 
 class SpillwayConnectorWorker(OffloadingConnectorWorker):
-    """Runs in each rank's process, on the model-runner thread.
+    """Overrides upstream's worker half. Each rank's process, model-runner thread.
 
-    Upstream asserts that every submit and every copy succeeds, and an assert here ends the engine. A failed load is
+    Upstream asserts that every submit and every copy succeeds, and a failed assert ends the engine. A failed load is
     reported as received with its device blocks marked invalid: the scheduler then recomputes them
     (`kv_load_failure_policy: recompute`). A failed store is reported as failed, so its row never becomes a hit.
     """
@@ -72,20 +72,25 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
         self._connector_worker_meta = SpillwayWorkerMetadata()
         vllm_config = getattr(spec, "vllm_config", None)
         self._adapter_loads = AdapterLoads(getattr(vllm_config, "lora_config", None))
-        # The device blocks of each load outlive the step that submitted it: its completion may come later.
+        # By load job: its device blocks, kept until its completion, which may be some steps later.
         self._load_blocks: dict[int, list[int]] = {}
         self._invalid_blocks: set[int] = set()
-        self._refused_loads: list[int] = []  # ended before they began; reported by the next get_finished
+        self._refused_loads: list[int] = []  # never submitted; reported by the next get_finished
         self._loads_in_pieces: dict[int, _LoadInPieces] = {}
         self._pieces: dict[int, LoadPiece] = {}  # being copied
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
+        """Upstream's contract, and the layouts of vLLM-Ascend, which upstream refuses.
+
+        Raises ConfigError naming the layer whose layout cannot be copied block by block.
+        """
         if has_ascend_layout(kv_caches):
             self._register_handlers(canonical_kv_caches(kv_caches, self.spec.kv_cache_config))
         else:
             super().register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        """Upstream's contract: blocks until the jobs to flush no longer touch device blocks; here pieces as well."""
         self._submit_waiting_stores()
         if kv_connector_metadata.jobs_to_flush:
             jobs = set(kv_connector_metadata.jobs_to_flush)
@@ -94,6 +99,7 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
             self.worker.wait(jobs)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Upstream's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
         # Taken out of the metadata: it may be seen again in this step, and a job must be launched exactly once.
         load_jobs, metadata.load_jobs = metadata.load_jobs, {}
         self._submit_waiting_stores()
@@ -149,6 +155,7 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
         return received
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Upstream's contract: queue the step's stores."""
         store_jobs, metadata.store_jobs = metadata.store_jobs, {}
         for job_id, job in store_jobs.items():
             # Submitted at the start of the next step, behind the copies that sampling needs.
@@ -161,11 +168,14 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
                 self._report(job_id, failed=Direction.STORE)
 
     def _submit(self, job_id: int, transfer_spec: TransferSpec) -> bool:
-        """Upstream's worker logs an exception of the handler and answers False."""
+        """False where the handler raised: upstream's worker logs the exception."""
         return bool(self.worker.transfer_async(job_id, transfer_spec))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """(requests done sending: never any, requests whose load ended, well or badly)."""
+        """Upstream's contract: (requests done sending: never any, requests whose load has ended).
+
+        Upstream asserts that copies succeed; here failed loads count as ended, with their blocks marked invalid.
+        """
         received: set[str] = set()
         refused, self._refused_loads = self._refused_loads, []
         for job_id in refused:
@@ -190,7 +200,7 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
         return set(), received | self._end_loads_in_pieces()
 
     def _report(self, job_id: int, failed: Direction | None) -> None:
-        """Exactly once per job: to the scheduler process by the metadata, and forget the job here."""
+        """Report a job in the metadata for the scheduler, exactly once, and drop it here."""
         meta = self._connector_worker_meta
         assert isinstance(meta, SpillwayWorkerMetadata)
         meta.mark_completed(job_id)
@@ -211,6 +221,7 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
         return invalid
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """Upstream's contract: the report of this step, or None; here with failed jobs and loaded adapters."""
         adapters = self._adapter_loads.take()
         if not self._connector_worker_meta.completed_jobs and not adapters:
             return None
@@ -225,7 +236,7 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
         return self.kv_connector_stats
 
     def get_kv_connector_stats(self) -> SpillwayStats:
-        """Always an object, also when nothing was copied: without one, vLLM drops the scheduler's stats too."""
+        """Upstream returns None where nothing was copied; vLLM then drops the scheduler's statistics, so here never."""
         stats, self.kv_connector_stats = self._stats, SpillwayStats()
         transport: NpuTransport | CudaTransport | None = getattr(self.spec, "device_transport", None)
         if transport is not None:

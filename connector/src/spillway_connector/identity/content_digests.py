@@ -1,7 +1,7 @@
-"""Digests of whole files, computed by several threads and remembered beside the files.
+"""Digests of whole files, computed by several threads and cached beside the files.
 
-A digest is remembered together with the file's size, inode and times of change. It counts while these are what they
-were; copies of a file on other machines have other times and the same digest.
+A cached digest is stored with the file's size, inode and times of change, and is valid while these are unchanged;
+copies of a file on other machines have other times and the same digest.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ PIECE_BYTES = 64 << 20  # what one thread takes at a time; part of the digest's 
 _READ_BYTES = 4 << 20
 _CACHE_VERSION = 1
 _THREADS_MAX = 8
-# A file changed this short before it was read could change once more without its times telling.
+# A file changed this shortly before it was read could change once more within the resolution of its times.
 _TIMES_SETTLE_NS = 2_000_000_000
-_SLOW_BYTES = 1 << 30  # from here on the log says what the start waits for
+_SLOW_BYTES = 1 << 30  # from here on the log names what the start waits for
 _HUB_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What changes on one machine whenever a file's bytes do."""
+    """The attributes that change on one machine whenever a file's bytes do."""
 
     size: int
     mtime_ns: int
@@ -54,18 +54,18 @@ def digests_of(
     """`blake3:<64 hex>` or `sha256:<64 hex>` of each file's bytes.
 
     A file of a hub's cache is a link to a blob that is named by its SHA-256, which is taken as it is. Others are read
-    once; `cache_folders`: where digests are remembered, the first that can be written to. Raises OSError.
+    once; `cache_folders`: where digests are cached, the first that can be written to. Raises OSError.
     """
     found = {path: named for path in paths if (named := _named_by_the_hub(path)) is not None}
     rest = [path for path in paths if path not in found]
     if not rest:
         return found
     with _locked_cache(cache_folders) as cache:
-        remembered = cache.read()
+        cached = cache.read()
         states = {path: FileState.of(path) for path in rest}
         wanted = []
         for path in rest:
-            entry = remembered.get(path.name)
+            entry = cached.get(path.name)
             if entry is not None and entry[0] == states[path]:
                 found[path] = entry[1]
             else:
@@ -129,7 +129,7 @@ def _named_by_the_hub(path: Path) -> str | None:
 
 
 class _Cache:
-    """What is remembered in one folder; None: nowhere."""
+    """The cache file of one folder; without a folder nothing is cached."""
 
     def __init__(self, folder: Path | None) -> None:
         self._path = None if folder is None else folder / CACHE_NAME
@@ -166,7 +166,7 @@ class _Cache:
 
 @contextlib.contextmanager
 def _locked_cache(folders: Sequence[Path]) -> Iterator[_Cache]:
-    """The engines of one machine start together: one of them reads the files, the others wait for what it remembers."""
+    """The cache, locked: of engines that start together one digests the files, the others wait for its cache."""
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Whose KV is it: an identity of a model's weights that changes whenever any byte of them does.
+"""The identity of a model's weights: it changes whenever any byte of them does.
 
 Every byte of the files that a model is loaded from counts (content_digests.py reads each file once). Where an operator
-names the version of the weights, that name and a sample of every tensor stand for the bytes, and nothing else is read.
+names the version of the weights, that name and a sample of every tensor replace the digest of all bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def adapter_digest(folder: Path) -> bytes:
 
 
 def cache_folders_of(folder: Path) -> tuple[Path, ...]:
-    """Where digests of a folder's files are remembered: beside them or, where that is read-only, in our cache."""
+    """Where digests of a folder's files are cached: beside them or, where that is read-only, in the user's cache."""
     beside = folder if folder.is_dir() else folder.parent
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(caches):  # a user without a home

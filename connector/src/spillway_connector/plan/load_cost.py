@@ -1,7 +1,8 @@
 """Whether loading a chunk beats computing it again, from rates measured while serving.
 
 A tier that is slower than the device's own prefill makes every hit a loss (vllm#44294: -40.7 % throughput; on one
-H200 upstream's file tier took 4.2 s for what the GPU recomputes in 2.0 s). Time is an argument, nothing here waits.
+H200 upstream's file tier took 4.2 s for what the GPU recomputes in 2.0 s: docs/benchmarks.md). Pure: time is an
+argument.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ _PREFILL_TOKENS_MIN = 128  # a step with fewer mostly decodes: no measure of the
 
 @dataclass(frozen=True, slots=True)
 class LoadPolicy:
-    """How the two rates are compared."""
+    """How the two rates are compared; the values are engineering choices, not measurements."""
 
-    margin: float = 0.9  # load while it takes at most this share of the recomputation: a tie is not worth the disk
-    half_life_seconds: float = 10.0  # of a measurement: links and machines change their mind
-    probe_seconds: float = 30.0  # a tier judged too slow gets one request's loads this often, or it would stay judged
+    margin: float = 0.9  # load while it takes at most this share of the recomputation's time
+    half_life_seconds: float = 10.0  # of a measurement: the rates of links and machines vary
+    probe_seconds: float = 30.0  # a tier judged too slow gets one request's loads this often, to be measured again
 
 
 class RateMeter:
-    """Amount per second as a time-weighted mean; old measurements fade with the policy's half-life.
+    """Amount per second, exponentially weighted: `sum(w * amount) / sum(w * seconds)`, `w = 0.5 ** (age / half_life)`.
 
     pinned: a rate to answer instead of the measured one.
     """
@@ -37,13 +38,13 @@ class RateMeter:
         self.updated_at: float | None = None  # the end of the last measurement
 
     def add(self, amount: float, seconds: float, now: float) -> None:
-        """`amount` took `seconds`, ending `now`. Spans that took no time say nothing about a rate."""
+        """`amount` took `seconds`, ending `now`. Spans without duration or amount are ignored: they give no rate."""
         if seconds <= 0.0 or amount <= 0.0:
             return
         if self.updated_at is not None:
-            fade = 0.5 ** (max(0.0, now - self.updated_at) / self._half_life_seconds)
-            self._amount *= fade
-            self._seconds *= fade
+            decay = 0.5 ** (max(0.0, now - self.updated_at) / self._half_life_seconds)
+            self._amount *= decay
+            self._seconds *= decay
         self._amount += amount
         self._seconds += seconds
         self.updated_at = now
@@ -53,7 +54,7 @@ class RateMeter:
         """None before the first measurement, unless pinned."""
         if self._pinned is not None:
             return self._pinned
-        # Both sums fade alike, so a long silence leaves their ratio; below this they are rounding errors.
+        # Both sums decay alike, so their ratio survives a long pause; below this they are rounding errors.
         return self._amount / self._seconds if self._seconds > 1e-12 else None
 
 
@@ -91,8 +92,11 @@ def loading_pays(
     load_bytes_per_second: float | None,
     margin: float,
 ) -> bool:
-    """Compare size / bandwidth with tokens / prefill rate. An unknown rate gets the benefit of the doubt: trying is
-    how it becomes known, and the request's deadline bounds the price."""
+    """Whether `size_bytes / load rate <= margin * tokens / prefill rate`.
+
+    The break-even of fetching a cached prefix against recomputing it, without the queueing of either. An unknown rate
+    (None) counts as fast: loading is how it gets measured, and the request's deadline bounds the cost.
+    """
     if prefill_tokens_per_second is None or load_bytes_per_second is None:
         return True
     return size_bytes / load_bytes_per_second <= margin * tokens / prefill_tokens_per_second

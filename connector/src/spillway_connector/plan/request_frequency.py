@@ -1,10 +1,10 @@
-"""How often keys have been asked for lately, in half a megabyte: what a tier under pressure should keep.
+"""How often chunks were requested lately, in half a megabyte: the admission filter of a tier under pressure.
 
-A count-min sketch with conservative update: four rows of counters that saturate at 15. A key's estimate is the least of
-its four counters, so keys that share some of them can only make it too high. After ``adds_max`` additions every counter
-is halved: what was asked for once is then forgotten, which also bounds how full the rows get. At the moment of ageing a
-key that was never added is taken for one that was with a chance below 0.1 % (4 counters, each in use with a chance of
-at most 1 - exp(-1/4)), and seen twice far more rarely.
+A count-min sketch (Cormode and Muthukrishnan, 2005) with conservative update (Estan and Varghese, 2002): four rows of
+counters that saturate at 15. A key's estimate is the least of its four counters, so collisions can only make it too
+high. After ``adds_max`` additions every counter is halved, as in TinyLFU (Einziger, Friedman and Manes, 2017): a key
+requested once drops to 0, and the load of the rows stays bounded. At that moment a key that was never added has a
+nonzero estimate with probability below 0.3 % (4 counters, each in use with probability at most 1 - exp(-1/4)).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROWS = 4
 COUNTERS_PER_ROW = 1 << 17  # one byte each
 ADDS_MAX = COUNTERS_PER_ROW // 4
 COUNT_MAX = 15
-NOTED_MAX = 4096  # keys that were asked for and not counted yet; the oldest requests' are let go
+NOTED_MAX = 4096  # requested keys not counted yet; those of the oldest requests are dropped
 _HASH_BYTES = 32  # of a key that is used: a block hash is uniform as it is
 
 
@@ -48,7 +48,7 @@ class FrequencySketch:
             self._count(keys, 1)
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """As :meth:`add`, at the next estimate: what is never asked costs nothing.
+        """As :meth:`add`, but counted at the next estimate: without one it costs nothing.
 
         At most ``NOTED_MAX`` keys are kept for it, or the last request's.
         """
@@ -78,7 +78,7 @@ class FrequencySketch:
             self._adds //= 2
 
     def estimate(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
-        """(len(keys),) counts of 0 to 15: at least how often each was added since it was last halved away."""
+        """(len(keys),) counts of 0 to 15: how often each was added, halved with age; never too low."""
         if self._noted:
             self._count_noted()
         if not keys:

@@ -1,8 +1,8 @@
 """Random damage to stored frames, and what a load makes of it: the bytes that were stored, a miss, or never an answer.
 
-A *shelf* is a tier with a few blocks on it whose frames can be read and overwritten behind its back. A *vandal* is one
-kind of damage: given the frames of a shelf it returns what lies there afterwards. Each trial damages a shelf, loads
-what was damaged, and mends it. All lots come from one seeded generator.
+A *shelf* is a tier with a few blocks on it whose frames can be read and overwritten without the tier. A *vandal* is one
+kind of damage: given the frames of a shelf it returns the damaged ones. Each trial damages a shelf, loads the damaged
+blocks and repairs them. All random choices are drawn from one seeded generator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from spillway_connector.tiers.redis.stripes import StripePlan
 from spillway_connector.tiers.tier import Tier
 
 WRONG = "WRONG BYTES"
-SERVED = "served whole"  # the damage hit padding that nobody reads, or left the bytes as they were
+SERVED = "served whole"  # the damage hit padding that is never read, or left the bytes as they were
 MISSED = "miss"
 BLOCKS = 6  # on each shelf
 PAYLOAD_BYTES = 3000  # not a whole page, so that frames on disk have a padded tail
@@ -259,7 +259,7 @@ class SlabShelf(_TierShelf):
             os.close(descriptor)
 
     def mend(self) -> None:
-        """After a cut the frames behind it are gone as well."""
+        """After a cut the frames behind it are lost as well."""
         for frame in range(BLOCKS):
             self.put(frame, self.frames[frame])
 
@@ -348,7 +348,7 @@ def shelves(folder: Path) -> Iterator[list[Shelf]]:
 
 
 def outcome_of(shelf: Shelf, block: int) -> str:
-    """What a load of one block comes to."""
+    """The outcome of loading one block."""
     try:
         return SERVED if shelf.load(block) == shelf.payloads[block] else WRONG
     except TierCorrupt as corrupt:
@@ -403,14 +403,14 @@ def mislead_once(shelf: SlabShelf, lots: random.Random, outcomes: Outcomes) -> N
         shelf.index.put("bucket_slot", entry, slot + 1)
 
 
-def run(on: list[Shelf], count: int, seed: int, told: Callable[[int], object] = lambda done: None) -> Outcomes:
-    """``count`` trials, dealt out over shelves and kinds. ``told`` hears now and then how many are done."""
+def run(on: list[Shelf], count: int, seed: int, report: Callable[[int], object] = lambda done: None) -> Outcomes:
+    """``count`` trials, dealt out over shelves and kinds. ``report`` is called now and then with the number done."""
     lots = random.Random(seed)  # noqa: S311 - reproducible, not secret
     outcomes: Outcomes = Counter()
     kinds = list(VANDALS)
     for done in range(count):
         if done % 1000 == 0:
-            told(done)
+            report(done)
         shelf = on[done % len(on)]
         if isinstance(shelf, SlabShelf) and lots.random() < 1 / len(kinds):
             mislead_once(shelf, lots, outcomes)

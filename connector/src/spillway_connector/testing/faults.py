@@ -99,7 +99,7 @@ class SlowTier(TierWrapper):
 
 
 class HangingTier(TierWrapper):
-    """Every chosen operation hangs, deadline or not, like a dead mount, until :meth:`release`.
+    """Every chosen operation hangs, deadline or not, like a hung mount, until :meth:`release`.
 
     The operation then goes on as if nothing had been: the late completion that must do no harm.
     """

@@ -1,4 +1,4 @@
-"""What the kernel knows of this process's memory."""
+"""This process's memory as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def mapped_bytes(address: int) -> int:
-    """Of the mapping that starts at ``address``, what this process can touch without a page fault.
+    """Resident bytes (RSS) of the mapping that starts at ``address``.
 
     Raises ValueError when no mapping starts there.
     """

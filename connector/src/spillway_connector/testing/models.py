@@ -1,4 +1,4 @@
-"""A model folder that vLLM makes a configuration from; there is nothing to compute with in it."""
+"""A model folder from which vLLM makes a configuration; its weights are one dummy tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler half as vLLM builds it, from as little of vLLM's configuration as it reads."""
+"""The scheduler half on the part of vLLM's configuration that it reads."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A circuit breaker: stops asking a store that does not answer, and finds out when it answers again.
+"""A circuit breaker (Nygard, "Release It!"): stops calls to a store that fails, and probes until it answers again.
 
 CLOSED lets everything pass. After ``failures_to_open`` failures in a row it is OPEN and lets nothing pass for a while
 that doubles with every failed probe. Then it is HALF_OPEN: one operation passes as a probe; its success closes the
-breaker, its failure opens it again, its silence hands the probe to another. No I/O, no thread: time is an argument.
+breaker, its failure opens it again, without a report another operation becomes the probe. Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class BreakerState(Enum):
 
 
 def rest_seconds(policy: BreakerPolicy, failed_probes: int) -> float:
-    """How long to leave the store alone after so many failed probes in a row."""
-    # The exponent is capped so that a store that is away for weeks does not overflow a float.
+    """How long the breaker stays open after so many failed probes in a row: exponential backoff."""
+    # The exponent is capped so that weeks of failed probes do not overflow a float.
     return min(policy.longest_rest_seconds, policy.first_rest_seconds * 2.0 ** min(failed_probes, 60))
 
 
@@ -86,7 +86,7 @@ class Breaker:
                 self._failed_probes += 1
                 self._probe_until = None
                 self.open_until = now + rest_seconds(self._policy, self._failed_probes)
-            # OPEN: an operation begun earlier ends late; it says nothing new.
+            # OPEN: an operation begun earlier has ended late; the state stays.
 
     def _state(self, now: float) -> BreakerState:
         if self.open_until is None:

@@ -1,15 +1,15 @@
-"""A transfer job and its items, shared by the scheduler thread and the workers: who may touch a row, and until when.
+"""A transfer job and its items, shared by the scheduler thread and the workers: which may touch a row, and until when.
 
-The one promise: once a job has been given up, no worker reads or writes its rows. A worker asks :meth:`begin_copy`
-first and says :meth:`end_copy` after; giving up succeeds at once unless a copy (memory to memory, at most a few
+The invariant: once a job has been given up, no worker reads or writes its rows. A worker calls `begin_copy` before and
+`end_copy` after; giving up succeeds at once unless a copy (memory to memory, at most a few
 milliseconds) is under way, and then it succeeds at the next attempt. I/O never happens between the two calls.
 
     load:   QUEUED -> (tier to bounce buffer, verified) -> COPYING -> COPIED -> SETTLED
     store:  QUEUED -> COPYING -> COPIED -> (bounce buffer to tier) -> SETTLED
-    both:   QUEUED or COPIED -> DEAD when the job is given up
+    both:   QUEUED or COPIED -> VOID when the job is given up
 
-A job is two lists and a byte per item, and workers settle items in it, so that submitting one and hearing of its end
-cost the scheduler the same whatever its size.
+A job is two lists and a byte per item, and workers settle items in it, so that submitting a job and taking in its end
+cost the scheduler the same for any size.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from spillway_connector.errors import TierError
 from spillway_connector.tiers.tier import NO_TENANT
 from spillway_connector.transfer.stats import Operation
 
-ARRIVALS_REPORTED_FROM = 0.25  # of a job that has ended: nobody begins with less
-ARRIVALS_REPORTED_PARTS = 8  # of a job, at most so many are told one by one
+ARRIVALS_REPORTED_FROM = 0.25  # of a job: no early load starts with less
+ARRIVALS_REPORTED_PARTS = 8  # at most so many reports for one job before its end
 
 
 class ItemState(IntEnum):
@@ -32,11 +32,11 @@ class ItemState(IntEnum):
     COPYING = 1
     COPIED = 2  # the row is no longer needed, the outcome not known yet
     SETTLED = 3
-    DEAD = 4
+    VOID = 4
 
 
 class Settled(Enum):
-    """What settling an item says of its job. LATE: the item had been given up."""
+    """The state of the job after an item was settled. LATE: the item had been given up."""
 
     MORE = "more"
     LAST = "last"
@@ -45,13 +45,13 @@ class Settled(Enum):
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """What became of one job. ``done``: keys stored or loaded; ``failed``: the others, each with its error."""
+    """The result of one job. ``done``: keys stored or loaded; ``failed``: the others, each with its error."""
 
     job_id: int
     operation: Operation
     done: tuple[bytes, ...]
     failed: dict[bytes, TierError]
-    seconds: float = 0.0  # from the submission to the last key that was moved, whenever that is told; 0: none was
+    seconds: float = 0.0  # from the submission to the last key that was moved; 0: none was
 
     @property
     def success(self) -> bool:
@@ -60,7 +60,7 @@ class JobOutcome:
 
 @dataclass(slots=True, eq=False)
 class TransferItem:
-    """One key and its row, in a worker's hands."""
+    """One key and its row, taken by a worker."""
 
     job: TransferJob
     index: int
@@ -74,7 +74,7 @@ class TransferItem:
         return self.job.rows[self.index]
 
     def begin_copy(self) -> bool:
-        """Worker: may the row be touched now? If so, end_copy must follow, soon."""
+        """Worker: whether the row may be touched now; then end_copy must follow within milliseconds."""
         with self.job.lock:
             if self.job.states[self.index] != ItemState.QUEUED:
                 return False
@@ -87,14 +87,14 @@ class TransferItem:
             self.job.states[self.index] = ItemState.COPIED
 
     @property
-    def dead(self) -> bool:
-        return self.job.states[self.index] == ItemState.DEAD
+    def void(self) -> bool:
+        return self.job.states[self.index] == ItemState.VOID
 
     def settle(self, error: TierError | None, begun_at: float, ended_at: float, *, pending: bool = False) -> Settled:
-        """Worker: what became of the item between two points of the clock. Once, and last."""
+        """Worker: record the item's result and its time span. Called once per item, last."""
         job = self.job
         with job.lock:
-            if job.states[self.index] == ItemState.DEAD:
+            if job.states[self.index] == ItemState.VOID:
                 return Settled.LATE
             job.busy_seconds += ended_at - begun_at
             if pending:
@@ -140,7 +140,7 @@ class TransferJob:
         self.open_items = self.open_items_reported = len(keys)
 
     def take(self, now: float) -> TransferItem | None:
-        """Movers: the next item that still stands; None when there is none left."""
+        """Movers: the next item that has not been given up; None when there is none left."""
         while self.taken < len(self.keys):
             index = self.taken
             self.taken += 1
@@ -151,7 +151,7 @@ class TransferJob:
 
     def moved(self) -> list[bytes]:
         """Scheduler: the keys that were stored or loaded, once ``open_items`` is 0."""
-        if not self.errors and not self.pending and ItemState.DEAD not in self.states:
+        if not self.errors and not self.pending and ItemState.VOID not in self.states:
             return self.keys
         return [
             key
@@ -162,8 +162,8 @@ class TransferJob:
     def take_arrived(self) -> list[bytes]:
         """Scheduler: the keys that were moved since the last call, in order. Never blocks.
 
-        First when a quarter of the job has ended, then by eighths: each telling costs a step. What the last call before
-        the job's end has not told, :meth:`moved` will.
+        First when a quarter of the job has ended, then by eighths: each report costs scheduler time. Keys not returned
+        by the last call before the job's end are in :meth:`moved`.
         """
         items, ended = len(self.keys), self.open_items_reported - self.open_items
         settled = items - self.open_items
@@ -190,13 +190,13 @@ class TransferJob:
         reported once ``open_items`` is 0.
         """
         if not self.lock.acquire(blocking=False):
-            return {}  # a worker is between two states; the next poll will do
+            return {}  # a worker is between two states; the next poll retries
         voided: dict[bytes, TierError] = {}
         try:
             for index, state in enumerate(self.states):
-                # A loaded item is COPIED and about to be settled: it is good, let it arrive.
+                # A loaded item is COPIED and about to be settled: its bytes are good, so it stays.
                 if state == ItemState.QUEUED or (state == ItemState.COPIED and self.operation is Operation.STORE):
-                    self.states[index] = ItemState.DEAD
+                    self.states[index] = ItemState.VOID
                     voided[self.keys[index]] = error_of(index)
             self.open_items -= len(voided)
         finally:

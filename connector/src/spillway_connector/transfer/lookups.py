@@ -1,11 +1,11 @@
-"""Asking a tier which keys it holds without waiting for it: one batch per scheduler step, answered by a thread.
+"""Lookups of keys in a tier without waiting for it: one batch per scheduler step, answered by a thread.
 
-All methods but the thread's body run in the scheduler thread, so the state needs no lock; answers come back through a
+All methods but the thread's body run in the scheduler thread, so the state needs no lock; answers return through a
 deque, whose append and popleft are atomic.
 
 A batch is divided into pages. Each open key leads to its page and each page to the requests that wait for any of its
-keys, so that an answer costs a few dictionary operations per key, however many requests wait. An answer may be about
-65,536 keys: a step takes in some pages and leaves the others to the next steps.
+keys, so that an answer costs a few dictionary operations per key, however many requests wait. An answer may concern
+65,536 keys: a step takes in some pages, the next steps the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ContainsNow = Callable[[Sequence[bytes]], "list[bool] | None"]
 
 
 class Lookup(Enum):
-    """HIT: believed to be there. MISS: recompute. PENDING: ask again in the next step."""
+    """HIT: the tier holds it by its last valid answer. MISS: recompute. PENDING: ask again in the next step."""
 
     HIT = "hit"
     MISS = "miss"
@@ -54,10 +54,10 @@ _FIRST_ASKED, _ASKED_GROWTH = 1, 256
 
 
 class Answers(NamedTuple):
-    """About a batch of keys, in order, up to and including the first MISS: who needs a prefix asks no further."""
+    """For a batch of keys, in order, up to and including the first MISS, where a prefix ends."""
 
     found: list[Lookup]
-    good_until: float  # PENDING and MISS may change by the passing of time alone from here on
+    valid_until: float  # from then on PENDING and MISS may change by the passing of time alone
 
 
 @dataclass(slots=True, eq=False)
@@ -66,12 +66,12 @@ class _Page:
 
     keys: list[bytes] = field(default_factory=list)
     waits: set[_Wait] = field(default_factory=set)
-    answered: bool = False  # the answer has come, and is to be taken in
+    answered: bool = False  # the answer waits to be taken in
 
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """How long one request may still wait for answers, over its whole life."""
+    """How long one request may still wait for answers, over all its lookups."""
 
     request_id: str
     left_seconds: float
@@ -79,7 +79,7 @@ class _Wait:
     pages: set[_Page] = field(default_factory=set)
 
     def expires_at(self, now: float) -> float:
-        """Never while an answer is to be taken in: that delay is ours, not the tier's."""
+        """Never while an answer waits to be taken in: that delay is this process's, not the tier's."""
         if not self.pages:
             return now + self.left_seconds
         return math.inf if any(page.answered for page in self.pages) else self.since + self.left_seconds
@@ -107,15 +107,15 @@ class _Batch:
 
 
 class _Answer(NamedTuple):
-    """What is to be taken in about one page. found: None where nobody answered."""
+    """An answer about one page, to be taken in. found: None where the tier gave none."""
 
     page: _Page
     found: list[bool] | None
     at: float
 
 
-class LookupDesk:
-    """Questions about keys of one tier. ``timeout_seconds`` bounds a batch and the total wait of one request.
+class TierLookups:
+    """Lookups in one tier. ``timeout_seconds`` bounds a batch and the total wait of one request.
 
     ``answered_requests`` receives the requests with a PENDING key that has been answered or given up.
     """
@@ -168,7 +168,7 @@ class LookupDesk:
 
     @property
     def open(self) -> bool:
-        """Whether anything is asked at all: not while what it would lead to rests."""
+        """Whether lookups are sent at all: not while their breaker or that of loads is open."""
         return self._lookup_breaker.would_allow() and self._load_breaker.would_allow()
 
     def lookup(self, key: bytes, request_id: str) -> Lookup:
@@ -183,7 +183,7 @@ class LookupDesk:
             self.collect()
         now = self._clock()
         absent_until = self._absent_until(keys[0], now)
-        if absent_until is not None:  # of a prompt that nobody has seen, the first says all
+        if absent_until is not None:  # a prompt never seen before: its first chunk decides
             self._counters.count_lookup(LookupOutcome.MISS)
             return Answers([Lookup.MISS], absent_until)
         expiries = self._known(keys, now)
@@ -198,11 +198,11 @@ class LookupDesk:
         pending = 0
         unasked: list[bytes] = []
         ended_by: LookupOutcome | None = None
-        good_until = math.inf
+        valid_until = math.inf
         for key, expiry in zip(keys, expiries, strict=True):
             if expiry is not None and now < abs(expiry):
                 if expiry < 0:
-                    ended_by, good_until = LookupOutcome.MISS, -expiry
+                    ended_by, valid_until = LookupOutcome.MISS, -expiry
                     break
                 found.append(Lookup.HIT)
                 continue
@@ -216,22 +216,22 @@ class LookupDesk:
             elif len(self._asked) + len(unasked) < ASKED_KEYS_MAX:
                 unasked.append(key)
             else:
-                ended_by, good_until = LookupOutcome.REFUSED, now  # there may be room at any time
+                ended_by, valid_until = LookupOutcome.REFUSED, now  # there may be room at any time
                 break
             pending += 1
             found.append(Lookup.PENDING)
         if wait is not None and pending:
             self._ask(unasked, wait, now)
-            good_until = min(good_until, wait.expires_at(now))
+            valid_until = min(valid_until, wait.expires_at(now))
         if len(found) > pending:
             self._counters.lookups[LookupOutcome.HIT] += len(found) - pending
         if ended_by is not None:
             self._counters.count_lookup(ended_by)
             found.append(Lookup.MISS)
-        return Answers(found, good_until)
+        return Answers(found, valid_until)
 
     def _ask_all(self, keys: Sequence[bytes], wait: _Wait, now: float) -> Answers:
-        """Nothing is known of any of them: the usual new prompt, without a loop."""
+        """No key has an answer: the usual new prompt, without a loop."""
         if wait.expired(now):
             return self._miss(LookupOutcome.EXPIRED)
         asked = self._asked
@@ -267,8 +267,7 @@ class LookupDesk:
         return None if known is not False else self._presence.absent_until(key)
 
     def _known(self, keys: Sequence[bytes], now: float) -> list[float | None]:
-        """Per key what presence.get_many says, after asking a tier that can answer at once; of keys behind an absent
-        one perhaps nothing."""
+        """presence.get_many, after asking a tier that answers at once; keys behind an absent one may lack answers."""
         expiries = self._presence.get_many(keys)
         if self._contains_now is None:
             return expiries
@@ -276,7 +275,7 @@ class LookupDesk:
         return self._presence.get_many(keys) if self._ask_now(unknown, now) else expiries
 
     def _ask_now(self, keys: Sequence[bytes], now: float) -> bool:
-        """Have the tier answer as far as the first absent key, and remember that. False: it has not."""
+        """Have the tier answer up to the first absent key, and store the answers. False: it gave none."""
         assert self._contains_now is not None
         begin, end = 0, _FIRST_ASKED
         while begin < len(keys):
@@ -316,7 +315,7 @@ class LookupDesk:
         self._questions.put(batch)
 
     def collect(self) -> None:
-        """Take in the answers that have come, as far as this step may, and give up batches beyond their deadline."""
+        """Take in answers, as many as one step may, and give up batches beyond their deadline."""
         while self._answers:
             batch, answer = self._answers.popleft()
             if batch not in self._batches:
@@ -347,7 +346,7 @@ class LookupDesk:
         while self._to_take_in and self._keys_left > 0:
             self._take_in(self._to_take_in.popleft())
 
-    def forget(self, request_id: str) -> None:
+    def drop_request(self, request_id: str) -> None:
         self._waits.pop(request_id, None)
 
     def stop(self) -> None:
@@ -400,13 +399,13 @@ class LookupDesk:
                 self._read_size(self._timeout_seconds)
 
     def _read_size(self, timeout_seconds: float) -> None:
-        """Ask the tier how much it holds, which also finds out whether it can be used at all, from the start on."""
+        """Ask the tier how much it holds, which also checks that it can be used, from the start on."""
         try:
             deadline = self._clock() + timeout_seconds
             self._tier.prepare(deadline)
             self.resident_bytes = self._tier.resident_bytes(deadline)
             ready, problem = True, ""
-        except TierError as error:  # a gauge: the last known value stands, and the breaker learns from real work
+        except TierError as error:  # a gauge: the last value stays, and only real work counts for the breaker
             ready, problem = False, str(error)
         except Exception as error:  # a defect of a tier must not cost the thread
             ready, problem = False, str(unexpected(error))
@@ -417,7 +416,7 @@ class LookupDesk:
         self.ready, self._problem = ready, problem
 
     def _answer_to(self, batch: _Batch) -> list[list[bool]] | TierError:
-        # Put together and taken apart here: of 65,536 keys that alone takes a millisecond.
+        # Joined and split in this thread: for 65,536 keys that alone takes a millisecond.
         keys = [key for page in batch.pages for key in page.keys]
         try:
             found = iter(self._tier.contains(keys, batch.deadline))
@@ -444,7 +443,7 @@ def _unknown(keys: Sequence[bytes], expiries: list[float | None], now: float) ->
 
 
 def unexpected(error: Exception) -> TierError:
-    """A tier broke its contract: counted as a refusal, so that the breaker learns; the cause is kept."""
+    """For a tier that broke its contract: a refusal, which counts for the breaker, with the exception as its cause."""
     failure = TierRefused(RefusedReason.OTHER, f"the tier raised {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

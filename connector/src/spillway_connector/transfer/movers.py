@@ -2,8 +2,8 @@
 
 A load lands in the bounce buffer, is verified there by the tier, and is copied to its row only while its job still
 stands. A store copies its row to the bounce buffer first. So a job can be reported at its deadline whatever its
-threads are stuck in. Ended jobs, not items, go back through a deque; all counting and remembering happens in the
-scheduler thread.
+threads are stuck in. Ended jobs, not items, go back through a deque; all counting happens in the scheduler
+thread.
 
 xxhash, numpy.copyto and socket and file calls release the GIL on large buffers (slice assignment between memoryviews
 does not: 24 ms for 1 GB), so these threads do not hold up the scheduler.
@@ -37,13 +37,13 @@ from spillway_connector.transfer.jobs import Settled, TransferItem, TransferJob
 from spillway_connector.transfer.lookups import unexpected
 from spillway_connector.transfer.stats import Operation
 
-FAIR_SHARE = 0.5  # of a job's time: a tier that had less for an item may have been kept from it by us
+FAIR_SHARE = 0.5  # of a job's time: where the tier had less for an item, this process may have caused the timeout
 DISCARD_SECONDS = 1.0  # for removing an entry that was proven corrupt
-_OUR_OWN = (RefusedReason.RESOURCES, RefusedReason.CLOSED, RefusedReason.QUEUE_AGE, RefusedReason.BREAKER_OPEN)
+_LOCAL_REASONS = (RefusedReason.RESOURCES, RefusedReason.CLOSED, RefusedReason.QUEUE_AGE, RefusedReason.BREAKER_OPEN)
 
 
 class LateEnd(NamedTuple):
-    """What became of an item after it had been given up."""
+    """The result of an item that had been given up before."""
 
     item: TransferItem
     error: TierError | None
@@ -78,8 +78,8 @@ class Movers:
         self._clock = clock
         self._progress = progress
         self._stopping = False
-        self._answered_at = dict.fromkeys(Operation, float("-inf"))  # when the tier last did something, or said no
-        # A token says "look": a worker then works until there is nothing left for it, and wakes the next one while
+        self._answered_at = dict.fromkeys(Operation, float("-inf"))  # when the tier last answered
+        # A token wakes one worker, which works until there is nothing left for it, and wakes the next one while
         # there is more, so that the scheduler wakes one thread a job. Loads go first, and a thread stays free of
         # stores: loads are waited for, stores are not.
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -96,12 +96,12 @@ class Movers:
     # --- scheduler thread -------------------------------------------------------------------------------------------
 
     def submit(self, job: TransferJob) -> None:
-        """Have the job's items moved, in order. Costs the same for any number of them."""
+        """Queue the job's items, in order. Constant cost."""
         self._jobs[job.operation].append(job)
         self._wake_one()
 
     def _wake_one(self) -> None:
-        """A token that nobody took yet will do."""
+        """Wake a worker, unless a token is still in the queue."""
         if not self._tokens.qsize():
             self._tokens.put(None)
 
@@ -129,9 +129,9 @@ class Movers:
             self._tokens.put(None)
 
     def join(self, timeout_seconds: float) -> None:
-        """Wait for them, together at most that long, and let go of the rows.
+        """Wait for the threads, together at most that long, and drop the reference to the rows.
 
-        A thread that is still stuck holds its own bounce buffer only; its job is dead, so it never asks for a row.
+        A thread that is still stuck holds its own bounce buffer only; its job is void, so it never touches a row.
         """
         until = time.monotonic() + timeout_seconds
         for worker in self._workers:
@@ -155,7 +155,7 @@ class Movers:
                 return
 
     def _run_store(self, bounce: npt.NDArray[np.uint8], view: memoryview) -> bool:
-        """False when there is no store, or enough threads are storing: whoever ends one looks for the next."""
+        """False when there is no store, or enough threads are storing: the worker that ends one takes the next."""
         if not self._jobs[Operation.STORE] or not self._store_slots.acquire(blocking=False):
             return False
         try:
@@ -245,20 +245,23 @@ class Movers:
             self._judge(item, error, now)
             raise
         self._answered_at[Operation.STORE] = self._clock()
-        if not item.dead:
+        if not item.void:
             self._breakers[Operation.STORE].record_success()
         return outcome
 
     def _pass_breaker(self, operation: Operation) -> None:
         if not self._breakers[operation].allow():
-            raise TierRefused(RefusedReason.BREAKER_OPEN, "the tier keeps failing and is left alone")
+            raise TierRefused(RefusedReason.BREAKER_OPEN, "the tier keeps failing; its circuit breaker is open")
 
     def _judge(self, item: TransferItem, error: Exception, begun_at: float) -> None:
-        """Whose failure it is. Raises TierRefused(QUEUE_AGE) where the item has waited too long for its turn."""
+        """Record a failure of the tier, unless this process caused it.
+
+        Raises TierRefused(QUEUE_AGE) where the item waited too long for a thread.
+        """
         if isinstance(error, TierTimeout) and self.kept_waiting(item.job, begun_at):
             raise TierRefused(RefusedReason.QUEUE_AGE, "its deadline passed soon after a thread took it") from error
-        ours = isinstance(error, TierRefused) and error.reason in _OUR_OWN
-        if not ours and not item.dead:  # a dead item's failure was recorded when its job was given up
+        local = isinstance(error, TierRefused) and error.reason in _LOCAL_REASONS
+        if not local and not item.void:  # a void item's failure was recorded when its job was given up
             self._breakers[item.job.operation].record_failure()
 
     def _discard(self, key: bytes) -> None:

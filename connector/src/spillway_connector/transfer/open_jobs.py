@@ -177,7 +177,7 @@ class OpenJobs:
         counts[operation, error.reason] += len(keys)
         if operation is Operation.LOAD:
             self._counters.misses[miss_of_error(error)] += len(keys)
-            # Before the job is reported, or the next lookup says HIT again and the request never ends (vllm#49176).
+            # Before the job is reported, or the next lookup answers HIT again and the request never ends (vllm#49176).
             self._presence.put_many(keys, False, self._clock())
 
     def _take_in_late(self, late: LateEnd) -> None:
@@ -186,7 +186,7 @@ class OpenJobs:
         operation = late.item.job.operation
         self._count_transfer(operation, 0 if late.error or late.pending else 1, late.seconds)
         if operation is Operation.STORE and late.error is None and not late.pending:
-            self._presence.put(late.item.key, True, self._clock())  # late, but true
+            self._presence.put(late.item.key, True, self._clock())  # late, but it is there
 
     def _count_transfer(self, operation: Operation, items: int, seconds: float) -> None:
         counters = self._counters
@@ -205,7 +205,7 @@ class OpenJobs:
         voided = self.void(job, lambda index: shed if movers.kept_waiting(job, begun_at.get(index)) else late)
         if late in voided:
             self._counters.expiries[job.operation] += 1
-            self._breakers[job.operation].record_failure()  # once per job: its keys share the fate
+            self._breakers[job.operation].record_failure()  # once per job, not per key
 
     def void(self, job: TransferJob, error_of: Callable[[int], TierError]) -> list[TierError]:
         """Give up the items that can be given up; the errors they were given up with."""

@@ -1,10 +1,10 @@
-"""The shell between vLLM's scheduler thread, which must never wait, and a tier, which may be slow, sick or hung.
+"""Drives a shared tier, which may be slow, failing or hung, from vLLM's scheduler thread, which must never wait.
 
-:class:`SharedTier` lives in the scheduler thread, and every method of it returns at once (``drain`` and ``close``
-excepted). Questions are answered by a thread of lookups.py, bytes are moved by the threads of movers.py; what they
-report is taken in here, so counters, the memory of what is where, and jobs belong to one thread.
+All methods of :class:`SharedTier` are called on the scheduler thread and return at once (``drain`` and ``close``
+excepted). A thread of lookups.py answers lookups, the threads of movers.py move bytes; their results are taken in here,
+so counters, the presence index and jobs belong to one thread.
 
-Batches are the rule: what a scheduler step costs here depends on what changed in it, not on how many blocks are known.
+Work is batched: the cost of a scheduler step depends on what changed in it, not on the number of blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spillway_connector.plan.request_frequency import FrequencySketch
 from spillway_connector.tiers.tier import NO_TENANT, Clock, Tier
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.jobs import JobOutcome, TransferJob, check_shape
-from spillway_connector.transfer.lookups import Answers, Lookup, LookupDesk
+from spillway_connector.transfer.lookups import Answers, Lookup, TierLookups
 from spillway_connector.transfer.movers import Movers
 from spillway_connector.transfer.open_jobs import OpenJobs
 from spillway_connector.transfer.stats import (
@@ -40,8 +40,8 @@ class SharedTier:
     """Drives ``tier`` for one scheduler thread.
 
     rows: flat writable bytes of the CPU tier, row i at ``i * row_bytes``; its first ``payload_bytes`` are moved, the
-    padding is not. ``tier`` is owned from here on: close() closes it. ``answered_requests``:
-    those whose lookup may return something else than PENDING now. ``counters``: to be read in the scheduler thread.
+    padding is not. ``tier`` is closed by close(). ``answered_requests``: requests whose
+    lookup may return something else than PENDING now. ``counters``: for the scheduler thread.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SharedTier:
         self._breakers = {operation: Breaker(limits.breaker, clock) for operation in Operation}
         self._lookup_breaker, self._load_breaker = (self._breakers[of] for of in (Operation.LOOKUP, Operation.LOAD))
         self._progress = threading.Event()
-        self._desk = LookupDesk(
+        self._lookups = TierLookups(
             tier,
             self._presence,
             self.counters,
@@ -103,28 +103,28 @@ class SharedTier:
         self._weights_changed = False
         self._closed = False
 
-    # --- questions --------------------------------------------------------------------------------------------------
+    # --- lookups --------------------------------------------------------------------------------------------------
 
     @property
     def open(self) -> bool:
-        """Whether a lookup is worth asking: not while the tier rests."""
+        """Whether the tier accepts lookups: not while a breaker is open or after a change of weights."""
         closed = self._lookup_breaker.open_until is None and self._load_breaker.open_until is None
-        return not self._weights_changed and (closed or self._desk.open)
+        return not self._weights_changed and (closed or self._lookups.open)
 
     def lookup(self, key: bytes, request_id: str) -> Lookup:
         """Whether the tier holds ``key``. PENDING at most ``lookup_timeout_seconds`` per request in total."""
         return self.lookup_prefix((key,), request_id).found[0]
 
     def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> Answers:
-        """What :meth:`lookup` would say of each of ``keys`` (at least one), up to and including the first MISS."""
+        """What :meth:`lookup` would return for each of ``keys`` (at least one), up to and including the first MISS."""
         self.counters.moved = True
         if self._weights_changed:
             self.counters.misses[MissReason.WEIGHTS_CHANGED] += 1
             return Answers([Lookup.MISS], float("inf"))
-        return self._desk.lookup_batch(keys, request_id)
+        return self._lookups.lookup_batch(keys, request_id)
 
     def count_request(self, keys: Sequence[bytes]) -> None:
-        """The chunks of a new request, once: what is asked for twice is worth keeping when room is short."""
+        """Record the chunks of a new request, once: under pressure the tier admits chunks requested at least twice."""
         self._frequency.note(keys)
 
     # --- jobs -------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class SharedTier:
 
         Keys that are there already, or on their way by another job, count as done; so do those that a tier under
         pressure does not admit, and all once the weights have changed. With the breaker open or too many bytes in hand
-        the rest is dropped and counted: nobody waits for a store.
+        the rest is dropped and counted: no request waits for a store.
         """
         job = self._open(job_id, Operation.STORE, keys, row_indices, tenant)
         if self._closed:
@@ -170,7 +170,9 @@ class SharedTier:
             if self._tier.under_pressure:
                 wanted, rows = _those_not_in(self._not_admitted(job, wanted), wanted, rows)
             if not self._breakers[Operation.STORE].would_allow():
-                self._jobs.refuse(job, wanted, RefusedReason.BREAKER_OPEN, "the tier keeps failing and is left alone")
+                self._jobs.refuse(
+                    job, wanted, RefusedReason.BREAKER_OPEN, "the tier keeps failing; its circuit breaker is open"
+                )
             else:
                 limit = self._limits.store_queue_bytes_max
                 room = self._jobs.room(Operation.STORE, limit, len(wanted))
@@ -184,8 +186,8 @@ class SharedTier:
 
     def finished(self) -> list[JobOutcome]:
         """The jobs that ended since the last call, each exactly once. A failed load's keys are known missing before."""
-        if not self._desk.idle:
-            self._desk.collect()
+        if not self._lookups.idle:
+            self._lookups.collect()
         return self._jobs.finished()
 
     def arrived(self) -> list[tuple[int, list[bytes]]]:
@@ -193,27 +195,27 @@ class SharedTier:
         return self._jobs.arrived()
 
     def request_finished(self, request_id: str) -> None:
-        """Forget how long a request has waited. Its jobs go on and are reported."""
-        self._desk.forget(request_id)
+        """Drop the request's waiting time. Its jobs go on and are reported."""
+        self._lookups.drop_request(request_id)
 
     def step_end(self) -> None:
-        """Send this step's questions. Call it once per scheduler step."""
-        self._desk.flush()
+        """Send this step's lookups as one batch. Called once per scheduler step."""
+        self._lookups.flush()
 
     def has_work(self) -> bool:
-        """Whether anything is under way that :meth:`finished` or :meth:`lookup` will have news of."""
-        return self._jobs.busy or self._desk.has_work
+        """Whether a job or a lookup is under way."""
+        return self._jobs.busy or self._lookups.has_work
 
     def reset(self) -> None:
-        """Forget what is known about keys (a purge, or a repaired store)."""
+        """Drop all answers about keys (after a purge, or a repair of the store)."""
         self._presence.clear()
         self.answered_requests.add_all()
 
     def weights_changed(self) -> None:
-        """The model computes something else from now on: neither serve nor store under this namespace any more.
+        """The model's weights were changed: neither load nor store under this namespace any more.
 
-        Stores under way were computed before and may end. Loads under way are given up. There is no way back: a new
-        namespace takes a new process.
+        Stores under way were computed before and may end. Loads under way are given up. Final for
+        this process: another namespace needs a restart.
         """
         self._weights_changed = self.counters.moved = True
         self.counters.weights_changes += 1
@@ -242,23 +244,23 @@ class SharedTier:
             late_completions=counters.late_completions,
             quarantined=dict(self._tier.quarantined),
             evictions=self.evictions(),
-            resident_bytes=self._desk.resident_bytes,
+            resident_bytes=self._lookups.resident_bytes,
             queued_store_bytes=self._jobs.queued_bytes[Operation.STORE],
             queued_load_bytes=self._jobs.queued_bytes[Operation.LOAD],
             oldest_store_seconds=0.0 if waiting_since is None else self._clock() - waiting_since,
-            ready=self._desk.ready,
+            ready=self._lookups.ready,
             weights_changed=self._weights_changed,
             breakers={operation: breaker.state for operation, breaker in self._breakers.items()},
         )
 
     def evictions(self) -> dict[str, int]:
-        """Frames that this process removed though nothing was wrong with them, by reason."""
+        """Undamaged frames that this process removed, by reason."""
         return {str(reason): count for reason, count in self._tier.evictions.items()}
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def wait_for_progress(self, timeout_seconds: float) -> bool:
-        """Block (real time) until a thread has reported something since the last wait. For drains and tests."""
+        """Block (real time) until a thread has reported a result since the last wait. For drains and tests."""
         came = self._progress.wait(timeout_seconds)
         self._progress.clear()
         return came
@@ -271,16 +273,16 @@ class SharedTier:
         return self._jobs.wait_until_idle(timeout_seconds) or self._jobs.cancel_all()
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """Drain, stop the threads, close the tier and let go of the rows. Bounded; twice is harmless."""
+        """Drain, stop the threads, close the tier and drop the reference to the rows. Bounded in time; idempotent."""
         if self._closed:
             return
         self._closed = True
         until = time.monotonic() + timeout_seconds
         self.drain(timeout_seconds / 2)
-        self._desk.stop()
+        self._lookups.stop()
         self._movers.stop()
         self._tier.close()  # wakes threads that wait for a socket
-        self._desk.join(max(0.0, until - time.monotonic()))
+        self._lookups.join(max(0.0, until - time.monotonic()))
         self._movers.join(max(0.0, until - time.monotonic()))
 
     def _not_admitted(self, job: TransferJob, keys: list[bytes]) -> set[bytes]:

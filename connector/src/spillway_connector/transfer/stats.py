@@ -29,7 +29,7 @@ class LookupOutcome(Enum):
 
 
 class MissReason(StrEnum):
-    """Why a chunk that was wanted did not come from a shared tier. Of a prefix only the first such chunk counts."""
+    """Why a requested chunk was not loaded from a shared tier. Of a prefix only the first such chunk counts."""
 
     ABSENT = "absent"  # the tier answered that it does not hold it
     LOOKUP_DEADLINE = "lookup_deadline"
@@ -77,7 +77,7 @@ def miss_of_error(error: TierError) -> MissReason:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """All counts and sums only ever grow while the process lives; the gauges come last.
+    """Counters of the process's lifetime, then gauges.
 
     read_seconds and write_seconds are summed over threads. failures and shed: by operation and reason (a TierError's).
     """
@@ -101,7 +101,7 @@ class TierStats:
     queued_load_bytes: int
     oldest_store_seconds: float  # how long the oldest store has waited for a thread; 0: none waits
     ready: bool  # the tier answered when it was last asked how much it holds
-    weights_changed: bool  # the tier rests because the model's weights are no longer those of its namespace
+    weights_changed: bool  # the tier is not used because the model's weights are no longer those of its namespace
     breakers: dict[Operation, BreakerState]
 
     @property
