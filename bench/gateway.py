@@ -4,16 +4,16 @@
                             [--other-python FILE] [--skip cells,streams,memory] [--output build/bench/gateway.json]
 
 Four mock engines are one process that costs some microseconds per request (gateway_load/engine.py); the load generator
-is this process (gateway_load/asking.py). What both can do without a router is the row `engines alone`, and the limit of
-every other. Each router is one process with its own defaults and the same bodies, about 2.3 KB of chat in 32 groups of
-a common system prompt, with a question that is new each time. With more rounds routers go forwards and backwards in
-turn, and a figure is the median. Added times are a router's percentile minus the engines' own at the same
-concurrency. Streams send 32 events, one each 20 ms; CPU is the router's process tree alone.
+is this process (gateway_load/load_generator.py). Both without a router are the row `engines alone`, the limit of every
+other row. Each router is one process with its defaults and the same bodies, about 2.3 KB of chat in 32 groups of a
+common system prompt, with a question that is new each time. With more rounds the order of the routers alternates, and
+a figure is the median. Added times are a router's percentile minus that of the engines alone at the same concurrency.
+Streams send 32 events, one each 20 ms; CPU is the router's process tree alone.
 
 Then 1,000 streams at once, of 100 events each with 100 ms between two, and a probe each 100 ms beside them, from a
-process of its own (gateway_load/probing.py); and prompts
-that share no block, whose memory must stay flat. The default is bounded in time: 150,000 prompts with an index of
-32 MiB, so that its bound is reached; `--distinct 1000000 --index-bytes 268435456` is the whole.
+separate process (gateway_load/probing.py); and prompts that share no block, over which memory must stay flat. By
+default 150,000 prompts with an index of 32 MiB, which reach its bound in a short time; the full run is
+`--distinct 1000000 --index-bytes 268435456`.
 
 Other routers are installed on first use below ~/.cache/spillway/rivals (SPILLWAY_RIVALS); one that cannot be is left
 out with the reason. PRODUCTION_STACK=DIRECTORY takes that checkout instead of GitHub. About seven minutes.
@@ -51,7 +51,7 @@ OUTPUT = Path("build/bench/gateway.json")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
-    tokenizer = given.tokenizer or Path(choose_model("", _say).folder)
+    tokenizer = given.tokenizer or Path(choose_model("", _print).folder)
     results = Results()
     chosen = [
         router
@@ -64,12 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             installed.append((router, router.install()))
         except CannotInstall as error:
             results.left_out[router.name] = f"cannot be installed here: {error}"
-            _say(f"{router.name}: left out, {results.left_out[router.name]}")
+            _print(f"{router.name}: left out, {results.left_out[router.name]}")
     gc.disable()  # of this process: a pause here would look like one of the router
     try:
         _run(given, tokenizer, installed, results)
     except KeyboardInterrupt:
-        _say("interrupted: what follows is what was measured until then")
+        _print("interrupted: what follows is what was measured until then")
     print(f"\n{render(results)}\n")
     for goal, outcome in goals(results).items():
         print(f"{outcome:<10} {goal}")
@@ -84,7 +84,7 @@ def _run(given: argparse.Namespace, tokenizer: Path, installed: list[tuple[Route
     ports = free_ports(ENGINES)
     with mock_engines(ports, tokenizer, CHUNKS, CHUNK_SECONDS):
         for number in range(given.rounds if "cells" not in given.skip else 0):
-            _say(f"round {number + 1} of {given.rounds}")
+            _print(f"round {number + 1} of {given.rounds}")
             _measure(results, LIMIT, uvloop.run(_cells(load, ports, None, None)))
             for router, python in installed if number % 2 == 0 else reversed(installed):
                 _one(router, python, ports, results, load)
@@ -116,10 +116,10 @@ def _one(router: Router, python: Path, engines: list[int], results: Results, loa
                     probed = uvloop.run(_streams(bodies, port, targets, start.key))
                     results.probed.update(probed)
                     if probed[router.name].failures:
-                        _say(f"{router.name}: streams failed: {probed[router.name].said[:160]!r}")
+                        _print(f"{router.name}: streams failed: {probed[router.name].first_failure[:160]!r}")
         except DidNotStart as error:
             results.left_out[router.name] = str(error)
-            _say(f"{router.name}: left out, {error}")
+            _print(f"{router.name}: left out, {error}")
 
 
 async def _streams(bodies: list[bytes], port: int, targets: dict[str, str], key: str | None) -> dict[str, Probed]:
@@ -145,9 +145,9 @@ def _measure(results: Results, name: str, cells: dict[tuple[bool, int], Cell]) -
     for key, cell in cells.items():
         results.cells.setdefault((name, *key), []).append(cell)
         if cell.failures:
-            _say(f"{name}: {cell.failures} failures at {key[1]}: {cell.said[:160]!r}")
+            _print(f"{name}: {cell.failures} failures at {key[1]}: {cell.first_failure[:160]!r}")
     at64 = cells[False, 64]
-    _say(f"{name}: {at64.requests_per_second:,.0f} requests/s at 64, p50 {cells[False, 1].p50_ms:.2f} ms at 1")
+    _print(f"{name}: {at64.requests_per_second:,.0f} requests/s at 64, p50 {cells[False, 1].p50_ms:.2f} ms at 1")
     gc.collect()
 
 
@@ -177,7 +177,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

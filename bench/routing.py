@@ -56,7 +56,7 @@ OUTPUT = Path("build/bench/routing.json")
 @dataclass(frozen=True, slots=True)
 class FleetShape:
     """shared_blocks: of the shared tier. one_link: the store is the limit, so all engines' loads queue for one link of
-    one engine's rate; its blocks are announced, as a router could not price what it does not know of."""
+    one engine's rate; its blocks are in events, as a router can only price blocks that it has in its index."""
 
     engine: EngineShape
     shared_blocks: int = 0
@@ -77,7 +77,7 @@ def _policies() -> dict[str, Callable[[], Policy]]:
     return {
         "spillway": lambda: Spillway(BLOCK_TOKENS),
         "spillway_without_events": lambda: Spillway(BLOCK_TOKENS, events=False),
-        # The store's rate is known to whoever runs it; only the fleet with one link differs.
+        # Operators can configure the store's rate; it matters only in the fleet with one link.
         "spillway_store_rate": lambda: Spillway(
             BLOCK_TOKENS,
             routing=RoutingConfig(shared_store_tokens_per_second=PRESETS[PRESET].shared.load_tokens_per_second),
@@ -126,7 +126,7 @@ def _traces(scale: float, mooncake: Path | None, engines: int, seed: int) -> dic
 
 @dataclass(slots=True)
 class Totals:
-    """What one run adds up. Seconds are virtual."""
+    """The totals of one run. Seconds are virtual."""
 
     ttft: list[float] = field(default_factory=list)
     latency: list[float] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Totals:
 
 @dataclass(slots=True)
 class _Open:
-    """A request on its way."""
+    """A request in flight."""
 
     session: Session
     turn: int

@@ -1,1 +1,1 @@
-"""What bench/gateway.py is made of: engines, asking, routers, costs, report."""
+"""The parts of bench/gateway.py: engines, load generator, routers, costs, report."""

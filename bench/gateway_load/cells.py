@@ -1,4 +1,4 @@
-"""What is measured of one router: a cell per concurrency, plain and streamed; many streams with probes; memory."""
+"""The measurements of one router: a cell per concurrency, plain and streamed; many streams with probes; memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gateway_load.asking import Asked, ask, requests_of
+from gateway_load.load_generator import Measured, generate_load, requests_of
 from gateway_load.processes import cost, end_probing, probed_by, start_probing
 from gateway_load.prompts import chat_bodies, unique_body
 
@@ -34,7 +34,7 @@ class Cell:
     cpu_cores: float | None
     rss_mb: float | None
     failures: int
-    said: str
+    first_failure: str
 
 
 class Load:
@@ -61,7 +61,7 @@ class Load:
             if process is not None:
                 costs.append(cost(process))
 
-        asked = await ask(
+        measured = await generate_load(
             ports,
             requests,
             stream=stream,
@@ -72,24 +72,24 @@ class Load:
             at_end=note,
         )
         cpu = costs[1].cpu_seconds - costs[0].cpu_seconds if costs else None
-        return _cell(asked, stream, cpu, costs[1].rss_bytes if costs else None)
+        return _cell(measured, stream, cpu, costs[1].rss_bytes if costs else None)
 
 
-def _cell(asked: Asked, stream: bool, cpu: float | None, rss: int | None) -> Cell:
-    count = len(asked.whole)
+def _cell(measured: Measured, stream: bool, cpu: float | None, rss: int | None) -> Cell:
+    count = len(measured.whole)
     return Cell(
-        requests_per_second=count / asked.seconds,
-        p50_ms=_percentile_ms(asked.whole, 50),
-        p99_ms=_percentile_ms(asked.whole, 99),
-        first_event_p50_ms=_percentile_ms(asked.first_event, 50) if stream else None,
-        first_event_p99_ms=_percentile_ms(asked.first_event, 99) if stream else None,
-        events_per_second=asked.events / asked.seconds if stream else None,
+        requests_per_second=count / measured.seconds,
+        p50_ms=_percentile_ms(measured.whole, 50),
+        p99_ms=_percentile_ms(measured.whole, 99),
+        first_event_p50_ms=_percentile_ms(measured.first_event, 50) if stream else None,
+        first_event_p99_ms=_percentile_ms(measured.first_event, 99) if stream else None,
+        events_per_second=measured.events / measured.seconds if stream else None,
         cpu_seconds_per_1000_requests=1_000 * cpu / count if cpu is not None and count else None,
-        cpu_seconds_per_100000_events=100_000 * cpu / asked.events if cpu is not None and asked.events else None,
-        cpu_cores=cpu / asked.seconds if cpu is not None else None,
+        cpu_seconds_per_100000_events=100_000 * cpu / measured.events if cpu is not None and measured.events else None,
+        cpu_cores=cpu / measured.seconds if cpu is not None else None,
         rss_mb=rss / 1e6 if rss is not None else None,
-        failures=asked.failures,
-        said=asked.said,
+        failures=measured.failures,
+        first_failure=measured.first_failure,
     )
 
 
@@ -102,7 +102,7 @@ def _percentile_ms(seconds: array[float], percent: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """timer_late_ms: of the prober's own timer at the worst; as much of the slowest probe may be the machine's."""
+    """timer_late_ms: the largest delay of the prober's timer, which the slowest probe may include."""
 
     streams: int
     probes: int
@@ -110,7 +110,7 @@ class Probed:
     slowest_probe_ms: float
     timer_late_ms: float
     failures: int
-    said: str
+    first_failure: str
 
 
 async def many_streams(
@@ -125,7 +125,7 @@ async def many_streams(
     """Streams at once, and probes of each target beside them. targets: name -> PORT/PATH."""
     prober: list[subprocess.Popen[str]] = []
     try:
-        asked = await ask(
+        measured = await generate_load(
             [port],
             requests_of(load_bodies, port, key),
             stream=True,
@@ -142,7 +142,13 @@ async def many_streams(
             process.wait()
     return {
         name: Probed(
-            streams, len(times), failed, 1000 * max(times, default=0.0), 1000 * late, asked.failures, asked.said
+            streams,
+            len(times),
+            failed,
+            1000 * max(times, default=0.0),
+            1000 * late,
+            measured.failures,
+            measured.first_failure,
         )
         for name, (times, failed, late) in zip(targets, probed, strict=True)
     }
@@ -169,8 +175,7 @@ async def distinct_prompts(port: int, process: subprocess.Popen[bytes], *, promp
     numbers = itertools.count()
     for tenth in range(10):
         end = prompts * (tenth + 1) // 10
-        asked = await _ask_all(port, _bodies_until(numbers, end))
-        failures += asked
+        failures += await _send_all(port, _bodies_until(numbers, end))
         rss.append(cost(process).rss_bytes / 1e6)
     return Memory(prompts, rss, failures)
 
@@ -182,7 +187,7 @@ def _bodies_until(numbers: Iterator[int], end: int) -> Iterator[bytes]:
             return
 
 
-async def _ask_all(port: int, bodies: Iterator[bytes]) -> int:
+async def _send_all(port: int, bodies: Iterator[bytes]) -> int:
     """Number of failures."""
     failures = 0
 

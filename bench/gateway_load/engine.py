@@ -1,4 +1,4 @@
-"""Mock engines that cost next to nothing: four ports, one process, no HTTP library.
+"""Mock engines with little work per request: four ports, one process, no HTTP library.
 
     python -m gateway_load.engine --ports 8001,8002 --tokenizer FOLDER --chunks 32 --chunk-seconds 0.02
 

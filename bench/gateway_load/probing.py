@@ -1,9 +1,9 @@
-"""Probes as a kubelet sends them, from a process of their own: a load generator that is busy itself would be late.
+"""Probes as a kubelet sends them, from a separate process: a busy load generator would send them late.
 
     python -m gateway_load.probing 8000/ready 9000/ready
 
-Every PERIOD_SECONDS each target is asked on a new connection, until stdin ends; then one line of JSON is printed. How
-late its own timer was tells what the machine had left for it.
+Every PERIOD_SECONDS each target is probed on a new connection, until stdin ends; then one line of JSON is printed. The
+delay of the prober's timer shows how busy the machine was.
 """
 
 from __future__ import annotations

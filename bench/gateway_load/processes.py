@@ -1,4 +1,4 @@
-"""Starting a router or the mock engines, and what they cost: CPU seconds and memory of the whole process tree."""
+"""Starts a router or the mock engines and measures CPU seconds and memory of the whole process tree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STOP_SECONDS_MAX = 10.0
 
 
 class DidNotStart(Exception):
-    """The message says why, in one line."""
+    """The message has the reason, in one line."""
 
 
 class Cost(NamedTuple):
@@ -32,7 +32,7 @@ class Cost(NamedTuple):
 
 
 def cost(process: subprocess.Popen[bytes]) -> Cost:
-    """So far: user and system time, and resident memory now. Counts threads and children."""
+    """User and system time so far and resident memory now, with threads and children."""
     seconds, memory = 0.0, 0
     parent = psutil.Process(process.pid)
     for each in [parent, *parent.children(recursive=True)]:
@@ -44,7 +44,7 @@ def cost(process: subprocess.Popen[bytes]) -> Cost:
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct ports that nobody listens on now."""
+    """Distinct free ports."""
     with contextlib.ExitStack() as stack:
         ports = []
         for _ in range(count):
@@ -83,7 +83,7 @@ def end_probing(prober: subprocess.Popen[str]) -> None:
 
 
 def probed_by(prober: subprocess.Popen[str]) -> list[tuple[list[float], int, float]]:
-    """Per target: seconds of each probe, how many failed, and how late the prober's own timer was at the worst."""
+    """Per target: seconds of each probe, failures, and the largest delay of the prober's timer in seconds."""
     assert prober.stdout is not None
     if prober.stdout.readline() != "ready\n":
         raise DidNotStart("the prober did not start")
@@ -92,7 +92,7 @@ def probed_by(prober: subprocess.Popen[str]) -> list[tuple[list[float], int, flo
 
 @contextlib.contextmanager
 def running(router: Router, start: Start, folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Started and answering its health route. Raises DidNotStart."""
+    """A router that answers its health route. Raises DidNotStart."""
     for name, content in start.files.items():
         (folder / name).write_text(content, encoding="utf-8")
     log = folder / "log"
@@ -128,7 +128,7 @@ def _await_health(process: subprocess.Popen[bytes], port: int, path: str, log: P
 
 
 def answers(port: int, path: str, timeout_seconds: float) -> bool:
-    """A 200 on a new connection within the time, as a kubelet's probe wants it."""
+    """Whether a new connection gets a 200 in time, as a kubelet's probe requires."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_seconds)
     try:
         connection.request("GET", path)
@@ -140,7 +140,7 @@ def answers(port: int, path: str, timeout_seconds: float) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The process, and what it started and left."""
+    """End the process and the children that it leaves."""
     children: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(process.pid).children(recursive=True)

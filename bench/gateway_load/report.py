@@ -1,4 +1,4 @@
-"""Results of all rounds: tables for people, flat figures with units for machines, and the goals."""
+"""Results of all rounds: printed tables, flat figures with units, and the goals."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def flat(results: Results) -> Figures:
     for name, stream, concurrent in results.cells:
         prefix = f"{_key(name)}_{'streamed' if stream else 'plain'}_{concurrent}_"
         for item in dataclasses.fields(Cell):
-            if item.name in ("said", "failures"):
+            if item.name in ("first_failure", "failures"):
                 continue
             value = results.median(name, stream, concurrent, item.name)
             if value is not None:

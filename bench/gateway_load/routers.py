@@ -1,7 +1,7 @@
 """The routers under test: where each comes from, how it is installed, and how it is started. One process each.
 
-Rivals live in environments of their own below ~/.cache/spillway/rivals, made on first use with uv. What cannot be
-installed here is left out, with the reason.
+Other routers have an environment each below ~/.cache/spillway/rivals, created on first use with uv. One that cannot be
+installed is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PRODUCTION_STACK_URL = "https://github.com/vllm-project/production-stack"
 
 
 class CannotInstall(Exception):
-    """The message says why, in one line."""
+    """The message has the reason, in one line."""
 
 
 @dataclass(frozen=True, slots=True)

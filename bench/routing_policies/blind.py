@@ -1,4 +1,4 @@
-"""Policies that know nothing of prompts."""
+"""Policies that do not look at prompts."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Scrape:
 
 
 class Fleet(Protocol):
-    """in_flight: requests this router has sent and not seen end, by engine."""
+    """in_flight: unfinished requests of this router, by engine."""
 
     @property
     def in_flight(self) -> Sequence[int]: ...
@@ -57,7 +57,7 @@ class Fleet(Protocol):
 
 
 class Policy(ABC):
-    """One router. Methods a policy has no use for do nothing."""
+    """One router. Methods that a policy does not need do nothing."""
 
     name = ""
     note = ""

@@ -1,4 +1,4 @@
-"""Routers of other projects, written anew from what their documentation and papers say they do.
+"""Routers of other projects, reimplemented from their documentation and papers.
 
 They see whole tokens where the originals often see characters (a token counts as four), which favours them slightly:
 no template or tokenizer ever disagrees here.
@@ -17,9 +17,9 @@ NOTE = "re-implemented from its description"
 
 
 class VllmRouterCacheAware(Policy):
-    """One tree of prompts with the engines that saw each part. A prompt goes to the engine of its longest known start
-    if that is more than 30 % of it, else to the engine with the smallest tree; when the busiest engine has over 64
-    requests more and over 1.5 times as many as the idlest, to the idlest."""
+    """One tree of prompts with the engines that saw each part. A prompt goes to the engine of its longest matching
+    start if that is more than 30 % of it, else to the engine with the smallest tree; when the busiest engine has over
+    64 requests more and over 1.5 times as many as the idlest, to the idlest."""
 
     name = "vllm_router_cache_aware"
     note = NOTE + "; thresholds 0.3 / 64 / 1.5, tree in pieces of 16 tokens, 2^25 characters per engine"
@@ -69,8 +69,8 @@ class VllmRouterCacheAware(Policy):
 
 
 class ProductionStackPrefixAware(Policy):
-    """A trie of 128-character chunks, each with all engines that saw it, never forgotten; a random one of the holders
-    of the longest known start, without a look at load."""
+    """A trie of 128-character chunks, each with all engines that saw it, never evicted; a random holder of the longest
+    matching start, whatever its load."""
 
     name = "production_stack_prefixaware"
     note = NOTE

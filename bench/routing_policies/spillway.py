@@ -23,8 +23,8 @@ _TIERS = {
 
 class Spillway(Policy):
     """events: follow KV events; without them prompts count as held where they were sent, as for engines without.
-    engine_rates: engines report their measured rates, as those with Spillway's connector do; without, rates are learnt
-    from replies."""
+    engine_rates: engines report their measured rates, as those with Spillway's connector do; without, rates are
+    measured from replies."""
 
     name = "spillway"
 

@@ -28,7 +28,7 @@ def results(own: float, stack: float, cache_aware: float) -> Results:
     return found
 
 
-def test_goals_are_told_apart() -> None:
+def test_each_goal_is_met_missed_or_unmeasured() -> None:
     assert set(goals(results(3000, 1000, 2500)).values()) == {"met"}
     missed = goals(results(2400, 1000, 2500))
     assert [goal for goal, outcome in missed.items() if outcome == "missed"] == [

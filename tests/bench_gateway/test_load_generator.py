@@ -6,7 +6,7 @@ import asyncio
 import itertools
 
 import pytest
-from gateway_load.asking import Asked, Client, numbered, requests_of
+from gateway_load.load_generator import Client, Measured, numbered, requests_of
 from gateway_load.prompts import chat_bodies
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -31,38 +31,38 @@ class Wire(asyncio.Transport):
         self.aborted = True
 
 
-def connected(*, stream: bool) -> tuple[Client, Wire, Asked]:
+def connected(*, stream: bool) -> tuple[Client, Wire, Measured]:
     """A client that has sent its first request, inside the measured window."""
-    asked, wire = Asked(), Wire()
-    client = Client(itertools.cycle(REQUESTS), stream, asked)
+    measured, wire = Measured(), Wire()
+    client = Client(itertools.cycle(REQUESTS), stream, measured)
     client.connection_made(wire)
     client.measuring = True
-    client.ask()
-    return client, wire, asked
+    client.send_next()
+    return client, wire, measured
 
 
 async def test_a_whole_reply_counts_and_the_next_request_leaves() -> None:
-    client, wire, asked = connected(stream=False)
+    client, wire, measured = connected(stream=False)
     client.data_received(WHOLE)
     client.data_received(WHOLE)
 
-    assert len(asked.whole) == 2 and asked.failures == 0
+    assert len(measured.whole) == 2 and measured.failures == 0
     assert wire.sent == [REQUESTS[0], REQUESTS[1], REQUESTS[0]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 10_000])
 @pytest.mark.parametrize("reply", [WHOLE, STREAM])
 async def test_replies_are_the_same_however_their_bytes_come_apart(size: int, reply: bytes) -> None:
-    client, wire, asked = connected(stream=reply is STREAM)
+    client, wire, measured = connected(stream=reply is STREAM)
     for start in range(0, len(reply), size):
-        assert len(asked.whole) == 0
+        assert len(measured.whole) == 0
         client.data_received(reply[start : start + size])
 
-    assert len(asked.whole) == 1 and len(wire.sent) == 2
-    assert asked.failures == 0
+    assert len(measured.whole) == 1 and len(wire.sent) == 2
+    assert measured.failures == 0
     if reply is STREAM:
-        assert asked.events == 3 and len(asked.first_event) == 1
-        assert asked.first_event[0] <= asked.whole[0]
+        assert measured.events == 3 and len(measured.first_event) == 1
+        assert measured.first_event[0] <= measured.whole[0]
 
 
 def test_no_question_is_sent_twice_and_lengths_stay_true() -> None:
@@ -78,36 +78,36 @@ def test_no_question_is_sent_twice_and_lengths_stay_true() -> None:
 
 
 async def test_outside_the_window_nothing_counts() -> None:
-    client, wire, asked = connected(stream=True)
+    client, wire, measured = connected(stream=True)
     client.measuring = False
     client.data_received(STREAM)
 
-    assert (len(asked.whole), asked.events, len(asked.first_event)) == (0, 0, 0)
+    assert (len(measured.whole), measured.events, len(measured.first_event)) == (0, 0, 0)
     assert len(wire.sent) == 2
 
 
 async def test_a_stopping_client_sends_no_more_and_rests() -> None:
-    client, wire, asked = connected(stream=False)
+    client, wire, measured = connected(stream=False)
     client.stopping = True
     client.data_received(WHOLE)
 
     assert len(wire.sent) == 1 and client.idle.done()
-    assert asked.failures == 0
+    assert measured.failures == 0
 
 
 async def test_another_status_is_a_failure_and_is_quoted() -> None:
-    client, wire, asked = connected(stream=False)
+    client, wire, measured = connected(stream=False)
     client.data_received(b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n")
 
-    assert wire.aborted and asked.failures == 1 and "503 Busy" in asked.said
+    assert wire.aborted and measured.failures == 1 and "503 Busy" in measured.first_failure
     client.connection_lost(None)
-    assert asked.failures == 1 and client.idle.done()
+    assert measured.failures == 1 and client.idle.done()
 
 
 async def test_a_connection_that_ends_in_the_middle_is_a_failure() -> None:
-    client, _, asked = connected(stream=False)
+    client, _, measured = connected(stream=False)
     client.data_received(WHOLE[:-1])
     client.connection_lost(None)
 
-    assert asked.failures == 1 and "closed" in asked.said
-    assert client.idle.done() and len(asked.whole) == 0
+    assert measured.failures == 1 and "closed" in measured.first_failure
+    assert client.idle.done() and len(measured.whole) == 0

@@ -1,7 +1,7 @@
-"""A closed-loop load generator: raw HTTP/1.1 on kept connections, as few instructions per request as Python can do.
+"""A closed-loop load generator: raw HTTP/1.1 on kept connections, with little work per request.
 
-Replies are not parsed but recognised: status line, then the length or the last chunk, and events counted. A reply that
-is not a 200 or breaks off is a failure and is counted as one.
+Of a reply only the status line and the content length or the last chunk are read, and events are counted. A reply other
+than 200 or one that breaks off is a failure.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from gateway_load.prompts import NUMBER
 CONNECT_SECONDS_MAX = 10.0
 DRAIN_SECONDS_MAX = 10.0
 _EVENT = b"data:"
-_numbers = itertools.count(1)  # of this run, so that a router's second round brings nothing that it knows
+_numbers = itertools.count(1)  # never repeated in a run, so no round finds prompts of another one cached
 
 
 @dataclass(slots=True)
-class Asked:
-    """What one run saw. Times in seconds, of requests that ended in the measured window."""
+class Measured:
+    """The result of one run. Times in seconds, of requests that ended in the measured window."""
 
     whole: array[float] = field(default_factory=lambda: array("d"))  # request sent -> last byte
     first_event: array[float] = field(default_factory=lambda: array("d"))  # request sent -> first event; streams
     events: int = 0
     failures: int = 0
-    said: str = ""  # what the first failure looked like
+    first_failure: str = ""
     seconds: float = 0.0
 
 
 class Client(asyncio.Protocol):
-    """One connection: the next request leaves when a reply is whole."""
+    """One connection: the next request is sent when a reply is whole."""
 
-    def __init__(self, requests: Iterator[bytes], stream: bool, asked: Asked) -> None:
+    def __init__(self, requests: Iterator[bytes], stream: bool, measured: Measured) -> None:
         self._requests = requests
         self._stream = stream
-        self._asked = asked
+        self._measured = measured
         self._sent = 0.0
         self._first = 0.0
         self._tail = b""
-        self._left = -1  # bytes of the body still to come; -1: head not seen; -2: chunked
+        self._left = -1  # bytes of the body to come; -1: before the head; -2: chunked
         self._head = b""
         self.measuring = False
         self.open = False
@@ -54,9 +54,9 @@ class Client(asyncio.Protocol):
         self._transport: asyncio.Transport = transport  # type: ignore[assignment]
         self.open = True
 
-    def ask(self) -> None:
+    def send_next(self) -> None:
         if self.stopping or not self.open:
-            self._rest()
+            self._finish()
             return
         self._left = -1
         self._head = b""
@@ -76,8 +76,8 @@ class Client(asyncio.Protocol):
             if not data.startswith(b"HTTP/1.1 200"):
                 status = data.partition(b"\r\n")[0].decode("latin-1")
                 self._fail(f"{status}: {data[end + 4 : end + 300].decode('latin-1')}")
-                self.open = False  # this client ends here, and its connection is no second failure
-                self._rest()
+                self.open = False  # so that the closed connection is not counted as a second failure
+                self._finish()
                 self._transport.abort()
                 return
             head = data[:end].lower()
@@ -89,14 +89,14 @@ class Client(asyncio.Protocol):
                 self._left = -2
             data = data[end + 4 :]
         seen = self._tail + data if self._tail else data
-        self._tail = seen[-4:]  # too short to hold an event's or a body's end as a whole, so nothing counts twice
+        self._tail = seen[-4:]  # shorter than an event's or a body's end, so nothing is counted twice
         if self._stream:
             count = seen.count(_EVENT)
             if count:
                 if not self._first:
                     self._first = perf_counter()
                 if self.measuring:
-                    self._asked.events += count
+                    self._measured.events += count
         if self._left >= 0:
             self._left -= len(data)
             whole = self._left <= 0
@@ -108,24 +108,24 @@ class Client(asyncio.Protocol):
     def _whole(self) -> None:
         now = perf_counter()
         if self.measuring:
-            asked = self._asked
-            asked.whole.append(now - self._sent)
+            measured = self._measured
+            measured.whole.append(now - self._sent)
             if self._stream:
-                asked.first_event.append(self._first - self._sent)
+                measured.first_event.append(self._first - self._sent)
         self._left = -1
-        self.ask()
+        self.send_next()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.open and not self.idle.done() and not self.stopping:
             self._fail(f"connection closed ({exc})")
         self.open = False
-        self._rest()
+        self._finish()
 
-    def _fail(self, said: str) -> None:
-        self._asked.failures += 1
-        self._asked.said = self._asked.said or said
+    def _fail(self, failure: str) -> None:
+        self._measured.failures += 1
+        self._measured.first_failure = self._measured.first_failure or failure
 
-    def _rest(self) -> None:
+    def _finish(self) -> None:
         if not self.idle.done():
             self.idle.set_result(None)
 
@@ -146,13 +146,13 @@ def requests_of(bodies: Sequence[bytes], port: int, key: str | None = None) -> l
 
 
 def numbered(requests: Sequence[bytes], numbers: Iterator[int]) -> Iterator[bytes]:
-    """The requests in turn and for ever, with a new number for NUMBER in each that has it."""
+    """The requests by turns, endlessly, with a new number for NUMBER in each that has it."""
     cut = [request.partition(NUMBER.encode()) for request in requests]
     for before, found, after in itertools.cycle(cut):
         yield before + b"%08d" % next(numbers) + after if found else before
 
 
-async def ask(
+async def generate_load(
     ports: Sequence[int],
     requests: Sequence[bytes],
     *,
@@ -162,39 +162,39 @@ async def ask(
     seconds: float,
     at_start: Callable[[], None],
     at_end: Callable[[], None],
-) -> Asked:
+) -> Measured:
     """Keep `concurrent` requests open for warm_seconds + seconds; only the latter count. at_start and
     at_end are called when that window opens and closes."""
     loop = asyncio.get_running_loop()
-    asked = Asked()
+    measured = Measured()
     source = numbered(requests, _numbers)
     clients: list[Client] = []
     for at in range(concurrent):
         async with asyncio.timeout(CONNECT_SECONDS_MAX):
             _, client = await loop.create_connection(
-                lambda: Client(source, stream, asked), "127.0.0.1", ports[at % len(ports)]
+                lambda: Client(source, stream, measured), "127.0.0.1", ports[at % len(ports)]
             )
         clients.append(client)
     for client in clients:
-        client.ask()
+        client.send_next()
     await asyncio.sleep(warm_seconds)
     for client in clients:
         client.measuring = True
     at_start()
     started = perf_counter()
     await asyncio.sleep(seconds)
-    asked.seconds = perf_counter() - started
+    measured.seconds = perf_counter() - started
     at_end()
     for client in clients:
         client.measuring = False
         client.stopping = True
-    return await _ended(clients, asked)
+    return await _ended(clients, measured)
 
 
-async def _ended(clients: list[Client], asked: Asked) -> Asked:
-    """Requests on their way get some time, so that no router starts its next run with leftovers."""
+async def _ended(clients: list[Client], measured: Measured) -> Measured:
+    """Wait for requests in flight, so that no router starts its next run with them."""
     await asyncio.wait([client.idle for client in clients], timeout=DRAIN_SECONDS_MAX)
     for client in clients:
         client.close()
     await asyncio.sleep(0.1)
-    return asked
+    return measured
