@@ -16,6 +16,7 @@ COPY services/ctl services/ctl
 COPY services/engine services/engine
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./gateway ./services/ctl ./services/engine \
     && /opt/spillway/bin/pip install --no-deps --no-index /wheels/*.whl \
+    && rm -r /opt/spillway/lib/python3*/site-packages/kubernetes/aio \
     && /opt/spillway/bin/python -m compileall -q /opt/spillway/lib \
     && /opt/spillway/bin/pip uninstall --quiet --yes pip setuptools
 
