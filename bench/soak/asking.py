@@ -23,10 +23,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """told: the client got a sentence in OpenAI's shape. tokens: how many it had seen by then."""
+    """explained: the client got an error in OpenAI's shape. tokens: how many it had received by then."""
 
     reason: str
-    told: bool
+    explained: bool
     tokens: int
     engine: str | None
 
@@ -44,11 +44,11 @@ def request_body(model: str, prompt: Sequence[int], salt: str | None) -> dict[st
 
 
 def ask_engine(client: httpx.Client, url: str, engine: str, body: dict[str, Any]) -> Reply | Failure:
-    """Not streamed. What is broken off here is an engine that is gone, with nobody left to say so."""
+    """Not streamed. A broken connection means that the engine is gone; no error body is expected of it."""
     try:
         response = client.post(f"{url}/v1/completions", json=body)
         if response.status_code != 200:
-            return Failure(f"status_{response.status_code}", _sentence(_json(response.content)), 0, engine)
+            return Failure(f"status_{response.status_code}", _is_error(_json(response.content)), 0, engine)
         document = response.json()
     except httpx.TimeoutException:
         return Failure("timeout", False, 0, engine)
@@ -59,7 +59,7 @@ def ask_engine(client: httpx.Client, url: str, engine: str, body: dict[str, Any]
 
 def ask_gateway(client: httpx.Client, url: str, body: dict[str, Any]) -> Reply | Failure:
     """Streamed, so that an engine may die between two tokens."""
-    said = Scored((), ())
+    received = Scored((), ())
     engine: str | None = None
     cached, done, error = 0, False, None
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -67,7 +67,7 @@ def ask_gateway(client: httpx.Client, url: str, body: dict[str, Any]) -> Reply |
         with client.stream("POST", f"{url}/v1/completions", json=streamed) as response:
             engine = response.headers.get("x-spillway-engine")
             if response.status_code != 200:
-                return Failure(f"status_{response.status_code}", _sentence(_json(response.read())), 0, engine)
+                return Failure(f"status_{response.status_code}", _is_error(_json(response.read())), 0, engine)
             for line in response.iter_lines():
                 data = line[5:].strip() if line.startswith("data:") else ""
                 if data == "[DONE]":
@@ -78,16 +78,16 @@ def ask_gateway(client: httpx.Client, url: str, body: dict[str, Any]) -> Reply |
                     cached = _cached(event.get("usage")) or cached
                     for choice in event.get("choices", []):
                         if choice.get("token_ids"):
-                            said += scored(choice)
+                            received += scored(choice)
     except httpx.TimeoutException:
-        return Failure("timeout", False, len(said.tokens), engine)
+        return Failure("timeout", False, len(received.tokens), engine)
     except (httpx.HTTPError, ValueError) as broken:
-        return Failure(type(broken).__name__, False, len(said.tokens), engine)
+        return Failure(type(broken).__name__, False, len(received.tokens), engine)
     if error is not None:
-        return Failure("stream_error", _sentence(error), len(said.tokens), engine)
+        return Failure("stream_error", _is_error(error), len(received.tokens), engine)
     if not done:
-        return Failure("stream_without_end", False, len(said.tokens), engine)
-    return Reply(said, cached, engine)
+        return Failure("stream_without_end", False, len(received.tokens), engine)
+    return Reply(received, cached, engine)
 
 
 def _cached(usage: dict[str, Any] | None) -> int:
@@ -101,7 +101,7 @@ def _json(content: bytes) -> Any:
         return None
 
 
-def _sentence(document: Any) -> bool:
+def _is_error(document: Any) -> bool:
     """Is this OpenAI's error shape, with words for people?"""
     error = document.get("error") if isinstance(document, dict) else None
     return isinstance(error, dict) and bool(error.get("message")) and "type" in error

@@ -17,7 +17,7 @@ from spillway_stack.processes import ProcessIdentity, descendants, wait_gone
 READY_SECONDS = 300.0
 # What the local stack's configuration grants to requests in flight: engines 1 s of delay and 30 s, the gateway 30 s.
 DRAIN_SECONDS = 30.0
-# The gateway closes its socket at once: who found its door open has connected by then.
+# The gateway closes its socket at once: a client that found it open has connected by then.
 CONNECT_SECONDS = 1.0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 POINTS_LEAST = 12
-SECONDS_LEAST = 120.0  # a process that lived for less says nothing
+SECONDS_LEAST = 120.0  # a process that lived for less allows no verdict
 POINTS_MOST = 200  # of a series; pairs are counted, so longer ones are thinned
 SURE = 2.33  # one-sided 1 %
 

@@ -37,7 +37,7 @@ class FolderFaults:
             shutil.rmtree(self._folder, ignore_errors=True)  # engines write into it meanwhile
             yield
             return
-        self._folder.mkdir(exist_ok=True)  # nobody may have made it again after a removal
+        self._folder.mkdir(exist_ok=True)  # after a removal it may not have been made again
         if fault.kind == "folder_full":
             with full(self._stack, self._folder):
                 yield

@@ -1,4 +1,4 @@
-"""A few clients that never rest: every answer is compared with its reference, every failure asked for its excuse."""
+"""A few clients in a closed loop: every answer is compared with its reference, every failure asked for its excuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from soak.asking import REQUEST_SECONDS, Failure, Reply, ask_engine, ask_gateway
 from soak.outages import GATEWAY, Outages
 from soak.references import Reference
 
-DOOR_SECONDS = 0.1  # between looks when nobody may be asked
+CLOSED_SECONDS = 0.1  # between checks while every target is closed
 TEXTS_MOST = 50  # of wrong answers and failures that are kept in full
 INJECTED_AT = 10  # number of the answer whose reference --inject-wrong spoils
 
@@ -30,7 +30,7 @@ class Tally:
     checked_tokens: int = 0
     by_route: Counter[str] = field(default_factory=Counter)
     by_cached: Counter[str] = field(default_factory=Counter)  # none, part, whole
-    unlearnt_lengths: int = 0  # answers whose cached length no reference was heard with; checked all the same
+    unrecorded_lengths: int = 0  # answers at a cached length that no reference was recorded at; checked all the same
     excused: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     texts: list[str] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Load:
             while not self._stop.is_set():
                 target = self._choose(chance)
                 if target is None:
-                    self._stop.wait(DOOR_SECONDS)
+                    self._stop.wait(CLOSED_SECONDS)
                     continue
                 self.ask(client, chance.choice(self._references), target)
 
@@ -131,7 +131,7 @@ class Load:
         tally.checked_tokens += compared_tokens(reference.scored, reply.scored)
         whole = reference.prompt.reusable_tokens
         tally.by_cached["none" if not reply.cached_tokens else "whole" if reply.cached_tokens == whole else "part"] += 1
-        tally.unlearnt_lengths += reply.cached_tokens not in reference.lengths
+        tally.unrecorded_lengths += reply.cached_tokens not in reference.lengths
         if (fault := reference.fault(reply.scored)) is not None:
             tally.wrong += 1
             tally.note(
@@ -149,18 +149,18 @@ class Load:
 
     def _excuse(self, failure: Failure, target: str, begun: float, ended: float) -> str | None:
         """In flight on a process that was killed. Behind the gateway that counts only from the first token on, and only
-        with a sentence: before it another engine must have answered."""
+        with an error event: before it another engine must have answered."""
         if target != GATEWAY:
             return self._outages.excuse(target, begun, ended)
         gateway = self._outages.excuse(GATEWAY, begun, ended)
         if gateway is not None:
             return gateway
-        if failure.engine is None or not failure.tokens or not failure.told:
+        if failure.engine is None or not failure.tokens or not failure.explained:
             return None
         return self._outages.excuse(failure.engine, begun, ended, routed=True)
 
 
 def _another(answer: Scored) -> Scored:
-    """With a first token that the model did not say."""
+    """With a first token that is not the model's."""
     other = answer.tokens[0] ^ 1
     return Scored((other, *answer.tokens[1:]), ({other: 0.0}, *answer.tops[1:]))

@@ -1,11 +1,11 @@
-"""Whom the load may ask now, and which failures a fault explains.
+"""Which targets the load may ask now, and which failures a fault explains.
 
-A fault that ends a process closes its door before it acts and opens it when the successor is ready. A client notes the
-time, then looks at the door: a request that found it open and fails is excused only if the door was shut while the
+A fault that ends a process closes its target before it acts and opens it when the successor is ready. A client notes
+the time, then checks the target: a request that found it open and fails is excused only if it was closed while the
 request was under way, that is, if it was in flight when the process was killed. An orderly stop excuses nothing that
 fails within the time it grants for draining.
 
-The gateway looks at no door of ours: it may hand a request to an engine that was struck a moment ago and does not show
+The gateway does not see this: it may hand a request to an engine that was struck a moment ago and does not show
 it yet. What it routed is therefore excused if the request and the outage overlap at all.
 """
 

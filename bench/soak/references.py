@@ -1,4 +1,4 @@
-"""Right answers, learnt from an engine without any offload, and by how much rounding moves them.
+"""Right answers, recorded from an engine without any offload, and by how much rounding moves them.
 
 A CPU kernel rounds differently for another number of rows: by how much of a prompt is cached, and by what other
 requests share its engine steps. On a near tie another token wins, on stock vLLM as well. Under concurrent load no
@@ -6,7 +6,7 @@ reference can be asked for in the same company, so what is compared must not han
 the tokens that were likely at each position, up to a near tie that went the other way (reference_answers.margins). Each
 prompt is asked cold, after a shared beginning, as a whole hit, and in company; the largest difference of one token's
 log-probability between these is the noise, and an answer may move by `SAFETY` times the noise. That holds at *every*
-cached length, those never learnt included, so every answer is checked and none needs an exception.
+cached length, those never recorded included, so every answer is checked and none needs an exception.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stack_driver.prompts import BLOCK_TOKENS, Prompt, make_group, make_prompt
 from soak.asking import REQUEST_SECONDS, request_body
 
 SAFETY = 8.0  # the noise was only sampled
-ROUNDING_LEAST = 0.02  # natural logarithm; less is not told from noise, however quiet the kernels are
+ROUNDING_LEAST = 0.02  # natural logarithm; less cannot be distinguished from noise, however quiet the kernels are
 SHARED_BLOCKS, OWN_BLOCKS, GROUP_PROMPTS = 2, 2, 4
 
 
@@ -32,7 +32,7 @@ class NotDecisive(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Answer:
     """One answer, and how much of its prompt was cached."""
 
     scored: Scored
@@ -41,7 +41,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """rounding: how far a log-probability may move. lengths: cached lengths the answer was heard with."""
+    """rounding: how far a log-probability may move. lengths: cached lengths at which the answer was recorded."""
 
     prompt: Prompt
     salt: str | None
@@ -73,22 +73,22 @@ class PlainEngine:
     def close(self) -> None:
         self._http.close()
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         self._http.post("/reset_prefix_cache").raise_for_status()
 
-    def hear(self, tokens: Sequence[int]) -> Heard:
+    def ask(self, tokens: Sequence[int]) -> Answer:
         response = self._http.post("/v1/completions", json=request_body(self._model, tokens, None))
         response.raise_for_status()
-        return heard(response.json())
+        return answer_of(response.json())
 
 
-def heard(document: dict[str, Any]) -> Heard:
+def answer_of(document: dict[str, Any]) -> Answer:
     """From vLLM's completion document."""
     details = (document.get("usage") or {}).get("prompt_tokens_details") or {}
-    return Heard(scored(document["choices"][0]), int(details.get("cached_tokens") or 0))
+    return Answer(scored(document["choices"][0]), int(details.get("cached_tokens") or 0))
 
 
-def noise_of(answers: Sequence[Heard]) -> float:
+def noise_of(answers: Sequence[Answer]) -> float:
     """Largest difference of a chosen token's log-probability between answers that are the same up to and with it."""
     largest = 0.0
     first = answers[0].scored
@@ -105,46 +105,46 @@ def learn_pool(engine: PlainEngine, prompts: int, seed: int) -> Pool:
 
     Raises NotDecisive. The salt is the tiers' affair alone: it changes keys, never answers.
     """
-    answers: dict[str, list[Heard]] = {}
+    answers: dict[str, list[Answer]] = {}
     drawn: dict[str, tuple[Prompt, str | None]] = {}
     for number in range(-(-prompts // GROUP_PROMPTS)):
         group = make_group(f"soak {seed} group {number}", GROUP_PROMPTS, SHARED_BLOCKS, OWN_BLOCKS)
         salt = f"tenant {number}" if number % 2 else None
-        for prompt, told in zip(group, _ask_in_every_way(engine, group), strict=True):
-            answers[prompt.name], drawn[prompt.name] = told, (prompt, salt)
-    noise = max(noise_of(told) for told in answers.values())
+        for prompt, answered in zip(group, _ask_in_every_way(engine, group), strict=True):
+            answers[prompt.name], drawn[prompt.name] = answered, (prompt, salt)
+    noise = max(noise_of(answered) for answered in answers.values())
     if 2 * noise > ROUNDING:
         raise NotDecisive(
             f"rounding moves log-probabilities by {noise:.2g}; with more than {ROUNDING / 2:.2g}, wrong KV cannot be "
-            "told from it: run with --dtype float32"
+            "distinguished from it: run with --dtype float32"
         )
     rounding = min(ROUNDING, max(ROUNDING_LEAST, SAFETY * noise))
     references = tuple(
-        Reference(*drawn[name], told[0].scored, rounding, frozenset(answer.cached_tokens for answer in told))
-        for name, told in answers.items()
+        Reference(*drawn[name], answered[0].scored, rounding, frozenset(answer.cached_tokens for answer in answered))
+        for name, answered in answers.items()
     )[:prompts]
     return Pool(references, noise, _sensitive(engine, references))
 
 
-def _ask_in_every_way(engine: PlainEngine, group: Sequence[Prompt]) -> list[list[Heard]]:
+def _ask_in_every_way(engine: PlainEngine, group: Sequence[Prompt]) -> list[list[Answer]]:
     """Per prompt: in company, then alone cold, whole hit, and after the shared beginning."""
-    engine.forget()
+    engine.clear_cache()
     with ThreadPoolExecutor(len(group)) as company:
-        told = [[answer] for answer in company.map(lambda prompt: engine.hear(prompt.tokens), group)]
+        answers = [[answer] for answer in company.map(lambda prompt: engine.ask(prompt.tokens), group)]
     for place, prompt in enumerate(group):
-        engine.forget()
-        told[place] += [engine.hear(prompt.tokens), engine.hear(prompt.tokens)]
-        engine.forget()
-        engine.hear(prompt.tokens[: prompt.shared_tokens + 1])
-        told[place].append(engine.hear(prompt.tokens))
-    return told
+        engine.clear_cache()
+        answers[place] += [engine.ask(prompt.tokens), engine.ask(prompt.tokens)]
+        engine.clear_cache()
+        engine.ask(prompt.tokens[: prompt.shared_tokens + 1])
+        answers[place].append(engine.ask(prompt.tokens))
+    return answers
 
 
 def _sensitive(engine: PlainEngine, references: Iterable[Reference]) -> int:
     """How many answers change when one block of the prompt is another: would a wrong block be noticed?"""
     changed = 0
     for number, reference in enumerate(references):
-        answer = engine.hear(with_foreign_block(reference.prompt, number % reference.prompt.blocks))
+        answer = engine.ask(with_foreign_block(reference.prompt, number % reference.prompt.blocks))
         changed += reference.fault(answer.scored) is not None
     return changed
 

@@ -40,7 +40,7 @@ def broken_promises(seen: Observed) -> list[str]:
     if tally.failed:
         broken.append(f"{sum(tally.failed.values())} requests failed without an excuse: {dict(tally.failed)}")
     if tally.answers < ANSWERS_LEAST:
-        broken.append(f"only {tally.answers} answers were checked; {ANSWERS_LEAST} are the least that says anything")
+        broken.append(f"only {tally.answers} answers were checked; {ANSWERS_LEAST} are the least for a verdict")
     broken += seen.log.broken
     broken += [f"left behind: {what}" for what in seen.leftovers]
     for generation in seen.footprints.generations.values():
@@ -63,7 +63,7 @@ def flat_report(seen: Observed) -> Report:
         "answers_checked_count": tally.answers,
         "answers_wrong_count": tally.wrong,
         "answer_tokens_compared_count": tally.checked_tokens,
-        "answers_at_a_cached_length_never_learnt_count": tally.unlearnt_lengths,
+        "answers_at_a_cached_length_never_learnt_count": tally.unrecorded_lengths,
         "requests_failed_unexcused_count": sum(tally.failed.values()),
         "requests_failed_in_flight_on_a_killed_process_count": sum(tally.excused.values()),
         "faults_count": sum(seen.log.faults.values()),

@@ -1,4 +1,4 @@
-"""One soak of one tier: learn the answers, start the stack, load and disturb it, let it settle, take it down."""
+"""One soak of one tier: record the answers, start the stack, load and disturb it, let it settle, take it down."""
 
 from __future__ import annotations
 
@@ -203,8 +203,8 @@ def _stack(tier: str, settings: SoakSettings, *, engines: int, gateway: bool) ->
 
 def _settings_of(tier: str, settings: SoakSettings, *, engines: int, gateway: bool) -> StackSettings:
     usual = stack_settings(tier, engines=engines, gateway=gateway)
-    # Its share for each of the engines that are busy at once, and the same for the one that learns: more threads than
-    # cores wait for each other at every step, for far longer than they compute when the machine does other work too.
+    # Its share for each of the engines that are busy at once, and the same for the one that records answers: more
+    # threads than cores wait for each other at every step, far longer than they compute on a machine with other work.
     threads = max(1, (os.cpu_count() or 1) // ENGINES)
     overrides = (
         *usual.engine_overrides,

@@ -14,7 +14,7 @@ def connect(port: int) -> socket.socket:
 
 
 def pour(port: int, parts: Iterable[bytes]) -> bytes:
-    """Sends until all is sent or the other side closes; returns what it said, as far as the close let it through."""
+    """Sends until all is sent or the other side closes; returns its reply, as far as the close let it through."""
     with connect(port) as sock:
         try:
             for part in parts:
@@ -26,17 +26,17 @@ def pour(port: int, parts: Iterable[bytes]) -> bytes:
 
 def read_all(sock: socket.socket) -> bytes:
     """To the end of the connection, whichever way it ends."""
-    said = b""
+    reply = b""
     try:
         while part := sock.recv(65536):
-            said += part
+            reply += part
     except ConnectionError:
         pass
-    return said
+    return reply
 
 
 def closed(sock: socket.socket) -> bool:
-    """Whether the other side has closed. Reads what it said."""
+    """Whether the other side has closed. Reads its reply."""
     sock.setblocking(False)
     try:
         return sock.recv(65536) == b""

@@ -51,11 +51,11 @@ class Harm:
     added_gap_seconds: float | None = None
 
     @property
-    def delays_nobody(self) -> bool:
+    def is_bearable(self) -> bool:
         return self.iteration_units <= ITERATION_UNITS_MAX and (self.added_gap_seconds or 0.0) <= GAP_SECONDS_MAX
 
     def assert_bearable(self, grown_mib_max: int) -> None:
-        assert self.delays_nobody, (
+        assert self.is_bearable, (
             f"one event loop iteration took {self.iteration_units:.1f} units of CPU time, at most "
             f"{ITERATION_UNITS_MAX:.0f} allowed; another stream waited {self.added_gap_seconds} s longer"
         )
@@ -177,7 +177,7 @@ class Target:
             if self._beside is not None:
                 gap = min(gap, through - self._beside.longest_gap(since))
             harm = Harm(units, self._memory("VmHWM") - before, None if self._beside is None else gap)
-            if harm.delays_nobody:
+            if harm.is_bearable:
                 break
         return harm
 

@@ -7,7 +7,7 @@ import pytest
 from attack.target import ITERATION_UNITS_MAX, Harm, Target
 
 
-def test_a_small_request_harms_nobody(target: Target) -> None:
+def test_a_small_request_delays_no_other_client(target: Target) -> None:
     def ask() -> None:
         body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
         assert httpx.post(target.url + "/v1/chat/completions", json=body).status_code == 200

@@ -1,4 +1,4 @@
-"""Request heads without an end, before anybody has shown a key."""
+"""Request heads without an end, before a key was sent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_without_an_end_harms_nobody(target: Target, name: str) -> None:
+def test_a_head_without_an_end_delays_no_other_client(target: Target, name: str) -> None:
     start, unit = HEADS[name]
     target.suffer(lambda: pour(target.port, endless(start, unit))).assert_bearable(grown_mib_max=16)
 

@@ -1,4 +1,4 @@
-"""Connections that say nothing, or half of something."""
+"""Connections that send nothing, or half of a request."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def target_settings() -> dict[str, Any]:
     return {"settings": {"connections": bounds, "timeouts": {"bodyReadSeconds": 1.0}}}
 
 
-@pytest.mark.parametrize("said", [b"", HALF_A_HEAD, HALF_A_BODY], ids=["nothing", "half a head", "half a body"])
-def test_connections_that_fall_silent_are_closed_and_harm_nobody(target: Target, said: bytes) -> None:
+@pytest.mark.parametrize("sent", [b"", HALF_A_HEAD, HALF_A_BODY], ids=["nothing", "half a head", "half a body"])
+def test_connections_that_fall_silent_are_closed_and_delay_no_other(target: Target, sent: bytes) -> None:
     def attack() -> None:
         sockets = [connect(target.port) for _ in range(500)]
         for sock in sockets:
-            sock.sendall(said)
+            sock.sendall(sent)
         left = list(sockets)
 
         def all_closed() -> bool:

@@ -24,7 +24,7 @@ RIGHT = list(range(100, 100 + ANSWER_TOKENS))
 
 
 def choice(tokens: list[int]) -> dict[str, Any]:
-    """As vLLM tells a choice; the model is sure of every token."""
+    """A choice as vLLM sends it; the model is sure of every token."""
     return {
         "token_ids": tokens,
         "logprobs": {"top_logprobs": [{f"token_id:{token}": -0.1, "token_id:7": -3.0} for token in tokens]},
@@ -85,7 +85,7 @@ def test_right_and_wrong_answers(url: str, engine: ScriptedEngine, outages: Outa
         load.ask(client, REFERENCE, target)
     assert (load.tally.answers, load.tally.wrong) == (3, 1)
     assert load.tally.by_cached == {"part": 3}
-    assert load.tally.unlearnt_lengths == 3, "256 cached tokens were never learnt, and checked all the same"
+    assert load.tally.unrecorded_lengths == 3, "256 cached tokens were never recorded, and checked all the same"
     assert "WRONG" in load.tally.texts[0]
     assert json.loads(engine.seen[0].body)["cache_salt"] == "tenant"
 
@@ -154,7 +154,7 @@ def test_what_a_killed_engine_excuses(
     assert bool(load.tally.failed) != excused
 
 
-def test_doors() -> None:
+def test_targets_open_and_close() -> None:
     now = 0.0
     outages = Outages(("engine-0", "engine-1", GATEWAY), clock=lambda: now)
     now = 5.0
@@ -186,12 +186,12 @@ def test_what_the_gateway_routed_to_an_engine_just_killed_is_excused() -> None:
     now = 20.0
     outages.open("engine-0")
     assert outages.excuse("engine-0", 5.5, 6.0, routed=True) == "engine_parent_killed"
-    assert outages.excuse("engine-0", 5.5, 6.0) is None, "who asks directly has seen the door"
+    assert outages.excuse("engine-0", 5.5, 6.0) is None, "a direct request has checked the target"
     assert outages.excuse("engine-0", 9.5, 10.0, routed=True) == "engine_killed"
     assert outages.excuse("engine-0", 20.5, 21.0, routed=True) is None, "begun after the successor was ready"
 
 
-def test_nobody_behind_a_closed_door_is_asked(url: str, engine: ScriptedEngine, outages: Outages) -> None:
+def test_a_closed_target_is_not_asked(url: str, engine: ScriptedEngine, outages: Outages) -> None:
     outages.close("engine-0", "engine_killed")
     load = make_load(url, outages)
     with httpx.Client() as client:

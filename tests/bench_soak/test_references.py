@@ -3,27 +3,27 @@ from __future__ import annotations
 import pytest
 from reference_answers.margins import ROUNDING, Scored
 from soak.asking import ANSWER_TOKENS
-from soak.references import Heard, NotDecisive, Reference, heard, learn_pool, noise_of, with_foreign_block
+from soak.references import Answer, NotDecisive, Reference, answer_of, learn_pool, noise_of, with_foreign_block
 from stack_driver.prompts import BLOCK_TOKENS, make_prompt
 
 
-def told(*positions: tuple[int, float]) -> Heard:
+def answer_with(*positions: tuple[int, float]) -> Answer:
     """(token, its log-probability); the runner-up is far behind."""
-    return Heard(Scored(tuple(token for token, _ in positions), tuple({at: p, 0: -6.0} for at, p in positions)), 0)
+    return Answer(Scored(tuple(token for token, _ in positions), tuple({at: p, 0: -6.0} for at, p in positions)), 0)
 
 
 def test_noise_is_measured_while_the_answers_are_the_same() -> None:
-    one = told((1, -1.0), (2, -1.0), (3, -1.0), (4, -1.0))
-    other = told((1, -1.01), (2, -1.02), (9, -5.0), (4, -9.0))
+    one = answer_with((1, -1.0), (2, -1.0), (3, -1.0), (4, -1.0))
+    other = answer_with((1, -1.01), (2, -1.02), (9, -5.0), (4, -9.0))
     assert abs(noise_of([one, other]) - 0.02) < 1e-9
 
 
 def test_an_answer_may_move_by_rounding_and_no_further() -> None:
-    reference = Reference(make_prompt("p", 2), None, told((5, -0.5), (6, -0.5)).scored, 0.1, frozenset([0]))
-    assert reference.fault(told((5, -0.55), (6, -0.45)).scored) is None
-    assert "token 2" in str(reference.fault(told((5, -0.5), (6, -0.7)).scored))
-    assert "token 2" in str(reference.fault(told((5, -0.5), (7, -0.5)).scored))
-    assert reference.fault(told((5, -0.5)).scored) is not None
+    reference = Reference(make_prompt("p", 2), None, answer_with((5, -0.5), (6, -0.5)).scored, 0.1, frozenset([0]))
+    assert reference.fault(answer_with((5, -0.55), (6, -0.45)).scored) is None
+    assert "token 2" in str(reference.fault(answer_with((5, -0.5), (6, -0.7)).scored))
+    assert "token 2" in str(reference.fault(answer_with((5, -0.5), (7, -0.5)).scored))
+    assert reference.fault(answer_with((5, -0.5)).scored) is not None
 
 
 class NoisyEngine:
@@ -32,12 +32,13 @@ class NoisyEngine:
     def __init__(self, noise: float) -> None:
         self._noise = noise
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         return
 
-    def hear(self, tokens: tuple[int, ...]) -> Heard:
+    def ask(self, tokens: tuple[int, ...]) -> Answer:
         self._noise = -self._noise
-        return told(*((sum(tokens) % 1000 + 1 + place, -1.0 + self._noise / 2) for place in range(ANSWER_TOKENS)))
+        first, logprob = sum(tokens) % 1000 + 1, -1.0 + self._noise / 2
+        return answer_with(*((first + place, logprob) for place in range(ANSWER_TOKENS)))
 
 
 def test_rounding_that_hides_what_wrong_kv_does_is_refused() -> None:
@@ -64,7 +65,7 @@ def test_reads_vllms_document() -> None:
         ],
         "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 256}},
     }
-    answer = heard(document)
+    answer = answer_of(document)
     assert answer.scored.tokens == (11, 12)
     assert answer.cached_tokens == 256
 

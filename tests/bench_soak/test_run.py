@@ -75,15 +75,15 @@ def test_a_soak_without_an_engine(tier: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(soak.run, "engine_faults", engine)
     reset = OnceEach(RESET_KINDS)
     monkeypatch.setattr(soak.run, "reset_faults", reset)
-    said: list[str] = []
+    lines: list[str] = []
     long = settings(tier, seconds=600.0)
-    pool = learn_references(long, said.append)
+    pool = learn_references(long, lines.append)
     assert pool.noise < 1e-3
     assert pool.sensitive_prompts == len(pool.references) == 4
     stopped = threading.Event()
     ending = threading.Thread(target=lambda: store.done.wait() and engine.done.wait() and stopped.set(), daemon=True)
     ending.start()
-    seen = soak.run.soak(long, pool, stopped, said.append)
+    seen = soak.run.soak(long, pool, stopped, lines.append)
     # The scripted pod ends at once on SIGTERM, so what was in flight then has no excuse; a real one drains.
     unexpected = [text for text in broken_promises(seen) if "without an excuse" not in text]
     assert unexpected == [], render(seen, unexpected)

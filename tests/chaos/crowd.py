@@ -50,7 +50,7 @@ class Counts:
     wrong_tenant_hits: int = 0  # first asks that found blocks, by the engine's count or by the gateway's
     own_hits: int = 0  # later asks that found blocks: the cache does work
     by_engine: Counter[str] = field(default_factory=Counter)
-    said: list[str] = field(default_factory=list)  # about what must not be
+    violations: list[str] = field(default_factory=list)  # about what must not be
 
 
 class Crowd:
@@ -189,8 +189,8 @@ class Crowd:
             )
 
     def _say(self, what: str) -> None:
-        if len(self.counts.said) < 20:
-            self.counts.said.append(what)
+        if len(self.counts.violations) < 20:
+            self.counts.violations.append(what)
 
 
 @dataclass(slots=True)

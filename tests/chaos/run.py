@@ -22,7 +22,7 @@ IDLE = ("spillway_gateway_in_flight_requests", "spillway_gateway_queued_tokens",
 class Outcome:
     counts: Counts
     steps: list[str]
-    left: dict[str, float]  # counts of requests that should be zero once nobody asks any more
+    left: dict[str, float]  # counts of requests that should be zero once no request runs any more
     drain_status: int | None
 
     @property
@@ -59,7 +59,7 @@ class Outcome:
             f"{counts.own_hits:>6} later asks that found their tenant's own blocks",
             f"       by engine: {dict(sorted(counts.by_engine.items()))}",
             f"       left at the end: {self.left}",
-            *counts.said,
+            *counts.violations,
         ]
         return "\n".join(lines)
 

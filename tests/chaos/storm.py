@@ -24,7 +24,7 @@ class Storm:
     crowd: Crowd
     requests_per_step: int = REQUESTS_PER_STEP
     steps: list[str] = field(default_factory=list)  # done so far, with what each met
-    drain_status: int | None = None  # exit status of the replica that was told to end
+    drain_status: int | None = None  # exit status of the replica that got SIGTERM
 
     def run(self) -> None:
         """In a thread of its own; the crowd is asking."""

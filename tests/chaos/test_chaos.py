@@ -17,4 +17,4 @@ def test_no_request_is_lost_while_engines_and_a_replica_fail(tmp_path: Path) -> 
     assert outcome.faults == [], str(outcome)
     counts = outcome.counts
     met = (counts.first_asks, counts.own_hits, counts.moved, counts.resent, counts.broken)
-    assert all(met), f"the storm met nobody: {outcome}"
+    assert all(met), f"a fault met no request: {outcome}"

@@ -124,7 +124,7 @@ class ClientPod:
         try:
             return self._shell(f"cat {path} 2>/dev/null || true")
         except CommandFailed:
-            return ""  # the API server may be away; whoever waits asks again
+            return ""  # the API server may be away; the caller asks again
 
     def _shell(self, line: str) -> str:
         return self._kubernetes.execute(NAME, "sh", "-c", line)

@@ -37,7 +37,7 @@ class Release:
         self._helm("rollback", self.name, "--wait", "--timeout", f"{READY_SECONDS:.0f}s")
 
     def test(self) -> str:
-        """What Helm says of the chart's own test, with the pod's words."""
+        """Helm's report of the chart's own test, with the pod's log."""
         return self._helm("test", self.name, "--logs", "--timeout", f"{READY_SECONDS:.0f}s")
 
     def uninstall(self) -> None:
@@ -51,7 +51,7 @@ class Release:
         return int(history[-1]["revision"])
 
     def manifests(self) -> list[dict[str, Any]]:
-        """The objects that Helm says it installed."""
+        """The objects that Helm reports as installed."""
         return [item for item in yaml.safe_load_all(self._helm("get", "manifest", self.name)) if item]
 
     def notes(self) -> str:

@@ -76,10 +76,10 @@ class ImageBuilder:
             # Not an OCI archive, as buildah compresses the layers of those, for seconds each and for nothing.
             self._buildah("push", "--quiet", f"localhost/{name}", f"docker-archive:{made}:docker.io/library/{name}")
             made.rename(path)
-            self._forget(name)
+            self._drop(name)
         return path
 
-    def _forget(self, name: str) -> None:
+    def _drop(self, name: str) -> None:
         """What the archive has too, and what a build left behind; the engine's stages alone are tens of gigabytes."""
         if all(image.base != name for image in self._images.values()):
             self._buildah("rmi", f"localhost/{name}")
@@ -136,7 +136,7 @@ class ImageBuilder:
 
     @cached_property
     def _installer_volumes(self) -> list[str]:
-        """What this machine's pip is told, for the RUN instructions alone: no image keeps any of it."""
+        """The settings of this machine's pip, for the RUN instructions alone: no image keeps any of it."""
         listed = run(*pip_command(), "config", "list")
         settings: dict[str, str] = {}
         for line in listed.splitlines():

@@ -108,7 +108,7 @@ def name_of(item: Object) -> str:
 
 
 def _document(call: Any, *arguments: Any, **parameters: Any) -> Object:
-    """The reply itself: as the API spells it, whatever the package knows of the type."""
+    """The reply itself: as the API spells it, independent of the package's models."""
     reply = call(*arguments, _preload_content=False, _request_timeout=REQUEST_SECONDS, **parameters)
     found: Object = json.loads(reply.data)
     return found

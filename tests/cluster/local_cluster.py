@@ -1,6 +1,6 @@
 """The lane's own cluster on this machine: machine/cluster.sh, asked to do one thing at a time.
 
-`python -m cluster.local_cluster` says what this machine lacks for one, and exits with 1 if it lacks anything;
+`python -m cluster.local_cluster` prints what this machine lacks for one, and exits with 1 if it lacks anything;
 `... packages` lists Debian's packages with the programs that it needs.
 """
 

@@ -2,7 +2,7 @@
 and move KV blocks through the NPU transport.
 
 The devices are pretended and the ACL library is the emulator; vLLM is the CPU build. So this proves placement, start
-script and transport, and says nothing about an NPU's speed.
+script and transport, and proves nothing about an NPU's speed.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_waits_for_devices(namespace: Kubernetes, machine: LocalCluster, case: R
 @pytest.mark.own_cluster
 @pytest.mark.parametrize(("mode", "path"), [("auto", "batch"), ("on", "batch"), ("off", "loop")])
 def test_copies(namespace: Kubernetes, release: Release, client: ClientPod, case: Row, mode: str, path: str) -> None:
-    """Ascend preset: a real engine spills and loads through the NPU transport, by the way that batchMemcpy says"""
+    """Ascend preset: a real engine spills and loads through the NPU transport, by the way that batchMemcpy selects"""
     release.upgrade(values(mode), wait=False)
     eventually("the engine runs with this setting", lambda: mode_in_use(namespace, client) == mode, START_SECONDS)
     require_spilled_and_loaded(namespace, client, path)
@@ -131,13 +131,13 @@ def test_old_cann(namespace: Kubernetes, release: Release, client: ClientPod, ca
         found = re.search(r"batch_memcpy: 'on' cannot work here: [^\n]*", "\n".join(logs))
         return found[0] if found else ""
 
-    said = eventually("the engine refuses", refusal, START_SECONDS)
+    refused = eventually("the engine refuses", refusal, START_SECONDS)
     release.upgrade(values("auto"), wait=False)
     # A StatefulSet does not replace a pod that never became ready.
     namespace.kubectl("delete", "pod", "-l", "app.kubernetes.io/component=engine", "--wait")
     eventually("the engine runs with auto", lambda: mode_in_use(namespace, client) == "auto", START_SECONDS)
     require_spilled_and_loaded(namespace, client, "loop")
-    case.requests, case.note = 2 * PROMPTS, said[:300]
+    case.requests, case.note = 2 * PROMPTS, refused[:300]
 
 
 def address_of(namespace: Kubernetes) -> str:
@@ -175,8 +175,8 @@ def require_spilled_and_loaded(namespace: Kubernetes, client: ClientPod, path: s
         "  loaded=read(r'^spillway_device_copy_bytes_total\\{[^}]*load[^}]*\\} (\\S+)'),\n"
         "  failed=read(r'^spillway_device_copy_failures_total\\{[^}]*\\} (\\S+)'))))\n"
     )
-    told = json.loads(client.python(code, seconds=400))
-    first, again = ([scored(choice) for choice in told.pop(name)] for name in ("first", "again"))
+    outcome = json.loads(client.python(code, seconds=400))
+    first, again = ([scored(choice) for choice in outcome.pop(name)] for name in ("first", "again"))
     assert differences(first, again) == {}
-    assert told["path"] == [path] and told["failed"] == 0, told
-    assert told["stored"] > 0 and told["loaded"] > 0, told
+    assert outcome["path"] == [path] and outcome["failed"] == 0, outcome
+    assert outcome["stored"] > 0 and outcome["loaded"] > 0, outcome

@@ -158,7 +158,7 @@ def guarded(revision: str) -> Values:
 
 
 def keys_file(namespace: Kubernetes, *keys: str) -> str:
-    """What docs/operations.md tells an operator to write, made with the product's own command."""
+    """What docs/operations.md has an operator write, made with the product's own command."""
     pod = name_of(namespace.ready_pods("gateway")[0])
     command = ("python3", "-m", "spillway_gateway", "--hash-key")
     hashes = [namespace.execute(pod, *command, given=key).strip() for key in keys]

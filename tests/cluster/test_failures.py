@@ -1,7 +1,7 @@
-"""What nobody asked for: pods killed, a node drained, a node lost, the API server away. The service goes on.
+"""Failures: pods killed, a node drained, a node lost, the API server away. The service goes on.
 
-A request that ran in a process which was killed without warning is lost with it: nobody else has its answer. So after a
-kill at most the requests that ran there fail, and none that was asked later.
+A request that ran in a process which was killed without warning is lost with it. So after a kill at most the requests
+that ran there fail, and none that was asked later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stack_driver.deadlines import eventually
 
 ENGINES_SERVICE = "chat-spillway-engine-pods"
 WORKERS = 6
-# Even a pod that is deleted by force is first told to end; its process serves on until it is killed, two seconds later
+# Even a pod that is deleted by force first gets SIGTERM; its process serves on until it is killed, two seconds later
 # where the machine is quick.
 KILL_SECONDS = 15.0
 PASSWORD = {

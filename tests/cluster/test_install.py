@@ -106,10 +106,10 @@ def test_installs(installed: Release, namespace: Kubernetes, case: Row) -> None:
 
 def test_own_test(installed: Release, case: Row) -> None:
     """helm test"""
-    said = installed.test()
-    words = [line for line in said.splitlines() if line.startswith("ok ")]
-    assert re.search(r"Phase: +Succeeded", said), said
-    assert len(words) == 7, said
+    report = installed.test()
+    words = [line for line in report.splitlines() if line.startswith("ok ")]
+    assert re.search(r"Phase: +Succeeded", report), report
+    assert len(words) == 7, report
     case.requests, case.note = 2, "; ".join(words)
 
 
@@ -122,7 +122,7 @@ def test_chat(client: ClientPod, case: Row) -> None:
 
 
 def test_values_arrived(installed: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
-    """every value that the chart wrote is what each gateway and each engine says it obeys"""
+    """every value that the chart wrote is what each gateway and each engine reports"""
     compared = 0
     expected = json.loads(namespace.get("configmap", f"{installed.name}-spillway-test")["data"]["expected.json"])
     for pod in namespace.ready_pods("gateway"):

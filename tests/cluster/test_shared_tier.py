@@ -42,7 +42,7 @@ def values(tier: str, replicas: int) -> Values:
             "cpu": {"request": "100m"},
             "memory": {"pageCache": "256MiB"},
             "nodeSelector": {"kubernetes.io/hostname": REAL_ENGINES_NODE},
-            # At this rate of prefill any load is worth its time.
+            # At this rate of prefill any load takes less time than prefill.
             "offload": {"sharedTier": {**shared, **patient}, "requestWaitSeconds": 60, "prefillTokensPerSecond": 10},
             "lifecycle": {"selfCheckTimeoutSeconds": 600},
         },
@@ -120,14 +120,14 @@ def test_served_from_the_tier(served: tuple[Release, ClientPod], tier: str, case
 def test_own_test_of_real_engines(served: tuple[Release, ClientPod], tier: str, case: Row) -> None:
     """real engines: helm test, with a prefix from the shared tier where every pod shares it"""
     release, _ = served
-    said = release.test()
-    # A folder of a node is shared by the pods of that node, and the test cannot know where pods are.
+    report = release.test()
+    # A folder of a node is shared by the pods of that node, and the test does not see where pods are.
     words = {
         "redis": r"[1-9]\d* chunks that \S+ computed were served to \S+ from the shared tier",
         "nvme": "KV spilled",
     }
-    assert re.search(words[tier], said), said
-    case.requests, case.note = 4, "; ".join(line for line in said.splitlines() if line.startswith("ok "))
+    assert re.search(words[tier], report), report
+    case.requests, case.note = 4, "; ".join(line for line in report.splitlines() if line.startswith("ok "))
 
 
 @pytest.mark.own_cluster

@@ -72,8 +72,8 @@ def test_an_answer_is_found_by_the_next_turn(shape, rates, ask):
     engine = SimulatedEngine("e", shape, rates)
     engine.submit(ask("a", range(6), answer=6), 0.0)
     finish(engine)
-    said = [*range(6), *range(900, 906)]
-    engine.submit(ask("b", [*said, 1, 2, 3]), 100.0)
+    conversation = [*range(6), *range(900, 906)]
+    engine.submit(ask("b", [*conversation, 1, 2, 3]), 100.0)
     assert finish(engine)["b"].cached.device == 8  # 6 + 5 tokens were computed; the last answer token was not
 
 

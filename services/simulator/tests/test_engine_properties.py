@@ -1,4 +1,4 @@
-"""The engine model under arbitrary work: bounds, conservation, longest prefix, and events that tell the whole truth."""
+"""The engine model under arbitrary work: bounds, conservation, longest prefix, and complete events."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ work = st.lists(
 
 
 class Mirror:
-    """What a listener knows of one engine from its events alone."""
+    """What a listener derives of one engine from its events alone."""
 
     def __init__(self) -> None:
         self.held: dict[Medium, set[int]] = defaultdict(set)
@@ -136,7 +136,7 @@ def test_bounds_conservation_prefixes_and_events_hold_under_any_work(steps, whol
 @settings(max_examples=60, deadline=None)
 @given(work)
 def test_a_hit_is_the_longest_prefix_that_any_reachable_tier_holds(steps):
-    """One request at a time on free engines, loads always worth it: what is found is exactly what is held."""
+    """One request at a time on free engines, loads always cheaper than prefill: exactly what is held is found."""
     shared = SharedTier(10)
     fast = RATES.shared._replace(load_tokens_per_second=1e9)
     engines = [SimulatedEngine(str(at), SHAPE, replace(RATES, shared=fast), shared) for at in range(2)]

@@ -31,14 +31,14 @@ def test_the_gateways_index_agrees_with_the_engines_caches(shape, rates, form):
     for engine in engines:
         index.add_engine(engine.name)
 
-    def heard(position, events):
+    def apply_events(position, events):
         batch = decode_batch(encode_batch(1.0, events, BLOCK, form))
         assert batch.undecodable == 0
         for event in batch.events:
             index.apply(engines[position].name, event)
 
     prompts = []
-    time = FastForward(engines, lambda position, progress: None, heard)
+    time = FastForward(engines, lambda position, progress: None, apply_events)
     for number in range(60):
         start = [random_source.randrange(3)] * 8
         prompt = array("I", start + [random_source.randrange(2) for _ in range(random_source.randrange(1, 24))])
@@ -57,9 +57,9 @@ def test_the_gateways_index_agrees_with_the_engines_caches(shape, rates, form):
             below = next(
                 (at for at, key in enumerate(own[on_device:]) if key not in engine.tiers.cpu), len(own) - on_device
             )
-            told = held.get(engine.name)
-            assert (told.device_tokens if told else 0) == on_device * BLOCK
-            # Blocks that the CPU tier got before the gateway heard their tokens cannot be; so it knows them all.
-            assert (told.cpu_tokens if told else 0) == below * BLOCK
+            match = held.get(engine.name)
+            assert (match.device_tokens if match else 0) == on_device * BLOCK
+            # No block reaches the CPU tier before the gateway has received its tokens, so the index holds them all.
+            assert (match.cpu_tokens if match else 0) == below * BLOCK
             found += on_device + below
     assert found > 50

@@ -85,8 +85,8 @@ async def test_the_next_turn_finds_prompt_and_answer(simulator):
         url = f"{running.hosts[0].url}/v1/chat/completions"
         first = (await client.post(url, json={**CHAT, "max_tokens": 20, "ignore_eos": True})).json()
         assert first["usage"]["prompt_tokens_details"] is None
-        said = [*CHAT["messages"], first["choices"][0]["message"], {"role": "user", "content": "and now?"}]
-        second = (await client.post(url, json={"messages": said, "max_tokens": 1})).json()
+        conversation = [*CHAT["messages"], first["choices"][0]["message"], {"role": "user", "content": "and now?"}]
+        second = (await client.post(url, json={"messages": conversation, "max_tokens": 1})).json()
         known = first["usage"]["prompt_tokens"] + 20 - 1  # the last token of an answer is never computed
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == known // 4 * 4
 
@@ -166,7 +166,7 @@ async def test_subscribers_see_batches_live_and_miss_the_dropped_ones(simulator)
             await monitor.recv_multipart()
             numbers = []
             ask = 0
-            while not numbers:  # the handshake says nothing of the subscription, so ask until something arrives
+            while not numbers:  # the handshake does not report the subscription, so ask until something arrives
                 await client.post(f"{host.url}/v1/completions", json={"prompt": [ask] * 5, "max_tokens": 1})
                 ask += 1
                 if await socket.poll(50):

@@ -1,6 +1,6 @@
 """In an engine on the ACL emulator: the CPU engine's KV caches count as device memory. Loaded by every interpreter.
 
-On an NPU vLLM allocates them on the device, and nothing has to be said.
+On an NPU vLLM allocates them on the device, and nothing has to be set.
 """
 
 from __future__ import annotations

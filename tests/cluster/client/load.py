@@ -113,7 +113,7 @@ class Load:
                 reply = await session.post(f"{self._url}/v1/chat/completions", json=body)
                 break
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-                # Nothing was sent. Where a node is gone, its pods' addresses answer nobody until it counts as lost.
+                # Nothing was sent. Where a node is gone, its pods' addresses do not answer until it counts as lost.
                 refused += 1
                 self.reconnects += 1
                 if refused == CONNECT_TRIES:

@@ -1,4 +1,4 @@
-"""Asks the name service for a model's engines again and again; an answer that fails changes nothing."""
+"""Resolves a model's engines periodically; a failed resolution keeps those of the last one."""
 
 from __future__ import annotations
 

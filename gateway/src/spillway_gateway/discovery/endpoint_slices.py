@@ -129,7 +129,7 @@ def engines_of(slices: Iterable[EndpointSlice], config: KubernetesDiscovery) -> 
     """The engines of a Service. The order of slices and of endpoints does not matter.
 
     An engine whose pod is not ready or terminating is withheld: it keeps its requests and gets no new ones. Where a pod
-    is listed more than once, one entry that says so is enough; its IPv4 address is taken if there is one.
+    is listed more than once, one such entry is enough; its IPv4 address is taken if there is one.
     """
     entries: dict[str, list[_Entry]] = {}
     problems: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a source of engines tells, and what is known of the source itself."""
+"""What a source of engines reports, and the state of the source itself."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SourceStatus:
     """Of one model's source. Times are Unix seconds; None: not yet."""
 
     description: str  # where it looks, for people to read
-    heard_at: float | None = None  # the last sign that what is known is the present
+    heard_at: float | None = None  # when the source last confirmed its engines
     error: str | None = None  # why the last try failed; None after one that did not
     updates_total: int = 0
     failures: Counter[str] = field(default_factory=Counter)  # by reason
@@ -57,8 +57,8 @@ class SourceStatus:
         self.error = None
 
     def failed(self, error: SourceFailed) -> bool:
-        """Count it. True when it is news, and so worth a line in the log."""
+        """Count it. True when it differs from the last one, and belongs into the log."""
         self.failures[error.reason] += 1
-        news = self.error != str(error)
+        is_new = self.error != str(error)
         self.error = str(error)
-        return news
+        return is_new

@@ -1,4 +1,4 @@
-"""A name server on loopback that answers what it is told, and fails as it is told."""
+"""A name server on loopback with scripted answers and faults."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An OpenAI-speaking engine on loopback, without a model or a model of time: real HTTP, real KV events, faults by name.
 
-Its answer is a function of the prompt, so that a test can tell a wrong or torn answer, or what the test scripts. Prefix
+Its answer is a function of the prompt, so that a test recognises a wrong or torn one, or what the test scripts. Prefix
 caching is real in miniature: blocks of prompt tokens are kept and announced, and usage reports how many tokens were
 found. spillway_simulator is for what depends on rates, queues and tiers.
 """
@@ -240,7 +240,7 @@ class _Connection(asyncio.Protocol):
             self._json(fault.status, error_document(f"fault: {fault.status}", fault.status))
             return
         if path.startswith("/v1/audio/"):
-            self._json(200, {"text": f"{len(seen.body)} bytes heard", "usage": {"type": "duration", "seconds": 1}})
+            self._json(200, {"text": f"{len(seen.body)} bytes received", "usage": {"type": "duration", "seconds": 1}})
             return
         try:
             body = json.loads(seen.body or b"{}")

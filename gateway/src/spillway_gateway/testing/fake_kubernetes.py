@@ -62,7 +62,7 @@ class _Watch:
 class FakeKubernetes:
     """Serves from start() to stop(); start() again serves the same objects at the same port.
 
-    tokens: those accepted; empty accepts everybody. page_items: of one list page, whatever limit asks for.
+    tokens: those accepted; empty accepts every request. page_items: of one list page, whatever limit asks for.
     """
 
     def __init__(self, namespace: str = "spillway", *, tokens: set[str] | None = None, page_items: int = 500) -> None:
@@ -81,7 +81,7 @@ class FakeKubernetes:
         self.watches: set[_Watch] = set()
         self._slices: dict[str, Slice] = {}
         self._version = 100
-        self._forgotten = 100  # events up to this version cannot be watched any more
+        self._dropped = 100  # events up to this version cannot be watched any more
         self._history: list[tuple[int, str, Slice]] = []
         self._runner: web.AppRunner | None = None
         self._scheme = "http"
@@ -133,22 +133,22 @@ class FakeKubernetes:
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def bookmark(self) -> None:
-        """Tell every watch the present version, and nothing else."""
+        """Send every watch the present version, and nothing else."""
         self._version += 1
-        told = {"kind": "EndpointSlice", "metadata": {"resourceVersion": str(self._version)}}
+        bookmark = {"kind": "EndpointSlice", "metadata": {"resourceVersion": str(self._version)}}
         for watch in self.watches:
-            watch.lines.put_nowait(_line("BOOKMARK", told))
+            watch.lines.put_nowait(_line("BOOKMARK", bookmark))
 
-    def forget_history(self, *, tell: bool) -> None:
-        """Old versions are gone, as after compaction. tell: inside the open watches too."""
+    def drop_history(self, *, in_watches: bool) -> None:
+        """Old versions are gone, as after compaction. in_watches: open watches report it too."""
         self._version += 1
-        self._forgotten = self._version
+        self._dropped = self._version
         self._history.clear()
-        if tell:
+        if in_watches:
             for watch in self.watches:
                 watch.lines.put_nowait(_line("ERROR", _failure(410, "Expired", "too old resource version")))
 
-    def say(self, line: bytes) -> None:
+    def send_line(self, line: bytes) -> None:
         """Any bytes into the open watches."""
         for watch in self.watches:
             watch.lines.put_nowait(line)
@@ -173,7 +173,7 @@ class FakeKubernetes:
         if self.redirects_to is not None:
             raise web.HTTPTemporaryRedirect(self.redirects_to + request.path_qs)
         if self.status is not None:
-            return web.json_response(_failure(self.status, "Fault", "as told"), status=self.status)
+            return web.json_response(_failure(self.status, "Fault", "as scripted"), status=self.status)
         if self.tokens and request.headers.get("authorization", "").removeprefix("Bearer ") not in self.tokens:
             self.refused += 1
             return web.json_response(_failure(401, "Unauthorized", "Unauthorized"), status=401)
@@ -192,7 +192,7 @@ class FakeKubernetes:
 
     async def _watch(self, request: web.Request, service: str) -> web.StreamResponse:
         version = int(request.query["resourceVersion"])
-        if version < self._forgotten:
+        if version < self._dropped:
             self.expired += 1
             return web.json_response(_failure(410, "Expired", "too old resource version"), status=410)
         reply = web.StreamResponse(headers={"content-type": "application/json"})

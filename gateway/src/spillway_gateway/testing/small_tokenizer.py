@@ -10,7 +10,7 @@ SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>"]
 
 
 def write_tokenizer(folder: Path, text: str, vocabulary_size: int, template: str) -> None:
-    """tokenizer.json, learnt from `text`, and the chat template, into a folder that is made if it is missing."""
+    """tokenizer.json, trained on `text`, and the chat template, into a folder that is made if it is missing."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

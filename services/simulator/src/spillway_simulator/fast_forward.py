@@ -1,6 +1,6 @@
 """Virtual time without sockets: engines and appointments, run in the order of their times as fast as the machine can.
 
-For experiments about routing: the caller submits requests at appointed times, is told of progress and of events, and
+For experiments about routing: the caller submits requests at appointed times, receives progress and events, and
 may appoint more. Ties are broken by order of appointment and then of engines, so a run repeats exactly.
 """
 

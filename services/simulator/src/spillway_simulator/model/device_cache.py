@@ -1,7 +1,7 @@
 """The device's block pool: what running requests hold, and what of it can be found again.
 
 As in vLLM: a block is private until it is full, then cached under its key; requests with the same prefix share cached
-blocks by reference; a block that nobody references stays until room is needed, least recently released first, and of
+blocks by reference; an unreferenced block stays until room is needed, least recently released first, and of
 one request the end of the prompt before its start.
 """
 
@@ -17,7 +17,7 @@ class DeviceCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._references: dict[int, int] = {}  # cached key -> requests that hold it
-        self._unreferenced: OrderedDict[int, None] = OrderedDict()  # cached keys nobody holds, first to go first
+        self._unreferenced: OrderedDict[int, None] = OrderedDict()  # cached keys, in order of eviction
         self._private = 0
 
     def __contains__(self, key: int) -> bool:

@@ -1,4 +1,4 @@
-"""One simulated engine: continuous batching over a block pool with tiers below it, driven by whoever holds the clock.
+"""One simulated engine: continuous batching over a block pool with tiers below it, driven by the owner of the clock.
 
 The caller submits requests and calls advance(now) when `next_time` has come; nothing here looks at a clock. A step is
 one forward pass: every decoding sequence gets a token, what is left of the token budget prefills prompts in order of
@@ -39,7 +39,7 @@ class EngineShape:
     max_batched_tokens: int = 8_192
     max_model_tokens: int = 131_072
     announce_shared: bool = False  # events for the shared tier; vLLM 0.23 sends none
-    whole_decodes: bool = True  # report runs of decode steps at once: for virtual time, where nobody reads tokens
+    whole_decodes: bool = True  # report runs of decode steps at once: for virtual time, where no client reads tokens
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class SimulatedEngine:
         self._update_next_time()
 
     def cancel(self, request_id: str, now: float) -> bool:
-        """Forget a request and free its blocks. False when it is not here (any more)."""
+        """Drop a request and free its blocks. False when it is not here (any more)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
@@ -175,7 +175,7 @@ class SimulatedEngine:
         if step is not None:
             step.cut(now)
             if sequence in step.decoding:
-                self.counters.generated_tokens += step.count - 1  # passes that were complete; nobody hears of them
+                self.counters.generated_tokens += step.count - 1  # passes that were complete; they are not reported
             step.decoding = [other for other in step.decoding if other is not sequence]
             step.prefilled = [other for other in step.prefilled if other is not sequence]
         self.device.release(sequence.held, sequence.private_blocks)
@@ -186,7 +186,7 @@ class SimulatedEngine:
     def restart(self) -> None:
         """The process dies and a new one takes its place: requests, device and CPU tier are gone, totals start anew.
         The shared tier stays. Events of the old process that were not taken are lost with it."""
-        self._events = []  # a new list: blocks the dead process left in the shared tier announce nothing to the new one
+        self._events = []  # a new list: blocks left in the shared tier are not announced to the new process
         self.counters = EngineCounters()
         self.prefill_meter = PrefillMeter()
         self.device = DeviceCache(self.shape.device_blocks)
@@ -200,7 +200,7 @@ class SimulatedEngine:
         self.next_time = None
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the device's cache, not the lower tiers. False while requests run, as in the engine."""
+        """Clear the device's cache, not the lower tiers. False while requests run, as in the engine."""
         if self.device.used_blocks:
             return False
         self.device.forget_unreferenced()
@@ -380,7 +380,7 @@ class SimulatedEngine:
             sequence.published = full
 
     def _publish(self, sequence: Sequence, keys: list[int], position: int, tokens: array[int]) -> None:
-        """Cache full blocks under their keys and announce those that nobody had cached. position: of the first."""
+        """Cache full blocks under their keys and announce those that were not cached yet. position: of the first."""
         size = self.shape.block_tokens
         runs: list[tuple[int, list[int]]] = []  # position of the first block, keys
         for at, key in enumerate(keys, position):

@@ -1,4 +1,4 @@
-"""Rates taken from measurements, each with its source. What was not measured says so."""
+"""Rates taken from measurements, each with its source. What was not measured is marked."""
 
 from __future__ import annotations
 

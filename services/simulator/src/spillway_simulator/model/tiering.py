@@ -73,7 +73,7 @@ class Tiering:
     # -- loads -------------------------------------------------------------------------------------------------------
 
     def plan_load(self, keys: Sequence[int], start: int, limit: int, now: float) -> LoadPlan | None:
-        """What to load behind the first `start` blocks of a prompt; None when nothing is there or worth it."""
+        """What to load behind the first `start` blocks of a prompt; None: nothing is there, or prefill is cheaper."""
         shared_tier = self._shared
         where: list[bool] = []  # True: shared
         for key in keys[start:limit]:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reply(Protocol):
-    """Whoever waits for a request's tokens."""
+    """The receiver of a request's tokens."""
 
     def progressed(self, progress: Progress) -> None: ...
 

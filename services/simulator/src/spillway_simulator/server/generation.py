@@ -12,7 +12,7 @@ from spillway_simulator.model.request import EngineRequest, Progress
 from spillway_simulator.server.engine_host import EngineHost
 from spillway_simulator.server.faults import DieInStream
 from spillway_simulator.server.http_connection import HttpConnection
-from spillway_simulator.wire.openai_documents import Envelope, Told, error, usage
+from spillway_simulator.wire.openai_documents import Completed, Envelope, error, usage
 from spillway_simulator.wire.tokens import Tokens
 
 _HOLE = "\x00"  # stands for a token's text in a prepared chunk; JSON escapes it
@@ -20,7 +20,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class BadBody(ValueError):
-    """A body this engine does not take; the message says what to change."""
+    """A body this engine does not take; the message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class Generation:
             return
         if not self._asked.stream:
             if progress.finished:
-                told = self._told(progress)
-                self._connection.reply(200, self._envelope.whole(told.answer, told))
+                completed = self._completed(progress)
+                self._connection.reply(200, self._envelope.whole(completed.answer, completed))
             return
         connection = self._connection
         if progress.first:
@@ -126,12 +126,12 @@ class Generation:
         if not progress.finished:
             connection.stream(self._before + _encode(text)[1:-1] + self._after)
             return
-        connection.end_stream(self._envelope.end(text, self._told(progress)))
+        connection.end_stream(self._envelope.end(text, self._completed(progress)))
 
-    def _told(self, progress: Progress) -> Told:
+    def _completed(self, progress: Progress) -> Completed:
         asked = self._asked
         counted = usage(len(asked.prompt), asked.answer_tokens, progress.cached)
-        return Told(self._tokens.decode(self._answer), asked.finish_reason, counted, asked.include_usage)
+        return Completed(self._tokens.decode(self._answer), asked.finish_reason, counted, asked.include_usage)
 
     def _die(self, death: DieInStream) -> None:
         self._host.cancel(self._envelope.id)

@@ -1,6 +1,6 @@
 """HTTP/1.1 on a raw asyncio protocol: the cheapest way to hundreds of streams on one core.
 
-One request at a time per connection, keep-alive; every response says that it comes from a simulator.
+One request at a time per connection, keep-alive; every response is marked as a simulator's.
 """
 
 from __future__ import annotations

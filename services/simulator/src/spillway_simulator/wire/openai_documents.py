@@ -25,16 +25,16 @@ class Envelope(Protocol):
     def piece(self, text: str) -> bytes:
         """The event of one token: the same bytes for every token but for its text."""
 
-    def end(self, text: str, told: Told) -> bytes:
+    def end(self, text: str, completed: Completed) -> bytes:
         """The last token's event and all that follows it."""
 
-    def whole(self, text: str, told: Told) -> bytes:
+    def whole(self, text: str, completed: Completed) -> bytes:
         """The body of a plain reply."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What is known when the last token is. answer: the whole text."""
+class Completed:
+    """What a reply states after its last token. answer: the whole text."""
 
     answer: str
     finish_reason: str
@@ -67,9 +67,9 @@ class OpenAiEnvelope:
     def piece(self, text: str) -> bytes:
         return self.chunk(text, None)
 
-    def end(self, text: str, told: Told) -> bytes:
-        usage = self.usage_chunk(told.usage) if told.include_usage else b""
-        return self.chunk(text, told.finish_reason) + usage + b"data: [DONE]\n\n"
+    def end(self, text: str, completed: Completed) -> bytes:
+        usage = self.usage_chunk(completed.usage) if completed.include_usage else b""
+        return self.chunk(text, completed.finish_reason) + usage + b"data: [DONE]\n\n"
 
     def chunk(self, text: str, finish_reason: str | None, *, role: bool = False) -> bytes:
         """One data line. role: the first chunk of a chat stream, which names the speaker."""
@@ -85,14 +85,14 @@ class OpenAiEnvelope:
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         return b"data: " + encode({**self.document(chunk=True), "choices": [], "usage": usage}) + b"\n\n"
 
-    def whole(self, text: str, told: Told) -> bytes:
+    def whole(self, text: str, completed: Completed) -> bytes:
         choice: dict[str, Any] = {"index": 0}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": text, "tool_calls": []}
         else:
             choice["text"] = text
-        choice |= {"logprobs": None, "finish_reason": told.finish_reason}
-        return encode({**self.document(chunk=False), "choices": [choice], "usage": told.usage})
+        choice |= {"logprobs": None, "finish_reason": completed.finish_reason}
+        return encode({**self.document(chunk=False), "choices": [choice], "usage": completed.usage})
 
 
 def usage(prompt_tokens: int, answer_tokens: int, cached: CachedTokens) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from spillway_simulator.wire.openai_documents import FINGERPRINT, Told, encode
+from spillway_simulator.wire.openai_documents import FINGERPRINT, Completed, encode
 
 
 def typed_event(document: dict[str, Any]) -> bytes:
@@ -32,14 +32,14 @@ class ResponsesEnvelope:
         document = {"type": "response.output_text.delta", "item_id": "msg", "output_index": 0, "content_index": 0}
         return typed_event({**document, "delta": text})
 
-    def end(self, text: str, told: Told) -> bytes:
-        done = self._document(told)
+    def end(self, text: str, completed: Completed) -> bytes:
+        done = self._document(completed)
         return self.piece(text) + typed_event({"type": "response.completed", "sequence_number": 1, "response": done})
 
-    def whole(self, text: str, told: Told) -> bytes:
-        return encode(self._document(told))
+    def whole(self, text: str, completed: Completed) -> bytes:
+        return encode(self._document(completed))
 
-    def _document(self, told: Told | None) -> dict[str, Any]:
+    def _document(self, completed: Completed | None) -> dict[str, Any]:
         document: dict[str, Any] = {
             "id": self.id,
             "object": "response",
@@ -53,19 +53,19 @@ class ResponsesEnvelope:
             "output": [],
             "usage": None,
         }
-        if told is None:
+        if completed is None:
             return document
-        part = {"type": "output_text", "text": told.answer, "annotations": []}
+        part = {"type": "output_text", "text": completed.answer, "annotations": []}
         message = {"id": "msg", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
-        usage = typed_usage(told.usage)
-        details = told.usage["prompt_tokens_details"] or {"cached_tokens": 0}
-        usage |= {"total_tokens": told.usage["total_tokens"], "input_tokens_details": details}
+        usage = typed_usage(completed.usage)
+        details = completed.usage["prompt_tokens_details"] or {"cached_tokens": 0}
+        usage |= {"total_tokens": completed.usage["total_tokens"], "input_tokens_details": details}
         return {**document, "status": "completed", "output": [message], "usage": usage}
 
 
 @dataclass(frozen=True, slots=True)
 class MessagesEnvelope:
-    """`/v1/messages`. prompt_tokens: told with the first event."""
+    """`/v1/messages`. prompt_tokens: sent in the first event."""
 
     id: str
     model: str
@@ -81,17 +81,17 @@ class MessagesEnvelope:
         delta = {"type": "text_delta", "text": text}
         return typed_event({"type": "content_block_delta", "index": 0, "delta": delta})
 
-    def end(self, text: str, told: Told) -> bytes:
-        delta = {"stop_reason": _stop_reason(told), "stop_sequence": None}
+    def end(self, text: str, completed: Completed) -> bytes:
+        delta = {"stop_reason": _stop_reason(completed), "stop_sequence": None}
         return (
             self.piece(text)
             + typed_event({"type": "content_block_stop", "index": 0})
-            + typed_event({"type": "message_delta", "delta": delta, "usage": typed_usage(told.usage)})
+            + typed_event({"type": "message_delta", "delta": delta, "usage": typed_usage(completed.usage)})
             + typed_event({"type": "message_stop"})
         )
 
-    def whole(self, text: str, told: Told) -> bytes:
-        return encode(self._document(text, _stop_reason(told), typed_usage(told.usage)))
+    def whole(self, text: str, completed: Completed) -> bytes:
+        return encode(self._document(text, _stop_reason(completed), typed_usage(completed.usage)))
 
     def _document(self, text: str, stop_reason: str | None, usage: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -107,5 +107,5 @@ class MessagesEnvelope:
         }
 
 
-def _stop_reason(told: Told) -> str:
-    return "max_tokens" if told.finish_reason == "length" else "end_turn"
+def _stop_reason(completed: Completed) -> str:
+    return "max_tokens" if completed.finish_reason == "length" else "end_turn"

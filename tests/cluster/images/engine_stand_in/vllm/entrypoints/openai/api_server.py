@@ -74,7 +74,7 @@ def _port(endpoint: str | None) -> int:
 
 
 class Server:
-    """One ASGI application: a door to the simulator's own port."""
+    """One ASGI application: a proxy of the simulator's own port."""
 
     def __init__(self, settings: Settings) -> None:
         self._simulator = Simulator(settings)
