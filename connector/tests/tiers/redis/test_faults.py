@@ -240,7 +240,7 @@ def test_an_error_reply_is_a_refusal_with_its_reason(tier_on: MakeTier, line: by
         assert error_of(lambda: tier.store(key_of(1), payload_of(1), soon())).reason == reason
 
 
-def test_a_login_that_counts_no_more_is_made_again(tier_on: MakeTier) -> None:
+def test_an_invalidated_login_is_made_again(tier_on: MakeTier) -> None:
     refused: list[list[bytes | None]] = [[b"-NOAUTH Authentication required.\r\n"]]
     with SickServer([*READY, *refused], later_answers=[PONG, [VALUE]]) as server:
         tier = tier_on(server)
@@ -248,7 +248,7 @@ def test_a_login_that_counts_no_more_is_made_again(tier_on: MakeTier) -> None:
         assert server.accepted == 2
 
 
-def test_after_a_refusal_the_connection_goes_on(tier_on: MakeTier) -> None:
+def test_after_a_refusal_the_connection_is_used_again(tier_on: MakeTier) -> None:
     with SickServer([*READY, [b"-LOADING wait\r\n"], [VALUE]]) as server:
         tier = tier_on(server)
         error_of(lambda: _load(tier, soon()))
@@ -275,7 +275,7 @@ def test_a_value_of_another_size_is_corrupt_and_not_read_through(
         assert error.reason == reason
 
 
-def test_answers_nobody_asked_for_are_never_taken_for_ours(tier_on: MakeTier) -> None:
+def test_an_unsolicited_reply_is_never_taken_for_the_next_one(tier_on: MakeTier) -> None:
     with SickServer([*READY, [b":1\r\n:1\r\n"], [b":0\r\n"]]) as server:
         tier = tier_on(server)
         assert tier.contains([key_of(1)], soon()) == [True]
@@ -303,7 +303,7 @@ def test_a_server_that_is_not_there_is_unreachable(tier_on: MakeTier) -> None:
     assert error_of(lambda: load(tier, key_of(1))).reason == UnreachableReason.CONNECT
 
 
-def test_tls_towards_a_plain_server_is_said_so() -> None:
+def test_tls_towards_a_plain_server_is_reported_as_that() -> None:
     with SickServer([[b"-ERR what is this\r\n"]]) as server:
         tier = RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint(port=server.port, tls=True))
         assert error_of(lambda: load(tier, key_of(1))).reason == UnreachableReason.TLS
@@ -346,7 +346,7 @@ def test_the_next_stripe_is_asked_for_while_one_arrives() -> None:
 
 
 @pytest.mark.parametrize("damaged_at", [150, 5000])
-def test_an_answer_that_is_under_way_when_damage_is_found_is_never_taken_for_another(damaged_at: int) -> None:
+def test_a_reply_under_way_when_damage_is_found_is_never_taken_for_another(damaged_at: int) -> None:
     plan = StripePlan.of(PAYLOAD_BYTES, 8192)
     commit, first = _stripes(plan.ranges[0][1])
     damaged = bytearray(commit)

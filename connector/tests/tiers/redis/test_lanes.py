@@ -30,7 +30,7 @@ def test_every_index_is_done_once(lanes: Lanes) -> None:
     assert sorted(done) == list(range(64))
 
 
-def test_the_first_error_is_raised_when_no_thread_is_at_it_any_more(lanes: Lanes) -> None:
+def test_the_first_error_is_raised_after_all_threads_have_finished(lanes: Lanes) -> None:
     lock, busy = threading.Lock(), [0]
 
     def act(index: int) -> None:
@@ -48,7 +48,7 @@ def test_the_first_error_is_raised_when_no_thread_is_at_it_any_more(lanes: Lanes
     assert busy == [0]
 
 
-def test_an_error_holds_nothing_that_a_thread_worked_on(lanes: Lanes) -> None:
+def test_an_error_keeps_nothing_alive_that_a_thread_worked_on(lanes: Lanes) -> None:
     held: list[weakref.ref[WorkedOn]] = []
 
     def act(index: int) -> None:

@@ -17,7 +17,7 @@ from spillway_connector.tiers.redis.quota import (
     USES_SECONDS,
     VICTIMS_MAX,
     WRITING_MS,
-    TenantShares,
+    TenantQuotas,
 )
 from spillway_connector.tiers.tier import NO_TENANT
 
@@ -27,8 +27,8 @@ OTHER = b"tenant-2"
 INDEX = NAMES.tenant(TENANT)
 
 
-def shares(clock: SteppedClock, max_bytes: int = 1000, ttl_ms: int | None = 60_000) -> TenantShares:
-    return TenantShares(NAMES, 100, max_bytes, ttl_ms, clock=clock, wall_clock=clock)
+def quotas(clock: SteppedClock, max_bytes: int = 1000, ttl_ms: int | None = 60_000) -> TenantQuotas:
+    return TenantQuotas(NAMES, 100, max_bytes, ttl_ms, clock=clock, wall_clock=clock)
 
 
 def members_of(command: tuple[bytes, ...]) -> dict[bytes, int]:
@@ -38,19 +38,19 @@ def members_of(command: tuple[bytes, ...]) -> dict[bytes, int]:
 
 def test_a_store_counts_its_block_before_it_asks_how_many_there_are() -> None:
     clock = SteppedClock(500.0)
-    assert shares(clock).count(b"k", TENANT) == [
+    assert quotas(clock).count(b"k", TENANT) == [
         (b"ZADD", INDEX, b"%d" % (500_000 + WRITING_MS), b"k"),
         (b"ZREMRANGEBYSCORE", INDEX, b"-inf", b"%d" % (500_000 - 60_000 - EXPIRED_GRACE_MS)),
         (b"ZCARD", INDEX),
         (b"ZRANGE", INDEX, b"0", b"%d" % VICTIMS_MAX),
         (b"PEXPIRE", INDEX, b"%d" % (60_000 + EXPIRED_GRACE_MS)),
     ]
-    assert [words[0] for words in shares(clock, ttl_ms=None).count(b"k", TENANT)] == [b"ZADD", b"ZCARD", b"ZRANGE"]
+    assert [words[0] for words in quotas(clock, ttl_ms=None).count(b"k", TENANT)] == [b"ZADD", b"ZCARD", b"ZRANGE"]
 
 
 @given(st.integers(0, 40), st.booleans(), st.booleans())
-def test_the_oldest_go_until_the_new_one_fits_but_never_more_than_a_few(held: int, ttl: bool, again: bool) -> None:
-    quota = shares(SteppedClock(), ttl_ms=60_000 if ttl else None)
+def test_the_oldest_are_evicted_until_the_new_one_fits_a_few_at_once(held: int, ttl: bool, again: bool) -> None:
+    quota = quotas(SteppedClock(), ttl_ms=60_000 if ttl else None)
     members = [b"m%02d" % number for number in range(held)]
     key = members[0] if again and members else b"new"
     oldest = members[: VICTIMS_MAX + 1]
@@ -64,18 +64,18 @@ def test_the_oldest_go_until_the_new_one_fits_but_never_more_than_a_few(held: in
 def test_answers_of_another_kind_are_refused() -> None:
     for replies in ([1, 0, None, [], 1], [1, 0, 3, b"x", 1]):
         with pytest.raises(ProtocolError):
-            shares(SteppedClock()).victims(b"k", replies)
+            quotas(SteppedClock()).victims(b"k", replies)
 
 
-def test_a_share_that_holds_no_block_is_said_at_once() -> None:
+def test_a_quota_that_holds_no_block_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="tenant_max_bytes: 99 holds no block of 100 bytes"):
-        shares(SteppedClock(), max_bytes=99)
-    shares(SteppedClock(), max_bytes=100)
+        quotas(SteppedClock(), max_bytes=99)
+    quotas(SteppedClock(), max_bytes=100)
 
 
-def test_uses_are_told_with_the_next_store_of_their_tenant() -> None:
+def test_uses_are_sent_with_the_next_store_of_their_tenant() -> None:
     clock = SteppedClock(500.0)
-    quota = shares(clock)
+    quota = quotas(clock)
     quota.use(b"a", TENANT)
     quota.use(b"x", OTHER)
     quota.use(b"n", NO_TENANT)
@@ -88,9 +88,9 @@ def test_uses_are_told_with_the_next_store_of_their_tenant() -> None:
     assert members_of(quota.count(b"k", OTHER)[0]) == {b"x": 500_000, b"k": writing}
 
 
-def test_what_was_written_is_told_before_any_use() -> None:
+def test_what_was_written_is_sent_before_any_use() -> None:
     clock = SteppedClock(500.0)
-    quota = shares(clock)
+    quota = quotas(clock)
     for number in range(USES_PER_COMMAND):
         quota.use(b"%d" % number, TENANT)
     quota.count(b"k", TENANT)
@@ -98,30 +98,30 @@ def test_what_was_written_is_told_before_any_use() -> None:
         quota.use(b"%d" % number, TENANT)
     clock.advance(1)
     quota.written(b"k", TENANT)
-    told = members_of(quota.count(b"next", TENANT)[0])
-    assert len(told) == USES_PER_COMMAND
-    assert (told[b"k"], told[b"next"]) == (501_000, 501_000 + WRITING_MS)
+    sent = members_of(quota.count(b"next", TENANT)[0])
+    assert len(sent) == USES_PER_COMMAND
+    assert (sent[b"k"], sent[b"next"]) == (501_000, 501_000 + WRITING_MS)
 
 
-def test_a_use_of_the_block_that_is_stored_is_told_once() -> None:
+def test_a_use_of_the_block_that_is_stored_is_sent_once() -> None:
     clock = SteppedClock(500.0)
-    quota = shares(clock)
+    quota = quotas(clock)
     quota.use(b"k", TENANT)
     clock.advance(1)
     assert members_of(quota.count(b"k", TENANT)[0]) == {b"k": 501_000 + WRITING_MS}
 
 
-def test_uses_without_stores_are_told_each_minute_and_once() -> None:
+def test_uses_without_stores_are_sent_each_minute_and_once() -> None:
     clock = SteppedClock(500.0)
-    quota = shares(clock)
+    quota = quotas(clock)
     assert quota.uses_due() == []
     for number in range(USES_PER_COMMAND + 1):
         quota.use(b"%d" % number, TENANT)
     quota.use(b"x", OTHER)
     assert quota.uses_due() == []
     clock.advance(USES_SECONDS)
-    told = quota.uses_due()
-    assert [(words[1], len(members_of(words))) for words in told] == [
+    sent = quota.uses_due()
+    assert [(words[1], len(members_of(words))) for words in sent] == [
         (INDEX, USES_PER_COMMAND),
         (INDEX, 1),
         (NAMES.tenant(OTHER), 1),
@@ -129,35 +129,35 @@ def test_uses_without_stores_are_told_each_minute_and_once() -> None:
     assert quota.uses_due() == []
 
 
-def test_of_too_many_uses_the_oldest_are_forgotten() -> None:
+def test_of_too_many_uses_the_oldest_are_dropped() -> None:
     clock = SteppedClock(500.0)
-    quota = shares(clock)
+    quota = quotas(clock)
     for number in range(USES_MAX + 5):
         quota.use(b"%d" % number, TENANT)
     quota.use(b"5", TENANT)  # the oldest that is left, now the youngest
     quota.use(b"one more", TENANT)
     clock.advance(USES_SECONDS)
-    told = {key for words in quota.uses_due() for key in members_of(words)}
-    assert len(told) == USES_MAX
-    assert b"5" in told
-    assert b"6" not in told
+    sent = {key for words in quota.uses_due() for key in members_of(words)}
+    assert len(sent) == USES_MAX
+    assert b"5" in sent
+    assert b"6" not in sent
 
 
-def test_threads_tell_each_use_once() -> None:
+def test_threads_send_each_use_once() -> None:
     clock = SteppedClock(500.0)
-    quota = shares(clock)
-    told: list[bytes] = []
+    quota = quotas(clock)
+    sent: list[bytes] = []
 
     def work(number: int) -> None:
         for turn in range(300):
             quota.use(b"%d-%d" % (number, turn), TENANT)
-            told.extend(members_of(quota.count(b"k", TENANT)[0]))
+            sent.extend(members_of(quota.count(b"k", TENANT)[0]))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(key for key in told if key != b"k") == sorted(
+    assert sorted(key for key in sent if key != b"k") == sorted(
         b"%d-%d" % (number, turn) for number in range(4) for turn in range(300)
     )

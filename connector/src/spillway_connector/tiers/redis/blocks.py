@@ -1,4 +1,4 @@
-"""What the headers of a stored block say, without its payload: reading answers, no I/O."""
+"""The description of a stored block from its headers, without its payload: parsing replies, no I/O."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from spillway_connector.tiers.tier import NO_TENANT
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """What the headers of one block say; its payload was not looked at.
+    """One block, described from its headers; its payload was not read.
 
-    payload_bytes: of all stripes together, 0 where that cannot be known. ttl_ms: None where it never expires.
-    damage: why the headers cannot be trusted. Where it is the commit record's, tenant, payload, time and stripes are
-    unknown and those of an empty block; removing such a block leaves its other stripes to expire.
+    payload_bytes: of all stripes together, 0 where it is unknown. ttl_ms: None where it never expires.
+    damage: why the headers cannot be trusted. Where the commit record is damaged, tenant, payload, time and stripes are
+    those of an empty block; after such a block is removed, its other stripes expire.
     """
 
     namespace: str
@@ -32,7 +32,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first 192 bytes of one value, its length and its time to live; ``header`` where it can be trusted."""
+    """Header, length and time to live of one value; ``header`` is None where it cannot be trusted."""
 
     there: bool
     stored_bytes: int = 0
@@ -42,16 +42,16 @@ class Head:
 
 
 def read_head(raw: Reply | TierError, length: Reply | TierError, ttl_ms: Reply | TierError) -> Head:
-    """From the answers to GETRANGE, STRLEN and PTTL. Raises those that are errors, ProtocolError."""
+    """From the replies to GETRANGE, STRLEN and PTTL. Raises those that are errors, ProtocolError."""
     for reply in (raw, length, ttl_ms):
         if isinstance(reply, TierError):
             if isinstance(reply, WrongType):
                 return Head(True, damage=CorruptReason.MAGIC)
             raise reply
     if not isinstance(raw, bytes) or not isinstance(length, int) or not isinstance(ttl_ms, int):
-        raise ProtocolError("GETRANGE, STRLEN or PTTL was answered with another type")
+        raise ProtocolError("the reply to GETRANGE, STRLEN or PTTL has another type")
     if ttl_ms == -2:
-        return Head(False)  # it expired, or was removed, since SCAN named it
+        return Head(False)  # it expired or was removed since SCAN
     lives_ms = None if ttl_ms < 0 else ttl_ms
     try:
         header = read_header(raw)
@@ -64,7 +64,7 @@ def read_head(raw: Reply | TierError, length: Reply | TierError, ttl_ms: Reply |
 
 
 def from_commit(block: StoredBlock, head: Head) -> StoredBlock:
-    """``block``, of which only the name and the time to live are known, with what its commit record says."""
+    """``block``, of which only the key and the time to live are known, completed from its commit record."""
     header = head.header
     damage = head.damage
     if header is not None:
@@ -85,10 +85,10 @@ def from_commit(block: StoredBlock, head: Head) -> StoredBlock:
 
 
 def with_first(block: StoredBlock, head: Head) -> StoredBlock:
-    """A striped block with the sizes of all its stripes; ``head`` is the first one's."""
+    """A striped block with the sizes of all its stripes; ``head`` is that of the first."""
     header = head.header
     if header is None or header.key != block.key or (header.part.index, header.part.count) != (0, block.stripes):
-        # Its number of stripes is known from the commit record, so that all of them can be removed.
+        # The commit record has the number of stripes, so that all of them can be removed.
         return replace(block, payload_bytes=0, damage=head.damage or CorruptReason.SHORT)
     others = block.stripes - 1
     return replace(

@@ -1,10 +1,10 @@
-"""Looking into a Redis store from outside, for operators: which namespaces and blocks there are, whole or damaged.
+"""Inspection of a Redis store, for operators: which namespaces and blocks it has, valid or damaged.
 
-Everything is found by SCAN on every server that holds keys, in steps of a few hundred names, so that a store in use
-stays quick and one of any size is looked through in constant memory. What is written or removed meanwhile may or may
-not be seen; while slots of a cluster move, a block may be seen twice.
-Nothing is changed but by :meth:`RedisInspector.purge` and :meth:`RedisInspector.purge_namespace`. Neither the time to
-live nor, where the server lets us (``CLIENT NO-TOUCH``), the age that its eviction goes by.
+SCAN finds all keys on every server, a few hundred in each step, so that a store in use is not slowed down, and memory
+use does not depend on the store's size. A key that is written or removed meanwhile may or may not be found; while slots
+of a cluster migrate, a block may be found twice. Only :meth:`RedisInspector.remove`, :meth:`RedisInspector.purge` and
+:meth:`RedisInspector.purge_namespace` write. The rest changes neither a time to live nor, where the server allows
+``CLIENT NO-TOUCH``, the idle time that decides evictions.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from spillway_connector.tiers.tier import Clock
 
 __all__ = ["BLOCKS_AT_ONCE", "Progress", "Purged", "RedisInspector", "StoredBlock", "StoredNamespace"]
 
-SCAN_NAMES = 512  # looked at by the server in one step; about 0.2 ms of its time
+SCAN_NAMES = 512  # of one SCAN; about 0.2 ms of the server's time
 BLOCKS_AT_ONCE = 128  # whose headers are read, or which are removed, in one round trip
-NAMESPACES_MAX = 65_536  # told apart in one listing
+NAMESPACES_MAX = 65_536  # of one listing
 
 _Item = TypeVar("_Item")
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a walk through the store is; updated in place. ``names_total``: all keys of the servers at its start."""
+    """Progress of one scan of the store, updated in place. ``names_total``: all keys of the servers at its start."""
 
     names_seen: int = 0
     names_total: int = 0
@@ -52,9 +52,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """``hex``: the digest as in all names. ``document``: None where blocks lie there without one.
+    """``hex``: the digest as in all keys. ``document``: None where there are blocks without one.
 
-    blocks: commit records. stripes: further values of striped blocks, orphans included.
+    blocks: commit records. stripes: the other values of striped blocks, orphans included.
     """
 
     hex: str
@@ -66,7 +66,7 @@ class StoredNamespace:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """What one batch removed. ``blocks`` were chosen for removal; ``values`` were there and are gone."""
+    """The result of one batch: ``blocks`` that were chosen, ``values`` (Redis keys) that existed and were removed."""
 
     blocks: int
     values: int
@@ -82,19 +82,19 @@ class _Tally:
 class RedisInspector:
     """One connection to each server of ``endpoint``. Not for several threads at once.
 
-    answer_seconds: the most that a single round trip, or the transfer of one stripe, may take; ``deadline`` bounds a
-    whole walk. All methods raise TierRefused, TierUnreachable, TierTimeout; a generator may be dropped at any point.
+    answer_seconds: the most that one round trip, or the transfer of one stripe, may take; ``deadline`` bounds a whole
+    scan. All methods raise TierRefused, TierUnreachable, TierTimeout; a generator may be dropped at any point.
     """
 
     def __init__(self, endpoint: RedisEndpoint, *, answer_seconds: float = 5.0, clock: Clock = time.monotonic) -> None:
         self.endpoint = endpoint
         self._answer_seconds = answer_seconds
         self._clock = clock
-        # Unknown before version 7.2, and the login may lack it.
+        # Unknown before version 7.2, and the user may not have the permission.
         self._router = RedisRouter(endpoint, 1, clock, greeting=(b"CLIENT", b"NO-TOUCH", b"ON"))
 
     def namespaces(self, deadline: float, progress: Progress | None = None) -> list[StoredNamespace]:
-        """All namespaces of which anything is stored, by name."""
+        """All namespaces of which anything is stored, in order of their digests."""
         tallies: dict[str, _Tally] = {}
         for name in self._names(KEY_PREFIX.encode() + b":*", deadline, progress):
             found = parse_name(name)
@@ -127,7 +127,7 @@ class RedisInspector:
         return reply if isinstance(reply, bytes) else None
 
     def blocks(self, namespace: str | None, deadline: float, progress: Progress | None = None) -> Iterator[StoredBlock]:
-        """Every block of ``namespace``, or of all where it is None, from its headers alone (192 or 384 bytes)."""
+        """Every block of ``namespace``, or of all where it is None, from its headers alone (192 or 384 bytes each)."""
         pattern = (KEY_PREFIX.encode() + b":*") if namespace is None else RedisNames(namespace).prefix + b"*"
         found = (parse_name(name) for name in self._names(pattern, deadline, progress))
         commits = (name for name in found if name is not None and name.key is not None and name.stripe is None)
@@ -135,16 +135,16 @@ class RedisInspector:
             yield from self._describe(batch, deadline)
 
     def verify(self, block: StoredBlock, deadline: float) -> None:
-        """Read the whole block and prove every byte of it. Raises TierMiss where it is gone, TierCorrupt.
+        """Read the whole block and verify its checksums. Raises TierMiss where it does not exist any more, TierCorrupt.
 
-        The namespace's document, and for encrypted blocks the key, are not needed: checksums cover what is stored.
+        Needs neither the namespace's document nor the key of encrypted blocks: checksums cover the stored bytes.
         """
-        for _ in self._proven(block, deadline):
+        for _ in self._verified(block, deadline):
             pass
 
     def read(self, block: StoredBlock, deadline: float) -> memoryview:
-        """The proven payload of a block, all stripes together. Raises what :meth:`verify` raises."""
-        payloads = list(self._proven(block, deadline))
+        """The verified payload of a block, all stripes together. Raises what :meth:`verify` raises."""
+        payloads = list(self._verified(block, deadline))
         return payloads[0] if len(payloads) == 1 else memoryview(bytearray().join(payloads))
 
     def purge(
@@ -156,15 +156,15 @@ class RedisInspector:
     ) -> Iterator[Purged]:
         """Remove the blocks for which ``chosen`` is true, in batches of at most 128; yields after each batch.
 
-        Commit records go first, so a reader meets a miss, not a block without its stripes. An engine may have stored a
-        block anew since it was described: then that is lost too, and computed again when it is asked for.
+        Commit records are removed first, so that a reader gets a miss, not a block without its stripes. A block that an
+        engine stored anew meanwhile is removed too, and recomputed when it is needed.
         """
         picked = (block for block in self.blocks(namespace, deadline, progress) if chosen(block))
         for batch in _batched(picked, BLOCKS_AT_ONCE):
             yield self.remove(batch, deadline)
 
     def remove(self, blocks: Iterable[StoredBlock], deadline: float) -> Purged:
-        """Remove these blocks, at most 128 of them, now."""
+        """Remove these blocks, at most 128. Raises ValueError for more."""
         batch = list(blocks)
         if len(batch) > BLOCKS_AT_ONCE:
             raise ValueError(f"blocks: {len(batch)} given, at most {BLOCKS_AT_ONCE} at once")
@@ -181,7 +181,7 @@ class RedisInspector:
     def purge_namespace(self, namespace: str, deadline: float, progress: Progress | None = None) -> Iterator[Purged]:
         """Remove everything of ``namespace``: blocks, orphaned stripes, tenants' indexes and, last, the document.
 
-        Engines that still use it are not hurt: they miss, store anew, and write the document again within a minute.
+        Engines that still use it get misses, store blocks anew, and write the document again within a minute.
         """
         names = RedisNames(namespace)
         for batch in _batched(self._names(names.prefix + b"*", deadline, progress), BLOCKS_AT_ONCE):
@@ -192,7 +192,7 @@ class RedisInspector:
         yield Purged(0, self._unlink([names.document], deadline))
 
     def used_memory_bytes(self, deadline: float) -> int:
-        """``used_memory`` of all servers together, their other users included."""
+        """``used_memory`` of all servers together, other users included."""
         servers = self._router.servers(self._step(deadline))
         return sum(self._router.run_at(server, used_memory_bytes, self._step(deadline)) for server in servers)
 
@@ -205,8 +205,8 @@ class RedisInspector:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _proven(self, block: StoredBlock, deadline: float) -> Iterator[memoryview]:
-        """The payloads of all stripes, each proven; that they belong together is proven after the last."""
+    def _verified(self, block: StoredBlock, deadline: float) -> Iterator[memoryview]:
+        """The payloads of all stripes, each verified; that they are of one block is verified after the last."""
         if block.damage is not None:
             raise TierCorrupt(block.damage, f"{block.key.hex()}: its header cannot be trusted")
         names = RedisNames(block.namespace)
@@ -220,7 +220,7 @@ class RedisInspector:
             except TierMiss:
                 if index == commit:
                     raise
-                raise TierCorrupt(CorruptReason.SHORT, f"{name.decode()}: the stripe is gone") from None
+                raise TierCorrupt(CorruptReason.SHORT, f"{name.decode()}: the stripe does not exist") from None
             payload = frame[HEADER_BYTES:]
             headers.append(
                 verify(
@@ -237,7 +237,7 @@ class RedisInspector:
         if block.stripes > 1:
             whole = digest_of_parts([header.payload_digest for header in headers])
             if any(header.part.set_digest != whole for header in headers):
-                raise TierCorrupt(CorruptReason.PAYLOAD, f"{block.key.hex()}: the stripes are not of one block")
+                raise TierCorrupt(CorruptReason.PAYLOAD, f"{block.key.hex()}: the stripes are of different blocks")
 
     def _step(self, deadline: float) -> float:
         return min(deadline, self._clock() + self._answer_seconds)
@@ -280,7 +280,7 @@ class RedisInspector:
         return reply
 
     def _describe(self, names: Iterable[RedisName], deadline: float) -> Iterator[StoredBlock]:
-        """Blocks from their headers; those that are gone by now are left out."""
+        """Blocks from their headers; those that do not exist any more are left out."""
         wanted = [(name.namespace, name.key) for name in names if name.key is not None]
         commits = [RedisNames(namespace).block(key) for namespace, key in wanted]
         described: list[StoredBlock] = []
@@ -288,7 +288,7 @@ class RedisInspector:
         for (namespace, key), head in zip(wanted, heads, strict=True):
             if head.there:
                 described.append(from_commit(StoredBlock(namespace, key, ttl_ms=head.ttl_ms), head))
-        # A block in stripes: all but the last have the size of the first.
+        # In a striped block all stripes but the last have the size of the first.
         striped = [block for block in described if block.stripes > 1]
         firsts = self._heads([RedisNames(block.namespace).stripe(block.key, 0) for block in striped], deadline)
         complete = {id(block): with_first(block, head) for block, head in zip(striped, firsts, strict=True)}

@@ -1,4 +1,4 @@
-"""Doing the same for every stripe of a block: one after the other, or in a few threads at once."""
+"""One operation for every stripe of a block: in sequence, or on a few threads in parallel."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from spillway_connector.errors import without_frames
 
 
 class Lanes:
-    """``count``: how many stripes of one block may be under way at once. threads: of all blocks together."""
+    """``count``: how many stripes of one block are processed in parallel. threads: for all blocks together."""
 
     def __init__(self, count: int, threads: int) -> None:
         self._count = count
         self._helpers = ThreadPoolExecutor(threads, "spillway-redis-stripe") if count > 1 else None
 
     def run(self, indices: Sequence[int], act: Callable[[int], None]) -> None:
-        """Do ``act`` for every index, begun in order, here and in helper threads that are free right now.
+        """Call ``act`` for every index, started in order, on this thread and on helper threads that are free now.
 
-        Returns or raises the first error only when no thread is at it any more: they work in the caller's memory.
+        Returns, or raises the first error, only after all threads have finished: they write to the caller's memory.
         """
         waiting = deque(indices)
         errors: list[Exception] = []
@@ -40,7 +40,7 @@ class Lanes:
             try:
                 helpers = [self._helpers.submit(lane) for _ in range(min(self._count, len(indices)) - 1)]
             except RuntimeError:
-                pass  # closed meanwhile: the router says so
+                pass  # closed meanwhile: the router raises that
         lane()
         for helper in helpers:
             if not helper.cancel():
@@ -49,6 +49,6 @@ class Lanes:
             raise errors.pop(0)  # not held by this frame, which its traceback will hold
 
     def close(self) -> None:
-        """Threads end with what they are at."""
+        """Threads end after their current stripe."""
         if self._helpers is not None:
             self._helpers.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The names of everything that the Redis tier keeps on a server, built and read back without I/O.
+"""The keys of everything that the Redis tier stores on a server: built and parsed, without I/O.
 
 spillway1:<namespace hex>:<key hex>              a block, or the commit record of one in stripes
 spillway1:<namespace hex>:<key hex>:<index>      another stripe of it
@@ -46,7 +46,7 @@ class RedisNames:
 
 @dataclass(frozen=True, slots=True)
 class RedisName:
-    """What one name says. A block's commit record has a ``key`` and no ``stripe``; a document has neither."""
+    """The parts of one Redis key. A commit record has a ``key`` and no ``stripe``; a document has neither."""
 
     namespace: str
     key: bytes | None = None
@@ -55,7 +55,7 @@ class RedisName:
 
 
 def parse_name(name: bytes) -> RedisName | None:
-    """What ``name`` stands for; None where it is not one of ours."""
+    """The parts of ``name``; None where it is not a key of this tier."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Whether the servers are short of room: they refused a store for it, or evict on their own."""
+"""Memory pressure of the servers: they refused a store at ``maxmemory``, or evict keys."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from spillway_connector.tiers.redis.client.router import RedisRouter
 from spillway_connector.tiers.redis.info import evicted_keys
 from spillway_connector.tiers.tier import Clock
 
-SAMPLE_SECONDS = 10.0  # the least time between two looks at the servers' counters
-ANSWER_SECONDS = 1.0  # the most that one look may take out of a store's time
-PRESSURE_SECONDS = 30.0  # how long one sign of it counts
+SAMPLE_SECONDS = 10.0  # the least time between two samples of the servers' counters
+ANSWER_SECONDS = 1.0  # the most that one sample may add to a store
+PRESSURE_SECONDS = 30.0  # how long one refusal or eviction counts
 
 
 class Pressure:
@@ -35,7 +35,7 @@ class Pressure:
         self._until = self._clock() + PRESSURE_SECONDS
 
     def sample(self, deadline: float) -> None:
-        """Look at the servers' counters where the last look is 10 seconds ago; a failure to look says nothing."""
+        """Read the servers' counters if the last sample is 10 seconds old. A failure to read them is ignored."""
         if not self._due():
             return
         until = min(deadline, self._clock() + ANSWER_SECONDS)
@@ -43,8 +43,8 @@ class Pressure:
             servers = self._router.servers(until)
             evicted = {server: self._router.run_at(server, evicted_keys, until) for server in servers}
         except TierError:
-            return  # not allowed to ask, or away: the operation itself will say what matters
-        # Only growth between two looks counts: a server that was restarted begins at zero.
+            return  # no permission, or unreachable: the operation itself reports that
+        # The counter delta between two samples counts: a restarted server begins at zero.
         if any(count > self._evicted.get(server, count) for server, count in evicted.items()):
             self._until = self._clock() + PRESSURE_SECONDS
         self._evicted = evicted

@@ -1,24 +1,24 @@
-"""How much each tenant holds on a Redis server, and which of its blocks go first: commands and answers, no I/O.
+"""Tenants' quotas on a Redis server: how many blocks each holds and which are evicted. Commands and replies, no I/O.
 
-One sorted set per tenant and namespace names the tenant's blocks by last use. All blocks of a namespace have one size,
-so the number of members is what the tenant holds. A store sends, in the round trip it begins with anyway:
+One sorted set per tenant and namespace has the tenant's blocks by last use. All blocks of a namespace have one size, so
+the number of members is what the tenant holds. A store sends, within its first round trip:
 
-    ZADD index <now + 60 s> <key>            counted before it is written, and nobody's oldest while it is
+    ZADD index <now + 60 s> <key>            counted before it is written, and not the oldest until it is
     ZREMRANGEBYSCORE index -inf <long ago>   what has expired (only with a time to live)
     ZCARD index
-    ZRANGE index 0 8                         who would have to go
+    ZRANGE index 0 8                         the candidates for eviction
     PEXPIRE index ...                        (only with a time to live)
 
-and only where the tenant is above its share, before its own values: UNLINK of the oldest blocks, at most 8, then one
-ZREM. Loads note what they used and stores what they have written, for one ZADD with the next store, or with the next
+and only where the tenant is above its quota, before the new values: UNLINK of the oldest blocks, at most 8, then one
+ZREM. Loads record what they used and stores what they wrote. One ZADD sends that with the next store, or with the next
 lookup after a minute.
 
-Set and values are separate keys, on a cluster on separate nodes, and nothing ties them together but this order. Whoever
-dies in between leaves members without a block, never a block without its member: the tenant seems to hold more than it
-does until such a member is the oldest, or expires. The count is too low when a server at ``maxmemory`` has evicted the
-set, for at most the time to live or until the blocks are used again; and when one engine removes a block that another
-stores in the same moment, until that one tells what it has written. Clocks that disagree change the order by as much.
-Engines at work at the same time may together be above the share by the blocks that they are writing.
+Set and values are separate keys, on a cluster on separate nodes, consistent only by this order. An engine that dies in
+between leaves members without a block, never a block without its member: the tenant seems to hold more than it does
+until such a member is the oldest, or expires. The count is too low in two cases. A server at ``maxmemory`` evicted the
+set: for at most the time to live, or until the blocks are used again. One engine removed a block while another stored
+it: until the other sends what it wrote. Clock skew between engines changes the order by as much. Engines that store at
+the same time may together exceed the quota by the blocks that they are writing.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from spillway_connector.tiers.redis.client.errors import ProtocolError, Reply
 from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.tier import NO_TENANT, Clock, WallClock
 
-VICTIMS_MAX = 8  # of one store: a share that was made smaller is reached over several stores
-# A block whose member goes while it is written would never be counted. Longer than any store's deadline; and a member
-# whose writer died, or never stored again, is an old one like the others after that.
+VICTIMS_MAX = 8  # of one store: after a quota was lowered, several stores evict down to it
+# A block whose member is removed while it is written would never be counted. Longer than any store's deadline. After
+# that, a member whose writer died, or never stored again, ages like the others.
 WRITING_MS = 60_000
-EXPIRED_GRACE_MS = 120_000  # uses are told late; until then a member may look older than its block is
-USES_MAX = 4096  # remembered at once
+EXPIRED_GRACE_MS = 120_000  # uses are sent late; until then a member may seem older than its block
+USES_MAX = 4096  # recorded at once
 USES_PER_COMMAND = 256
-USES_SECONDS = 60.0  # the longest that uses wait while there are lookups
+USES_SECONDS = 60.0  # the longest that uses wait to be sent while there are lookups
 
 Command = tuple[bytes, ...]
 
 
-class TenantShares:
-    """Used by several threads at once. Blocks of no tenant are not counted.
+class TenantQuotas:
+    """Used by several threads at once. Blocks without a tenant are not counted.
 
-    block_bytes: of one block with its headers. max_bytes: what each tenant may hold of one namespace.
+    block_bytes: of one block with its headers. max_bytes: what each tenant may hold in one namespace.
     Raises ConfigError where not even one block fits.
     """
 
@@ -73,10 +73,10 @@ class TenantShares:
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
         self._uses: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()  # (tenant, key): when, milliseconds
-        self._told_at = clock()
+        self._sent_at = clock()
 
     def count(self, key: bytes, tenant: bytes) -> list[Command]:
-        """What to ask before a block of ``tenant`` is written."""
+        """The commands to send before a block of ``tenant`` is written."""
         now_ms = self._now_ms()
         index = self._names.tenant(tenant)
         with self._lock:
@@ -93,7 +93,7 @@ class TenantShares:
         return commands
 
     def victims(self, key: bytes, replies: Sequence[Reply]) -> list[bytes]:
-        """The keys of the blocks that have to go before ``key`` is written; from the answers to :meth:`count`."""
+        """The keys of the blocks to evict before ``key`` is written; from the replies to :meth:`count`."""
         held, oldest = replies[1:3] if self._ttl_ms is None else replies[2:4]
         if not isinstance(held, int) or not isinstance(oldest, list):
             raise ProtocolError(f"ZCARD and ZRANGE were answered with {held!r:.32} and {oldest!r:.32}")
@@ -103,29 +103,29 @@ class TenantShares:
         return [member for member in oldest if isinstance(member, bytes) and member != key][:excess]
 
     def written(self, key: bytes, tenant: bytes) -> None:
-        """A block that was counted is on the server. Told before any use: now it may be the oldest."""
-        self._note(key, tenant, told_last=False)
+        """A block that was counted is on the server. Sent before all uses: from now on it may be the oldest."""
+        self._record(key, tenant, last=False)
 
-    def forget(self, keys: Sequence[bytes], tenant: bytes) -> Command:
-        """Blocks that are gone."""
+    def remove(self, keys: Sequence[bytes], tenant: bytes) -> Command:
+        """The command after blocks were removed."""
         return (b"ZREM", self._names.tenant(tenant), *keys)
 
     def drop(self, tenant: bytes) -> Command:
-        """The whole set."""
+        """The command that removes the whole set."""
         return (b"UNLINK", self._names.tenant(tenant))
 
     def use(self, key: bytes, tenant: bytes) -> None:
-        """A block was loaded. Remembered until told; of too many the oldest is forgotten."""
+        """A block was loaded. Recorded until it is sent; of too many the oldest is dropped."""
         if tenant != NO_TENANT:
-            self._note(key, tenant, told_last=True)
+            self._record(key, tenant, last=True)
 
     def uses_due(self) -> list[Command]:
-        """Uses that have waited for a minute, to go with any round trip; their answers do not matter."""
-        if not self._uses or self._clock() - self._told_at < USES_SECONDS:
+        """The commands for uses that have waited for a minute, for any round trip; their replies do not matter."""
+        if not self._uses or self._clock() - self._sent_at < USES_SECONDS:
             return []
         by_tenant: dict[bytes, dict[bytes, int]] = {}
         with self._lock:
-            self._told_at = self._clock()
+            self._sent_at = self._clock()
             for (tenant, key), used_ms in self._uses.items():
                 by_tenant.setdefault(tenant, {})[key] = used_ms
             self._uses.clear()
@@ -136,10 +136,10 @@ class TenantShares:
                 commands.append(_add(self._names.tenant(tenant), dict(several[start : start + USES_PER_COMMAND])))
         return commands
 
-    def _note(self, key: bytes, tenant: bytes, *, told_last: bool) -> None:
+    def _record(self, key: bytes, tenant: bytes, *, last: bool) -> None:
         with self._lock:
             self._uses[tenant, key] = self._now_ms()
-            self._uses.move_to_end((tenant, key), last=told_last)
+            self._uses.move_to_end((tenant, key), last=last)
             if len(self._uses) > USES_MAX:
                 self._uses.popitem(last=False)
 

@@ -1,8 +1,8 @@
 """How a block becomes one or several Redis values: names and ranges, without I/O.
 
-A value of 20 MB would hold up every other client of a single-threaded server while it is moved, and no eviction could
-free less than all of it; so a block above STRIPE_BYTES_MAX is cut into stripes of nearly equal size, each a frame of
-its own. The last one bears the block's plain name and is written last: it is the commit record that lookups ask for.
+While a single-threaded server transfers a value of 20 MB, its other clients wait, and no eviction can free less than
+all of it. So a block above STRIPE_BYTES_MAX is cut into stripes of nearly equal size, each a frame. The last has the
+block's plain name and is written last: it is the commit record that lookups ask for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STRIPE_STEP_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class StripePlan:
-    """Where each stripe of a payload starts and ends; the last is the commit record."""
+    """Start and end of each stripe within the payload, in bytes; the last is the commit record."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -44,13 +44,16 @@ class StripePlan:
         return [b"%b:%d" % (block_name, index) for index in range(self.commit_index)] + [block_name]
 
     def check_together(self, headers: list[FrameHeader]) -> None:
-        """Prove that the stripes, each verified, are of one block. Raises TierCorrupt.
+        """Verify that the stripes, each valid by itself, belong to one block. Raises TierCorrupt.
 
-        Two engines may compute the same block to different bits and write at the same time; then the stripes of both
-        can lie side by side, and the set digests show it.
+        Two engines may compute the same block to different bits and write it at the same time. The server can then hold
+        stripes of both, which the set digests show.
         """
         if self.count == 1:
             return
         whole = digest_of_parts([header.payload_digest for header in headers])
         if any(header.part.set_digest != whole for header in headers):
-            raise TierCorrupt(CorruptReason.PAYLOAD, "the stripes are whole, but not of one block: two writers met")
+            raise TierCorrupt(
+                CorruptReason.PAYLOAD,
+                "valid stripes of different blocks: two engines wrote at once",
+            )

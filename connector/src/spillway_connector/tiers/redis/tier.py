@@ -37,24 +37,24 @@ from spillway_connector.tiers.redis.info import used_memory_bytes
 from spillway_connector.tiers.redis.lanes import Lanes
 from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.redis.pressure import Pressure
-from spillway_connector.tiers.redis.quota import TenantShares
+from spillway_connector.tiers.redis.quota import TenantQuotas
 from spillway_connector.tiers.redis.stripes import STRIPE_BYTES_MAX, StripePlan
 from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, WallClock
 
 STRIPE_GRACE_MS = 60_000  # the commit record expires first; stripes without it are only garbage, never a torn block
-DOCUMENT_SECONDS = 60.0  # how often a storing engine looks whether the document is still there
+DOCUMENT_SECONDS = 60.0  # how often a storing engine checks that the document still exists
 
 
 class RedisTier:
     """A tier on one server, on the primary that sentinels name, or on a cluster. See tier.Tier for the contract.
 
     ttl_seconds: renewed by every load and every repeated store; None keeps entries until the server evicts them.
-    connections: the most that move blocks to or from one server at once; a thread that finds none free waits within its
-    deadline. One more is opened for lookups when all are busy.
+    connections: the most that transfer blocks to or from one server at once; a thread that finds none free waits within
+    its deadline. One more is opened for lookups when all are busy.
     payload_connections: over how many of them the stripes of one block are spread.
-    tenant_max_bytes: the most that each tenant may hold of this namespace, headers included; beyond it its own oldest
-    blocks make room (see redis_tenants). Blocks of no tenant are not bounded by it. None costs no extra command.
-    stripe_bytes_max: engines that share blocks must agree on it; only tests have reason to change it.
+    tenant_max_bytes: the most that each tenant may hold in this namespace, headers included; above it the tenant's
+    oldest blocks are evicted (see quota.py). Blocks without a tenant are not bounded. None sends no extra command.
+    stripe_bytes_max: engines that share blocks must agree on it; only tests change it.
     Nothing is connected before the first operation.
     """
 
@@ -87,22 +87,23 @@ class RedisTier:
         self._router = RedisRouter(endpoint, connections, clock)
         lanes = min(payload_connections, connections, self._plan.count)
         self._lanes = Lanes(lanes, connections)
-        # All stripes of a block on one server and one connection: asked for ahead. On a cluster they lie apart.
+        # With all stripes of a block on one server and one connection, the next is requested ahead. A cluster has them
+        # on different nodes.
         self._one_stream = lanes == 1 and endpoint.topology is not Topology.CLUSTER
         self._prepared_at: float | None = None
         self._pressure = Pressure(self._router, clock)
-        self._shares = None
+        self._quotas = None
         if tenant_max_bytes is not None:
             block_bytes = payload_bytes + self._plan.count * HEADER_BYTES
-            self._shares = TenantShares(
+            self._quotas = TenantQuotas(
                 self._names, block_bytes, tenant_max_bytes, self._ttl_ms, clock=clock, wall_clock=wall_clock
             )
         self._evicted_lock = threading.Lock()
-        self.evicted_frames = 0  # blocks that this process removed because their tenant was above its share
+        self.evicted_frames = 0  # blocks that this process removed because their tenant was above its quota
 
     @property
     def under_pressure(self) -> bool:
-        """Whether, within the last half minute, a server refused a store for want of room or evicted on its own."""
+        """Whether, within the last 30 seconds, a server refused a store at ``maxmemory`` or evicted keys by itself."""
         return self._pressure.high
 
     @property
@@ -132,7 +133,7 @@ class RedisTier:
     def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         self.prepare(deadline)
         questions: list[tuple[bytes, ...]] = [(b"EXISTS", self._names.block(key)) for key in keys]
-        uses = self._shares.uses_due() if self._shares is not None else []
+        uses = self._quotas.uses_due() if self._quotas is not None else []
         if not uses:
             return [self._integer(reply) == 1 for reply in self._router.batch(questions, deadline)]
         answers = self._router.attempt([*questions, *uses], deadline)
@@ -148,11 +149,11 @@ class RedisTier:
         digests = [running_digest() for _ in names]
 
         def receive(indices: Sequence[int]) -> None:
-            """On one connection, each proven while it and the next are on their way."""
+            """On one connection, each verified while it and the next arrive."""
 
             def take_in(place: int, offset: int, stretch: memoryview) -> None:
                 if offset < HEADER_BYTES:
-                    digests[indices[place]].reset()  # it may be the second time that it comes
+                    digests[indices[place]].reset()  # the value may be received a second time
                 else:
                     digests[indices[place]].update(stretch)
 
@@ -182,44 +183,44 @@ class RedisTier:
                 self._lanes.run(order, lambda index: receive([index]))
         except TierMiss:
             if headers[commit] is None:
-                raise  # no block, or one that is being written just now
+                raise  # no block, or one that is being written now
             raise TierCorrupt(CorruptReason.SHORT, f"{self._endpoint}: stripes of the block are gone") from None
         found = [header for header in headers if header is not None]
         self._plan.check_together(found)
-        if self._shares is not None:
-            self._shares.use(key, found[commit].tenant)
+        if self._quotas is not None:
+            self._quotas.use(key, found[commit].tenant)
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         if self._prepared_at is not None and self._clock() - self._prepared_at > DOCUMENT_SECONDS:
-            self._prepared_at = None  # it may have gone with all else: FLUSHALL, or a restart without persistence
+            self._prepared_at = None  # it may be lost with all else: FLUSHALL, or a restart without persistence
         self.prepare(deadline)
         names = self._plan.names(self._names.block(key))
-        # A block that another engine has stored costs one small round trip instead of megabytes.
-        shares = self._shares if tenant != NO_TENANT else None
-        counting = [] if shares is None else shares.count(key, tenant)
+        # A block that another engine has stored takes one small round trip, no payload.
+        quotas = self._quotas if tenant != NO_TENANT else None
+        counting = [] if quotas is None else quotas.count(key, tenant)
         answers = self._router.attempt([*self._renewals(names), *counting], deadline)
         present = [self._integer(accepted(answer)) == 1 for answer in answers[: len(names)]]
         if all(present):
-            if shares is not None:
-                shares.written(key, tenant)
+            if quotas is not None:
+                quotas.written(key, tenant)
             return StoreOutcome.PRESENT
         try:
-            if shares is not None:
+            if quotas is not None:
                 counted = [accepted(answer) for answer in answers[len(names) :]]
-                self._make_room(shares, shares.victims(key, counted), tenant, deadline)
+                self._make_room(quotas, quotas.victims(key, counted), tenant, deadline)
             if present[-1] and len(names) > 1:
-                self._router.batch([(b"UNLINK", names[-1])], deadline)  # it commits nothing any more
+                self._router.batch([(b"UNLINK", names[-1])], deadline)  # a commit record without its stripes
             outcome = self._write(names, self._headers(key, source, tenant), source, deadline)
         except TierRefused as refused:
             if refused.reason == RefusedReason.OUT_OF_MEMORY:
                 self._pressure.refused()
-            if shares is not None and refused.reason != RefusedReason.CLOSED:
-                # Where something else than a set lies at its name, it makes way; the next store begins to count anew.
+            if quotas is not None and refused.reason != RefusedReason.CLOSED:
+                # A key of another type in the place of the sorted set is removed; the next store counts anew.
                 wrong = isinstance(refused, WrongType)
-                self._in_passing([shares.drop(tenant) if wrong else shares.forget([key], tenant)], deadline)
+                self._clean_up([quotas.drop(tenant) if wrong else quotas.remove([key], tenant)], deadline)
             raise
-        if shares is not None:
-            shares.written(key, tenant)
+        if quotas is not None:
+            quotas.written(key, tenant)
         self._pressure.sample(deadline)
         return outcome
 
@@ -228,7 +229,7 @@ class RedisTier:
 
         def send(index: int) -> None:
             start, end = self._plan.ranges[index]
-            # Without NX: a stripe that lies there without its block is a leftover, perhaps of other bits.
+            # Without NX: a stripe without its commit record is a leftover, perhaps with other bits.
             self._send(names[index], self._ttl_of(index), headers[index], source[start:end], deadline)
 
         try:
@@ -239,9 +240,9 @@ class RedisTier:
             )
         except TierRefused as refused:
             if refused.reason != RefusedReason.CLOSED and commit:
-                self._in_passing([(b"UNLINK", name) for name in names[:commit]], deadline)
+                self._clean_up([(b"UNLINK", name) for name in names[:commit]], deadline)
             raise
-        # NX: another engine may have stored the block just now.
+        # NX: another engine may have stored the block meanwhile.
         return StoreOutcome.STORED if written else StoreOutcome.PRESENT
 
     def discard(self, key: bytes, deadline: float) -> None:
@@ -250,7 +251,7 @@ class RedisTier:
             self._integer(reply)
 
     def resident_bytes(self, deadline: float) -> int:
-        """The servers' ``used_memory``: their other users included, and their own overhead."""
+        """``used_memory`` of all servers: other users and the servers' overhead included."""
         return sum(self._router.each_server(used_memory_bytes, deadline))
 
     def close(self) -> None:
@@ -261,12 +262,15 @@ class RedisTier:
         name = self._names.document
         ours = self._namespace.document
         while True:
-            # Without a time to live: a few hundred bytes per layout, and an operator can always read what was there.
+            # Without a time to live: a few hundred bytes per layout, for operators to read after the blocks expired.
             refused = False
             try:
-                if connection.command(b"SET", name, ours, b"NX", deadline=deadline) == b"OK":
+                written = connection.command(b"SET", name, ours, b"NX", deadline=deadline)
+                if written == b"OK":
                     return ours
-            except Redirected:
+                if written is not None:
+                    raise ProtocolError(f"{self._endpoint}: SET was answered with {written!r:.64}")
+            except (Redirected, ProtocolError):
                 raise
             except TierRefused:
                 refused = True  # full or read-only: whether another document is there decides
@@ -293,7 +297,7 @@ class RedisTier:
         arrived: Callable[[int, int, memoryview], None],
         deadline: float,
     ) -> None:
-        """Values, each with its name and time to live, that one server has."""
+        """Receive values of one server, each given by its name and the time to live to renew."""
         reads = [(b"GET", name) for name, _ in values]
         renewing = [
             (b"GET", name) if ttl_ms is None else (b"GETEX", name, b"PX", b"%d" % ttl_ms) for name, ttl_ms in values
@@ -303,7 +307,7 @@ class RedisTier:
             try:
                 connection.receive_values(renewing, targets, deadline, received, arrived)
             except TierRefused as refused:
-                # GETEX counts as a write: a replica or a user without write permission can still read.
+                # GETEX is a write: a replica, or a user without write permission, can still read.
                 if renewing == reads or refused.reason not in (RefusedReason.READ_ONLY, RefusedReason.PERMISSION):
                     raise
                 connection.receive_values(reads, targets, deadline, received, arrived)
@@ -362,18 +366,18 @@ class RedisTier:
             return self._ttl_ms
         return self._ttl_ms + STRIPE_GRACE_MS
 
-    def _make_room(self, shares: TenantShares, victims: list[bytes], tenant: bytes, deadline: float) -> None:
+    def _make_room(self, quotas: TenantQuotas, victims: list[bytes], tenant: bytes, deadline: float) -> None:
         if not victims:
             return
         blocks = [self._plan.names(self._names.block(victim)) for victim in victims]
-        # Commit records first; and the members last, so that nothing that may still be there is ever uncounted.
+        # Commit records first. Members last: a block that may still exist is never uncounted.
         self._router.batch([(b"UNLINK", name) for names in blocks for name in reversed(names)], deadline)
-        self._router.batch([shares.forget(victims, tenant)], deadline)
+        self._router.batch([quotas.remove(victims, tenant)], deadline)
         with self._evicted_lock:
             self.evicted_frames += len(victims)
 
-    def _in_passing(self, commands: list[tuple[bytes, ...]], deadline: float) -> None:
-        """Tidy up after a store that was refused. If that fails too, what is left over expires."""
+    def _clean_up(self, commands: list[tuple[bytes, ...]], deadline: float) -> None:
+        """Clean up after a store that was refused. Where this fails too, the leftovers expire."""
         try:
             self._router.attempt(commands, deadline)
         except TierError:

@@ -99,23 +99,23 @@ def test_a_set_around_its_value_is_one_command(key: bytes, value: bytes, ttl_ms:
 
 
 @pytest.mark.parametrize("body_bytes", [0, 1, 3000, 5000, 100_000, 3 * STRETCH_BYTES + 17])
-def test_a_value_is_told_stretch_by_stretch_as_it_lands(valkey: ValkeyServer, body_bytes: int) -> None:
+def test_each_stretch_of_a_value_is_reported_as_it_arrives(valkey: ValkeyServer, body_bytes: int) -> None:
     values = [random.Random(seed).randbytes(HEAD_BYTES + body_bytes) for seed in (1, 2)]
     client = redis.Redis(port=valkey.port)
     for place, value in enumerate(values):
         client.set(f"stretches-{place}", value)
     targets = [[memoryview(bytearray(HEAD_BYTES)), memoryview(bytearray(body_bytes))] for _ in values]
-    told: dict[int, bytearray] = defaultdict(bytearray)
+    seen: dict[int, bytearray] = defaultdict(bytearray)
     ended: list[int] = []
 
     def arrived(place: int, offset: int, stretch: memoryview) -> None:
-        assert offset == len(told[place])
+        assert offset == len(seen[place])
         assert 0 < stretch.nbytes <= STRETCH_BYTES
         assert stretch.nbytes <= HEAD_BYTES - offset or offset >= HEAD_BYTES, "a stretch spans two targets"
-        told[place] += stretch
+        seen[place] += stretch
 
     def received(place: int) -> None:
-        assert bytes(told[place]) == values[place] == b"".join(targets[place])
+        assert bytes(seen[place]) == values[place] == b"".join(targets[place])
         ended.append(place)
 
     connection = connect(RedisEndpoint(port=valkey.port), time.monotonic, time.monotonic() + 30.0)

@@ -60,7 +60,7 @@ def tier_at(name: str, **options: Any) -> RedisTier:
     return RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint(name, **options))
 
 
-def test_a_dead_first_address_costs_no_answer(
+def test_a_silent_first_address_loses_no_operation(
     name_of: Callable[..., str], deaf: SocketAddress, valkey: ValkeyServer
 ) -> None:
     alone = RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint(port=valkey.port))
@@ -77,7 +77,7 @@ def test_a_dead_first_address_costs_no_answer(
         tier.close()
 
 
-def test_the_sentinels_and_the_primary_may_have_dead_addresses_too(
+def test_the_sentinels_and_the_primary_may_have_silent_addresses_too(
     name_of: Callable[..., str], deaf: SocketAddress, valkey: ValkeyServer
 ) -> None:
     primary = name_of(deaf, at(valkey.port)).encode()
@@ -107,7 +107,7 @@ def test_the_address_that_served_is_tried_first(
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_an_address_that_accepts_and_says_nothing_is_tried_last(
+def test_an_address_that_accepts_and_sends_nothing_is_tried_last(
     name_of: Callable[..., str], valkey: ValkeyServer, tls: bool
 ) -> None:
     with SickServer([[]]) as silent:
@@ -118,7 +118,7 @@ def test_an_address_that_accepts_and_says_nothing_is_tried_last(
         assert silent.accepted == 1
 
 
-def test_refusals_are_passed_over_and_the_last_one_is_told(name_of: Callable[..., str], valkey: ValkeyServer) -> None:
+def test_refusals_are_skipped_and_the_last_one_is_reported(name_of: Callable[..., str], valkey: ValkeyServer) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         refusing = at(closed.getsockname()[1])

@@ -36,7 +36,7 @@ def test_it_asks_once_and_again_only_when_suspected_and_not_too_often() -> None:
     assert (len(asked), discovery.count) == (2, 2)
 
 
-def test_what_was_found_stays_when_nobody_answers_any_more() -> None:
+def test_the_last_result_stays_when_no_server_answers() -> None:
     clock = SteppedClock()
     answers: list[int | None] = [None, 7, None, 8]
 
@@ -52,7 +52,7 @@ def test_what_was_found_stays_when_nobody_answers_any_more() -> None:
     assert discovery.get(clock() + 9) == 7
     discovery.suspect()
     clock.advance(RENEWAL_SECONDS)
-    assert discovery.get(clock() + 9) == 7  # nobody answered: better than nothing
+    assert discovery.get(clock() + 9) == 7  # no server answered: the last result
     assert discovery.get(clock() + 9) == 7
     clock.advance(RENEWAL_SECONDS)
     assert discovery.get(clock() + 9) == 8
@@ -93,7 +93,7 @@ def test_each_server_gets_its_share_of_the_time_left() -> None:
     assert shares == [3.0, 3.0, 3.0]
 
 
-def test_when_nobody_answers_the_last_failure_is_said() -> None:
+def test_when_no_server_answers_the_last_failure_is_raised() -> None:
     failures = [_unreachable(), TierMiss("one"), TierMiss("two")]
 
     def ask(address: Address, deadline: float) -> str:

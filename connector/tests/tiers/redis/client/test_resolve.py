@@ -70,7 +70,7 @@ def test_silence_ends_at_the_deadline_and_a_late_answer_serves_the_next() -> Non
     go_on.set()
     settled(resolver)
     silent = threading.Event()
-    resolver._lookup = NameServer(silent)  # from now on nobody answers
+    resolver._lookup = NameServer(silent)  # from now on there is no answer
     assert resolver.resolve(NAME, clock, clock()) == found(99)
     silent.set()
     settled(resolver)
@@ -101,7 +101,7 @@ def test_however_many_wait_one_asks() -> None:
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_what_was_true_last_serves_while_the_name_servers_are_away(silent: bool) -> None:
+def test_the_last_addresses_are_used_while_the_name_servers_are_away(silent: bool) -> None:
     failure = threading.Event() if silent else socket.gaierror(-3, "try again")
     resolver = Resolver(NameServer(7, failure))
     assert resolver.resolve(NAME, time.monotonic, soon()) == found(7)
@@ -114,7 +114,7 @@ def test_what_was_true_last_serves_while_the_name_servers_are_away(silent: bool)
     settled(resolver)
 
 
-def test_a_name_that_is_unknown_is_said_so() -> None:
+def test_an_unknown_name_is_an_error() -> None:
     resolver = Resolver(NameServer(socket.gaierror(-2, "Name or service not known")))
     with pytest.raises(OSError, match="not known"):
         resolver.resolve(NAME, time.monotonic, soon())
@@ -129,7 +129,7 @@ def test_an_address_needs_no_name_server(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 70 + ".example", ""])
-def test_what_is_no_name_is_an_error_and_not_a_dead_thread(host: str) -> None:
+def test_an_invalid_name_is_an_error_and_ends_no_thread(host: str) -> None:
     resolver = Resolver()
     try:
         assert resolver.resolve(Address(host, 7000), time.monotonic, soon())
@@ -138,7 +138,7 @@ def test_what_is_no_name_is_an_error_and_not_a_dead_thread(host: str) -> None:
     settled(resolver)
 
 
-def test_no_more_names_are_remembered_than_a_cluster_has() -> None:
+def test_no_more_names_are_kept_than_a_cluster_has() -> None:
     resolver = Resolver(NameServer(1))
     for number in range(NAMES_MAX + 10):
         resolver.resolve(Address(f"node-{number}.example", 7000), time.monotonic, soon())
@@ -146,7 +146,7 @@ def test_no_more_names_are_remembered_than_a_cluster_has() -> None:
     assert len(resolver._good) == NAMES_MAX
 
 
-def test_a_tier_with_a_dead_name_server_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_hanging_name_server_each_operation_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     real = socket.getaddrinfo
 

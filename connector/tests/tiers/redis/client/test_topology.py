@@ -41,7 +41,7 @@ def test_what_is_no_slot_map_is_refused(reply: Reply) -> None:
         parse_slots(reply, ASKED)
 
 
-def test_a_cluster_without_slots_is_said_so() -> None:
+def test_a_cluster_without_slots_is_refused_with_that_reason() -> None:
     with pytest.raises(TierRefused, match="no slots") as caught:
         parse_slots([], ASKED)
     assert caught.value.reason == RefusedReason.MOVED

@@ -136,10 +136,10 @@ class Cluster:
         replica.until(lambda: replica.client.info("replication").get("master_link_status") == "up")
         for node in self.nodes:
 
-            def knows_it(node: Process = node) -> bool:
+            def lists_it(node: Process = node) -> bool:
                 return str(replica.port).encode() in node.client.execute_command("CLUSTER", "REPLICAS", followed)[0]
 
-            node.until(knows_it)
+            node.until(lists_it)
         return replica
 
     @property
@@ -147,12 +147,12 @@ class Cluster:
         return RedisEndpoint.from_url(f"redis-cluster://127.0.0.1:{self.nodes[0].port}")
 
     def owner(self, name: bytes, asked: Process | None = None) -> Process:
-        """The node that has the slot of ``name``, as far as ``asked`` knows."""
+        """The node that has the slot of ``name``, in the view of ``asked``."""
         slot = key_slot(name)
         for first, last, primary, *_ in (asked or self.nodes[0]).client.execute_command("CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return next(node for node in self.nodes if node.port == primary[1])
-        raise AssertionError(f"nobody has slot {slot}")
+        raise AssertionError(f"no node has slot {slot}")
 
     def node_id(self, node: Process) -> str:
         return str(node.client.execute_command("CLUSTER", "MYID").decode())
@@ -172,7 +172,7 @@ class Cluster:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until no news is under way: a node that has not heard of the last move would contest the next one."""
+        """Wait until all nodes agree: a node without the last migration would contest the next one."""
 
         def view(node: Process) -> tuple[object, object]:
             slots = node.client.execute_command("CLUSTER", "SLOTS")

@@ -103,7 +103,7 @@ def test_a_moved_slot_is_followed(cluster, tier_on: Callable[..., RedisTier]) ->
         cluster.move(name, away, home)
 
 
-def test_a_slot_on_its_way_is_asked_for_on_both_sides(cluster, tier_on: Callable[..., RedisTier]) -> None:
+def test_a_migrating_slot_is_served_by_both_nodes(cluster, tier_on: Callable[..., RedisTier]) -> None:
     tier = tier_on(cluster.endpoint)
     tier.store(key_of(1), payload_of(1), soon())
     name = name_of(key_of(1))
@@ -146,8 +146,10 @@ def test_a_slot_that_moves_back_and_forth_is_followed_at_every_stage(
             assert tier.store(key_of(1), payload_of(1), soon()) is StoreOutcome.PRESENT
 
 
-def test_two_nodes_that_send_us_to_each_other_are_left_after_a_few_turns(tier_on: Callable[..., RedisTier]) -> None:
-    # Nobody would answer this in a healthy cluster; the bound is on us.
+def test_nodes_that_redirect_to_each_other_are_followed_three_times(
+    tier_on: Callable[..., RedisTier],
+) -> None:
+    # No healthy cluster answers this; the client has the bound.
     slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n"
     with SickServer([[]]) as one, SickServer([[]]) as other:
         for server, next_server in ((one, other), (other, one)):
@@ -165,7 +167,7 @@ def test_two_nodes_that_send_us_to_each_other_are_left_after_a_few_turns(tier_on
         assert sum(b"SLOTS" in command for server in (one, other) for command in server.commands) <= 2
 
 
-def test_a_plain_url_to_a_cluster_says_what_to_write_instead(cluster, tier_on: Callable[..., RedisTier]) -> None:
+def test_a_plain_url_to_a_cluster_is_refused_with_the_remedy(cluster, tier_on: Callable[..., RedisTier]) -> None:
     tiers = [tier_on(RedisEndpoint(port=node.port), namespace=Namespace.of({"n": 1})) for node in cluster.nodes]
     errors: list[TierError] = []
     for tier in tiers:

@@ -39,7 +39,7 @@ def info_calls(client: redis.Redis) -> int:
     return int(client.info("commandstats").get("cmdstat_info", {"calls": 0})["calls"])
 
 
-def test_a_refusal_for_want_of_memory_is_pressure_for_half_a_minute(own_valkey: StartValkey, tier_on: MakeTier) -> None:
+def test_an_out_of_memory_refusal_is_pressure_for_half_a_minute(own_valkey: StartValkey, tier_on: MakeTier) -> None:
     port = own_valkey(maxmemory="4mb", **{"maxmemory-policy": "noeviction"}).port
     clock = SteppedClock()
     tier = tier_on(RedisEndpoint(port=port), BYTES, clock=clock)
@@ -68,7 +68,7 @@ def test_evictions_are_pressure_while_they_go_on(own_valkey: StartValkey, tier_o
     assert not tier.under_pressure
 
 
-def test_what_a_server_evicted_before_we_came_is_no_pressure(own_valkey: StartValkey, tier_on: MakeTier) -> None:
+def test_evictions_before_the_first_sample_are_no_pressure(own_valkey: StartValkey, tier_on: MakeTier) -> None:
     port = own_valkey(maxmemory="4mb", **{"maxmemory-policy": "allkeys-lru"}).port
     fill(tier_on(RedisEndpoint(port=port), BYTES), range(60))
     client = redis.Redis(port=port)
@@ -79,7 +79,7 @@ def test_what_a_server_evicted_before_we_came_is_no_pressure(own_valkey: StartVa
     assert not late.under_pressure
 
 
-def test_the_counters_are_asked_for_each_ten_seconds_at_most(own_valkey: StartValkey, tier_on: MakeTier) -> None:
+def test_the_counters_are_read_each_ten_seconds_at_most(own_valkey: StartValkey, tier_on: MakeTier) -> None:
     client = redis.Redis(port=own_valkey().port)
     clock = SteppedClock()
     tier = tier_on(RedisEndpoint(port=client.connection_pool.connection_kwargs["port"]), SMALL, clock=clock)

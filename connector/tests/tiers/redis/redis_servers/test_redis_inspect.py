@@ -64,7 +64,7 @@ def by_key(blocks: Iterator[StoredBlock]) -> dict[bytes, StoredBlock]:
     return {block.key: block for block in blocks}
 
 
-def test_an_empty_store_has_nothing_to_tell(inspector: RedisInspector, client: redis.Redis) -> None:
+def test_an_empty_store_has_no_namespaces(inspector: RedisInspector, client: redis.Redis) -> None:
     assert inspector.namespaces(soon()) == []
     assert list(inspector.blocks(None, soon())) == []
     assert list(inspector.blocks(NAMESPACE.hex, soon())) == []
@@ -73,7 +73,7 @@ def test_an_empty_store_has_nothing_to_tell(inspector: RedisInspector, client: r
     assert inspector.namespaces(soon()) == []
 
 
-def test_namespaces_are_told_with_their_documents_and_counts(
+def test_namespaces_are_listed_with_their_documents_and_counts(
     inspector: RedisInspector, client: redis.Redis, endpoint: RedisEndpoint, tier_on: MakeTier
 ) -> None:
     whole, striped = tier_on(endpoint, 100), tier_on(endpoint, BYTES, OTHER_NAMESPACE, **STRIPED)
@@ -118,7 +118,7 @@ def test_a_block_is_described_from_its_headers(
     assert inspector.read(found[key_of(1)], soon()) == payload_of(1, BYTES)
 
 
-def test_looking_changes_no_time_to_live_and_no_age(
+def test_inspection_changes_no_time_to_live_and_no_idle_time(
     inspector: RedisInspector, client: redis.Redis, endpoint: RedisEndpoint, tier_on: MakeTier
 ) -> None:
     tier_on(endpoint, 100, ttl_seconds=1000).store(key_of(1), payload_of(1, 100), soon())
@@ -156,7 +156,7 @@ def test_many_blocks_are_walked_in_steps_with_progress(
     assert (progress.servers_done, progress.servers_total) == (1, 1)
 
 
-def test_blocks_that_go_while_we_look_are_left_out(
+def test_blocks_that_are_removed_meanwhile_are_left_out(
     inspector: RedisInspector, client: redis.Redis, endpoint: RedisEndpoint, tier_on: MakeTier
 ) -> None:
     count = 3 * BLOCKS_AT_ONCE
@@ -190,7 +190,7 @@ def _flip(frame: bytes, position: int) -> bytes:
         (lambda frame: _flip(frame, 155), CorruptReason.HEADER),
     ],
 )
-def test_a_damaged_header_is_told(
+def test_a_damaged_header_is_reported(
     inspector: RedisInspector,
     client: redis.Redis,
     endpoint: RedisEndpoint,
@@ -207,7 +207,7 @@ def test_a_damaged_header_is_told(
     assert error_of(lambda: inspector.verify(block, soon())).reason == block.damage
 
 
-def test_a_value_of_another_type_and_a_frame_elsewhere_are_told(
+def test_a_value_of_another_type_and_a_misplaced_frame_are_reported(
     inspector: RedisInspector, client: redis.Redis, endpoint: RedisEndpoint, tier_on: MakeTier
 ) -> None:
     tier = tier_on(endpoint, 100)
@@ -251,7 +251,7 @@ def test_a_damaged_payload_in_any_stripe_is_found_by_verifying(
     inspector.verify(block, soon())
 
 
-def test_a_lost_first_stripe_is_told_and_all_stripes_can_be_removed(
+def test_a_lost_first_stripe_is_reported_and_all_stripes_can_be_removed(
     inspector: RedisInspector, client: redis.Redis, endpoint: RedisEndpoint, tier_on: MakeTier
 ) -> None:
     tier_on(endpoint, BYTES, **STRIPED).store(key_of(1), payload_of(1, BYTES), soon())
@@ -292,7 +292,7 @@ def test_what_is_chosen_is_removed_in_batches_and_the_rest_stays(
     assert all(load(tier, key_of(seed)) == payload_of(seed, BYTES) for seed in range(0, count, 50))
 
 
-def test_a_purge_that_is_dropped_half_way_removed_what_it_told(
+def test_a_purge_that_is_dropped_half_way_removed_what_it_reported(
     inspector: RedisInspector, client: redis.Redis, endpoint: RedisEndpoint, tier_on: MakeTier
 ) -> None:
     count = 3 * SCAN_NAMES
@@ -300,9 +300,9 @@ def test_a_purge_that_is_dropped_half_way_removed_what_it_told(
     for seed in range(count):
         tier.store(key_of(seed), payload_of(seed, 10), soon())
     purge = inspector.purge(NAMESPACE.hex, lambda block: True, soon())
-    told = next(purge).blocks + next(purge).blocks
+    reported = next(purge).blocks + next(purge).blocks
     purge.close()
-    assert client.dbsize() == count + 1 - told
+    assert client.dbsize() == count + 1 - reported
 
 
 def test_a_namespace_is_removed_whole_and_its_neighbour_stays(
@@ -350,7 +350,7 @@ def test_a_server_that_answers_nonsense_is_refused() -> None:
         inspector.close()
 
 
-def test_used_memory_is_told(inspector: RedisInspector, client: redis.Redis) -> None:
+def test_used_memory_is_reported(inspector: RedisInspector, client: redis.Redis) -> None:
     before = inspector.used_memory_bytes(soon())
     client.set("x", bytes(5_000_000))
     assert inspector.used_memory_bytes(soon()) - before >= 5_000_000
@@ -363,9 +363,9 @@ def test_a_cluster_is_walked_and_purged_node_by_node(cluster, tier_on: MakeTier)
         tier.store(key_of(seed), payload_of(seed, BYTES), soon(), TENANT)
         other.store(key_of(seed), payload_of(seed, 10), soon())
     with RedisInspector(cluster.endpoint) as inspector:
-        told = {namespace.hex: namespace for namespace in inspector.namespaces(soon())}
-        assert told[NAMESPACE.hex] == StoredNamespace(NAMESPACE.hex, NAMESPACE.document, blocks=60, stripes=240)
-        assert told[OTHER_NAMESPACE.hex].blocks == 60
+        listed = {namespace.hex: namespace for namespace in inspector.namespaces(soon())}
+        assert listed[NAMESPACE.hex] == StoredNamespace(NAMESPACE.hex, NAMESPACE.document, blocks=60, stripes=240)
+        assert listed[OTHER_NAMESPACE.hex].blocks == 60
         progress = Progress()
         found = by_key(inspector.blocks(NAMESPACE.hex, soon(), progress))
         assert (progress.servers_done, progress.servers_total) == (3, 3)

@@ -35,7 +35,7 @@ def test_the_primary_is_found_through_the_sentinel(watched, tier_on: Callable[..
     assert tier.resident_bytes(soon()) > 0
 
 
-def test_a_service_that_nobody_watches_is_said_so(watched, tier_on: Callable[..., RedisTier]) -> None:
+def test_a_service_that_no_sentinel_watches_is_refused(watched, tier_on: Callable[..., RedisTier]) -> None:
     tier = tier_on(RedisEndpoint.from_url(f"redis-sentinel://127.0.0.1:{watched.sentinel.port}/other"))
     error = error_of(lambda: tier.prepare(soon()))
     assert isinstance(error, TierRefused)

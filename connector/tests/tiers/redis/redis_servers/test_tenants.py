@@ -15,7 +15,7 @@ from spillway_connector.testing.tier_contract import NAMESPACE, error_of, key_of
 from spillway_connector.tiers.frame import HEADER_BYTES
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.names import RedisNames
-from spillway_connector.tiers.redis.quota import VICTIMS_MAX, WRITING_MS, TenantShares
+from spillway_connector.tiers.redis.quota import VICTIMS_MAX, WRITING_MS, TenantQuotas
 from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome
 
@@ -64,7 +64,7 @@ def commands(client: redis.Redis) -> dict[str, int]:
     return {name.removeprefix("cmdstat_"): stat["calls"] for name, stat in client.info("commandstats").items()}
 
 
-def test_a_tenant_gives_up_its_own_oldest_blocks(endpoint: RedisEndpoint, tier_on: MakeTier) -> None:
+def test_the_oldest_blocks_of_the_tenant_are_evicted(endpoint: RedisEndpoint, tier_on: MakeTier) -> None:
     clock = SteppedClock()
     tier = tier_on(endpoint, BYTES, wall_clock=clock, **QUOTA)
     for seed in range(100, 103):
@@ -123,7 +123,7 @@ def test_uses_reach_the_server_with_lookups_too(
     assert client.zscore(NAMES.tenant(ANN), key_of(1)) == load_at * 1000
 
 
-def test_striped_blocks_are_given_up_whole(endpoint: RedisEndpoint, client: redis.Redis, tier_on: MakeTier) -> None:
+def test_striped_blocks_are_evicted_whole(endpoint: RedisEndpoint, client: redis.Redis, tier_on: MakeTier) -> None:
     size = 5 * 4096
     quota = 2 * (size + 5 * HEADER_BYTES)
     clock = SteppedClock()
@@ -263,7 +263,7 @@ def test_a_login_without_the_commands_is_refused_for_tenants_alone(
     assert load(tier, key_of(1)) == payload_of(1, BYTES)
 
 
-def test_a_share_smaller_than_a_block_is_said_at_once(tier_on: MakeTier) -> None:
+def test_a_quota_smaller_than_a_block_is_refused_at_once(tier_on: MakeTier) -> None:
     with pytest.raises(ConfigError, match="tenant_max_bytes"):
         tier_on(RedisEndpoint(), BYTES, tenant_max_bytes=BYTES)
 
@@ -335,14 +335,14 @@ def test_a_block_that_is_removed_while_it_is_stored_again_is_counted_again(
     for seed in range(ROOM):
         store(removing, seed)
         clock.advance(1)
-    forget = TenantShares.forget
+    remove = TenantQuotas.remove
 
-    def late(self: TenantShares, keys: list[bytes], tenant: bytes) -> tuple[bytes, ...]:
+    def late(self: TenantQuotas, keys: list[bytes], tenant: bytes) -> tuple[bytes, ...]:
         monkeypatch.undo()
         assert store(storing, 0) is StoreOutcome.STORED  # its values are gone, its member is not yet
-        return forget(self, keys, tenant)
+        return remove(self, keys, tenant)
 
-    monkeypatch.setattr(TenantShares, "forget", late)
+    monkeypatch.setattr(TenantQuotas, "remove", late)
     store(removing, 100)
     assert stored_keys(client) - members(client) == {key_of(0)}
     store(storing, 101)

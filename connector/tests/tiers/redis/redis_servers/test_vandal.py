@@ -28,7 +28,7 @@ CONFIG = {"maxmemory": "64mb", "maxmemory-policy": "allkeys-lru"}
 
 
 class Vandal:
-    """Does one thing after the other that no store should ever do."""
+    """Damages what the store holds, one operation after the other."""
 
     def __init__(self, client: redis.Redis, seed: int) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""Where Redis or Valkey servers are and how to log in: one value, parsed once."""
+"""Addresses of and login to Redis or Valkey servers: one value, parsed once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SECRET_FILE_BYTES_MAX = 64 * 1024
 
 
 class Topology(StrEnum):
-    """How the server to ask is found."""
+    """How the server of a key is found."""
 
-    SERVER = "server"  # always the same one
-    SENTINEL = "sentinel"  # sentinels say which one is the primary now
-    CLUSTER = "cluster"  # each key has its own, and the servers say which
+    SERVER = "server"  # there is one
+    SENTINEL = "sentinel"  # it is the primary, which the sentinels name
+    CLUSTER = "cluster"  # it is the owner of the key's slot
 
 
 class Address(NamedTuple):
@@ -40,8 +40,8 @@ class RedisEndpoint:
     """``unix_path`` is set for a local socket, ``host`` and ``port`` otherwise. ``password`` never shows in a repr.
 
     seeds: for Sentinel the sentinels, for Cluster some of its nodes; ``host`` and ``port`` are the first of them.
-    password_file: read anew for every connection, so that a rotated password is picked up without a restart; it wins
-    over ``password``. tls_certificate_file, tls_key_file: this client's own, where the server asks for one.
+    password_file: read for every connection, so that a rotated password needs no restart; overrides ``password``.
+    tls_certificate_file, tls_key_file: the client's, where the server requests a certificate.
     """
 
     host: str = "127.0.0.1"
@@ -57,7 +57,7 @@ class RedisEndpoint:
     tls_key_file: str | None = None
     topology: Topology = Topology.SERVER
     seeds: tuple[Address, ...] = ()
-    service: str | None = None  # the name under which the sentinels know the primary
+    service: str | None = None  # the primary's name at the sentinels
 
     @classmethod
     def from_url(
@@ -117,11 +117,11 @@ class RedisEndpoint:
         return replace(self, host=address.host, port=address.port, topology=Topology.SERVER, seeds=(), service=None)
 
     def without_login(self) -> RedisEndpoint:
-        """The same, as a stranger, in database 0: how a sentinel is asked first."""
+        """The same without a login, in database 0: how a sentinel is asked first."""
         return replace(self, username=None, password=None, password_file=None, database=0)
 
     def current_password(self) -> str | None:
-        """The password as of now. Raises TierRefused(AUTHENTICATION) when its file cannot be read."""
+        """The current password. Raises TierRefused(AUTHENTICATION) when its file cannot be read."""
         if self.password_file is None:
             return self.password
         try:
