@@ -62,7 +62,7 @@ async def test_one_line_per_request_and_no_word_of_it(start_engine: Any, tmp_pat
     assert (plain["prompt_tokens"], plain["completion_tokens"], plain["stream"]) == (39, 4, False)
     assert plain["milliseconds"] > 0 and plain["error"] is None
     assert stream["stream"] and stream["first_byte_milliseconds"] <= stream["milliseconds"]
-    assert stream["completion_tokens"] == 5  # events, as the stream told no usage
+    assert stream["completion_tokens"] == 5  # events, as the stream had no usage
     assert with_usage["completion_tokens"] == 4
     assert (unknown["status"], unknown["error"], unknown["tenant"]) == (404, "model_not_found", "search")
     assert (refused["status"], refused["error"], refused["tenant"]) == (401, "missing_api_key", None)

@@ -196,7 +196,7 @@ def test_the_engines_count_settles_the_estimate() -> None:
     usage.begin(tenant, 50, 0.0)
     with pytest.raises(TenantLimited, match="100 tokens per minute"):
         usage.begin(tenant, 1, 0.0)
-    assert settle(100, None, 7) == Settlement(0, 0, 7)  # nothing told
+    assert settle(100, None, 7) == Settlement(0, 0, 7)  # no count by the engine
 
 
 def test_what_no_engine_got_is_given_back_whole() -> None:

@@ -1,4 +1,4 @@
-"""Limits that replicas count together, in real servers: the sums, and everything that can happen to the store."""
+"""Limits that replicas count together, on real Redis servers: the sums, and failures of the store."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def tenant(**limits: int) -> Tenant:
     return Tenant("search", **limits)
 
 
-def shared(port: int, **changes: Any) -> SharedLimitsConfig:
-    return SharedLimitsConfig(**{"url": f"redis://127.0.0.1:{port}/0", "timeout_seconds": PATIENT, **changes})
+def shared(port: int, **overrides: Any) -> SharedLimitsConfig:
+    return SharedLimitsConfig(**{"url": f"redis://127.0.0.1:{port}/0", "timeout_seconds": PATIENT, **overrides})
 
 
 @asynccontextmanager
@@ -157,7 +157,7 @@ def test_replicas_together_decide_as_one_alone_would(server: ValkeyServer, limit
     running = [0, 0, 0]
     now = number = 0
 
-    def tell(at: int, *, asks: bool, prompt: int = 0, owed: Settlement = NOTHING_OWED) -> Refusal | None:
+    def report(at: int, *, asks: bool, prompt: int = 0, owed: Settlement = NOTHING_OWED) -> Refusal | None:
         values = arguments(
             who,
             replica=f"replica-{at}",
@@ -175,7 +175,7 @@ def test_replicas_together_decide_as_one_alone_would(server: ValkeyServer, limit
         number += 1
         if begins:
             running[at] += 1
-            refusal = tell(at, asks=True, prompt=tokens)
+            refusal = report(at, asks=True, prompt=tokens)
             running[at] -= refusal is not None
             try:
                 alone.begin(who, tokens, float(now))
@@ -186,7 +186,7 @@ def test_replicas_together_decide_as_one_alone_would(server: ValkeyServer, limit
         elif running[at]:
             running[at] -= 1
             owed = correction._replace(reply_tokens=tokens)
-            assert tell(at, asks=False, owed=owed) is None
+            assert report(at, asks=False, owed=owed) is None
             alone.end(who, owed, float(now))
     assert alone.running_requests == sum(running)
     client.close()
@@ -195,7 +195,7 @@ def test_replicas_together_decide_as_one_alone_would(server: ValkeyServer, limit
 def test_messages_that_come_late_or_never_do_no_harm(store: redis.Redis) -> None:
     who = tenant(concurrent_requests_max=3)
 
-    def tell(name: str, number: int, running: int, now: int, *, asks: bool = False) -> Refusal | None:
+    def report(name: str, number: int, running: int, now: int, *, asks: bool = False) -> Refusal | None:
         values = arguments(
             who,
             replica=name,
@@ -208,12 +208,12 @@ def test_messages_that_come_late_or_never_do_no_harm(store: redis.Redis) -> None
         )
         return refusal_of(store.eval(STEPPED, 1, "key", *values, now * 1000))
 
-    tell("a", 5, 2, 0)
-    tell("a", 4, 9, 0)  # overtaken on its way
-    assert tell("b", 1, 1, 1, asks=True) is None
-    assert tell("b", 2, 2, 1, asks=True) == Refusal(Limit.CONCURRENT_REQUESTS, 1)
-    assert tell("b", 3, 2, 29, asks=True) == Refusal(Limit.CONCURRENT_REQUESTS, 1)
-    assert tell("b", 4, 2, 30, asks=True) is None  # a was not heard of for its lease: it is gone
+    report("a", 5, 2, 0)
+    report("a", 4, 9, 0)  # overtaken by a later report
+    assert report("b", 1, 1, 1, asks=True) is None
+    assert report("b", 2, 2, 1, asks=True) == Refusal(Limit.CONCURRENT_REQUESTS, 1)
+    assert report("b", 3, 2, 29, asks=True) == Refusal(Limit.CONCURRENT_REQUESTS, 1)
+    assert report("b", 4, 2, 30, asks=True) is None  # the lease of a has expired
     assert store.hexists("key", "r:a") == 0
 
 
@@ -238,7 +238,7 @@ async def test_two_replicas_share_what_a_tenant_may_take(server: ValkeyServer, s
         assert (one.decided_total, two.decided_total, one.decided_alone_total) == (2, 1, 0)
 
 
-async def test_replies_are_told_with_the_next_question_or_in_the_background(
+async def test_replies_are_reported_with_the_next_request_or_in_the_background(
     server: ValkeyServer, store: redis.Redis
 ) -> None:
     who = tenant(tokens_per_minute=1_000)
@@ -246,9 +246,9 @@ async def test_replies_are_told_with_the_next_question_or_in_the_background(
         a, b = TenantUsage(0.0), TenantUsage(0.0)
         assert await begin(one, who, a) is None
         end(one, who, a, 900)
-        assert await begin(one, who, a) is None  # takes the news along
+        assert await begin(one, who, a) is None  # reports what ended
         end(one, who, a, 500)
-        assert await begin(two, who, b) is None  # does not know yet
+        assert await begin(two, who, b) is None  # has no report yet
         await one.report()
         refused = await begin(two, who, b)
         assert refused is not None and refused.limit is Limit.TOKENS
@@ -361,8 +361,8 @@ async def test_a_store_that_dies_and_comes_back_empty(process: Process, tmp_path
     await process.until_up()
     await until(lambda: gate.shared is not None and gate.shared.connected)
     key = key_of(gate.shared._config.key_prefix, SECRET, "a")
-    await until(lambda: process.client.hlen(key) >= 1)  # what runs is told without a request
-    assert await gate.begin(who, 1) is usage  # the store knows of none in this minute
+    await until(lambda: process.client.hlen(key) >= 1)  # running requests are reported without a new one
+    assert await gate.begin(who, 1) is usage  # the store has no request of this minute
     assert usage.running_requests == 3
     for _ in range(3):
         gate.end(who, usage, NOTHING_OWED)
@@ -437,7 +437,7 @@ def test_settings_of_shared_limits_are_checked_by_name(tmp_path: Path) -> None:
         return parse_config({"models": [{"name": "m", "engines": engines}], "auth": auth})
 
     assert parsed().auth.shared_limits == SharedLimitsConfig("redis://h:1")
-    for changes, said in (
+    for overrides, expected in (
         ({"keys": False}, "auth.sharedLimits: set without auth.keysFile"),
         ({"url": "http://h"}, "auth.sharedLimits.url: 'http://h' is not understood; use redis://"),
         ({"url": "redis://user:word@h:1"}, "must not carry a user or password"),
@@ -446,8 +446,8 @@ def test_settings_of_shared_limits_are_checked_by_name(tmp_path: Path) -> None:
         ({"leaseSeconds": 0.5}, "auth.sharedLimits.leaseSeconds: 0.5 given, at least ten times"),
     ):
         with pytest.raises(ConfigError) as refused:
-            parsed(**changes)
-        assert said in str(refused.value)
+            parsed(**overrides)
+        assert expected in str(refused.value)
         assert "word" not in str(refused.value).replace("password", "")
 
 

@@ -60,7 +60,7 @@ async def test_tenants_never_meet_in_the_cache_and_their_keys_stay_here(start_en
         assert (await cached("b"))[0] == 0
         index = gateway.gateway.fleets[0].index
         blocks = 2 * 192 // fake.block_tokens
-        await until(lambda: index.block_tokens == fake.block_tokens and index.blocks >= blocks)  # both have told
+        await until(lambda: index.block_tokens == fake.block_tokens and index.blocks >= blocks)  # both have sent events
         hits, expected = await cached("a")
         assert hits == 192 and int(expected) == 192  # routing counts the salt in as the engine does
         assert (await cached("a", cache_salt="mine"))[0] == 0
@@ -75,7 +75,7 @@ async def test_tenants_never_meet_in_the_cache_and_their_keys_stay_here(start_en
     assert len({json.loads(seen.body)["cache_salt"] for seen in fake.seen}) == 4
 
 
-async def test_who_is_refused_is_told_in_openais_shape(start_engine: Any, tmp_path: Path) -> None:
+async def test_refusals_have_the_shape_of_openai_errors(start_engine: Any, tmp_path: Path) -> None:
     fake = await start_engine()
     settings = auth(tmp_path, models=["other"], promptTokensPerMinute=10)
     async with running_gateway(gateway_config([fake], auth=settings)) as gateway, aiohttp.ClientSession() as http:
@@ -126,7 +126,7 @@ async def test_a_tenants_limits_are_its_own(start_engine: Any, tmp_path: Path) -
 
 
 async def test_replies_count_against_a_limit_of_all_tokens(start_engine: Any, tmp_path: Path) -> None:
-    """The prompt leaves room; what the reply took does not, whether its usage says so or its events are counted."""
+    """The prompt is within the limit and the reply exceeds it, by its usage or by its counted events."""
     fake = await start_engine(words=500)
     for fields in ({}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}):
         settings = auth(tmp_path, tokensPerMinute=300)
@@ -193,7 +193,7 @@ COUNTED: list[tuple[str, dict[str, Any]]] = [
 async def test_whatever_form_a_prompt_has_it_counts(
     start_engine: Any, tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
-    """By the estimate alone: this engine tells no usage."""
+    """By the estimate alone: this engine sends no usage."""
     fake = await start_engine()
     fake.fault = Status(200)
     settings = auth(tmp_path, promptTokensPerMinute=60, tokensPerMinute=1_000)
@@ -226,7 +226,7 @@ async def test_a_conversation_that_an_engine_keeps_counts_before_it_is_continued
         more = asyncio.create_task(respond(input="on", previous_response_id=kept["id"], stream=True))
         await until(lambda: len(fake.seen) == 2)
         async with asyncio.timeout(60):  # else it would be held as the second is
-            assert (await respond(input="on"))[0] == 429  # though no usage of the second has been told
+            assert (await respond(input="on"))[0] == 429  # though the second has sent no usage
         release.set()
         await more
 

@@ -35,7 +35,7 @@ def test_a_share_of_failures_opens_it_without_many_in_a_row() -> None:
     for _ in range(9):
         breaker.succeeded()
         breaker.failed(0.0)
-        assert breaker.closed  # too few verdicts to tell
+        assert breaker.closed  # too few outcomes to decide
     breaker.succeeded()
     breaker.failed(0.0)
 

@@ -59,7 +59,7 @@ async def test_a_slow_answer_counts_only_after_several(start_engine: Any) -> Non
     assert states == [EngineState.READY, EngineState.READY, EngineState.DOWN]
 
 
-async def test_metrics_are_read_of_ready_engines_and_forgotten_when_stale(start_engine: Any) -> None:
+async def test_metrics_are_read_of_ready_engines_and_dropped_when_stale(start_engine: Any) -> None:
     fake = await start_engine()
     fake.pages["/metrics"] = b"vllm:num_requests_running 4\nspillway_prefill_tokens_per_second 9000\n"
     engine = watched(fake)

@@ -105,7 +105,7 @@ def test_an_engine_without_samples_is_taken_to_be_like_its_fleet() -> None:
     assert fleet.engines["b"].rates.prefill_tokens_per_second == 1000
 
 
-def test_an_engines_own_word_comes_first_and_may_be_withdrawn() -> None:
+def test_a_reported_rate_has_precedence_and_may_be_withdrawn() -> None:
     engine = fleet_of(["a"]).engines["a"]
 
     engine.observed(EngineReading(prefill_tokens_per_second=20_000, cpu_load_tokens_per_second=7.0), engine.own_work())
@@ -146,7 +146,7 @@ def test_an_engine_that_came_back_is_taken_for_slow_at_first() -> None:
     engine = Engine("m", EngineConfig("a", "http://127.0.0.1:1"), RoutingConfig(), clock=lambda: now[0])
 
     engine.set_state(EngineState.READY, "ready")
-    assert engine.current_rates(0.0) == engine.rates  # who knows for how long it has been ready
+    assert engine.current_rates(0.0) == engine.rates  # it may have been ready for long
 
     engine.set_state(EngineState.DOWN, "gone")
     engine.set_state(EngineState.READY, "ready")
@@ -154,7 +154,7 @@ def test_an_engine_that_came_back_is_taken_for_slow_at_first() -> None:
     assert rates == [500, 2500, 5000]
 
 
-def test_an_open_breaker_keeps_requests_away_unless_nobody_else_is_left() -> None:
+def test_an_open_breaker_keeps_requests_away_unless_no_other_engine_is_left() -> None:
     now = [0.0]
     fleet = fleet_of(["a", "b"], clock=lambda: now[0])
     for _ in range(5):
@@ -177,7 +177,7 @@ def test_an_open_breaker_keeps_requests_away_unless_nobody_else_is_left() -> Non
     assert fleet.engines["a"].breaker.closed
 
 
-def test_nobody_ready_is_said_with_names() -> None:
+def test_without_a_ready_engine_the_error_names_each_engine() -> None:
     fleet = fleet_of(["a", "b"])
     fleet.engines["a"].set_state(EngineState.DOWN, "cannot connect (Connection refused)")
 

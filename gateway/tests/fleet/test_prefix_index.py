@@ -221,10 +221,10 @@ def test_a_retired_engine_is_gone_at_once_and_freed_in_steps() -> None:
     assert len(list(steps)) == 3_000 // block_table.SWEEP_STEP
     assert made.match(long_keys, BLOCK)["a"] == HeldPrefix(BLOCK, 0, 0)
     assert made.estimated_bytes == 3_000 * ENTRY_BYTES + 3_001 * HOLDER_BYTES
-    assert list(made.retire_engine("nobody")) == []
+    assert list(made.retire_engine("unknown")) == []
 
 
-def test_block_size_is_learnt_and_partial_blocks_do_not_confuse_it() -> None:
+def test_block_size_comes_from_events_and_partial_blocks_do_not_change_it() -> None:
     made = index()
     made.apply("a", stored([1], None, [1, 2], block=2))
     made.apply("a", stored([2], None, list(range(16)), block=16))

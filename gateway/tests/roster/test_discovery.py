@@ -1,4 +1,4 @@
-"""Engines that come and go under a running gateway, as an API server and a name server tell it."""
+"""Engines that are added and removed under a running gateway, as an API server and a name server report them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ async def engine_of(client: aiohttp.ClientSession, running: RunningGateway, body
         return reply.headers["x-spillway-engine"]
 
 
-async def test_before_anything_is_found_requests_are_told_so(api: FakeKubernetes, start_engine: Any) -> None:
+async def test_before_anything_is_found_requests_are_refused_with_the_reason(
+    api: FakeKubernetes, start_engine: Any
+) -> None:
     fake = await start_engine("vllm-0")
     async with running_gateway(settings(api)) as running, aiohttp.ClientSession() as client:
         async with client.post(running.url + "/v1/completions", json=PROMPT) as reply:
@@ -103,10 +105,10 @@ async def test_a_terminating_pod_keeps_its_streams_and_gets_no_request(api: Fake
             for _ in range(3):
                 assert await engine_of(client, running) == "vllm-1"  # although the other holds the prefix
             async with client.get(running.url + "/spillway/config") as reply:
-                told = (await reply.json())["discovered"]["fake"]
-            states = {engine["name"]: engine["withheld"] for engine in told["engines"]}
+                report = (await reply.json())["discovered"]["fake"]
+            states = {engine["name"]: engine["withheld"] for engine in report["engines"]}
             assert states == {"vllm-0": "its pod is terminating", "vllm-1": None}
-            assert told["error"] is None and told["heardAt"] is not None
+            assert report["error"] is None and report["heardAt"] is not None
             async with client.get(running.url + "/metrics") as reply:
                 page = await reply.text()
             assert 'spillway_gateway_discovered_engines{model="fake",state="withheld"} 1.0' in page
@@ -183,7 +185,7 @@ async def test_what_is_known_of_a_pod_goes_with_it(
         api.delete("slice-of-vllm-1")
         await until(lambda: names(running) == ["vllm-0"] and fleet.index.blocks == 0)
         assert fleet.index.estimated_bytes == 0 and len(fleet.index._slots) == 1
-        goes.prefill(list(range(10_000, 10_160)))  # nobody listens any more
+        goes.prefill(list(range(10_000, 10_160)))  # no subscriber any more
         stays.prefill(list(range(160)))
         await until(lambda: fleet.index.blocks == 160 // stays.block_tokens)
         await until(lambda: 'engine="vllm-1"' not in running.gateway.metrics.exposition().decode())
@@ -229,10 +231,10 @@ async def test_a_reload_changes_how_engines_are_found(api: FakeKubernetes, start
         await ready(running, "found")
         assert await engine_of(client, running) == "found"
         other = settings(api, **no_poll)
-        other["models"][0]["discovery"]["kubernetes"]["service"] = "nobody"
+        other["models"][0]["discovery"]["kubernetes"]["service"] = "missing"
         await load(other)
         await until(lambda: names(running) == [])
-        assert running.gateway.roster.sources["fake"].description.startswith("EndpointSlices of Service nobody")
+        assert running.gateway.roster.sources["fake"].description.startswith("EndpointSlices of Service missing")
         await load(static)
         await ready(running, "listed")
         assert running.gateway.roster.sources == {}

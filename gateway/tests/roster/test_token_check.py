@@ -1,4 +1,4 @@
-"""Every engine that becomes ready is compared once, whenever it joins."""
+"""Every engine that becomes ready is compared once, whenever it is added."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WordTokenizer:
         return list(text.encode())
 
 
-async def test_engines_may_join_and_leave_while_it_runs(start_engine: Any) -> None:
+async def test_engines_may_be_added_and_removed_while_it_runs(start_engine: Any) -> None:
     fakes = [await start_engine(f"e{at}") for at in range(2)]
     engines = [Engine("fake", EngineConfig(fake.name, fake.url), RoutingConfig()) for fake in fakes]
     reader = Reader()

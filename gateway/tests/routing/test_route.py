@@ -192,7 +192,7 @@ def test_a_queue_on_the_link_counts_for_those_who_load_alone() -> None:
     assert decision is not None and decision.engine_name == "b"
 
 
-def test_an_unknown_prompt_waits_for_nobody() -> None:
+def test_an_unknown_prompt_goes_to_an_idle_engine() -> None:
     """Whatever its hash prefers, it goes to one of the cheapest."""
     for key in range(50):
         view = FleetView((engine("a", queued=100), engine("b"), engine("c")))

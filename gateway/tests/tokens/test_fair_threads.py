@@ -41,7 +41,7 @@ async def test_groups_take_turns_and_jobs_of_a_group_do(threads: FairThreads) ->
     assert [at for at, name in enumerate(log) if name == "b1"][1] <= 4
 
 
-async def test_an_answer_that_nobody_waits_for_ends_the_work(threads: FairThreads) -> None:
+async def test_a_cancelled_future_ends_the_work(threads: FairThreads) -> None:
     log: list[str] = []
     gate = threading.Event()
     long = threads.run("a", job("long", 1_000_000, log, gate))

@@ -173,7 +173,7 @@ def test_steps_never_change_the_tokens(
     tokenizer, text = PromptTokenizer.load(folder), "".join(pieces)
     whole = list(tokenizer._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    for _ in range(2):  # the second time from what is remembered
+    for _ in range(2):  # the second time from the cache
         ids, tokens, _ = stepped(tokenizer, text, add_special_tokens=add_special_tokens)
         if ids == whole:
             assert tokens == len(whole)
@@ -385,7 +385,7 @@ async def test_the_engine_s_own_tokens_decide(folder: Path, start_engine: Any) -
         assert not await verify(mute)
 
 
-async def test_a_disagreeing_tokenizer_is_loud_and_unused(
+async def test_a_disagreeing_tokenizer_is_reported_and_unused(
     folder: Path, start_engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     from spillway_gateway.testing.running import gateway_config, running_gateway, until

@@ -80,8 +80,8 @@ async def traced(engines: list[Any], collector: Collector, **tracing: Any) -> As
         yield running
 
 
-async def chat(running: RunningGateway, headers: dict[str, str] | None = None, **changes: Any) -> int:
-    body = {"model": "fake", "messages": [{"role": "user", "content": SECRET}], **changes}
+async def chat(running: RunningGateway, headers: dict[str, str] | None = None, **fields: Any) -> int:
+    body = {"model": "fake", "messages": [{"role": "user", "content": SECRET}], **fields}
     async with aiohttp.ClientSession() as client, client.post(running.url + CHAT, json=body, headers=headers) as reply:
         await reply.read()
         return reply.status
@@ -110,10 +110,10 @@ async def test_one_trace_runs_from_the_client_to_the_engine(
     assert (b"tracestate", b"vendor=1") in engine.seen[-1].headers
 
     assert server.kind == Span.SPAN_KIND_SERVER and attempt.kind == Span.SPAN_KIND_CLIENT
-    told = attributes(server)
-    assert told["http.response.status_code"] == 200 and told["http.route"] == CHAT
-    assert (told["gen_ai.operation.name"], told["gen_ai.request.model"]) == ("chat", "fake")
-    assert told["spillway.request_id"] == "mine" and told["gen_ai.request.stream"] is stream
+    seen = attributes(server)
+    assert seen["http.response.status_code"] == 200 and seen["http.route"] == CHAT
+    assert (seen["gen_ai.operation.name"], seen["gen_ai.request.model"]) == ("chat", "fake")
+    assert seen["spillway.request_id"] == "mine" and seen["gen_ai.request.stream"] is stream
     tried = attributes(attempt)
     assert tried["spillway.engine"] == "a" and tried["server.port"] == engine.port
     assert tried["http.response.status_code"] == 200 and tried["gen_ai.response.time_to_first_chunk"] >= 0
@@ -155,7 +155,7 @@ async def test_without_a_caller_s_word_the_ratio_decides(start_engine: Any, coll
     engine = await start_engine("a")
     async with traced([engine], collector, sampleRatio=0) as running:
         assert await chat(running) == 200
-        assert int(sent_trace(engine)[-2:], 16) & 1 == 0  # the bit beside it says that the id is random
+        assert int(sent_trace(engine)[-2:], 16) & 1 == 0  # the bit beside it marks a random id
         assert await chat(running, {"traceparent": SAMPLED}) == 200
 
     assert len(collector.spans[f"POST {CHAT}"]) == 1
@@ -172,7 +172,7 @@ async def test_what_is_no_traceparent_begins_a_trace(start_engine: Any, collecto
     assert not [value for name, value in engine.seen[-1].headers if name == b"tracestate"]
 
 
-async def test_errors_of_the_gateway_are_told(start_engine: Any, collector: Collector) -> None:
+async def test_errors_of_the_gateway_are_recorded(start_engine: Any, collector: Collector) -> None:
     engine = await start_engine("a")
     async with traced([engine], collector) as running:
         assert await chat(running, model="unknown") == 404
@@ -187,9 +187,9 @@ async def test_errors_of_the_gateway_are_told(start_engine: Any, collector: Coll
 
 async def test_a_collector_that_is_away_delays_no_request(start_engine: Any) -> None:
     engine = await start_engine("a")
-    nobody = Collector()
-    nobody.url = "http://127.0.0.1:1/v1/traces"
-    async with traced([engine], nobody, exportSeconds=0.2, waitingSpansMax=4) as running:
+    absent = Collector()
+    absent.url = "http://127.0.0.1:1/v1/traces"
+    async with traced([engine], absent, exportSeconds=0.2, waitingSpansMax=4) as running:
         for _ in range(20):
             assert await chat(running) == 200
 
@@ -208,7 +208,7 @@ def test_off_nothing_of_it_is_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tracing", "said"),
+    ("tracing", "setting"),
     [
         ({"otlpEndpoint": "collector:4318"}, "otlpEndpoint"),
         ({"sampleRatio": 1.5}, "sampleRatio"),
@@ -216,10 +216,10 @@ def test_off_nothing_of_it_is_imported() -> None:
         ({"waitingSpansMax": 0}, "waitingSpansMax"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_by_name(tracing: dict[str, Any], said: str) -> None:
+def test_settings_that_cannot_work_are_refused_by_name(tracing: dict[str, Any], setting: str) -> None:
     models = [{"name": "m", "engines": [{"name": "e", "url": "http://127.0.0.1:1"}]}]
 
-    with pytest.raises(ConfigError, match=rf"tracing\.{said}"):
+    with pytest.raises(ConfigError, match=rf"tracing\.{setting}"):
         parse_config({"models": models, "tracing": tracing})
 
 

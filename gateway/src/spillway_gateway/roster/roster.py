@@ -117,7 +117,7 @@ class Roster:
             _, task = self._checks.pop(name)
             task.cancel()
 
-    # -- changes -----------------------------------------------------------------------------------------------------
+    # -- reload ------------------------------------------------------------------------------------------------------
 
     async def apply(self, config: GatewayConfig) -> None:
         """Apply the models, engines and limits of a validated configuration."""

@@ -11,7 +11,7 @@ period that begins with x seconds of work lasts x / (1 - rho) seconds on average
 which the server is busy; x * rho / (1 - rho) of them are work of requests that arrive meanwhile (L. Kleinrock, Queueing
 Systems, volume 1, 1975, chapter 5; the mean wait of the Pollaczek-Khinchine formula there has the same factor
 1 / (1 - rho)). An idle engine displaces nothing, so a hot prefix spreads over idle engines; on a busy engine cache hits
-are worth more. Two more resources are priced by the same factor. KV cache: a prompt takes its uncached share of the
+save more time. Two more resources are priced by the same factor. KV cache: a prompt takes its uncached share of the
 cache for as long as an average request runs. The link to the shared tier: a load occupies it for the load's duration.
 Every term is a time, so there are no weights to tune.
 """
