@@ -169,13 +169,13 @@ def expected() -> dict:
 def run(live_check, expected, serve, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SPILLWAY_API_KEY_0", "sesame")
 
-    def check(*engines: EngineServer, gateway: GatewayServer | None = None, seconds: float = 20, **changes):
+    def check(*engines: EngineServer, gateway: GatewayServer | None = None, seconds: float = 20, **fields):
         urls = [serve(engine) for engine in engines]
         given = json.loads(json.dumps(expected))
         url = serve(gateway or GatewayServer(given["gateway"]["settings"]))
         given["gateway"].update(url=url, operations=url)
-        given["auth"] = changes.pop("auth", given["auth"])
-        given["models"][0].update({"engines": urls, **changes})
+        given["auth"] = fields.pop("auth", given["auth"])
+        given["models"][0].update({"engines": urls, **fields})
         file = tmp_path / "expected.json"
         file.write_text(json.dumps({**given, "timeoutSeconds": seconds}))
         return live_check.main([str(file)]), capsys.readouterr().out
@@ -218,9 +218,9 @@ def auth_of(test_key: str) -> tuple[dict, dict]:
     """What the script is told of keys, and the variables it gets, with this Secret as tests.apiKeySecret."""
     values = {"engine": {"apiKeySecret": {"name": "keys"}}, "gateway": {"auth": AUTH}}
     rendered = render(CHART / "values-cpu.yaml", values={**values, "tests": {"apiKeySecret": {"name": test_key}}})
-    told = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["auth"]
+    stated = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["auth"]
     variables = rendered.one("Pod", "test")["spec"]["containers"][0]["env"]
-    return told, {entry["name"]: entry["valueFrom"]["secretKeyRef"]["name"] for entry in variables}
+    return stated, {entry["name"]: entry["valueFrom"]["secretKeyRef"]["name"] for entry in variables}
 
 
 def test_a_gateway_with_keys_is_asked_with_a_client_s(run, expected, monkeypatch):

@@ -50,15 +50,15 @@ _SIMULATED: Values = {
 }
 
 
-def simulated(**changes: Mapping[str, Any]) -> Values:
+def simulated(**fields: Mapping[str, Any]) -> Values:
     """Engines without a model: for routing, lifecycle and discovery."""
-    return over(_SIMULATED, changes)
+    return over(_SIMULATED, fields)
 
 
-def over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
+def over(base: Mapping[str, Any], fields: Mapping[str, Any]) -> Values:
     """`base` with `changes` laid over it, section by section; neither is touched."""
     merged = copy.deepcopy(dict(base))
-    for name, value in changes.items():
+    for name, value in fields.items():
         mine = merged.get(name)
         both = isinstance(mine, dict) and isinstance(value, Mapping)
         merged[name] = over(mine, value) if both else copy.deepcopy(value)

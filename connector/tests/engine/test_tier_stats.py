@@ -29,7 +29,7 @@ def shared() -> Iterator[SharedTier]:
     shared.close(timeout_seconds=1.0)
 
 
-def told(report: TierReport) -> dict[str, float]:
+def samples_of(report: TierReport) -> dict[str, float]:
     stats = SpillwayStats()
     report.add_to(stats)
     return stats.reduce()
@@ -46,11 +46,11 @@ def test_portions_add_up_to_the_counters(shared: SharedTier):
     for number in range(ROWS):
         shared.submit_store(2 * number, [key_of(number)], [number])
         end_job(shared)
-        sums.update(told(report))
+        sums.update(samples_of(report))
         shared.submit_load(2 * number + 1, [key_of(number), key_of(100 + number)], [number, 0])
         end_job(shared)
         shared.lookup(key_of(number), "r")
-        sums.update(told(report))
+        sums.update(samples_of(report))
     counters = shared.counters
     assert sums["tier_written_bytes|memory"] == counters.written_bytes == ROWS * PAYLOAD
     assert sums["tier_read_bytes|memory"] == counters.read_bytes == ROWS * PAYLOAD
@@ -62,14 +62,14 @@ def test_portions_add_up_to_the_counters(shared: SharedTier):
 def test_a_tier_that_nobody_uses_is_looked_at_once_a_second(shared: SharedTier):
     clock = SteppedClock()
     report = TierReport("memory", shared, clock)
-    told(report)
+    samples_of(report)
     shared._tier._evictions[EvictionReason.ROOM] += 3  # on a thread of its own  # type: ignore[attr-defined]
     assert not report.has_updates()
-    assert told(report) == {}
+    assert samples_of(report) == {}
     clock.advance(IDLE_SECONDS)
     assert report.has_updates()
-    assert told(report) == {"tier_evicted_frames|memory|room": 3}
-    assert told(report) == {}
+    assert samples_of(report) == {"tier_evicted_frames|memory|room": 3}
+    assert samples_of(report) == {}
 
 
 def test_the_first_portion_has_every_series_and_the_next_none_that_rests(shared: SharedTier):

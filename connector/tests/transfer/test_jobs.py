@@ -24,13 +24,13 @@ def test_every_key_ends_once_and_the_last_end_says_so(steps, operation):
     job = job_of(6, operation)
     copied: set[int] = set()
     fate: dict[int, str] = {}
-    told: list[bytes] = []
+    arrived: list[bytes] = []
     for action, index in steps:
-        told += job.take_arrived()
+        arrived += job.take_arrived()
         if len(fate) >= 2:
-            assert sorted(told) == sorted(key_of(number) for number in range(6) if fate.get(number) == "moved")
+            assert sorted(arrived) == sorted(key_of(number) for number in range(6) if fate.get(number) == "moved")
         else:
-            assert told == [], "less than a quarter is not worth telling"
+            assert arrived == [], "less than a quarter is not worth telling"
         item = TransferItem(job, index)
         if action == "give up":
             voided = job.give_up(lambda index: TierTimeout(f"late: {index}"))

@@ -22,8 +22,8 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-def chat(**changes: Any) -> bytes:
-    return json.dumps({"model": "fake", "messages": [{"role": "user", "content": "hi"}], **changes}).encode()
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"model": "fake", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
 
 
 async def post(client: aiohttp.ClientSession, url: str, body: bytes, **headers: str) -> tuple[int, Any, bytes]:

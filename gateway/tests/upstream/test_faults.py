@@ -25,8 +25,8 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-def chat(**changes: Any) -> dict[str, Any]:
-    return {"model": "fake", "messages": [{"role": "user", "content": "hi"}], **changes}
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "fake", "messages": [{"role": "user", "content": "hi"}], **fields}
 
 
 def assert_idle(running: RunningGateway) -> None:
@@ -40,8 +40,8 @@ async def pair(start_engine: Any, **settings: Any) -> tuple[FakeEngine, FakeEngi
     return await start_engine(name="a", **settings), await start_engine(name="b", **settings)
 
 
-async def ask(client: aiohttp.ClientSession, running: RunningGateway, **changes: Any) -> tuple[int, Any, bytes]:
-    async with client.post(running.url + CHAT, json=chat(**changes)) as reply:
+async def ask(client: aiohttp.ClientSession, running: RunningGateway, **fields: Any) -> tuple[int, Any, bytes]:
+    async with client.post(running.url + CHAT, json=chat(**fields)) as reply:
         return reply.status, reply.headers, await reply.read()
 
 

@@ -30,13 +30,13 @@ def replies(model: Any) -> Ask:
     return ask
 
 
-def brief(**changes: Any) -> PodBrief:
-    return PodBrief(**{**{name: getattr(UNKNOWN_MODEL, name) for name in UNKNOWN_MODEL.__slots__}, **changes})
+def brief(**fields: Any) -> PodBrief:
+    return PodBrief(**{**{name: getattr(UNKNOWN_MODEL, name) for name in UNKNOWN_MODEL.__slots__}, **fields})
 
 
-async def refusal(ask: Ask, told: PodBrief = UNKNOWN_MODEL) -> str:
+async def refusal(ask: Ask, brief_given: PodBrief = UNKNOWN_MODEL) -> str:
     with pytest.raises(SelfCheckFailed) as refused:
-        await run_self_check(ask, told)
+        await run_self_check(ask, brief_given)
     return str(refused.value)
 
 
@@ -106,10 +106,10 @@ async def test_logits_are_not_compared(bigram_model: Callable[..., Any]) -> None
 
 
 async def test_a_known_model_must_answer_as_it_did_in_float32(bigram_model: Callable[..., Any]) -> None:
-    told = brief(reference=KNOWN)
+    brief_given = brief(reference=KNOWN)
 
     assert "has the tokens 0, 1, 2, 3, 4, 5, ..., 504, 3575, 282, 4649, 314, 7042, ... are expected" in await refusal(
-        replies(bigram_model()), told
+        replies(bigram_model()), brief_given
     )
 
 
@@ -163,9 +163,9 @@ async def test_a_known_model_is_refused_for_the_words_that_only_it_is_asked() ->
 
 async def test_a_text_of_ones_own_is_measured_instead(bigram_model: Callable[..., Any]) -> None:
     model = bigram_model()
-    told = brief(self_check_text=TEXTS[1], reference=KNOWN)
+    brief_given = brief(self_check_text=TEXTS[1], reference=KNOWN)
 
-    await run_self_check(replies(model), told)
+    await run_self_check(replies(model), brief_given)
     assert not any(request["prompt"] == TEXTS[0] for request in model.requests)
 
 
@@ -207,9 +207,9 @@ async def test_an_engine_that_never_answers_is_refused_in_time() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    told = brief(self_check_timeout_seconds=0.01)
+    brief_given = brief(self_check_timeout_seconds=0.01)
 
-    assert "no answer within 0.01 seconds; raise lifecycle.selfCheckTimeoutSeconds" in await refusal(ask, told)
+    assert "no answer within 0.01 seconds; raise lifecycle.selfCheckTimeoutSeconds" in await refusal(ask, brief_given)
 
 
 def pooling(*vectors: Any, path: str = "/v1/embeddings") -> Ask:

@@ -107,8 +107,8 @@ def test_a_refusal_names_the_setting_of_its_door(door: dict[str, Any] | None, mo
 
 def test_memory_that_does_not_fit_names_the_setting_of_its_door() -> None:
     def problem(door: dict[str, Any] | None) -> str:
-        (told,) = plan_memory(engine_settings(tree(door)), SHAPE, SMALL).problems
-        return told
+        (refusal_text,) = plan_memory(engine_settings(tree(door)), SHAPE, SMALL).problems
+        return refusal_text
 
     assert problem(None).startswith("offload.numCpuBlocks: 64 needs ")
     assert "; set offload.numCpuBlocks <= " in problem(None)
