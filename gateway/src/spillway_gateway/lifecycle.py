@@ -1,5 +1,5 @@
 """The state of a gateway process: serving, draining, closed. Holds the requests that run, so that a shutdown can wait
-for them and end what is left.
+for them and end those that remain.
 
 Runs on the main event loop; `draining` may be read from any thread.
 """

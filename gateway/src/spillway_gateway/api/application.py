@@ -38,7 +38,7 @@ from spillway_gateway.roster.served import model_not_found
 ReadModels = Callable[[Tenant], Awaitable[dict[str, dict[str, Any]]]]  # cards by name, of what the tenant may use
 
 
-class RawAnswer(Response):
+class RawResponse(Response):
     """A response that an ASGI application gives, which reads the request's body itself."""
 
     def __init__(self, application: AsgiApp) -> None:
@@ -83,14 +83,14 @@ def client_application(
 
 def _raw(application: AsgiApp) -> Callable[[], Awaitable[Response]]:
     async def answer() -> Response:
-        return RawAnswer(application)
+        return RawResponse(application)
 
     return answer
 
 
 def _raw_by_id(application: AsgiApp) -> Callable[[str], Awaitable[Response]]:
     async def answer(response_id: str) -> Response:  # the endpoint takes it from the scope
-        return RawAnswer(application)
+        return RawResponse(application)
 
     return answer
 

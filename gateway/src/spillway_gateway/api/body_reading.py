@@ -10,7 +10,7 @@ from spillway_gateway.client.connection import ClientRequest
 from spillway_gateway.config.settings import LimitsConfig, TimeoutsConfig
 from spillway_gateway.errors import RequestBodyTimeout, RequestTooLarge, UnsupportedEncoding
 from spillway_gateway.upstream.forward import Body, Headers, header
-from spillway_gateway.upstream.waits import ClientGone
+from spillway_gateway.upstream.waits import ClientDisconnected
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -19,7 +19,7 @@ async def read_body(
     headers: Headers, receive: Receive, client: ClientRequest, limits: LimitsConfig, timeouts: TimeoutsConfig
 ) -> Body:
     """The whole request body. Raises RequestTooLarge and BodyBudgetSpent before more than the limits is read, and
-    RequestBodyTimeout, UnsupportedEncoding or ClientGone."""
+    RequestBodyTimeout, UnsupportedEncoding or ClientDisconnected."""
     encoding = header(headers, b"content-encoding")
     if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
         shown = encoding[:40].decode("latin-1")
@@ -41,7 +41,7 @@ async def read_body(
     while message.get("more_body", False):
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         if client.body_timed_out:
             raise RequestBodyTimeout(
                 "The body came slower than timeouts.bodyReadSeconds and connections.bodyBytesPerSecondMin of the "

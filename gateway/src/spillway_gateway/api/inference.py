@@ -37,7 +37,7 @@ from spillway_gateway.upstream.relay import Relay
 from spillway_gateway.upstream.splice import insert_text
 from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
 from spillway_gateway.upstream.usage import Usage
-from spillway_gateway.upstream.waits import ClientGone
+from spillway_gateway.upstream.waits import ClientDisconnected
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where traces are exported
     from spillway_gateway.tracing.exporting import Tracing
@@ -259,7 +259,7 @@ async def serve(
             trace.prepared(served.fleet.name, request_id, stream=outbound.stream)
             outbound = structs.replace(outbound, trace=trace)
         usage = await context.gatekeeper.begin(tenant, outbound.prompt.prompt_tokens + outbound.charged_tokens)
-    except ClientGone:
+    except ClientDisconnected:
         if trace is not None:
             trace.end(499, None)
         return

@@ -78,9 +78,9 @@ def merge_models(
                 name = card.get("id")
                 if isinstance(name, str):
                     cards[name] = _merged(cards.get(name), card)
-        own = cards.setdefault(fleet.name, _own_card(fleet.name, started_at))
+        base = cards.setdefault(fleet.name, _own_card(fleet.name, started_at))
         for alias in fleet.config.aliases:
-            cards[alias] = {**own, "id": alias, "parent": fleet.name}
+            cards[alias] = {**base, "id": alias, "parent": fleet.name}
     return cards
 
 

@@ -28,7 +28,7 @@ from spillway_gateway.upstream.forward import request_head
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
 from spillway_gateway.upstream.reply import EngineAnsweredError, EngineErrorTooLong, Reply
 from spillway_gateway.upstream.retry import is_attempt, may_retry
-from spillway_gateway.upstream.waits import ClientGone, ClientStalled, RequestWaits
+from spillway_gateway.upstream.waits import ClientDisconnected, ClientStalled, RequestWaits
 from spillway_gateway.write_coalescing import WriteCoalescer
 
 logger = logging.getLogger(__name__)
@@ -89,13 +89,13 @@ class Relay:
                 await self._attempts()
             finally:
                 admission.leave()
-        except ClientGone as gone:
-            if reply.ended and not isinstance(gone, ClientStalled):
+        except ClientDisconnected as error:
+            if reply.ended and not isinstance(error, ClientStalled):
                 return  # SDKs disconnect at [DONE], before the reply's own end
             phase = "after_first_byte" if waits.bytes_sent else "before_first_byte"
             services.metrics.disconnect(self._fleet.name, phase).inc()
             reply.status = 499
-            if isinstance(gone, ClientStalled):
+            if isinstance(error, ClientStalled):
                 logger.warning("request %s: the client stopped reading; its request was ended", self._id())
         except GatewayError as error:
             await reply.answer_error(error, self.lease)
@@ -109,8 +109,8 @@ class Relay:
     async def _enter(self, admission: Admission) -> None:
         """Wait until the engines have room."""
         waits = self._waits
-        if waits.client_gone:
-            raise ClientGone
+        if waits.disconnected:
+            raise ClientDisconnected
         waits.abortable = True
         trace = self._request.trace
         asked_ns = time.time_ns() if trace is not None else 0
@@ -135,8 +135,8 @@ class Relay:
         attempts = 0
         failure: UpstreamError | None = None
         while True:
-            if self._waits.client_gone:
-                raise ClientGone
+            if self._waits.disconnected:
+                raise ClientDisconnected
             try:
                 lease = self._choose(tried)
             except NoEngineReady:

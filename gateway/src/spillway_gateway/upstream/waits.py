@@ -15,11 +15,11 @@ from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.upstream.outbound import UpstreamServices
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed its connection; there is no one to answer."""
 
 
-class ClientStalled(ClientGone):
+class ClientStalled(ClientDisconnected):
     """The client read nothing for longer than the idle timeout."""
 
 
@@ -42,8 +42,8 @@ class RequestWaits:
         "abortable",
         "answered",
         "bytes_sent",
-        "client_gone",
         "deadline",
+        "disconnected",
         "engine",
         "sending",
     )
@@ -57,7 +57,7 @@ class RequestWaits:
         self._timer: asyncio.TimerHandle | None = None
         self._cause: Exception | None = None
         self.abortable = False
-        self.client_gone = False
+        self.disconnected = False
         self.engine: Engine | None = None
         self.sending = False
         self.bytes_sent = False
@@ -85,8 +85,8 @@ class RequestWaits:
     # -- causes ------------------------------------------------------------------------------------------------------
 
     def client_disconnected(self) -> None:
-        self.client_gone = True
-        self.abort(ClientGone())
+        self.disconnected = True
+        self.abort(ClientDisconnected())
 
     def engine_went_down(self, engine: Engine) -> None:
         """The engine no longer answers polls. Aborts only where nothing was sent yet and another engine is ready."""

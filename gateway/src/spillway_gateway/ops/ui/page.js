@@ -1,5 +1,5 @@
-// Reads ./state once a second and shows it. Text goes into the page as text alone, and a row that is there is changed in
-// place, so that focus, selection and opened details stay while the numbers move.
+// Reads ./state once a second and shows it. Text is set as text, never as markup. Existing rows are updated in place, so
+// that focus, selection and opened details stay.
 "use strict";
 
 const PERIOD_MS = 1000;

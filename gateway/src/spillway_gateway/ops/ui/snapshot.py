@@ -44,7 +44,7 @@ def _model(
     first_bytes: Sequence[NotedFirstByte],
     monotonic: float,
 ) -> dict[str, Any]:
-    own = [noted for noted in first_bytes if noted.model == fleet.name]
+    of_model = [noted for noted in first_bytes if noted.model == fleet.name]
     tokens = recent.prompt_tokens.get(fleet.name) or PromptTokens()
     index = fleet.index
     return {
@@ -57,9 +57,9 @@ def _model(
             "shared": tokens.shared,
             "computed": tokens.computed,
         },
-        "firstByte": percentiles([noted.seconds for noted in own]),
+        "firstByte": percentiles([noted.seconds for noted in of_model]),
         "index": {"blocks": index.blocks, "bytes": index.estimated_bytes, "bytesMax": index.bytes_max},
-        "engines": [_engine(engine, own, monotonic) for engine in fleet.engines.values()],
+        "engines": [_engine(engine, of_model, monotonic) for engine in fleet.engines.values()],
     }
 
 
