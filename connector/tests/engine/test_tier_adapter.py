@@ -39,7 +39,7 @@ def test_a_directory(tmp_path: Path, mode: str):
     tier.close()
 
 
-@pytest.mark.parametrize(("mode", "said"), [("auto", "as the directory was begun"), ("slab", "as asked for")])
+@pytest.mark.parametrize(("mode", "said"), [("auto", "the directory holds frames in it"), ("slab", "as asked for")])
 def test_the_log_says_which_layout_and_what_nobody_uses(tmp_path: Path, mode: str, said: str, caplog):
     for folder in ("slab", "0a" * 16 + "/partial"):
         (tmp_path / folder).mkdir(parents=True)

@@ -33,7 +33,7 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def region_path(replica_id: str) -> Path:
-    """Where the replica's file is while it has a name; the name is the one vLLM's own tiers use."""
+    """The path of the replica's file while it has a name; the name that vLLM's tiers use."""
     return _SHM / f"vllm_offload_{replica_id}.mmap"
 
 
@@ -96,7 +96,8 @@ class HostRegion:
     def populate(self, offset_bytes: int, length_bytes: int) -> None:
         """Take page faults now instead of in the first copies; a hint, so failure only costs time.
 
-        They are of this process alone: that another one, or posix_fallocate, has touched a page spares nobody's.
+        Every process takes its page faults itself, even for pages that another one, or posix_fallocate, has touched.
+        Raises OSError.
         """
         address, end = self.address, offset_bytes + length_bytes
         for start in range(offset_bytes, end, _POPULATED_AT_ONCE_BYTES):
@@ -109,7 +110,7 @@ class HostRegion:
                 raise OSError(code, os.strerror(code))
 
     def populate_behind(self) -> None:
-        """All of it on a thread of its own, row 0 first; `cleanup` ends it."""
+        """Populate the whole region on a background thread, row 0 first; `cleanup` ends it."""
 
         def populate() -> None:
             try:

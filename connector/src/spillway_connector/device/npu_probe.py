@@ -1,7 +1,7 @@
-"""Check on a real NPU what the transport takes from documentation: `python -m spillway_connector.device.npu_probe`.
+"""Check the transport's assumptions on a real NPU: `python -m spillway_connector.device.npu_probe`.
 
 Needs no vLLM and no torch: run it in the engine's image with CANN's environment sourced. Every line is PASS, FAIL or
-INFO; the exit status is 1 when a line is FAIL. docs/ascend.md says which assumption each line is for.
+INFO; the exit status is 1 when a line is FAIL. docs/ascend.md lists the assumption behind each line.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from spillway_connector.device.npu.acl import (
     version_at_least,
 )
 from spillway_connector.device.npu.acl_batch import BATCH, LOOP, CopyPath
-from spillway_connector.device.npu.copier import NpuCopier, NpuLimits
+from spillway_connector.device.npu.copier import NpuCopier
 from spillway_connector.device.npu.registrars import acl_registrar, torch_npu_registrar
 from spillway_connector.device.pinned import HostPin, pin_host_memory
+from spillway_connector.device.stream_copier import CopyLimits
 from spillway_connector.errors import ConfigError, SpillwayError
 from spillway_connector.plan.copies import CopyPlan
 
@@ -73,7 +74,7 @@ class Probe:
         self.failed = False
         self.host: npt.NDArray[np.uint8] = np.frombuffer(region.create_kv_memoryview().cast("B"), dtype=np.uint8)
 
-    def say(self, verdict: str, name: str, detail: str) -> None:
+    def report(self, verdict: str, name: str, detail: str) -> None:
         self.failed = self.failed or verdict == "FAIL"
         print(f"{verdict}  {name}: {detail}", flush=True)
 
@@ -82,7 +83,7 @@ class Probe:
             verdict, detail = act(self, *arguments)
         except SpillwayError as error:
             verdict, detail = "FAIL", str(error)
-        self.say(verdict, name, detail)
+        self.report(verdict, name, detail)
 
     def plan(self, piece_bytes: int, count: int, *, gaps: bool = True) -> CopyPlan:
         """Pieces that do not touch, at the same offsets on both sides."""
@@ -105,7 +106,7 @@ class Probe:
             lambda: 0,
             host_pinned=pin.pinned,
             host_boundaries=pin.boundaries,
-            limits=NpuLimits(job_seconds=_TIMEOUT_MS / 1e3),
+            limits=CopyLimits(job_seconds=_TIMEOUT_MS / 1e3),
         )
         with contextlib.closing(copier):
             timings = []
@@ -127,9 +128,9 @@ class Probe:
 
 def versions(probe: Probe) -> tuple[str, str]:
     answers = probe.acl.package_versions()
-    told = ", ".join(f"{name} {version}" for name, version in answers.items()) or "no query answers"
+    reported = ", ".join(f"{name} {version}" for name, version in answers.items()) or "no query answers"
     absent = [name for name in _OPTIONAL if not probe.acl.has(name)]
-    detail = f"{told}; interface {probe.acl.interface_version()}; not exported: {', '.join(absent) or 'nothing'}"
+    detail = f"{reported}; interface {probe.acl.interface_version()}; not exported: {', '.join(absent) or 'nothing'}"
     return ("PASS" if answers else "FAIL"), detail
 
 
@@ -198,7 +199,7 @@ def batches(probe: Probe, pin: HostPin) -> tuple[str, str]:
 
 
 def batch_refusal(probe: Probe) -> tuple[str, str]:
-    """The documented answer of a device without batches is 207000; anything else would fail jobs, not fall back."""
+    """The documented answer of a device without batches is 207000; any other code would fail jobs, not fall back."""
     call = probe.acl.batch_call(
         Spans(*(np.array([value], dtype=np.int64) for value in (probe.region.address, probe.device_memory, 0))),
         CopyKind.DEVICE_TO_HOST,
@@ -237,7 +238,7 @@ def batch_lengths(probe: Probe) -> tuple[str, str]:
 
 
 def registration_seams(probe: Probe, pin_in: Callable[[int], HostPin]) -> tuple[str, str]:
-    """What a copy across two registrations does; the transport cuts it in two, and this says whether it must."""
+    """What a copy across two registrations does: the transport cuts it in two, and this shows whether it must."""
     pin = pin_in(probe.region.size_bytes // 2)
     try:
         if not pin.boundaries:
@@ -266,21 +267,21 @@ def rates(probe: Probe, pin: HostPin, label: str) -> tuple[str, str]:
         whole = probe.plan(probe.region.size_bytes, 1, gaps=False)
         limit = probe.time(direction, LOOP, whole, pin)
         name = f"rate {direction.value}, {label}"
-        probe.say("INFO", name, f"contiguous {probe.gigabytes_a_second(whole, limit)}")
+        probe.report("INFO", name, f"contiguous {probe.gigabytes_a_second(whole, limit)}")
         for piece in _PIECES_BYTES:
             count = min(probe.region.size_bytes // (2 * piece), _MAX_PIECES)
             if count == 0:
                 continue
-            plan, told = probe.plan(piece, count), []
+            plan, measured = probe.plan(piece, count), []
             for path in (LOOP, BATCH):
                 if path == BATCH and not probe.acl.has("aclrtMemcpyBatchAsync"):
                     continue
                 timing = probe.time(direction, path, plan, pin)
-                told.append(
+                measured.append(
                     f"{path} {probe.gigabytes_a_second(plan, timing)}, "
                     f"{timing.submit_seconds / count * 1e6:.2f} us of the thread a piece"
                 )
-            probe.say("INFO", f"{name}, {count} x {piece >> 10} KiB", "; ".join(told))
+            probe.report("INFO", f"{name}, {count} x {piece >> 10} KiB", "; ".join(measured))
 
     return "INFO", f"{label} measured"
 
@@ -301,7 +302,7 @@ def run(acl: Acl, device: int, megabytes: int) -> int:
 
 
 def run_checks(probe: Probe) -> bool:
-    """Whether one failed. Memory is registered and forgotten again in here."""
+    """Whether a check failed. Registers memory and unregisters it again."""
     acl, region = probe.acl, probe.region
     hook = torch_npu_registrar()
     registrars = [acl_registrar(acl), *([hook] if hook is not None else [])]

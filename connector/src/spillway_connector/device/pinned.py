@@ -61,7 +61,7 @@ class HostPin:
 
     @classmethod
     def unpinned(cls) -> HostPin:
-        """Of memory that nobody tried to pin."""
+        """The pin of memory that was not to be pinned."""
         return cls(PinMethod.NONE, (), None, locked=False)
 
     @property

@@ -1,12 +1,12 @@
-"""Copies on a device stream of our own, ordered against the computation by events. One direction, any runtime.
+"""Copies on a separate device stream, ordered against the computation by events. One direction, any runtime.
 
     compute stream   ... kernels that write KV ... [barrier]
                                                       |
     copy stream                              wait for barrier [start] copies [end]
 
 The wait is in both directions: a store must see what the last kernel wrote (vllm#45704), a load must not overwrite
-what an earlier kernel still reads or zeroes (vllm#47282). The model thread only enqueues and asks; it never
-synchronises the device, except in `wait` and `close`, whose callers want that.
+what an earlier kernel still reads or zeroes (vllm#47282). The model thread only enqueues and polls; it never
+synchronises the device, except in `wait` and `close`, which block by contract.
 
 What a platform adds: its runtime's calls (`StreamRuntime`), and how the copies of a job are enqueued (`_enqueue`).
 """
@@ -57,8 +57,8 @@ class CopyLimits:
 
     descriptors: int = 4096  # a call
     jobs: int = 1024  # in flight; further ones are refused, and their requests recompute
-    job_seconds: float = 60.0  # behind the computation it waits for; then something is very wrong
-    check_seconds: float = 1.0  # after this long a job is suspected
+    job_seconds: float = 60.0  # from the end of the job before it, the wait for the computation included
+    check_seconds: float = 1.0  # after this long the stream of an unfinished job is checked for errors
 
 
 @dataclass(slots=True)
@@ -77,7 +77,10 @@ class StreamJob:
 
 
 class StreamCopier(abc.ABC):
-    """One direction's jobs, in order. All methods are called on the model thread."""
+    """The jobs of one direction, in order. See copier.Copier for the contract.
+
+    All methods are called on the model thread.
+    """
 
     def __init__(  # noqa: PLR0917 - what a subclass puts together
         self,
@@ -93,7 +96,7 @@ class StreamCopier(abc.ABC):
         on_close: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """compute_stream: asked at every submit, never kept; the engine may compute on another one by then.
+        """compute_stream: called at every submit; the engine may compute on another stream by then.
         host_boundaries: addresses inside the host memory that no single copy may cross (ends of registrations).
         on_close: called once, when nothing of this direction touches memory any more.
         Raises DeviceCopyError.
@@ -115,31 +118,31 @@ class StreamCopier(abc.ABC):
         self._enter_device()
         self._stream: int | None = runtime.create_stream()
 
-    # -- what a platform adds
+    # -- implemented by each platform
 
     @abc.abstractmethod
     def _enqueue(self, job: StreamJob, stream: int) -> None:
-        """Every copy of the job, so that what is recorded on `stream` afterwards comes behind all of them.
+        """Enqueue every copy of the job, so that an event recorded on `stream` afterwards comes after all of them.
 
-        Also after an exception: copies that went out before it still end before whatever follows on `stream`.
+        This holds after an exception, too, for the copies enqueued before it. Raises DeviceCopyError.
         """
 
     @abc.abstractmethod
     def _await_event(self, event: int) -> bool:
-        """Block for at most `check_seconds`; False when the event has not come, or the runtime cannot tell."""
+        """Block for at most `check_seconds`. False when the event is not complete, or its state is unknown."""
 
     def _stream_failure(self, stream: int) -> DeviceCopyError | None:
-        """Why a task of the stream has failed, where events do not say."""
+        """Why a task of the stream has failed, for runtimes whose events do not report it."""
         return None
 
-    def _forget(self, job: StreamJob) -> None:  # noqa: B027 - optional
-        """The job has ended: what it kept may be used again."""
+    def _job_ended(self, job: StreamJob) -> None:  # noqa: B027 - optional
+        """Called when the job has ended: its resources may be used again."""
 
     def _release(self) -> None:  # noqa: B027 - optional
-        """Nothing of this direction runs any more: free what `__init__` took beyond the stream."""
+        """Called when nothing of this direction runs any more: free what the subclass allocated."""
 
-    # Whether `discard_stream` also stops what is queued. Where it does not, a job that is late cannot be reported
-    # as ended: the device might write to its blocks after they were given to another request.
+    # Whether `discard_stream` also stops queued copies. Where it does not, a late job cannot be reported as ended: the
+    # device might write to its blocks after they were given to another request.
     _discard_stops_copies = False
 
     # -- the copier's contract
@@ -161,16 +164,16 @@ class StreamCopier(abc.ABC):
             self._enqueue(job, stream)
         except DeviceCopyError as error:
             job.error = without_frames(error)  # its frames hold the job
-        except Exception as error:  # whatever it is, copies may be in flight
+        except Exception as error:  # of any kind: copies may be in flight
             job.error = DeviceCopyError(f"{self._direction.value} job {job_id}: {error!r}")
         try:
-            # Also behind a copy that was refused: those before it are in flight, and their memory is in use until
-            # this event has come. Only then is the job reported as failed.
+            # After a refused copy, too: those before it are in flight and use their memory until this event is
+            # complete. Only then is the job reported as failed.
             self._runtime.record_event(job.end, stream)
         except DeviceCopyError as error:
             self._jobs[job_id] = job
-            self._give_up_stream(job.error or error)
-            self._take_back(job_id)
+            self._discard_stream(job.error or error)
+            self._drop_result(job_id)
             raise (job.error or error) from error
         self._jobs[job_id] = job
 
@@ -226,7 +229,7 @@ class StreamCopier(abc.ABC):
         return self._stream
 
     def _open_job(self, job_id: int, plan: CopyPlan, stream: int) -> StreamJob:
-        """Everything before the first copy; what fails here has touched no memory."""
+        """Everything before the first copy. A job that fails here has touched no memory."""
         taken: list[tuple[Events, int]] = []
         try:
             for pool in (self._barriers, self._timers, self._timers):
@@ -244,7 +247,7 @@ class StreamCopier(abc.ABC):
     # -- ending
 
     def _collect(self, suspect: bool = False) -> None:
-        """Move ended jobs to the results. `suspect`: look for a dead stream now."""
+        """Move ended jobs to the results. suspect: check the stream for errors now."""
         while self._jobs:
             job = next(iter(self._jobs.values()))
             try:
@@ -252,11 +255,11 @@ class StreamCopier(abc.ABC):
                     self._end(job)
                     continue
             except DeviceCopyError as error:
-                self._give_up_stream(error)
+                self._discard_stream(error)
                 return
             trouble = self._trouble(job, suspect)
             if trouble is not None:
-                self._give_up_stream(trouble)
+                self._discard_stream(trouble)
             return
 
     def _end(self, job: StreamJob) -> None:
@@ -270,10 +273,10 @@ class StreamCopier(abc.ABC):
         self._barriers.give_back(job.barrier)
         self._timers.give_back(job.start)
         self._timers.give_back(job.end)
-        self._forget(job)
+        self._job_ended(job)
 
     def _trouble(self, oldest: StreamJob, suspect: bool) -> DeviceCopyError | None:
-        """Why the oldest job will never end, if so."""
+        """Why the oldest job will never end; None while it may."""
         now = self._clock()
         waited = now - max(oldest.submitted_at, self._last_end)
         if waited > self._limits.job_seconds:
@@ -293,9 +296,9 @@ class StreamCopier(abc.ABC):
         assert self._stream is not None
         return self._stream_failure(self._stream)
 
-    def _give_up_stream(self, cause: DeviceCopyError) -> None:
-        """The stream is in error or stuck: nothing on it runs after this, and its unfinished jobs have failed."""
-        logger.error("Spillway: the %s stream is given up: %s", self._direction.value, cause)
+    def _discard_stream(self, cause: DeviceCopyError) -> None:
+        """Destroy a stream that is in error or stuck. Its unfinished jobs have failed."""
+        logger.error("Spillway: the %s stream is discarded: %s", self._direction.value, cause)
         stream, self._stream = self._stream, None
         if stream is not None:
             try:
@@ -308,11 +311,11 @@ class StreamCopier(abc.ABC):
             except DeviceCopyError:
                 complete = False
             if not complete:
-                job.error = job.error or DeviceCopyError(f"its stream was given up: {cause}")
+                job.error = job.error or DeviceCopyError(f"its stream was discarded: {cause}")
             self._end(job)
 
-    def _take_back(self, job_id: int) -> None:
-        """A submit that raises reports its job by that alone."""
+    def _drop_result(self, job_id: int) -> None:
+        """A job whose submit raises has no result."""
         self._ended = [result for result in self._ended if result.job_id != job_id]
 
 

@@ -1,4 +1,4 @@
-"""Events for reuse: creating one costs a call into the driver, and a device has a limited number of them."""
+"""Reusing events: creating one costs a driver call, and a device has a limited number of them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class EventPool:
         self._retired: list[int] = []
 
     def take(self) -> int:
-        """Raises DeviceCopyError."""
+        """An idle event or a new one. Raises DeviceCopyError."""
         return self._idle.pop() if self._idle else self._runtime.create_event(self._flag)
 
     def give_back(self, event: int) -> None:
-        """Only when nothing on the device waits for it any more."""
+        """Return an event that nothing on the device waits for any more."""
         if self._runtime.events_are_reusable:
             self._idle.append(event)
         else:
@@ -38,7 +38,7 @@ class EventPool:
             self._destroy(event)
 
     def retire(self, event: int) -> None:
-        """It may still be waited for: keep it until `close`, when the stream is gone."""
+        """Return an event that a stream may still wait for: kept until `close`, after the stream's end."""
         if self._runtime.events_are_reusable:
             self._idle.append(event)  # a wait keeps the record it saw, so recording it anew is safe
         else:

@@ -27,7 +27,6 @@ from spillway_connector.device.cuda.driver import CudaDriver
 from spillway_connector.device.cuda.transport import CudaTransport, torch_cuda_device
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.device.npu.acl import Acl
-from spillway_connector.device.npu.copier import NpuLimits
 from spillway_connector.device.npu.transport import NpuTransport, torch_npu_device
 from spillway_connector.device.stream_copier import CopyLimits
 from spillway_connector.engine.cpu_tier import make_cpu_tier
@@ -170,7 +169,7 @@ class SpillwayOffloadingSpec(OffloadingSpec):
         if transport == "npu":
             device, compute_stream = torch_npu_device() if platform == "npu" else (0, lambda: 0)
             acl = Acl(self.config.acl_library_path)
-            limits = NpuLimits(descriptors=self.config.max_copy_descriptors)
+            limits = CopyLimits(descriptors=self.config.max_copy_descriptors)
             self.device_transport = NpuTransport(
                 acl, region, device, compute_stream, self.config.batch_memcpy, limits=limits
             )

@@ -5,7 +5,7 @@ Layout, little-endian; the fixed part is 192 bytes, then zero padding up to ``he
     offset  size  field
          0     8  magic "SPILLKV\\n"
          8     2  format version
-        10     2  header_bytes: where the payload starts (192, or 4096 on NVMe so that the payload is page aligned)
+        10     2  header_bytes: where the payload starts (192, or 4096 on disks so that the payload is page aligned)
         12     4  flags, 0 in this version (codec, encryption)
         16    16  namespace digest
         32    64  key, zero padded
@@ -22,7 +22,7 @@ Layout, little-endian; the fixed part is 192 bytes, then zero padding up to ``he
        176    16  xxh3_128 of all header bytes before and after this field, padding included
 
 Every byte is covered: the header by its own checksum, the payload by the one in the header. xxh3 guards against
-damage, not against forgery: whoever can write to the store is trusted.
+damage, not against forgery: every writer to the store is trusted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from spillway_connector.tiers.tier import NO_TENANT, TENANT_BYTES
 
 MAGIC = b"SPILLKV\n"
 HEADER_BYTES = 192
-PAGE_BYTES = 4096  # header size on NVMe; also the alignment that direct I/O needs
+PAGE_BYTES = 4096  # header size on disks; also the alignment that direct I/O needs
 KEY_BYTES_MAX = 64
 NAMESPACE_BYTES = 16
 PARTS_MAX = 0xFFFF
@@ -79,19 +79,19 @@ WHOLE = Part()
 
 
 def digest_of_payload(payload: memoryview | bytes) -> bytes:
-    """The 16 bytes that stand for a payload's contents in its header."""
+    """The 16 bytes of checksum of a payload, as its header has them."""
     return xxhash.xxh3_128_digest(payload)
 
 
 def running_digest() -> xxhash.xxh3_128:
-    """The same of a payload that comes in stretches: ``update`` with each, then ``digest``."""
+    """The same for a payload that arrives in pieces: ``update`` with each, then ``digest``."""
     return xxhash.xxh3_128()
 
 
 def digest_of_parts(payload_digests: Sequence[bytes]) -> bytes:
     """The set digest of a block stored in parts: xxh3_128 over the parts' payload digests, in order.
 
-    It follows from the contents, so that parts of two writers go together exactly when they wrote the same bytes.
+    It depends on the contents alone, so parts of two writers fit together exactly when they wrote the same bytes.
     """
     return xxhash.xxh3_128_digest(b"".join(payload_digests))
 
@@ -110,8 +110,7 @@ def build_header(
     """Pack the header of a frame; reads the whole payload once for its checksum (about 30 GB/s, without the GIL).
 
     namespace: 16 bytes. key: 1 to 64 bytes. header_bytes: 192 to 65535, the padded size. payload_digest: where the
-    caller has it already. tenant: 8 bytes. Raises ValueError on a wrong size: these come from our own code, not from a
-    store.
+    caller has it already. tenant: 8 bytes. Raises ValueError on a wrong size, which is a programming error.
     """
     _check_names(namespace, key)
     if not 0 <= part.index < part.count <= PARTS_MAX or len(part.set_digest) != len(NO_SET):
@@ -144,7 +143,7 @@ def build_header(
 
 
 def read_header(header: memoryview | bytes) -> FrameHeader:
-    """Check a header on its own (all ``header_bytes`` of it must be given) and return what it says.
+    """Check a header without its payload (all ``header_bytes`` of it must be given) and return its contents.
 
     Raises TierCorrupt: SHORT, MAGIC, VERSION or HEADER.
     """
@@ -174,13 +173,13 @@ def read_header(header: memoryview | bytes) -> FrameHeader:
     if version != FORMAT_VERSION:
         raise TierCorrupt(CorruptReason.VERSION, f"the frame has format {version}, this program reads {FORMAT_VERSION}")
     if len(raw) != header_bytes:
-        raise TierCorrupt(CorruptReason.HEADER, f"the header says it has {header_bytes} bytes, {len(raw)} were stored")
+        raise TierCorrupt(CorruptReason.HEADER, f"the header announces {header_bytes} bytes, {len(raw)} were stored")
     checksum = raw[_CHECKSUM_AT:HEADER_BYTES]
     if xxhash.xxh3_128_digest(raw[:_CHECKSUM_AT] + raw[HEADER_BYTES:]) != checksum:
         raise TierCorrupt(CorruptReason.HEADER, "the header's checksum does not match its bytes")
     if flags or zero or any(reserved) or part_index >= part_count or not 1 <= key_bytes <= KEY_BYTES_MAX:
-        # Intact, so written by a program that knows more than this one.
-        raise TierCorrupt(CorruptReason.VERSION, "the frame uses fields that this program does not know")
+        # Intact, so written by a newer program.
+        raise TierCorrupt(CorruptReason.VERSION, "the frame uses fields that this program does not support")
     part = Part(part_index, part_count, set_digest)
     return FrameHeader(header_bytes, namespace, padded_key[:key_bytes], payload_bytes, digest, created_ms, part, tenant)
 
@@ -199,8 +198,8 @@ def verify(
     """Prove that header and payload are the whole, undamaged frame of ``key`` in ``namespace``.
 
     payload: what was read, to be compared with ``payload_bytes``, the size this engine expects. Of a block in parts
-    each frame is proven on its own; that they belong together is for the caller to compare (see digest_of_parts).
-    payload_digest: of all of ``payload`` as it lies there, where the caller has taken it already.
+    each frame is proven separately; that they belong together is checked by the caller (see digest_of_parts).
+    payload_digest: of all of ``payload``, where the caller has computed it already.
     Raises TierCorrupt with the first reason found; returns the header otherwise.
     """
     _check_names(namespace, key)
@@ -222,7 +221,7 @@ def verify(
         )
     given_bytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     if given_bytes != payload_bytes:
-        raise TierCorrupt(CorruptReason.SHORT, f"{given_bytes} of {payload_bytes} payload bytes are there")
+        raise TierCorrupt(CorruptReason.SHORT, f"{given_bytes} of {payload_bytes} payload bytes were read")
     if (payload_digest or digest_of_payload(payload)) != found.payload_digest:
         raise TierCorrupt(CorruptReason.PAYLOAD, "the payload's checksum does not match its bytes")
     return found

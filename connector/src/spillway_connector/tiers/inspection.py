@@ -1,8 +1,7 @@
-"""What an operator may learn of a store and do to it while engines use it: the words that all stores share.
+"""Inspecting a store while engines use it: the types that the inspectors of all stores share.
 
-A store is walked as a stream, so that millions of frames need no more memory than one does. Walking changes nothing,
-not even the age of what is read. Frames are removed one by one; what an engine has replaced since the walk saw it stays
-where that matters.
+A walk yields frames one by one, so millions of frames need no more memory than one does. Walking changes nothing, not
+even the age of a frame. Frames are removed one by one; one that an engine has replaced since the walk stays.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """A namespace as it lies in a store. ``digest``: its 16 bytes. ``document``: None where there is none."""
+    """A namespace in a store. ``digest``: its 16 bytes. ``document``: None where it is missing."""
 
     digest: bytes
     document: bytes | None
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """What the document says; None where it is missing or is no JSON object."""
+        """The contents of the document; None where it is missing or is no JSON object."""
         try:
             facts = json.loads(self.document or b"")
         except ValueError:
@@ -49,7 +48,7 @@ class StoredNamespace:
         return codec if isinstance(codec, dict) else None
 
     def damage(self) -> Damage | None:
-        """Whether the document is there and is the one that the digest stands for."""
+        """What is wrong with the document: missing, unreadable or of another digest; None where it is intact."""
         if self.document is None:
             return Damage("document", f"namespace {self.digest.hex()} has no document; an engine using it writes it")
         facts = self.facts
@@ -61,7 +60,8 @@ class StoredNamespace:
 
 
 def identity_of(facts: dict[str, Any]) -> Namespace:
-    """What the digest of a stored document is made of: all of it but the key check of an encrypted one (sealed.py)."""
+    """The namespace that a stored document's digest is computed from: without the key check of an encrypted one
+    (sealed.py)."""
     codec = facts.get("codec")
     if isinstance(codec, dict):
         facts = {**facts, "codec": {name: value for name, value in codec.items() if name != "key_check"}}
@@ -73,9 +73,9 @@ def identity_of(facts: dict[str, Any]) -> Namespace:
 class StoredFrame:
     """One block as a walk found it.
 
-    stored_bytes: what it takes in the store. key, payload_bytes, tenant, created_s: None where nothing undamaged says
-    so, or where the walk did not look at headers. created_s, used_s: seconds since 1970; used_s is None where the store
-    does not record uses. damage: as far as the header shows. place: where it is, for people.
+    stored_bytes: what it takes in the store. key, payload_bytes, tenant, created_s: None where they are damaged, or
+    where the walk did not read headers. created_s, used_s: seconds since 1970; used_s is None where the store does not
+    record uses. damage: as far as the header shows. place: where it is, for people.
     handle: for the inspector that found it.
     """
 
@@ -92,21 +92,21 @@ class StoredFrame:
 
     @property
     def age_reference_s(self) -> float | None:
-        """From when its age counts: its last use, or its creation where uses are not recorded."""
+        """When its age begins: at its last use, or at its creation where uses are not recorded."""
         return self.used_s if self.used_s is not None else self.created_s
 
 
 class Gone(Exception):
-    """The frame was removed or replaced since the walk saw it. Nothing is wrong with that."""
+    """The frame was removed or replaced since the walk found it. This is no damage."""
 
 
 CheckPayload = Callable[[StoredFrame, memoryview], Damage | None]
-"""Looks further into a payload whose checksum is right: opens the seal of an encrypted one."""
+"""A further check of a payload whose checksum is right: opens the seal of an encrypted one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What a call removed. A frame that was gone or used meanwhile is not in it."""
+    """What a call removed, without frames that were missing or used meanwhile."""
 
     frames: int = 0
     stored_bytes: int = 0

@@ -32,7 +32,7 @@ class MemoryTier:
     """A tier over a MemoryStore. See tier.Tier for the contract."""
 
     name = "memory"
-    has_local_index = False  # as most stores: its users then look up on a thread of their own
+    has_local_index = False  # as of most stores: lookups then run on a separate thread
 
     def __init__(
         self,

@@ -6,8 +6,8 @@ aligned where the payload did:
     ciphertext (payload_bytes) | tag (16) | nonce (12) | key check (4)
 
 Authenticated beside it: the namespace digest, the block's key and the payload's size. So a block under another name, of
-another engine layout, or written by someone without the key does not open, whatever its checksums say. What stays
-visible to whoever can read the store: names, sizes and times.
+another engine layout, or written without the key does not open, even if its checksums are right. Names, sizes and times
+stay visible to all readers of the store.
 
 One key per namespace is derived from the master key (HKDF-SHA256, salted with the namespace digest). Nonces are random:
 with 2**32 blocks written under one namespace the chance that two share a nonce is below 2**-32 (NIST SP 800-38D, 8.3);
@@ -47,7 +47,7 @@ _KEY_BYTES = (16, 32)
 
 @dataclass(frozen=True, slots=True)
 class SealKey:
-    """A master key of 16 (AES-128) or 32 bytes (AES-256). ``key_id`` names it in public; another id, another store."""
+    """A master key of 16 (AES-128) or 32 bytes (AES-256). ``key_id``: its public name; each id has its own store."""
 
     key_id: str
     secret: bytes = field(repr=False)
@@ -112,7 +112,7 @@ class SealedNamespace(Namespace):
         return blake3(self.identity).digest(length=NAMESPACE_DIGEST_BYTES)
 
     def may_own(self, document: bytes) -> bool:
-        """As of any namespace; also one of another key under the same id, which is no damage."""
+        """As of any namespace; also true for the document of another key under the same id, which is no damage."""
         try:
             facts = json.loads(document)
             del facts["codec"]["key_check"]

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spillway_connector.device.copier import Direction
-from spillway_connector.device.npu.copier import NpuLimits, split_at
+from spillway_connector.device.stream_copier import CopyLimits, split_at
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.plan.copies import CopyPlan
 from spillway_connector.testing.clock import SteppedClock
@@ -137,7 +137,7 @@ def test_random_plans_equal_the_naive_model(emulator, spans, direction, mode, de
         randomize(npu)
         device, host = expected_after(npu, direction, spans)
         boundaries = tuple(sorted(npu.host.ctypes.data + cut * 1000 for cut in cuts))
-        copier = npu.copier(direction, mode, limits=NpuLimits(descriptors=descriptors), host_boundaries=boundaries)
+        copier = npu.copier(direction, mode, limits=CopyLimits(descriptors=descriptors), host_boundaries=boundaries)
         copier.submit(1, npu.plan(spans))
         (result,) = finish(copier)
         assert (result.error, result.size_bytes) == (None, sum(size for *_, size in spans))
@@ -155,7 +155,7 @@ def test_spans_are_cut_at_ends_of_registrations():
 
 
 def test_calls_are_of_bounded_length(npu):
-    copier = npu.copier(Direction.STORE, limits=NpuLimits(descriptors=100))
+    copier = npu.copier(Direction.STORE, limits=CopyLimits(descriptors=100))
     copier.submit(1, npu.plan([(n * 16, n * 24, 8) for n in range(250)]))
     assert finish(copier)[0].error is None
     lengths = [line.split("num_batches=")[1].split()[0] for line in npu.emulator.log() if "BatchAsync" in line]
@@ -271,7 +271,7 @@ def test_a_batch_refused_as_unsupported_becomes_a_loop_and_loses_nothing(npu, mo
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_refused_copy_fails_its_job_alone(npu, mode, function, nth):
     randomize(npu)
-    copier = npu.copier(Direction.STORE, mode, limits=NpuLimits(descriptors=1))
+    copier = npu.copier(Direction.STORE, mode, limits=CopyLimits(descriptors=1))
     npu.emulator.fail(function, nth, 107000)
     copier.submit(1, npu.plan(SPANS))
     copier.submit(2, npu.plan([(0, 0, 65_536)]))
@@ -346,7 +346,7 @@ def test_a_copy_that_fails_on_the_device_is_found_out(npu):
 
 
 def test_waiting_for_a_copy_that_failed_on_the_device_ends(npu):
-    copier = npu.copier(Direction.STORE, limits=NpuLimits(check_seconds=0.01))
+    copier = npu.copier(Direction.STORE, limits=CopyLimits(check_seconds=0.01))
     npu.emulator.fail_copy(1, 507899)
     copier.submit(1, npu.plan(SPANS))
     copier.wait({1})
@@ -355,7 +355,7 @@ def test_waiting_for_a_copy_that_failed_on_the_device_ends(npu):
 
 def test_a_job_that_never_ends_is_given_up_at_its_deadline(npu):
     clock = SteppedClock()
-    copier = npu.copier(Direction.LOAD, clock=clock, limits=NpuLimits(job_seconds=30))
+    copier = npu.copier(Direction.LOAD, clock=clock, limits=CopyLimits(job_seconds=30))
     npu.emulator.gate(npu.compute, 3)  # never opened
     copier.submit(1, npu.plan(SPANS))
     clock.advance(29)
@@ -367,7 +367,7 @@ def test_a_job_that_never_ends_is_given_up_at_its_deadline(npu):
 
 
 def test_waiting_has_a_deadline(npu):
-    copier = npu.copier(Direction.LOAD, limits=NpuLimits(job_seconds=0.05, check_seconds=0.01))
+    copier = npu.copier(Direction.LOAD, limits=CopyLimits(job_seconds=0.05, check_seconds=0.01))
     npu.emulator.gate(npu.compute, 3)
     copier.submit(1, npu.plan(SPANS))
     copier.wait({1})
@@ -383,7 +383,7 @@ def test_a_query_that_fails_gives_the_stream_up(npu):
 
 
 def test_no_new_stream_after_a_failure_refuses_until_there_is_one(npu):
-    copier = npu.copier(Direction.STORE, limits=NpuLimits(check_seconds=0.01))
+    copier = npu.copier(Direction.STORE, limits=CopyLimits(check_seconds=0.01))
     npu.emulator.fail_copy(1, 507899)
     copier.submit(1, npu.plan(SPANS))
     copier.wait({1})
@@ -395,7 +395,7 @@ def test_no_new_stream_after_a_failure_refuses_until_there_is_one(npu):
 
 
 def test_no_more_jobs_than_allowed_are_in_flight(npu):
-    copier = npu.copier(Direction.STORE, limits=NpuLimits(jobs=2))
+    copier = npu.copier(Direction.STORE, limits=CopyLimits(jobs=2))
     npu.emulator.gate(npu.compute, 3)
     for job_id in (1, 2):
         copier.submit(job_id, npu.plan(SPANS))

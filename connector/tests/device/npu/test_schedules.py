@@ -12,14 +12,15 @@ from acl_emulator.control import NOTHING_LIVE, Emulator
 from acl_emulator.rig import Rig, rig
 
 from spillway_connector.device.copier import CopyResult, Direction
-from spillway_connector.device.npu.copier import NpuCopier, NpuLimits
+from spillway_connector.device.npu.copier import NpuCopier
+from spillway_connector.device.stream_copier import CopyLimits
 from spillway_connector.errors import DeviceCopyError
 
 SCHEDULES = 10_000
 SLOTS = 16  # of memory, one job each at a time
 SLOT_BYTES = 256
 GATE = 5
-LIMITS = NpuLimits(descriptors=3, jobs=6, job_seconds=5.0, check_seconds=0.002)
+LIMITS = CopyLimits(descriptors=3, jobs=6, job_seconds=5.0, check_seconds=0.002)
 FAULTS = [
     "aclrtMemcpyAsync",
     "aclrtMemcpyBatchAsync",

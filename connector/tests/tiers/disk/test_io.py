@@ -104,11 +104,11 @@ def test_reads_do_not_queue_behind_writes(disk: SlowDisk, frame: int) -> None:
         writer.join(30.0)
 
 
-def test_who_gets_no_turn_by_the_deadline_gives_up_and_blocks_nobody(disk: SlowDisk, frame: int) -> None:
+def test_a_transfer_without_a_turn_by_the_deadline_fails_and_blocks_no_other(disk: SlowDisk, frame: int) -> None:
     files, target = make_files(), memoryview(bytearray(PAYLOAD_BYTES))
     stuck = start(*[lambda: files.read_at(frame, 0, memoryview(bytearray(PAYLOAD_BYTES)), soon())] * AT_ONCE)
     disk.wait_for("preadv", AT_ONCE)
-    with pytest.raises(TierTimeout, match="before it"):
+    with pytest.raises(TierTimeout, match="still running"):
         files.read_at(frame, 0, target, time.monotonic() + 0.01)
     disk.let_go["preadv"].set()
     for thread in stuck:

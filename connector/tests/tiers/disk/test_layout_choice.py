@@ -51,7 +51,7 @@ def test_what_is_surely_one_nodes_gets_slabs_all_else_files(path: str, mode: str
 
 
 def test_no_list_of_mounts_no_slabs(tmp_path: Path) -> None:
-    reason = f"the file system cannot be told from {tmp_path / 'missing'}"
+    reason = f"its file system is not in {tmp_path / 'missing'}"
     assert suitable_mode(Path("/var/cache/kv"), tmp_path / "missing") == ("files", reason)
 
 
@@ -72,7 +72,7 @@ def test_a_directory_stays_with_the_layout_it_was_begun_in(
     file.touch()
     if not known:
         mounts.write_text("")
-    assert suitable_mode(tmp_path / "kv", mounts) == (mode, "as the directory was begun")
+    assert suitable_mode(tmp_path / "kv", mounts) == (mode, "the directory holds frames in it")
 
 
 def test_slabs_that_were_moved_to_a_shared_file_system_are_not_used_there(tmp_path: Path, mounts: Path) -> None:

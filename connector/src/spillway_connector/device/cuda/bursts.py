@@ -1,4 +1,4 @@
-"""The staged way of a copy: pieces gathered into one buffer on the device, which crosses the link in a few long runs.
+"""Plans of staged copies: pieces are gathered into one buffer on the device, which crosses the link in a few long runs.
 
 Pure arithmetic. The bytes of a plan, in the order of their host addresses, are laid end to end and cut at every
 `slot_bytes`: one slot is one burst. On the host side a burst is as many runs as the rows make it; on the device side
@@ -20,7 +20,7 @@ WORD_BYTES = 8  # what the kernel moves at a time: every address and size is a m
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """What passes through one slot at once. Arrays are int64; offsets are from the start of the slot."""
+    """The contents of one slot. Arrays are int64; offsets are from the start of the slot."""
 
     device_addresses: Addresses  # of the pieces, shape (pieces,)
     piece_offsets: Addresses
@@ -37,7 +37,7 @@ def fits_words(plan: CopyPlan) -> bool:
 
 
 class BurstPlan:
-    """The bursts of one job, made one at a time, so that the first crosses while the next is worked out."""
+    """The bursts of one job, computed one at a time, so that the first crosses the link during the next computation."""
 
     def __init__(self, plan: CopyPlan, slot_bytes: int) -> None:
         """slot_bytes: a multiple of WORD_BYTES, and so is everything in the plan, which is not empty."""
@@ -92,7 +92,7 @@ class DescriptorRing:
         self._taken: list[tuple[int, int]] = []  # (first row, rows), oldest first
 
     def take(self, rows: int) -> int | None:
-        """The first of `rows` rows that lie together; None while there is no such room."""
+        """The first of `rows` consecutive rows; None while there is no room for them."""
         if rows > self.capacity:
             return None
         if not self._taken:

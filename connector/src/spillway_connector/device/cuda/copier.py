@@ -33,7 +33,7 @@ _STAGED_PIECES_MIN = 16  # fewer are submitted by a batch before a kernel is lau
 
 
 class CudaCopier(StreamCopier):
-    """One direction's jobs, in order. All methods are called on the model thread."""
+    """One direction of copies of a GPU. See copier.Copier for the contract; all methods run on the model thread."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class CudaCopier(StreamCopier):
             self._driver.copy_each(self._direction, spans, stream)
 
     def _stage(self, job: StreamJob, stream: int) -> bool:
-        """False when the job must go another way; nothing of it was enqueued then."""
+        """Enqueue the job through the staging slots. False when it needs another path; nothing was enqueued then."""
         if self._staging is None or len(job.plan) < _STAGED_PIECES_MIN or not fits_words(job.plan):
             return False
         try:
@@ -106,7 +106,7 @@ class CudaCopier(StreamCopier):
             return CudaSpans(plan.device_addresses, plan.host_addresses, plan.sizes_bytes)
         return CudaSpans(plan.host_addresses, plan.device_addresses, plan.sizes_bytes)
 
-    def _forget(self, job: StreamJob) -> None:
+    def _job_ended(self, job: StreamJob) -> None:
         first = self._table_rows.pop(job.job_id, None)
         if first is not None:
             assert self._staging is not None

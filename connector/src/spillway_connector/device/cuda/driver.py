@@ -1,7 +1,7 @@
 """The CUDA driver by its C interface: what the CUDA transport calls, looked up at run time, no build step.
 
-Symbols are asked of the driver itself (cuGetProcAddress) with the CUDA version whose signature is meant, so that one
-build serves every driver since 12.0. A call that fails raises CudaError with the driver's name for the code.
+Symbols are looked up in the driver (cuGetProcAddress) with the CUDA version of the signature in use, so that one build
+serves every driver since 12.0. A call that fails raises CudaError with the driver's name for the code.
 Source: the CUDA driver API reference, 12.8 and 13.0.
 """
 
@@ -232,14 +232,14 @@ class CudaDriver:
         self._call("cuStreamSynchronize", stream)
 
     def destroy_stream(self, stream: int) -> None:
-        """Waits for what is queued."""
+        """Waits for queued work."""
         try:
             self.synchronize_stream(stream)
         finally:
             self._call("cuStreamDestroy", stream)
 
     def discard_stream(self, stream: int) -> None:
-        """Only of a context in error, where nothing runs any more: the driver has no call that stops a copy."""
+        """For a context in error, where nothing runs any more: the driver has no call that stops a copy."""
         self._call("cuStreamDestroy", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
@@ -257,7 +257,7 @@ class CudaDriver:
         self._call("cuEventRecord", event, stream)
 
     def event_complete(self, event: int) -> bool:
-        """Raises CudaError when the device is in error: the context is dead then, and so is the engine's."""
+        """Raises CudaError when the device is in error: then the context, which the engine shares, is unusable."""
         code = self._calls["cuEventQuery"](event)
         if code not in (0, NOT_READY):
             raise self._error("cuEventQuery", code)
@@ -295,7 +295,7 @@ class CudaDriver:
 
         Raises CudaError; spans before the failing one may be in flight then.
         """
-        # A load reads host rows that nobody writes until it has ended, so the driver may read them early. A store
+        # The rows that a load reads are not written before it has ended, so the driver may read them early. A store
         # reads blocks that kernels wrote: only behind the barrier, in stream order.
         order = _SOURCE_STREAM_ORDER if direction is Direction.STORE else _SOURCE_ANY_ORDER
         attributes = MemcpyAttributes(src_access_order=order)

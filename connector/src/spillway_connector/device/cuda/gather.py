@@ -1,4 +1,4 @@
-"""The Triton kernel of staged copies. Imported only where CUDA and Triton are; see cuda_kernel.py."""
+"""The Triton kernel of staged copies. A module of its own because it imports Triton: kernel.py imports it late."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
 """Launching the kernel of staged copies: it moves pieces inside device memory by a table of (source, target, bytes).
 
-Triton, which vLLM on CUDA always brings. The table lies in pinned host memory and the kernel reads it there: 24 bytes
-a piece, against which an upload would cost a copy and a wait of its own.
+The kernel needs Triton, a dependency of vLLM on CUDA. It reads the table, 24 bytes a piece, in pinned host memory: an
+upload would cost another copy and another wait.
 """
 
 from __future__ import annotations
@@ -43,5 +43,5 @@ class TritonKernel:
         try:
             with self._torch.cuda.stream(self._streams[stream]):
                 self._kernel[grid](table_address, PART_WORDS=_PART_BYTES // WORD_BYTES, num_warps=_WARPS)
-        except Exception as error:  # of a compiler or a launch: whatever it is, another path can do the copy
+        except Exception as error:  # of compiler or launch, of any kind: another path can do the copy
             raise DeviceCopyError(f"the gather kernel was refused: {error!r}") from error

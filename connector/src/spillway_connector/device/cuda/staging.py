@@ -1,12 +1,12 @@
-"""Two buffers on the device through which small pieces cross the link: one is filled while the other drains.
+"""Double buffering on the device: small pieces cross the link in one buffer while the other is filled or drained.
 
     store   kernel stream   gather 0   gather 1   [wait] gather 0 ...
             copy stream                burst 0    burst 1    burst 0 ...
     load    copy stream     burst 0    burst 1    [wait] burst 0 ...
             kernel stream              scatter 0  scatter 1  scatter 0 ...
 
-Bounded: two slots and one table of descriptors a direction, taken once. A job whose descriptors find no room goes
-another way.
+Bounded: two slots and one table of descriptors per direction, allocated once. A job whose descriptors do not fit is
+copied on another path.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ class CudaStaging:
         return self._take(cleanup, self._driver.destroy_event, self._driver.create_event(EVENT_NO_TIMING))
 
     def _try_kernel(self) -> None:
-        """Once, on nobody's bytes: the first launch compiles."""
+        """Launch once inside the staging slots: the first launch compiles. Raises DeviceCopyError."""
         self._table[0] = self._slots[0], self._slots[1], WORD_BYTES
         self._kernel.launch(self._table_address, 1, WORD_BYTES, self._stream)
         self._driver.synchronize_stream(self._stream)
 
     def enqueue(self, plan: CopyPlan, stream: int, *, batch: bool) -> int | None:
-        """Everything of one job, behind what is on `stream`; what follows on it comes behind the job.
+        """Enqueue one job after the work on `stream`; later work on `stream` comes after the job.
 
-        The answer goes to `give_back` when the job has ended. None: no room, and nothing was enqueued.
-        Raises DeviceCopyError; what went out before it is still ordered as said.
+        Returns the first table row, for `give_back` when the job has ended. None: no room, and nothing was enqueued.
+        Raises DeviceCopyError; copies enqueued before it are ordered all the same.
         """
         bursts = BurstPlan(plan, self._slot_bytes)
         first = self._ring.take(len(bursts))

@@ -1,7 +1,7 @@
 """The ACL runtime of CANN by its documented C interface: no build step, so it runs in the stock vllm-ascend image.
 
 Only what the NPU transport calls is bound. Source: CANN's API documentation of 8.5 to 9.1, function by function.
-A call that fails raises AclError with the runtime's own words; nothing here retries or decides.
+A call that fails raises AclError with the runtime's message; nothing here retries.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Acl:
 
     @property
     def is_emulator(self) -> bool:
-        """The test library says so itself: what it times means nothing."""
+        """Whether this is the test library, whose timings mean nothing."""
         return hasattr(self._library, "emu_live")
 
     def _call(self, name: str, *arguments: Any, details: str = "") -> None:
@@ -195,16 +195,16 @@ class Acl:
             raise AclError(name, code, details, self.take_recent_message())
 
     def take_recent_message(self) -> str:
-        """The runtime's words on this thread's last failure; asking clears them."""
+        """The runtime's message for this thread's last failure; reading clears it."""
         message = self._recent_message() if self._recent_message is not None else None
         return message.decode(errors="replace").strip() if message else ""
 
     # -- versions
 
     def cann_version(self) -> str | None:
-        """As the installation writes it ("9.1.0", "8.5.0.alpha001"); None when nothing answers.
+        """As the installation writes it ("9.1.0", "8.5.0.alpha001"); None when no query answers.
 
-        aclrtGetVersion is no help: it is the interface's version, 1.17 in 9.0 and 9.1 alike.
+        aclrtGetVersion does not help: it is the version of the interface, 1.17 in both 9.0 and 9.1.
         """
         return next(iter(self.package_versions().values()), None)
 
@@ -274,21 +274,21 @@ class Acl:
         return self._create("aclrtCreateStream")
 
     def destroy_stream(self, stream: int) -> None:
-        """Waits for what is queued."""
+        """Waits for queued work."""
         self._call("aclrtDestroyStream", stream)
 
     def discard_stream(self, stream: int) -> None:
-        """Stop what can be stopped and destroy; what the runtime has no call for is done the slow way."""
+        """Abort queued work where the runtime can, and destroy the stream; otherwise wait for it."""
         if self.has("aclrtStreamAbort"):
             try:
                 self._call("aclrtStreamAbort", stream)
             except AclError:
-                self.take_recent_message()  # a dead device refuses; the destruction below says it again
+                self.take_recent_message()  # the destruction below reports an unusable device again
         name = "aclrtDestroyStreamForce" if self.has("aclrtDestroyStreamForce") else "aclrtDestroyStream"
         self._call(name, stream)
 
     def synchronize_stream(self, stream: int, timeout_ms: int) -> None:
-        """0 only asks. AclError with STREAM_SYNC_TIMEOUT: not done yet; any other code: a task of it failed."""
+        """timeout_ms: 0 only polls. AclError with STREAM_SYNC_TIMEOUT: not done yet; any other code: a task failed."""
         self._call("aclrtSynchronizeStreamWithTimeout", stream, timeout_ms)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
@@ -305,7 +305,7 @@ class Acl:
         self._call("aclrtRecordEvent", event, stream)
 
     def event_complete(self, event: int) -> bool:
-        """False also when the task before it failed: only synchronising the stream tells that apart."""
+        """False also when a task before it failed: only synchronising the stream reports that."""
         status = ctypes.c_int()
         self._call("aclrtQueryEventStatus", event, ctypes.byref(status))
         return status.value == 1

@@ -35,7 +35,7 @@ class CopyPath:
         return self.name == BATCH
 
     def fall_back(self, reason: str) -> None:
-        """The device refused a batch; from here on every copy is a call of its own."""
+        """The device refused a batch: every copy is a separate call from now on."""
         if self.name == BATCH:
             self.name, self.reason = LOOP, reason
             logger.warning("Spillway: device copies by loop from now on: %s", reason)
@@ -44,7 +44,8 @@ class CopyPath:
 def choose_copy_path(acl: Acl, mode: str, device: int) -> CopyPath:
     """mode: batch_memcpy's auto, on or off. The calling thread has set `device`.
 
-    Raises ConfigError for `on` where a batch cannot work: the symbol, the version or the device says no.
+    Raises ConfigError for `on` where a batch cannot work: the symbol is missing, the version too old, or the
+    device refuses.
     """
     if mode == "off":
         return CopyPath(LOOP, "batch_memcpy: off")
@@ -66,7 +67,7 @@ def _obstacle(acl: Acl) -> str | None:
     if not acl.has(_FUNCTION):
         return f"the runtime exports no {_FUNCTION}"
     version = acl.cann_version()
-    # A runtime that cannot say which it is but has the function is tried: its refusal (207000) falls back.
+    # A runtime of unknown version that has the function is tried: its refusal (207000) falls back.
     if version is not None and version_at_least(version, 8, 5) is False:
         return f"CANN is {version}, older than 8.5"
     return None

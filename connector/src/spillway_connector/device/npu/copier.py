@@ -19,20 +19,17 @@ from spillway_connector.device.npu.acl import (
     Spans,
 )
 from spillway_connector.device.npu.acl_batch import CopyPath
-from spillway_connector.device.stream_copier import CopyLimits, StreamCopier, StreamJob, split_at
+from spillway_connector.device.stream_copier import CopyLimits, StreamCopier, StreamJob
 from spillway_connector.device.stream_events import EventPool
 from spillway_connector.errors import DeviceCopyError
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.0005  # between queries where the runtime cannot wait for an event with a deadline
-NpuLimits = CopyLimits
-
-__all__ = ["NpuCopier", "NpuLimits", "split_at"]
 
 
 class NpuCopier(StreamCopier):
-    """One direction's jobs, in order. All methods are called on the model thread."""
+    """One direction of copies of an NPU. See copier.Copier for the contract; all methods run on the model thread."""
 
     _discard_stops_copies = True  # aclrtStreamAbort, or a destruction that waits
 
@@ -46,11 +43,11 @@ class NpuCopier(StreamCopier):
         *,
         host_pinned: bool,
         host_boundaries: tuple[int, ...] = (),
-        limits: NpuLimits | None = None,
+        limits: CopyLimits | None = None,
         on_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """compute_stream: asked at every submit, never kept. torch_npu queues kernels on the host first, and reading
+        """compute_stream: called at every submit. torch_npu queues kernels on the host first, and reading
             a stream's handle is what flushes that queue: a barrier recorded on an older handle would come too early.
         Raises AclError.
         """
@@ -66,7 +63,7 @@ class NpuCopier(StreamCopier):
             EventPool(acl, EVENT_SYNC),
             EventPool(acl, EVENT_TIME_LINE),
             host_boundaries=host_boundaries,
-            limits=limits or NpuLimits(),
+            limits=limits or CopyLimits(),
             on_close=on_close,
             clock=clock,
         )
@@ -91,7 +88,7 @@ class NpuCopier(StreamCopier):
             self._acl.memcpy_each(spans, self._kind, stream, hold_gil=self._host_pinned)
 
     def _stream_failure(self, stream: int) -> DeviceCopyError | None:
-        """An event cannot say that its task failed; synchronising the stream for no time can."""
+        """An event does not report that its task failed; synchronising the stream with timeout 0 does."""
         try:
             self._acl.synchronize_stream(stream, 0)
         except AclError as error:

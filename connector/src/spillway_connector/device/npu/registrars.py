@@ -1,4 +1,4 @@
-"""The two calls of CANN's runtime that page-lock host memory for copies: ACL's own, and torch_npu's binding of it."""
+"""Page-locking host memory with CANN's runtime: aclrtHostRegisterV2, called directly or through torch_npu."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def acl_registrar(acl: Acl) -> Registrar:
 
 
 def torch_npu_registrar() -> Registrar | None:
-    """torch_npu's own binding of the call: there from 2.14, absent from the 2.10 that vllm-ascend 0.23 pins."""
+    """torch_npu's binding of the call: there from 2.14, absent from the 2.10 that vllm-ascend 0.23 pins."""
     try:
         runtime: Any = importlib.import_module("torch_npu").npu.npurt()
         register, unregister = runtime.npuHostRegister, runtime.npuHostUnregister

@@ -10,9 +10,10 @@ from spillway_connector.device.copier import Direction
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.device.npu.acl import Acl
 from spillway_connector.device.npu.acl_batch import choose_copy_path
-from spillway_connector.device.npu.copier import NpuCopier, NpuLimits
+from spillway_connector.device.npu.copier import NpuCopier
 from spillway_connector.device.npu.registrars import acl_registrar, torch_npu_registrar
 from spillway_connector.device.pinned import CHUNK_BYTES, HostPin, pin_host_memory
+from spillway_connector.device.stream_copier import CopyLimits
 
 
 class NpuTransport:
@@ -26,7 +27,7 @@ class NpuTransport:
         compute_stream: Callable[[], int],
         batch_memcpy: str,
         *,
-        limits: NpuLimits | None = None,
+        limits: CopyLimits | None = None,
         pin_chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """Raises ConfigError when batch_memcpy is `on` and cannot work, AclError when the device cannot be used."""

@@ -1,10 +1,9 @@
-"""How old entries are, whatever happens to the wall clock.
+"""The clock of entries' ages, which steps of the wall clock do not change.
 
-Ages follow a clock that is set once per boot of a node, to the wall clock, and from then on runs with the kernel's
-monotonic clock. The node's processes share that setting through a small file in the directory, ``clock.<boot>``. So a
-wall clock that is set forward or back by hours while the node runs neither expires anything nor keeps anything alive.
-What happens while a node is down only the wall clock can tell: it is believed when it moved forward; entries that then
-lie in the future are taken for used just now, so that they end like all others.
+It is set once per boot of a node, to the wall clock, and from then on runs with the kernel's monotonic clock. The
+node's processes share that setting through a small file in the directory, ``clock.<boot>``. So a wall clock that is set
+forward or back by hours while the node runs neither expires entries nor keeps them alive. Only the wall clock measures
+the time that a node is down. Entries whose last use then lies in the future count as used now, so that they expire.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MAGIC = b"SPILLCLK"
 
 
 def boot_tag() -> str | None:
-    """16 hex digits that stand for this boot of this node; None where the kernel does not tell."""
+    """16 hex digits that identify this boot of this node; None where the kernel has no boot id."""
     try:
         return xxhash.xxh3_64_hexdigest(_BOOT_ID.read_bytes())
     except OSError:
@@ -36,7 +35,7 @@ def boot_tag() -> str | None:
 class AgeClock:
     """Seconds and nanoseconds since 1970, as far as the wall clock was right when the clock was set.
 
-    Of its own until :meth:`share`. Safe from several threads.
+    Private to the process until :meth:`share`. Safe from several threads.
     """
 
     def __init__(self, root: Path, clock: Clock, wall_clock: WallClock) -> None:
@@ -57,7 +56,7 @@ class AgeClock:
         return min(self.now_ns() // 10**9, (1 << 32) - 1)
 
     def share(self) -> None:
-        """Go by the node's setting, or make ours the node's. Where the directory cannot be written to, keep ours."""
+        """Take over the node's setting, or make this one the node's. In a read-only directory, keep it."""
         boot = boot_tag()
         if boot is None:
             return
@@ -98,10 +97,10 @@ class AgeClock:
             partial.unlink(missing_ok=True)
         self._sweep(path)
 
-    def _sweep(self, ours: Path) -> None:
+    def _sweep(self, current: Path) -> None:
         for path in self._root.glob(f"{CLOCK_PREFIX}*"):
             try:
-                if path != ours and self.now_ns() / 1e9 - path.stat().st_mtime > _OTHERS_KEPT_SECONDS:
+                if path != current and self.now_ns() / 1e9 - path.stat().st_mtime > _OTHERS_KEPT_SECONDS:
                     path.unlink()
             except OSError:
                 continue

@@ -27,9 +27,9 @@ from spillway_connector.errors import (
 from spillway_connector.tiers.frame import PAGE_BYTES
 from spillway_connector.tiers.tier import Clock, WallClock
 
-# Reads, and as many writes, that are under way at once unless the tier is told otherwise. Enough to keep a disk busy,
-# and fewer than threads: the others have their checksums and copies to do meanwhile. Where all transfer at once they
-# all end at once as well, and the disk rests. See docs/benchmarks.md.
+# Concurrent reads, and as many writes, by default. Enough to keep a disk busy, and fewer than threads: the others
+# compute checksums and copy meanwhile. When all threads transfer at once they all end at once, and then the disk idles.
+# See docs/benchmarks.md.
 TRANSFERS_AT_ONCE = 4
 
 _REFUSALS = {
@@ -43,19 +43,19 @@ _REFUSALS = {
     errno.ENFILE: RefusedReason.RESOURCES,
     errno.ENOMEM: RefusedReason.RESOURCES,
 }
-_SICK = {errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT, errno.EUCLEAN}
+_INPUT_OUTPUT = {errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT, errno.EUCLEAN}
 
 
 def tier_error(error: OSError, doing: str) -> TierError:
     """The tier error that stands for a failed system call. No errno means that an entry is damaged."""
     sentence = f"{doing}: {error.strerror or error}"
-    if error.errno in _SICK:
+    if error.errno in _INPUT_OUTPUT:
         return TierUnreachable(UnreachableReason.INPUT_OUTPUT, sentence)
     return TierRefused(_REFUSALS.get(error.errno or 0, RefusedReason.OTHER), sentence)
 
 
 def supports_direct(directory: Path) -> bool:
-    """Whether files in ``directory`` take O_DIRECT with page-aligned buffers: tried, because no flag tells.
+    """Whether files in ``directory`` take O_DIRECT with page-aligned buffers: tried, because the kernel has no query.
 
     overlayfs, NFS, FUSE and older tmpfs answer EINVAL, some only at the first transfer. Raises OSError when not even a
     plain file can be written.
@@ -104,9 +104,9 @@ def disable_direct(descriptor: int) -> bool:
 class FrameFiles:
     """Reads and writes files of the form: header page, payload, zero padding to a whole page.
 
-    payload_bytes: of every frame. ``direct``: with O_DIRECT; set by whoever finds that the file system takes it, and
-    turned off for good by the first EINVAL.
-    wall_clock: what frames' ages are told by. transfers_at_once: of each direction, whatever the number of threads.
+    payload_bytes: of every frame. direct: use O_DIRECT; set by the tier where supports_direct is true, and cleared for
+    good by the first EINVAL. wall_clock: of the frames' ages. transfers_at_once: of each direction, for any number of
+    threads. Safe from several threads.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class FrameFiles:
         wall_clock: WallClock,
     ) -> None:
         self.direct = False
-        # One each: reads are waited for, and must not queue behind writes.
+        # One each: a request waits for reads, so they must not queue behind writes.
         self._reading = threading.Semaphore(transfers_at_once)
         self._writing = threading.Semaphore(transfers_at_once)
         self._clock = clock
@@ -169,9 +169,9 @@ class FrameFiles:
         return header
 
     def renew(self, file: int | str) -> None:
-        """Mark a file (descriptor or path) as used now: eviction goes by the mtime. Raises OSError.
+        """Mark a file (descriptor or path) as used now: eviction is in the order of mtimes. Raises OSError.
 
-        Nanoseconds of our own, because the kernel's stamps move in steps of a few milliseconds and frames would tie.
+        With explicit nanoseconds, because the kernel's timestamps advance in steps of milliseconds and would tie.
         """
         now_ns = int(self._wall_clock() * 1e9)
         os.utime(file, ns=(now_ns, now_ns))
@@ -201,7 +201,7 @@ class FrameFiles:
     @contextmanager
     def _turn(self, transfers: threading.Semaphore, deadline: float) -> Iterator[None]:
         if not transfers.acquire(timeout=max(0.0, deadline - self._clock())):
-            raise TierTimeout("the transfers before it were not done at the deadline")
+            raise TierTimeout("earlier transfers were still running at the deadline")
         try:
             yield
         finally:

@@ -15,7 +15,7 @@ Mode = Literal["slab", "files"]
 LOCAL_FILE_SYSTEMS = frozenset(
     {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "reiserfs", "tmpfs", "xfs", "zfs"}
 )
-# These can be mounted by several nodes. What is in neither list gets files, which are right everywhere.
+# These can be mounted by several nodes. A type in neither list gets files, which are right everywhere.
 SHARED_FILE_SYSTEMS = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "fuse", "gfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs"}
     | {"nfs4", "ocfs2", "orangefs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"}
@@ -31,11 +31,11 @@ class Choice(NamedTuple):
 
 
 def suitable_mode(root: Path, mounts: Path = _MOUNTS) -> Choice:
-    """What ``auto`` means for ``root``, which need not exist yet. A sick directory raises nothing here.
+    """The layout that ``auto`` selects for ``root``, which need not exist yet. Raises nothing.
 
-    Files on shared file systems, without a look at the directory, which may be away and never answer. Elsewhere a
-    directory that holds frames stays with their layout; a new one gets slabs where the file system is known to be one
-    node's, files where that cannot be told.
+    Files on shared file systems, without access to the directory, which may be unreachable and block. Elsewhere a
+    directory that holds frames keeps their layout; a new one gets slabs where the file system is known to belong to one
+    node, files otherwise.
     """
     mountinfo = _read(mounts)
     shared = _shared_kind(root, mountinfo)
@@ -44,22 +44,22 @@ def suitable_mode(root: Path, mounts: Path = _MOUNTS) -> Choice:
     found = layouts_in(root)
     if found:
         mode: Mode = "slab" if "slab" in found else "files"
-        return Choice(mode, "as the directory was begun")
+        return Choice(mode, "the directory holds frames in it")
     kind = file_system_of(root, mountinfo)
     if kind in LOCAL_FILE_SYSTEMS:
         return Choice("slab", f"{kind} is a file system of one node")
     if kind is None:
-        return Choice("files", f"the file system cannot be told from {mounts}")
+        return Choice("files", f"its file system is not in {mounts}")
     return Choice("files", f"{kind} is not known to be a file system of one node")
 
 
 def unused_layouts(root: Path, mode: Mode, mounts: Path = _MOUNTS) -> set[Mode]:
-    """What else ``root`` holds, which engines in ``mode`` neither use nor remove. Shared file systems are not asked."""
+    """Other layouts in ``root``, which engines in ``mode`` neither use nor remove. Shared file systems are not read."""
     return set() if _shared_kind(root, _read(mounts)) is not None else layouts_in(root) - {mode}
 
 
 def layouts_in(root: Path) -> set[Mode]:
-    """The layouts that a directory was used in; none where it cannot be looked at."""
+    """The layouts that a directory was used in; none where it cannot be read."""
     found: set[Mode] = set()
     try:
         with os.scandir(root) as entries:
@@ -93,8 +93,8 @@ def _read(mounts: Path) -> str:
 
 
 def _shared_kind(root: Path, mountinfo: str) -> str | None:
-    """The type of the shared file system that ``root`` lies on, if it does. Found without touching a dead one."""
-    for resolve in (os.path.abspath, os.path.realpath):  # the latter asks the file system itself
+    """The type of the shared file system that ``root`` lies on, if it does. An unreachable one is not accessed."""
+    for resolve in (os.path.abspath, os.path.realpath):  # the latter accesses the file system
         kind = _kind_of(resolve(root), mountinfo)
         if kind is not None and is_shared(kind):
             return kind

@@ -1,7 +1,7 @@
 """An operator's view of a directory with one file per frame, while engines use it.
 
-Walking opens files for reading and leaves their age alone. Removing goes through the ledger's lock like an engine's own
-evictions do, so the bytes in use stay right for all of them.
+Walking opens files for reading and does not change their age. Removing takes the ledger's lock as engines' evictions
+do, so the bytes in use stay right for all processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _File(NamedTuple):
 
 
 class FileInspector:
-    """The frames below ``root`` that are files of their own."""
+    """The frames of the file layout below ``root``."""
 
     def __init__(self, root: Path, *, clock: Clock = time.monotonic) -> None:
         self._root = root
@@ -111,7 +111,7 @@ class FileInspector:
         self._ledger.close()
 
     def _unlink(self, balance: Balance | None, file: _File, only_unused: bool) -> bool:
-        """False where it is gone, replaced or, if that counts, was used since it was seen. Under the ledger's lock."""
+        """False where it is missing, replaced or, if ``only_unused``, used since the walk. Under the ledger's lock."""
         try:
             status = os.stat(file.path)
             if status.st_ino != file.inode or (only_unused and status.st_mtime_ns != file.mtime_ns):
@@ -170,5 +170,5 @@ def _file_of(frame: StoredFrame) -> _File:
 
 
 def file_handle(frame: StoredFrame) -> bool:
-    """Whether a frame is a file of its own."""
+    """Whether a frame was found by FileInspector."""
     return isinstance(frame.handle, _File)

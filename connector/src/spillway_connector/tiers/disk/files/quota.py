@@ -55,7 +55,7 @@ class TenantQuotas:
         self._tenants: dict[bytes, _Tenant] = {}
 
     def take(self, tenant: bytes, namespace_hex: str, key: bytes, size: int, deadline: float) -> None:
-        """Make room for ``size`` more bytes of ``tenant`` and mark the frame as its own.
+        """Make room for ``size`` more bytes of ``tenant`` and make the frame's marker.
 
         Raises TierRefused(NO_SPACE), TierTimeout, OSError.
         """
@@ -118,7 +118,7 @@ class TenantQuotas:
                 if excess is not None and excess <= 0:
                     return
                 if excess is not None and held.oldest:
-                    self._give_up(held, held.oldest.popleft(), deadline)
+                    self._evict(held, held.oldest.popleft(), deadline)
                     continue
                 if counted:
                     raise TierRefused(
@@ -131,7 +131,7 @@ class TenantQuotas:
         finally:
             held.room_lock.release()
 
-    def _give_up(self, held: _Tenant, owned: _Owned, deadline: float) -> None:
+    def _evict(self, held: _Tenant, owned: _Owned, deadline: float) -> None:
         with held.ledger.locked(deadline) as balance:
             removed = self._space.remove_unused(owned.path, owned.mtime_ns, EvictionReason.TENANT, deadline)
             if removed is None:

@@ -92,7 +92,7 @@ class Space:
         """Take ``size`` bytes in the ledger, evicting if needed, then call ``create`` while others wait.
 
         create: makes the partial file ``path`` and returns its descriptor; the file is set to ``size`` and locked here,
-        so a scan counts it in full and a sweep leaves it alone. Returns the descriptor.
+        so a scan counts it in full and no sweep removes it. Returns the descriptor.
         Raises TierRefused(NO_SPACE), TierTimeout, OSError from ``create`` (the room is then given back).
         """
 

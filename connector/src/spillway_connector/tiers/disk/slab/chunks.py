@@ -22,7 +22,7 @@ _ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES, access=mmap.ACCESS_READ))
 
 
 class _OpenFile:
-    """Closed when the last thread that uses it lets go, so that its number is not reused under a transfer."""
+    """Closed with its last reference, so that its number is not reused during a transfer."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self.descriptor = os.open(path, flags | os.O_CLOEXEC)
@@ -33,7 +33,8 @@ class _OpenFile:
 
 
 class Chunks:
-    """The files of one pool in ``folder``. ``files`` moves the frames and decides about direct I/O."""
+    """The files of one pool in ``folder``. ``files`` moves the frames, with direct I/O or without. Safe from several
+    threads."""
 
     def __init__(self, folder: Path, shape: PoolShape, files: FrameFiles, *, writable: bool) -> None:
         self.headers = HeaderTable(folder, shape)
@@ -71,7 +72,7 @@ class Chunks:
         os.pwritev(file.descriptor, [_ZEROS], self._shape.offset_of(slot))
 
     def make(self, chunk: int, epoch: int) -> None:
-        """Make a chunk's file with all its blocks. Raises OSError and then leaves nothing."""
+        """Make a chunk's file with all its blocks allocated. Raises OSError; then there is no file."""
         path = self._folder / chunk_name(chunk, epoch)
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -91,12 +92,12 @@ class Chunks:
             return
         try:
             path.unlink(missing_ok=True)
-            os.ftruncate(descriptor, 0)  # whoever reads from it finds it short, and its entries gone: a miss
+            os.ftruncate(descriptor, 0)  # a reader finds it short, and its entries removed: a miss
         finally:
             os.close(descriptor)
 
     def close_all_but(self, epochs: dict[int, int]) -> None:
-        """Let go of the files of chunks that no longer exist."""
+        """Close the files of chunks that no longer exist. epochs: of those that do, by chunk number."""
         with self._lock:
             for chunk, epoch, direct in list(self._open):
                 if epochs.get(chunk) != epoch:

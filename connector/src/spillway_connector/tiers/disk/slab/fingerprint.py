@@ -4,8 +4,9 @@ A key is cut into 32-bit words w (little-endian, zero padded). With 64-bit odd c
 
     h = mix(namespace part + length * a[0] + sum(w[i] * a[i + 1]))   modulo 2**64, twice, with two sets of constants
 
-which is one matrix product for a whole batch; calling a hash function per key would cost ten times as much. Two keys
-share a fingerprint by chance once in 2**128; the frame holds the whole key, so even then no wrong bytes are served.
+which is one matrix product for a whole batch; a hash function per key would cost ten times as much. (Multilinear
+hashing: Carter and Wegman, "Universal classes of hash functions", J. Comput. Syst. Sci. 18, 1979.) Two keys share a
+fingerprint with probability 2**-128; the frame has the whole key, so even then no wrong bytes are served.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Column:
 
 
 COLUMNS = (
-    Column("dirty", "<u8", "pool"),  # not 0: a holder of the lock is at work, or was when it was killed
+    Column("dirty", "<u8", "pool"),  # not 0: a holder of the lock is changing the index, or was when it was killed
     Column("next_order", "<u8", "pool"),
     Column("used", "<u8", "pool"),  # slots in use, those being written included
     Column("small_used", "<u8", "pool"),  # those of the small queue
@@ -57,7 +57,7 @@ COLUMNS = (
     Column("key_high", "<u8", "slot"),
     Column("namespace", "<u8", "slot"),  # first 8 bytes of the namespace digest
     Column("tenant", "<u8", "slot"),  # the tenant's tag, 0 for none
-    Column("owner", "<u8", "slot"),  # who wrote or writes the slot
+    Column("owner", "<u8", "slot"),  # number of the writer's lease
     Column("order", "<u8", "slot"),  # place in its queue: lowest is oldest
     Column("generation", "<u4", "slot"),  # grows with every claim of the slot
     Column("used_s", "<u4", "slot"),  # wall clock seconds of the last use
@@ -65,7 +65,7 @@ COLUMNS = (
     Column("state", "u1", "slot"),
     Column("queue", "u1", "slot"),
     Column("frequency", "u1", "slot"),  # hits since the entry was last considered for eviction, at most 3
-    Column("ghost", "<u8", "slot"),  # remembered evictions: tag in the high half, eviction number in the low
+    Column("ghost", "<u8", "slot"),  # recent evictions: tag in the high half, eviction number in the low
     Column("tenant_used", "<u4", "tenant"),  # slots in use of all tenants of that place
     Column("chunk_epoch", "<u4", "chunk"),  # 0: the chunk does not exist; else part of its file name
     Column("bucket_tag", "<u4", "entry"),
@@ -97,7 +97,7 @@ class PoolShape:
 
     @property
     def buckets(self) -> int:
-        """Two entries per slot: at a load of one half a second choice of bucket practically never fails."""
+        """Two entries per slot: at a load of one half both buckets of a key are practically never full (buckets.py)."""
         return -(-2 * self.slots // WAYS)
 
     def rows(self, column: Column) -> int:
@@ -134,7 +134,7 @@ class PoolShape:
 
     @classmethod
     def unpack(cls, raw: bytes, wanted_magic: bytes = INDEX_MAGIC) -> PoolShape | None:
-        """The shape such a header describes; None where it is not one of ours, whole and of this version."""
+        """The shape in such a header; None where it is damaged, of another version or of another program."""
         if len(raw) < HEADER_FIXED_BYTES:
             return None
         fields, checksum = raw[: _HEADER.size], raw[_HEADER.size : HEADER_FIXED_BYTES]

@@ -21,28 +21,29 @@ Evict = Callable[[SlabIndex, int], None]
 
 
 def make_tenant_room(
-    own: SlabIndex, tenant: int, max_bytes: int, other_folders: list[Path], evict: Evict
+    index: SlabIndex, tenant: int, max_bytes: int, other_folders: list[Path], evict: Evict
 ) -> int | None:
-    """Evict entries of ``tenant`` until one more slot of ``own`` is within ``max_bytes``.
+    """Evict entries of ``tenant`` until one more slot of ``index`` is within ``max_bytes``.
 
-    other_folders: of the root's other pools. Returns a slot of ``own`` that was evicted, which the caller may claim;
+    other_folders: of the root's other pools. Returns a slot of ``index`` that was evicted, which the caller may claim;
     None where none had to be. Raises TierRefused(NO_SPACE), OSError.
     """
-    slot_bytes = own.shape.slot_bytes
-    at_most = own.tenant_bytes_at_most(tenant) + sum(_bytes_at_most(folder, tenant) for folder in other_folders)
+    slot_bytes = index.shape.slot_bytes
+    at_most = index.tenant_bytes_at_most(tenant) + sum(_bytes_at_most(folder, tenant) for folder in other_folders)
     if at_most + slot_bytes <= max_bytes:
         return None
-    indexes = [own, *(index for folder in other_folders if (index := SlabIndex.open(folder, writable=True)))]
-    held = sum(_slots_of(index, tenant) * index.shape.slot_bytes for index in indexes)
+    opened = (SlabIndex.open(folder, writable=True) for folder in other_folders)
+    indexes = [index, *(other for other in opened if other is not None)]
+    held = sum(_slots_of(each, tenant) * each.shape.slot_bytes for each in indexes)
     freed: int | None = None
     while held + slot_bytes > max_bytes:
         # Other pools first: they belong to a model or layout that the tenant no longer uses, or that shares the node.
-        for index in reversed(indexes):
-            victim = tenant_victim(index.queues, index.tenant, index.used_s, tenant)
+        for each in reversed(indexes):
+            victim = tenant_victim(each.queues, each.tenant, each.used_s, tenant)
             if victim is not None:
-                evict(index, victim)
-                held -= index.shape.slot_bytes
-                freed = victim if index is own else None
+                evict(each, victim)
+                held -= each.shape.slot_bytes
+                freed = victim if each is index else None
                 break
         else:
             raise TierRefused(

@@ -1,8 +1,8 @@
-"""An index from nothing but the frames' headers, when the index file is lost, damaged or too old.
+"""Rebuilding an index from the frames' headers, when the index file is lost, damaged or of an older version.
 
-The header table lists them side by side (slab_headers.py); where it is lost as well, they are read from the slots.
+The header table has them side by side (headers.py); where it is lost as well, they are read from the slots.
 
-Headers are only taken at their word here; each frame is verified in full when it is loaded, like any other.
+Headers are not verified here; each frame is verified in full when it is loaded, like any other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spillway_connector.tiers.disk.slab.layout import PoolShape, chunk_name
 from spillway_connector.tiers.frame import HEADER_BYTES, KEY_BYTES_MAX, MAGIC, PAGE_BYTES
 
 _THREADS = 2
-_AHEAD = 512  # pages asked for per thread before they are needed
+_AHEAD = 512  # pages read ahead per thread
 _START = struct.pack("<8sHH", MAGIC, FORMAT_VERSION, PAGE_BYTES)
 _FIELDS = np.dtype(
     {
@@ -52,8 +52,8 @@ def plan_from_chunks(slot_bytes: int, chunks: dict[int, tuple[int, int]], wanted
 def rebuild(folder: Path, shape: PoolShape, now_s: int) -> SlabIndex:
     """A new index in ``folder`` of all frames in its chunks; where two hold one key the younger counts.
 
-    now_s: of the clock that ages are told by; no entry is younger. The index is not yet under its name, the header
-    table that belongs to it is. Raises OSError.
+    now_s: of the clock of ages; no entry becomes younger. The index does not have its name yet, its header table does.
+    Raises OSError.
     """
     index = SlabIndex.create(folder, shape)
     table = HeaderTable(folder, shape)
@@ -103,7 +103,7 @@ class _Found(NamedTuple):
 
 
 def _found(headers: npt.NDArray[np.uint8], first_slot: int, slot_bytes: int) -> _Found:
-    """What the headers of consecutive slots say, (slots, 192)."""
+    """The plausible frames among the headers of consecutive slots, (slots, 192)."""
     fields = np.ascontiguousarray(headers).view(_FIELDS).reshape(-1)
     plausible = np.flatnonzero(
         (fields["start"] == _START)
@@ -121,8 +121,8 @@ def _found(headers: npt.NDArray[np.uint8], first_slot: int, slot_bytes: int) -> 
 def _headers(path: Path, shape: PoolShape) -> npt.NDArray[np.uint8]:
     """The first 192 bytes of every slot of a chunk, (slots, 192), zeros where the file has ended.
 
-    The kernel is told well ahead which pages will be read, so the disk works on many at once while two threads collect
-    them; more threads would only wait for each other's turn to run Python.
+    The kernel is advised well ahead which pages will be read, so the disk serves many at once while two threads collect
+    them; more threads would only contend for the GIL.
     """
     raw = np.zeros((shape.slots_per_chunk, HEADER_BYTES), np.uint8)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""How much of the disk the slabs of one root may take, and which chunk goes when another pool needs its space."""
+"""How much of the disk the slabs of one root may take, and which chunk is dropped when another pool needs its space."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from spillway_connector.tiers.tier import Clock, EvictionReason
 
 _log = logging.getLogger(__name__)
 
-UPKEEP_SECONDS = 60.0  # between looks at the file system and at expired entries
-GROW_RETRY_SECONDS = 10.0  # a full pool asks for more room again this often, or after a chunk's worth of evictions
-EXPIRED_MAX = 4096  # entries removed in one go for their age: bounds the time the lock is held
+UPKEEP_SECONDS = 60.0  # between checks of the file system and for expired entries
+GROW_RETRY_SECONDS = 10.0  # a full pool tries to grow again after this long, or after a chunk's worth of evictions
+EXPIRED_MAX = 4096  # expired entries removed at once: bounds the time the lock is held
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """limit_bytes: the smaller of the configured bound and our share of the file system. taken_bytes: all files below
-    the root, indexes and documents included."""
+    """limit_bytes: the smaller of the configured bound and the file system share. taken_bytes: all files below the
+    root, indexes and documents included."""
 
     limit_bytes: int
     taken_bytes: int
@@ -50,7 +50,7 @@ class Room:
 
 
 def measure_room(root: Path, max_bytes: int | None) -> Room:
-    """Look at the disk. Files are few, a thousand per TB, so there is no ledger that could be wrong. Raises OSError."""
+    """Measure the disk. Files are few, a thousand per TB, so no ledger is needed. Raises OSError."""
     taken = 0
     for folder, _, names in os.walk(root):
         for name in names:
@@ -100,9 +100,9 @@ def oldest_use(index: SlabIndex) -> int | None:
 
 
 class SlabSpace:
-    """Decides and does what changes how much disk the pools of ``root`` take. All but ``measure`` under the lock.
+    """Changes how much disk the pools of ``root`` take. All but ``measure`` under the root's lock.
 
-    folder: of our own pool. now_s: wall clock seconds. OSError is left to the caller.
+    folder: of this process's pool. now_s: the clock of the entries' ages. OSError is left to the caller.
     """
 
     def __init__(
@@ -141,35 +141,35 @@ class SlabSpace:
         self._pressed_until = self._clock() + PRESSURE_SECONDS
 
     def evict(self, index: SlabIndex, slot: int) -> None:
-        """Give up one entry to make room for another."""
+        """Evict one entry to make room for another."""
         index.evict(slot)
         self.evictions[EvictionReason.ROOM] += 1
         self._growth_pause -= 1
         self.note_pressure()
 
     def evict_of_tenant(self, index: SlabIndex, slot: int) -> None:
-        """Give up one entry of a tenant that has reached its quota."""
+        """Evict one entry of a tenant that has reached its quota."""
         index.evict(slot)
         self.evictions[EvictionReason.TENANT] += 1
 
     def expire(self, index: SlabIndex, slot: int) -> None:
-        """Remove an entry for its age."""
+        """Remove an expired entry."""
         index.release(slot)
         self.evictions[EvictionReason.TTL] += 1
 
     def may_grow(self) -> bool:
-        """Whether it is time to ask for another chunk again."""
+        """Whether it is time to try for another chunk again."""
         return self._growth_pause <= 0 or self._clock() >= self._next_growth
 
     def grow(self, pool: Pool) -> bool:
-        """Make another chunk, within the bound, at the cost of staler chunks of other pools. Under the lock."""
+        """Make another chunk within the bound; staler chunks of other pools are dropped for it. Under the lock."""
         index = pool.index
         absent = np.flatnonzero(index.chunk_epoch == 0)
         needed = index.shape.chunk_bytes
         left_bytes = self.measure().left_bytes
         while len(absent):
             if left_bytes < needed:
-                # Counted, not measured again: some file systems free only later what was removed.
+                # Counted, not measured again: some file systems free removed blocks later.
                 dropped_bytes = self.drop_stalest(oldest_use(index))
                 left_bytes += dropped_bytes
                 if dropped_bytes:
@@ -190,12 +190,12 @@ class SlabSpace:
         self._next_growth = self._clock() + GROW_RETRY_SECONDS
         return False
 
-    def drop_stalest(self, than_s: int | None, own: Pool | None = None) -> int:
+    def drop_stalest(self, than_s: int | None, also: Pool | None = None) -> int:
         """Drop the chunk that has gone unused for longest, if its last use was before ``than_s``; None: in any case.
 
-        Of other pools, and of ``own`` where that is given. Returns its bytes, 0 for none. Under the lock.
+        Of other pools, and of ``also`` where that is given. Returns its bytes, 0 for none. Under the lock.
         """
-        pools = [] if own is None else [own]
+        pools = [] if also is None else [also]
         for folder in pool_folders(self._root):
             other = None if folder == self._folder else SlabIndex.open(folder, writable=True)
             if other is not None:
@@ -230,7 +230,7 @@ class SlabSpace:
         self._remove_expired(pool.index)
         left_bytes = self.measure().left_bytes
         while left_bytes < 0:
-            dropped_bytes = self.drop_stalest(None, own=pool)
+            dropped_bytes = self.drop_stalest(None, also=pool)
             left_bytes += dropped_bytes
             if not dropped_bytes:
                 break
@@ -242,7 +242,7 @@ class SlabSpace:
         live = index.state == LIVE
         ahead = np.flatnonzero(live & (used_s > now_s + FUTURE_SLACK_SECONDS))
         if len(ahead):
-            index.put_at("used_s", ahead, now_s)  # else a clock that ran ahead once would keep them for ever
+            index.put_at("used_s", ahead, now_s)  # else a clock that was once ahead would keep them for ever
         if self._ttl_seconds is not None:
             for slot in np.flatnonzero(live & (used_s < now_s - self._ttl_seconds))[:EXPIRED_MAX].tolist():
                 self.expire(index, slot)
