@@ -47,7 +47,7 @@ def test_a_batch_that_a_new_cann_refuses_is_a_failure(probe, emulator):
     assert any("507899" in line for line in lines if line.startswith("FAIL"))
 
 
-def test_an_old_runtime_is_told_what_it_lacks(emulator_8_3, capsys, monkeypatch):
+def test_what_an_old_runtime_lacks_is_reported(emulator_8_3, capsys, monkeypatch):
     monkeypatch.setenv("ACL_EMULATOR_CANN", "8.3.RC1")
     assert main(["--library", str(emulator_8_3.path), "--megabytes", "32"]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -45,7 +45,7 @@ def test_chunks_are_whole_rows():
     assert len(row_chunks(0, 4, ROW, 1)) == 4  # a row larger than the chunk is a chunk
 
 
-def test_the_runtime_registers_every_chunk_and_forgets_it(emulator, acl, address):
+def test_the_runtime_registers_every_chunk_and_unregisters_it(emulator, acl, address):
     pin = pin_host_memory(address, ROWS, ROW, [acl_registrar(acl)], chunk_bytes=4 * ROW)
     assert (pin.method, pin.pinned) == (PinMethod.ACL, True)
     assert pin.boundaries == (address + 4 * ROW, address + 8 * ROW)
@@ -71,7 +71,7 @@ def test_a_chunk_that_fails_takes_the_others_back(emulator, acl, address, caplog
     pin.release()
 
 
-def test_memory_already_registered_is_not_ours(emulator, acl, address):
+def test_memory_that_is_registered_already_is_not_unregistered(emulator, acl, address):
     first = pin_host_memory(address, ROWS, ROW, [acl_registrar(acl)])
     second = pin_host_memory(address, ROWS, ROW, [acl_registrar(acl)])
     assert not second.pinned
@@ -86,7 +86,7 @@ def test_mlock_alone_keeps_pages_but_is_not_pinned(address):
     pin.release()
 
 
-def test_nothing_works_and_says_so(address, monkeypatch, caplog):
+def test_when_nothing_works_the_log_explains_it(address, monkeypatch, caplog):
     forbid_mlock(monkeypatch)
     pin = pin_host_memory(address, ROWS, ROW, [])
     assert (pin.method, pin.pinned, pin.locked) == (PinMethod.NONE, False, False)

@@ -135,7 +135,7 @@ def test_the_layout_is_a_promise() -> None:
     assert whose[136:176] == bytes(16) + b"tenant-8" + bytes(16)
 
 
-def test_a_part_says_which_part_it_is_and_passes_for_no_other() -> None:
+def test_a_part_passes_for_no_other_part() -> None:
     part = Part(2, 5, digest_of_parts([b"0" * 16, b"1" * 16]))
     header = build_header(NAMESPACE, KEY, PAYLOAD, created_ms=1, part=part, payload_digest=digest_of_payload(PAYLOAD))
     assert header[98:102].hex() == "02000500"
@@ -155,7 +155,7 @@ def test_a_set_digest_tells_order_and_contents(digests: list[bytes], lots: rando
     assert (digest_of_parts(others) == digest_of_parts(digests)) == (others == digests)
 
 
-def test_wrong_sizes_of_our_own_are_said_at_once() -> None:
+def test_wrong_argument_sizes_are_value_errors() -> None:
     for part in (Part(1, 1), Part(-1, 2), Part(0, PARTS_MAX + 1), Part(0, 2, b"short")):
         with pytest.raises(ValueError, match="set digest"):
             build_header(NAMESPACE, KEY, PAYLOAD, created_ms=1, part=part)

@@ -45,7 +45,7 @@ class TestMemoryTier(TierContract):
     pass
 
 
-def test_the_least_recently_used_frame_leaves() -> None:
+def test_the_least_recently_used_frame_is_evicted() -> None:
     store = MemoryStore(max_bytes=3 * 1192)
     tier = MemoryTier(NAMESPACE, 1000, store)
     for seed in range(3):

@@ -277,7 +277,7 @@ def test_a_secret_never_shows() -> None:
     assert repr(KEY.secret) not in repr(KEY)
 
 
-def test_sizes_that_cannot_work_are_said_at_once() -> None:
+def test_sizes_that_cannot_work_are_refused_at_once() -> None:
     sealed_in = sealed_namespace(NAMESPACE, KEY)
     with pytest.raises(ValueError, match="needed"):
         SealedTier(MemoryTier(sealed_in, 100, MemoryStore(1)), sealed_in, 100, KEY)

@@ -328,7 +328,7 @@ def test_what_the_kernel_is_not_for_goes_by_batch(rig, spans):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_dead_device_fails_every_job_and_ends_no_thread(rig, path):
+def test_an_unusable_device_fails_every_job_and_ends_no_thread(rig, path):
     cuda = rig(path)
     copier = cuda.copier(Direction.STORE)
     copier.submit(1, cuda.plan(SPANS))

@@ -43,7 +43,7 @@ def spans(target, source, size=4096, count=3) -> Spans:
     return Spans(target.ctypes.data + offsets, source.ctypes.data + offsets, np.full(count, size, dtype=np.int64))
 
 
-def test_a_missing_library_says_what_to_do():
+def test_the_error_of_a_missing_library_names_the_remedy():
     with pytest.raises(ConfigError, match=r"acl_library_path.*set_env.sh"):
         Acl("/nowhere/libascendcl.so")
 
@@ -117,7 +117,7 @@ def test_events_time_and_order(emulator, acl, memories, stream):
     acl.destroy_stream(compute)
 
 
-def test_a_thread_without_its_device_is_told_so(acl):
+def test_a_thread_without_its_device_gets_an_error(acl):
     raised = []
 
     def use():

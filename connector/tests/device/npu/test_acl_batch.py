@@ -64,7 +64,7 @@ def test_a_probe_that_cannot_even_begin_refuses(emulator, acl, function):
         choose_copy_path(acl, "on", 0)
 
 
-def test_falling_back_is_said_once(acl, caplog):
+def test_falling_back_is_logged_once(acl, caplog):
     path = choose_copy_path(acl, "auto", 0)
     with caplog.at_level(logging.WARNING):
         path.fall_back("the device said no")

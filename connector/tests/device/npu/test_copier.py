@@ -353,7 +353,7 @@ def test_waiting_for_a_copy_that_failed_on_the_device_ends(npu):
     assert "507899" in str(copier.finished()[0].error)
 
 
-def test_a_job_that_never_ends_is_given_up_at_its_deadline(npu):
+def test_a_job_that_never_ends_fails_at_its_deadline(npu):
     clock = SteppedClock()
     copier = npu.copier(Direction.LOAD, clock=clock, limits=CopyLimits(job_seconds=30))
     npu.emulator.gate(npu.compute, 3)  # never opened

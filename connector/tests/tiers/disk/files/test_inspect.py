@@ -35,7 +35,7 @@ def test_files_being_written_are_no_frames(tmp_path: Path) -> None:
     assert len(list(FileInspector(tmp_path).frames(headers=False))) == 1
 
 
-def test_a_frame_that_left_is_gone_and_not_damaged(tmp_path: Path) -> None:
+def test_a_removed_frame_is_gone_and_not_damaged(tmp_path: Path) -> None:
     fill(tmp_path, 2)
     inspector = FileInspector(tmp_path)
     first, second = inspector.frames(headers=False)
@@ -43,7 +43,7 @@ def test_a_frame_that_left_is_gone_and_not_damaged(tmp_path: Path) -> None:
     with pytest.raises(Gone):
         inspector.verify(first)
     assert inspector.remove([first, second], only_unused=True).frames == 1
-    assert inspector.stored_bytes() == first.stored_bytes  # of the one that somebody removed by hand
+    assert inspector.stored_bytes() == first.stored_bytes  # of the one that was removed by hand
     inspector.close()
 
 

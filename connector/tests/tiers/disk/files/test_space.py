@@ -1,4 +1,4 @@
-"""How full a directory is, whoever is killed at whatever instant and whatever a scan meets on its way."""
+"""How full a directory is, after kills at any instant and with changes during a scan."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_frame_that_is_published_during_a_scan_is_counted_once(
         space.close()
 
 
-def test_what_a_dead_writer_was_writing_is_given_back_without_a_scan(root: Path) -> None:
+def test_the_room_of_an_abandoned_partial_file_is_returned_without_a_scan(root: Path) -> None:
     partial = f"{root}/{NAMESPACE.hex}/partial/mine"
     writer, other = space_at(root), space_at(root)
     other.rescan(soon())
@@ -82,7 +82,7 @@ def test_what_a_dead_writer_was_writing_is_given_back_without_a_scan(root: Path)
         space.close()
 
 
-def test_room_is_made_of_what_the_dead_have_left_before_any_frame_goes(root: Path) -> None:
+def test_abandoned_partial_files_are_removed_before_any_frame(root: Path) -> None:
     partials = [f"{root}/{NAMESPACE.hex}/partial/{number}" for number in range(3)]
     space = Space(root, 3 * FRAME_BYTES, time.monotonic)
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY

@@ -275,7 +275,7 @@ def test_time_passes_while_the_node_is_off_and_never_backwards(
     assert present(tier, range(1, 2)) == []
 
 
-def test_a_tier_says_when_it_is_short_of_room(make_tier: MakeTier) -> None:
+def test_a_tier_short_of_room_is_under_pressure(make_tier: MakeTier) -> None:
     clock = SteppedClock()
     tier = make_tier(max_bytes=6 * FRAME_BYTES, clock=clock)
     for seed in range(3):
@@ -321,7 +321,7 @@ def test_room_is_found_although_others_replace_what_a_scan_saw(
     space.close()
 
 
-def test_others_that_never_leave_anything_to_remove_are_waited_for_until_the_deadline(
+def test_frames_that_are_always_in_use_are_waited_for_until_the_deadline(
     medium: _FileMedium, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = medium.root / NAMESPACE.hex / "ab" / "cd" / "abcd.kv"
@@ -355,7 +355,7 @@ def test_a_lost_or_damaged_ledger_is_counted_anew(make_tier: MakeTier, medium: _
         assert make_tier().resident_bytes(soon()) == 5 * FRAME_BYTES
 
 
-def test_partial_files_of_the_dead_are_swept_and_of_the_living_are_not(
+def test_partial_files_of_ended_writers_are_swept_and_of_running_ones_are_not(
     make_tier: MakeTier, medium: _FileMedium
 ) -> None:
     tier = make_tier()

@@ -32,7 +32,7 @@ def _listed(folder: Path, shape: PoolShape = SHAPE) -> dict[int, bytes]:
     return {slot: found[slot].tobytes() for slot in np.flatnonzero(found.any(1)).tolist()}
 
 
-def test_what_was_noted_is_listed_until_it_is_forgotten(table: HeaderTable, tmp_path: Path) -> None:
+def test_a_record_is_listed_until_it_is_cleared(table: HeaderTable, tmp_path: Path) -> None:
     for slot in (0, 4, 5, 19):
         table.put(slot, _header(slot + 1))
     assert _listed(tmp_path) == {slot: _header(slot + 1)[:HEADER_BYTES] for slot in (0, 4, 5, 19)}

@@ -41,7 +41,7 @@ def test_a_bound_that_was_lowered_is_kept_without_a_store(tmp_path: Path) -> Non
     idle.close()
 
 
-def test_what_expired_leaves_without_a_store(tmp_path: Path) -> None:
+def test_expired_entries_are_removed_without_a_store(tmp_path: Path) -> None:
     clock = SteppedClock()
     tier = filled(tmp_path, 4, clock=clock, ttl_seconds=100)
     clock.advance(101)

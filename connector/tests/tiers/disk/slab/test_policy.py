@@ -141,7 +141,7 @@ def test_a_tenant_gives_up_what_it_used_last_the_longest_ago() -> None:
 
 
 @given(fingerprint=st.integers(1, 2**64 - 1), eviction=st.integers(0, 2**40), later=st.integers(1, 2**31 - 1))
-def test_an_eviction_is_remembered_for_a_while(fingerprint: int, eviction: int, later: int) -> None:
+def test_an_eviction_stays_in_the_ghost_queue_for_a_while(fingerprint: int, eviction: int, later: int) -> None:
     ghosts = np.zeros(16, np.uint64)
     ghosts[fingerprint % 16] = ghost_of(fingerprint, eviction)
     if ghosts[fingerprint % 16]:

@@ -216,7 +216,7 @@ def test_blocks_that_are_asked_for_outlive_a_flood_of_others(make_tier: MakeTier
     assert all(tier.contains([key_of(seed) for seed in wanted], soon()))
 
 
-def test_a_namespace_nobody_uses_makes_room(make_tier: MakeTier) -> None:
+def test_entries_of_an_unused_namespace_are_evicted(make_tier: MakeTier) -> None:
     old, new = make_tier(OTHER_NAMESPACE, max_bytes=30 * SLOT_BYTES), make_tier(max_bytes=30 * SLOT_BYTES)
     for seed in range(20):
         old.store(key_of(seed), payload_of(seed), soon())
@@ -358,7 +358,7 @@ def test_the_answer_from_memory_is_the_answer(make_tier: MakeTier, medium: SlabM
     assert tier.contains_now(keys) is None
 
 
-def test_a_tier_says_when_it_is_short_of_room(make_tier: MakeTier) -> None:
+def test_a_tier_short_of_room_is_under_pressure(make_tier: MakeTier) -> None:
     clock = SteppedClock()
     tier = make_tier(max_bytes=12 * SLOT_BYTES, clock=clock)
     seeds = iter(range(100))
@@ -535,7 +535,7 @@ def test_a_slot_overwritten_while_it_is_read_is_a_miss(make_tier: MakeTier) -> N
     assert isinstance(error_of(lambda: load(tier, key_of(1))), TierMiss)
 
 
-def test_a_holder_of_the_lock_that_died_leaves_no_trace(make_tier: MakeTier, medium: SlabMedium) -> None:
+def test_a_killed_holder_of_the_lock_leaves_no_trace(make_tier: MakeTier, medium: SlabMedium) -> None:
     tier = make_tier()
     for seed in range(10):
         tier.store(key_of(seed), payload_of(seed), soon())
