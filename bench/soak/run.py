@@ -211,7 +211,7 @@ def _settings_of(tier: str, settings: SoakSettings, *, engines: int, gateway: bo
         'extraEnv.VLLM_CPU_OMP_THREADS_BIND="nobind"',
         f'extraEnv.OMP_NUM_THREADS="{threads}"',
         # The C library's default, but fixed: else it rises to the largest activation seen, and all of them lie on one
-        # heap, whose holes grow with every new company of requests, by 50 MiB at once, without any offload as well.
+        # heap, whose fragmentation grows with every new mix of requests, by 50 MiB at once, also without offload.
         'extraEnv.MALLOC_MMAP_THRESHOLD_="131072"',
     )
     if tier == "nvme":

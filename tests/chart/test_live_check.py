@@ -215,7 +215,7 @@ AUTH = {"keysSecret": {"name": "k"}, "saltSecret": {"name": "s"}, "engineKeySecr
 
 
 def auth_of(test_key: str) -> tuple[dict, dict]:
-    """What the script is told of keys, and the variables it gets, with this Secret as tests.apiKeySecret."""
+    """The script's settings of keys, and the variables it gets, with this Secret as tests.apiKeySecret."""
     values = {"engine": {"apiKeySecret": {"name": "keys"}}, "gateway": {"auth": AUTH}}
     rendered = render(CHART / "values-cpu.yaml", values={**values, "tests": {"apiKeySecret": {"name": test_key}}})
     stated = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["auth"]

@@ -50,7 +50,7 @@ TOKENS = BLOCK_TOKENS * BLOCKS
 
 
 class StepExecutor(Executor):
-    """Runs what was submitted when it is told to."""
+    """Runs what was submitted when the test asks for it."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []

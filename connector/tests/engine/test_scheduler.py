@@ -385,7 +385,8 @@ def compute_and_store_distinct(scheduler) -> str:
 
 
 def test_a_reset_preempts_without_a_word_and_its_stores_end_first(scheduler):
-    """vLLM names those whom `schedule` preempts; whom a reset preempts, nobody is told, and the blocks are free."""
+    """vLLM reports requests that `schedule` preempts; those that a reset preempts are not reported, and their blocks
+    are free."""
     job = compute_and_store(scheduler, "writer")
     assert build_meta(scheduler).jobs_to_flush == set()
     scheduler._req_status["writer"].req.status = RequestStatus.PREEMPTED

@@ -95,6 +95,6 @@ def test_what_was_evicted_is_reported_by_reason(tmp_path: Path):
         again = SpillwayStats()
         adapter._shared.counters.moved = True
         adapter.report.add_to(again)
-        assert "tier_evicted_frames|nvme|room" not in again.reduce(), "told once"
+        assert "tier_evicted_frames|nvme|room" not in again.reduce(), "reported once"
     finally:
         adapter.shutdown()

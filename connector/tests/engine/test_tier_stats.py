@@ -1,4 +1,4 @@
-"""What a tier did, told in portions: every count once, rare ones at once, what nobody moved within a second."""
+"""A tier's counters, reported in portions: every count once, rare ones at once, unchanged ones within a second."""
 
 from __future__ import annotations
 

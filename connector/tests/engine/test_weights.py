@@ -17,7 +17,7 @@ class Listener:
         self.order = order
 
     def weights_changing(self, cause: str) -> None:
-        self.order.append(f"told of {cause}")
+        self.order.append(f"notified of {cause}")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def core(order: list[str]) -> EngineCore:
 def test_what_vllm_has_for_changing_weights_is_told_before_it_runs(core: EngineCore, order: list[str], method: str):
     assert callable(getattr(Worker, method)), "vLLM's worker has no such RPC any more"
     core.collective_rpc(method, kwargs={"weights_path": "/elsewhere"})
-    assert order == [f"told of {method}", f"ran {method}"]
+    assert order == [f"notified of {method}", f"ran {method}"]
 
 
 def test_a_function_of_the_caller_s_may_do_anything(core: EngineCore, order: list[str]):
@@ -49,7 +49,7 @@ def test_a_function_of_the_caller_s_may_do_anything(core: EngineCore, order: lis
         raise AssertionError("the executor of this test runs nothing")
 
     core.collective_rpc(patch_weights)
-    assert order == ["told of patch_weights", "ran patch_weights"]
+    assert order == ["notified of patch_weights", "ran patch_weights"]
 
 
 @pytest.mark.parametrize("method", sorted(HARMLESS))
@@ -69,7 +69,7 @@ def test_other_connectors_are_left_alone(core: EngineCore, order: list[str]):
 def test_listening_twice_tells_once(core: EngineCore, order: list[str]):
     install_weight_change_hook()
     core.collective_rpc("update_weights")
-    assert order == ["told of update_weights", "ran update_weights"]
+    assert order == ["notified of update_weights", "ran update_weights"]
     parameters = list(inspect.signature(EngineCore.collective_rpc).parameters)
     assert parameters == ["self", "method", "timeout", "args", "kwargs"]
 

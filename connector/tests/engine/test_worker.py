@@ -121,7 +121,7 @@ def test_a_load_in_pieces_is_received_when_the_last_of_them_has_ended(worker_and
     handler.ending = [(12, True)]
     assert worker.get_finished(set()) == (set(), set())
     worker.handle_preemptions(metadata(flush={1}))
-    assert handler.waited[-1] >= {11}, "who waits for a load waits for its pieces"
+    assert handler.waited[-1] >= {11}, "waiting for a load waits for its pieces"
     handler.ending = [(11, True)]
     assert worker.get_finished(set()) == (set(), {"a"})
     assert handler.submitted == [10, 11, 12]

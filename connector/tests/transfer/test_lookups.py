@@ -25,7 +25,7 @@ KEYS = [key_of(number) for number in range(8)]
 
 
 class SetTier(MemoryTier):
-    """Holds the keys it is told to hold."""
+    """Holds the keys that a test gives it."""
 
     def __init__(self, clock: SteppedClock) -> None:
         super().__init__(NAMESPACE, 16, MemoryStore(1 << 20), clock=clock)

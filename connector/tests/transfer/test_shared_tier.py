@@ -308,7 +308,7 @@ class ClutchingTier(TierWrapper):
 
 
 def test_what_failed_operations_worked_on_is_let_go_of_at_once(rig: Rig) -> None:
-    """Not when the interpreter next looks for circles: an engine's files and buffers would pile up until then."""
+    """Without garbage collection: an engine's files and buffers would pile up until then."""
     tier = ClutchingTier(rig.memory())
     shared = rig.start(tier)
     gc.collect()

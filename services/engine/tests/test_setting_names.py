@@ -1,4 +1,4 @@
-"""The same mistake, told at each of the three doors in the words that its reader can change."""
+"""The same mistake, reported with the names of settings of `make up`, the chart and the file."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a shared tier may be told, and the sentence that each contradiction gets."""
+"""Settings of a shared tier, and the message of each contradiction."""
 
 from typing import Any
 

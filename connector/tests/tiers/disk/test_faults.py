@@ -388,7 +388,7 @@ print(json.dumps(report))
 
 
 def _frame_bytes(root: Path) -> int:
-    """While the housekeeper may take files and folders away."""
+    """While the maintenance thread may remove files and folders."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:

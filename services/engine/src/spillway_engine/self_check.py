@@ -163,15 +163,15 @@ def _body(path: str, reply: Reply, brief: PodBrief) -> Mapping[str, Any]:
 
 def _remedy(brief: PodBrief) -> str:
     names = brief.names
-    changes = []
+    remedies = []
     if not brief.eager:
-        changes.append(f"add --enforce-eager to {names.name('extraArgs')}")
+        remedies.append(f"add --enforce-eager to {names.name('extraArgs')}")
     if brief.dtype != "float32":
-        changes.append(f"set {names.given('model.dtype', 'float32')}")
+        remedies.append(f"set {names.given('model.dtype', 'float32')}")
     if brief.self_check_text or brief.reference is None:
-        changes.append(f"set {names.name('lifecycle.selfCheckText')} to sentences that this model knows well")
-    changes.append("check the files of the model")
+        remedies.append(f"set {names.name('lifecycle.selfCheckText')} to sentences that this model knows well")
+    remedies.append("check the files of the model")
     return (
-        f"the engine runs in {brief.dtype}, {'eager' if brief.eager else 'compiled'}; {', or '.join(changes)}; "
+        f"the engine runs in {brief.dtype}, {'eager' if brief.eager else 'compiled'}; {', or '.join(remedies)}; "
         f"{names.given('lifecycle.selfCheck', 'off')} serves it as it is"
     )

@@ -131,9 +131,9 @@ class SlabPool:
         self._suspected = True
 
     def _close_dropped_chunks(self, pool: Pool) -> None:
-        changes = pool.index.counter("chunk_changes")
-        if changes != self._changes_seen:
-            self._changes_seen = changes
+        count = pool.index.counter("chunk_changes")
+        if count != self._changes_seen:
+            self._changes_seen = count
             epochs = pool.index.chunk_epoch
             pool.chunks.close_all_but({int(chunk): int(epochs[chunk]) for chunk in np.flatnonzero(epochs)})
 
