@@ -52,6 +52,7 @@ class AuditLine(msgspec.Struct, kw_only=True):
 
 
 def now_text() -> str:
+    """The time in UTC, ISO 8601 with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

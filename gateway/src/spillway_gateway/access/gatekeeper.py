@@ -65,6 +65,7 @@ class Gatekeeper:
 
     @property
     def enabled(self) -> bool:
+        """Whether requests need an API key."""
         return self._ring is not None
 
     def tenant_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:

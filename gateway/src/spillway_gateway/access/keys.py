@@ -39,6 +39,8 @@ _PREFIX = "sha256:"
 
 
 class Priority(IntEnum):
+    """Order in the queue; the lowest value is served first."""
+
     HIGH = 0
     NORMAL = 1
     LOW = 2
@@ -59,6 +61,7 @@ class Tenant:
 
     @property
     def limited(self) -> bool:
+        """Whether the tenant has any limit."""
         limits = (
             self.concurrent_requests_max,
             self.requests_per_minute,
@@ -69,9 +72,11 @@ class Tenant:
 
     @property
     def counts_prompts(self) -> bool:
+        """Whether a limit needs the tokens of prompts."""
         return self.prompt_tokens_per_minute is not None or self.tokens_per_minute is not None
 
     def may_use(self, model: str) -> bool:
+        """Whether the tenant may use this model or alias."""
         return not self.models or model in self.models
 
 
@@ -88,6 +93,7 @@ class KeyRing:
             self._buckets.setdefault(digest[:2], []).append((digest, tenant))
 
     def tenant_of(self, key: bytes) -> Tenant | None:
+        """The tenant of an API key, None for an unknown one."""
         if len(key) > KEY_BYTES_MAX:
             return None
         digest = hashlib.sha256(key).digest()

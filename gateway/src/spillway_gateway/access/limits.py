@@ -86,6 +86,7 @@ class _Bucket:
         return math.ceil(missing * WINDOW_SECONDS / rate) or 1
 
     def take(self, amount: int, rate: int, now: float) -> None:
+        """Take an amount, which may bring the level below zero; negative amounts are returned."""
         self._level, self._filled_at = self._refilled(rate, now) - amount, now
 
     def _refilled(self, rate: int, now: float) -> float:

@@ -135,6 +135,7 @@ class SharedLimits:
         await asyncio.gather(*(report_one(account) for account in due))
 
     async def close(self) -> None:
+        """Report ended requests and close the connections, within BACKGROUND_SECONDS."""
         try:
             async with asyncio.timeout(BACKGROUND_SECONDS):
                 if self.connected:

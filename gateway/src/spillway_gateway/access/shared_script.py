@@ -92,6 +92,8 @@ return {refused, wait}
 
 
 class Refusal(NamedTuple):
+    """The limit that was reached, and the seconds until a retry may succeed."""
+
     limit: Limit
     retry_after_seconds: int
 

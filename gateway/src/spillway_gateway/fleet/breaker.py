@@ -38,6 +38,7 @@ class Breaker:
 
     @property
     def closed(self) -> bool:
+        """Whether requests pass without limit."""
         return self._open_until is None
 
     def allows(self, now: float) -> bool:

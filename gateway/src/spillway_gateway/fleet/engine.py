@@ -24,6 +24,8 @@ SLOW_START_SHARE = 0.1  # of its prefill rate, at the first moment
 
 
 class EngineState(StrEnum):
+    """State by the engine's health route. Values of a metric's label."""
+
     UNKNOWN = "unknown"  # never answered yet
     READY = "ready"
     NOT_READY = "not_ready"  # answers that it is not: starting, self-check, draining
@@ -123,6 +125,7 @@ class Engine:
 
     @property
     def routable(self) -> bool:
+        """Whether new requests may be sent, the breaker aside."""
         return self.state is EngineState.READY and self.withheld is None
 
     @property
@@ -138,6 +141,7 @@ class Engine:
             self._notify()
 
     def set_state(self, state: EngineState, answer: str) -> None:
+        """Set the state and notify the listeners if it changed. answer: the engine's, for error messages."""
         self.answer = answer
         if state is self.state:
             return
@@ -169,12 +173,14 @@ class Engine:
 
     @property
     def rates(self) -> EngineRates:
+        """Measured rates, the configured ones where nothing was measured."""
         prefill = self.prefill.tokens_per_second
         if prefill != self._rates.prefill_tokens_per_second:
             self._rates = structs.replace(self._rates, prefill_tokens_per_second=prefill)
         return self._rates
 
     def own_work(self) -> OwnWork:
+        """This gateway's requests on the engine."""
         return OwnWork(self.running_requests)
 
     def observed(self, reading: EngineReading, before: OwnWork) -> None:

@@ -88,11 +88,13 @@ class EngineBlocks:
         return self.orphan_bytes + len(self.ghosts) * GHOST_BYTES
 
     def keep_ghost(self, scoped: int, key: int) -> None:
+        """Keep the mapping of a block that is in no tier any more."""
         self.ghosts[scoped] = key
         if len(self.ghosts) > GHOSTS_MAX:
             self.ghosts.popitem(last=False)
 
     def keep_orphan(self, chain: StoredChain) -> None:
+        """Keep a chain until its parent arrives."""
         assert chain.parent is not None
         self._orphans.setdefault(chain.parent, []).append(chain)
         self.orphans_held += 1
@@ -107,9 +109,11 @@ class EngineBlocks:
         return len(self._without(self._orphans.popitem(last=False)[1]))
 
     def drop_oldest_ghost(self) -> None:
+        """Drop the ghost that was kept first."""
         self.ghosts.popitem(last=False)
 
     def clear_waiting(self) -> None:
+        """Drop all orphans and ghosts."""
         self.ghosts.clear()
         self._orphans.clear()
         self.orphans_held = 0

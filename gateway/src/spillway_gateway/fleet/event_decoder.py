@@ -25,6 +25,8 @@ class Undecodable(Exception):
 
 
 class Tier(IntEnum):
+    """Where a block lies, from the engine's device outwards. Values are bit positions of the index."""
+
     DEVICE = 0
     CPU = 1
     SHARED = 2
@@ -47,6 +49,8 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
+    """block_hashes: engine keys of blocks that left the tier."""
+
     block_hashes: list[int]
     tier: Tier
     group: int
@@ -62,6 +66,8 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
+    """One decoded payload."""
+
     timestamp_seconds: float  # the engine's clock when it published
     events: list[KvEvent]
     undecodable: int  # events of unknown tag or shape in this batch
@@ -74,6 +80,8 @@ class ReplayEnd:
 
 @dataclass(frozen=True, slots=True)
 class BatchFrame:
+    """One message: its sequence number and the undecoded batch."""
+
     sequence: int
     payload: bytes
 
@@ -96,6 +104,7 @@ def parse_replay_frames(frames: Sequence[bytes]) -> BatchFrame | ReplayEnd:
 
 
 def replay_request(start_sequence: int) -> list[bytes]:
+    """Frames that ask a publisher for every batch from this sequence number on."""
     return [b"", start_sequence.to_bytes(8, "big")]
 
 

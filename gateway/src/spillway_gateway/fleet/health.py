@@ -57,6 +57,7 @@ class HealthPoller:
         engine.poll_soon = self._wake.set
 
     async def run(self) -> None:
+        """Poll every period_seconds, or when triggered, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()

@@ -101,6 +101,7 @@ class EventFollower:
         self._freeing: set[asyncio.Task[None]] = set()  # dropped entries being freed
 
     async def run(self) -> None:
+        """Subscribe and apply events until cancelled."""
         self._engine.on_state.append(self._engine_changed)
         subscriber = self._context.socket(zmq.SUB)
         subscriber.setsockopt(zmq.RCVHWM, SOCKET_QUEUE_MAX)

@@ -58,4 +58,5 @@ class Replay:
         return frames
 
     def close(self) -> None:
+        """Close the socket. May be called twice."""
         self._socket.close(linger=0)

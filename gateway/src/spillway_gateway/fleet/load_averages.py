@@ -43,7 +43,9 @@ class RequestMeans:
         self.seconds = 0.0  # from being sent to an engine until the end of the reply
 
     def sent(self, uncached_tokens: int) -> None:
+        """A request with so many uncached tokens was sent."""
         self.uncached_tokens += REQUEST_WEIGHT * (uncached_tokens - self.uncached_tokens)
 
     def finished(self, seconds: float) -> None:
+        """A request has ended so many seconds after it was sent."""
         self.seconds += REQUEST_WEIGHT * (seconds - self.seconds)

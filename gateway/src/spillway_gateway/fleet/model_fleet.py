@@ -137,6 +137,7 @@ class ModelFleet:
         return max(known) if known and len(known) == len(lengths) else None
 
     def add_engine(self, config: EngineConfig, *, instance: str = "", newcomer: bool = False) -> Engine:
+        """Add an engine to the choice and to the index."""
         engine = Engine(
             self.name,
             config,
@@ -198,6 +199,7 @@ class ModelFleet:
         return FleetView(tuple(views))
 
     def unavailable_message(self, tried: frozenset[str]) -> str:
+        """Text of NoEngineReady: each engine and why it takes no request. tried: engines that failed for it."""
         reasons = "; ".join(
             f"{engine.name}: {'failed for this request' if engine.name in tried and engine.routable else engine.reason}"
             for engine in self.engines.values()

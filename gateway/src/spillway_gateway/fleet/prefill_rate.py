@@ -28,6 +28,7 @@ class RateSamples:
         return len(self._samples)
 
     def add(self, tokens_per_second: float) -> None:
+        """Add a sample, clipped to the bounds."""
         self._samples.append(min(max(tokens_per_second, RATE_MIN), RATE_MAX))
         ordered = sorted(self._samples)
         self.quartile = ordered[int(QUARTILE * (len(ordered) - 1))]
@@ -50,6 +51,7 @@ class PrefillRate:
 
     @property
     def tokens_per_second(self) -> float:
+        """The reported rate, else the engine's measured one, else its fleet's, else the default."""
         if self.reported is not None:
             return self.reported
         measured = self._samples.quartile

@@ -90,10 +90,12 @@ class PrefixIndex:
 
     @property
     def blocks(self) -> int:
+        """Blocks that any engine holds or may hold."""
         return self._table.entries
 
     @property
     def estimated_bytes(self) -> int:
+        """Memory of the index, from measured sizes per entry."""
         return self._blocks_bytes() + self.waiting_bytes
 
     def _blocks_bytes(self) -> int:
@@ -105,6 +107,7 @@ class PrefixIndex:
         return sum([engine.waiting_bytes for engine in self._engines.values()])
 
     def namespace(self, cache_salt: str | None = None, lora: str | None = None) -> int:
+        """Start of the key chain for prompts with this salt and adapter."""
         return namespace_key(self._model, lora, cache_salt)
 
     # -- engines -----------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ REQUEST_ID_CHARS_MAX = 64
 
 
 class NotedDecision(msgspec.Struct, frozen=True, gc=False):
+    """A routing decision and its request."""
+
     at: float  # time()
     model: str
     request_id: bytes
@@ -27,6 +29,8 @@ class NotedDecision(msgspec.Struct, frozen=True, gc=False):
 
 
 class NotedFirstByte(msgspec.Struct, frozen=True, gc=False):
+    """The time to first byte of one request."""
+
     at: float  # time()
     model: str
     engine: str
@@ -59,6 +63,7 @@ class Recent:
         self.prompt_tokens: dict[str, PromptTokens] = {}  # by model
 
     def decided(self, model: str, request_id: bytes, decision: Decision) -> None:
+        """Record a decision."""
         self.decisions.append(NotedDecision(self._clock(), model, request_id[:REQUEST_ID_CHARS_MAX], decision))
         tokens = self.prompt_tokens.get(model)
         if tokens is None:
@@ -66,4 +71,5 @@ class Recent:
         tokens.add(decision)
 
     def first_byte(self, model: str, engine: str, seconds: float) -> None:
+        """Record a time to first byte, in seconds."""
         self.first_bytes.append(NotedFirstByte(self._clock(), model, engine, seconds))

@@ -31,11 +31,13 @@ class TokenCheck:
         self._compared: set[Engine] = set()  # since they last became ready
 
     def add(self, engine: Engine) -> None:
+        """Compare this engine whenever it becomes ready."""
         self._engines.append(engine)
         engine.on_state.append(self._changed.put_nowait)
         self._changed.put_nowait(engine)
 
     def remove(self, engine: Engine) -> None:
+        """Stop comparing this engine."""
         if engine in self._engines:
             self._engines.remove(engine)
             engine.on_state.remove(self._changed.put_nowait)

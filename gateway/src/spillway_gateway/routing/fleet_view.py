@@ -21,6 +21,7 @@ class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def total_tokens(self) -> int:
+        """Tokens that need not be computed."""
         return self.device_tokens + self.cpu_tokens + self.shared_tokens
 
 
@@ -55,6 +56,8 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
 
 
 class FleetView(msgspec.Struct, frozen=True, gc=False):
+    """All engines of a model."""
+
     engines: tuple[EngineView, ...]
 
 

@@ -29,11 +29,15 @@ class RouteReason(StrEnum):
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """A usable engine and what it would cost."""
+
     engine: EngineView
     cost: Cost
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
+    """The chosen engine, why, and every candidate."""
+
     engine_name: str
     reason: RouteReason
     held: HeldPrefix
@@ -66,6 +70,7 @@ def usable_engines(request: RouteRequest, view: FleetView) -> list[EngineView]:
 
 
 def score(request: RouteRequest, engines: list[EngineView]) -> tuple[Candidate, ...]:
+    """The cost of each engine for this request."""
     prompt_tokens = request.prompt_tokens
     return tuple([Candidate(engine, cost_of(engine, prompt_tokens)) for engine in engines])
 
@@ -73,6 +78,7 @@ def score(request: RouteRequest, engines: list[EngineView]) -> tuple[Candidate, 
 def pick(
     request: RouteRequest, candidates: tuple[Candidate, ...], bounded_load_factor: float
 ) -> tuple[Candidate, RouteReason]:
+    """The cheapest candidate and the reason; ties by held tokens, load and rendezvous weight."""
     if len(candidates) == 1:
         return candidates[0], RouteReason.ONLY
     most_held = max(candidate.engine.held.total_tokens for candidate in candidates)

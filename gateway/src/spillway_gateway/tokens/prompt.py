@@ -207,6 +207,7 @@ def render(tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt) ->
 
 
 def render_and_encode(tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt) -> array[int]:
+    """Token ids of a prompt, with no bound on its length. Raises CannotRender."""
     return tokenizer.encode(render(tokenizer, prompt), add_special_tokens=prompt.add_special_tokens)
 
 

@@ -46,6 +46,7 @@ def operation_of(path: str) -> str:
 
 
 def route_attributes(decision: Decision) -> Attributes:
+    """Attributes of a decision's span."""
     held = decision.held
     return {
         ENGINE: decision.engine_name,

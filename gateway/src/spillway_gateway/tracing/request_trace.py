@@ -68,6 +68,7 @@ class RequestTrace:
             self._tracer.start_span("admission", self._context, start_time=asked_ns).end()
 
     def routed(self, asked_ns: int, decision: Decision) -> None:
+        """A decision was taken. asked_ns: time_ns() at which it began."""
         if not self.sampled:
             return
         span = self._tracer.start_span(
@@ -123,6 +124,7 @@ class AttemptTrace:
         self.headers = headers
 
     def first_byte(self) -> None:
+        """The first body byte of the engine's reply has arrived."""
         now = time.time_ns()
         self._tracer.start_span("first byte", self._context, start_time=self._sent_ns).end(now)
         self._span.set_attribute(names.FIRST_CHUNK_SECONDS, (now - self._sent_ns) / 1e9)
