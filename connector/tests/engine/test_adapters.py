@@ -129,7 +129,7 @@ class EngineProcess:
         return tokens
 
     def compute(self, name: str, adapter: LoRARequest | None) -> list[int]:
-        """One step with all of a new request, which the device cache knows nothing of; the store jobs it leaves."""
+        """One step with all of a new request, which is not in the device cache; returns its store jobs."""
         assert not self.matched(name, adapter)
         return self.step({name: TOKENS}, new={name: [1, 2, 3, 4]})
 
@@ -343,7 +343,7 @@ def test_a_store_under_way_while_other_weights_are_loaded_is_dropped(engine: Eng
     write_adapter(folder, b"trained on")
     engine.load(adapter(folder, load_inplace=True))
     engine.report(jobs)
-    write_adapter(folder, b"ours")  # whoever loads the first weights once more must not find it
+    write_adapter(folder, b"ours")  # a later load of the first weights must not hit it
     engine.load(adapter(folder, load_inplace=True))
     assert engine.matched("reader", adapter(folder)) == 0
 
@@ -389,7 +389,7 @@ def test_a_failed_reload_keeps_what_there_was(engine: EngineProcess, folder: Pat
     [
         lambda folder: adapter(folder, tensorizer_config_dict={"tensorizer_uri": "s3://x"}),
         lambda folder: LoRARequest("support", 1, str(folder / "not there")),
-        lambda folder: LoRARequest("support", 1, "nobody/has-this"),
+        lambda folder: LoRARequest("support", 1, "unknown/adapter"),
     ],
 )
 def test_an_adapter_whose_files_cannot_be_seen_is_not_offloaded(engine: EngineProcess, folder: Path, request_of):
@@ -399,7 +399,7 @@ def test_an_adapter_whose_files_cannot_be_seen_is_not_offloaded(engine: EnginePr
     assert engine.matched("reader", request) == 0
 
 
-def test_a_prompt_shorter_than_a_block_knows_its_adapter(engine: EngineProcess, folder: Path):
+def test_a_prompt_shorter_than_a_block_has_its_adapter(engine: EngineProcess, folder: Path):
     engine.load(adapter(folder))
     instance = adapter_of(engine.request("short", adapter(folder), tokens=3))
     assert instance is not None
@@ -416,7 +416,7 @@ def test_events_carry_the_hashes_that_the_device_s_events_carry(engine: EnginePr
 
 
 def test_vllm_still_finds_what_an_rpc_s_argument_is():
-    """It converts what comes over the wire by the annotations of the method that it calls."""
+    """It converts messages by the annotations of the method that it calls."""
     install_adapter_hooks()
     parameters = inspect.signature(EngineCore.add_lora).parameters
     assert list(parameters) == ["self", "lora_request"]
@@ -431,7 +431,7 @@ def test_ranks_are_heard_together():
     assert together.adapters == {1: {b"a", b"c"}, 2: {b"b"}}
 
 
-def test_a_worker_says_what_it_loaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_reports_what_it_loaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", lambda self, request: "loaded")
     config, other_engine = LoRAConfig(), LoRAConfig()
     loads, others = AdapterLoads(config), AdapterLoads(other_engine)
@@ -448,7 +448,7 @@ def test_a_worker_says_what_it_loaded_once(folder: Path, monkeypatch: pytest.Mon
     assert others.take() == {}
 
 
-def test_a_worker_says_when_files_change_while_it_loads(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_reports_files_that_change_while_it_loads(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", lambda self, request: write_adapter(folder, b"half"))
     config = LoRAConfig()
     loads = AdapterLoads(config)
@@ -458,7 +458,7 @@ def test_a_worker_says_when_files_change_while_it_loads(folder: Path, monkeypatc
     assert loads.take() == {1: {None}}
 
 
-def test_files_that_change_while_they_are_digested_are_nobody_s(folder: Path):
+def test_files_that_change_while_they_are_digested_have_no_identity(folder: Path):
     executor = StepExecutor()
 
     def digest_and_change(place: Path) -> bytes:

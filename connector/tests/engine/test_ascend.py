@@ -256,7 +256,7 @@ def test_blocks_go_out_and_come_back(make, rank, blocks_per_chunk, open_region):
     del rows
 
 
-def test_parts_in_one_storage_are_told_apart():
+def test_parts_in_one_storage_are_distinguished():
     """By storage alone, V would be taken for K (both are slices of one raw tensor)."""
     case = mamba_beside_attention()
     caches = canonical_kv_caches(case.caches, case.config)

@@ -42,7 +42,7 @@ events = st.lists(st.tuples(st.sampled_from(("arrive", "vanish", "look", "look")
 
 
 @given(events, st.integers(1, 10))
-def test_every_chunk_leaves_once_and_the_end_is_said_once(events, chunks):
+def test_every_chunk_is_sent_once_and_the_end_reported_once(events, chunks):
     load = EarlyLoad(ReqContext("r"), [key(n) for n in range(chunks)], list(range(chunks)), 0)
     ready: set[bytes] = set()
     resident = {key(n) for n in range(chunks)}
@@ -68,7 +68,7 @@ def test_every_chunk_leaves_once_and_the_end_is_said_once(events, chunks):
 
 
 class ComingTier(PrefixTier):
-    """Holds everything; chunks of its loads arrive, and fail, when the test says."""
+    """Holds everything; chunks of its loads arrive, and fail, when the test chooses."""
 
     def __init__(self) -> None:
         self.tier_type = "coming"
@@ -213,12 +213,12 @@ def rows_of(rig: Rig, piece: LoadPiece) -> tuple[list[int], list[int]]:
     return piece.transfer_spec[0].block_ids.tolist(), expected
 
 
-def test_a_load_leaves_in_pieces_as_its_chunks_come(rig: Rig):
+def test_a_load_is_sent_in_pieces_as_its_chunks_arrive(rig: Rig):
     (first,) = rig.begin()
     assert (blocks_of(first), first.last, first.lost_blocks) == (DEVICE_BLOCKS[:8], False, [])
     assert rig.step() == [], "nothing has come since"
     rig.tier.arrive(8, 9)
-    assert rig.step() == [], "one chunk more is not worth a piece"
+    assert rig.step() == [], "one more chunk makes no piece"
     rig.tier.arrive(9, 12)
     (second,) = rig.step()
     assert (blocks_of(second), second.last) == (DEVICE_BLOCKS[8:12], False)
@@ -234,7 +234,7 @@ def test_a_load_leaves_in_pieces_as_its_chunks_come(rig: Rig):
     rig.require_nothing_left()
 
 
-def test_a_load_does_not_begin_before_a_quarter_has_come(rig: Rig):
+def test_a_load_does_not_begin_before_a_quarter_has_arrived(rig: Rig):
     rig.ask()
     rig.step()
     rig.tier.arrive(0, 3)
@@ -252,7 +252,7 @@ def test_a_load_does_not_begin_while_the_rest_is_far(rig: Rig):
     assert rig.ask() == (None, False)
 
 
-def test_what_does_not_come_is_recomputed_and_what_came_before_it_is_not(rig: Rig):
+def test_a_chunk_that_does_not_arrive_is_recomputed_and_those_before_it_are_not(rig: Rig):
     (first,) = rig.begin()
     rig.tier.end(failed=[12])
     (rest,) = rig.step()

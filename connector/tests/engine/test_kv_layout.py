@@ -1,4 +1,4 @@
-"""What a rank says of its KV caches, and how the scheduler's process hears it."""
+"""A rank's description of its KV caches, and how the scheduler's process reads it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_memory_format_of_an_npu_counts(monkeypatch: pytest.MonkeyPatch):
     assert [one["layers"][0]["tensors"][0]["format"] for one in found] == [2, 29]
 
 
-def test_layers_that_are_alike_are_said_once():
+def test_layers_that_are_alike_are_described_once():
     (layers,) = facts(cache(NHD))["layers"]
     assert layers["names"] == ["layers.0", "layers.1"]
 
@@ -103,7 +103,7 @@ def test_a_small_cell_holds_a_digest():
 
 
 @pytest.mark.parametrize("damage", [b"", b"SPILLKVL" + b"\xff" * 40, b"\0" * 8])
-def test_a_rank_that_said_nothing_is_named(damage: bytes):
+def test_a_rank_without_a_report_is_named(damage: bytes):
     rows = memoryview(bytearray(4096))
     write_layout(rows, 0, 1024, {"rank": 0})
     rows[1024 : 1024 + len(damage)] = damage

@@ -79,7 +79,7 @@ def namespace(config: VllmConfig, layout: Layouts | None = None, **other: Any) -
     return Namespace.of(facts_of(config, layout, **other))
 
 
-# --- what must tell engines apart ----------------------------------------------------------------------------------
+# --- what must distinguish engines ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -298,12 +298,12 @@ def test_every_field_of_vllm_s_configuration_is_in_or_out_for_a_reason(name: str
     reasons = [names for names in listed.outside.values()]
     assert sum(map(len, reasons)) == len(listed.left_out), "a field is left out for two reasons"
     assert not listed.inside & listed.left_out
-    assert there - listed.inside - listed.left_out == set(), "say of each whether a block's bytes depend on it"
+    assert there - listed.inside - listed.left_out == set(), "classify each: do a block's bytes depend on it?"
     assert (listed.inside | listed.left_out) - there == set(), "vLLM has no such field any more"
 
 
 def test_every_configuration_inside_another_is_listed(model: Path):
-    """A class that nobody has looked at would be taken whole, its places and sizes with it."""
+    """A class that is not classified would be taken whole, its places and sizes with it."""
     settings = {"enable_lora": True, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
     unlisted = set()
 
@@ -398,9 +398,9 @@ def test_scales_taken_from_the_first_request_are_refused(model: Path):
         require_shareable_scales(engine(model, {"calculate_kv_scales": True, "kv_cache_dtype": "fp8_e5m2"}))
 
 
-def test_weights_that_cannot_be_told_apart_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_weights_that_cannot_be_identified_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch):
     config = engine(model)
-    monkeypatch.setattr(config.model_config, "model", "nobody/has-this")
+    monkeypatch.setattr(config.model_config, "model", "unknown/model")
     with pytest.raises(ConfigError, match="name the weights' version"):
         namespace(config)
     assert namespace(config, weights_version="7").hex != namespace(config, weights_version="8").hex

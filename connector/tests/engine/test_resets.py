@@ -1,4 +1,4 @@
-"""Resets while copies are under way: chunks are forgotten at once, rows are kept back."""
+"""Resets while copies are under way: chunks are dropped at once, rows are released when their jobs end."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def region() -> Iterator[HostRegion]:
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("seed", range(20))
 def test_no_row_is_handed_out_while_a_job_may_use_it(region: HostRegion, policy: str, seed: int):
-    """Random jobs on either side of resets; each knows its chunks, and once they are forgotten its rows."""
+    """Random jobs on either side of resets; each has its chunks, and once these are dropped its rows."""
     dice = random.Random(seed)
     tier = make_cpu_tier(ROWS, region, policy, enable_events=False)
     jobs: list[tuple[bool, list[bytes], list[int]]] = []  # a store?, chunks, rows
-    forgotten: list[list[int]] = []  # rows of jobs
+    dropped: list[list[int]] = []  # rows of jobs
 
     def in_use() -> Counter[int]:
-        return Counter(row for rows in [*(rows for _, _, rows in jobs), *forgotten] for row in rows)
+        return Counter(row for rows in [*(rows for _, _, rows in jobs), *dropped] for row in rows)
 
     for _ in range(300):
-        action = dice.choice(["store", "store", "load", "end", "end", "end forgotten", "reset"])
+        action = dice.choice(["store", "store", "load", "end", "end", "end dropped", "reset"])
         keys = [key(number) for number in dice.sample(range(12), dice.randint(1, 4))]
         if action == "store":
             busy = in_use()
@@ -82,16 +82,16 @@ def test_no_row_is_handed_out_while_a_job_may_use_it(region: HostRegion, policy:
                 tier.complete_store(chunks, CONTEXT, dice.random() < 0.8)
             else:
                 tier.complete_load(chunks, CONTEXT)
-        elif action == "end forgotten" and forgotten:
-            tier.release(forgotten.pop(dice.randrange(len(forgotten))))
+        elif action == "end dropped" and dropped:
+            tier.release(dropped.pop(dice.randrange(len(dropped))))
         elif action == "reset" and dice.random() < 0.3:
             assert [tier.rows_of(chunks) for _, chunks, _ in jobs] == [rows for *_, rows in jobs]
             tier.reset_cache()
-            forgotten += [rows for *_, rows in jobs]
+            dropped += [rows for *_, rows in jobs]
             jobs.clear()
             assert not tier.resident and not tier.ready
             assert tier.quarantine == in_use()
-    for rows in forgotten:
+    for rows in dropped:
         tier.release(rows)
     tier.reset_cache()
     for *_, rows in jobs:
@@ -101,7 +101,7 @@ def test_no_row_is_handed_out_while_a_job_may_use_it(region: HostRegion, policy:
     assert sorted(output.store_spec.block_ids.tolist()) == list(range(ROWS))
 
 
-def test_a_row_that_nobody_uses_cannot_be_released(region: HostRegion):
+def test_a_row_that_no_job_uses_cannot_be_released(region: HostRegion):
     tier = make_cpu_tier(ROWS, region, "lru", enable_events=False)
     tier.prepare_store([key(1)], CONTEXT)
     tier.reset_cache()
@@ -111,7 +111,7 @@ def test_a_row_that_nobody_uses_cannot_be_released(region: HostRegion):
 
 
 class HeldTier(PrefixTier):
-    """Holds what `holds` says; its jobs end when the test says."""
+    """Holds the keys in `holds`; its jobs end when the test chooses."""
 
     def __init__(self) -> None:
         self.tier_type = "held"
@@ -246,7 +246,7 @@ def rig(region: HostRegion) -> Rig:
     return Rig(region)
 
 
-def test_the_rows_of_a_store_come_back_when_every_rank_has_ended_it(rig: Rig):
+def test_the_rows_of_a_store_are_released_when_every_rank_has_ended_it(rig: Rig):
     job, rows = rig.begin_store("old", 1)
     assert rig.half.reset_with_device()
     assert rig.cpu_tier.quarantine == Counter(rows)
@@ -260,7 +260,7 @@ def test_the_rows_of_a_store_come_back_when_every_rank_has_ended_it(rig: Rig):
     assert not rig.cpu_tier.quarantine and not rig.half._reset_jobs and not rig.half._failed_jobs
 
 
-def test_the_rows_of_a_load_come_back_when_every_rank_has_ended_it(rig: Rig):
+def test_the_rows_of_a_load_are_released_when_every_rank_has_ended_it(rig: Rig):
     rig.stored(1)
     job, rows = rig.begin_load("loading", 1)
     rig.half.weights_changing("the test")
@@ -271,7 +271,7 @@ def test_the_rows_of_a_load_come_back_when_every_rank_has_ended_it(rig: Rig):
     assert not rig.cpu_tier.quarantine
 
 
-def test_the_rows_of_a_promotion_and_of_a_cascade_come_back_when_the_tier_has_ended_them(rig: Rig):
+def test_the_rows_of_a_promotion_and_of_a_cascade_are_released_when_the_tier_has_ended_them(rig: Rig):
     job, cascaded = rig.begin_store("writer", 1)
     rig.report(job)
     keys = [bytes([2, number]) * 16 + bytes(4) for number in range(BLOCKS)]
@@ -281,7 +281,7 @@ def test_the_rows_of_a_promotion_and_of_a_cascade_come_back_when_the_tier_has_en
     assert rig.half.reset_with_device()
     assert rig.cpu_tier.quarantine == Counter(cascaded + promoted)
     assert not rig.cpu_tier.resident
-    rig.tier.arrived.append((rig.tier.loads[0].job_id, keys[:2]))  # of chunks that are forgotten
+    rig.tier.arrived.append((rig.tier.loads[0].job_id, keys[:2]))  # of chunks that are dropped
     rig.step()
     assert not rig.cpu_tier.resident
     rig.tier.end(rig.tier.stores)

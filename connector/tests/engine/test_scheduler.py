@@ -267,12 +267,12 @@ engine_steps = st.lists(
 @settings(max_examples=settings.default.max_examples, deadline=None)
 @given(schedule=engine_steps)
 @example(schedule=[("come", 0), ("come", 0), ("go", 0), ("ask", 0), ("report", 0), ("ask", 0)])
-def test_who_waits_is_told_what_a_look_would_say(schedule):
+def test_a_waiting_request_gets_the_answer_of_a_new_lookup(schedule):
     with open_scheduler("memory") as remembering, open_scheduler("forgetful") as looking:
         engines = Engine(remembering, forgetful=False), Engine(looking, forgetful=True)
         for action, number in schedule:
-            said, expected = (engine.do(action, number) for engine in engines)
-            assert said == expected, action
+            actual, expected = (engine.do(action, number) for engine in engines)
+            assert actual == expected, action
 
 
 def test_the_chunks_of_a_request_that_waits_are_renewed_once_a_second():
@@ -323,7 +323,7 @@ def test_the_last_chunk_alone_is_computed_not_loaded(scheduler):
     ):
         state.num_locally_computed_tokens = computed
         assert scheduler._only_last_chunk_missing(state) is missing
-    request.num_tokens += 1  # a token of a block that nobody has
+    request.num_tokens += 1  # a token of a block that no tier holds
     state.num_locally_computed_tokens = TOKENS - BLOCK_TOKENS
     assert not scheduler._only_last_chunk_missing(state), "the device lacks a block and a token"
 
@@ -349,7 +349,7 @@ def test_a_request_s_tenant_comes_from_its_salt(scheduler):
     assert tenant_of_context(scheduler._req_status["salted"].req_context) == tenant_of("alice")
 
 
-def test_when_the_weights_change_the_offloaded_is_forgotten_and_running_requests_offload_no_more(scheduler, caplog):
+def test_a_change_of_weights_drops_the_cpu_tier_and_running_requests_offload_no_more(scheduler, caplog):
     job = compute_and_store(scheduler, "writer")
     report(scheduler, {job: 2})
     scheduler.weights_changing("reload_weights")
@@ -362,7 +362,7 @@ def test_when_the_weights_change_the_offloaded_is_forgotten_and_running_requests
     assert build_meta(scheduler, {"reader": TOKENS}, {"reader": [5, 6, 7, 8]}).store_jobs
 
 
-def test_a_reset_leaves_no_request_waiting_for_jobs_that_are_no_more(scheduler):
+def test_a_reset_leaves_no_request_waiting_for_dropped_jobs(scheduler):
     compute_and_store(scheduler, "writer")
     gone = compute_and_store_distinct(scheduler)
     request = scheduler._req_status["writer"].req

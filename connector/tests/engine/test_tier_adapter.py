@@ -39,13 +39,13 @@ def test_a_directory(tmp_path: Path, mode: str):
     tier.close()
 
 
-@pytest.mark.parametrize(("mode", "said"), [("auto", "the directory holds frames in it"), ("slab", "as asked for")])
-def test_the_log_says_which_layout_and_what_nobody_uses(tmp_path: Path, mode: str, said: str, caplog):
+@pytest.mark.parametrize(("mode", "reason"), [("auto", "the directory holds frames in it"), ("slab", "as asked for")])
+def test_the_log_names_the_layout_and_unused_ones(tmp_path: Path, mode: str, reason: str, caplog):
     for folder in ("slab", "0a" * 16 + "/partial"):
         (tmp_path / folder).mkdir(parents=True)
     with caplog.at_level("INFO", logger="spillway_connector"):
         open_tier(parse_tier("nvme", {"path": str(tmp_path), "mode": mode}), NAMESPACE, PAYLOAD_BYTES).close()
-    assert f"NVMe tier {tmp_path}: layout slab" in caplog.text and said in caplog.text
+    assert f"NVMe tier {tmp_path}: layout slab" in caplog.text and reason in caplog.text
     assert "it also holds blocks in the layout files, which this engine neither uses nor removes" in caplog.text
 
 

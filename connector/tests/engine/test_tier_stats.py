@@ -59,7 +59,7 @@ def test_portions_add_up_to_the_counters(shared: SharedTier):
     assert sums["tier_misses|memory|gone"] == ROWS
 
 
-def test_a_tier_that_nobody_uses_is_looked_at_once_a_second(shared: SharedTier):
+def test_an_idle_tier_is_read_once_a_second(shared: SharedTier):
     clock = SteppedClock()
     report = TierReport("memory", shared, clock)
     samples_of(report)

@@ -21,7 +21,7 @@ ROWS = 8
 
 
 class ScriptedTier(SecondaryTierManager):
-    """Answers lookups from a dict (absent: miss) and ends jobs when the test says."""
+    """Answers lookups from a dict (absent: miss) and ends jobs when the test chooses."""
 
     def __init__(self) -> None:
         self.tier_type = "scripted"
@@ -172,7 +172,7 @@ def test_one_request_cannot_promote_over_its_own_head(stack: Stack):
 
 
 def promote(stack: Stack, name: str, number: int, seconds: float) -> bool | None:
-    """What the first lookup of a chunk says; if it starts a promotion, let that end after `seconds`."""
+    """The answer of the first lookup of a chunk; if it starts a promotion, let that end after `seconds`."""
     context = request(name)
     stack.manager.on_new_request(context)
     stack.tier.holds = {key(number): True}
@@ -223,7 +223,7 @@ def test_rows_of_a_running_cascade_are_not_evicted(stack: Stack):
     assert stack.manager.prepare_store([key(100)], context) is not None
 
 
-def test_reset_forgets_everything_and_leaves_nothing_pending(stack: Stack):
+def test_reset_drops_everything_and_leaves_nothing_pending(stack: Stack):
     context = request()
     stack.store(1)
     stack.manager.on_new_request(context)

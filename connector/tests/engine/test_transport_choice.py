@@ -80,7 +80,7 @@ def test_the_cuda_platform_copies_through_the_driver(region, monkeypatch):
     assert double.live() == (0, 0, 0, 0)
 
 
-def test_an_npu_without_its_runtime_says_which_file_is_missing(region):
+def test_an_npu_without_its_runtime_names_the_missing_file(region):
     with pytest.raises(ConfigError, match=r"'/nowhere.so' cannot be loaded"):
         opened(region, transport="npu", acl_library_path="/nowhere.so")
 

@@ -38,7 +38,7 @@ def core(order: list[str]) -> EngineCore:
 
 
 @pytest.mark.parametrize("method", ["reload_weights", "start_weight_update", "update_weights", "finish_weight_update"])
-def test_what_vllm_has_for_changing_weights_is_told_before_it_runs(core: EngineCore, order: list[str], method: str):
+def test_vllm_s_rpcs_that_change_weights_are_reported_before_they_run(core: EngineCore, order: list[str], method: str):
     assert callable(getattr(Worker, method)), "vLLM's worker has no such RPC any more"
     core.collective_rpc(method, kwargs={"weights_path": "/elsewhere"})
     assert order == [f"notified of {method}", f"ran {method}"]
@@ -74,5 +74,5 @@ def test_listening_twice_tells_once(core: EngineCore, order: list[str]):
     assert parameters == ["self", "method", "timeout", "args", "kwargs"]
 
 
-def test_an_rpc_nobody_knows_is_taken_for_a_change():
+def test_an_unknown_rpc_counts_as_a_change():
     assert may_change_weights("something_new")

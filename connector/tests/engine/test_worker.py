@@ -20,7 +20,7 @@ from spillway_connector.engine.worker import SpillwayConnectorWorker, SpillwayWo
 
 
 class ScriptedHandler(OffloadingHandler):
-    """Takes jobs, and ends them when and how the test says."""
+    """Takes jobs, and ends them when and how the test chooses."""
 
     def __init__(self) -> None:
         self.submitted: list[int] = []

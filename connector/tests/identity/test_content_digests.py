@@ -71,7 +71,7 @@ def test_a_change_of_the_same_size_is_read_again(tmp_path: Path, reads: list[str
     before = digests_of([path], [tmp_path], now_ns=in_a_minute)
     found = path.stat()
     path.write_bytes(b"two")
-    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))  # who hides a change by setting the time back
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))  # a change hidden by setting the time back
     assert digests_of([path], [tmp_path], now_ns=in_a_minute) != before
     assert reads == ["a.bin", "a.bin"]
 

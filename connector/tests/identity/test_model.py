@@ -114,7 +114,7 @@ def test_digests_are_remembered_beside_the_weights_or_in_the_cache(folder: Path,
     assert cache != cache_folders_of(folder.parent)[1]
     assert cache_folders_of(folder / "model.safetensors")[0] == folder
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "")  # a container's user that nobody has written down
+    monkeypatch.setenv("HOME", "")  # a container's user without an entry in passwd
     assert cache_folders_of(folder)[0] == folder
 
 

@@ -25,6 +25,6 @@ def test_a_row_holds_every_rank_and_less_than_a_page_of_padding(block_bytes, per
     assert geometry.rows_in(geometry.row_bytes * 7 + 1) == 7
 
 
-def test_a_budget_below_one_chunk_says_what_to_set():
+def test_a_budget_below_one_chunk_names_the_remedy():
     with pytest.raises(ConfigError, match="set cpu_bytes_to_use >= 4096"):
         ChunkGeometry(100, 1, 1).rows_in(4095)

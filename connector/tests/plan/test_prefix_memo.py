@@ -240,7 +240,7 @@ def test_a_current_answer_is_what_a_new_lookup_would_return(prompts, schedule, d
             answer = answers.get(request_id)
             quick = answer is not None and answer.stamp == world.memo.stamp and world.now < answer.valid_until
             current = answer is not None and world.memo.is_current(answer, request_id)
-            assert current or not quick, "the comparison alone never says more than the check"
+            assert current or not quick, "the comparison alone never accepts more than the check"
             if answer is None or not current:
                 answer = answers[request_id] = world.answer(request_id, keys)
             assert answer.chunks == world.compute(request_id, keys)
@@ -260,7 +260,7 @@ def test_an_answer_outlives_what_does_not_concern_it(keys, schedule):
             world.request_log.add(["r1", "r2"][number % 2 :][:1])
         world.begin_step()
         assert world.memo.is_current(answer, "r0")
-        assert answer.stamp == world.memo.stamp, "from here on one comparison tells"
+        assert answer.stamp == world.memo.stamp, "from here on one comparison suffices"
 
 
 def test_changes_that_a_lookup_makes_itself_do_not_outdate_its_answer():

@@ -79,7 +79,7 @@ def test_keys_of_one_block_in_two_groups_are_two_keys():
     assert sketch.estimate([block_key(1, 0), block_key(1, 1)]).tolist() == [1, 0]
 
 
-def test_what_was_asked_for_once_is_forgotten():
+def test_a_key_requested_once_ages_out():
     sketch = FrequencySketch()
     for _ in range(3):
         sketch.add([block_key(0)])

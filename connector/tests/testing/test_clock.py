@@ -5,7 +5,7 @@ import pytest
 from spillway_connector.testing.clock import SteppedClock
 
 
-def test_it_moves_when_told_and_never_back() -> None:
+def test_it_moves_by_advance_and_never_back() -> None:
     clock = SteppedClock(5.0)
     assert clock() == clock() == 5.0
     clock.advance(1.5)

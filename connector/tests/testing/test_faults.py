@@ -65,7 +65,7 @@ def test_a_refusing_tier_refuses_what_was_chosen(memory: MemoryTier, clock: Step
     assert tier.contains([key_of(1)], clock() + 1) == [False]
 
 
-def test_a_corrupting_tier_knows_what_it_damaged(clock: SteppedClock) -> None:
+def test_a_corrupting_tier_lists_what_it_damaged(clock: SteppedClock) -> None:
     tier = CorruptingTier(NAMESPACE, SIZE, MemoryStore(1 << 20), seed=1, corrupt_ratio=0.5, clock=clock)
     honest = MemoryTier(NAMESPACE, SIZE, MemoryStore(1 << 20), clock=clock, wall_clock=lambda: 1.0)
     for seed in range(50):

@@ -20,7 +20,7 @@ def job_of(items: int, operation: Operation = Operation.LOAD) -> TransferJob:
 
 
 @given(steps, st.sampled_from((Operation.LOAD, Operation.STORE)))
-def test_every_key_ends_once_and_the_last_end_says_so(steps, operation):
+def test_every_key_ends_once_and_the_last_end_is_marked(steps, operation):
     job = job_of(6, operation)
     copied: set[int] = set()
     fate: dict[int, str] = {}
@@ -60,7 +60,7 @@ def test_every_key_ends_once_and_the_last_end_says_so(steps, operation):
         assert sorted(job.errors) == sorted(number for number in fate if fate[number] == "failed")
 
 
-def test_a_job_knows_how_long_its_workers_took_and_when_the_last_chunk_came():
+def test_a_job_has_its_workers_time_and_that_of_its_last_chunk():
     job = job_of(3)
     TransferItem(job, 0).settle(None, 11.0, 13.0)
     TransferItem(job, 1).settle(None, 11.0, 12.0)

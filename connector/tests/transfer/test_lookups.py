@@ -25,7 +25,7 @@ KEYS = [key_of(number) for number in range(8)]
 
 
 class SetTier(MemoryTier):
-    """Holds the keys that a test gives it."""
+    """Holds the keys in `held`."""
 
     def __init__(self, clock: SteppedClock) -> None:
         super().__init__(NAMESPACE, 16, MemoryStore(1 << 20), clock=clock)
@@ -35,7 +35,7 @@ class SetTier(MemoryTier):
         return [key in self.held for key in keys]
 
 
-class KnowingTier(SetTier):
+class IndexedTier(SetTier):
     """Has its index in memory."""
 
     asked: list[list[bytes]]
@@ -46,7 +46,7 @@ class KnowingTier(SetTier):
         return [key in self.held for key in keys]
 
 
-class Desk:
+class Rig:
     def __init__(self, kind: type[SetTier] = SetTier) -> None:
         self.clock = SteppedClock()
         self.tier = kind(self.clock)
@@ -55,7 +55,7 @@ class Desk:
         self.presence = PresenceIndex()
         self.answered = threading.Semaphore(0)
         breaker = Breaker(BreakerPolicy(), self.clock)
-        self.desk = TierLookups(
+        self.lookups = TierLookups(
             self.tier,
             self.presence,
             self.counters,
@@ -69,130 +69,130 @@ class Desk:
 
     def answer(self) -> None:
         """Let what was asked be answered."""
-        if self.desk._unsent:
-            self.desk.flush()
+        if self.lookups._unsent:
+            self.lookups.flush()
             assert self.answered.acquire(timeout=REAL_SECONDS)
-        self.desk.collect()
+        self.lookups.collect()
 
     def one_by_one(self, keys: Sequence[bytes], request: str) -> list[Lookup]:
         found = []
         for key in keys:
-            found.append(self.desk.lookup(key, request))
+            found.append(self.lookups.lookup(key, request))
             if found[-1] is Lookup.MISS:
                 break
         return found
 
     def close(self) -> None:
-        self.desk.stop()
-        self.desk.join(REAL_SECONDS)
+        self.lookups.stop()
+        self.lookups.join(REAL_SECONDS)
 
 
-def unsent(desk: TierLookups) -> list[bytes]:
-    return [key for page in desk._unsent for key in page.keys]
+def unsent(lookups: TierLookups) -> list[bytes]:
+    return [key for page in lookups._unsent for key in page.keys]
 
 
 actions = st.tuples(
-    st.sampled_from(("ask", "ask", "answer", "hold", "wait", "forget")), st.integers(0, 7), st.sampled_from("ab")
+    st.sampled_from(("ask", "ask", "answer", "hold", "wait", "drop")), st.integers(0, 7), st.sampled_from("ab")
 )
 
 
 @settings(max_examples=3 * settings.default.max_examples // 2, deadline=None)
-@given(schedule=st.lists(actions, max_size=25), kind=st.sampled_from((SetTier, KnowingTier)))
+@given(schedule=st.lists(actions, max_size=25), kind=st.sampled_from((SetTier, IndexedTier)))
 def test_a_batch_is_answered_as_its_keys_one_by_one(schedule, kind):
-    batch, single = Desk(kind), Desk(kind)
+    batch, single = Rig(kind), Rig(kind)
     try:
         for action, number, request in schedule:
             if action == "ask":
                 keys = KEYS[number // 2 : number + 1]
-                assert batch.desk.lookup_batch(keys, request).found == single.one_by_one(keys, request)
-            for desk in (batch, single):
+                assert batch.lookups.lookup_batch(keys, request).found == single.one_by_one(keys, request)
+            for rig in (batch, single):
                 if action == "answer":
-                    desk.answer()
+                    rig.answer()
                 elif action == "hold":
-                    desk.tier.held ^= {KEYS[number]}
+                    rig.tier.held ^= {KEYS[number]}
                 elif action == "wait":
-                    desk.clock.advance(0.03125 * number)
-                elif action == "forget":
-                    desk.desk.drop_request(request)
+                    rig.clock.advance(0.03125 * number)
+                elif action == "drop":
+                    rig.lookups.drop_request(request)
             assert batch.counters.lookups == single.counters.lookups
-            assert batch.desk._asked.keys() == single.desk._asked.keys()
-            assert unsent(batch.desk) == unsent(single.desk)
+            assert batch.lookups._asked.keys() == single.lookups._asked.keys()
+            assert unsent(batch.lookups) == unsent(single.lookups)
     finally:
         batch.close()
         single.close()
 
 
 @pytest.fixture
-def desk():
-    desk = Desk()
-    yield desk
-    desk.close()
+def rig():
+    rig = Rig()
+    yield rig
+    rig.close()
 
 
-def test_an_answer_concerns_the_requests_that_wait_for_it_alone(desk: Desk):
-    assert desk.desk.lookup_batch(KEYS[:4], "first").found == [Lookup.PENDING] * 4
-    assert desk.desk.lookup_batch(KEYS[3:6], "second").found == [Lookup.PENDING] * 3
-    since = desk.answered_requests.position
-    desk.answer()
-    assert set(desk.answered_requests.since(since)) == {"first", "second"}
-    since = desk.answered_requests.position
-    assert desk.desk.lookup_batch(KEYS[7:], "third").found == [Lookup.PENDING]
-    assert not desk.answered_requests.since(since)
-    desk.answer()
-    assert desk.answered_requests.since(since) == ["third"]
+def test_an_answer_concerns_the_requests_that_wait_for_it_alone(rig: Rig):
+    assert rig.lookups.lookup_batch(KEYS[:4], "first").found == [Lookup.PENDING] * 4
+    assert rig.lookups.lookup_batch(KEYS[3:6], "second").found == [Lookup.PENDING] * 3
+    since = rig.answered_requests.position
+    rig.answer()
+    assert set(rig.answered_requests.since(since)) == {"first", "second"}
+    since = rig.answered_requests.position
+    assert rig.lookups.lookup_batch(KEYS[7:], "third").found == [Lookup.PENDING]
+    assert not rig.answered_requests.since(since)
+    rig.answer()
+    assert rig.answered_requests.since(since) == ["third"]
 
 
-def test_an_answer_says_how_long_it_is_good(desk: Desk):
-    desk.tier.held = set(KEYS[:2])
-    assert desk.desk.lookup_batch(KEYS, "r").valid_until == desk.clock() + 0.25, "the request's patience"
-    desk.answer()
-    found, valid_until = desk.desk.lookup_batch(KEYS, "r")
+def test_an_answer_carries_its_expiry(rig: Rig):
+    rig.tier.held = set(KEYS[:2])
+    assert rig.lookups.lookup_batch(KEYS, "r").valid_until == rig.clock() + 0.25, "the request's waiting time"
+    rig.answer()
+    found, valid_until = rig.lookups.lookup_batch(KEYS, "r")
     assert found == [Lookup.HIT, Lookup.HIT, Lookup.MISS]
-    assert valid_until == desk.clock() + 5.0, "the memory of what is absent"
+    assert valid_until == rig.clock() + 5.0, "until the answer 'absent' expires"
 
 
-def test_too_many_open_questions_are_a_miss_for_now(desk: Desk, monkeypatch: pytest.MonkeyPatch):
+def test_too_many_open_questions_are_a_miss_for_now(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lookups, "ASKED_KEYS_MAX", 3)
-    found, valid_until = desk.desk.lookup_batch(KEYS, "r")
+    found, valid_until = rig.lookups.lookup_batch(KEYS, "r")
     assert found == [Lookup.PENDING] * 3 + [Lookup.MISS]
-    assert valid_until <= desk.clock(), "ask again at once"
-    assert desk.counters.lookups == {LookupOutcome.REFUSED: 1}
-    desk.answer()
-    assert desk.desk.lookup_batch(KEYS[5:], "r").found == [Lookup.PENDING] * 3
+    assert valid_until <= rig.clock(), "ask again at once"
+    assert rig.counters.lookups == {LookupOutcome.REFUSED: 1}
+    rig.answer()
+    assert rig.lookups.lookup_batch(KEYS[5:], "r").found == [Lookup.PENDING] * 3
 
 
-def test_a_tier_that_knows_is_asked_at_once_and_about_one_key_where_that_says_all():
-    desk = Desk(KnowingTier)
+def test_a_tier_with_a_local_index_is_asked_at_once_and_about_one_key_where_that_decides():
+    rig = Rig(IndexedTier)
     try:
-        assert desk.desk.lookup_batch(KEYS, "r").found == [Lookup.MISS]
-        assert desk.tier.asked == [KEYS[:1]]
-        desk.clock.advance(6.0)
-        desk.tier.held = set(KEYS[:5])
-        assert desk.desk.lookup_batch(KEYS, "r").found == [Lookup.HIT] * 5 + [Lookup.MISS]
-        assert not desk.desk.has_work
+        assert rig.lookups.lookup_batch(KEYS, "r").found == [Lookup.MISS]
+        assert rig.tier.asked == [KEYS[:1]]
+        rig.clock.advance(6.0)
+        rig.tier.held = set(KEYS[:5])
+        assert rig.lookups.lookup_batch(KEYS, "r").found == [Lookup.HIT] * 5 + [Lookup.MISS]
+        assert not rig.lookups.has_work
     finally:
-        desk.close()
+        rig.close()
 
 
-def test_a_tier_that_knows_is_asked_in_few_batches_and_not_behind_the_first_absent_key():
-    desk = Desk(KnowingTier)
+def test_a_tier_with_a_local_index_is_asked_in_few_batches_and_not_behind_the_first_absent_key():
+    rig = Rig(IndexedTier)
     prompt = [key_of(number) for number in range(600)]
-    desk.tier.held = set(prompt) - {prompt[300]}
+    rig.tier.held = set(prompt) - {prompt[300]}
     try:
-        assert desk.desk.lookup_batch(prompt, "r").found == [Lookup.HIT] * 300 + [Lookup.MISS]
-        assert [len(keys) for keys in desk.tier.asked] == [1, 1, 255, 343]
-        assert desk.presence.get(prompt[301], desk.clock()) is None
-        assert desk.desk.lookup_batch(prompt, "r").found == [Lookup.HIT] * 300 + [Lookup.MISS]
-        assert len(desk.tier.asked) == 4, "remembered"
-        assert desk.counters.lookups == {LookupOutcome.HIT: 600, LookupOutcome.MISS: 2}
+        assert rig.lookups.lookup_batch(prompt, "r").found == [Lookup.HIT] * 300 + [Lookup.MISS]
+        assert [len(keys) for keys in rig.tier.asked] == [1, 1, 255, 343]
+        assert rig.presence.get(prompt[301], rig.clock()) is None
+        assert rig.lookups.lookup_batch(prompt, "r").found == [Lookup.HIT] * 300 + [Lookup.MISS]
+        assert len(rig.tier.asked) == 4, "from the presence index"
+        assert rig.counters.lookups == {LookupOutcome.HIT: 600, LookupOutcome.MISS: 2}
     finally:
-        desk.close()
+        rig.close()
 
 
 @given(
     st.lists(st.sampled_from((None, 3.0, 7.0, -3.0, -7.0)), min_size=1, max_size=8),
 )
-def test_who_is_asked_is_everyone_without_an_answer_before_the_first_absent(expiries):
+def test_keys_without_an_answer_before_the_first_absent_are_asked_for(expiries):
     now, keys = 5.0, KEYS[: len(expiries)]
     expected = []
     for key, expiry in zip(keys, expiries, strict=True):
@@ -216,78 +216,78 @@ class CountedKey(bytes):
 
 
 @pytest.mark.parametrize(("requests", "keys_each"), [(256, 256), (64, 1024), (1, 65_536), (4096, 16)])
-def test_an_answer_costs_a_few_operations_a_key_and_is_taken_in_by_steps(desk: Desk, requests: int, keys_each: int):
+def test_an_answer_costs_a_few_operations_a_key_and_is_taken_in_by_steps(rig: Rig, requests: int, keys_each: int):
     asked = [[CountedKey(key_of(r * keys_each + n)) for n in range(keys_each)] for r in range(requests)]
     for number, keys in enumerate(asked):
-        assert desk.desk.lookup_batch(keys, f"r{number}").found == [Lookup.PENDING] * keys_each
-    desk.tier.held = set(asked[0])
-    desk.desk.flush()
-    assert desk.answered.acquire(timeout=REAL_SECONDS)
+        assert rig.lookups.lookup_batch(keys, f"r{number}").found == [Lookup.PENDING] * keys_each
+    rig.tier.held = set(asked[0])
+    rig.lookups.flush()
+    assert rig.answered.acquire(timeout=REAL_SECONDS)
     steps = 0
-    while desk.desk.has_work:
-        open_before, CountedKey.operations = len(desk.desk._asked), 0
-        desk.desk.collect()
-        desk.desk.collect()  # as often as a step may ask
-        taken_in = open_before - len(desk.desk._asked)
+    while rig.lookups.has_work:
+        open_before, CountedKey.operations = len(rig.lookups._asked), 0
+        rig.lookups.collect()
+        rig.lookups.collect()  # as often as a step may ask
+        taken_in = open_before - len(rig.lookups._asked)
         assert 0 < taken_in <= lookups.TAKEN_IN_KEYS_MAX + lookups.PAGE_KEYS
         assert CountedKey.operations <= 8 * taken_in
-        desk.desk.flush()
+        rig.lookups.flush()
         steps += 1
     assert steps >= requests * keys_each / (lookups.TAKEN_IN_KEYS_MAX + lookups.PAGE_KEYS)
-    assert desk.desk.lookup_batch(asked[0], "r0").found == [Lookup.HIT] * keys_each
+    assert rig.lookups.lookup_batch(asked[0], "r0").found == [Lookup.HIT] * keys_each
     if requests > 1:
-        assert desk.desk.lookup_batch(asked[-1], "last").found == [Lookup.MISS]
+        assert rig.lookups.lookup_batch(asked[-1], "last").found == [Lookup.MISS]
 
 
 def test_a_request_whose_answer_is_there_does_not_expire_before_it_is_taken_in(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(lookups, "PAGE_KEYS", 2)
     monkeypatch.setattr(lookups, "TAKEN_IN_KEYS_MAX", 2)
-    desk.tier.held = set(KEYS)
+    rig.tier.held = set(KEYS)
     for request, keys in (("a", KEYS[:4]), ("b", KEYS[4:])):
-        assert desk.desk.lookup_batch(keys, request).found == [Lookup.PENDING] * 4
-    desk.desk.flush()
-    assert desk.answered.acquire(timeout=REAL_SECONDS)
-    desk.clock.advance(0.2)
-    desk.desk.collect()
-    desk.clock.advance(10.0)  # steps that take longer than any request may wait for the tier
-    assert desk.desk.lookup_batch(KEYS[4:], "b") == ([Lookup.PENDING] * 4, math.inf)
+        assert rig.lookups.lookup_batch(keys, request).found == [Lookup.PENDING] * 4
+    rig.lookups.flush()
+    assert rig.answered.acquire(timeout=REAL_SECONDS)
+    rig.clock.advance(0.2)
+    rig.lookups.collect()
+    rig.clock.advance(10.0)  # steps that take longer than any request may wait for the tier
+    assert rig.lookups.lookup_batch(KEYS[4:], "b") == ([Lookup.PENDING] * 4, math.inf)
     for _ in range(3):
-        desk.desk.flush()
-        desk.desk.collect()
-    assert desk.desk.lookup_batch(KEYS[4:], "b").found == [Lookup.HIT] * 4
+        rig.lookups.flush()
+        rig.lookups.collect()
+    assert rig.lookups.lookup_batch(KEYS[4:], "b").found == [Lookup.HIT] * 4
     absent = [key_of(100)]
-    assert desk.desk.lookup_batch(absent, "b") == ([Lookup.PENDING], desk.clock() + 0.25), "nothing of it was charged"
+    assert rig.lookups.lookup_batch(absent, "b") == ([Lookup.PENDING], rig.clock() + 0.25), "nothing of it was charged"
 
 
-def test_requests_that_wait_for_the_same_key_all_end_with_its_answer(desk: Desk):
-    begun = desk.clock()
+def test_requests_that_wait_for_the_same_key_all_end_with_its_answer(rig: Rig):
+    begun = rig.clock()
     for request in "abc":
-        assert desk.desk.lookup_batch(KEYS[:3], request).found == [Lookup.PENDING] * 3
-    assert desk.desk.lookup_batch(KEYS[2:5], "d").found == [Lookup.PENDING] * 3
-    assert unsent(desk.desk) == KEYS[:5], "each key once"
-    desk.clock.advance(0.125)
-    desk.answer()
-    desk.clock.advance(50.0)
+        assert rig.lookups.lookup_batch(KEYS[:3], request).found == [Lookup.PENDING] * 3
+    assert rig.lookups.lookup_batch(KEYS[2:5], "d").found == [Lookup.PENDING] * 3
+    assert unsent(rig.lookups) == KEYS[:5], "each key once"
+    rig.clock.advance(0.125)
+    rig.answer()
+    rig.clock.advance(50.0)
     for request in "abcd":
-        assert desk.desk._waits[request].expires_at(desk.clock()) == desk.clock() + 0.125, "left of its patience"
-    assert begun + 50.125 == desk.clock()
+        assert rig.lookups._waits[request].expires_at(rig.clock()) == rig.clock() + 0.125, "left of its waiting time"
+    assert begun + 50.125 == rig.clock()
 
 
-def test_what_nobody_answers_is_given_up_and_asked_again(desk: Desk):
+def test_a_batch_without_an_answer_is_given_up_and_asked_again(rig: Rig):
     held = threading.Event()
-    contains = desk.tier.contains
-    desk.tier.contains = lambda keys, deadline: held.wait(REAL_SECONDS) and contains(keys, deadline)
-    assert desk.desk.lookup_batch(KEYS, "a").found == [Lookup.PENDING] * 8
-    desk.desk.flush()
-    desk.clock.advance(0.25)
-    assert desk.desk.lookup_batch(KEYS, "a").found == [Lookup.MISS]
-    desk.desk.collect()
-    assert not desk.desk.has_work
-    assert desk.desk.lookup_batch(KEYS, "b").found == [Lookup.PENDING] * 8
+    contains = rig.tier.contains
+    rig.tier.contains = lambda keys, deadline: held.wait(REAL_SECONDS) and contains(keys, deadline)
+    assert rig.lookups.lookup_batch(KEYS, "a").found == [Lookup.PENDING] * 8
+    rig.lookups.flush()
+    rig.clock.advance(0.25)
+    assert rig.lookups.lookup_batch(KEYS, "a").found == [Lookup.MISS]
+    rig.lookups.collect()
+    assert not rig.lookups.has_work
+    assert rig.lookups.lookup_batch(KEYS, "b").found == [Lookup.PENDING] * 8
     held.set()
-    assert desk.answered.acquire(timeout=REAL_SECONDS)  # the late answer to the first question
-    desk.answer()
-    assert desk.desk.lookup_batch(KEYS, "b").found == [Lookup.MISS]
-    assert desk.presence.get(KEYS[0], desk.clock()) is False
+    assert rig.answered.acquire(timeout=REAL_SECONDS)  # the late answer to the first question
+    rig.answer()
+    assert rig.lookups.lookup_batch(KEYS, "b").found == [Lookup.MISS]
+    assert rig.presence.get(KEYS[0], rig.clock()) is False

@@ -177,7 +177,7 @@ def test_what_was_stored_is_a_hit_at_once(rig: Rig) -> None:
     assert shared.lookup(key_of(3), "r") is Lookup.HIT
 
 
-def test_an_answer_is_believed_only_for_a_while(rig: Rig) -> None:
+def test_an_answer_expires(rig: Rig) -> None:
     shared = rig.start()
     assert rig.answer(key_of(1)) is Lookup.MISS
     rig.fill([1])  # by another engine
@@ -426,9 +426,7 @@ def test_every_job_is_reported_once_when_all_threads_hang(rig: Rig, hang: Callab
     assert shared.finished() == []
 
 
-def test_of_a_load_that_takes_its_time_what_has_come_is_told_before_its_end(
-    rig: Rig, hang: Callable[..., HangingTier]
-) -> None:
+def test_chunks_of_a_slow_load_are_reported_before_its_end(rig: Rig, hang: Callable[..., HangingTier]) -> None:
     rig.fill([1, 2])
     tier = hang(Operation.LOAD)
     passing = threading.Event()
@@ -503,7 +501,7 @@ class BusyElsewhere(MemoryTier):
         return super().store(key, source, deadline, tenant)
 
 
-def test_what_another_engine_is_writing_is_no_failure_and_not_believed_to_be_there(rig: Rig) -> None:
+def test_what_another_engine_is_writing_is_no_failure_and_does_not_count_as_present(rig: Rig) -> None:
     shared = rig.start(BusyElsewhere(NAMESPACE, PAYLOAD, rig.medium, clock=rig.clock))
     shared.submit_store(1, keys(range(4)), range(4))
     outcome = rig.outcome(1)
@@ -519,7 +517,7 @@ def test_what_another_engine_is_writing_is_no_failure_and_not_believed_to_be_the
     assert shared.snapshot().skipped == {SkipReason.PENDING: 3}
 
 
-def test_a_tier_that_cannot_be_used_is_said_at_start_and_when_it_can_be(
+def test_a_tier_that_cannot_be_used_is_logged_at_start_and_when_it_can_be(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = MemoryTier(NAMESPACE, PAYLOAD, rig.medium, clock=rig.clock)
@@ -543,10 +541,10 @@ def test_a_tier_that_cannot_be_used_is_said_at_start_and_when_it_can_be(
     while not shared.snapshot().ready:
         rig.clock.advance(11.0)
         rig.answer(key_of(50), str(rig.clock()))
-    said = [record.getMessage() for record in caplog.records if "Shared tier memory" in record.getMessage()]
-    assert len(said) == 2, "once, however often it is tried"
-    assert "path: /mnt/nmve: /mnt/nmve does not exist" in said[0]
-    assert "can be used again" in said[1]
+    logged = [record.getMessage() for record in caplog.records if "Shared tier memory" in record.getMessage()]
+    assert len(logged) == 2, "once, however often it is tried"
+    assert "path: /mnt/nmve: /mnt/nmve does not exist" in logged[0]
+    assert "can be used again" in logged[1]
 
 
 class PacedTier(MemoryTier):
@@ -669,7 +667,7 @@ def test_lookups_that_hang_open_the_breaker(rig: Rig, hang: Callable[..., Hangin
     assert shared.snapshot().failures == {(Operation.LOOKUP, UnreachableReason.TIMEOUT): 3}
 
 
-def test_a_failed_lookup_is_a_miss_for_all_who_wait(rig: Rig) -> None:
+def test_a_failed_lookup_is_a_miss_for_all_waiting_requests(rig: Rig) -> None:
     shared = rig.start(FailingTier(rig.memory(), lambda: TierRefused(RefusedReason.LOADING, "injected")))
     assert [rig.answer(key_of(1), "a"), rig.answer(key_of(1), "b")] == [Lookup.MISS, Lookup.MISS]
     assert shared.snapshot().failures == {(Operation.LOOKUP, RefusedReason.LOADING): 1}
@@ -703,7 +701,7 @@ def test_a_drain_gives_up_on_what_hangs(rig: Rig, hang: Callable[..., HangingTie
     assert not rig.rows[:, :PAYLOAD].any()
 
 
-def test_closing_is_bounded_lets_go_of_the_rows_and_refuses_what_comes_after(
+def test_closing_is_bounded_releases_the_rows_and_refuses_later_jobs(
     rig: Rig, hang: Callable[..., HangingTier]
 ) -> None:
     shared = rig.start(hang(*Operation))
@@ -786,7 +784,7 @@ class TenantTier(TierWrapper):
         return super().store(key, source, deadline, tenant)
 
 
-def test_a_store_says_whose_it_is(rig: Rig) -> None:
+def test_a_store_carries_its_tenant(rig: Rig) -> None:
     tier = TenantTier(rig.memory())
     shared = rig.start(tier)
     shared.submit_store(1, keys([1]), [1], tenant=b"tenant-1")

@@ -29,7 +29,7 @@ def prompt_keys(prompt: int) -> list[bytes]:
 
 
 class ScriptedTier(PrefixTier):
-    """Answers at once from `holds` (absent: miss; None: still looking) and ends jobs when the test says."""
+    """Answers at once from `holds` (absent: miss; None: still looking) and ends jobs when the test chooses."""
 
     def __init__(self) -> None:
         self.tier_type = "scripted"
@@ -62,11 +62,11 @@ class ScriptedTier(PrefixTier):
                 break
         return Answers(found, float("inf"))
 
-    def learn(self, keys: Sequence[bytes], held: bool | None) -> None:
+    def set_held(self, keys: Sequence[bytes], held: bool | None) -> None:
         self.holds.update(dict.fromkeys(keys, held))
-        self.tell_of(keys)
+        self.report(keys)
 
-    def tell_of(self, keys: Sequence[bytes]) -> None:
+    def report(self, keys: Sequence[bytes]) -> None:
         self.answered_requests.add(set().union(*(self.askers.get(key, ()) for key in keys)))
 
     def submit_store(self, job_metadata):
@@ -132,11 +132,11 @@ class Stack:
         keys = prompt_keys(prompt)
         context = self.requests[f"r{prompt}"]
         if action == "hold":
-            self.tier.learn(keys[: number + 1], True)
+            self.tier.set_held(keys[: number + 1], True)
         elif action == "look":
-            self.tier.learn(keys[number:], None)
+            self.tier.set_held(keys[number:], None)
         elif action == "lose":
-            self.tier.learn(keys[number:], False)
+            self.tier.set_held(keys[number:], False)
         elif action == "rest":
             self.tier.resting = not self.tier.resting
         elif action == "store":
@@ -149,7 +149,7 @@ class Stack:
                     failed = [key for at, key in enumerate(job.keys) if job.is_promotion and at % 3 == 1 and number > 3]
                     for key in failed:
                         self.tier.holds[key] = False
-                    self.tier.tell_of(failed)
+                    self.tier.report(failed)
                     self.tier.ended.append(
                         TierJobResult(job.job_id, not failed, failed_keys=frozenset(failed), seconds=0.05 * number)
                     )
@@ -235,16 +235,16 @@ def stack() -> Iterator[Stack]:
 
 def test_a_request_that_waits_asks_the_tier_only_when_something_has_changed(stack: Stack):
     keys, context = prompt_keys(1), stack.requests["r1"]
-    stack.tier.learn(keys, None)
+    stack.tier.set_held(keys, None)
     for _ in range(5):
         assert stack.manager.lookup_prefix(keys, context) is None
         stack.apply("nothing", 0, 0)
     assert stack.tier.questions == CHUNKS
-    stack.tier.learn(prompt_keys(2)[2:], True)  # of no concern to it
+    stack.tier.set_held(prompt_keys(2)[2:], True)  # of no concern to it
     assert stack.manager.lookup_prefix(keys, context) is None
     stack.apply("nothing", 0, 0)
     assert stack.tier.questions == CHUNKS
-    stack.tier.learn(keys[:1], True)
+    stack.tier.set_held(keys[:1], True)
     assert stack.manager.lookup_prefix(keys, context) is None
     assert stack.tier.questions == 2 * CHUNKS
     assert [list(job.keys) for job in stack.tier.loads] == [keys[:1]], "loaded at once, not at the end of the step"
@@ -252,7 +252,7 @@ def test_a_request_that_waits_asks_the_tier_only_when_something_has_changed(stac
 
 def test_the_chunks_of_a_request_are_promoted_as_one_job(stack: Stack):
     keys = prompt_keys(1)[:5]
-    stack.tier.learn(keys, True)
+    stack.tier.set_held(keys, True)
     assert stack.manager.lookup_prefix(keys, stack.requests["r1"]) is None
     (job,) = stack.tier.loads
     assert job.keys == keys
@@ -261,7 +261,7 @@ def test_the_chunks_of_a_request_are_promoted_as_one_job(stack: Stack):
 
 def test_what_a_prefix_ended_at_is_counted_by_reason(stack: Stack):
     keys = prompt_keys(1)
-    stack.tier.learn(keys, True)
+    stack.tier.set_held(keys, True)
     stack.manager.lookup_prefix(keys, stack.requests["r1"])  # 5 of 6: a quarter of 20 rows may be in flight
     stack.clock.advance(3.1)
     stack.apply("nothing", 0, 0)
