@@ -11,7 +11,7 @@ import itertools
 from typing import Protocol
 
 from spillway_gateway.client.body_budget import BodyBudget
-from spillway_gateway.config.connections import ConnectionsConfig
+from spillway_gateway.config.settings import ConnectionsConfig
 
 CHECK_SECONDS = 1.0
 EXPIRED_PER_TICK = 32

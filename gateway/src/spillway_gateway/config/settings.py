@@ -16,7 +16,6 @@ import yaml
 from msgspec import Meta
 
 from spillway_gateway.config import unique_yaml
-from spillway_gateway.config.connections import ConnectionsConfig
 from spillway_gateway.config.discovery import DiscoveryConfig, check_discovery
 from spillway_gateway.config.shared_limits import SharedLimitsConfig, check_shared_limits
 from spillway_gateway.config.tracing import TracingConfig, check_tracing
@@ -53,6 +52,23 @@ class ListenConfig(CamelSection, frozen=True):
     ops_port: ListenPort | None = None
     ops_host: Text | None = None  # host without it
     tls: TlsConfig | None = None
+
+
+class ConnectionsConfig(CamelSection, frozen=True):
+    """Bounds of clients' connections and of what they send before their key is checked, per gateway process.
+
+    See client/bounded_connection.py.
+    """
+
+    open_max: Count = 8192  # of clients; fewer where `ulimit -n` allows fewer
+    per_address_max: Count = 6144  # of open_max; behind a proxy all clients may have one address
+    head_bytes_max: Count = 64 * 1024  # request line and headers
+    target_bytes_max: Count = 8 * 1024  # path and query
+    headers_max: Count = 128
+    head_seconds: Positive = 15.0  # from the accept, or from the first byte of a later request, to a whole head
+    idle_seconds: Positive = 75.0  # between two requests; longer than usual load balancers keep theirs
+    stalled_seconds: Positive = 60.0  # for which a client takes none of the bytes that wait for it
+    body_bytes_per_second_min: Count = 64 * 1024  # of a body, over each timeouts.bodyReadSeconds
 
 
 class EngineConfig(CamelSection, frozen=True):

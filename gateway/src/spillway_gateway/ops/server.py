@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spillway_gateway.client.bounded_connection import BoundedConnection, BoundedState
 from spillway_gateway.client.open_connections import OpenConnections
-from spillway_gateway.config.connections import ConnectionsConfig
+from spillway_gateway.config.settings import ConnectionsConfig
 from spillway_gateway.ops.operations import Answer, Operations
 
 logger = logging.getLogger(__name__)

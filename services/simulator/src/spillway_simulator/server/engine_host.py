@@ -29,7 +29,6 @@ from spillway_simulator.server.faults import (
     Slow,
 )
 from spillway_simulator.server.http_connection import HttpConnection
-from spillway_simulator.server.virtual_clock import VirtualClock
 from spillway_simulator.settings import Settings
 from spillway_simulator.wire.event_publisher import EventPublisher
 from spillway_simulator.wire.kv_event_encoding import encode_batch
@@ -45,6 +44,25 @@ class Reply(Protocol):
 
 class CannotNow(SimulatorError):
     """A fault that does not fit the engine's state."""
+
+
+class VirtualClock:
+    """Virtual time from the event loop's clock: `speed` virtual seconds pass per real second."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, speed: float) -> None:
+        self._loop = loop
+        self._speed = speed
+        self._start = loop.time()
+
+    def now(self) -> float:
+        return (self._loop.time() - self._start) * self._speed
+
+    def real_time(self, virtual: float) -> float:
+        """The loop's time at a virtual time."""
+        return self._start + virtual / self._speed
+
+    def real_seconds(self, virtual_seconds: float) -> float:
+        return virtual_seconds / self._speed
 
 
 class EngineHost:

@@ -10,10 +10,9 @@ import zmq.asyncio
 
 from spillway_simulator.model.tiers import SharedTier
 from spillway_simulator.server.admin_routes import AdminRoutes, engine_entry
-from spillway_simulator.server.engine_host import EngineHost
+from spillway_simulator.server.engine_host import EngineHost, VirtualClock
 from spillway_simulator.server.engine_routes import EngineRoutes
 from spillway_simulator.server.http_connection import HttpConnection
-from spillway_simulator.server.virtual_clock import VirtualClock
 from spillway_simulator.settings import Settings
 from spillway_simulator.wire.tokens import BuiltInTokens, Tokens
 
