@@ -169,17 +169,17 @@ class BoundedConnection(HttpToolsProtocol):
         if len(self.url) > self._bounds.target_bytes_max:
             bytes_max = self._bounds.target_bytes_max
             message = f"The target is longer than {bytes_max} bytes, the gateway's connections.targetBytesMax"
-            raise self._noted(Refusal(414, "uri_too_long", message))
+            raise self._keep(Refusal(414, "uri_too_long", message))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase is _Phase.BODY:  # a trailer; engines would read it as a header
             self._trailers += 1
             if self._trailers > self._bounds.headers_max:
-                raise self._noted(self._head_too_large())
+                raise self._keep(self._head_too_large())
             return
         headers = self.headers
         if len(headers) >= self._bounds.headers_max:
-            raise self._noted(self._head_too_large())
+            raise self._keep(self._head_too_large())
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -192,13 +192,13 @@ class BoundedConnection(HttpToolsProtocol):
         if self._packet_bytes > self._bounds.head_bytes_max:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self._bounds.head_bytes_max:
-                raise self._noted(self._head_too_large())
+                raise self._keep(self._head_too_large())
         hosts = sum([name == b"host" for name, _ in self.headers])
         if hosts != 1 and (hosts or self.parser.get_http_version() != "1.0"):
-            raise self._noted(Refusal(400, "invalid_host", "One Host header is needed in each request"))
+            raise self._keep(Refusal(400, "invalid_host", "One Host header is needed in each request"))
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                raise self._noted(Refusal(405, "method_not_allowed", "CONNECT is not served here"))
+                raise self._keep(Refusal(405, "method_not_allowed", "CONNECT is not served here"))
             self._upgrading = True
             return
         super().on_headers_complete()
@@ -240,7 +240,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         return b"\r\n".join([*lines, b"", b""])
 
-    def _noted(self, refusal: Refusal) -> Refusal:
+    def _keep(self, refusal: Refusal) -> Refusal:
         """Keep the refusal: the parser replaces an exception raised in a callback by its own."""
         self._refusal = refusal
         return refusal
