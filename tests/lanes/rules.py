@@ -121,6 +121,7 @@ PROGRAMS: dict[str, str] = {
 
 # What docs/reliability.md names and no lane runs -> its lane there. Everything else there is a test file.
 BY_HAND: dict[str, str] = {
+    "make bench-attack": "by hand",
     "make bench-corruption": "by hand",
     "make bench-soak": "by hand",
     "make test-chaos": "by hand",
