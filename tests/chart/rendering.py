@@ -35,7 +35,7 @@ _valid: set[str] = set()
 
 
 class RenderRefused(Exception):
-    """Helm's own words."""
+    """Helm's message."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def render(
     command += [word for file in files for word in ("-f", str(file))]
     if values is not None:
         command += ["-f", "-"]
-    status, text, said = _run((*command, *arguments), json.dumps(values) if values is not None else None)
+    status, text, errors = _run((*command, *arguments), json.dumps(values) if values is not None else None)
     if status != 0:
-        raise RenderRefused(said)
+        raise RenderRefused(errors)
     return Render(text)
 
 

@@ -499,12 +499,12 @@ def test_a_certificate_and_a_port_for_operators(gateway_of):
     test = rendered.one("Pod", "test")["spec"]
     (volume,) = (volume["secret"] for volume in test["volumes"] if volume["name"] == "certificate")
     assert volume == {"secretName": "cert", "items": [{"key": "tls.crt", "path": "tls.crt"}]}
-    stated = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["gateway"]
-    assert stated["url"] == "https://chat-spillway-gateway.llm.svc.cluster.local:80" and stated["open"]
+    expected = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["gateway"]
+    assert expected["url"] == "https://chat-spillway-gateway.llm.svc.cluster.local:80" and expected["open"]
     operations = rendered.one("Service", "operations")
     assert operations["spec"]["ports"] == [{"name": "ops", "port": 8001, "targetPort": "ops"}]
     assert operations["spec"]["selector"] == rendered.one("Service", "gateway")["spec"]["selector"]
-    assert stated["operations"] == f"http://{operations['metadata']['name']}.llm.svc.cluster.local:8001"
+    assert expected["operations"] == f"http://{operations['metadata']['name']}.llm.svc.cluster.local:8001"
 
 
 def test_gateway_values_reach_the_gateway(gateway_of):

@@ -1,4 +1,4 @@
-"""The chart, while it renders, and the engine service, at every door, refuse the same arguments of vLLM."""
+"""The chart, while it renders, and the engine service, wherever it is configured, refuse the same arguments of vLLM."""
 
 import pytest
 import yaml
@@ -68,10 +68,10 @@ ACCEPTED = [
 def test_every_argument_that_is_refused_is_refused_by_both() -> None:
     with pytest.raises(RenderRefused) as chart:
         render(CHART / "values-cpu.yaml", values=nested("engine.extraArgs", REFUSED))
-    said = [line for line in str(chart.value).splitlines() if line.startswith("- engine.extraArgs: ")]
+    lines = [line for line in str(chart.value).splitlines() if line.startswith("- engine.extraArgs: ")]
     names = {extra_arguments.argument_name(argument) for argument in REFUSED}
 
-    assert {line.split()[2] for line in said} == names
+    assert {line.split()[2] for line in lines} == names
     for argument in REFUSED:
         with pytest.raises(SettingsError):
             extra_arguments.check_extra_arguments([argument], PLAIN_NAMES)

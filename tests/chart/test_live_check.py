@@ -169,13 +169,13 @@ def expected() -> dict:
 def run(live_check, expected, serve, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SPILLWAY_API_KEY_0", "sesame")
 
-    def check(*engines: EngineServer, gateway: GatewayServer | None = None, seconds: float = 20, **fields):
+    def check(*engines: EngineServer, gateway: GatewayServer | None = None, seconds: float = 20, **changes):
         urls = [serve(engine) for engine in engines]
         given = json.loads(json.dumps(expected))
         url = serve(gateway or GatewayServer(given["gateway"]["settings"]))
         given["gateway"].update(url=url, operations=url)
-        given["auth"] = fields.pop("auth", given["auth"])
-        given["models"][0].update({"engines": urls, **fields})
+        given["auth"] = changes.pop("auth", given["auth"])
+        given["models"][0].update({"engines": urls, **changes})
         file = tmp_path / "expected.json"
         file.write_text(json.dumps({**given, "timeoutSeconds": seconds}))
         return live_check.main([str(file)]), capsys.readouterr().out
@@ -188,10 +188,12 @@ def test_all_is_well(run, expected):
     engines = EngineServer(settings, tier), EngineServer({**settings, "name": "engine-1"}, tier)
     gateway = GatewayServer(expected["gateway"]["settings"])
 
-    status, said = run(*engines, gateway=gateway)
+    status, output = run(*engines, gateway=gateway)
 
-    assert status == 0, said
-    assert "2 of 2 engines ready" in said and "1 chunks that" in said and "runs with the settings of these" in said
+    assert status == 0, output
+    assert (
+        "2 of 2 engines ready" in output and "1 chunks that" in output and "runs with the settings of these" in output
+    )
     assert {*engines[0].authorizations, *gateway.authorizations} == {"Bearer sesame"}
 
 
@@ -202,12 +204,12 @@ def test_a_gateway_with_other_settings_is_named(run, expected):
     running["models"][0]["discovery"]["kubernetes"]["service"] = "old-engine-pods"
     running["models"][0]["tokenizer"] = running["listen"]["tls"] = None
 
-    status, said = run(
+    status, output = run(
         EngineServer(expected["models"][0]["settings"], None), gateway=GatewayServer(running), shared=False
     )
 
     assert status == 1
-    (line,) = (line for line in said.splitlines() if line.startswith("FAILED"))
+    (line,) = (line for line in output.splitlines() if line.startswith("FAILED"))
     assert "breaker.failures is 9, not 5; models[0].discovery.kubernetes.service is 'old-engine-pods', not" in line
 
 
@@ -215,12 +217,12 @@ AUTH = {"keysSecret": {"name": "k"}, "saltSecret": {"name": "s"}, "engineKeySecr
 
 
 def auth_of(test_key: str) -> tuple[dict, dict]:
-    """The script's settings of keys, and the variables it gets, with this Secret as tests.apiKeySecret."""
+    """What the script gets about keys, and the variables it gets, with this Secret as tests.apiKeySecret."""
     values = {"engine": {"apiKeySecret": {"name": "keys"}}, "gateway": {"auth": AUTH}}
     rendered = render(CHART / "values-cpu.yaml", values={**values, "tests": {"apiKeySecret": {"name": test_key}}})
-    stated = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["auth"]
+    given_auth = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["auth"]
     variables = rendered.one("Pod", "test")["spec"]["containers"][0]["env"]
-    return stated, {entry["name"]: entry["valueFrom"]["secretKeyRef"]["name"] for entry in variables}
+    return given_auth, {entry["name"]: entry["valueFrom"]["secretKeyRef"]["name"] for entry in variables}
 
 
 def test_a_gateway_with_keys_is_asked_with_a_client_s(run, expected, monkeypatch):
@@ -230,9 +232,9 @@ def test_a_gateway_with_keys_is_asked_with_a_client_s(run, expected, monkeypatch
     engine = EngineServer(expected["models"][0]["settings"], None)
     gateway = GatewayServer(expected["gateway"]["settings"], "open")
 
-    status, said = run(engine, gateway=gateway, auth=auth, shared=False)
+    status, output = run(engine, gateway=gateway, auth=auth, shared=False)
 
-    assert status == 0 and "'Here.'" in said
+    assert status == 0 and "'Here.'" in output
     assert gateway.authorizations == [None, "Bearer open", "Bearer open"]
     assert set(engine.authorizations) == {"Bearer sesame"}  # engines hear their own key alone
 
@@ -242,9 +244,9 @@ def test_a_key_that_may_not_read_the_settings(run, expected, monkeypatch):
     gateway = GatewayServer(expected["gateway"]["settings"], "open", operator=False)
 
     engine = EngineServer(expected["models"][0]["settings"], None)
-    status, said = run(engine, gateway=gateway, auth=auth_of("client")[0], shared=False)
+    status, output = run(engine, gateway=gateway, auth=auth_of("client")[0], shared=False)
 
-    assert status == 1 and "give the tenant of tests.apiKeySecret 'operator: true'" in said
+    assert status == 1 and "give the tenant of tests.apiKeySecret 'operator: true'" in output
 
 
 def test_without_a_key_the_gateway_has_to_refuse(run, expected):
@@ -252,18 +254,20 @@ def test_without_a_key_the_gateway_has_to_refuse(run, expected):
     assert auth == {"required": True} and variables == {"SPILLWAY_API_KEY_0": "keys"}
     gateway = GatewayServer(expected["gateway"]["settings"], "open")
 
-    status, said = run(EngineServer(expected["models"][0]["settings"], None), gateway=gateway, auth=auth, shared=False)
+    status, output = run(
+        EngineServer(expected["models"][0]["settings"], None), gateway=gateway, auth=auth, shared=False
+    )
 
-    assert status == 0, said
-    assert "refuses without a key; name one in tests.apiKeySecret" in said and "not compared" in said
+    assert status == 0, output
+    assert "refuses without a key; name one in tests.apiKeySecret" in output and "not compared" in output
 
 
 def test_a_gateway_that_lets_anybody_in_is_found(run, expected):
     auth, _ = auth_of("")
 
-    status, said = run(EngineServer(expected["models"][0]["settings"], None), auth=auth, shared=False)
+    status, output = run(EngineServer(expected["models"][0]["settings"], None), auth=auth, shared=False)
 
-    assert status == 1 and "chat: " in said and "answers without a key" in said
+    assert status == 1 and "chat: " in output and "answers without a key" in output
 
 
 def test_only_the_gateway_s_own_certificate_is_trusted(live_check, serve, expected, tmp_path, monkeypatch):
@@ -301,30 +305,30 @@ def test_an_engine_with_other_settings_is_named(run, expected):
     other = json.loads(json.dumps(settings))
     other["offload"]["numCpuBlocks"] = 7
 
-    status, said = run(EngineServer(settings, tier), EngineServer(other, tier))
+    status, output = run(EngineServer(settings, tier), EngineServer(other, tier))
 
     assert status == 1
-    assert "offload.numCpuBlocks is 7, not 128" in said
+    assert "offload.numCpuBlocks is 7, not 128" in output
 
 
 def test_a_tier_that_shares_nothing_is_found(run, expected):
     settings = expected["models"][0]["settings"]
 
-    status, said = run(EngineServer(settings, Tier()), EngineServer(settings, Tier()), seconds=1)
+    status, output = run(EngineServer(settings, Tier()), EngineServer(settings, Tier()), seconds=1)
 
-    assert status == 1 and "spillway_tier_lookups_total" in said and "did not grow" in said
+    assert status == 1 and "spillway_tier_lookups_total" in output and "did not grow" in output
 
 
 def test_nothing_spilled_is_found(run, expected):
-    status, said = run(EngineServer(expected["models"][0]["settings"], None, spills=False), seconds=1)
+    status, output = run(EngineServer(expected["models"][0]["settings"], None, spills=False), seconds=1)
 
-    assert status == 1 and "spillway_device_copy_bytes_total" in said
+    assert status == 1 and "spillway_device_copy_bytes_total" in output
 
 
 def test_no_engine_ready(run):
-    status, said = run(EngineServer({}, None), engines=["http://127.0.0.1:9"])
+    status, output = run(EngineServer({}, None), engines=["http://127.0.0.1:9"])
 
-    assert status == 1 and "none of http://127.0.0.1:9 is ready" in said
+    assert status == 1 and "none of http://127.0.0.1:9 is ready" in output
 
 
 def test_prompts_fit_the_model(live_check):
@@ -337,7 +341,7 @@ STREAM = streamed("He", "re.")
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "output"),
     [
         ({"chat": {"choices": []}}, "no chat.completion with one choice"),
         ({"chat": {**CHAT, "choices": [{"message": {"content": "a"}}]}}, "is not assistant"),
@@ -353,18 +357,18 @@ STREAM = streamed("He", "re.")
         ({"stream": streamed("a", usage=None)}, "does not add up"),
     ],
 )
-def test_a_chat_that_is_not_well_formed_is_found(run, expected, broken, said):
+def test_a_chat_that_is_not_well_formed_is_found(run, expected, broken, output):
     gateway = GatewayServer(expected["gateway"]["settings"], **broken)
 
     status, printed = run(EngineServer(expected["models"][0]["settings"], None), gateway=gateway, shared=False)
 
-    assert status == 1 and said in printed, printed
+    assert status == 1 and output in printed, printed
 
 
 def test_other_words_in_the_stream_are_no_fault(run, expected):
     """Another engine may have answered, and rounding decides a near tie otherwise there."""
     gateway = GatewayServer(expected["gateway"]["settings"], stream=streamed("Elsewhere."))
 
-    status, said = run(EngineServer(expected["models"][0]["settings"], None), gateway=gateway, shared=False)
+    status, output = run(EngineServer(expected["models"][0]["settings"], None), gateway=gateway, shared=False)
 
-    assert status == 0 and "'Here.', streamed 'Elsewhere.'" in said
+    assert status == 0 and "'Here.', streamed 'Elsewhere.'" in output

@@ -23,7 +23,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "engine: {offload: {transport: cpu}}",
         ["engine.offload.transport: cpu cannot reach the memory of a device; accelerator.preset: mindcluster needs"],
     ),
-    "library that nobody opens": (
+    "library that is not opened": (
         "engine: {accelerator: {preset: cpu}, offload: {aclLibraryPath: /x.so}}",
         ["aclLibraryPath: /x.so is read by transport: npu alone"],
     ),
@@ -92,7 +92,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "engine: {accelerator: {lockMemory: true}, securityContext: {runAsUser: 5, capabilities: {drop: [ALL]}}}",
         ["engine.accelerator.lockMemory: true adds IPC_LOCK", "add capabilities.add: [IPC_LOCK] there"],
     ),
-    "CPU tier said twice": (
+    "size of the CPU tier given twice": (
         "engine: {offload: {numCpuBlocks: 100, cpuBytes: 1GiB}}",
         ["numCpuBlocks: 100 and cpuBytes: 1GiB both size the CPU tier; set one of them to null"],
     ),
@@ -185,7 +185,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "engine: {accelerator: {visibleDevices: {mode: literal}}}",
         ["visibleDevices.value is empty; mode: literal needs one"],
     ),
-    "devices that nobody reads": (
+    "devices that are not used": (
         "engine: {accelerator: {visibleDevices: {value: '0'}}}",
         ["is read with mode: literal alone; the mode is plugin"],
     ),
@@ -193,7 +193,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "engine: {offload: {sharedTier: {type: redis}}}",
         ["sharedTier.redis.url is empty; give one (redis://host:6379/0), or redis.enabled: true"],
     ),
-    "Redis server that nobody uses": ("redis: {enabled: true}", ["redis.enabled: true, but no engine uses it"]),
+    "Redis server that is not used": ("redis: {enabled: true}", ["redis.enabled: true, but no engine uses it"]),
     "password in the address": (
         "engine: {offload: {sharedTier: {type: redis, redis: {url: 'redis://:pw@r:6379/0'}}}}",
         ["redis.url holds credentials; put them into a Secret"],
@@ -468,11 +468,11 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "gateway: {auth: {keysSecret: {name: k}}}",
         ["gateway.auth.saltSecret.name is empty", "--from-literal=secret=$(openssl rand -base64 48)"],
     ),
-    "a salt for nobody": (
+    "a salt without keys": (
         "gateway: {auth: {saltSecret: {name: s}}}",
         ["gateway.auth.saltSecret.name: s, but keysSecret.name is empty; name the Secret with the tenants"],
     ),
-    "engines that demand a key which nobody sends": (
+    "engines that demand a key that is not sent": (
         "{engine: {apiKeySecret: {name: e, key: k}}, gateway: {auth: {keysSecret: {name: k}, saltSecret: {name: s}}}}",
         ["engines demand a key (engine.apiKeySecret), and clients' keys no longer", "set it to {name: e, key: k}"],
     ),
@@ -485,9 +485,9 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "gateway: {podSecurityContext: {fsGroup: null}, auth: {keysSecret: {name: k}, saltSecret: {name: s}}}",
         ["user 10001 of its pods cannot read the files of their Secrets", "add fsGroup to gateway.podSecurityContext"],
     ),
-    "a client's key for no door": (
+    "a client's key without keys": (
         "tests: {apiKeySecret: {name: t}}",
-        ["tests.apiKeySecret.name: t, but the gateway asks for no keys"],
+        ["tests.apiKeySecret.name: t, but the gateway requires no keys"],
     ),
     "volume of the chart's name in the gateway": (
         "gateway: {extraVolumes: [{name: secrets, emptyDir: {}}]}",

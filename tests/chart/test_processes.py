@@ -127,12 +127,12 @@ def test_gateway_asks_for_the_keys_of_its_secret(tmp_path, monkeypatch):
         assert status(port, "/v1/chat/completions", chat, key) == 503  # no engine answers here
         # What `helm test` asks of a running gateway: its resolved settings are the values'.
         url = f"http://127.0.0.1:{port}"
-        stated = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["gateway"]
-        expected = {**stated, "operations": url, "settings": yaml.safe_load(config.read_text())}
+        expected = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["gateway"]
+        expected = {**expected, "operations": url, "settings": yaml.safe_load(config.read_text())}
         monkeypatch.setenv("SPILLWAY_CLIENT_KEY", key)
         auth = {"required": True, "keyEnv": "SPILLWAY_CLIENT_KEY"}
         assert "runs with the settings" in live_check()["check_gateway"](expected, auth)
-        assert stated["settings"]["breaker"] == expected["settings"]["breaker"]
+        assert expected["settings"]["breaker"] == expected["settings"]["breaker"]
     finally:
         process.terminate()
         process.communicate(timeout=START_SECONDS)

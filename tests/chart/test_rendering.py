@@ -108,7 +108,7 @@ def notes_of(*arguments: str | Path) -> str:
         ),
         (
             "type=nvme,nvme.volume.type=emptyDir,nvme.maxBytes=50GiB",
-            "nvme, auto, up to 50.0 GiB on emptyDir (a volume of each pod's own: shared with nobody)",
+            "nvme, auto, up to 50.0 GiB on emptyDir (one volume per pod, not shared)",
         ),
         ("type=nvme", "nvme, auto, up to 4/5 of what the file system can give on hostPath"),
         (

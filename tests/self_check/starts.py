@@ -22,7 +22,7 @@ from spillway_engine.resolve import resolve_engine
 from spillway_engine.settings_reader import engine_settings
 from spillway_engine.shared_memory import files_of_group
 from spillway_engine.vllm_arguments import SERVER_MODULE
-from spillway_engine.warden import end_group
+from spillway_engine.watchdog import end_group
 
 
 def forked_start(folder: Path, model_folder: Path, settings: dict[str, Any]) -> Verdict:

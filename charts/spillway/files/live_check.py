@@ -1,7 +1,7 @@
-"""What `helm test` runs: is the service that was asked for the service that runs?
+"""What `helm test` runs: does the running service match its values?
 
 With the standard library alone: does the gateway obey the values, and for each model: does a chat through the gateway
-get a well-formed answer, plain and streamed (and, where keys are asked for, none without a key), does every engine obey
+get a well-formed answer, plain and streamed (and, where keys are required, none without a key), does every engine obey
 the values, and is a prefix that one engine computed served from a tier.
 """
 
@@ -82,7 +82,7 @@ def client_key(auth: Mapping[str, Any]) -> str:
 
 
 def check_chat(gateway: str, auth: Mapping[str, Any], model: Mapping[str, Any], engine_key: str) -> str:
-    """Where the gateway asks for keys, it has to refuse without one. Elsewhere it passes the engines' key on."""
+    """Where the gateway requires keys, it has to refuse without one. Elsewhere it passes the engines' key on."""
     body = {
         "model": model["name"],
         "messages": [{"role": "user", "content": QUESTION}],
@@ -94,7 +94,7 @@ def check_chat(gateway: str, auth: Mapping[str, Any], model: Mapping[str, Any], 
     if auth["required"]:
         require_refusal(url, body)
         if "keyEnv" not in auth:
-            return "the gateway refuses without a key; name one in tests.apiKeySecret to have a chat asked"
+            return "the gateway refuses without a key; name one in tests.apiKeySecret to have a chat tested"
         key = client_key(auth)
     answer, headers = ask(url, key, body)
     plain, prompt_tokens = plain_chat(answer)
@@ -104,8 +104,8 @@ def check_chat(gateway: str, auth: Mapping[str, Any], model: Mapping[str, Any], 
     if prompt_tokens != streamed_prompt_tokens:
         raise CheckFailed(f"one question has {prompt_tokens} tokens, and {streamed_prompt_tokens} when streamed")
     # Not compared word by word: on another engine, or for a model that is not sure, rounding may choose another word.
-    said = f"{plain!r}" if plain == streamed else f"{plain!r}, streamed {streamed!r}"
-    return f"chat answered by {headers.get('x-spillway-engine', 'an unnamed engine')}: {said}"
+    text = f"{plain!r}" if plain == streamed else f"{plain!r}, streamed {streamed!r}"
+    return f"chat answered by {headers.get('x-spillway-engine', 'an unnamed engine')}: {text}"
 
 
 def plain_chat(answer: Mapping[str, Any]) -> tuple[str, int]:

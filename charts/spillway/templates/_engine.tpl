@@ -28,10 +28,10 @@ start-engine.sh: |
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - {name: VLLM_HOST_IP, value: $(POD_IP)}
-# Block hashes start from this seed: one value for all engines, or nobody finds what another one stored.
+# Block hashes start from this seed: one value for all engines, or no engine hits what another one stored.
 - {name: PYTHONHASHSEED, value: "0"}
 - {name: HOME, value: /var/lib/spillway/home}
-# PyTorch asks for the user's name, and the pod's user is in no password file.
+# PyTorch looks up the user's name, and the pod's user is in no password file.
 - {name: USER, value: spillway}
 - {name: HF_HOME, value: /var/lib/spillway/hub}
 {{- range $name, $value := .item.accelerator.env }}

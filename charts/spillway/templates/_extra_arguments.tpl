@@ -5,7 +5,7 @@ judges them; tests/chart holds the two to one list of cases. */}}
 {{- define "spillway.extraArgumentProblems" -}}
 {{- $refused := .root.Files.Get "files/refused-arguments.yaml" | fromYaml -}}
 {{- $known := concat (keys $refused.decidedBySetting) (keys $refused.fixed) (keys $refused.secret) | sortAlpha -}}
-{{- $path := .item.path -}}{{- $door := .item.settings.door -}}
+{{- $path := .item.path -}}{{- $names := .item.settings.door -}}
 {{- $texts := list -}}
 {{- range .item.engine.extraArgs -}}
 {{- if hasPrefix "-" . -}}
@@ -19,7 +19,7 @@ judges them; tests/chart holds the two to one list of cases. */}}
 {{- if or (hasKey $refused.secret $meant) (regexMatch $refused.secretName $name) -}}
 {{- $texts = append $texts (printf "%s.extraArgs: %s would show a secret in a ConfigMap; use %s" $path $name (get $refused.secret $meant | default "extraEnvVars with valueFrom.secretKeyRef")) -}}
 {{- else if hasKey $refused.decidedBySetting $meant -}}
-{{- $texts = append $texts (printf "%s.extraArgs: %s is decided by %s; change that instead" $path $name (include "spillway.nameAtDoor" (dict "door" $door "setting" (get $refused.decidedBySetting $meant)))) -}}
+{{- $texts = append $texts (printf "%s.extraArgs: %s is decided by %s; change that instead" $path $name (include "spillway.settingName" (dict "names" $names "setting" (get $refused.decidedBySetting $meant)))) -}}
 {{- else if hasKey $refused.fixed $meant -}}
 {{- $texts = append $texts (printf "%s.extraArgs: %s %s" $path $name (get $refused.fixed $meant)) -}}
 {{- end -}}

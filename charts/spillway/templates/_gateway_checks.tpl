@@ -46,7 +46,7 @@
 {{- else if and $gateway.tls.secret.name $values.monitoring.serviceMonitor.enabled -}}
 {{- $texts = append $texts "monitoring.serviceMonitor.enabled: true, but gateway.tls closes /metrics to plain HTTP; set gateway.opsPort, e.g. 8001, where Prometheus needs no certificate" -}}
 {{- else if and $gateway.auth.keysSecret.name $values.monitoring.serviceMonitor.enabled -}}
-{{- $texts = append $texts "monitoring.serviceMonitor.enabled: true, but with gateway.auth.keysSecret /metrics on the port of clients asks for an operator's key; set gateway.opsPort, e.g. 8001, where it does not" -}}
+{{- $texts = append $texts "monitoring.serviceMonitor.enabled: true, but with gateway.auth.keysSecret /metrics on the port of clients requires an operator's key; set gateway.opsPort, e.g. 8001, where it does not" -}}
 {{- end -}}
 {{- with $gateway.audit.file -}}
 {{- $file := . -}}
@@ -137,7 +137,7 @@
 {{- end -}}
 {{- end -}}
 {{- if and $values.tests.apiKeySecret.name (not $auth.keysSecret.name) -}}
-{{- $texts = append $texts (printf "tests.apiKeySecret.name: %s, but the gateway asks for no keys; set gateway.auth.keysSecret, or remove it" $values.tests.apiKeySecret.name) -}}
+{{- $texts = append $texts (printf "tests.apiKeySecret.name: %s, but the gateway requires no keys; set gateway.auth.keysSecret, or remove it" $values.tests.apiKeySecret.name) -}}
 {{- end -}}
 {{- toYaml $texts -}}
 {{- end -}}

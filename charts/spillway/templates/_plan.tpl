@@ -131,9 +131,9 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- $_ := set $settings "offload" $rendered -}}
 {{- $lifecycle := $engine.lifecycle -}}
 {{- $_ = set $settings "lifecycle" (dict "drainDelaySeconds" $lifecycle.drainDelaySeconds "drainTimeoutSeconds" $lifecycle.drainTimeoutSeconds "stopTimeoutSeconds" $lifecycle.stopTimeoutSeconds "selfCheck" (ternary "auto" (include "spillway.onOff" $lifecycle.selfCheck) (eq (toString $lifecycle.selfCheck) "true")) "selfCheckText" $lifecycle.selfCheckText "selfCheckTimeoutSeconds" $lifecycle.selfCheckTimeoutSeconds) -}}
-{{- $door := dict -}}
-{{- include "spillway.door" (dict "root" .root "item" .item "out" $door) -}}
-{{- $_ = set $settings "door" $door -}}
+{{- $names := dict -}}
+{{- include "spillway.settingNames" (dict "root" .root "item" .item "out" $names) -}}
+{{- $_ = set $settings "door" $names -}}
 {{- $_ = set .item "settings" $settings -}}
 {{- end -}}
 

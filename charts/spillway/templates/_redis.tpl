@@ -1,4 +1,4 @@
-{{/* What its only user may do, by docs/formats.md: all that a tier asks for, and what `spillway tier` looks with. */}}
+{{/* The ACL of its only user, by docs/formats.md: the commands of a tier and of `spillway tier`. */}}
 {{- define "spillway.redisRules" -}}
 resetkeys ~spillway1:* resetchannels -@all +ping +select +exists +get +getex +set +pexpire +unlink +info +zadd +zrem +zcard +zrange +zremrangebyscore +scan +dbsize +getrange +strlen +pttl +client|no-touch
 {{- end -}}

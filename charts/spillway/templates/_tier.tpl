@@ -104,7 +104,7 @@ item.redisSecret. */}}
 {{- $settings := .settings.offload.sharedTier -}}
 {{- if eq $tier.type "nvme" -}}
 nvme, {{ $tier.nvme.mode }}, up to {{ if $settings.nvme.maxBytes }}{{ include "spillway.bytesText" $settings.nvme.maxBytes }}{{ else }}4/5 of what the file system can give{{ end }} on {{ $tier.nvme.volume.type }}
-{{- if has $tier.nvme.volume.type (list "emptyDir" "perPodClaim") }} (a volume of each pod's own: shared with nobody){{ end }}
+{{- if has $tier.nvme.volume.type (list "emptyDir" "perPodClaim") }} (one volume per pod, not shared){{ end }}
 {{- else -}}
 redis, {{ $settings.redis.url }}
 {{- end -}}

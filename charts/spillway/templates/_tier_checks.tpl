@@ -47,7 +47,7 @@
 {{- else if $tier.encryption.enabled -}}
 {{- $texts = append $texts (printf "%s.encryption.enabled: true, but sharedTier.type is none; it seals a shared tier: set type: nvme or redis, or encryption.enabled: false" $at) -}}
 {{- end -}}
-{{- /* A key that is named and not used would leave blocks in the clear where somebody believes them sealed. */ -}}
+{{- /* A key that is named but not used would store blocks in the clear where the operator expects them sealed. */ -}}
 {{- with $tier.encryption -}}
 {{- if and (not .enabled) (or .keyId .keySecretName) -}}
 {{- $given := ternary (printf "keyId: %s" .keyId) (printf "keySecretName: %s" .keySecretName) (ne (default "" .keyId) "") -}}

@@ -38,7 +38,7 @@ def test_names_of_a_name_service_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("discovery", "said"),
+    ("discovery", "message"),
     [
         ({}, "one of kubernetes and dns needed"),
         ({"dns": DNS, "kubernetes": KUBERNETES}, "one of kubernetes and dns needed"),
@@ -68,11 +68,11 @@ def test_names_of_a_name_service_too() -> None:
         ({"dns": {**DNS, "nameservers": ["10.0.0.1:0"]}}, "dns.nameservers: '10.0.0.1:0' given"),
     ],
 )
-def test_refusals_name_the_setting(discovery: Any, said: str) -> None:
+def test_refusals_name_the_setting(discovery: Any, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_config(document(discovery))
 
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_engines_are_listed_or_found_and_not_both() -> None:

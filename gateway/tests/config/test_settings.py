@@ -13,8 +13,8 @@ from spillway_gateway.errors import ConfigError
 ENGINE = {"name": "e0", "url": "http://127.0.0.1:8100"}
 
 
-def document(**fields: Any) -> dict[str, Any]:
-    return {"models": [{"name": "m", "engines": [ENGINE]}], **fields}
+def document(**changes: Any) -> dict[str, Any]:
+    return {"models": [{"name": "m", "engines": [ENGINE]}], **changes}
 
 
 def test_minimal_file_gets_the_defaults() -> None:
@@ -32,7 +32,7 @@ def test_camel_case_keys_reach_their_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("changes", "message"),
     [
         ({"timeout": {}}, "did you mean 'timeouts'"),
         ({"timeouts": {"firstByteSecond": 1}}, "did you mean 'firstByteSeconds'"),
@@ -70,11 +70,11 @@ def test_camel_case_keys_reach_their_fields() -> None:
         ({"models": [{"name": "m", "engines": [{**ENGINE, "name": "a b"}]}]}, "visible ASCII"),
     ],
 )
-def test_refusals_name_the_setting(fields: dict[str, Any], said: str) -> None:
+def test_refusals_name_the_setting(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse_config(document(**fields))
+        parse_config(document(**changes))
 
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_unreadable_files_are_one_sentence(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         status = main(list(arguments))
     except SystemExit as stopped:  # argparse
         status = stopped.code
-    said = capsys.readouterr()
-    assert status == 2 and said.out == "" and said.err.startswith("spillway: ")
-    assert said.err.count("\n") == 1
-    return said.err
+    message = capsys.readouterr()
+    assert status == 2 and message.out == "" and message.err.startswith("spillway: ")
+    assert message.err.count("\n") == 1
+    return message.err
 
 
 def test_every_help_has_examples_and_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,7 @@ def test_with_rates_it_tells_first_tokens(plan):
 
     assert code == 0
     assert "6.6 times as fast as computing" in out
-    assert "0.6 times as fast as computing: not worth loading, it is recomputed" in out
+    assert "0.6 times as fast as computing: slower than computing, so it is recomputed" in out
     assert [word for word in out.splitlines()[-1].split() if word != "s"] == ["1,025", "1.025", "0.157", "1.757"]
 
 

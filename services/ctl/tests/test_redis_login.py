@@ -57,8 +57,8 @@ def all_commands(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[lis
     statuses = []
     for command in (["status"], ["ls"], ["verify"], ["purge", "--all", "--dry-run"]):
         statuses.append(main(["tier", *command, *options]))
-    said = capsys.readouterr()
-    return statuses, said.out + said.err
+    message = capsys.readouterr()
+    return statuses, message.out + message.err
 
 
 def test_a_user_who_may_only_look_can_do_everything_but_remove(
@@ -72,8 +72,8 @@ def test_a_user_who_may_only_look_can_do_everything_but_remove(
     monkeypatch.setenv("SECRET", PASSWORD)
     url = f"redis://127.0.0.1:{server.port}/0"
     options = ["--redis", url, "--username-env", "OPERATOR", "--password-env", "SECRET"]
-    statuses, said = all_commands(capsys, *options)
-    assert statuses == [0, 0, 0, 0] and "3 frames" in said and PASSWORD not in said
+    statuses, message = all_commands(capsys, *options)
+    assert statuses == [0, 0, 0, 0] and "3 frames" in message and PASSWORD not in message
     assert main(["tier", "purge", *options, "--all", "--yes"]) == 2
     said_too = capsys.readouterr()
     assert "unlink" in said_too.err.lower() and PASSWORD not in said_too.err
@@ -124,8 +124,8 @@ def test_a_cluster_is_looked_through(start: Start, capsys: pytest.CaptureFixture
         client.wait(1, 50)
     url = f"redis-cluster://127.0.0.1:{server.port}"
     store_some(RedisEndpoint.from_url(url))
-    statuses, said = all_commands(capsys, "--redis", url)
-    assert statuses == [0, 0, 0, 0] and "(cluster)" in said and "verified 3 frames" in said
+    statuses, message = all_commands(capsys, "--redis", url)
+    assert statuses == [0, 0, 0, 0] and "(cluster)" in message and "verified 3 frames" in message
     assert main(["tier", "purge", "--redis", url, "--all", "--yes"]) == 0
     assert client.dbsize() == 0
 
@@ -137,8 +137,8 @@ def test_tls_is_trusted_by_its_authority_alone(
     with TlsFront(start().port, certificate, key) as port:
         url = f"rediss://127.0.0.1:{port}/0"
         store_some(RedisEndpoint.from_url(url, tls_ca_file=str(certificate)))
-        statuses, said = all_commands(capsys, "--redis", url, "--tls-ca-file", str(certificate))
-        assert statuses == [0, 0, 0, 0] and "3 frames" in said
+        statuses, message = all_commands(capsys, "--redis", url, "--tls-ca-file", str(certificate))
+        assert statuses == [0, 0, 0, 0] and "3 frames" in message
         assert main(["tier", "status", "--redis", url]) == 2
         assert "certificate" in capsys.readouterr().err.lower()
 

@@ -70,8 +70,8 @@ def test_another_key_is_refused_and_never_shown(tmp_path: Path, capsys: pytest.C
     seal(files, range(2))
     wrong = bytes([7]) * 32
     assert main(["tier", "verify", *files.options, "--encryption-key-file", key_file(tmp_path, wrong)]) == 2
-    said = capsys.readouterr()
-    assert "opens none" in said.err and "2026-a" in said.err and wrong.hex() not in said.err + said.out
+    message = capsys.readouterr()
+    assert "opens none" in message.err and "2026-a" in message.err and wrong.hex() not in message.err + message.out
 
 
 def test_a_key_where_nothing_is_encrypted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

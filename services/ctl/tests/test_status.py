@@ -10,8 +10,8 @@ from spillway_ctl.command import main
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     status = main(["tier", *arguments])
-    said = capsys.readouterr()
-    return status, said.out, said.err
+    message = capsys.readouterr()
+    return status, message.out, message.err
 
 
 def test_namespaces_tenants_and_damage_are_counted(medium: Medium, capsys: pytest.CaptureFixture[str]) -> None:

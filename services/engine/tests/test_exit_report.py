@@ -22,15 +22,15 @@ def test_an_echo_is_better_than_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "message"),
     [
         (1, "the engine ended by itself with status 1: ValueError"),
         (-9, "the engine was killed (SIGKILL; most often the memory limit"),
         (-11, "the engine died of SIGSEGV: ValueError"),
     ],
 )
-def test_one_sentence_says_how_and_why(status: int, said: str) -> None:
-    assert explain_exit(status, VLLM_LOG).startswith(said)
+def test_one_sentence_says_how_and_why(status: int, message: str) -> None:
+    assert explain_exit(status, VLLM_LOG).startswith(message)
 
 
 def test_exit_codes_are_those_of_a_shell() -> None:

@@ -30,8 +30,8 @@ def test_every_refusal_is_told_at_once_and_names_what_decides() -> None:
     assert str(refused.value).splitlines() == [
         "engine.extraArgs: -tp is decided by engine.tensorParallelSize; change that instead",
         "engine.extraArgs: --served-model is decided by engine.model.servedName; change that instead",
-        "engine.extraArgs: --config would bring arguments that nobody checks; write them here one by one",
-        "engine.extraArgs: --hf-to would show a secret to whoever reads this setting or the list of processes; "
+        "engine.extraArgs: --config would bring arguments past this check; write them here one by one",
+        "engine.extraArgs: --hf-to would show a secret in this setting and in the list of processes; "
         "use the environment variable HF_TOKEN",
     ]
 

@@ -27,7 +27,7 @@ command = EngineCommand(
     PodBrief(served_name="m"),
     LifecycleSettings(drain_delay_seconds=0, drain_timeout_seconds=float(sys.argv[2]), stop_timeout_seconds=1),
 )
-sys.exit(run_engine(command, say=lambda line: print("pod:", line, flush=True)))
+sys.exit(run_engine(command, log=lambda line: print("pod:", line, flush=True)))
 """
 
 # An engine that says "serving", has a child of its own (as vLLM has its core), and obeys.
@@ -215,7 +215,7 @@ signal.pause()
         assert shared.exists() and len(group_members(group_id)) == 2
         pod.send(signal.SIGKILL)
         wait_group_gone(group_id)
-        _, output = pod.end()  # the warden holds the output open until it is done
+        _, output = pod.end()  # the watchdog holds the output open until it is done
 
         assert "the parent process died; ended its engine, removed 1 shared-memory files" in output
         assert not shared.exists()

@@ -45,15 +45,18 @@ def test_a_mean_may_move_by_what_the_dtype_rounds(dtype: str, sign: int) -> None
     expected, allowed = dataclasses.replace(EXPECTED, dtype=dtype), ROUNDING_NATS[dtype]
 
     assert problem(scored(lambda _, value: value + sign * 0.9 * allowed), expected) is None
-    said = problem(scored(lambda _, value: value + sign * 1.1 * allowed), expected)
-    assert said is not None and f"1.302 +- {allowed:g} is expected of SmolLM2-135M-Instruct in {dtype}" in said
+    message = problem(scored(lambda _, value: value + sign * 1.1 * allowed), expected)
+    assert message is not None and f"1.302 +- {allowed:g} is expected of SmolLM2-135M-Instruct in {dtype}" in message
 
 
 def test_tokens_may_not_move_to_and_fro_under_an_unmoved_mean() -> None:
     """Two layers swapped in the middle of the model: the mean moves by hundredths, every token by more."""
-    said = problem(scored(lambda index, value: value + (0.2 if index % 2 else -0.2)))
+    message = problem(scored(lambda index, value: value + (0.2 if index % 2 else -0.2)))
 
-    assert said is not None and "differ from those of SmolLM2-135M-Instruct by 0.200 on average, at most 0.15" in said
+    assert (
+        message is not None
+        and "differ from those of SmolLM2-135M-Instruct by 0.200 on average, at most 0.15" in message
+    )
 
 
 def test_a_dtype_nobody_measured_is_allowed_what_the_coarsest_is() -> None:
@@ -89,8 +92,8 @@ def test_shuffling_keeps_the_words_and_not_their_order(text: str) -> None:
 
 
 def test_a_message_quotes_the_beginning_of_a_long_text() -> None:
-    said = problem(scored(lambda _, value: value - 1.0))
+    message = problem(scored(lambda _, value: value - 1.0))
 
-    assert said is not None and said.startswith(
+    assert message is not None and message.startswith(
         "the mean negative log-likelihood of 'The capital of France is Paris. The capi...' is 2.302, 1.302 +- 0.15"
     )

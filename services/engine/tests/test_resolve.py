@@ -49,7 +49,7 @@ def test_a_file_that_this_pod_lacks_is_told_before_the_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier", "said"),
+    ("tier", "message"),
     [
         ({}, "none"),
         ({"type": "redis", "redis": {"url": "redis://c:6379/0"}}, "redis, redis://c:6379/0"),
@@ -63,10 +63,10 @@ def test_a_file_that_this_pod_lacks_is_told_before_the_start() -> None:
         ),
     ],
 )
-def test_the_table_says_where_prefixes_are_shared(tier: dict[str, Any], said: str) -> None:
+def test_the_table_says_where_prefixes_are_shared(tier: dict[str, Any], message: str) -> None:
     table = resolve_engine(settings(offload={"numCpuBlocks": 96, "sharedTier": tier}), SHAPE, MACHINE).table()
 
-    assert f"shared tier    {said}" in table.splitlines()[7]
+    assert f"shared tier    {message}" in table.splitlines()[7]
 
 
 def test_the_command_carries_the_brief_of_the_middleware() -> None:

@@ -30,20 +30,22 @@ def replies(model: Any) -> Ask:
     return ask
 
 
-def brief(**fields: Any) -> PodBrief:
-    return PodBrief(**{**{name: getattr(UNKNOWN_MODEL, name) for name in UNKNOWN_MODEL.__slots__}, **fields})
+def brief(**changes: Any) -> PodBrief:
+    return PodBrief(**{**{name: getattr(UNKNOWN_MODEL, name) for name in UNKNOWN_MODEL.__slots__}, **changes})
 
 
-async def refusal(ask: Ask, brief_given: PodBrief = UNKNOWN_MODEL) -> str:
+async def refusal(ask: Ask, pod_brief: PodBrief = UNKNOWN_MODEL) -> str:
     with pytest.raises(SelfCheckFailed) as refused:
-        await run_self_check(ask, brief_given)
+        await run_self_check(ask, pod_brief)
     return str(refused.value)
 
 
 async def test_a_healthy_model_passes_and_the_log_has_its_figures(bigram_model: Callable[..., Any]) -> None:
-    said = await run_self_check(replies(bigram_model()), UNKNOWN_MODEL)
+    report = await run_self_check(replies(bigram_model()), UNKNOWN_MODEL)
 
-    assert said == "mean negative log-likelihood 1.0000, 1.0000 (shuffled: 6.3529, 6.2500), decode steps within 0.0000"
+    assert (
+        report == "mean negative log-likelihood 1.0000, 1.0000 (shuffled: 6.3529, 6.2500), decode steps within 0.0000"
+    )
 
 
 async def test_every_request_is_greedy_and_meets_no_cached_prefix(bigram_model: Callable[..., Any]) -> None:
@@ -67,7 +69,7 @@ async def test_decode_steps_are_scored_again_as_a_prompt(bigram_model: Callable[
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "report"),
     [
         (
             {"plain_nats": 10.0, "shuffled_nats": 11.0},
@@ -81,9 +83,9 @@ async def test_decode_steps_are_scored_again_as_a_prompt(bigram_model: Callable[
     ],
 )
 async def test_what_no_healthy_model_does_is_refused(
-    bigram_model: Callable[..., Any], broken: dict[str, float], said: str
+    bigram_model: Callable[..., Any], broken: dict[str, float], report: str
 ) -> None:
-    assert said in await refusal(replies(bigram_model(**broken)))
+    assert report in await refusal(replies(bigram_model(**broken)))
 
 
 async def test_rounding_of_the_dtype_is_no_reason(bigram_model: Callable[..., Any]) -> None:
@@ -106,10 +108,10 @@ async def test_logits_are_not_compared(bigram_model: Callable[..., Any]) -> None
 
 
 async def test_a_known_model_must_answer_as_it_did_in_float32(bigram_model: Callable[..., Any]) -> None:
-    brief_given = brief(reference=KNOWN)
+    pod_brief = brief(reference=KNOWN)
 
     assert "has the tokens 0, 1, 2, 3, 4, 5, ..., 504, 3575, 282, 4649, 314, 7042, ... are expected" in await refusal(
-        replies(bigram_model()), brief_given
+        replies(bigram_model()), pod_brief
     )
 
 
@@ -140,9 +142,9 @@ class KnownModel:
 
 async def test_a_known_model_is_compared_on_every_text_of_its_reference() -> None:
     model = KnownModel()
-    said = await run_self_check(replies(model), brief(dtype="float32", reference=KNOWN))
+    report = await run_self_check(replies(model), brief(dtype="float32", reference=KNOWN))
 
-    assert said == (
+    assert report == (
         "mean negative log-likelihood 1.3016, 3.9575, 6.0390 (shuffled: 7.0000, 7.0000), decode steps within 0.0000, "
         "tokens within 0.0000 of the reference"
     )
@@ -163,9 +165,9 @@ async def test_a_known_model_is_refused_for_the_words_that_only_it_is_asked() ->
 
 async def test_a_text_of_ones_own_is_measured_instead(bigram_model: Callable[..., Any]) -> None:
     model = bigram_model()
-    brief_given = brief(self_check_text=TEXTS[1], reference=KNOWN)
+    pod_brief = brief(self_check_text=TEXTS[1], reference=KNOWN)
 
-    await run_self_check(replies(model), brief_given)
+    await run_self_check(replies(model), pod_brief)
     assert not any(request["prompt"] == TEXTS[0] for request in model.requests)
 
 
@@ -174,17 +176,17 @@ async def test_a_refusal_ends_with_what_to_change_at_this_door(bigram_model: Cal
 
     assert (await refusal(broken)).endswith(
         "; the engine runs in bfloat16, eager; set model.dtype: float32, or set lifecycle.selfCheckText to sentences "
-        "that this model knows well, or check the files of the model; lifecycle.selfCheck: off serves it as it is"
+        "that this model predicts well, or check the files of the model; lifecycle.selfCheck: off serves it as it is"
     )
     assert (await refusal(broken, brief(names=MAKE, eager=False))).endswith(
         "; the engine runs in bfloat16, compiled; add --enforce-eager to ENGINE_SET=extraArgs, or set DTYPE=float32, "
-        "or set ENGINE_SET=lifecycle.selfCheckText to sentences that this model knows well, or check the files of the "
-        "model; SELF_CHECK=off serves it as it is"
+        "or set ENGINE_SET=lifecycle.selfCheckText to sentences that this model predicts well, or check the files of "
+        "the model; SELF_CHECK=off serves it as it is"
     )
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "report"),
     [
         (Reply(500, "broken"), "/v1/completions answered status 500: broken; the engine runs"),
         (Reply(200, "<html>"), "/v1/completions answered no JSON"),
@@ -195,11 +197,11 @@ async def test_a_refusal_ends_with_what_to_change_at_this_door(bigram_model: Cal
         ),
     ],
 )
-async def test_a_reply_that_is_none_is_refused(reply: Reply, said: str) -> None:
+async def test_a_reply_that_is_none_is_refused(reply: Reply, report: str) -> None:
     async def ask(_path: str, _body: Mapping[str, Any]) -> Reply:
         return reply
 
-    assert said in await refusal(ask)
+    assert report in await refusal(ask)
 
 
 async def test_an_engine_that_never_answers_is_refused_in_time() -> None:
@@ -207,9 +209,9 @@ async def test_an_engine_that_never_answers_is_refused_in_time() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    brief_given = brief(self_check_timeout_seconds=0.01)
+    pod_brief = brief(self_check_timeout_seconds=0.01)
 
-    assert "no answer within 0.01 seconds; raise lifecycle.selfCheckTimeoutSeconds" in await refusal(ask, brief_given)
+    assert "no answer within 0.01 seconds; raise lifecycle.selfCheckTimeoutSeconds" in await refusal(ask, pod_brief)
 
 
 def pooling(*vectors: Any, path: str = "/v1/embeddings") -> Ask:
@@ -225,19 +227,19 @@ def pooling(*vectors: Any, path: str = "/v1/embeddings") -> Ask:
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "report"),
     [
         (pooling([1.0, 2.0], [1.0, 2.001]), "/v1/embeddings answered 2 finite numbers, twice the same"),
         (pooling([[1.0], [2.0]], [[1.0], [2.0]], path="/pooling"), "/pooling answered 2 finite numbers"),
         (pooling(path="/transcriptions"), "nothing measured: neither /v1/completions nor /v1/embeddings nor /pooling"),
     ],
 )
-async def test_a_pooling_model_is_asked_twice(ask: Ask, said: str) -> None:
-    assert said in await run_self_check(ask, UNKNOWN_MODEL)
+async def test_a_pooling_model_is_asked_twice(ask: Ask, report: str) -> None:
+    assert report in await run_self_check(ask, UNKNOWN_MODEL)
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "report"),
     [
         (pooling([1.0, None], [1.0, 2.0]), "its numbers are not finite"),
         (pooling([0.0, 0.0], [0.0, 0.0]), "all its numbers are zero"),
@@ -245,5 +247,5 @@ async def test_a_pooling_model_is_asked_twice(ask: Ask, said: str) -> None:
         (pooling([], []), "with no numbers"),
     ],
 )
-async def test_a_broken_pooling_model_is_refused(ask: Ask, said: str) -> None:
-    assert said in await refusal(ask)
+async def test_a_broken_pooling_model_is_refused(ask: Ask, report: str) -> None:
+    assert report in await refusal(ask)

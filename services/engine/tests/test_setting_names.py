@@ -1,4 +1,4 @@
-"""The same mistake, reported with the names of settings of `make up`, the chart and the file."""
+"""The same mistake, named by each of the three places in which an engine is configured."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,13 +38,13 @@ SHAPE = ModelShape(30, 3, 64, None, "bfloat16", 8192, 0)
 SMALL = Machine("cpu", frozenset(), (0, 1), 12 << 30, "MemAvailable", 100 << 20, 6 << 30)
 
 
-def tree(door: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+def tree(source: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
     given = {"model": {"path": "/models/x"}, "offload": {"numCpuBlocks": 64}, **more}
-    return given if door is None else {**given, "door": door}
+    return given if source is None else {**given, "door": source}
 
 
 @pytest.mark.parametrize(
-    ("door", "name", "given", "off"),
+    ("names", "name", "given", "off"),
     [
         (PLAIN_NAMES, "offload.numCpuBlocks", "offload.numCpuBlocks: 8", "offload.enabled: false"),
         (
@@ -56,10 +56,10 @@ def tree(door: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
         (SettingNames(**MAKE), "NUM_CPU_BLOCKS", "NUM_CPU_BLOCKS=8", "OFFLOAD=off"),
     ],
 )
-def test_a_setting_is_called_as_its_reader_writes_it(door: SettingNames, name: str, given: str, off: str) -> None:
-    assert door.name("offload.numCpuBlocks") == name
-    assert door.given("offload.numCpuBlocks", 8) == given
-    assert door.given("offload.enabled", False) == off
+def test_a_setting_is_called_as_its_reader_writes_it(names: SettingNames, name: str, given: str, off: str) -> None:
+    assert names.name("offload.numCpuBlocks") == name
+    assert names.given("offload.numCpuBlocks", 8) == given
+    assert names.given("offload.enabled", False) == off
 
 
 def test_an_item_of_a_list_is_called_by_its_list() -> None:
@@ -68,7 +68,7 @@ def test_an_item_of_a_list_is_called_by_its_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "more", "said"),
+    ("source", "more", "message"),
     [
         (MAKE, {"blockSize": 100}, "ENGINE_SET=blockSize=100 is not a multiple of 16"),
         (
@@ -98,17 +98,19 @@ def test_an_item_of_a_list_is_called_by_its_list() -> None:
         (None, {"extraArgs": ["--dtype=half"]}, "extraArgs: --dtype is decided by model.dtype; change that instead"),
     ],
 )
-def test_a_refusal_names_the_setting_of_its_door(door: dict[str, Any] | None, more: dict[str, Any], said: str) -> None:
+def test_a_refusal_names_the_setting_of_its_source(
+    source: dict[str, Any] | None, more: dict[str, Any], message: str
+) -> None:
     with pytest.raises(SettingsError) as refused:
-        engine_settings(tree(door, **more))
+        engine_settings(tree(source, **more))
 
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_memory_that_does_not_fit_names_the_setting_of_its_door() -> None:
-    def problem(door: dict[str, Any] | None) -> str:
-        (refusal_text,) = plan_memory(engine_settings(tree(door)), SHAPE, SMALL).problems
-        return refusal_text
+def test_memory_that_does_not_fit_names_the_setting_of_its_source() -> None:
+    def problem(source: dict[str, Any] | None) -> str:
+        (problem_text,) = plan_memory(engine_settings(tree(source)), SHAPE, SMALL).problems
+        return problem_text
 
     assert problem(None).startswith("offload.numCpuBlocks: 64 needs ")
     assert "; set offload.numCpuBlocks <= " in problem(None)
@@ -117,7 +119,7 @@ def test_memory_that_does_not_fit_names_the_setting_of_its_door() -> None:
     assert "; set engines.chat.offload.numCpuBlocks <= " in problem(CHART)
 
 
-def test_lengths_and_warnings_name_the_setting_of_their_door() -> None:
+def test_lengths_and_warnings_name_the_setting_of_their_source() -> None:
     given = engine_settings(tree(MAKE, model={"path": "/x", "maxLength": 9000}, deviceBlocks=2))
     budget = plan_memory(given, SHAPE, replace(SMALL, shared_memory_free_bytes=6 << 30))
 
@@ -139,7 +141,7 @@ def test_a_model_that_is_not_there_names_the_variable(tmp_path: Path) -> None:
         load_model_shape(str(tmp_path), SettingNames(names={"model.path": "MODEL"}, separator="="))
 
 
-def test_the_door_survives_every_way_that_settings_take() -> None:
+def test_the_names_survive_every_way_that_settings_take() -> None:
     settings = engine_settings(tree(MAKE))
 
     assert settings.names == SettingNames(**MAKE)
@@ -149,12 +151,12 @@ def test_the_door_survives_every_way_that_settings_take() -> None:
     assert PodBrief.from_environment({ENVIRONMENT_VARIABLE: ""}).names == PLAIN_NAMES
 
 
-def test_every_setting_has_a_name_of_its_own_at_every_door() -> None:
+def test_every_setting_has_a_name_of_its_own_in_every_source() -> None:
     settings = settings_tree(engine_settings(tree(None)))
     paths = [path for path in leaves(settings) if not path.startswith("door")]
     assert len(paths) > 60
-    for door in (PLAIN_NAMES, SettingNames(others="engine.{path}"), SettingNames(**MAKE)):
-        assert len({door.name(path) for path in paths}) == len(paths)
+    for names in (PLAIN_NAMES, SettingNames(others="engine.{path}"), SettingNames(**MAKE)):
+        assert len({names.name(path) for path in paths}) == len(paths)
 
 
 def leaves(value: Any, path: str = "") -> list[str]:

@@ -47,7 +47,7 @@ def test_overrides_alone_are_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("offload.numCpuBloks=3", "offload.numCpuBloks: unknown setting; did you mean 'numCpuBlocks'?"),
         ("modle.path=x", "modle: unknown setting; did you mean 'model'?"),
@@ -78,11 +78,11 @@ def test_overrides_alone_are_enough() -> None:
         ("blockSize=100", "blockSize: 100 is not a multiple of 16"),
     ],
 )
-def test_a_refusal_names_the_key_and_the_remedy(tmp_path: Path, override: str, said: str) -> None:
+def test_a_refusal_names_the_key_and_the_remedy(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_engine_settings(write(tmp_path, MINIMAL), [override])
 
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_missing_model_is_named() -> None:

@@ -1,4 +1,4 @@
-"""Files and variables of the shared tier are looked at before anything starts; what they hold is never said."""
+"""Files and variables of the shared tier are looked at before anything starts; what they hold is never message."""
 
 import secrets
 import sys
@@ -42,7 +42,7 @@ def test_what_is_there_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (redis(passwordFile="/nowhere/p"), "redis.passwordFile: /nowhere/p cannot be read: No such file or directory"),
         (redis(tls={"caFile": "/nowhere/ca"}), "redis.tls.caFile: /nowhere/ca cannot be read"),
@@ -53,11 +53,11 @@ def test_what_is_there_is_accepted(tmp_path: Path) -> None:
         (tier(encryption={"keyId": "a", "keyEnv": "K"}), "encryption.keyEnv: the environment variable K is not set"),
     ],
 )
-def test_what_is_missing_is_named(settings: SharedTierSettings, said: str) -> None:
+def test_what_is_missing_is_named(settings: SharedTierSettings, message: str) -> None:
     with pytest.raises(SettingsError) as refused:
         require_tier_files(settings, {})
 
-    assert str(refused.value).startswith("offload.sharedTier.") and said in str(refused.value)
+    assert str(refused.value).startswith("offload.sharedTier.") and message in str(refused.value)
 
 
 def test_an_empty_file_is_named(tmp_path: Path) -> None:
@@ -128,12 +128,12 @@ def test_a_folder_whose_parent_is_missing_is_said_and_keeps_nobody_from_serving(
     mistyped = tmp_path / "nmve" / "kv"
     tier = SharedTierSettings(type="nvme", nvme=NvmeTierSettings(str(mistyped)))
     require_tier_files(tier)
-    said = misplaced_tier(tier)
-    assert said is not None
-    assert said.startswith(f"offload.sharedTier.nvme.path: {mistyped}: ")
-    assert f"{tmp_path / 'nmve'} does not exist" in said
-    assert "correct the path, or mount the file system" in said
-    assert "serves without the shared tier" in said
+    message = misplaced_tier(tier)
+    assert message is not None
+    assert message.startswith(f"offload.sharedTier.nvme.path: {mistyped}: ")
+    assert f"{tmp_path / 'nmve'} does not exist" in message
+    assert "correct the path, or mount the file system" in message
+    assert "serves without the shared tier" in message
     mistyped.parent.mkdir()
     assert misplaced_tier(tier) is None
     assert misplaced_tier(SharedTierSettings(type="none", nvme=NvmeTierSettings("/no/such/folder"))) is None

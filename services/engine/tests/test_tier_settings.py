@@ -86,11 +86,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_a_refusal_names_the_setting_and_the_remedy(mistake: str) -> None:
-    text, said = REFUSED[mistake]
+    text, message = REFUSED[mistake]
     with pytest.raises(SettingsError) as refused:
         checked(yaml.safe_load(f"{{{text}}}" if not text.startswith("{") else text))
 
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class SharedLimitsConfig(CamelSection, frozen=True):
     timeout_seconds: Positive = 0.05  # of one question; what takes longer is decided by this replica alone
     failures: Count = 3  # in a row, before Redis is left alone and only a background task asks for it
     retry_seconds_max: Positive = 5.0  # longest pause of that task
-    report_seconds: Positive = 0.1  # how long ends of requests wait for each other, to be sent together
+    report_seconds: Positive = 0.1  # for which ends of requests are collected into one report
     lease_seconds: Positive = 30.0  # until what a replica that died had running is no longer counted
 
 

@@ -20,7 +20,7 @@ class TracingConfig(CamelSection, frozen=True):
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
     service_name: Text = "spillway-gateway"
     export_seconds: Positive = 5.0  # between two exports, and the most that one may take
-    waiting_spans_max: Count = 8192  # beyond them spans are dropped: a slow collector delays nobody
+    waiting_spans_max: Count = 8192  # beyond them spans are dropped: a slow collector delays no request
 
 
 def check_tracing(config: TracingConfig) -> None:

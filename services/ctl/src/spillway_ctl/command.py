@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"spillway: {error}", file=sys.stderr, flush=True)
         return WRONG
     except BrokenPipeError:
-        # Whoever reads has enough (`| head`). Python would complain once more when it flushes at exit.
+        # The reader closed the pipe (`| head`). Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except KeyboardInterrupt:

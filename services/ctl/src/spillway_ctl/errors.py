@@ -1,7 +1,7 @@
-"""Why the command says no. Its sentence is all that a person sees; the exit status is 2."""
+"""Why the command refuses: the message alone is printed, and the exit status is 2."""
 
 from __future__ import annotations
 
 
 class CommandError(Exception):
-    """What was asked cannot be done as asked; the message says what to change."""
+    """The arguments cannot be carried out; the message names what to change."""

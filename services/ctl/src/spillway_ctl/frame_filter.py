@@ -39,11 +39,11 @@ class FrameFilter:
 
     @property
     def needs_headers(self) -> bool:
-        """Whether it can only be decided from what headers say."""
+        """Whether it can be decided from headers alone."""
         return self.tenant is not None
 
     def takes(self, frame: StoredFrame, now_s: float) -> bool:
-        """A frame whose header is damaged has no tenant that could be believed, and so is nobody's."""
+        """A frame with a damaged header has no known tenant and matches none."""
         if self.tenant is not None and (frame.tenant != self.tenant or frame.damage is not None):
             return False
         if not frame.namespace.hex().startswith(self.namespace_prefix):

@@ -1,4 +1,4 @@
-"""Ctrl-C between two frames, never within one: the store stays whole, and the command still says how far it came."""
+"""Ctrl-C takes effect between two frames, never within one: the store stays intact, the progress is reported."""
 
 from __future__ import annotations
 

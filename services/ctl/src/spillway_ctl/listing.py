@@ -24,7 +24,7 @@ def listing(run: Run, limit: int | None) -> int:
         if not run.filter.takes(frame, run.now_s):
             continue
         if not listed:
-            run.say(_ROW.format("NAMESPACE", "KEY", "TENANT", "SIZE", "STORED", "USED", "DAMAGE").rstrip())
+            run.print_line(_ROW.format("NAMESPACE", "KEY", "TENANT", "SIZE", "STORED", "USED", "DAMAGE").rstrip())
         listed += 1
         listed_bytes += frame.stored_bytes
         progress.clear()
@@ -36,10 +36,10 @@ def listing(run: Run, limit: int | None) -> int:
             progress.show(listed, listed_bytes, run.store.share_walked())
     progress.clear()
     if run.interruption.asked:
-        run.say(f"interrupted after {plural(listed, 'frame')}")
+        run.print_line(f"interrupted after {plural(listed, 'frame')}")
         return INTERRUPTED
     if not listed:
-        run.say(f"{run.where}: no frames {run.filter}")
+        run.print_line(f"{run.where}: no frames {run.filter}")
     return OK
 
 

@@ -101,7 +101,7 @@ class NvmeStore:
                 yield frame
 
     def share_walked(self) -> float | None:
-        """Bytes of the walk against bytes in use at its start. How much one namespace has, nobody has counted."""
+        """Bytes of the walk against bytes in use at its start. The size of a namespace is not known before."""
         return min(1.0, self._walked_bytes / self._walk_bytes) if self._walk_bytes else None
 
     def verify(self, frame: StoredFrame, check_payload: CheckPayload | None = None) -> Damage | None:

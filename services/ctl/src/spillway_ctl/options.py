@@ -31,12 +31,12 @@ exit status:
   0    done
   1    verify found damage
   2    the command or a setting is wrong, or the tier does not answer
-  3    you said no to purge
-  130  interrupted; a purge or verify says how far it came, and the tier is whole
+  3    purge was not confirmed
+  130  interrupted; purge and verify report their progress, and the tier is intact
 """
 
 _STORE_NOTE = """\
-The tier is a directory, a Redis or Valkey URL, or what an engine's configuration file says. A login comes from
+The tier is a directory, a Redis or Valkey URL, or the one in an engine's configuration file. A login comes from
 environment variables or a file, never from the command line. It needs SCAN and reading; see docs/operations.md.
 """
 
@@ -132,7 +132,7 @@ _LOGIN = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and where help is."""
+    """Prints in one line what is wrong, and where help is."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         self.exit(2, f"spillway: {message}; see {self.prog} --help\n")
@@ -228,7 +228,7 @@ def _purge(commands: Commands[_Parser]) -> None:
     _with_store(command)
     _with_filters(command)
     command.add_argument("--all", action="store_true", help="without any filter: everything")
-    command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    command.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     command.add_argument("--yes", action="store_true", help="do not ask")
     _with_json(command, "one JSON document; needs --yes or --dry-run")
 
@@ -240,7 +240,7 @@ def _count(text: str) -> int:
 
 
 def _checked(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    """argparse hides the message of a ValueError; ours says what to write instead."""
+    """argparse hides the message of a ValueError; this shows it."""
 
     def checked(text: str) -> _Value:
         try:

@@ -108,7 +108,7 @@ def _verdicts(break_even: float, rates: dict[str, float | None]) -> list[tuple[s
 
 def _verdict(rate: float, break_even: float) -> str:
     speed = f"{rate / break_even:.1f} times as fast as computing"
-    return speed if rate > break_even else f"{speed}: not worth loading, it is recomputed"
+    return speed if rate > break_even else f"{speed}: slower than computing, so it is recomputed"
 
 
 def _seconds(value: float | None) -> str:

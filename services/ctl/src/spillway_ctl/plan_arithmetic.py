@@ -1,4 +1,4 @@
-"""What an offload setting is worth, before it runs: break-even bandwidths and first tokens. Pure.
+"""What an offload setting gains, before it runs: break-even bandwidths and times to the first token. Pure.
 
 - Break-even: loading a prefix beats computing it above `prefill rate x bytes per token` (the sum behind the connector's
   own decision, plan/load_cost.py, without its fixed costs).

@@ -58,7 +58,7 @@ def add_plan(areas: Any) -> None:
         nargs="+",
         default=list(DEFAULT_PROMPTS),
         metavar="N",
-        help="lengths to tell of",
+        help="lengths of prompts to compute",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
 

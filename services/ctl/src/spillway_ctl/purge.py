@@ -16,7 +16,7 @@ BATCH_FRAMES = 128  # removed in one call: engines wait for a part of it at most
 
 
 def purge(run: Run, *, dry_run: bool, yes: bool, ask: Callable[[str], bool] | None) -> int:
-    """ask: puts a question to a person; None where there is nobody to ask. Raises TierError, CommandError."""
+    """ask: asks for confirmation; None without a terminal. Raises TierError, CommandError."""
     if not dry_run and not yes and ask is None:
         raise CommandError("there is no terminal to ask on; add --yes to remove, or --dry-run to see what would go")
     run.store.check()
@@ -29,7 +29,7 @@ def purge(run: Run, *, dry_run: bool, yes: bool, ask: Callable[[str], bool] | No
             return OK if complete else INTERRUPTED
         assert ask is not None
         if not ask(f"Remove {_amount(matched)} {run.filter} from the {run.where}?"):
-            run.say("nothing was removed")
+            run.print_line("nothing was removed")
             return DECLINED
     tally = _Removing(run)
     try:
@@ -133,14 +133,16 @@ def _finish(run: Run, matched: Removal, removed: Removal, *, dry_run: bool, comp
     )
     start = "" if complete else "interrupted: "
     if dry_run:
-        run.say(f"{start}would remove {_amount(matched)} {run.filter} from the {run.where}")
+        run.print_line(f"{start}would remove {_amount(matched)} {run.filter} from the {run.where}")
     else:
-        run.say(f"{start}removed {_amount(removed)} {run.filter} from the {run.where} in {format_seconds(seconds)}")
+        run.print_line(
+            f"{start}removed {_amount(removed)} {run.filter} from the {run.where} in {format_seconds(seconds)}"
+        )
         kept = matched.frames - removed.frames
         if kept and complete and removed.frames:
-            run.say(f"{plural(kept, 'frame')} had been used or replaced meanwhile, or were gone already")
+            run.print_line(f"{plural(kept, 'frame')} had been used or replaced meanwhile, or were gone already")
         if removed.frames and "slab" in run.store.layout:
-            run.say("slabs keep their size on the disk; engines fill the freed slots again")
+            run.print_line("slabs keep their size on the disk; engines fill the freed slots again")
 
 
 def _amount(count: Removal) -> str:

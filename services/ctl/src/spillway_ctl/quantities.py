@@ -53,7 +53,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_age(now_s: float, then_s: float) -> str:
-    """`3 d 4 h ago`; a moment that a wrong clock put into the future is said to be there."""
+    """`3 d 4 h ago`; a moment that a wrong clock put into the future is shown as one."""
     if then_s > now_s + 1:
         return f"{format_seconds(then_s - now_s)} in the future"
     return f"{format_seconds(now_s - then_s)} ago"

@@ -33,7 +33,7 @@ class Run:
     def progress(self, doing: str) -> ProgressLine:
         return ProgressLine(doing)
 
-    def say(self, text: str = "") -> None:
+    def print_line(self, text: str = "") -> None:
         """A line for people; nothing with --json."""
         if not self.as_json:
             print(text, file=self.out, flush=True)
@@ -47,7 +47,7 @@ class Run:
 
     @property
     def where(self) -> str:
-        """The store in words."""
+        """What and where the store is, for messages."""
         name = "NVMe tier" if self.store.kind == "nvme" else "Redis tier"
         layout = f" ({self.store.layout})" if self.store.layout else ""
         return f"{name} at {self.store.location}{layout}"

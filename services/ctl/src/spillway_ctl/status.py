@@ -8,7 +8,7 @@ from typing import Any
 from spillway_connector.tiers.inspection import StoredNamespace
 from spillway_ctl.census import Census, Count, NamespaceCount, largest_first
 from spillway_ctl.frame_filter import tenant_name
-from spillway_ctl.namespace_words import describe
+from spillway_ctl.namespace_summary import describe
 from spillway_ctl.quantities import format_age, format_bytes, format_share, plural
 from spillway_ctl.run import INTERRUPTED, OK, Run
 from spillway_ctl.store import Extent
@@ -61,58 +61,60 @@ def status(run: Run) -> int:
             _say_namespace(run, found, count)
     empty = sum(found.digest not in census.namespaces for found in namespaces)
     if empty and census.total.frames:
-        run.say(f"\n{plural(empty, 'further namespace')} without frames: a document alone (--json shows it)")
+        run.print_line(f"\n{plural(empty, 'further namespace')} without frames: a document alone (--json shows it)")
     if interrupted:
-        run.say("\ninterrupted: the figures are of a part of the frames")
+        run.print_line("\ninterrupted: the figures are of a part of the frames")
     return INTERRUPTED if interrupted else OK
 
 
 def _say_summary(run: Run, extent: Extent, census: Census, notes: list[str]) -> None:
-    run.say(run.where)
+    run.print_line(run.where)
     if extent.used_bytes is not None:
         limit = f"({extent.limit_means})"
         if extent.limit_bytes is not None:
             share = format_share(extent.used_bytes, extent.limit_bytes)
             limit = f"of {format_bytes(extent.limit_bytes)} ({share}; the limit is {extent.limit_means})"
-        run.say(f"  in use      {format_bytes(extent.used_bytes)} {limit}")
+        run.print_line(f"  in use      {format_bytes(extent.used_bytes)} {limit}")
     if not census.total.frames:
-        run.say(
+        run.print_line(
             "  nothing is stored here yet" if run.filter.is_everything else f"  nothing is stored here {run.filter}"
         )
     else:
         damaged = census.damage.total()
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(census.damage.items()))
-        run.say(f"  frames      {census.total.frames:,} ({format_bytes(census.total.stored_bytes)})")
-        run.say(
+        run.print_line(f"  frames      {census.total.frames:,} ({format_bytes(census.total.stored_bytes)})")
+        run.print_line(
             f"  damaged     {f'{damaged:,} ({reasons})' if damaged else '0'} judging by headers; "
             "`spillway tier verify` reads payloads too"
         )
     for note in notes:
-        run.say(f"  note        {note}")
+        run.print_line(f"  note        {note}")
 
 
 def _say_namespace(run: Run, found: StoredNamespace, count: NamespaceCount) -> None:
-    run.say(f"\nnamespace {found.digest.hex()}")
+    run.print_line(f"\nnamespace {found.digest.hex()}")
     wrong = found.damage()
     if wrong is not None:
-        run.say(f"  document    {wrong.sentence}")
+        run.print_line(f"  document    {wrong.sentence}")
     for label, text in describe(found.facts or {}).items() if found.facts else ():
-        run.say(f"  {label:<10}  {text}")
-    run.say(f"  frames      {count.total.frames:,} ({format_bytes(count.total.stored_bytes)}), {_ages(run, count)}")
+        run.print_line(f"  {label:<10}  {text}")
+    run.print_line(
+        f"  frames      {count.total.frames:,} ({format_bytes(count.total.stored_bytes)}), {_ages(run, count)}"
+    )
     if count.damage:
-        run.say(f"  damaged     {', '.join(f'{reason} {n:,}' for reason, n in sorted(count.damage.items()))}")
+        run.print_line(f"  damaged     {', '.join(f'{reason} {n:,}' for reason, n in sorted(count.damage.items()))}")
     everyone = list(largest_first(count.tenants))
     label = "tenants"
     for tenant, held in everyone[:TENANTS_SHOWN]:
         amount = f"{plural(held.frames, 'frame'):>16}  {format_bytes(held.stored_bytes)}"
-        run.say(f"  {label:<10}  {tenant_name(tenant):<16}  {amount}")
+        run.print_line(f"  {label:<10}  {tenant_name(tenant):<16}  {amount}")
         label = ""
     rest = [held for _, held in everyone[TENANTS_SHOWN:]]
     if rest or count.other_tenants.frames:
         others = f"{plural(len(rest), 'other')}" if not count.other_tenants.frames else "all others"
         frames = sum(held.frames for held in rest) + count.other_tenants.frames
         size = sum(held.stored_bytes for held in rest) + count.other_tenants.stored_bytes
-        run.say(f"  {'':<10}  {others:<16}  {plural(frames, 'frame'):>16}  {format_bytes(size)}")
+        run.print_line(f"  {'':<10}  {others:<16}  {plural(frames, 'frame'):>16}  {format_bytes(size)}")
 
 
 def _ages(run: Run, count: NamespaceCount) -> str:

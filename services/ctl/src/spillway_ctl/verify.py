@@ -1,4 +1,4 @@
-"""`spillway tier verify`: read every byte of every frame, and say which are not what they claim to be."""
+"""`spillway tier verify`: read every byte of every frame, and report those that do not match their checksums."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def verify(
     ]
     documents = [damage for damage in map(_document_damage, namespaces) if damage is not None]
     for damage in documents:
-        run.say(f"damaged  {damage.reason:<9}  {damage.sentence}")
+        run.print_line(f"damaged  {damage.reason:<9}  {damage.sentence}")
     pace = Pace(bytes_per_second, time.monotonic, run.interruption.wait)
     try:
         for frame in run.store.frames(headers=run.filter.needs_headers, namespace_prefix=run.filter.namespace_prefix):
@@ -91,7 +91,7 @@ class _Tally:
             self.removed += removed
         self.progress.clear()
         note = "; removed" if removed.frames else ""
-        self._run.say(f"damaged  {damage.reason:<9}  {frame.place}: {damage.sentence}{note}")
+        self._run.print_line(f"damaged  {damage.reason:<9}  {frame.place}: {damage.sentence}{note}")
         if len(self.listed) < DAMAGED_LISTED_MAX:
             entry = {**as_json(frame), "sentence": damage.sentence, "removed": bool(removed.frames)}
             self.listed.append(entry)
@@ -121,14 +121,16 @@ def _finish(run: Run, tally: _Tally, documents: list[Damage], sealed_only: list[
     if tally.removed.frames:
         found += f", {tally.removed.frames:,} removed ({format_bytes(tally.removed.stored_bytes)})"
     start = "" if tally.complete else "interrupted: "
-    run.say(
+    run.print_line(
         f"{start}verified {plural(tally.frames, 'frame')} ({format_bytes(tally.stored_bytes)}) {run.filter} "
         f"in {format_seconds(seconds)}: {found}"
     )
     if tally.gone:
-        run.say(f"{plural(tally.gone, 'frame')} left the store before their turn, as they do while engines use it")
+        run.print_line(
+            f"{plural(tally.gone, 'frame')} were evicted or replaced before they were read, as engines use the store"
+        )
     if sealed_only and tally.frames:
-        run.say(
+        run.print_line(
             f"encrypted, verified as ciphertext only: {', '.join(name[:8] for name in sealed_only)}; "
             "with --encryption-key-file the seals are opened too"
         )

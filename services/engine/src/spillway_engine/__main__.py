@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EngineServiceError as error:
         print(f"spillway_engine: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    return run_engine(engine.command(), say=lambda line: print(f"spillway_engine: {line}", flush=True))
+    return run_engine(engine.command(), log=lambda line: print(f"spillway_engine: {line}", flush=True))
 
 
 BUDGET_EXIT_CODE = 2

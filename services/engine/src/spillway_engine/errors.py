@@ -14,7 +14,7 @@ class SettingsError(EngineServiceError):
 
 
 class ModelShapeError(EngineServiceError):
-    """The model folder does not say what its KV cache looks like."""
+    """The model's config.json lacks what decides the size of its KV cache."""
 
 
 class BudgetError(EngineServiceError):

@@ -34,7 +34,7 @@ DECIDED_BY_A_SETTING = {
 # vLLM's argument -> why it may not be added.
 FIXED = {
     "--prefix-caching-hash-algo": "is the same on all engines that share a tier; remove it",
-    "--config": "would bring arguments that nobody checks; write them here one by one",
+    "--config": "would bring arguments past this check; write them here one by one",
 }
 # vLLM's argument -> where the secret belongs.
 SECRET = {
@@ -85,7 +85,7 @@ def _problem(argument: str, names: SettingNames) -> str | None:
     meant = _meant(name)
     if is_secret(argument):
         place = SECRET.get(meant, "an environment variable or a file")
-        return f"{name} would show a secret to whoever reads this setting or the list of processes; use {place}"
+        return f"{name} would show a secret in this setting and in the list of processes; use {place}"
     if meant in DECIDED_BY_A_SETTING:
         return f"{name} is decided by {names.name(DECIDED_BY_A_SETTING[meant])}; change that instead"
     if meant in FIXED:

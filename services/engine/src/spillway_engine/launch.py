@@ -1,4 +1,4 @@
-"""The pod's parent process: starts vLLM as a process group of its own, watches it, drains it, leaves nothing behind.
+"""The pod's parent process: starts vLLM as a process group of its own, watches it, drains it and cleans up after it.
 
 One thread and one selector: the engine's output, its exit (a pidfd), the line to the middleware and signals are events
 of one loop, and each phase has one deadline.
@@ -27,7 +27,7 @@ from spillway_engine.exit_report import OutputTail, exit_code_of, explain_exit
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
 from spillway_engine.settings import LifecycleSettings
 from spillway_engine.shared_memory import files_of_group, group_members, sweep_stale_regions
-from spillway_engine.warden import dismiss_warden, end_group, is_resource_tracker, start_warden
+from spillway_engine.watchdog import dismiss_watchdog, end_group, is_resource_tracker, start_watchdog
 
 SELF_CHECK_EXIT_CODE = 4
 DRAIN_REPLY_SECONDS = 10.0  # beyond delay and timeout: for aborting the last requests and saying so
@@ -55,20 +55,18 @@ class EngineCommand:
     lifecycle: LifecycleSettings
 
 
-def run_engine(command: EngineCommand, say: Callable[[str], None]) -> int:
+def run_engine(command: EngineCommand, log: Callable[[str], None]) -> int:
     """Run until the engine has ended; returns the pod's exit code: 0 after an asked-for stop, else the engine's own.
 
-    Must run in the main thread (signal handlers). `say` prints one line for the person who reads the pod's log.
+    Must run in the main thread (signal handlers). `log` writes one line to the pod's log.
     """
     # Orphans of the engine become our children, so that we can reap them, as pid 1 of a container or not.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     sweep = sweep_stale_regions()
     if sweep.removed:
-        say(
-            f"removed {len(sweep.removed)} shared-memory files of dead engines ({format_byte_count(sweep.freed_bytes)})"
-        )
+        log(f"removed {len(sweep.removed)} shared-memory files of old engines ({format_byte_count(sweep.freed_bytes)})")
     with _SignalPipe() as signals:
-        pod = _Pod(command, signals, say)
+        pod = _Pod(command, signals, log)
         try:
             return pod.run()
         finally:
@@ -96,16 +94,16 @@ class _SignalPipe:
 
 
 class _Pod:
-    def __init__(self, command: EngineCommand, signals: _SignalPipe, say: Callable[[str], None]) -> None:
+    def __init__(self, command: EngineCommand, signals: _SignalPipe, log: Callable[[str], None]) -> None:
         self._lifecycle = command.lifecycle
-        self._say = say
+        self._log = log
         self._phase = Phase.STARTING
         self._deadline: float | None = None
         self._asked_to_stop = False
         self._self_check_failure: str | None = None
         self._tail = OutputTail()
         self._messages = MessageBuffer()
-        self._shared_memory: set[Path] = set()  # of the whole group; nobody can say whose files are once it is dead
+        self._shared_memory: set[Path] = set()  # of the whole group; after its end the owner of a file cannot be found
         self._control, theirs = socket.socketpair()
         with theirs:
             brief = structs.replace(command.brief, control_fd=theirs.fileno())
@@ -120,7 +118,7 @@ class _Pod:
                 preexec_fn=_die_with_parent,  # noqa: PLW1509  this process has one thread
             )
         self._group_id = self._engine.pid
-        self._warden = start_warden(self._group_id)
+        self._watchdog = start_watchdog(self._group_id)
         assert self._engine.stdout is not None
         self._output_fd = self._engine.stdout.fileno()
         self._exit_fd = os.pidfd_open(self._engine.pid)
@@ -129,7 +127,7 @@ class _Pod:
         self._selector.register(self._exit_fd, selectors.EVENT_READ, self._on_exit)
         self._selector.register(self._control, selectors.EVENT_READ, self._on_message)
         self._selector.register(signals.reader, selectors.EVENT_READ, lambda: self._on_signals(signals.reader))
-        say(f"vLLM starts as process {self._engine.pid}")
+        log(f"vLLM starts as process {self._engine.pid}")
 
     def run(self) -> int:
         while self._phase is not Phase.ENDED:
@@ -145,7 +143,7 @@ class _Pod:
         end_group(self._group_id, self._shared_memory)
         self._engine.wait()
         self._reap_orphans()
-        dismiss_warden(self._warden)
+        dismiss_watchdog(self._watchdog)
         self._selector.close()
         self._control.close()
         os.close(self._exit_fd)
@@ -184,12 +182,12 @@ class _Pod:
             if self._asked_to_stop:
                 self._drain()
         elif event == "ready":
-            self._say("ready")
+            self._log("ready")
         elif event == "self_check_failed":
             self._self_check_failure = str(message["reason"])
             self._stop()
         elif event == "drained" and self._phase is Phase.DRAINING:
-            self._say(f"drained: {message['finished']} requests finished, {message['cancelled']} cancelled")
+            self._log(f"drained: {message['finished']} requests finished, {message['cancelled']} cancelled")
             self._stop()
 
     def _on_signals(self, reader: socket.socket) -> None:
@@ -205,25 +203,25 @@ class _Pod:
         if not self._asked_to_stop:
             self._asked_to_stop = True
             if self._phase is Phase.SERVING:
-                self._say(f"{name}: draining (another {name} speeds it up)")
+                self._log(f"{name}: draining (another {name} speeds it up)")
                 self._drain()
             else:
-                self._say(f"{name}: stopping, the engine served nothing yet")
+                self._log(f"{name}: stopping, the engine served nothing yet")
                 self._stop()
         elif self._phase is Phase.DRAINING:
-            self._say(f"{name} again: ending the running requests now")
+            self._log(f"{name} again: ending the running requests now")
             self._order({"order": "hurry"})
             self._deadline = time.monotonic() + HURRIED_REPLY_SECONDS
         else:
-            self._say(f"{name} again: killing the engine")
+            self._log(f"{name} again: killing the engine")
             self._kill()
 
     def _on_deadline(self) -> None:
         if self._phase is Phase.DRAINING:
-            self._say("the drain gave no answer in time; stopping all the same")
+            self._log("the drain gave no answer in time; stopping all the same")
             self._stop()
         else:
-            self._say(f"vLLM did not end within {self._lifecycle.stop_timeout_seconds:g} s; killing it")
+            self._log(f"vLLM did not end within {self._lifecycle.stop_timeout_seconds:g} s; killing it")
             self._kill()
 
     # Actions
@@ -260,10 +258,10 @@ class _Pod:
         end_group(self._group_id, self._shared_memory)
 
     def _reap_orphans(self) -> None:
-        """Collect dead descendants that became our children; the engine and the warden are waited for elsewhere."""
+        """Reap ended descendants that became our children; the engine and the watchdog are waited for elsewhere."""
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         for pid in map(int, children):
-            if pid not in (self._engine.pid, self._warden.pid):
+            if pid not in (self._engine.pid, self._watchdog.pid):
                 try:
                     os.waitpid(pid, os.WNOHANG)
                 except ChildProcessError:
@@ -276,17 +274,17 @@ class _Pod:
         strays = sum(not is_resource_tracker(pid) for pid in group_members(self._group_id))
         removed = end_group(self._group_id, self._shared_memory)
         if strays:
-            self._say(f"ended {strays} processes that vLLM left running, removed {len(removed)} shared-memory files")
-        # vLLM removes its region on a clean stop only; with the group dead, an unmapped one is ours or nobody's.
+            self._log(f"ended {strays} processes that vLLM left running, removed {len(removed)} shared-memory files")
+        # vLLM removes its region on a clean stop only; an unmapped one belongs to no running engine.
         sweep_stale_regions()
         if self._self_check_failure is not None:
-            self._say(self._self_check_failure)
+            self._log(self._self_check_failure)
             return SELF_CHECK_EXIT_CODE
         if self._asked_to_stop:
-            self._say("stopped")
+            self._log("stopped")
             return 0
         status = self._engine.returncode
-        self._say(explain_exit(status, self._tail.lines()))
+        self._log(explain_exit(status, self._tail.lines()))
         return exit_code_of(status) or 1
 
     def _read_rest(self) -> None:
@@ -303,11 +301,11 @@ class _Pod:
 def _die_with_parent() -> None:
     """In the child between fork and exec: the API server gets SIGKILL when the parent dies.
 
-    A second line of defence behind the warden, which also reaches the API server's own children.
+    A second line of defence behind the watchdog, which also reaches the API server's own children.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def python_module(module: str, arguments: Sequence[str]) -> list[str]:
-    """Run `module` with this interpreter, whatever PATH says."""
+    """Run `module` with this interpreter, whatever PATH holds."""
     return [str(Path(sys.executable)), "-m", module, *arguments]

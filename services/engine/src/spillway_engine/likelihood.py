@@ -37,7 +37,7 @@ QUOTED_CHARACTERS = 40  # of a text in a message
 
 
 class Unmeasurable(Exception):
-    """A reply does not hold what was asked for; the text says what it lacks."""
+    """A reply lacks what was requested; the text names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ def _uniform_problem(plain: Sequence[Scored], expected: Expected) -> str | None:
         return None
     return (
         f"the mean negative log-likelihood of plain sentences is {cost:.3f}, at most "
-        f"{SHARE_OF_UNIFORM_MAX * uniform:.3f} is expected of a model that knows their language (all "
+        f"{SHARE_OF_UNIFORM_MAX * uniform:.3f} is expected of a model trained on their language (all "
         f"{expected.vocabulary} tokens equally likely: {uniform:.3f})"
     )
 

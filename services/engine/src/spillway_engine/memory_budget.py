@@ -187,23 +187,23 @@ def _memory_problems(
     if needed_bytes <= available_bytes:
         return []
     names = settings.names
-    said = (
+    short = (
         f"this engine needs {format_byte_count(needed_bytes)} of memory, "
         f"{format_byte_count(available_bytes)} is available ({machine.memory_limit_source})"
     )
     fitting = (available_bytes - (needed_bytes - chunks * row_bytes)) // row_bytes
     if chunks and fitting > 0:
         return [
-            f"{names.name(_tier_setting(settings)[0])}: {said}; set {_fitting_setting(settings, fitting, row_bytes)}"
+            f"{names.name(_tier_setting(settings)[0])}: {short}; set {_fitting_setting(settings, fitting, row_bytes)}"
         ]
     remedy = "give it more memory"
     if machine.platform == "cpu":
         remedy = f"lower {names.name('deviceBlocks')} or {names.name('model.maxLength')}, or {remedy}"
-    return [f"{said}; {remedy}"]
+    return [f"{short}; {remedy}"]
 
 
 def _tier_bound_problems(settings: EngineSettings, row_bytes: int) -> list[str]:
-    """A bound below one chunk lets nothing through, and would only show as stores that are dropped for ever."""
+    """A bound below one chunk lets nothing through, and would show only as dropped stores."""
     tier = settings.offload.shared_tier
     if not settings.offload.enabled or tier.type == "none":
         return []

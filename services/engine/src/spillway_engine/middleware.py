@@ -110,8 +110,8 @@ class ReadinessMiddleware:
                     self._start(self._drain(order["delay_seconds"], order["timeout_seconds"]))
                 elif order["order"] == "hurry":
                     self._hurry.set()
-        # The parent is gone without having stopped us. The warden ends this group within moments; should it have been
-        # killed as well, nobody else will.
+        # The parent is gone without having stopped us. The watchdog ends this group within moments; should it have been
+        # killed as well, no other process will.
         await asyncio.sleep(ORPHAN_SECONDS)
         if os.getpgrp() == os.getpid():
             os.killpg(os.getpgrp(), signal.SIGKILL)

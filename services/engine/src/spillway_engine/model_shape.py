@@ -25,7 +25,7 @@ class ModelShape:
     dtype: str  # of the checkpoint
     max_length: int | None  # tokens the model was trained for
     weight_bytes: int  # files on disk; 0 when they are not here
-    vocabulary: int | None = None  # tokens; None: config.json does not say
+    vocabulary: int | None = None  # tokens; None: not in config.json
 
     def bytes_per_token_of_rank(self, dtype: str, tensor_parallel_size: int) -> int:
         """KV bytes of one token on one rank, all layers.

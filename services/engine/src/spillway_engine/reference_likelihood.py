@@ -1,6 +1,6 @@
 """What a healthy engine answers for the bundled model: log-probabilities in float32, and where they come from.
 
-A prepared model folder says which model it holds in a file of its own (MODEL_FILE), so the folder may be copied and
+A prepared model folder names its model in a file (MODEL_FILE), so the folder may be copied and
 renamed, while other weights under the same name, such as a fine-tuned model's, are never compared with these.
 """
 
@@ -26,7 +26,7 @@ _WORDS = (
     "paper hammer rabbit orange needle stone garden cloud candle bridge kitchen market window ladder island apple "
     "winter guitar school yellow jacket silver table green river mirror engine bottle forest pencil"
 )
-# Words without a meaning together, then once more: nothing but attention says what comes next, at a distance, so that
+# Words without a meaning together, then once more: attention alone predicts what comes next, at a distance, so that
 # damage moves these tokens ten times as far as rounding does, those of plain sentences often less far than rounding.
 REFERENCE_TEXTS = (*TEXTS, f"{_WORDS}. {_WORDS}.")
 

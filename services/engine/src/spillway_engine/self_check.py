@@ -49,7 +49,7 @@ POOLING_PATHS = ("/v1/embeddings", "/pooling")
 
 
 class SelfCheckFailed(Exception):
-    """The engine answers, but not like the model it claims to be; the text says what to change."""
+    """The engine answers, but not like the model it claims to be; the text names what to change."""
 
 
 async def run_self_check(ask: Ask, brief: PodBrief) -> str:
@@ -169,7 +169,7 @@ def _remedy(brief: PodBrief) -> str:
     if brief.dtype != "float32":
         remedies.append(f"set {names.given('model.dtype', 'float32')}")
     if brief.self_check_text or brief.reference is None:
-        remedies.append(f"set {names.name('lifecycle.selfCheckText')} to sentences that this model knows well")
+        remedies.append(f"set {names.name('lifecycle.selfCheckText')} to sentences that this model predicts well")
     remedies.append("check the files of the model")
     return (
         f"the engine runs in {brief.dtype}, {'eager' if brief.eager else 'compiled'}; {', or '.join(remedies)}; "

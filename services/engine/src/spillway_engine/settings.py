@@ -48,7 +48,7 @@ class LifecycleSettings(CamelSection, frozen=True):
     drain_timeout_seconds: NotNegative = 60.0  # then time for running requests
     stop_timeout_seconds: AtLeastASecond = 20.0  # then time for vLLM to end before the whole process group is killed
     self_check: Literal["auto", "off"] = "auto"
-    self_check_text: str = ""  # sentences that the model knows well; empty: the built-in ones, in English
+    self_check_text: str = ""  # sentences that the model predicts well; empty: the built-in ones, in English
     self_check_timeout_seconds: AtLeastASecond = 120.0
 
 
@@ -113,7 +113,7 @@ def _check_text(settings: EngineSettings) -> None:
     if text and not TEXT_CHARACTERS_MIN <= len(text) <= TEXT_CHARACTERS_MAX:
         raise SettingsError(
             f"{names.name('lifecycle.selfCheckText')} has {len(text)} characters; give {TEXT_CHARACTERS_MIN} to "
-            f"{TEXT_CHARACTERS_MAX}: one or two sentences that the model knows well"
+            f"{TEXT_CHARACTERS_MAX}: one or two sentences that the model predicts well"
         )
 
 

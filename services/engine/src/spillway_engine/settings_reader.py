@@ -41,7 +41,7 @@ def load_engine_settings(config_path: Path | None, overrides: Iterable[str] = ()
 
 
 def engine_settings(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> EngineSettings:
-    """The same from what the file holds. Messages name settings as `door` in it says."""
+    """The same from what the file holds. Messages use the names under `door`."""
     names = read_settings(SettingNames, tree.get("door"))
     for override in overrides:
         tree = _with_override(tree, override)

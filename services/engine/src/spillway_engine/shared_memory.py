@@ -1,6 +1,6 @@
 """Files of vLLM's shared offload region: which are there, which are mapped by a living process, which are left over.
 
-A killed engine leaves `/dev/shm/vllm_offload_<instance>.mmap` behind; in a pod that folder survives container
+After a kill, `/dev/shm/vllm_offload_<instance>.mmap` remains; in a pod that folder survives container
 restarts, so the next start finds it full. vLLM 0.23 removes the file only on a clean stop.
 """
 
@@ -78,7 +78,7 @@ def paths_in_use(paths: Iterable[Path], proc: Path = Path("/proc")) -> set[Path]
 
 
 def files_of_group(group_id: int, folder: Path = SHARED_MEMORY_FOLDER, proc: Path = Path("/proc")) -> set[Path]:
-    """Shared-memory files mapped by the living members of a process group: what to remove once that group is dead.
+    """Shared-memory files mapped by the living members of a process group: what to remove after the end of that group.
 
     Besides the offload region these are the queues (psm_*) and semaphores (sem.mp-*) of Python's multiprocessing.
     """

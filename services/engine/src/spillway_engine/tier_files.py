@@ -88,7 +88,7 @@ def _require_local_disk(folder: Path, names: SettingNames, mounts: Path) -> None
     try:
         kind = file_system_of(folder, mounts.read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError:
-        return  # not Linux's /proc: the operator's word counts
+        return  # not Linux: without /proc the setting is trusted
     if kind is not None and is_shared(kind):
         raise SettingsError(
             f"{names.given(NVME + 'mode', 'slab')} needs a disk of this node alone, but {folder} lies on {kind}, which "

@@ -87,7 +87,7 @@ def cpu_thread_environment(machine: Machine) -> dict[str, str]:
 def kv_events_config(settings: EngineSettings) -> dict[str, Any]:
     """Endpoints are bound by the engine; `replay` answers a gateway that missed some.
 
-    vLLM binds an endpoint with `*` or `::` in it and *connects* to any other, whoever may be listening there; so one
+    vLLM binds an endpoint with `*` or `::` in it and *connects* to any other, whichever process listens there; so one
     address of this host is written as the IPv4-mapped IPv6 address that it also is.
     """
     return {

@@ -1,6 +1,6 @@
 """A namespace document in words: whose KV it is and how it lies there. Pure.
 
-The document is what the connector's engine/namespace_fields.py writes; other versions may say more or less, so what is
+The document is what the connector's engine/namespace_fields.py writes; other versions may hold more or less, so what is
 missing is left out, and a document of another kind is shown as it is.
 """
 
@@ -17,7 +17,7 @@ _RAW_CHARACTERS = 100
 
 
 def describe(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Label -> text, in the order to show them: model, layout, versions, parallel, hash, codec, as far as it says."""
+    """Label -> text, in display order: model, layout, versions, parallel, hash, codec; what is absent is left out."""
     words = {
         "model": _model(facts),
         "layout": _layout(facts),

@@ -2,7 +2,7 @@
 
 {{/* (root, item, out): fills out with `door:` of the engine's configuration: names of settings whose value is called
 otherwise, and the form of all other names. */}}
-{{- define "spillway.door" -}}
+{{- define "spillway.settingNames" -}}
 {{- $path := .item.path -}}
 {{- $tier := printf "%s.offload.sharedTier" $path -}}
 {{- $redis := .item.engine.offload.sharedTier.redis -}}
@@ -23,7 +23,7 @@ otherwise, and the form of all other names. */}}
 {{- include "spillway.overlay" (dict "base" .out "over" (dict "names" $names "others" (printf "%s.{path}" $path))) -}}
 {{- end -}}
 
-{{/* (door, setting) -> its name. */}}
-{{- define "spillway.nameAtDoor" -}}
-{{- if hasKey .door.names .setting -}}{{- get .door.names .setting -}}{{- else -}}{{- .door.others | replace "{path}" .setting -}}{{- end -}}
+{{/* (names, setting) -> its name. */}}
+{{- define "spillway.settingName" -}}
+{{- if hasKey .names.names .setting -}}{{- get .names.names .setting -}}{{- else -}}{{- .names.others | replace "{path}" .setting -}}{{- end -}}
 {{- end -}}

@@ -1,9 +1,9 @@
-"""Ends an engine's process group when the pod's parent process is gone, however it went.
+"""Ends an engine's process group when the pod's parent process has ended, whatever ended it.
 
 A separate process in a session of its own: `kill -9` of the parent reaches neither signal handlers nor `finally`, and
 vLLM's engine core outlives its API server. It holds the read end of a pipe whose only write end is the parent's.
 
-    python -m spillway_engine.warden GROUP_ID
+    python -m spillway_engine.watchdog GROUP_ID
 
 One line "dismissed" on its standard input means that the parent has ended the group itself.
 """
@@ -25,36 +25,36 @@ GROUP_END_SECONDS = 10.0
 TRACKER_END_SECONDS = 3.0
 
 
-def start_warden(group_id: int) -> subprocess.Popen[bytes]:
+def start_watchdog(group_id: int) -> subprocess.Popen[bytes]:
     """Start it beside the group; keep the returned process's stdin open for as long as the parent lives."""
     return subprocess.Popen(
-        [sys.executable, "-m", "spillway_engine.warden", str(group_id)],
+        [sys.executable, "-m", "spillway_engine.watchdog", str(group_id)],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
 
 
-def dismiss_warden(warden: subprocess.Popen[bytes]) -> None:
-    """To be called once the group is dead; waits for the warden to end."""
-    assert warden.stdin is not None
+def dismiss_watchdog(watchdog: subprocess.Popen[bytes]) -> None:
+    """Call it after the end of the group; waits for the watchdog to end."""
+    assert watchdog.stdin is not None
     try:
-        warden.stdin.write(DISMISSAL)
-        warden.stdin.close()
+        watchdog.stdin.write(DISMISSAL)
+        watchdog.stdin.close()
     except BrokenPipeError:
         pass
     try:
-        warden.wait(timeout=5)
+        watchdog.wait(timeout=5)
     except subprocess.TimeoutExpired:
-        warden.kill()
-        warden.wait()
+        watchdog.kill()
+        watchdog.wait()
 
 
 def end_group(group_id: int, known_files: Iterable[Path] = ()) -> list[Path]:
     """SIGKILL every member and remove the shared-memory files they had mapped; returns the removed files.
 
-    Files are noted before the kill: afterwards nothing says whose they were. `known_files`: noted earlier, for a group
-    that somebody else has killed. Python's resource trackers are killed last: left alone they unlink the semaphores and
-    queues of the dead, then end by themselves.
+    Files are listed before the kill: afterwards their owner cannot be found. `known_files`: listed earlier, for a group
+    that another process has killed. Python's resource trackers are killed last: given time, they unlink the semaphores
+    and queues of ended processes and exit.
     """
     files = files_of_group(group_id) | set(known_files)
     begun = time.monotonic()
@@ -78,7 +78,7 @@ def end_group(group_id: int, known_files: Iterable[Path] = ()) -> list[Path]:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Python's own cleaner of semaphores and queues; it outlives the others by a moment, as it should."""
+    """Python's cleaner of semaphores and queues; it exits shortly after the processes that it tracks."""
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

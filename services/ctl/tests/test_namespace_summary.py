@@ -4,7 +4,7 @@ import json
 
 from ctl_media import ONE, OTHER
 
-from spillway_ctl.namespace_words import describe
+from spillway_ctl.namespace_summary import describe
 
 
 def test_a_document_of_the_connector_in_words() -> None:
