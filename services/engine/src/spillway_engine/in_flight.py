@@ -1,4 +1,4 @@
-"""Requests that are being answered right now: counted, awaited, and ended by us when a drain runs out of time.
+"""Requests in flight: counted, awaited, and cancelled when a drain reaches its timeout.
 
 vLLM 0.23 can hang for ever when it is stopped with requests running (8 trials: 2 hung; with a drain deadline that
 expired: 3 of 3), so the pod ends them itself first. Cancelling the task of a request makes vLLM abort it in the engine.

@@ -1,4 +1,4 @@
-"""Log-probabilities of fixed text, and the bounds that no healthy engine breaks. Pure: replies in, problems out.
+"""Log-probabilities of fixed text, and the bounds that every healthy engine keeps. Pure: replies in, problems out.
 
 All values are natural logarithms (nats). A mean negative log-likelihood is taken over the tokens of a text except the
 first one, which has nothing before it to be predicted from.
@@ -30,8 +30,6 @@ EMBEDDING_DISTANCE_MAX = 0.02
 
 # Fewer words than this are taken as one of the scripts that put no spaces between them: characters are shuffled then.
 WORDS_MIN = 8
-# A text of one's own: long enough to be measured, and shorter than a block of 128 tokens.
-TEXT_CHARACTERS_MIN, TEXT_CHARACTERS_MAX = 16, 400
 
 QUOTED_CHARACTERS = 40  # of a text in a message
 
@@ -275,7 +273,7 @@ def _distance(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _number(value: Any) -> float:
-    """JSON has no NaN: a server writes null for it, or the word."""
+    """JSON has no NaN: a server writes null or the word."""
     return math.nan if value is None else float(value)
 
 

@@ -15,8 +15,8 @@ class Machine:
     platform: str  # cpu | cuda | npu
     cpu_flags: frozenset[str]
     cores: tuple[int, ...]  # numbers of those that this process may use
-    memory_available_bytes: int  # the smaller of what the kernel and the cgroup leave
-    memory_limit_source: str  # whose word the number above is
+    memory_available_bytes: int  # the smaller of what the kernel and the cgroup allow
+    memory_limit_source: str  # where memory_available_bytes comes from
     shared_memory_free_bytes: int
     shared_memory_total_bytes: int
 

@@ -23,7 +23,7 @@ LINE_BYTES_MAX = 64 << 10
 
 
 class PodBrief(msgspec.Struct, frozen=True):
-    """What the middleware must know, carried in one environment variable."""
+    """The middleware's settings, carried in one environment variable."""
 
     control_fd: int | None = None  # None: no parent listens (the middleware used by itself)
     served_name: str = ""

@@ -49,7 +49,7 @@ POOLING_PATHS = ("/v1/embeddings", "/pooling")
 
 
 class SelfCheckFailed(Exception):
-    """The engine answers, but not like the model it claims to be; the text names what to change."""
+    """The engine's answers are not those of the model that it serves; the message names what to change."""
 
 
 async def run_self_check(ask: Ask, brief: PodBrief) -> str:
@@ -86,7 +86,7 @@ async def _check(ask: Ask, brief: PodBrief) -> str:
 
 
 def expected_of(brief: PodBrief) -> Expected:
-    """A text of one's own has no reference."""
+    """A configured text has no reference."""
     known = REFERENCES.get(brief.reference) if brief.reference is not None and not brief.self_check_text else None
     return Expected(brief.dtype, brief.quantised_kv, brief.vocabulary, known)
 

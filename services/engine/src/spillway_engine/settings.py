@@ -16,9 +16,10 @@ from spillway_connector.typed_settings import LARGEST, CamelSection, Count, NotN
 from spillway_engine.chart_keys import camel_case_keys
 from spillway_engine.errors import SettingsError
 from spillway_engine.extra_arguments import check_extra_arguments
-from spillway_engine.likelihood import TEXT_CHARACTERS_MAX, TEXT_CHARACTERS_MIN
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
 
+# Of lifecycle.selfCheckText: long enough to be measured, and shorter than a block of 128 tokens.
+TEXT_CHARACTERS_MIN, TEXT_CHARACTERS_MAX = 16, 400
 AtLeastASecond = Annotated[float, Meta(ge=1, le=LARGEST)]
 
 
