@@ -169,13 +169,13 @@ def expected() -> dict:
 def run(live_check, expected, serve, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SPILLWAY_API_KEY_0", "sesame")
 
-    def check(*engines: EngineServer, gateway: GatewayServer | None = None, seconds: float = 20, **changes):
+    def check(*engines: EngineServer, gateway: GatewayServer | None = None, seconds: float = 20, **overrides):
         urls = [serve(engine) for engine in engines]
         given = json.loads(json.dumps(expected))
         url = serve(gateway or GatewayServer(given["gateway"]["settings"]))
         given["gateway"].update(url=url, operations=url)
-        given["auth"] = changes.pop("auth", given["auth"])
-        given["models"][0].update({"engines": urls, **changes})
+        given["auth"] = overrides.pop("auth", given["auth"])
+        given["models"][0].update({"engines": urls, **overrides})
         file = tmp_path / "expected.json"
         file.write_text(json.dumps({**given, "timeoutSeconds": seconds}))
         return live_check.main([str(file)]), capsys.readouterr().out

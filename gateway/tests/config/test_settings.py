@@ -13,8 +13,8 @@ from spillway_gateway.errors import ConfigError
 ENGINE = {"name": "e0", "url": "http://127.0.0.1:8100"}
 
 
-def document(**changes: Any) -> dict[str, Any]:
-    return {"models": [{"name": "m", "engines": [ENGINE]}], **changes}
+def document(**sections: Any) -> dict[str, Any]:
+    return {"models": [{"name": "m", "engines": [ENGINE]}], **sections}
 
 
 def test_minimal_file_gets_the_defaults() -> None:
@@ -32,7 +32,7 @@ def test_camel_case_keys_reach_their_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("sections", "message"),
     [
         ({"timeout": {}}, "did you mean 'timeouts'"),
         ({"timeouts": {"firstByteSecond": 1}}, "did you mean 'firstByteSeconds'"),
@@ -70,9 +70,9 @@ def test_camel_case_keys_reach_their_fields() -> None:
         ({"models": [{"name": "m", "engines": [{**ENGINE, "name": "a b"}]}]}, "visible ASCII"),
     ],
 )
-def test_refusals_name_the_setting(changes: dict[str, Any], message: str) -> None:
+def test_refusals_name_the_setting(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse_config(document(**changes))
+        parse_config(document(**sections))
 
     assert message in str(refused.value)
 

@@ -30,8 +30,8 @@ def replies(model: Any) -> Ask:
     return ask
 
 
-def brief(**changes: Any) -> PodBrief:
-    return PodBrief(**{**{name: getattr(UNKNOWN_MODEL, name) for name in UNKNOWN_MODEL.__slots__}, **changes})
+def brief(**fields: Any) -> PodBrief:
+    return PodBrief(**{**{name: getattr(UNKNOWN_MODEL, name) for name in UNKNOWN_MODEL.__slots__}, **fields})
 
 
 async def refusal(ask: Ask, pod_brief: PodBrief = UNKNOWN_MODEL) -> str:
