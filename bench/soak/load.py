@@ -1,4 +1,4 @@
-"""A few clients in a closed loop: every answer is compared with its reference, every failure asked for its excuse."""
+"""Clients in a closed loop: every answer is compared with its reference, every failure with the faults of its time."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Right answers, recorded from an engine without any offload, and by how much rounding moves them.
 
 A CPU kernel rounds differently for another number of rows: by how much of a prompt is cached, and by what other
-requests share its engine steps. On a near tie another token wins, on stock vLLM as well. Under concurrent load no
-reference can be asked for in the same company, so what is compared must not hang on rounding: the log-probabilities of
-the tokens that were likely at each position, up to a near tie that went the other way (reference_answers.margins). Each
-prompt is asked cold, after a shared beginning, as a whole hit, and in company; the largest difference of one token's
-log-probability between these is the noise, and an answer may move by `SAFETY` times the noise. That holds at *every*
-cached length, those never recorded included, so every answer is checked and none needs an exception.
+requests share its engine steps. On a near tie another token wins, on stock vLLM as well. Under concurrent load a
+reference cannot be asked for beside the same requests, so the comparison must not depend on rounding: it is that of the
+log-probabilities of the tokens that were likely at each position, up to a near tie that went the other way
+(reference_answers.margins). Each prompt is asked cold, after a shared beginning, as a whole hit, and beside others. The
+largest difference of one token's log-probability between these is the noise, and an answer may move by `SAFETY` times
+the noise. That holds at *every* cached length, those never recorded included, so every answer is checked.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ def learn_pool(engine: PlainEngine, prompts: int, seed: int) -> Pool:
 
 
 def _ask_in_every_way(engine: PlainEngine, group: Sequence[Prompt]) -> list[list[Answer]]:
-    """Per prompt: in company, then alone cold, whole hit, and after the shared beginning."""
+    """Per prompt: beside the others, then alone: cold, whole hit, and after the shared beginning."""
     engine.clear_cache()
-    with ThreadPoolExecutor(len(group)) as company:
-        answers = [[answer] for answer in company.map(lambda prompt: engine.ask(prompt.tokens), group)]
+    with ThreadPoolExecutor(len(group)) as pool:
+        answers = [[answer] for answer in pool.map(lambda prompt: engine.ask(prompt.tokens), group)]
     for place, prompt in enumerate(group):
         engine.clear_cache()
         answers[place] += [engine.ask(prompt.tokens), engine.ask(prompt.tokens)]

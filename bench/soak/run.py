@@ -234,6 +234,6 @@ def _frame_bytes(dtype: str) -> int:
 
 
 def _stale_regions() -> set[Path]:
-    """Offload regions that no living process uses. Those of other engines on this machine are none of ours."""
+    """Offload regions that no living process uses. Those of other engines on this machine do not count."""
     regions = set(SHARED_MEMORY.glob(REGION_PATTERN))
     return regions - paths_in_use(regions)

@@ -1,7 +1,7 @@
-"""Virtual time without sockets: engines and appointments, run in the order of their times as fast as the machine can.
+"""Virtual time without sockets: engines and scheduled actions, in the order of their times, as fast as possible.
 
-For experiments about routing: the caller submits requests at appointed times, receives progress and events, and
-may appoint more. Ties are broken by order of appointment and then of engines, so a run repeats exactly.
+For experiments about routing: the caller submits requests at scheduled times, receives progress and events, and
+may schedule more. Ties are broken by order of scheduling and then of engines, so a run repeats exactly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FastForward:
         self._wakeups: list[tuple[float, int]] = []  # of engines; stale entries are skipped
 
     def at(self, seconds: float, action: Callable[[], None]) -> None:
-        """Appoint an action; a time in the past means now."""
+        """Schedule an action; a time in the past means now."""
         heapq.heappush(self._appointments, (max(seconds, self.now), next(self._numbers), action))
 
     def submit(self, engine: int, request: EngineRequest) -> None:

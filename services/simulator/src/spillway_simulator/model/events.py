@@ -35,7 +35,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCleared:
-    """Every block of the device is forgotten; lower tiers keep theirs."""
+    """Every block of the device is dropped; lower tiers keep theirs."""
 
 
 KvEvent = BlocksStored | BlocksRemoved | DeviceCleared

@@ -1,4 +1,4 @@
-"""One engine on the event loop: turns its model's clock, hands tokens to replies, publishes events, bears faults."""
+"""One engine on the event loop: advances its model's time, passes tokens on, publishes events, applies faults."""
 
 from __future__ import annotations
 
