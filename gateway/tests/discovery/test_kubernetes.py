@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from msgspec.structs import replace
 from spillway_gateway.config.discovery import KubernetesDiscovery
 from spillway_gateway.discovery import kubernetes_api
 from spillway_gateway.discovery.endpoint_slices import EndpointSlice, WatchEvent
-from spillway_gateway.discovery.found import FoundEngine, SourceStatus
+from spillway_gateway.discovery.found import FoundEngine, SourceFailed, SourceStatus
 from spillway_gateway.discovery.kubernetes import FIRST_PAUSE_SECONDS, KubernetesSource, pause_seconds
 from spillway_gateway.discovery.kubernetes_api import in_cluster_server
 from spillway_gateway.testing.certificates import make_pair
@@ -214,6 +215,41 @@ async def test_a_server_that_hangs_is_left_and_asked_again(cluster: Cluster) -> 
         cluster.api.hangs = False
         # Half a second may be too short for a machine under load: then it is asked again, until it was in time.
         await view.until_names("vllm-0")
+
+
+async def test_a_watch_that_is_not_answered_is_left_and_asked_again(cluster: Cluster) -> None:
+    cluster.pods(0)
+    async with followed(replace(cluster.config, timeout_seconds=1.0)) as view:
+        await view.until_names("vllm-0")
+        await until(lambda: cluster.api.watches)
+        before = view.status.failures["timeout"]
+        cluster.api.hangs = True
+        cluster.api.end_watches()
+        await until(lambda: view.status.failures["timeout"] > before)
+        cluster.api.hangs = False
+        cluster.pods(0, 1)
+        await view.until_names("vllm-0", "vllm-1")
+
+
+async def test_a_watch_may_be_quiet_for_longer_than_an_answer_may_take(cluster: Cluster) -> None:
+    cluster.pods(0)
+    api = kubernetes_api.KubernetesApi(cluster.config)
+    quiet_seconds = await asyncio.to_thread(_read_timeout_of_a_watch, api)
+    assert quiet_seconds == 60 + cluster.config.timeout_seconds
+
+
+def _read_timeout_of_a_watch(api: kubernetes_api.KubernetesApi) -> float | None:
+    found: list[float | None] = []
+
+    def begun() -> None:
+        assert api._socket is not None
+        found.append(api._socket.gettimeout())
+        api.stop()
+
+    watch = api.watch(api.list()[1], 60, begun)
+    with contextlib.suppress(SourceFailed):
+        list(watch)
+    return found[0]
 
 
 async def test_a_token_that_changed_is_read_again(cluster: Cluster) -> None:

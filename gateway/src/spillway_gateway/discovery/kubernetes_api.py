@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +116,8 @@ class KubernetesApi:
 
     def _page(self, request: Callable[..., Any], continue_token: str | None, deadline: float) -> EndpointSliceList:
         parameters = {"_continue": continue_token} if continue_token else {}
-        reply = request(limit=PAGE_ITEMS, **parameters)
-        try:
-            parts, size = [], 0
+        parts, size = [], 0
+        with closing(request(limit=PAGE_ITEMS, **parameters)) as reply:
             for part in reply.stream(READ_BYTES):
                 parts.append(part)
                 size += len(part)
@@ -126,10 +125,6 @@ class KubernetesApi:
                     raise SourceFailed("invalid", f"a list of more than {LIST_BYTES_MAX} bytes")
                 if time.monotonic() > deadline:
                     raise SourceFailed("timeout", f"no list within {self._config.timeout_seconds:g} s")
-        except BaseException:
-            reply.close()
-            raise
-        reply.release_conn()
         try:
             return _lists.decode(b"".join(parts))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -255,7 +250,5 @@ def _unreachable(why: str) -> SourceFailed:
 
 def _shut_down(opened: socket.socket) -> None:
     """Wakes the thread that reads from it; closing alone would not."""
-    try:
+    with suppress(OSError):  # the peer closed it first
         opened.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # the peer closed it first
