@@ -30,7 +30,7 @@ def test_every_key_ends_once_and_the_last_end_is_marked(steps, operation):
         if len(fate) >= 2:
             assert sorted(arrived) == sorted(key_of(number) for number in range(6) if fate.get(number) == "moved")
         else:
-            assert arrived == [], "less than a quarter is not worth telling"
+            assert arrived == [], "less than a quarter is not reported"
         item = TransferItem(job, index)
         if action == "give up":
             voided = job.give_up(lambda index: TierTimeout(f"late: {index}"))
