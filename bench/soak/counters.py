@@ -24,7 +24,7 @@ _SKIPPED_LABELS = ("model_name", "engine", "tier")
 
 
 class Counters:
-    """A counter that is lower than before belongs to a new process. What a killed engine counted after the last look
+    """A counter that is lower than before belongs to a new process. What a killed engine counted after the last sample
     is lost, so totals are lower bounds."""
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ class Footprints:
     def __init__(self) -> None:
         self.generations: dict[tuple[str, ProcessIdentity], Generation] = {}
 
-    def look(self, seconds: float, components: Iterable[tuple[str, ProcessIdentity]]) -> None:
+    def sample(self, seconds: float, components: Iterable[tuple[str, ProcessIdentity]]) -> None:
         """One sample of each process below the named components. Those that end meanwhile are passed over."""
         for component, parent in components:
             for pid in descendants(parent.pid):

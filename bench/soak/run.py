@@ -128,19 +128,19 @@ def _disturb(
         quiet_at = begun + settings.seconds * (1 - QUIET_SHARE)
         while time.monotonic() < quiet_at and not stopped.is_set():
             stopped.wait(SAMPLE_SECONDS)
-            watch.look(time.monotonic() - begun)
+            watch.sample(time.monotonic() - begun)
     finally:
         lanes.stop()
     while time.monotonic() < begun + settings.seconds and not stopped.is_set():
         stopped.wait(SAMPLE_SECONDS)
-        watch.look(time.monotonic() - begun)
+        watch.sample(time.monotonic() - begun)
     try:
         load.stop()
     except AssertionError as error:
         lanes.log.broken.append(str(error))
     if not stopped.is_set():
         _final_round(load, list(urls), pool, lanes, settings.clients)
-    watch.look(time.monotonic() - begun)
+    watch.sample(time.monotonic() - begun)
     left = [*engine_lane.left_shared_memory, *engine_lane.left_processes]
     observed = Observed(
         settings.tier,
@@ -175,13 +175,13 @@ class _Watch:
         self._stack, self._urls = stack, urls
         self._http = httpx.Client()
 
-    def look(self, seconds: float) -> None:
+    def sample(self, seconds: float) -> None:
         for name, url in self._urls.items():
             reading = read_metrics(self._http, url)
             if reading is not None:
                 self.counters.add(name, reading)
         alive = [(status.name, status.identity) for status in self._stack.local.status()]
-        self.footprints.look(seconds, [(name, identity) for name, identity in alive if identity is not None])
+        self.footprints.sample(seconds, [(name, identity) for name, identity in alive if identity is not None])
 
 
 @contextmanager

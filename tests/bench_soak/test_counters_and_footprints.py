@@ -60,7 +60,7 @@ def test_this_process_is_sampled() -> None:
     own = ProcessIdentity.of(os.getpid())
     assert own is not None
     footprints = Footprints()
-    footprints.look(1.0, [("valkey", own)])  # whatever runs below pytest; roles are by command line
+    footprints.sample(1.0, [("valkey", own)])  # whatever runs below pytest; roles are by command line
     assert all(generation.samples for generation in footprints.generations.values())
 
 

@@ -85,7 +85,7 @@ async def run(folder: Path, streams: int, requests_per_step: int) -> Outcome:
 def _left(engines: Engines, replicas: list[Replica]) -> dict[str, float]:
     """As soon as all is zero, or what is left at the deadline."""
 
-    def look() -> dict[str, float]:
+    def in_flight() -> dict[str, float]:
         found = {f"{replica.name} {name}": replica.sum_of(name) for replica in replicas for name in IDLE}
         for name, state in engines.state().items():
             found[f"{name} running"] = state["running"]
@@ -93,5 +93,5 @@ def _left(engines: Engines, replicas: list[Replica]) -> dict[str, float]:
         return found
 
     with contextlib.suppress(AssertionError):
-        eventually("nothing is in flight", lambda: not any(look().values()), SECONDS_MAX)
-    return look()
+        eventually("nothing is in flight", lambda: not any(in_flight().values()), SECONDS_MAX)
+    return in_flight()

@@ -56,7 +56,7 @@ def simulated(**fields: Mapping[str, Any]) -> Values:
 
 
 def over(base: Mapping[str, Any], fields: Mapping[str, Any]) -> Values:
-    """`base` with `changes` laid over it, section by section; neither is touched."""
+    """`base` with `fields` laid over it, section by section; neither is touched."""
     merged = copy.deepcopy(dict(base))
     for name, value in fields.items():
         mine = merged.get(name)

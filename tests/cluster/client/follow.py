@@ -27,7 +27,7 @@ ENGINE = re.compile(r'engine="([^"]*)"')
 
 async def follow(session: aiohttp.ClientSession, gateway: str, stop: Path, out: TextIO) -> None:
     last: object = ()
-    while not os.path.exists(stop):  # noqa: ASYNC240 - a look at a file in memory
+    while not os.path.exists(stop):  # noqa: ASYNC240 - a check of a file in memory
         try:
             async with session.get(f"http://{gateway}/metrics") as reply:
                 text = await reply.text()

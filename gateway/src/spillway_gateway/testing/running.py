@@ -42,17 +42,17 @@ class RunningGateway:
         engine = self.engine(name)
         reached = asyncio.Event()
 
-        def look(changed: Engine) -> None:
+        def check(changed: Engine) -> None:
             if condition(changed):
                 reached.set()
 
-        engine.on_state.append(look)
-        look(engine)
+        engine.on_state.append(check)
+        check(engine)
         try:
             async with asyncio.timeout(UNTIL_SECONDS_MAX):
                 await reached.wait()
         finally:
-            engine.on_state.remove(look)
+            engine.on_state.remove(check)
 
 
 def gateway_config(engines: Iterable[FakeEngine], **sections: Any) -> dict[str, Any]:
