@@ -93,12 +93,17 @@ class Silent(HostCopier):
 
 
 class GivesUp(HostCopier):
-    """Runs nothing any more after a failure."""
+    """Reports nothing any more after a failure."""
+
+    failed = False
 
     def finished(self) -> list[CopyResult]:
-        found = super().finished()
-        failed = next((place for place, result in enumerate(found) if result.error is not None), len(found))
-        return found[: failed + 1]
+        found: list[CopyResult] = []
+        for result in super().finished():
+            if not self.failed:
+                found.append(result)
+                self.failed = result.error is not None
+        return found
 
 
 class AcceptsTwice(HostCopier):
