@@ -1,0 +1,59 @@
+"""Modules of the services import downwards: each imports only modules that stand earlier in its table.
+
+The connector and the gateway have rooms, and tables of their own (`test_import_arrows.py` of each).
+"""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from lanes.rules import ROOT
+
+LEVELS = {
+    "ctl": (
+        "census errors interruption pace plan_arithmetic quantities store",
+        "frame_filter namespace_summary nvme_store plan_input progress redis_store seal_check",
+        "plan_options run store_choice",
+        "listing options plan purge status",
+        "verify",
+        "command",
+        "__main__",
+    ),
+    "engine": (
+        "chart_keys errors exit_report in_flight machine pod_channel",
+        "extra_arguments in_process model_shape shared_memory tier_settings",
+        "reference_likelihood settings tier_files watchdog",
+        "launch likelihood memory_budget settings_reader",
+        "self_check vllm_arguments",
+        "middleware resolve",
+        "__main__",
+    ),
+}
+
+
+def upward_imports(sources: dict[str, str], level: dict[str, int], package: str) -> list[str]:
+    """sources: by module. Each import of a module on the same or a higher level, as `importer -> imported`."""
+    return [
+        f"{module} -> {name}"
+        for module, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}.")
+        for name in [str(node.module).split(".")[1]]
+        if level[name] >= level[module]
+    ]
+
+
+@pytest.mark.parametrize("service", LEVELS)
+def test_each_module_imports_only_lower_levels(service: str) -> None:
+    package = f"spillway_{service}"
+    level = {module: height for height, modules in enumerate(LEVELS[service]) for module in modules.split()}
+    folder = ROOT / "services" / service / "src" / package
+    sources = {file.stem: file.read_text() for file in folder.glob("*.py") if file.stem != "__init__"}
+    assert sources.keys() == level.keys()
+    assert upward_imports(sources, level, package) == []
+
+
+def test_an_upward_import_is_found() -> None:
+    sources = {"low": "from p.high import it", "high": "from p.low import it"}
+    assert upward_imports(sources, {"low": 0, "high": 1}, "p") == ["low -> high"]
