@@ -11,7 +11,9 @@ PYTHON ?= python3.11
 VENV := .venv/local
 BIN := $(VENV)/bin
 UV := .venv/bootstrap/bin/uv
-DISTRIBUTIONS := connector gateway services/ctl services/engine services/simulator services/stack
+DISTRIBUTIONS := settings connector gateway services/ctl services/engine services/simulator services/stack
+# What an interpreter with a vLLM of its own needs to import the connector from this checkout.
+CONNECTOR := settings/src:connector/src
 VERSION := 0.1.0
 CONTAINER ?= $(firstword $(foreach c,docker podman,$(if $(shell command -v $(c)),$(c))))
 REGISTRY ?=
@@ -71,7 +73,7 @@ test-cluster: $(STAMP) ## The chart on a real Kubernetes on this machine: root, 
 .PHONY: test-models
 test-models: ## Answers with and without offload on tiny models of every KV layout. About 25 minutes. PLATFORM=cuda PYTHON_CUDA=
 ifeq ($(PLATFORM),cuda)
-	@PYTHONPATH=tests:connector/src PYTHONHASHSEED=0 $(PYTHON_CUDA) -m engine_matrix --platform cuda $(if $(MODELS),--only $(MODELS))
+	@PYTHONPATH=tests:$(CONNECTOR) PYTHONHASHSEED=0 $(PYTHON_CUDA) -m engine_matrix --platform cuda $(if $(MODELS),--only $(MODELS))
 else
 	@$(MAKE) $(STAMP)
 	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m engine_matrix $(if $(MODELS),--only $(MODELS))
@@ -110,19 +112,19 @@ bench-tiers: $(STAMP) ## Shared tiers beside fio, vLLM's fs tier and redis-py. B
 
 .PHONY: bench-copy
 bench-copy: ## KV copies on one CUDA device by size of piece, direction and path. PYTHON_CUDA= an interpreter with CUDA's PyTorch
-	@PYTHONPATH=connector/src $(PYTHON_CUDA) bench/copies.py $(BENCH)
+	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/copies.py $(BENCH)
 
 .PHONY: bench-gpu
 bench-gpu: ## Time to first token on one CUDA device by tier, beside upstream. PYTHON_CUDA= one with vLLM 0.23.0 for CUDA. About ten minutes
-	@PYTHONPATH=connector/src $(PYTHON_CUDA) bench/gpu.py $(BENCH)
+	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/gpu.py $(BENCH)
 
 .PHONY: bench-gpu-no-hit
 bench-gpu-no-hit: ## Throughput where nothing is ever hit on one CUDA device, beside upstream. PYTHON_CUDA= as above. About five minutes
-	@PYTHONPATH=connector/src $(PYTHON_CUDA) bench/gpu_no_hit.py $(BENCH)
+	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/gpu_no_hit.py $(BENCH)
 
 .PHONY: bench-turns
 bench-turns: ## Multi-turn load on one CUDA device, by offload. PYTHON_CUDA= one with vLLM 0.23.0 for CUDA. About eight minutes
-	@PYTHONPATH=connector/src $(PYTHON_CUDA) bench/multi_turn.py $(BENCH)
+	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/multi_turn.py $(BENCH)
 
 .PHONY: bench-routing
 bench-routing: $(STAMP) ## Routing policies over simulated engines, one run, virtual time. About four minutes

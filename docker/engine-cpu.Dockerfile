@@ -15,10 +15,11 @@ COPY requirements/build.txt requirements/
 RUN python3 -m venv /opt/build && /opt/build/bin/pip install --require-hashes -r requirements/build.txt
 
 FROM build AS wheels
+COPY settings settings
 COPY connector connector
 COPY services/ctl services/ctl
 COPY services/engine services/engine
-RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./services/ctl ./services/engine
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./settings ./connector ./services/ctl ./services/engine
 
 FROM build AS environment
 COPY requirements/engine-cpu.txt requirements/

@@ -1,4 +1,4 @@
-# The gateway: an interpreter, what requirements/gateway.txt pins, and one distribution. Also runs `helm test`.
+# The gateway: an interpreter, what requirements/gateway.txt pins, and two distributions. Also runs `helm test`.
 # Build from the repository's root:  docker build -f docker/gateway.Dockerfile -t spillway-gateway:0.1.0 .
 # The Kubernetes client's asynchronous half, 68 MB that nothing imports, is left out.
 # BASE: any image with Python 3.11 and its venv module as `python3`; both stages use it.
@@ -10,8 +10,9 @@ WORKDIR /src
 COPY requirements/build.txt requirements/gateway.txt requirements/
 RUN python3 -m venv /opt/build && /opt/build/bin/pip install --require-hashes -r requirements/build.txt
 RUN python3 -m venv /opt/spillway && /opt/spillway/bin/pip install --require-hashes -r requirements/gateway.txt
+COPY settings settings
 COPY gateway gateway
-RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./gateway \
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./settings ./gateway \
     && /opt/spillway/bin/pip install --no-deps --no-index /wheels/*.whl \
     && rm -r /opt/spillway/lib/python3*/site-packages/kubernetes/aio \
     && /opt/spillway/bin/python -m compileall -q /opt/spillway/lib \

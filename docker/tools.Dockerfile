@@ -10,11 +10,12 @@ WORKDIR /src
 COPY requirements/build.txt requirements/tools.txt requirements/
 RUN python3 -m venv /opt/build && /opt/build/bin/pip install --require-hashes -r requirements/build.txt
 RUN python3 -m venv /opt/spillway && /opt/spillway/bin/pip install --require-hashes -r requirements/tools.txt
+COPY settings settings
 COPY connector connector
 COPY gateway gateway
 COPY services/ctl services/ctl
 COPY services/engine services/engine
-RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./connector ./gateway ./services/ctl ./services/engine \
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./settings ./connector ./gateway ./services/ctl ./services/engine \
     && /opt/spillway/bin/pip install --no-deps --no-index /wheels/*.whl \
     && rm -r /opt/spillway/lib/python3*/site-packages/kubernetes/aio \
     && /opt/spillway/bin/python -m compileall -q /opt/spillway/lib \

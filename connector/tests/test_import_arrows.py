@@ -14,7 +14,7 @@ import spillway_connector
 PACKAGE = "spillway_connector"
 ROOT = Path(spillway_connector.__file__).parent
 
-SETTINGS = frozenset({"byte_sizes", "setting_names", "typed_settings", "limits", "config"})
+SETTINGS = frozenset({"setting_names", "limits", "config"})
 BOTTOM = SETTINGS | {"errors", "metrics", "namespace", "identity", "plan"}
 TIERS = frozenset({"tiers", "tiers.disk", "tiers.disk.files", "tiers.disk.slab"}) | {
     "tiers.redis",
@@ -27,10 +27,8 @@ ALLOWED: Mapping[str, Set[str]] = {
     "": frozenset(),  # the package's own __init__
     "errors": frozenset(),
     "metrics": frozenset(),
-    "byte_sizes": frozenset(),
     "setting_names": frozenset(),
-    "typed_settings": frozenset(),
-    "limits": frozenset({"byte_sizes", "typed_settings"}),
+    "limits": frozenset(),
     "namespace": frozenset({"errors"}),
     "plan": frozenset({"errors"}),
     "identity": frozenset({"errors"}),

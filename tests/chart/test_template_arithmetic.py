@@ -1,7 +1,7 @@
 """What the templates compute is what Python computes: one table of cases, made from Python, in one render.
 
 The chart reads sizes and adds up a pod's memory before any pod exists, so this arithmetic is there twice: in
-templates/_values.tpl and _memory.tpl, and in spillway_connector.byte_sizes and spillway_engine.memory_budget.
+templates/_values.tpl and _memory.tpl, and in spillway_settings.byte_sizes and spillway_engine.memory_budget.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import yaml
 from chart.rendering import CHART, render
 from size_cases import SIZE_CASES
 
-from spillway_connector.byte_sizes import parse_byte_count
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget, plan_memory
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import read_settings
+from spillway_settings.byte_sizes import parse_byte_count
 
 SHAPES = yaml.safe_load((CHART / "files" / "model-shapes.yaml").read_text())
 CASES = 400

@@ -13,7 +13,7 @@ from lanes.rules import NEEDS, ROOT, RULES, Lane, NoRule, lane_of, lanes_below, 
 from lanes.small_repository import run_in_repository
 
 FOLDERS = (
-    *(ROOT / name / "tests" for name in ("connector", "gateway")),
+    *(ROOT / name / "tests" for name in ("settings", "connector", "gateway")),
     *ROOT.glob("services/*/tests"),
     ROOT / "tests",
 )

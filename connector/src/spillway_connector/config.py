@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 import msgspec
 from msgspec import structs
 
-from spillway_connector.byte_sizes import ByteCount, format_byte_count
 from spillway_connector.errors import ConfigError
 from spillway_connector.limits import (
     REDIS_CONNECTIONS,
@@ -22,7 +21,8 @@ from spillway_connector.limits import (
 )
 from spillway_connector.plan.copy_table import CopyTable
 from spillway_connector.setting_names import SettingNames
-from spillway_connector.typed_settings import Count, Positive, Settings, Share, WrongSetting, read_settings
+from spillway_settings.byte_sizes import ByteCount, format_byte_count
+from spillway_settings.typed import Count, Positive, Settings, Share, WrongSetting, read_settings
 
 # Keys of the extra config that vLLM itself reads; we pass them by.
 _VLLM_KEYS = frozenset({"spec_name", "spec_module_path", "offload_prompt_only", "secondary_tiers"})

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from spillway_connector.byte_sizes import ByteCount
-from spillway_connector.typed_settings import Count, Positive
+from spillway_settings.byte_sizes import ByteCount
+from spillway_settings.typed import Count, Positive
 
 REDIS_TTL_SECONDS = 86_400
 REDIS_CONNECTIONS = 4

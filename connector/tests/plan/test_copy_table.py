@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_connector.plan.copy_table import BATCH, H200_TABLE, PATHS, CopyTable
-from spillway_connector.typed_settings import WrongSetting, read_settings
+from spillway_settings.typed import WrongSetting, read_settings
 
 sides = st.dictionaries(st.integers(1, 100), st.sampled_from(PATHS), max_size=5).map(lambda rows: sorted(rows.items()))
 

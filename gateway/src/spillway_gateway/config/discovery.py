@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from spillway_gateway.config.typed_settings import CamelSection, Count, Port, Positive, Text
 from spillway_gateway.errors import ConfigError
+from spillway_settings.typed import CamelSection, Count, Port, Positive, Text
 
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
 _NAME = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z"

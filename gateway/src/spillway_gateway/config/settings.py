@@ -19,7 +19,8 @@ from spillway_gateway.config import unique_yaml
 from spillway_gateway.config.discovery import DiscoveryConfig, check_discovery
 from spillway_gateway.config.shared_limits import SharedLimitsConfig, check_shared_limits
 from spillway_gateway.config.tracing import TracingConfig, check_tracing
-from spillway_gateway.config.typed_settings import (
+from spillway_gateway.errors import ConfigError
+from spillway_settings.typed import (
     LARGEST,
     CamelSection,
     Count,
@@ -30,7 +31,6 @@ from spillway_gateway.config.typed_settings import (
     WrongSetting,
     read_settings,
 )
-from spillway_gateway.errors import ConfigError
 
 ListenPort = Annotated[int, Meta(ge=0, le=65_535, description="0 to 65535 (0 lets the system choose)")]
 LoadFactor = Annotated[float, Meta(ge=1, le=LARGEST)]

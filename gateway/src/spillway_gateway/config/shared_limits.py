@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from spillway_gateway.config.typed_settings import CamelSection, Count, Positive, Text
 from spillway_gateway.errors import ConfigError
+from spillway_settings.typed import CamelSection, Count, Positive, Text
 
 _FORMS = (
     "redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS), unix:///PATH?db=DB, redis-cluster://HOST:PORT or "

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from spillway_gateway.config.typed_settings import CamelSection, Count, Positive, Text
 from spillway_gateway.errors import ConfigError
+from spillway_settings.typed import CamelSection, Count, Positive, Text
 
 
 class TracingConfig(CamelSection, frozen=True):

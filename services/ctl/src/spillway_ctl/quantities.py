@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from spillway_connector.byte_sizes import format_byte_count, parse_byte_count
+from spillway_settings.byte_sizes import format_byte_count, parse_byte_count
 
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")

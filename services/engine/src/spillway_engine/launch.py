@@ -22,12 +22,12 @@ from typing import Any
 
 from msgspec import structs
 
-from spillway_connector.byte_sizes import format_byte_count
 from spillway_engine.exit_report import OutputTail, exit_code_of, explain_exit
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
 from spillway_engine.settings import LifecycleSettings
 from spillway_engine.shared_memory import files_of_group, group_members, sweep_stale_regions
 from spillway_engine.watchdog import dismiss_watchdog, end_group, is_resource_tracker, start_watchdog
+from spillway_settings.byte_sizes import format_byte_count
 
 SELF_CHECK_EXIT_CODE = 4
 DRAIN_REPLY_SECONDS = 10.0  # beyond delay and timeout: for aborting the last requests and saying so

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from spillway_connector.byte_sizes import format_byte_count
 from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import DTYPE_BYTES, ModelShape
 from spillway_engine.settings import EngineSettings
 from spillway_engine.tier_settings import SHARED_TIER
+from spillway_settings.byte_sizes import format_byte_count
 
 # vLLM's own message queues, mapped lazily: 10 x 16 MiB plus 10 x 24 MiB per worker; about a tenth is ever touched.
 SHM_QUEUE_BYTES_PER_RANK = 40 << 20

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spillway_connector.byte_sizes import format_byte_count
 from spillway_engine.errors import BudgetError
 from spillway_engine.extra_arguments import argument_value
 from spillway_engine.launch import EngineCommand, python_module
@@ -25,6 +24,7 @@ from spillway_engine.vllm_arguments import (
     server_environment,
     without_secrets,
 )
+from spillway_settings.byte_sizes import format_byte_count
 
 PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")  # vLLM's --kv-cache-dtype; all others are quantised
 

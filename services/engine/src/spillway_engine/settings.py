@@ -12,11 +12,11 @@ from msgspec import Meta
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
-from spillway_connector.typed_settings import LARGEST, CamelSection, Count, NotNegative, Port
 from spillway_engine.chart_keys import camel_case_keys
 from spillway_engine.errors import SettingsError
 from spillway_engine.extra_arguments import check_extra_arguments
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
+from spillway_settings.typed import LARGEST, CamelSection, Count, NotNegative, Port
 
 # Of lifecycle.selfCheckText: long enough to be measured, and shorter than a block of 128 tokens.
 TEXT_CHARACTERS_MIN, TEXT_CHARACTERS_MAX = 16, 400

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import yaml
 from msgspec import inspect as types
 
-from spillway_connector import typed_settings
 from spillway_connector.config import read_value
 from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
-from spillway_connector.typed_settings import WrongSetting
 from spillway_engine.errors import SettingsError
 from spillway_engine.settings import EngineSettings, check_settings
+from spillway_settings import typed
+from spillway_settings.typed import WrongSetting
 
 Settings = TypeVar("Settings")
 
@@ -51,7 +51,7 @@ def engine_settings(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> E
 def read_settings(kind: type[Settings], tree: object, names: SettingNames = PLAIN_NAMES) -> Settings:
     """A mapping with camelCase keys -> the frozen struct `kind`. Raises SettingsError."""
     try:
-        return typed_settings.read_settings(kind, _as_meant(types.type_info(kind), tree), read_value)
+        return typed.read_settings(kind, _as_meant(types.type_info(kind), tree), read_value)
     except WrongSetting as wrong:
         name = names.name(wrong.path) if wrong.path else "the configuration"
         raise SettingsError(f"{name}: {wrong.problem}") from wrong

@@ -12,7 +12,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from spillway_connector.typed_settings import (
+from spillway_settings.typed import (
     CamelSection,
     Count,
     NotNegative,

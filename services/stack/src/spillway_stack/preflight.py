@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from spillway_connector.byte_sizes import format_byte_count
 from spillway_engine.machine import Machine, probe_machine
 from spillway_engine.memory_budget import MemoryBudget
 from spillway_engine.model_shape import load_model_shape
 from spillway_engine.resolve import resolve_engine
 from spillway_engine.settings_reader import engine_settings
+from spillway_settings.byte_sizes import format_byte_count
 from spillway_stack.components import Component, PreparedModel, engine_configuration
 from spillway_stack.ports import holder, is_free
 from spillway_stack.settings import GATEWAY_MEMORY_BYTES, VALKEY_MAX_BYTES, StackSettings

@@ -1,7 +1,6 @@
 """From the mapping that a file holds to frozen msgspec structs; a refusal names the setting, the value and the need.
 
-The connector and the gateway are installed apart and share no package, so each carries this file; a test holds the two
-copies equal. Pure: no file is read here.
+Pure: no file is read here.
 """
 
 from __future__ import annotations

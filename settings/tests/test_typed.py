@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from spillway_gateway.config import typed_settings
-from spillway_gateway.config.typed_settings import (
+from spillway_settings.typed import (
     CamelSection,
     Count,
     NotNegative,
@@ -117,10 +115,3 @@ def test_any_document_is_read_or_refused_in_one_sentence(value: Any, key: str) -
             assert isinstance(read_settings(Outer, document, megabytes), Outer)
         except WrongSetting as wrong:
             assert wrong.problem
-
-
-def test_the_connector_carries_the_same_text() -> None:
-    """The two distributions are installed apart and share no package."""
-    here = Path(typed_settings.__file__)
-    there = Path(__file__).parents[3] / "connector/src/spillway_connector/typed_settings.py"
-    assert there.read_text() == here.read_text()

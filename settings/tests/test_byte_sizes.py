@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from size_cases import SIZE_CASES
 
-from spillway_connector.byte_sizes import format_byte_count, parse_byte_count
+from spillway_settings.byte_sizes import format_byte_count, parse_byte_count
 
 
 @pytest.mark.parametrize(("text", "size_bytes"), SIZE_CASES.items(), ids=repr)
