@@ -64,11 +64,11 @@ from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine import tier_adapter
-from spillway_connector.engine.cpu_tier import make_cpu_tier
-from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
-from spillway_connector.engine.tiering import SpillwayTieringManager
-from spillway_connector.engine.worker import SpillwayWorkerMetadata
+from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.v023 import tier_adapter
+from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
+from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.tier import Tier
 

@@ -21,6 +21,7 @@ TIERS = frozenset({"tiers", "tiers.disk", "tiers.disk.files", "tiers.disk.slab"}
     "tiers.redis.client",
 }
 DEVICE = frozenset({"device", "device.cuda", "device.npu"})
+ENGINE = BOTTOM | TIERS | DEVICE | {"transfer", "vllm", "torch"}
 # A room is a root module or a folder, without what is named here below it. A room may always import itself. "vllm" and
 # "torch" stand for these packages.
 ALLOWED: Mapping[str, Set[str]] = {
@@ -44,10 +45,14 @@ ALLOWED: Mapping[str, Set[str]] = {
     "device.cuda": BOTTOM | {"device", "torch"},
     "device.npu": BOTTOM | {"device"},
     "device.npu_probe": BOTTOM | {"device", "device.npu"},  # a command: python -m spillway_connector.device.npu_probe
-    "engine": BOTTOM | TIERS | DEVICE | {"transfer", "vllm", "torch"},
+    # What every generation of vLLM has in common; then one room a generation, and the doors that choose one.
+    "engine": ENGINE,
+    "engine.v023": ENGINE | {"engine"},
+    "engine.connector": frozenset({"engine", "engine.v023"}),
+    "engine.spec": frozenset({"engine", "engine.v023"}),
     # For tests and benchmarks: no other room imports it.
     "testing": BOTTOM | TIERS | DEVICE | {"transfer"},
-    "testing.scheduler_half": BOTTOM | {"engine", "vllm"},
+    "testing.scheduler_half": BOTTOM | {"engine", "engine.v023", "vllm"},
 }
 FOREIGN = ("vllm", "torch")
 
@@ -151,7 +156,9 @@ def test_every_room_of_the_table_is_there() -> None:
         ("device.pinned", "from spillway_connector.tiers import tier"),
         ("device.npu.transport", "from spillway_connector.device.npu_probe import main"),
         ("device.npu.copier", "from spillway_connector.device.cuda import driver"),
-        ("engine.spec", "from spillway_connector.testing.clock import SteppedClock"),
+        ("engine.v023.spec", "from spillway_connector.testing.clock import SteppedClock"),
+        ("engine.weights", "from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler"),
+        ("engine.v023.worker", "from spillway_connector.engine.spec import SpillwayOffloadingSpec"),
         ("engine.spec", "from spillway_connector.kitchen import sink"),
         ("kitchen.sink", ""),
     ],
@@ -166,7 +173,8 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
         ("config", "from spillway_connector.plan.copy_table import CopyTable"),
         ("transfer.jobs", "from spillway_connector import errors\nfrom spillway_connector.tiers.tier import Tier"),
         ("tiers.redis.client.pool", "from .connection import Connection\nimport json\nfrom ...tier import Tier"),
-        ("engine.spec", "import torch\nfrom vllm.config import VllmConfig\nfrom ..device.cuda import driver"),
+        ("engine.weights", "import torch\nfrom vllm.config import VllmConfig\nfrom ..device.cuda import driver"),
+        ("engine.connector", "from spillway_connector.engine.v023.connector import SpillwayConnector"),
     ],
 )
 def test_a_right_import_is_not(module: str, source: str) -> None:

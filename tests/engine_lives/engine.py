@@ -39,7 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from engine_lives.manual_copies import ManualCopier
 from engine_lives.random_tier import RANDOM, RandomTier
 from spillway_connector.device.copier import Direction
-from spillway_connector.engine.tier_adapter import SharedTierAdapter
+from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
 
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 8

@@ -124,9 +124,9 @@ class Tally:
 
     def __init__(self) -> None:
         from spillway_connector import metrics
-        from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
-        from spillway_connector.engine.stats import SpillwayStats
-        from spillway_connector.engine.tiering import SpillwayTieringManager
+        from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
+        from spillway_connector.engine.v023.stats import SpillwayStats
+        from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 
         self._counts = {"loads": 0, "failed_loads": 0, "tier_read_bytes": 0.0}
         update, take = SpillwayConnectorScheduler.update_connector_output, SpillwayTieringManager.take_stats

@@ -40,6 +40,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "connector/tests/device/cuda": (NOTHING,),
     "connector/tests/device/npu": (NOTHING,),
     "connector/tests/engine": ("vllm",),
+    "connector/tests/engine/v023": ("vllm",),
     "connector/tests/engine_npu": ("engines",),
     "connector/tests/identity": (NOTHING,),
     "connector/tests/plan": (NOTHING,),

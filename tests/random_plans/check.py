@@ -13,7 +13,7 @@ from random_plans.layouts import Caches, random_caches
 from spillway_connector.device.copier import CopyResult, Direction
 from spillway_connector.device.cpu import copy_spans
 from spillway_connector.device.stream_copier import split_at
-from spillway_connector.engine.handlers import CopyHandler, copy_layout
+from spillway_connector.engine.v023.handlers import CopyHandler, copy_layout
 from spillway_connector.plan.copies import CopyPlan
 from spillway_connector.plan.geometry import ChunkGeometry
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
-from spillway_connector.engine.ascend import AscendKVCaches
+from spillway_connector.engine.v023.ascend import AscendKVCaches
 
 KINDS = ("one-tensor", "keys-and-values", "latent", "quantised", "groups", "states", "padded")
 

@@ -36,11 +36,11 @@ from spillway_connector.engine.adapters import (
     adapter_state,
     install_adapter_hooks,
 )
-from spillway_connector.engine.cpu_tier import LruCpuTier
-from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
-from spillway_connector.engine.tier_adapter import SharedTierAdapter
-from spillway_connector.engine.tiering import SpillwayTieringManager
-from spillway_connector.engine.worker import SpillwayWorkerMetadata
+from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.v023.cpu_tier import LruCpuTier
+from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
+from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.testing.scheduler_half import scheduler_half

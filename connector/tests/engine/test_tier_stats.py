@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from spillway_connector.engine.stats import SpillwayStats
 from spillway_connector.engine.tier_stats import IDLE_SECONDS, TierReport
+from spillway_connector.engine.v023.stats import SpillwayStats
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.tier_contract import NAMESPACE, key_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier

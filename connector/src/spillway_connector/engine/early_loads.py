@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
-from vllm.v1.kv_offload.worker.worker import TransferSpec
 
 _PIECES_WANTED = 8  # smaller pieces would cost a step more than they hide
 
@@ -28,29 +25,6 @@ class PendingRows(LoadStoreSpec):
     @staticmethod
     def medium() -> str:
         return "pending"
-
-
-@dataclass(slots=True)
-class LoadPiece:
-    """A part of load `job_id`; the job ends when `last` has been seen and every piece has ended.
-
-    piece_id: a job id of its own. transfer_spec: None where there is nothing (more) to copy. lost_blocks: device blocks
-    of the job that will not be filled.
-    """
-
-    job_id: int
-    piece_id: int
-    request_id: str
-    transfer_spec: TransferSpec | None
-    last: bool
-    lost_blocks: list[int]
-
-
-@dataclass
-class SpillwayConnectorMetadata(OffloadingConnectorMetadata):
-    """Metadata of a step that sends pieces."""
-
-    pieces: list[LoadPiece] = field(default_factory=list)
 
 
 class Due(NamedTuple):

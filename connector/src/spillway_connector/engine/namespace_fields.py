@@ -39,7 +39,7 @@ from spillway_connector.identity.model import cache_folders_of, folder_identity,
 from spillway_connector.plan.geometry import ChunkGeometry
 
 NAMESPACE_VERSION = 2  # of the document's fields
-LAYOUT_VERSION = 1  # of how a row is filled (engine/handlers.py: copy_layout)
+LAYOUT_VERSION = 1  # of how a row is filled (copy_layout in each generation's handlers.py)
 _REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 # Credentials change no byte, and every reader of the store can read the document.
 _SECRET = re.compile(r"secret|password|credential|(api|access)_?key|(api|auth|access|hf)_?token", re.IGNORECASE)

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from spillway_connector import metrics
-from spillway_connector.engine.stats import SpillwayStats, sample_key
+from spillway_connector.engine.samples import SampledStats, sample_key
 from spillway_connector.tiers.tier import Clock
 from spillway_connector.transfer.breaker import BreakerState
 from spillway_connector.transfer.shared_tier import SharedTier
@@ -66,7 +66,7 @@ class TierReport:
         """Whether :meth:`add_to` has something to report, or its idle interval is over."""
         return self._shared.counters.moved or self._clock() - self._drawn_at >= IDLE_SECONDS
 
-    def add_to(self, stats: SpillwayStats) -> None:
+    def add_to(self, stats: SampledStats) -> None:
         """Add what changed since the last call; the first time, every series."""
         if not self.has_updates():
             return
@@ -89,7 +89,7 @@ class TierReport:
             self._rare_seen, self._drawn_at = rare, now
             self._draw(stats)
 
-    def _draw(self, stats: SpillwayStats) -> None:
+    def _draw(self, stats: SampledStats) -> None:
         now, before = self._shared.snapshot(), self._picture
         self._picture = now
         for metric, name in _RARE_COUNTS:
@@ -103,7 +103,7 @@ class TierReport:
                 is_open = float(state is not BreakerState.CLOSED)
                 stats.add(metrics.TIER_BREAKER_OPEN, is_open, self._tier_type, operation.value)
 
-    def _add_deltas(self, stats: SpillwayStats, metric: metrics.Metric, name: str, counts: Mapping[Any, int]) -> None:
+    def _add_deltas(self, stats: SampledStats, metric: metrics.Metric, name: str, counts: Mapping[Any, int]) -> None:
         reported, samples = self._reported[name], stats.samples()
         for key, count in counts.items():
             if count != reported.get(key):

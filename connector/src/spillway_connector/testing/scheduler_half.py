@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
-from spillway_connector.engine.tiering import SpillwayTieringManager
+from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 
 
 def scheduler_half(

@@ -19,11 +19,11 @@ from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.cpu_tier import LruCpuTier
-from spillway_connector.engine.early_loads import EarlyLoad, LoadPiece
-from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
-from spillway_connector.engine.tiering import SpillwayTieringManager
-from spillway_connector.engine.worker import SpillwayWorkerMetadata
+from spillway_connector.engine.early_loads import EarlyLoad
+from spillway_connector.engine.messages import LoadPiece, SpillwayWorkerMetadata
+from spillway_connector.engine.v023.cpu_tier import LruCpuTier
+from spillway_connector.engine.v023.tier_adapter import PrefixTier, TierJobResult
+from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.scheduler_half import scheduler_half

@@ -26,11 +26,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.adapters import AdapterRegistry, adapter_of
-from spillway_connector.engine.early_loads import EarlyLoad, LoadPiece, PendingRows, SpillwayConnectorMetadata
-from spillway_connector.engine.request_state import RequestState, ShortenedRequest
+from spillway_connector.engine.early_loads import EarlyLoad, PendingRows
+from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.tenancy import TenantContext, tenant_of
-from spillway_connector.engine.tiering import SpillwayTieringManager
-from spillway_connector.engine.worker import SpillwayWorkerMetadata
+from spillway_connector.engine.v023.request_state import RequestState, ShortenedRequest
+from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.load_cost import PrefillTimer
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from spillway_connector.engine.group_hits import install_group_hit_hold
+from spillway_connector.engine.v023.group_hits import install_group_hit_hold
 
 BLOCK = 16
 COMMON = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}

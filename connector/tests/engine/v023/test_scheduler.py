@@ -21,11 +21,11 @@ from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.cpu_tier import LruCpuTier
-from spillway_connector.engine.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.tenancy import tenant_of, tenant_of_context
-from spillway_connector.engine.tiering import SpillwayTieringManager
-from spillway_connector.engine.worker import SpillwayWorkerMetadata
+from spillway_connector.engine.v023.cpu_tier import LruCpuTier
+from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.scheduler_half import scheduler_half
 
@@ -179,7 +179,7 @@ def test_a_request_whose_load_failed_recomputes_and_is_not_offered_the_load_agai
 
 def test_steps_that_prefill_are_timed_and_others_are_not(scheduler, monkeypatch):
     clock = SteppedClock()
-    monkeypatch.setattr("spillway_connector.engine.scheduler.time.monotonic", clock)
+    monkeypatch.setattr("spillway_connector.engine.v023.scheduler.time.monotonic", clock)
     build_meta(scheduler, {"a": 1000})
     build_meta(scheduler, {"a": 2000})  # async scheduling: begun before the first has ended
     clock.advance(1.0)

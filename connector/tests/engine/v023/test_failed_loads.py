@@ -9,7 +9,7 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from spillway_connector.engine.failed_loads import install_full_recompute
+from spillway_connector.engine.v023.failed_loads import install_full_recompute
 
 
 def request(name: str, computed: int) -> SimpleNamespace:

@@ -68,8 +68,8 @@ def test_the_npu_transport_can_be_named(region):
 def test_the_cuda_platform_copies_through_the_driver(region, monkeypatch):
     double = CudaDouble()
     platform = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
-    monkeypatch.setattr("spillway_connector.engine.spec.current_platform", platform)
-    monkeypatch.setattr("spillway_connector.engine.spec.torch_cuda_device", lambda: (0, lambda: 0))
+    monkeypatch.setattr("spillway_connector.engine.v023.spec.current_platform", platform)
+    monkeypatch.setattr("spillway_connector.engine.v023.spec.torch_cuda_device", lambda: (0, lambda: 0))
     monkeypatch.setattr(CudaDriver, "load", lambda path: CudaDriver(double.proc_address))
     spec, copier = opened(region, copy_table={}, max_copy_descriptors=77)
     made = copier(Direction.LOAD)
@@ -88,6 +88,6 @@ def test_an_npu_without_its_runtime_names_the_missing_file(region):
 @pytest.mark.parametrize("transport", ["auto", "cpu"])
 def test_a_platform_without_a_transport_is_refused(region, monkeypatch, transport):
     platform = SimpleNamespace(is_cpu=lambda: False, device_type="tpu")
-    monkeypatch.setattr("spillway_connector.engine.spec.current_platform", platform)
+    monkeypatch.setattr("spillway_connector.engine.v023.spec.current_platform", platform)
     with pytest.raises(ConfigError, match="does not serve platform 'tpu'"):
         opened(region, transport=transport)

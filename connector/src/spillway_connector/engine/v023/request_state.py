@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Re
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
 from spillway_connector.engine.adapters import AdapterInstance
-from spillway_connector.engine.prefix_lookup import Prefix
+from spillway_connector.engine.v023.prefix_lookup import Prefix
 
 
 class RequestState(RequestOffloadState):

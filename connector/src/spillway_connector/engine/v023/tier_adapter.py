@@ -28,7 +28,7 @@ from spillway_connector.transfer.lookups import Answers, Lookup
 from spillway_connector.transfer.shared_tier import SharedTier
 
 if TYPE_CHECKING:
-    from spillway_connector.engine.spec import SpillwayOffloadingSpec
+    from spillway_connector.engine.v023.spec import SpillwayOffloadingSpec
 
 logger = logging.getLogger(__name__)
 

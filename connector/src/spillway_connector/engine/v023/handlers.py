@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, 
 
 from spillway_connector.device.copier import Copier, Direction
 from spillway_connector.device.host_region import HostRegion
-from spillway_connector.engine.ascend import AscendKVCaches
+from spillway_connector.engine.v023.ascend import AscendKVCaches
 from spillway_connector.plan.copies import CopyLayout, Segment, plan_copies
 from spillway_connector.plan.geometry import ChunkGeometry
 

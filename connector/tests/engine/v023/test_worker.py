@@ -14,9 +14,9 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult
 
 from spillway_connector.device.pinned import PinMethod
-from spillway_connector.engine.ascend import AscendKVCaches
-from spillway_connector.engine.early_loads import LoadPiece, SpillwayConnectorMetadata
-from spillway_connector.engine.worker import SpillwayConnectorWorker, SpillwayWorkerMetadata
+from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.v023.ascend import AscendKVCaches
+from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
 
 
 class ScriptedHandler(OffloadingHandler):

@@ -14,8 +14,8 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import PendingPromotion, TieringOffloadingManager
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.engine.cpu_tier import CpuTier
-from spillway_connector.engine.tier_adapter import PrefixTier
+from spillway_connector.engine.v023.cpu_tier import CpuTier
+from spillway_connector.engine.v023.tier_adapter import PrefixTier
 from spillway_connector.plan.load_cost import LoadGate, LoadPolicy, RateMeter
 from spillway_connector.plan.prefix_memo import ChangeLog, PrefixAnswer, PrefixMemo
 from spillway_connector.transfer.jobs import ARRIVALS_REPORTED_FROM

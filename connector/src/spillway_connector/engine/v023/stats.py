@@ -10,19 +10,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats, OffloadPromMetrics
 
 from spillway_connector import metrics
-from spillway_connector.metrics import Kind, Metric
-
-# One sample is keyed "metric|label value|label value": stats cross processes as plain msgpack.
-_SPILLWAY_KEY = "spillway"
-_SEPARATOR = "|"
+from spillway_connector.engine.samples import SAMPLES_KEY, SEPARATOR, SampledStats
+from spillway_connector.metrics import Kind
 
 
-def sample_key(metric: Metric, *label_values: str) -> str:
-    assert len(label_values) == len(metric.labels)
-    return _SEPARATOR.join((metric.name, *label_values))
-
-
-class SpillwayStats(OffloadingConnectorStats):
+class SpillwayStats(SampledStats, OffloadingConnectorStats):
     """vLLM's offload records plus, under one key, Spillway's samples of one engine step."""
 
     data: dict[str, Any]
@@ -32,31 +24,20 @@ class SpillwayStats(OffloadingConnectorStats):
         # its own observer refuses them when they do not (an engine inside the API server's process).
         self.data.setdefault("_to_".join(transfer_type), []).append({"op_size": num_bytes, "op_time": time})
 
-    def add(self, metric: Metric, amount: float, *label_values: str) -> None:
-        """Count `amount` more of a counter, or set a gauge to it."""
-        samples = self.samples()
-        key = sample_key(metric, *label_values)
-        samples[key] = samples.get(key, 0) + amount if metric.kind is Kind.COUNTER else amount
-
-    def samples(self) -> dict[str, float]:
-        """By :func:`sample_key`: a counter delta, or the value of a gauge."""
-        samples: dict[str, float] = self.data.setdefault(_SPILLWAY_KEY, {})
-        return samples
-
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         upstream = dict(other.data)
-        samples = upstream.pop(_SPILLWAY_KEY, {})
+        samples = upstream.pop(SAMPLES_KEY, {})
         super().aggregate(OffloadingConnectorStats(data=upstream) if upstream else OffloadingConnectorStats())
         for key, amount in samples.items():
-            name, *label_values = key.split(_SEPARATOR)
+            name, *label_values = key.split(SEPARATOR)
             self.add(metrics.BY_NAME[name], amount, *label_values)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """vLLM's totals and Spillway's counters that changed, for its periodic log line."""
-        upstream = {key: value for key, value in self.data.items() if key != _SPILLWAY_KEY}
+        upstream = {key: value for key, value in self.data.items() if key != SAMPLES_KEY}
         reduced = OffloadingConnectorStats(data=upstream).reduce() if upstream else {}
-        for key, amount in self.data.get(_SPILLWAY_KEY, {}).items():
+        for key, amount in self.data.get(SAMPLES_KEY, {}).items():
             if amount:
                 reduced[key.removeprefix("spillway_")] = round(amount, 4)
         return reduced
@@ -82,10 +63,10 @@ class SpillwayPromMetrics(OffloadPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        upstream = {key: value for key, value in transfer_stats_data.items() if key != _SPILLWAY_KEY}
+        upstream = {key: value for key, value in transfer_stats_data.items() if key != SAMPLES_KEY}
         super().observe(upstream, engine_idx)
-        for key, amount in transfer_stats_data.get(_SPILLWAY_KEY, {}).items():
-            name, *label_values = key.split(_SEPARATOR)
+        for key, amount in transfer_stats_data.get(SAMPLES_KEY, {}).items():
+            name, *label_values = key.split(SEPARATOR)
             series = self._families[name].labels(*self.per_engine_labelvalues[engine_idx], *label_values)
             if metrics.BY_NAME[name].kind is Kind.COUNTER:
                 series.inc(amount)

@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass, field
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -21,31 +20,11 @@ from spillway_connector.device.cuda.transport import CudaTransport
 from spillway_connector.device.npu.acl_batch import BATCH, LOOP
 from spillway_connector.device.npu.transport import NpuTransport
 from spillway_connector.engine.adapters import AdapterLoads
-from spillway_connector.engine.ascend import canonical_kv_caches, has_ascend_layout
-from spillway_connector.engine.early_loads import LoadPiece, SpillwayConnectorMetadata
-from spillway_connector.engine.stats import SpillwayStats
+from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.v023.ascend import canonical_kv_caches, has_ascend_layout
+from spillway_connector.engine.v023.stats import SpillwayStats
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
-    """The ranks' report to the scheduler: jobs that ended, and those of them that failed."""
-
-    failed_jobs: set[int] = field(default_factory=set)
-    # LoRA adapters that were loaded within the step, by id: the state of their files, several where ranks disagree.
-    adapters: dict[int, frozenset[bytes | None]] = field(default_factory=dict)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """A job has failed when any rank's part of it has."""
-        assert isinstance(other, SpillwayWorkerMetadata)
-        completed = dict(self.completed_jobs)
-        for job_id, count in other.completed_jobs.items():
-            completed[job_id] = completed.get(job_id, 0) + count
-        adapters = dict(self.adapters)
-        for lora_int_id, states in other.adapters.items():
-            adapters[lora_int_id] = adapters.get(lora_int_id, frozenset()) | states
-        return SpillwayWorkerMetadata(completed, self.failed_jobs | other.failed_jobs, adapters)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from spillway_connector import metrics
-from spillway_connector.engine.stats import SpillwayPromMetrics, SpillwayStats
+from spillway_connector.engine.v023.stats import SpillwayPromMetrics, SpillwayStats
 
 
 def sample() -> SpillwayStats:

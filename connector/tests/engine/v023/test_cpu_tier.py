@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.cpu_tier import CpuTier, make_cpu_tier
+from spillway_connector.engine.v023.cpu_tier import CpuTier, make_cpu_tier
 
 ROWS = 6
 CONTEXT = ReqContext(req_id="r")

@@ -12,9 +12,9 @@ from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, make_o
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.cpu_tier import LruCpuTier
-from spillway_connector.engine.tier_adapter import PrefixTier, TierJobResult
-from spillway_connector.engine.tiering import SpillwayTieringManager
+from spillway_connector.engine.v023.cpu_tier import LruCpuTier
+from spillway_connector.engine.v023.tier_adapter import PrefixTier, TierJobResult
+from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.transfer.lookups import Answers, Lookup

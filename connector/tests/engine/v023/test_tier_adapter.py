@@ -13,8 +13,8 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.tiering.base import JobMetadata
 
 from spillway_connector.config import parse_tier
-from spillway_connector.engine.stats import SpillwayStats
-from spillway_connector.engine.tier_adapter import SharedTierAdapter, open_tier
+from spillway_connector.engine.v023.stats import SpillwayStats
+from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter, open_tier
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
 

@@ -16,11 +16,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.early_loads import PendingRows
-from spillway_connector.engine.prefix_lookup import PrefixLookupManager
-from spillway_connector.engine.stats import SpillwayStats
-from spillway_connector.engine.tier_adapter import SharedTierAdapter, TierJobResult
+from spillway_connector.engine.v023.cpu_tier import CpuTier
+from spillway_connector.engine.v023.prefix_lookup import PrefixLookupManager
+from spillway_connector.engine.v023.stats import SpillwayStats
+from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter, TierJobResult
 
 
 class SpillwayTieringManager(PrefixLookupManager):

@@ -1,0 +1,80 @@
+"""Which generation of vLLM's offloading interfaces this vLLM has; chosen by feature, never by its version string.
+
+Each generation has a room of its own beside this module, which holds all that touches that generation's classes and a
+`seams.py` with what it relies on. Nothing else depends on the version of vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import cache
+from typing import NamedTuple
+
+from spillway_connector.errors import UnsupportedEngine
+
+SUPPORTED = "vLLM 0.23.0 (vllm-ascend 0.23.0.post1)"
+
+
+class Generation(Enum):
+    """By the name of its room."""
+
+    V023 = "v023"
+
+
+class Methods(NamedTuple):
+    """Methods that Spillway overrides or patches: vLLM must still declare these parameters, or an override would have
+    another contract."""
+
+    module: str
+    cls: str
+    parameters: Mapping[str, Sequence[str]]  # by method
+
+
+class Seams(NamedTuple):
+    """What a generation's room relies on."""
+
+    names: Mapping[str, Sequence[str]]  # by module
+    methods: Sequence[Methods]
+
+
+@cache
+def generation() -> Generation:
+    """Of the vLLM in this process. Raises UnsupportedEngine where it has none of the known interfaces."""
+    if _has_module("vllm.v1.kv_offload.worker.worker"):  # handlers by direction
+        return Generation.V023
+    raise unsupported("its offloading interfaces (vllm.v1.kv_offload) are of no known generation")
+
+
+def require(seams: Seams) -> None:
+    """Raises UnsupportedEngine naming what is missing or has changed."""
+    for module_name, names in seams.names.items():
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise unsupported(f"{module_name} is missing") from error
+        for name in names:
+            if not hasattr(module, name):
+                raise unsupported(f"{module_name}.{name} is missing")
+    for module_name, class_name, methods in seams.methods:
+        cls = getattr(importlib.import_module(module_name), class_name)
+        for method, parameters in methods.items():
+            found = list(inspect.signature(getattr(cls, method)).parameters)
+            if found != list(parameters):
+                raise unsupported(f"{class_name}.{method} takes {found}, not {list(parameters)}")
+
+
+def unsupported(what: str) -> UnsupportedEngine:
+    import vllm
+
+    return UnsupportedEngine(f"vLLM {vllm.__version__} is not supported: {what}; run Spillway with {SUPPORTED}")
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # one of the packages above it
+        return False

@@ -1,0 +1,57 @@
+"""What the two halves of the connector send each other in a step, beyond vLLM's own messages.
+
+All of it is plain picklable data: with several ranks it crosses processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.v1.kv_offload.base import LoadStoreSpec
+
+
+@dataclass(slots=True)
+class LoadPiece:
+    """A part of load `job_id`; the job ends when `last` has been seen and every piece has ended.
+
+    piece_id: a job id of its own. transfer_spec: (source, destination); None where there is nothing (more) to copy.
+    lost_blocks: device blocks of the job that will not be filled.
+    """
+
+    job_id: int
+    piece_id: int
+    request_id: str
+    transfer_spec: tuple[LoadStoreSpec, LoadStoreSpec] | None
+    last: bool
+    lost_blocks: list[int]
+
+
+@dataclass
+class SpillwayConnectorMetadata(OffloadingConnectorMetadata):
+    """Scheduler to workers: metadata of a step that sends pieces."""
+
+    pieces: list[LoadPiece] = field(default_factory=list)
+
+
+@dataclass
+class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
+    """The ranks' report to the scheduler: jobs that ended, and those of them that failed."""
+
+    failed_jobs: set[int] = field(default_factory=set)
+    # LoRA adapters that were loaded within the step, by id: the state of their files, several where ranks disagree.
+    adapters: dict[int, frozenset[bytes | None]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """A job has failed when any rank's part of it has."""
+        assert isinstance(other, SpillwayWorkerMetadata)
+        adapters = dict(self.adapters)
+        for lora_int_id, states in other.adapters.items():
+            adapters[lora_int_id] = adapters.get(lora_int_id, frozenset()) | states
+        # vLLM's own fields, of which later versions have more, are added up by vLLM.
+        added_up = vars(super().aggregate(other))
+        return SpillwayWorkerMetadata(**added_up, failed_jobs=self.failed_jobs | other.failed_jobs, adapters=adapters)

@@ -1,0 +1,32 @@
+"""Spillway's samples of one engine step, as the plain data that vLLM's statistics carry between processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spillway_connector.metrics import Kind, Metric
+
+SAMPLES_KEY = "spillway"  # of all samples within the statistics
+# One sample is keyed "metric|label value|label value": statistics cross processes as plain msgpack.
+SEPARATOR = "|"
+
+
+def sample_key(metric: Metric, *label_values: str) -> str:
+    assert len(label_values) == len(metric.labels)
+    return SEPARATOR.join((metric.name, *label_values))
+
+
+class SampledStats:
+    """Mixed into vLLM's statistics of a connector: a counter delta, or the value of a gauge, by :func:`sample_key`."""
+
+    data: dict[str, Any]  # vLLM's
+
+    def add(self, metric: Metric, amount: float, *label_values: str) -> None:
+        """Count `amount` more of a counter, or set a gauge to it."""
+        samples = self.samples()
+        key = sample_key(metric, *label_values)
+        samples[key] = samples.get(key, 0) + amount if metric.kind is Kind.COUNTER else amount
+
+    def samples(self) -> dict[str, float]:
+        samples: dict[str, float] = self.data.setdefault(SAMPLES_KEY, {})
+        return samples

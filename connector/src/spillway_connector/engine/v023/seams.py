@@ -1,0 +1,124 @@
+"""What the connector relies on in vLLM 0.23."""
+
+from __future__ import annotations
+
+from spillway_connector.engine.generation import Methods, Seams
+
+SEAMS = Seams(
+    names={
+        "vllm.v1.kv_offload.tiering.base": ("JobMetadata", "JobResult", "SecondaryTierManager"),
+        "vllm.v1.kv_offload.tiering.manager": ("CPUPrimaryTierOffloadingManager", "TieringOffloadingManager"),
+        "vllm.v1.kv_offload.worker.worker": ("OffloadingHandler", "TransferResult"),
+        "vllm.v1.core.kv_cache_utils": ("_gen_lora_extra_hash_keys",),
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler": ("OffloadingConnectorScheduler",),
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker": ("OffloadingConnectorWorker",),
+    },
+    methods=(
+        Methods(
+            "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker",
+            "OffloadingConnectorWorker",
+            {
+                "register_kv_caches": ("self", "kv_caches"),
+                "start_kv_transfers": ("self", "metadata"),
+                "prepare_store_kv": ("self", "metadata"),
+                "handle_preemptions": ("self", "kv_connector_metadata"),
+                "get_finished": ("self", "finished_req_ids"),
+                "build_connector_worker_meta": ("self",),
+            },
+        ),
+        Methods(
+            "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
+            "OffloadingConnectorScheduler",
+            {
+                "_lookup": ("self", "req_status"),
+                "_maximal_prefix_lookup": ("self", "keys", "req_context"),
+                "_touch": ("self", "req_status"),
+                "on_new_request": ("self", "request"),
+                "reset_cache": ("self",),
+            },
+        ),
+        Methods(
+            "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
+            "RequestOffloadState",
+            {
+                "update_offload_keys": ("self",),
+            },
+        ),
+        Methods(
+            "vllm.v1.core.sched.scheduler",
+            "Scheduler",
+            {
+                "_update_requests_with_invalid_blocks": (
+                    "self",
+                    "requests",
+                    "invalid_block_ids",
+                    "num_scheduled_tokens",
+                    "evict_blocks",
+                ),
+            },
+        ),
+        Methods(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base",
+            "KVConnectorBase_V1",
+            {
+                "bind_gpu_block_pool": ("self", "gpu_block_pool"),
+                "reset_cache": ("self",),
+            },
+        ),
+        Methods(
+            "vllm.v1.core.block_pool",
+            "BlockPool",
+            {
+                "get_num_free_blocks": ("self",),
+            },
+        ),
+        Methods(
+            "vllm.v1.request",
+            "Request",
+            {
+                "get_skip_reading_prefix_cache": ("self",),
+            },
+        ),
+        Methods(
+            "vllm.v1.core.kv_cache_coordinator",
+            "KVCacheCoordinator",
+            {
+                "allocate_new_computed_blocks": (
+                    "self",
+                    "request_id",
+                    "new_computed_blocks",
+                    "num_local_computed_tokens",
+                    "num_external_computed_tokens",
+                ),
+            },
+        ),
+        Methods(
+            "vllm.v1.engine.core",
+            "EngineCore",
+            {
+                "collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
+                "add_lora": ("self", "lora_request"),
+                "preprocess_add_request": ("self", "request"),
+            },
+        ),
+        Methods(
+            "vllm.lora.worker_manager",
+            "WorkerLoRAManager",
+            {
+                "_load_adapter": ("self", "lora_request"),
+            },
+        ),
+        Methods(
+            "vllm.v1.kv_offload.tiering.manager",
+            "TieringOffloadingManager",
+            {
+                "lookup": ("self", "key", "req_context"),
+                "complete_store": ("self", "keys", "req_context", "success"),
+                "_flush_pending_promotions": ("self",),
+                "_process_finished_jobs": ("self",),
+                "prepare_store": ("self", "keys", "req_context"),
+                "_initiate_promotion": ("self", "tier", "key", "req_context"),
+            },
+        ),
+    ),
+)
