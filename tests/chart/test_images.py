@@ -9,6 +9,7 @@ import yaml
 from chart.helm_binaries import ROOT
 from chart.rendering import CHART, pod_spec, render
 
+VLLM_VERSIONS = ("0.23", "0.30", "0.32")
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 each = pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
@@ -24,7 +25,8 @@ def test_what_is_copied_exists(file):
     for line in instructions(file):
         if line.startswith("COPY") and "--from" not in line:
             *sources, _ = [word for word in line.split()[1:] if not word.startswith("--")]
-            assert all((ROOT / source).exists() for source in sources), line
+            for vllm in VLLM_VERSIONS:
+                assert all((ROOT / source.replace("${VLLM}", vllm)).exists() for source in sources), line
 
 
 @each
@@ -54,9 +56,11 @@ def test_version_is_the_charts(file):
     ("listing", "distribution"),
     [
         ("gateway", "gateway"),
-        ("engine-cpu", "connector"),
-        ("engine-cpu", "services/ctl"),
-        ("engine-cpu", "services/engine"),
+        *(
+            (f"engine-cpu-{vllm}", name)
+            for vllm in VLLM_VERSIONS
+            for name in ("connector", "services/ctl", "services/engine")
+        ),
         *(("tools", name) for name in ("connector", "gateway", "services/ctl", "services/engine")),
     ],
 )

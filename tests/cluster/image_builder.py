@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -37,6 +38,8 @@ class Image:
     def copied(self) -> list[str]:
         """Paths of the repository that its COPY instructions name."""
         text = self.dockerfile.read_text().replace("\\\n", " ")
+        for name, default in re.findall(r"^ARG (\w+)=(\S*)$", text, re.MULTILINE):
+            text = text.replace(f"${{{name}}}", default)
         lines = [line.split()[1:] for line in text.splitlines() if line.startswith("COPY") and "--from" not in line]
         return [word for words in lines for word in words[:-1] if not word.startswith("--")]
 

@@ -53,6 +53,14 @@ def test_overrides_reach_every_engine() -> None:
     ]  # fmt: skip
 
 
+def test_engines_run_in_the_environment_of_their_vllm() -> None:
+    settings = StackSettings(vllm=("0.23", "0.32"))
+    (_, first, second, gateway) = plan_components(settings, MODEL, FOLDER, Path("/bin/valkey"))
+
+    assert first.arguments[0] == gateway.arguments[0] == sys.executable
+    assert second.arguments[0] == str(Path(sys.prefix).parent / "vllm-0.32" / "bin" / "python")
+
+
 def test_the_engine_service_accepts_what_the_stack_writes() -> None:
     for tier in ("nvme", "redis", "none"):
         for offload in (True, False):

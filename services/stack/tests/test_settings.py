@@ -16,7 +16,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "PORT": "9000", "ENGINES": "3", "MODEL": str(tmp_path), "SHARED_TIER": "redis", "OFFLOAD": "off",
             "NUM_CPU_BLOCKS": "12", "DEVICE_BLOCKS": "100", "MAX_LENGTH": "2000", "DTYPE": "float32",
             "ENGINE_ARGS": "--max-num-seqs 8 --limit-mm-per-prompt '{\"image\": 0}'",
-            "ENGINE_SET": "offload.blocksPerChunk=2 extraEnv.A='b c'", "SELF_CHECK": "off",
+            "ENGINE_SET": "offload.blocksPerChunk=2 extraEnv.A='b c'", "SELF_CHECK": "off", "VLLM": "0.23, 0.30,0.32",
             "SELF_CHECK_TEXT": " Alle Menschen werden Brüder: wo dein Flügel weilt. ",
         }
     )  # fmt: skip
@@ -26,6 +26,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         engine_args=("--max-num-seqs", "8", "--limit-mm-per-prompt", '{"image": 0}'),
         engine_overrides=("offload.blocksPerChunk=2", "extraEnv.A=b c"), self_check="off",
         self_check_text="Alle Menschen werden Brüder: wo dein Flügel weilt.",
+        vllm=("0.23", "0.30", "0.32"),
     )  # fmt: skip
 
 
@@ -50,6 +51,16 @@ def test_a_small_device_cache_shortens_the_longest_prompt() -> None:
         ("OFFLOAD", "maybe", "OFFLOAD=maybe is none of on, off"),
         ("NUM_CPU_BLOCKS", "-3", "NUM_CPU_BLOCKS=-3 is not a whole number of at least 1"),
         ("SELF_CHECK", "no", "SELF_CHECK=no is none of auto, off"),
+        (
+            "VLLM",
+            "0.31",
+            "VLLM=0.31 is none of 0.23, 0.30, 0.32; give one of them, or one for each engine separated by commas",
+        ),
+        (
+            "VLLM",
+            "0.23,0.30,0.32",
+            "VLLM=0.23,0.30,0.32 names 3 versions for 2 engines; give one for all, or ENGINES=3",
+        ),
         ("DTYPE", "fp32", "DTYPE=fp32 is none of auto, bfloat16, float16, float32"),
         ("ENGINE_ARGS", "--x 'y", "ENGINE_ARGS=--x 'y is not a command line: No closing quotation"),
         ("ENGINE_SET", "model.dtype=float32", "ENGINE_SET=model.dtype=float32: model.dtype is set by DTYPE="),

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from spillway_stack import make_variables
+from spillway_stack.engine_environments import interpreter
 from spillway_stack.settings import VALKEY_MAX_BYTES, StackSettings
 from spillway_stack.state_folder import StateFolder
 
@@ -152,9 +153,10 @@ def _engine(settings: StackSettings, folder: StateFolder, index: int) -> Compone
     name = f"engine-{index}"
     overrides = [argument for override in settings.engine_overrides for argument in ("--set", override)]
     port = settings.engine_port(index)
+    python = interpreter(settings.engine_vllm(index))
     return Component(
         name,
-        [sys.executable, "-m", "spillway_engine", "--config", str(folder.config / f"{name}.yaml"), *overrides],
+        [str(python), "-m", "spillway_engine", "--config", str(folder.config / f"{name}.yaml"), *overrides],
         port,
         ready_path="/ready",
         ports=(port, settings.events_port(index), settings.replay_port(index)),

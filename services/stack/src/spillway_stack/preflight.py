@@ -13,6 +13,7 @@ from spillway_engine.resolve import resolve_engine
 from spillway_engine.settings_reader import engine_settings
 from spillway_settings.byte_sizes import format_byte_count
 from spillway_stack.components import Component, PreparedModel, engine_configuration
+from spillway_stack.engine_environments import environment_problems
 from spillway_stack.ports import holder, is_free
 from spillway_stack.settings import GATEWAY_MEMORY_BYTES, VALKEY_MAX_BYTES, StackSettings
 from spillway_stack.state_folder import StateFolder
@@ -28,6 +29,7 @@ def check_machine(
     machine = probe_machine(engine.platform)
     budget = resolve_engine(engine, load_model_shape(engine.model.path, engine.names), machine).budget
     return [
+        *environment_problems(settings.vllm),
         *port_problems(components),
         *disk_problems(folder.root),
         *budget.problems,

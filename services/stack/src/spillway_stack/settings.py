@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from spillway_engine.settings import LifecycleSettings, ModelSettings
 from spillway_stack import make_variables
+from spillway_stack.engine_environments import VLLM_HERE, VLLM_VERSIONS
 from spillway_stack.errors import StackError
 
 DTYPES = get_args(get_type_hints(ModelSettings)["dtype"])
@@ -39,6 +40,7 @@ class StackSettings:
     self_check: str = "auto"
     self_check_text: str = ""  # empty: the built-in sentences
     engine_args: tuple[str, ...] = ()  # further arguments of vLLM, for every engine
+    vllm: tuple[str, ...] = (VLLM_HERE,)  # of all engines, or one for each
     engine_overrides: tuple[str, ...] = ()  # `key.path=value`, as spillway_engine --set takes them, for every engine
 
     @classmethod
@@ -58,13 +60,22 @@ class StackSettings:
             self_check=_choice(environment, "SELF_CHECK", default.self_check, SELF_CHECKS),
             self_check_text=environment.get("SELF_CHECK_TEXT", "").strip(),
             engine_args=make_variables.arguments(environment),
+            vllm=_vllm(environment.get("VLLM", "")),
             engine_overrides=make_variables.overrides(environment),
         )
+        if len(settings.vllm) not in (1, settings.engines):
+            raise StackError(
+                f"VLLM={','.join(settings.vllm)} names {len(settings.vllm)} versions for {settings.engines} engines; "
+                f"give one for all, or ENGINES={len(settings.vllm)}"
+            )
         longest = (settings.device_blocks - 1) * settings.block_size
         if longest < settings.max_length and not environment.get("MAX_LENGTH", "").strip():
             # A small device cache is a way to see eviction; it also bounds the longest prompt.
             return replace(settings, max_length=longest)
         return settings
+
+    def engine_vllm(self, index: int) -> str:
+        return self.vllm[index % len(self.vllm)]
 
     def gateway_port(self) -> int:
         return self.port
@@ -110,6 +121,17 @@ def _choice(environment: Mapping[str, str], name: str, default: str, choices: tu
     if text not in choices:
         raise StackError(f"{name}={text} is none of {', '.join(choices)}")
     return text
+
+
+def _vllm(text: str) -> tuple[str, ...]:
+    versions = tuple(word.strip() for word in text.split(",") if word.strip()) or (VLLM_HERE,)
+    for version in versions:
+        if version not in VLLM_VERSIONS:
+            raise StackError(
+                f"VLLM={text} is none of {', '.join(VLLM_VERSIONS)}; give one of them, or one for each engine "
+                f"separated by commas"
+            )
+    return versions
 
 
 def _model(text: str) -> str:
