@@ -64,10 +64,11 @@ from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine import prefix_tier
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
-from spillway_connector.engine.v023 import tier_adapter
 from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.tier import Tier
@@ -256,9 +257,9 @@ def spillway_rig(num_rows: int, folder: Path, layout: str = "slab") -> Iterator[
     spec = SimpleNamespace(geometry=geometry, namespace=Namespace.of({"bench": "scheduler_step"}))
     options = {"path": str(folder / "nvme"), "mode": layout, "max_bytes": 1 << 28}
     options |= {name: FOREVER_SECONDS for name in ("lookup_timeout_seconds", "load_timeout_seconds")}
-    open_tier = tier_adapter.open_tier
-    with patch.object(tier_adapter, "open_tier", lambda *given: held(open_tier(*given), hold)):
-        tier = tier_adapter.SharedTierAdapter(spec, cpu_tier.get_kv_memoryview(), "nvme", **options)  # type: ignore[arg-type]
+    open_tier = prefix_tier.open_tier
+    with patch.object(prefix_tier, "open_tier", lambda *given: held(open_tier(*given), hold)):
+        tier = SharedTierAdapter(spec, cpu_tier.get_kv_memoryview(), "nvme", **options)  # type: ignore[arg-type]
     manager = SpillwayTieringManager(
         cpu_tier,
         [tier],
@@ -266,7 +267,6 @@ def spillway_rig(num_rows: int, folder: Path, layout: str = "slab") -> Iterator[
         ConnectorConfig.parse(
             {"num_cpu_blocks": num_rows, "request_wait_seconds": FOREVER_SECONDS, "prefill_tokens_per_second": 1.0}
         ),
-        enable_events=False,
         chunk_tokens=BLOCK_TOKENS,
         chunk_bytes=ROW_BYTES,
     )

@@ -48,8 +48,9 @@ ALLOWED: Mapping[str, Set[str]] = {
     # What every generation of vLLM has in common; then one room a generation, and the doors that choose one.
     "engine": ENGINE,
     "engine.v023": ENGINE | {"engine"},
-    "engine.connector": frozenset({"engine", "engine.v023"}),
-    "engine.spec": frozenset({"engine", "engine.v023"}),
+    "engine.v030": ENGINE | {"engine"},
+    "engine.connector": frozenset({"engine", "engine.v023", "engine.v030"}),
+    "engine.spec": frozenset({"engine", "engine.v023", "engine.v030"}),
     # For tests and benchmarks: no other room imports it.
     "testing": BOTTOM | TIERS | DEVICE | {"transfer"},
     "testing.scheduler_half": BOTTOM | {"engine", "engine.v023", "vllm"},
@@ -159,6 +160,7 @@ def test_every_room_of_the_table_is_there() -> None:
         ("engine.v023.spec", "from spillway_connector.testing.clock import SteppedClock"),
         ("engine.weights", "from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler"),
         ("engine.v023.worker", "from spillway_connector.engine.spec import SpillwayOffloadingSpec"),
+        ("engine.v030.worker", "from spillway_connector.engine.v023.worker import SpillwayConnectorWorker"),
         ("engine.spec", "from spillway_connector.kitchen import sink"),
         ("kitchen.sink", ""),
     ],

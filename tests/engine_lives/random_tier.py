@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingCon
 from vllm.v1.kv_offload.tiering.base import JobMetadata, JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from spillway_connector.engine.v023.tier_adapter import PrefixTier, TierJobResult
+from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.transfer.lookups import Answers, Lookup
 

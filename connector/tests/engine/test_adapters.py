@@ -190,7 +190,6 @@ def open_engine(store: Path | None = None) -> Iterator[EngineProcess]:
         ConnectorConfig.parse(
             {"num_cpu_blocks": ROWS, "prefill_tokens_per_second": 1e-3, "request_wait_seconds": 60.0}
         ),
-        enable_events=True,
         chunk_tokens=BLOCK_TOKENS,
         chunk_bytes=4096,
     )

@@ -5,5 +5,7 @@ from spillway_connector.engine.generation import Generation, generation
 match generation():
     case Generation.V023:
         from spillway_connector.engine.v023.connector import SpillwayConnector
+    case Generation.V030:
+        from spillway_connector.engine.v030.connector import SpillwayConnector  # type: ignore[no-redef]
 
 __all__ = ["SpillwayConnector"]

@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from spillway_connector.errors import UnsupportedEngine
 
-SUPPORTED = "vLLM 0.23.0 (vllm-ascend 0.23.0.post1)"
+SUPPORTED = "vLLM 0.23.0 (vllm-ascend 0.23.0.post1), 0.30.0 or 0.32.0"
 
 
 class Generation(Enum):
     """By the name of its room."""
 
-    V023 = "v023"
+    V023 = "v023"  # 0.23
+    V030 = "v030"  # 0.30, 0.32
 
 
 class Methods(NamedTuple):
@@ -46,6 +47,8 @@ def generation() -> Generation:
     """Of the vLLM in this process. Raises UnsupportedEngine where it has none of the known interfaces."""
     if _has_module("vllm.v1.kv_offload.worker.worker"):  # handlers by direction
         return Generation.V023
+    if _has_module("vllm.v1.kv_offload.config"):  # specs made of an OffloadingConfig, one worker for both directions
+        return Generation.V030
     raise unsupported("its offloading interfaces (vllm.v1.kv_offload) are of no known generation")
 
 

@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
+from spillway_connector.engine.samples import Samples
+
 
 @dataclass(slots=True)
 class LoadPiece:
@@ -45,6 +47,7 @@ class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
     failed_jobs: set[int] = field(default_factory=set)
     # LoRA adapters that were loaded within the step, by id: the state of their files, several where ranks disagree.
     adapters: dict[int, frozenset[bytes | None]] = field(default_factory=dict)
+    samples: Samples = field(default_factory=Samples)  # since 0.30, which takes no statistics from workers
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """A job has failed when any rank's part of it has."""
@@ -52,6 +55,10 @@ class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
         adapters = dict(self.adapters)
         for lora_int_id, states in other.adapters.items():
             adapters[lora_int_id] = adapters.get(lora_int_id, frozenset()) | states
+        samples = Samples()
+        samples.merge(self.samples.samples())
+        samples.merge(other.samples.samples())
         # vLLM's own fields, of which later versions have more, are added up by vLLM.
         added_up = vars(super().aggregate(other))
-        return SpillwayWorkerMetadata(**added_up, failed_jobs=self.failed_jobs | other.failed_jobs, adapters=adapters)
+        failed_jobs = self.failed_jobs | other.failed_jobs
+        return SpillwayWorkerMetadata(**added_up, failed_jobs=failed_jobs, adapters=adapters, samples=samples)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from spillway_connector import metrics
 from spillway_connector.metrics import Kind, Metric
 
 SAMPLES_KEY = "spillway"  # of all samples within the statistics
@@ -14,6 +16,12 @@ SEPARATOR = "|"
 def sample_key(metric: Metric, *label_values: str) -> str:
     assert len(label_values) == len(metric.labels)
     return SEPARATOR.join((metric.name, *label_values))
+
+
+def metric_of(key: str) -> tuple[Metric, tuple[str, ...]]:
+    """The metric and the label values that a :func:`sample_key` was made of."""
+    name, *label_values = key.split(SEPARATOR)
+    return metrics.BY_NAME[name], tuple(label_values)
 
 
 class SampledStats:
@@ -27,6 +35,22 @@ class SampledStats:
         key = sample_key(metric, *label_values)
         samples[key] = samples.get(key, 0) + amount if metric.kind is Kind.COUNTER else amount
 
+    def merge(self, samples: Mapping[str, float]) -> None:
+        """Counters add up; of a gauge the later value counts."""
+        for key, amount in samples.items():
+            metric, label_values = metric_of(key)
+            self.add(metric, amount, *label_values)
+
     def samples(self) -> dict[str, float]:
         samples: dict[str, float] = self.data.setdefault(SAMPLES_KEY, {})
         return samples
+
+
+class Samples(SampledStats):
+    """Samples apart from vLLM's statistics. False where there are none."""
+
+    def __init__(self) -> None:
+        self.data = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.samples())

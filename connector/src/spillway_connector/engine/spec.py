@@ -6,5 +6,7 @@ from spillway_connector.engine.generation import Generation, generation
 match generation():
     case Generation.V023:
         from spillway_connector.engine.v023.spec import SpillwayOffloadingSpec
+    case Generation.V030:
+        from spillway_connector.engine.v030.spec import SpillwayOffloadingSpec  # type: ignore[no-redef]
 
 __all__ = ["SpillwayOffloadingSpec"]

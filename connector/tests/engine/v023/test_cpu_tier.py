@@ -83,7 +83,7 @@ class Twin:
         assert self.ours.ready == {one for one, answer in zip(everyone, answers, strict=True) if answer}
         resident = {one for one, answer in zip(everyone, answers, strict=True) if answer is not False}
         assert set(self.ours.resident) == resident
-        assert self.ours._get_num_free_blocks() == self.theirs._get_num_free_blocks()
+        assert self.ours.free_rows() == self.theirs._get_num_free_blocks()
         assert self.ours.used_rows() == ROWS - self.theirs._get_num_free_blocks()
         assert list(self.ours.take_events()) == list(self.theirs.take_events())
 
@@ -92,7 +92,7 @@ class Twin:
 @settings(
     max_examples=3 * settings.default.max_examples,
     deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(steps=steps)
 def test_it_decides_as_upstream_does(region: HostRegion, policy: str, steps: list[tuple[str, list[int]]]):

@@ -21,8 +21,8 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.early_loads import EarlyLoad
 from spillway_connector.engine.messages import LoadPiece, SpillwayWorkerMetadata
+from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.engine.v023.cpu_tier import LruCpuTier
-from spillway_connector.engine.v023.tier_adapter import PrefixTier, TierJobResult
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
@@ -124,7 +124,6 @@ class Rig:
             [self.tier],
             ROWS,
             ConnectorConfig.parse(options),
-            enable_events=False,
             chunk_tokens=BLOCK_TOKENS,
             chunk_bytes=CHUNK_BYTES,
             clock=SteppedClock(),

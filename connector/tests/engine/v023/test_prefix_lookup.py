@@ -12,8 +12,8 @@ from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, make_o
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.engine.v023.cpu_tier import LruCpuTier
-from spillway_connector.engine.v023.tier_adapter import PrefixTier, TierJobResult
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
@@ -102,7 +102,6 @@ class Stack:
                     "promotion_per_request_fraction": 0.3,
                 }
             ),
-            enable_events=False,
             chunk_tokens=128,
             chunk_bytes=4096,
             clock=self.clock,
@@ -203,7 +202,7 @@ def stacks(request: pytest.FixtureRequest) -> Iterator[int]:
 @settings(
     max_examples=3 * settings.default.max_examples // 2,
     deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(schedule=schedules)
 def test_a_prefix_is_answered_as_its_chunks_one_by_one(stacks: int, schedule: list[tuple[str, int, int]]):

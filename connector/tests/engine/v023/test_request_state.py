@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 
-from spillway_connector.engine.v023.request_state import RequestState
+from spillway_connector.engine.v023.scheduler import RequestState
 
 
 def states_of(

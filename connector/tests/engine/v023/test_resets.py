@@ -24,9 +24,9 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.early_loads import EarlyLoad
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.engine.samples import sample_key
 from spillway_connector.engine.v023.cpu_tier import LruCpuTier, make_cpu_tier
-from spillway_connector.engine.v023.tier_adapter import PrefixTier, TierJobResult
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
@@ -166,7 +166,6 @@ class Rig:
             [self.tier],
             ROWS,
             ConnectorConfig.parse(options),
-            enable_events=False,
             chunk_tokens=BLOCK_TOKENS,
             chunk_bytes=4096,
             clock=SteppedClock(),

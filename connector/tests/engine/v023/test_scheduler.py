@@ -73,7 +73,6 @@ def open_scheduler(
         [],
         ROWS,
         config,
-        enable_events=False,
         chunk_tokens=BLOCK_TOKENS,
         chunk_bytes=4096,
         clock=clock,
@@ -158,7 +157,7 @@ def test_a_store_that_failed_on_one_rank_is_no_hit(scheduler):
     report(scheduler, {job: 1}, failed={job})
     report(scheduler, {job: 1})
     assert ask(scheduler, "reader")[1] == (0, False)
-    assert scheduler.manager.primary_tier._get_num_free_blocks() == ROWS
+    assert scheduler.manager.primary_tier.free_rows() == ROWS
     assert not scheduler._failed_jobs
 
 
@@ -179,7 +178,7 @@ def test_a_request_whose_load_failed_recomputes_and_is_not_offered_the_load_agai
 
 def test_steps_that_prefill_are_timed_and_others_are_not(scheduler, monkeypatch):
     clock = SteppedClock()
-    monkeypatch.setattr("spillway_connector.engine.v023.scheduler.time.monotonic", clock)
+    monkeypatch.setattr("spillway_connector.engine.scheduler.time.monotonic", clock)
     build_meta(scheduler, {"a": 1000})
     build_meta(scheduler, {"a": 2000})  # async scheduling: begun before the first has ended
     clock.advance(1.0)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 
 from spillway_connector.engine.generation import require
 from spillway_connector.engine.v023.seams import SEAMS
@@ -13,8 +13,8 @@ def test_this_vllm_is_supported():
 
 
 def test_a_method_that_changed_its_duty_is_refused(monkeypatch):
-    monkeypatch.setattr(TieringOffloadingManager, "lookup", lambda self, key: None)
-    with pytest.raises(UnsupportedEngine, match=r"TieringOffloadingManager\.lookup takes"):
+    monkeypatch.setattr(OffloadingConnectorScheduler, "_lookup", lambda self, key: None)
+    with pytest.raises(UnsupportedEngine, match=r"OffloadingConnectorScheduler\._lookup takes"):
         require(SEAMS)
 
 

@@ -13,8 +13,9 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.tiering.base import JobMetadata
 
 from spillway_connector.config import parse_tier
+from spillway_connector.engine.open_tier import open_tier
 from spillway_connector.engine.v023.stats import SpillwayStats
-from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter, open_tier
+from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
 
@@ -24,7 +25,7 @@ KEY = b"k" * 32 + b"\0" * 4
 
 
 def round_trip(tier, payload: bytes) -> bytes:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 10
     tier.store(KEY, memoryview(payload), deadline)
     target = memoryview(bytearray(PAYLOAD_BYTES))
     tier.load(KEY, target, deadline)

@@ -12,8 +12,8 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.prefix_tier import TierJobResult
 from spillway_connector.engine.v023.cpu_tier import LruCpuTier
-from spillway_connector.engine.v023.tier_adapter import TierJobResult
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.testing.clock import SteppedClock
 
@@ -70,7 +70,6 @@ class Stack:
             [self.tier],
             ROWS,
             parsed,
-            enable_events=False,
             chunk_tokens=128,
             chunk_bytes=4096,
             clock=self.clock,
@@ -95,7 +94,7 @@ class Stack:
         self.step()
 
     def used_rows(self) -> int:
-        return ROWS - self.manager.primary_tier._get_num_free_blocks()
+        return ROWS - self.manager.primary_tier.free_rows()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from spillway_connector.engine.generation import Methods, Seams
 SEAMS = Seams(
     names={
         "vllm.v1.kv_offload.tiering.base": ("JobMetadata", "JobResult", "SecondaryTierManager"),
-        "vllm.v1.kv_offload.tiering.manager": ("CPUPrimaryTierOffloadingManager", "TieringOffloadingManager"),
+        "vllm.v1.kv_offload.cpu.manager": ("CPUOffloadingManager",),
         "vllm.v1.kv_offload.worker.worker": ("OffloadingHandler", "TransferResult"),
         "vllm.v1.core.kv_cache_utils": ("_gen_lora_extra_hash_keys",),
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler": ("OffloadingConnectorScheduler",),
@@ -106,18 +106,6 @@ SEAMS = Seams(
             "WorkerLoRAManager",
             {
                 "_load_adapter": ("self", "lora_request"),
-            },
-        ),
-        Methods(
-            "vllm.v1.kv_offload.tiering.manager",
-            "TieringOffloadingManager",
-            {
-                "lookup": ("self", "key", "req_context"),
-                "complete_store": ("self", "keys", "req_context", "success"),
-                "_flush_pending_promotions": ("self",),
-                "_process_finished_jobs": ("self",),
-                "prepare_store": ("self", "keys", "req_context"),
-                "_initiate_promotion": ("self", "tier", "key", "req_context"),
             },
         ),
     ),

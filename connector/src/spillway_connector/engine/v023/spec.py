@@ -34,9 +34,9 @@ from spillway_connector.engine.namespace_fields import (
     require_shareable_hashes,
     require_shareable_scales,
 )
+from spillway_connector.engine.prefix_tier import TIER_TYPES
 from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
 from spillway_connector.engine.v023.handlers import CopyHandler, copy_layout
-from spillway_connector.engine.v023.tier_adapter import TIER_TYPES
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
@@ -123,7 +123,6 @@ class SpillwayOffloadingSpec(OffloadingSpec):
                 tiers,
                 self.num_blocks,
                 self.config,
-                enable_events=enable_events,
                 chunk_tokens=self.gpu_block_size[0] * self.config.blocks_per_chunk,
                 chunk_bytes=self.geometry.payload_bytes,
             )

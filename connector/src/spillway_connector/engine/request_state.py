@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from abc import abstractmethod
+from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
 from spillway_connector.engine.adapters import AdapterInstance
-from spillway_connector.engine.v023.prefix_lookup import Prefix
+from spillway_connector.engine.prefix_lookup import Prefix
 
 
-class RequestState(RequestOffloadState):
+class RequestFields(RequestOffloadState):
     """Upstream's state of a request, with keys that carry the adapter's identity.
 
     Upstream derives a chunk's key from vLLM's block hash alone, in a loop over all blocks; here new keys are appended,
@@ -21,6 +22,7 @@ class RequestState(RequestOffloadState):
     touched_at = float("-inf")  # time.monotonic seconds
     counted = False  # by manager.count_request
     prefix: Prefix | None = None  # the last answer, of models with one KV group
+    max_load_tokens: int | None = None  # of the request, where this vLLM has such a bound
     has_adapter = False  # LoRA
     adapter: AdapterInstance | None = None
     identified = True  # the adapter's digest is known, and the keys are complete
@@ -35,6 +37,9 @@ class RequestState(RequestOffloadState):
     def max_offload_tokens(self, tokens: int | None) -> None:
         self._offload_tokens_max = tokens
 
+    @abstractmethod
+    def _hashes_per_chunk(self, group_config: Any) -> int: ...
+
     def update_offload_keys(self) -> None:
         """Upstream's contract: append the keys of blocks whose hashes are new."""
         adapter_key = b""
@@ -46,16 +51,9 @@ class RequestState(RequestOffloadState):
             adapter_key = key
         hashes = self.req.block_hashes
         for config, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
-            factor = config.hash_block_size_factor
+            factor = self._hashes_per_chunk(config)
             begin = factor * len(state.offload_keys) + factor - 1
             if begin < len(hashes):
                 group = make_offload_key(adapter_key, config.group_idx)
                 wanted = hashes[begin::factor] if begin or factor > 1 else hashes
                 state.offload_keys += cast(list[OffloadKey], [block_hash + group for block_hash in wanted])
-
-
-class ShortenedRequest(NamedTuple):
-    """The part of a request that upstream's search over the KV groups reads."""
-
-    request_id: str
-    num_tokens: int

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
-from vllm.v1.kv_offload.tiering.manager import PendingPromotion, TieringOffloadingManager
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.engine.v023.cpu_tier import CpuTier
-from spillway_connector.engine.v023.tier_adapter import PrefixTier
+from spillway_connector.engine.cpu_tier import CpuTier
+from spillway_connector.engine.prefix_tier import PrefixTier
 from spillway_connector.plan.load_cost import LoadGate, LoadPolicy, RateMeter
 from spillway_connector.plan.prefix_memo import ChangeLog, PrefixAnswer, PrefixMemo
 from spillway_connector.transfer.jobs import ARRIVALS_REPORTED_FROM
@@ -26,6 +27,15 @@ from spillway_connector.transfer.stats import MissReason
 # this time. Chunks arrive a little out of order: with half asked for, no copy started before three quarters were read.
 _EARLY_LOAD_SECONDS_MAX = 0.25
 _ANSWERS_MAX = 8  # kept per request: one per KV group and length asked for lately
+
+
+class ChunkState(Enum):
+    """Of one chunk, for one request."""
+
+    READY = "in the CPU tier"
+    COMING = "its row in the CPU tier is being written"
+    LOOKING = "a shared tier is still being asked"
+    ABSENT = "to be recomputed"
 
 
 class TierState(NamedTuple):
@@ -57,15 +67,24 @@ class _Wait:
 
 
 @dataclass(slots=True)
-class _PromotionBounds:
+class _Bounds:
     in_flight_rows_max: int
     request_rows_max: int
     rows_in_flight: int = 0
     waits: dict[str, _Wait] = field(default_factory=dict)
 
 
-class PrefixLookupManager(TieringOffloadingManager):
-    """Upstream's manager, with `lookup` bounded in time and rows, and `lookup_prefix` beside it.
+@dataclass(slots=True)
+class Promotion:
+    """Chunks of one request that one tier is to load, with their rows."""
+
+    context: ReqContext
+    keys: list[OffloadKey] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+
+class PrefixLookupManager(OffloadingManager):
+    """The lookups of a tiering manager: one chunk (`look_up`) or a whole prefix, bounded in time and rows.
 
     Upstream answers one chunk at a time and promotes each hit. Here a request's waiting has one deadline over all its
     lookups (vllm#49829, #53087), promotions are bounded in flight and per request (vllm#49902) and made only while
@@ -75,8 +94,6 @@ class PrefixLookupManager(TieringOffloadingManager):
     EngineCore process, scheduler thread; no method blocks. chunk_tokens, chunk_bytes: of one chunk, all ranks together.
     """
 
-    primary_tier: CpuTier
-
     def __init__(
         self,
         primary_tier: CpuTier,
@@ -84,12 +101,14 @@ class PrefixLookupManager(TieringOffloadingManager):
         num_rows: int,
         config: ConnectorConfig,
         *,
-        enable_events: bool,
         chunk_tokens: int,
         chunk_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(primary_tier, secondary_tiers, enable_events)
+        self.primary_tier = primary_tier
+        self.secondary_tiers = secondary_tiers
+        self._promotions: dict[SecondaryTierManager, dict[str, Promotion]] = {}  # not submitted yet; by request
+        self._processed_jobs_this_step = False
         self._chunk_bytes = chunk_bytes
         policy = LoadPolicy()
         self.prefill_rate = RateMeter(policy.half_life_seconds, config.prefill_tokens_per_second)
@@ -109,33 +128,48 @@ class PrefixLookupManager(TieringOffloadingManager):
         )
         self._wait_seconds = config.request_wait_seconds
         self._clock = clock
-        self._bounds = _PromotionBounds(
+        self._bounds = _Bounds(
             in_flight_rows_max=max(1, int(num_rows * config.promotion_in_flight_fraction)),
             request_rows_max=max(1, int(num_rows * config.promotion_per_request_fraction)),
         )
         self.loads_begin_early = False  # set by the scheduler half
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """True: in the CPU tier. None: on its way, ask again. False: recompute.
+    @abstractmethod
+    def _process_finished_jobs(self) -> None:
+        """Take in what the tiers have done."""
 
-        Upstream's contract, except that None turns into False at the request's deadline.
-        """
-        self._maybe_process_finished_jobs()  # type: ignore[no-untyped-call]
-        in_cpu_tier = self.primary_tier.lookup(key, req_context)
-        if in_cpu_tier:
-            return True
+    @abstractmethod
+    def _submit_promotion(self, tier: SecondaryTierManager, promotion: Promotion) -> None:
+        """Have the tier load the chunks into their rows."""
+
+    @abstractmethod
+    def _holds(self, tier: SecondaryTierManager, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """The tier's own answer about one chunk; None: it is still looking."""
+
+    def _maybe_process_finished_jobs(self) -> None:
+        """Once a step."""
+        if not self._processed_jobs_this_step:
+            self._processed_jobs_this_step = True
+            self._process_finished_jobs()
+
+    def look_up(self, key: OffloadKey, req_context: ReqContext) -> ChunkState:
+        """Of one chunk, whose promotion it begins. At the request's deadline nothing is waited for any more."""
+        self._maybe_process_finished_jobs()
+        if key in self.primary_tier.ready:
+            return ChunkState.READY
         wait = self._wait_of(req_context)
         if wait.deadline is not None and self._clock() >= wait.deadline:
-            return False
-        answer = None if in_cpu_tier is None else self._ask_tiers(key, req_context)
-        if answer is None and wait.deadline is None:
+            return ChunkState.ABSENT
+        resident = key in self.primary_tier.resident
+        answer = ChunkState.COMING if resident else self._ask_tiers(key, req_context)
+        if answer is not ChunkState.ABSENT and wait.deadline is None:
             wait.deadline = self._clock() + self._wait_seconds
         return answer
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
         """The number of leading chunks in the CPU tier; None while more are on their way: ask again.
 
-        The same as :meth:`lookup` of each key in order, up to the first False.
+        The same as :meth:`look_up` of each key in order, up to the first that is absent.
         """
         if not keys:
             return 0
@@ -156,13 +190,13 @@ class PrefixLookupManager(TieringOffloadingManager):
         if not memo.fresh:
             self.begin_step()
         chunks, valid_until, condition, ready, expected = self._answer(keys, req_context, self._wait_of(req_context))
-        if self._pending_load_submissions:
-            self._flush_pending_promotions()  # now, not at the end of the step: the I/O threads can start
+        if self._promotions:
+            self._flush_promotions()  # now, not at the end of the step: the I/O threads can start
         return memo.record(keys, chunks, valid_until, condition, ready=ready, expected=expected)
 
     def begin_step(self) -> None:
         """Read the clock and everything that the answers of this step have in common; needed while `memo` is stale."""
-        self._maybe_process_finished_jobs()  # type: ignore[no-untyped-call]
+        self._maybe_process_finished_jobs()
         tier, state = self._prefix_tier, self._tier_state
         if tier is not None:
             pays, open_now = self._gates[tier].pays(self.prefill_rate), tier.open
@@ -233,8 +267,11 @@ class PrefixLookupManager(TieringOffloadingManager):
         """Have the chunks looked up and promoted, up to the first that no tier can give."""
         tier = self._prefix_tier
         if tier is None:  # several tiers, or one of vLLM's own: chunk by chunk, and the answer is not kept
-            stop = next((key for key in missing if self._ask_tiers(key, req_context) is False), None)
+            absent = ChunkState.ABSENT
+            stop = next((key for key in missing if self._ask_tiers(key, req_context) is absent), None)
             return _Asked(stop, -math.inf, None, complete=False)
+        if not self._may_load(tier, req_context):
+            return _Asked(missing[0], math.inf, None, complete=True)
         condition = self._condition_of(req_context.req_id)
         if not condition.passes:
             self._count_not_worth(tier.tier_type)
@@ -261,42 +298,44 @@ class PrefixLookupManager(TieringOffloadingManager):
             return 0
         written = self.primary_tier.prepare_write(keys[:room], req_context)
         if written is None:  # no room for all of them: as many as fit
-            promoted = 0
-            while promoted < room and self._initiate_promotion(tier, keys[promoted], req_context):
+            promoted, room = 0, room if room > 1 else 0
+            while promoted < room and self._promote(tier, [keys[promoted]], req_context, wait):
                 promoted += 1
             return promoted
         assert isinstance(written.store_spec, CPULoadStoreSpec)
-        pending = self._pending_load_submissions.setdefault(tier, {})
-        entry = pending.setdefault(req_context.req_id, PendingPromotion(req_context=req_context))
-        entry.keys += written.keys_to_store
-        entry.block_ids += written.store_spec.block_ids.tolist()
+        pending = self._promotions.setdefault(tier, {})
+        promotion = pending.setdefault(req_context.req_id, Promotion(req_context))
+        promotion.keys += written.keys_to_store
+        promotion.rows += written.store_spec.block_ids.tolist()
         bounds.rows_in_flight += room
         wait.rows_promoted += room
         return room
 
-    def _ask_tiers(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """None: a tier holds it (promotion queued) or is still looking. False: no tier holds it."""
+    def _flush_promotions(self) -> None:
+        """Submit one job for each tier and request."""
+        for tier, by_request in self._promotions.items():
+            for promotion in by_request.values():
+                self._submit_promotion(tier, promotion)
+        self._promotions.clear()
+
+    def _ask_tiers(self, key: OffloadKey, req_context: ReqContext) -> ChunkState:
+        """Of a chunk that is not in the CPU tier: COMING when a tier holds it, whose promotion is queued then."""
         looking = False
         for tier in self.secondary_tiers:
+            if not self._may_load(tier, req_context):
+                continue
             if not self._gates[tier].passes(req_context.req_id, self.prefill_rate, self._clock()):
                 self._count_not_worth(tier.tier_type)
                 continue
-            held = tier.lookup(key, req_context)
+            held = self._holds(tier, key, req_context)
             if held:
-                return None if self._initiate_promotion(tier, key, req_context) else False
+                promoted = self._promote(tier, [key], req_context, self._wait_of(req_context))
+                return ChunkState.COMING if promoted else ChunkState.ABSENT
             looking |= held is None
-        return None if looking else False
+        return ChunkState.LOOKING if looking else ChunkState.ABSENT
 
-    def _initiate_promotion(self, tier: SecondaryTierManager, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Upstream's, within the bounds: False, and nothing has changed, beyond them."""
-        bounds = self._bounds
-        wait = self._wait_of(req_context)
-        if bounds.rows_in_flight >= bounds.in_flight_rows_max or wait.rows_promoted >= bounds.request_rows_max:
-            return False
-        if not super()._initiate_promotion(tier, key, req_context):
-            return False
-        bounds.rows_in_flight += 1
-        wait.rows_promoted += 1
+    def _may_load(self, tier: SecondaryTierManager, req_context: ReqContext) -> bool:
+        """Whether the request allows loads from this tier."""
         return True
 
     def _count_not_worth(self, tier_type: str) -> None:

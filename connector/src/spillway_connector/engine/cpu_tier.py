@@ -1,0 +1,232 @@
+"""The CPU tier's rows: which chunk is in which row and which may be evicted, for whole prefixes at once.
+
+Upstream's manager keeps one object per row and walks them in Python, several times per request and step. Here a row is
+a number, a pin is an entry of a dict, and "which of these are ready" is one set operation. What it decides (order of
+rows, order of eviction, what is refused) is upstream's LRU, and a test holds the two against each other.
+
+What a generation's interfaces call things differs (answers of a lookup, media of events); its room completes these
+classes.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import islice, repeat
+
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from spillway_connector.device.host_region import HostRegion
+from spillway_connector.plan.prefix_memo import ChangeLog
+
+_EVICTION_LOOKAHEAD = 32  # rows looked at beyond those wanted, for the pinned ones among them
+
+
+class CpuTier(OffloadingManager):
+    """What the tiering manager needs beyond vLLM's OffloadingManager.
+
+    ready: chunks that may be read. resident: those and the ones still being written. changed_chunks: those
+    that were added, became ready or were evicted. quarantine: rows whose chunks a reset dropped while jobs still read
+    or write them, and by how many jobs; a row is reused when the last of these jobs has ended.
+
+    load and store are copies to and from the device, read and write copies to and from shared tiers.
+    """
+
+    ready: set[OffloadKey]
+    resident: AbstractSet[OffloadKey]
+    changed_chunks: ChangeLog[OffloadKey]
+    quarantine: Counter[int]
+    events: list[OffloadingEvent] | None
+
+    def __init__(self, region: HostRegion, enable_events: bool) -> None:
+        self.ready = set()
+        self.changed_chunks = ChangeLog()
+        self.quarantine = Counter()
+        self.events = [] if enable_events else None
+        self._region = region
+        self._view = region.create_kv_memoryview()
+        self._free_list: list[int] = []
+        self.prepare_read, self.complete_read = self.prepare_load, self.complete_load
+        self.prepare_write, self.complete_write = self.prepare_store, self.complete_store
+
+    def used_rows(self) -> int:
+        return len(self.resident)
+
+    @abstractmethod
+    def free_rows(self) -> int: ...
+
+    @abstractmethod
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Of resident chunks."""
+
+    @abstractmethod
+    def _rows_in_use(self) -> Counter[int]:
+        """Rows that are being written, each by one job, or read, and by how many."""
+
+    @abstractmethod
+    def _drop_all(self) -> int:
+        """All chunks, ready or not. Returns the number of rows that have ever been handed out, 0 to that."""
+
+    def reset_cache(self) -> None:
+        """Drop every chunk; rows that jobs still read or write are quarantined until `release`."""
+        self.quarantine += self._rows_in_use()
+        rows = self._drop_all()
+        self.ready.clear()
+        # Handed out from the end, so from row 0 on as in a new tier: rows side by side are copied in one run.
+        self._free_list = [row for row in reversed(range(rows)) if row not in self.quarantine]
+        self.changed_chunks.add_all()
+
+    def release(self, rows: Iterable[int]) -> None:
+        """A job that used these rows at a reset has ended."""
+        for row in rows:
+            self.quarantine[row] -= 1
+            assert self.quarantine[row] >= 0, f"row {row} was released more often than it was used"
+            if not self.quarantine[row]:
+                del self.quarantine[row]
+                self._free_list.append(row)
+
+    def get_kv_memoryview(self) -> memoryview:
+        """(rows, bytes of a row), of all ranks."""
+        return self._view
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self.events:
+            events, self.events = self.events, []
+            return events
+        return ()
+
+    def shutdown(self) -> None:
+        self._view.release()
+        self._region.cleanup()
+
+
+class LruRows(CpuTier):
+    """Evicts the least recently used ready chunk that no job reads."""
+
+    def __init__(self, num_rows: int, region: HostRegion, enable_events: bool) -> None:
+        super().__init__(region, enable_events)
+        self._num_rows = num_rows
+        self._allocated_rows = 0  # rows 0 to that have been handed out, once or more often
+        self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
+        self._readers: dict[OffloadKey, int] = {}  # of the chunks that are being read
+        self.resident = self._rows.keys()
+
+    @abstractmethod
+    def _event(self, keys: list[OffloadKey], removed: bool) -> OffloadingEvent: ...
+
+    def free_rows(self) -> int:
+        return len(self._free_list) + self._num_rows - self._allocated_rows
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        ordered = keys if isinstance(keys, list | tuple) else list(keys)
+        # The head of a prefix becomes the youngest: without its head a prefix is useless.
+        deque(map(self._rows.move_to_end, filter(self._rows.__contains__, reversed(ordered))), maxlen=0)
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Pins the rows. Every key must be ready."""
+        assert self.ready.issuperset(keys), "a chunk that is not ready cannot be read"
+        readers = self._readers
+        if readers.keys().isdisjoint(keys):  # the usual case, without a loop
+            readers.update(dict.fromkeys(keys, 1))
+        else:
+            for key in keys:
+                readers[key] = readers.get(key, 0) + 1
+        return CPULoadStoreSpec(list(map(self._rows.__getitem__, keys)))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        readers = self._readers
+        left = list(map(readers.pop, keys, repeat(0)))
+        assert 0 not in left, "a chunk was unpinned more often than it was pinned"
+        if max(left, default=1) > 1:
+            readers.update((key, count - 1) for key, count in zip(keys, left, strict=True) if count > 1)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Rows for those of `keys` that are not here; None when too few can be freed, and then nothing has changed."""
+        none_here = self.resident.isdisjoint(keys)
+        wanted = list(keys) if none_here else [key for key in keys if key not in self._rows]
+        protected = () if none_here else keys
+        evicted = self._evict(len(wanted) - self.free_rows(), protected) if wanted else []
+        if evicted is None:
+            return None
+        if evicted:
+            self._free_list += map(self._rows.pop, evicted)
+            self.ready.difference_update(evicted)
+            self._announce(evicted, removed=True)
+        rows = self._allocate(len(wanted))
+        self._rows.update(zip(wanted, rows, strict=True))
+        self.changed_chunks.add(evicted)
+        self.changed_chunks.add(wanted)
+        return PrepareStoreOutput(wanted, CPULoadStoreSpec(rows), evicted)
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        if self.ready.isdisjoint(keys) and self.resident >= set(keys):
+            written = list(keys)
+        else:
+            written = [key for key in keys if key in self._rows and key not in self.ready]
+        if success:
+            self.ready.update(written)
+            self._announce(written, removed=False)
+        else:
+            self._free_list += [self._rows.pop(key) for key in written]
+        self.changed_chunks.add(written)
+
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        return list(map(self._rows.__getitem__, keys))
+
+    def _rows_in_use(self) -> Counter[int]:
+        in_use = Counter(self.rows_of(self._rows.keys() - self.ready))
+        in_use.update({self._rows[key]: count for key, count in self._readers.items()})
+        return in_use
+
+    def _drop_all(self) -> int:
+        self._rows.clear()
+        self._readers.clear()
+        return self._allocated_rows
+
+    def _allocate(self, count: int) -> list[int]:
+        fresh = min(count, self._num_rows - self._allocated_rows)
+        rows = list(range(self._allocated_rows, self._allocated_rows + fresh))
+        self._allocated_rows += fresh
+        reused = count - fresh
+        if reused:
+            rows += self._free_list[: -reused - 1 : -1]
+            del self._free_list[-reused:]
+        return rows
+
+    def _evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
+        """The `count` oldest chunks that may be evicted; None when there are fewer."""
+        if count <= 0:
+            return []
+        if len(self.ready) - len(self._readers) < count:
+            return None  # without a search: in a full tier whose rows are all being read, this is every step
+        kept = set(protected)
+        victims: list[OffloadKey] = []
+        oldest_first = iter(self._rows)
+        while len(victims) < count:
+            batch = list(islice(oldest_first, count + _EVICTION_LOOKAHEAD))
+            if not batch:
+                return None
+            unread = self._readers.keys().isdisjoint(batch)
+            if unread and self.ready.issuperset(batch) and kept.isdisjoint(batch):
+                victims += batch
+                continue
+            victims += [key for key in batch if key not in self._readers and key in self.ready and key not in kept]
+        return victims[:count]
+
+    def _announce(self, keys: Sequence[OffloadKey], removed: bool) -> None:
+        if keys and self.events is not None:
+            self.events.append(self._event(list(keys), removed))

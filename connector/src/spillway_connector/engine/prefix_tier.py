@@ -1,0 +1,134 @@
+"""A shared tier behind vLLM's secondary-tier interface, as the connector's own manager uses it; no policy.
+
+What a generation's interface calls things differs (answers, ids of rows, arguments); its room completes the class.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from spillway_connector.config import parse_tier
+from spillway_connector.engine.open_tier import open_tier
+from spillway_connector.engine.tenancy import tenant_of_context
+from spillway_connector.engine.tier_stats import TierReport
+from spillway_connector.namespace import Namespace
+from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_connector.plan.prefix_memo import ChangeLog
+from spillway_connector.transfer.lookups import Answers
+from spillway_connector.transfer.shared_tier import SharedTier
+
+logger = logging.getLogger(__name__)
+
+TIER_TYPES = ("nvme", "redis")
+
+
+class ChunkOwner(Protocol):
+    """The part of a generation's spec that a tier reads."""
+
+    geometry: ChunkGeometry
+
+    @property
+    def namespace(self) -> Namespace: ...
+
+
+@dataclass
+class TierJobResult(JobResult):
+    """A job's end, key by key: one lost chunk does not take the others of its job with it."""
+
+    failed_keys: frozenset[bytes] = field(default_factory=frozenset)
+    seconds: float = 0.0  # from the submission to the last chunk that was moved, by the thread that moved it
+
+
+class PrefixTier(SecondaryTierManager):
+    """A tier that answers about a whole prefix at once.
+
+    answered_requests: requests with a PENDING chunk that may have another answer now.
+    """
+
+    answered_requests: ChangeLog[str]
+
+    @property
+    @abstractmethod
+    def open(self) -> bool:
+        """Whether the tier accepts lookups now; while False it answers MISS without being asked."""
+
+    def take_arrived(self) -> Iterable[tuple[int, list[OffloadKey]]]:
+        """(job, chunks) of loads under way: those loaded since the last call, each once; their jobs still end."""
+        return ()
+
+    @abstractmethod
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
+        """What lookup() would return for each of `keys` (at least one), up to and including the first MISS."""
+
+
+class SharedTierBase(PrefixTier):
+    """Built by vLLM's tier factory for `{"type": "nvme" | "redis", ...}`; called on the scheduler thread only."""
+
+    def _open(self, spec: ChunkOwner, primary_kv_view: memoryview, tier_type: str, options: dict[str, Any]) -> None:
+        """The constructor's second half, behind that of vLLM's class. Raises ConfigError."""
+        config = parse_tier(tier_type, options)
+        tier = open_tier(config, spec.namespace, spec.geometry.payload_bytes)
+        self._rows = primary_kv_view.cast("B")
+        self._shared = SharedTier(
+            tier,
+            rows=self._rows,
+            row_bytes=spec.geometry.row_bytes,
+            payload_bytes=spec.geometry.payload_bytes,
+            limits=config.limits,
+        )
+        self.answered_requests = self._shared.answered_requests
+        self.report = TierReport(tier_type, self._shared)
+        logger.info("Shared tier %s: namespace %s", tier_type, spec.namespace.hex)
+
+    @property
+    def open(self) -> bool:
+        return self._shared.open
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
+        return self._shared.lookup_prefix(keys, req_context.req_id)
+
+    def take_arrived(self) -> Iterable[tuple[int, list[OffloadKey]]]:
+        return cast(list[tuple[int, list[OffloadKey]]], self._shared.arrived())
+
+    def count_request(self, keys: Sequence[OffloadKey]) -> None:
+        self._shared.count_request(keys)
+
+    def weights_changed(self) -> None:
+        self._shared.weights_changed()
+
+    def _store(self, job_id: int, keys: Iterable[OffloadKey], rows: list[int], req_context: ReqContext) -> None:
+        self._shared.submit_store(job_id, list(keys), rows, tenant=tenant_of_context(req_context))
+
+    def _load(self, job_id: int, keys: Iterable[OffloadKey], rows: list[int]) -> None:
+        self._shared.submit_load(job_id, list(keys), rows)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        outcomes = self._shared.finished()
+        if not outcomes:  # most steps
+            return ()
+        return [
+            TierJobResult(
+                outcome.job_id,
+                success=outcome.success,
+                failed_keys=frozenset(outcome.failed),
+                seconds=outcome.seconds,
+            )
+            for outcome in outcomes
+        ]
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._shared.request_finished(req_context.req_id)
+
+    def shutdown(self) -> None:
+        self._shared.close()
+        self._rows.release()

@@ -1,0 +1,420 @@
+"""The scheduler half: upstream's, with failures carried through and without its endless waits and its asserts.
+
+Upstream's class has the same name and the same duties in every generation; what it calls things differs, and each
+generation's room completes this class.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    RequestOffloadState,
+)
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from spillway_connector.engine.adapters import AdapterRegistry, adapter_of
+from spillway_connector.engine.early_loads import EarlyLoad, PendingRows
+from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.request_state import RequestFields
+from spillway_connector.engine.tenancy import tenant_of
+from spillway_connector.engine.tiering import TieringManager
+from spillway_connector.plan.load_cost import PrefillTimer
+
+logger = logging.getLogger(__name__)
+
+_TOUCH_SECONDS = 1.0  # between two renewals of a request's chunks in the CPU tier
+
+
+@dataclass(slots=True)
+class _ResetJob:
+    """A job that was under way at a reset, until every rank has reported it."""
+
+    ranks_pending: int
+    rows: list[int]  # of the CPU tier, which it may still read or write
+
+
+class SchedulerHalf(OffloadingConnectorScheduler):
+    """Overrides upstream's scheduler half. EngineCore process, scheduler thread; no method blocks.
+
+    Every override keeps the contract of vLLM's KVConnectorBase_V1 except where its docstring names the difference.
+    """
+
+    manager: TieringManager
+
+    def _begin(
+        self, *, chunk_tokens: list[int], one_prefix: bool, early_loads: bool, loading: set[OffloadKey] | None
+    ) -> None:
+        """The constructor's second half, behind upstream's.
+
+        chunk_tokens: by KV group. one_prefix: whether one lookup of a prefix answers for the model: it has one group,
+        which attention reads whole. early_loads: whether its loads may begin early. loading: upstream's set of the
+        chunks that a load is bringing to the device; None where the device has no prefix cache.
+        """
+        self._chunk_tokens = chunk_tokens[0]
+        self._largest_chunk_tokens = max(chunk_tokens)
+        self._one_prefix = one_prefix
+        self._being_loaded = loading
+        self._reset_jobs: dict[int, _ResetJob] = {}
+        self._failed_jobs: set[int] = set()  # failed on some rank, not yet reported by all
+        self._recompute_only: set[str] = set()  # requests whose load failed once: never offered a load again
+        self.device_blocks: BlockPool | None = None  # vLLM's; bound before the first request
+        self._prefill_timer = PrefillTimer(self.manager.prefill_rate)
+        self._weights_changed = False
+        self._early_loads: dict[int, EarlyLoad] = {}
+        self._loaded: set[str] = set()  # requests whose load has ended and that do not run yet
+        self._gridlock = False
+        self.adapters = AdapterRegistry()
+        self._hash_bytes = 0  # of vLLM's block hashes, once there is one
+        self.manager.loads_begin_early = one_prefix and early_loads
+
+    @abstractmethod
+    def _state_of(self, request: Request, tenant: bytes) -> RequestFields:
+        """A new request's, of this generation's class, with its context; the manager knows the request."""
+
+    @abstractmethod
+    def _unread(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """The answer about a request that asked to skip the prefix cache."""
+
+    @abstractmethod
+    def _ask(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None
+    ) -> tuple[int | None, bool]:
+        """Upstream's answer, which calls `_lookup`."""
+
+    @abstractmethod
+    def _look_up_groups(self, req_status: RequestFields, max_num_new_tokens: int | None) -> int | None:
+        """Upstream's search over the KV groups, which asks the manager about each."""
+
+    @abstractmethod
+    def _touch_chunks(self, req_status: RequestFields) -> None:
+        """Mark the request's chunks as recently used."""
+
+    @abstractmethod
+    def _load_of(self, job_id: int) -> tuple[LoadStoreSpec, LoadStoreSpec]:
+        """(source, destination) of a load of this step."""
+
+    def on_new_request(self, request: Request) -> None:
+        status = self._state_of(request, tenant_of(getattr(request, "cache_salt", None)))
+        if getattr(request, "lora_request", None) is not None:
+            status.has_adapter, status.identified, status.adapter = True, False, adapter_of(request)
+        self._req_status[request.request_id] = status
+        if not self._hash_bytes and request.block_hashes:
+            self._hash_bytes = len(request.block_hashes[0])
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
+        """Upstream's contract: (tokens that can be loaded behind those computed, or None: ask again; asynchronously).
+
+        Unlike upstream, nothing is offered to a request that asked to skip the prefix cache, whose adapter's digest is
+        unknown, or whose load has failed before; and while a waiting request's answer is current it is not looked up.
+        """
+        if request.skip_reading_prefix_cache:
+            # It needs a forward pass over the whole prompt (`prompt_logprobs`, pooling over all tokens). vLLM skips the
+            # device's prefix cache for it, but asks the connector nevertheless.
+            return self._unread(request, num_computed_tokens)
+        if self._gridlock:
+            # vLLM asks about requests without computed tokens: a load of this one, if any, failed as a whole.
+            self._loaded.discard(request.request_id)
+            return None, False  # requests that hold their blocks already go first
+        status = cast(RequestFields, self._req_status[request.request_id])
+        if status.has_adapter and (status.adapter is None or status.adapter.key is None):
+            return 0, False  # without the adapter's digest there are no keys
+        prefix = status.prefix
+        if prefix is not None and (matched := prefix.matched) is not None and max_num_new_tokens is None:
+            manager = self.manager
+            memo = manager.memo
+            if not memo.fresh:
+                manager.begin_step()
+            if (
+                # Most of the time one comparison: is_current's first two, without the call.
+                (
+                    (prefix.stamp == memo.stamp and memo.now < prefix.valid_until)
+                    or memo.is_current(prefix, request.request_id)
+                )
+                and prefix.computed_tokens == num_computed_tokens
+                and prefix.total_tokens == request.num_tokens
+                and (not self._being_loaded or matched[0] is None)
+            ):
+                if prefix.chunks and memo.now - status.touched_at >= _TOUCH_SECONDS:
+                    self._touch(status)
+                return matched
+        if request.request_id in self._recompute_only:
+            return 0, False
+        if status.transfer_jobs:
+            # A preempted request is scheduled again while its stores still read its old blocks; upstream asserts that
+            # a request never has a load and a store at once. The flush of its preemption ends the stores this step.
+            return None, False
+        if prefix is not None:
+            prefix.matched = None
+        answer = self._ask(request, num_computed_tokens, max_num_new_tokens)
+        if not status.counted:
+            status.counted = True
+            for state in status.group_states:
+                self.manager.count_request(state.offload_keys)
+        return answer
+
+    def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
+        """Upstream's contract: tokens that can be loaded behind those computed; None: ask again.
+
+        Models with one KV group need one lookup of a prefix; with several, upstream's search over the groups calls
+        `_maximal_prefix_lookup` for each.
+        """
+        if self._only_last_chunk_missing(req_status):
+            return 0
+        assert isinstance(req_status, RequestFields)
+        if not self._one_prefix or max_num_new_tokens is not None or req_status.max_load_tokens is not None:
+            return self._look_up_groups(req_status, max_num_new_tokens)
+        computed, total = req_status.num_locally_computed_tokens, req_status.req.num_tokens
+        chunk_tokens = self._chunk_tokens
+        all_keys = req_status.group_states[0].offload_keys
+        limit = min(total, len(all_keys) * chunk_tokens)
+        if limit - computed < chunk_tokens:
+            return 0
+        first = computed // chunk_tokens
+        manager, prefix = self.manager, req_status.prefix
+        if not manager.memo.fresh:
+            manager.begin_step()
+        if (
+            prefix is None
+            or prefix.computed_tokens != computed
+            or prefix.total_tokens != total
+            or not manager.memo.is_current(prefix, req_status.req_context.req_id)
+        ):
+            prefix = manager.find_prefix(all_keys[first : -(-limit // chunk_tokens)], req_status.req_context)
+            req_status.prefix, prefix.computed_tokens, prefix.total_tokens = prefix, computed, total
+        chunks = prefix.chunks
+        if chunks is None and manager.loads_begin_early and manager.may_begin_load(prefix):
+            chunks = prefix.expected
+        if not chunks:
+            prefix.matched = chunks, False
+            return chunks
+        found = min(limit, (first + chunks) * chunk_tokens) - computed
+        if found < chunk_tokens:
+            prefix.matched = prefix.chunks and 0, False
+            return prefix.chunks and 0
+        prefix.matched = found, True  # unless another request is loading some of it
+        if self._being_loaded and not self._being_loaded.isdisjoint(prefix.keys[:chunks]):
+            return None  # another request is loading some of them: its device blocks can soon be shared
+        return found
+
+    def _only_last_chunk_missing(self, req_status: RequestOffloadState) -> bool:
+        """A hit in the device's prefix cache, which never covers the last token: of a prompt that ends on a block
+        boundary it lacks one block. Loading that one costs an engine step, and often a wait for its own store.
+        """
+        computed = req_status.num_locally_computed_tokens
+        return computed > 0 and req_status.req.num_tokens - computed <= self._largest_chunk_tokens
+
+    def _touch(self, req_status: RequestOffloadState) -> None:
+        """Mark the request's chunks as recently used, at most once per _TOUCH_SECONDS."""
+        assert isinstance(req_status, RequestFields)
+        now = self.manager.step_time
+        if now - req_status.touched_at >= _TOUCH_SECONDS:
+            req_status.touched_at = now
+            self._touch_chunks(req_status)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Upstream's contract; a load whose chunks are not all ready becomes an EarlyLoad instead of a job's spec."""
+        prefix = cast(RequestFields, self._req_status[request.request_id]).prefix
+        if prefix is not None:
+            prefix.matched = None
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if not num_external_tokens:
+            return
+        job_id = next(reversed(self._current_batch_load_jobs))
+        rows, device = self._load_of(job_id)
+        if isinstance(rows, PendingRows):
+            assert isinstance(device, GPULoadStoreSpec)
+            del self._current_batch_load_jobs[job_id]
+            self._jobs[job_id].keys = set()  # nothing is pinned for it yet
+            self._early_loads[job_id] = EarlyLoad(
+                self._req_status[request.request_id].req_context,
+                rows.keys,
+                device.block_ids.tolist(),
+                device.block_indices[0],
+            )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._prefill_timer.begin_step(scheduler_output.total_num_scheduled_tokens, time.monotonic())
+        self._loaded.difference_update(scheduler_output.num_scheduled_tokens)
+        # Head-of-line blocking: vLLM stops at the first waiting request that finds no free blocks. When requests behind
+        # it hold all blocks, loaded and ready to run, and nothing computes or copies, none of them would be scheduled.
+        self._gridlock = bool(self._loaded and not scheduler_output.num_scheduled_tokens and not self._jobs)
+        metadata = super().build_connector_meta(scheduler_output)
+        pieces = self._due_pieces() if self._early_loads else []
+        if not pieces:
+            return metadata
+        assert isinstance(metadata, OffloadingConnectorMetadata)
+        return SpillwayConnectorMetadata(metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush, pieces)
+
+    def _due_pieces(self) -> list[LoadPiece]:
+        cpu_tier = self.manager.primary_tier
+        pieces: list[LoadPiece] = []
+        for job_id, load in list(self._early_loads.items()):
+            due = load.due(cpu_tier.ready, cpu_tier.resident)
+            if due is None:
+                continue
+            job = self._jobs.get(job_id)  # None: dropped by a reset, while the workers still have it
+            transfer_spec: tuple[LoadStoreSpec, LoadStoreSpec] | None = None
+            if due.ready and job is not None:
+                keys = [load.keys[position] for position in due.ready]
+                rows = cpu_tier.prepare_load(keys, load.context)
+                job.keys.update(keys)
+                blocks = [load.blocks[position] for position in due.ready]
+                transfer_spec = rows, GPULoadStoreSpec(blocks, [len(blocks)], [load.first_block + due.ready[0]])
+            lost_blocks = [load.blocks[position] for position in due.lost]
+            piece_id = self._generate_job_id()
+            pieces.append(LoadPiece(job_id, piece_id, load.context.req_id, transfer_spec, due.last, lost_blocks))
+            if job is None and due.last:
+                del self._early_loads[job_id]
+        return pieces
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Upstream's contract, except that failed jobs are taken into account: the chunks of a failed store are not
+        published, and a request whose load failed is recomputed and never offered a load again."""
+        self._prefill_timer.end_step(time.monotonic())
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, SpillwayWorkerMetadata):
+            if meta.adapters:
+                self.adapters.loaded_by_workers(meta.adapters)
+                self.fail_stores_of_replaced_adapters()
+            if self._reset_jobs:
+                self._end_reset_jobs(meta.completed_jobs)
+            self._failed_jobs |= meta.failed_jobs
+            for job_id, count in meta.completed_jobs.items():
+                status = self._jobs.get(job_id)
+                if (
+                    status is not None
+                    and not status.is_store
+                    and status.pending_count <= count
+                    and not self._req_status[status.req_id].req.is_finished()
+                ):
+                    self._loaded.add(status.req_id)
+                if job_id not in self._failed_jobs or (status is not None and status.pending_count > count):
+                    continue
+                self._failed_jobs.discard(job_id)
+                if status is None:
+                    continue  # dropped by a reset
+                if status.is_store:
+                    # Upstream completes every store as successful, so the manager is informed first.
+                    self.manager.fail_store(status.keys)
+                else:
+                    request_state = self._req_status.get(status.req_id)
+                    if request_state is not None and not request_state.req.is_finished():
+                        self._recompute_only.add(status.req_id)
+                        prefix = cast(RequestFields, request_state).prefix
+                        if prefix is not None:
+                            prefix.matched = None
+        super().update_connector_output(connector_output)
+        if self._early_loads and isinstance(meta, SpillwayWorkerMetadata):
+            for job_id in meta.completed_jobs:
+                if job_id in self._early_loads and job_id not in self._jobs:
+                    load = self._early_loads.pop(job_id)
+                    if self._being_loaded:
+                        self._being_loaded.difference_update(load.keys)
+
+    def _end_reset_jobs(self, completed_jobs: dict[int, int]) -> None:
+        """completed_jobs: by how many ranks each was reported since the last call."""
+        for job_id in completed_jobs.keys() & self._reset_jobs.keys():
+            job = self._reset_jobs[job_id]
+            job.ranks_pending -= completed_jobs[job_id]
+            if not job.ranks_pending:
+                del self._reset_jobs[job_id]
+                self.manager.primary_tier.release(job.rows)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self._recompute_only.discard(request.request_id)
+        self._loaded.discard(request.request_id)
+        if self._early_loads and (status := self._req_status.get(request.request_id)) is not None:
+            for job_id in status.transfer_jobs & self._early_loads.keys():
+                self._early_loads[job_id].abandon(needed=False)
+        return super().request_finished(request)
+
+    def fail_stores_of_replaced_adapters(self) -> None:
+        """Other weights were loaded under an adapter's id: its stores under way may hold KV computed with them."""
+        for job in self._jobs.values():
+            adapter = cast(RequestFields, self._req_status[job.req_id]).adapter if job.is_store else None
+            if adapter is not None and not adapter.current:
+                self.manager.fail_store(job.keys)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Upstream's contract, except that keys are cut to vLLM's block hashes, as in the device's own events."""
+        for event in super().take_events():
+            if isinstance(event, BlockStored | BlockRemoved):
+                event.block_hashes = [
+                    one[: self._hash_bytes] if isinstance(one, bytes) else one for one in event.block_hashes
+                ]
+            yield event
+
+    def shutdown(self) -> None:
+        self.adapters.close()
+        super().shutdown()
+
+    def weights_changing(self, cause: str) -> None:
+        """The model's weights are about to change: drop the CPU tier and stop using the shared tiers.
+
+        Running requests hold KV of the old weights, so nothing more of theirs is offloaded. cause: for the log.
+        """
+        if not self._weights_changed:
+            logger.warning(
+                "%s may change the model's weights: the shared tiers are not used from now on, because their KV was "
+                "computed with the weights this engine was started with; restart the engine to share again",
+                cause,
+            )
+        self._weights_changed = True
+        self.manager.weights_changed()
+        self.reset_cache()
+        for status in self._req_status.values():
+            status.max_offload_tokens = 0
+
+    def reset_with_device(self) -> bool:
+        """Reset the CPU tier; False, and nothing has changed, while requests hold blocks of the device.
+
+        vLLM resets the device's prefix cache first and refuses while a block is in use, but calls the connector
+        nevertheless. Those blocks stay cached, and a load under way would add to them: with them, an empty CPU tier is
+        no reset. So both caches are reset, or neither is.
+        """
+        if self.device_blocks is not None and (in_use := _blocks_in_use(self.device_blocks)):
+            logger.warning(
+                "The CPU tier was not reset, like the device's prefix cache: %d blocks are in use; reset again when no "
+                "request runs, or with reset_running_requests",
+                in_use,
+            )
+            self.manager.count_refused_reset()
+            return False
+        self.reset_cache()
+        return True
+
+    def reset_cache(self) -> None:
+        """Upstream's contract: drop every chunk and job. Workers finish their copies in their next step; the rows of a
+        job are released when all ranks have reported it."""
+        for job_id, job in self._jobs.items():
+            rows = self.manager.primary_tier.rows_of(job.keys)
+            self._reset_jobs[job_id] = _ResetJob(job.pending_count, rows)
+        # Upstream asserts that there are none; those of an earlier reset wait here for the next step.
+        jobs_to_flush, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
+        super().reset_cache()
+        self._current_batch_jobs_to_flush |= jobs_to_flush
+        self._failed_jobs.clear()
+        for load in self._early_loads.values():
+            load.abandon(needed=True)
+
+
+def _blocks_in_use(device_blocks: BlockPool) -> int:
+    """The count that vLLM's own reset refuses on; the null block is always in use."""
+    return device_blocks.num_gpu_blocks - device_blocks.get_num_free_blocks() - 1

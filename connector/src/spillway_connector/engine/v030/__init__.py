@@ -1,0 +1,1 @@
+"""The connector in vLLM 0.30 and later."""

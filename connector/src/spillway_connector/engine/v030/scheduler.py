@@ -1,0 +1,163 @@
+"""The scheduler half in vLLM 0.30 and later.
+
+vLLM itself flushes the stores of every preempted request there, lets requests that hold blocks go first, tries a failed
+load again as a computation, and defers a request whose chunks are still being stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    GroupOffloadConfig,
+    OffloadingConnectorScheduler,
+    _create_req_context,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.request_state import RequestFields
+from spillway_connector.engine.scheduler import SchedulerHalf
+from spillway_connector.engine.tenancy import TenantContext
+from spillway_connector.engine.v030.tiering import SpillwayTieringManager
+
+
+class RequestState(RequestFields):
+    """Names of vLLM 0.30 and later."""
+
+    def _hashes_per_chunk(self, group_config: Any) -> int:
+        return int(group_config.hashes_per_chunk)
+
+
+class SpillwayConnectorScheduler(SchedulerHalf):
+    """SchedulerHalf with what vLLM 0.30 and later call differently, and do in addition."""
+
+    manager: SpillwayTieringManager
+
+    def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        groups = self.config.kv_group_configs
+        self._rewinds_no_state = self._mamba_align_size is None and any(
+            isinstance(group.kv_cache_spec, MambaSpec) for group in groups
+        )
+        self._begin(
+            chunk_tokens=[group.tokens_per_chunk for group in groups],
+            one_prefix=len(groups) == 1
+            and not self._sliding_window_groups
+            and not groups[0].is_eagle_group
+            # Events that describe themselves are recorded in upstream's search.
+            and not self._events_tracker.self_describing_enabled,
+            early_loads=self.config.blocks_per_chunk == 1,
+            loading=self._chunks_being_loaded,
+        )
+
+    def _state_of(self, request: Request, tenant: bytes) -> RequestFields:
+        upstream = _create_req_context(request)
+        fields = {field.name: getattr(upstream, field.name) for field in dataclasses.fields(upstream) if field.init}
+        context = TenantContext(**fields, tenant=tenant)
+        return RequestState(
+            config=self.config,
+            req=request,
+            req_context=context,
+            offloading_context=self.manager.on_new_request(context),
+        )
+
+    def _unread(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._ask(request, num_computed_tokens, None)  # upstream keeps the request's state, and offers nothing
+
+    def _ask(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None
+    ) -> tuple[int | None, bool]:
+        answer: tuple[int | None, bool] = OffloadingConnectorScheduler.get_num_new_matched_tokens(
+            self, request, num_computed_tokens, max_num_new_tokens
+        )
+        if not request.skip_reading_prefix_cache:
+            self._touch(self._req_status[request.request_id])
+        return answer
+
+    def _look_up_groups(self, req_status: RequestFields, max_num_new_tokens: int | None) -> int | None:
+        """Upstream's search over the KV groups.
+
+        vLLM computes at least the last token. Attention can do that behind a whole block; a Mamba state cannot be
+        rewound by one token, so for models with states a load ends at the last block boundary before it. Upstream sees
+        to that in one of its modes of Mamba caches.
+        """
+        if self._rewinds_no_state:
+            whole = (req_status.req.num_tokens - 1) // self._largest_chunk_tokens * self._largest_chunk_tokens
+            bound = max(0, whole + 1 - req_status.num_locally_computed_tokens)
+            max_num_new_tokens = bound if max_num_new_tokens is None else min(bound, max_num_new_tokens)
+        tokens: int | None = OffloadingConnectorScheduler._lookup(self, req_status, max_num_new_tokens)
+        return tokens
+
+    def _maximal_prefix_lookup(
+        self,
+        keys: Iterable[OffloadKey],
+        req_context: ReqContext,
+        req: Request,
+        group_config: GroupOffloadConfig,
+        start_chunk_idx: int,
+    ) -> int | None:
+        wanted = list(keys)
+        found = self.manager.lookup_prefix(wanted, req_context)
+        if found and self._events_tracker.self_describing_enabled:
+            for position, key in enumerate(wanted[:found]):
+                self._events_tracker.record_lookup(req, group_config, start_chunk_idx + position, key)
+        return found
+
+    def _make_boundary_key(
+        self, request: Request, group_idx: int, boundary_tokens: int, req_context: ReqContext | None = None
+    ) -> OffloadKey:
+        """Upstream's contract, with the adapter's identity in the key, as in those of whole chunks."""
+        status = self._req_status[request.request_id]
+        assert isinstance(status, RequestFields)
+        adapter_key = (status.adapter.key or b"") if status.adapter is not None else b""
+        block_hash = request.block_hashes[boundary_tokens // self.config.tokens_per_hash - 1]
+        return make_offload_key(block_hash + adapter_key, group_idx)
+
+    def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        """Upstream's contract, except that a bound of 0 tokens is one: of a request of which nothing may be stored."""
+        state = scheduler_output.kv_connector_block_state
+        handoffs = state.boundary_state_offloads if state else None
+        for request_id in list(handoffs or ()):
+            status = self._req_status.get(request_id)
+            if status is not None and status.max_offload_tokens == 0:
+                del handoffs[request_id]
+        jobs: dict[int, TransferJob] = super()._build_partial_tail_store_jobs(scheduler_output)
+        return jobs
+
+    def _touch_chunks(self, req_status: RequestFields) -> None:
+        """All chunks of attention over the whole prefix; of a window, those that the request's own hit needs, and later
+        ones. vLLM 0.32 leaves recency to the CPU tier's policy, which sees requests that finish."""
+        for group, state in zip(self.config.kv_group_configs, req_status.group_states, strict=True):
+            window = group.sliding_window_size_in_chunks
+            skipped = 0 if window is None else max(0, state.num_hit_chunks - window)
+            self.manager.touch(state.offload_keys[skipped:] if skipped else state.offload_keys, req_status.req_context)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        status = self._req_status.get(request.request_id)
+        if isinstance(status, RequestFields):
+            self._touch_chunks(status)
+        return super().request_finished(request)
+
+    def _load_of(self, job_id: int) -> tuple[LoadStoreSpec, LoadStoreSpec]:
+        job = self._current_batch_load_jobs[job_id]
+        return job.src_spec, job.dst_spec
+
+    def has_pending_push_work(self) -> bool:
+        """Upstream's contract: the engine steps on until the copies under way have been reported, those of before a
+        reset included."""
+        return bool(self._reset_jobs) or super().has_pending_push_work()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, SpillwayWorkerMetadata) and meta.samples:
+            self.manager.add_of_workers(meta.samples)

@@ -1,0 +1,91 @@
+"""What the connector relies on in vLLM 0.30 and later."""
+
+from __future__ import annotations
+
+from spillway_connector.engine.generation import Methods, Seams
+
+_OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+
+SEAMS = Seams(
+    names={
+        "vllm.v1.kv_offload.base": ("LookupResult", "Medium", "OffloadingWorker", "ScheduleEndContext", "TierFilter"),
+        "vllm.v1.kv_offload.config": ("OffloadingConfig",),
+        "vllm.v1.kv_offload.cpu.manager": ("CPUOffloadingManager",),
+        "vllm.v1.kv_offload.cpu.policies.base": ("ChunkStatus",),
+        "vllm.v1.kv_offload.tiering.base": ("JobResult", "SecondaryTierManager", "TransferJob"),
+        "vllm.v1.kv_offload.tiering.factory": ("SecondaryTierFactory",),
+        "vllm.v1.core.kv_cache_utils": ("_gen_lora_extra_hash_keys",),
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": ("KVConnectorTransferResults",),
+        f"{_OFFLOADING}.common": ("TransferJob", "TransferStats"),
+        f"{_OFFLOADING}.config": ("build_offloading_config", "get_offloading_group_ids"),
+        f"{_OFFLOADING}.metrics": ("OffloadingConnectorStats",),
+        f"{_OFFLOADING}.scheduler": ("GroupOffloadConfig", "_create_req_context"),
+    },
+    methods=(
+        Methods(
+            f"{_OFFLOADING}.worker",
+            "OffloadingConnectorWorker",
+            {
+                "register_kv_caches": ("self", "kv_caches"),
+                "start_kv_transfers": ("self", "metadata"),
+                "prepare_store_kv": ("self", "metadata"),
+                "handle_preemptions": ("self", "kv_connector_metadata"),
+                "get_finished": ("self", "finished_req_ids"),
+                "build_connector_worker_meta": ("self",),
+            },
+        ),
+        Methods(
+            f"{_OFFLOADING}.scheduler",
+            "OffloadingConnectorScheduler",
+            {
+                "__init__": ("self", "spec", "vllm_config", "kv_cache_config"),
+                "on_new_request": ("self", "request"),
+                "get_num_new_matched_tokens": ("self", "request", "num_computed_tokens", "max_num_new_tokens"),
+                "_lookup": ("self", "req_status", "max_num_new_tokens"),
+                "_maximal_prefix_lookup": (
+                    "self",
+                    "keys",
+                    "req_context",
+                    "req",
+                    "group_config",
+                    "start_chunk_idx",
+                ),
+                "_build_partial_tail_store_jobs": ("self", "scheduler_output"),
+                "update_state_after_alloc": ("self", "request", "blocks", "num_external_tokens"),
+                "build_connector_meta": ("self", "scheduler_output"),
+                "update_connector_output": ("self", "connector_output"),
+                "request_finished": ("self", "request"),
+                "has_pending_push_work": ("self",),
+                "get_stats": ("self",),
+                "reset_cache": ("self",),
+            },
+        ),
+        Methods(f"{_OFFLOADING}.scheduler", "RequestOffloadState", {"update_offload_keys": ("self",)}),
+        Methods("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", {"reset_cache": ("self",)}),
+        Methods("vllm.v1.core.block_pool", "BlockPool", {"get_num_free_blocks": ("self",)}),
+        Methods(
+            "vllm.v1.engine.core",
+            "EngineCore",
+            {
+                "collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
+                "add_lora": ("self", "lora_request"),
+                "preprocess_add_request": ("self", "request"),
+            },
+        ),
+        Methods("vllm.lora.worker_manager", "WorkerLoRAManager", {"_load_adapter": ("self", "lora_request")}),
+        Methods(
+            "vllm.v1.kv_offload.base",
+            "OffloadingManager",
+            {
+                "lookup": ("self", "key", "req_context"),
+                "prepare_load": ("self", "keys", "req_context"),
+                "prepare_store": ("self", "keys", "req_context"),
+                "complete_load": ("self", "keys", "req_context"),
+                "complete_store": ("self", "keys", "req_context", "success"),
+                "on_schedule_end": ("self", "context"),
+                "has_pending_work": ("self",),
+                "get_stats": ("self",),
+            },
+        ),
+    ),
+)

@@ -1,0 +1,79 @@
+"""Adapts SharedTier to the secondary-tier interface of vLLM 0.30 and later, for the connector's own manager.
+
+Tiers for vLLM's own tiering spec are in engine/stock.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from spillway_connector.engine.prefix_tier import TIER_TYPES, ChunkOwner, SharedTierBase
+from spillway_connector.errors import ConfigError
+from spillway_connector.transfer.lookups import Lookup
+
+_ANSWER = {Lookup.HIT: LookupResult.HIT, Lookup.MISS: LookupResult.MISS, Lookup.PENDING: LookupResult.RETRY}
+_LOCALITY = {"nvme": Locality.LOCAL, "redis": Locality.REMOTE}
+
+
+class SharedTierAdapter(SharedTierBase):
+    """Names and answers of vLLM 0.30 and later."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: ChunkOwner,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        locality: str | None = None,
+        **options: Any,
+    ) -> None:
+        if backpressure_detector is not None:
+            raise ConfigError(
+                f"secondary tier {tier_type!r}: backpressure: this connector's manager bounds stores by itself "
+                "(limits); remove the setting"
+            )
+        super().__init__(cast(Any, offloading_spec), primary_kv_view, tier_type)
+        try:
+            self.locality = _LOCALITY[tier_type] if locality is None else Locality(locality)
+        except ValueError:
+            known = ", ".join(member.value for member in Locality)
+            raise ConfigError(f"secondary tier {tier_type!r}: locality: {locality!r} is not one of {known}") from None
+        self._open(offloading_spec, primary_kv_view, tier_type, options)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return _ANSWER[self._shared.lookup(key, req_context.req_id)]
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        job = job_metadata
+        self._store(job.job_id, job.keys, job.chunk_ids.tolist(), job.req_context)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._load(job_metadata.job_id, job_metadata.keys, job_metadata.chunk_ids.tolist())
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._shared.step_end()
+
+    def drain_jobs(self) -> None:
+        """vLLM's manager calls it before it drops its rows. The connector's own manager never does: it keeps the rows
+        of jobs under way in quarantine instead of waiting for a store that may hang."""
+        raise AssertionError("a tier of Spillway's connector is not drained")
+
+
+def register_tiers() -> None:
+    """Make the short names known to vLLM's tier factory. Idempotent."""
+    for tier_type in TIER_TYPES:
+        if tier_type not in SecondaryTierFactory._registry:
+            SecondaryTierFactory.register_tier(tier_type, SharedTierAdapter.__module__, SharedTierAdapter.__name__)

@@ -1,0 +1,81 @@
+"""The tiering manager in vLLM 0.30 and later: its answers, its jobs, where a load came from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import LookupResult, OffloadingEvent, OffloadKey, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
+
+from spillway_connector.engine.prefix_lookup import ChunkState
+from spillway_connector.engine.samples import Samples
+from spillway_connector.engine.tiering import TieringManager
+from spillway_connector.engine.v030.stats import connector_stats
+
+_ANSWER = {
+    ChunkState.READY: LookupResult.HIT,
+    ChunkState.COMING: LookupResult.HIT_PENDING,
+    ChunkState.LOOKING: LookupResult.RETRY,
+    ChunkState.ABSENT: LookupResult.MISS,
+}
+_HELD = {
+    LookupResult.HIT: True,
+    LookupResult.HIT_PENDING: None,
+    LookupResult.RETRY: None,
+    LookupResult.MISS: False,
+}
+
+
+class SpillwayTieringManager(TieringManager):
+    """EngineCore process, scheduler thread; no method blocks."""
+
+    _of_workers: Samples | None = None  # to be reported with the next statistics
+
+    def add_of_workers(self, samples: Samples) -> None:
+        """Since 0.30 the scheduler's process alone reports statistics; workers send theirs with their metadata."""
+        if self._of_workers is None:
+            self._of_workers = Samples()
+        self._of_workers.merge(samples.samples())
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """vLLM's contract: what happened since the last call; None where nothing did. Called once per engine step."""
+        samples, of_workers = self.take_samples(), self._of_workers
+        if of_workers is not None:
+            self._of_workers = None
+            if samples is not None:
+                of_workers.merge(samples.samples())
+            samples = of_workers
+        return None if samples is None else connector_stats(samples)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """vLLM's contract, except that at the request's deadline everything but a HIT turns into a MISS."""
+        return _ANSWER[self.look_up(key, req_context)]
+
+    def _holds(self, tier: SecondaryTierManager, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return _HELD[tier.lookup(key, req_context)]
+
+    def _may_load(self, tier: SecondaryTierManager, req_context: ReqContext) -> bool:
+        """As the request's `kv_load_tiers` says."""
+        return req_context.load_tier_filter.allows(tier.medium, tier.locality)
+
+    def _make_job(
+        self, job_id: int, keys: Collection[OffloadKey], rows: Sequence[int], is_promotion: bool, context: ReqContext
+    ) -> TransferJob:
+        return TransferJob(job_id, keys, np.asarray(rows, dtype=np.int32), is_promotion, context)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._end_step()
+        for tier in self.secondary_tiers:
+            tier.on_schedule_end(context)
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must step on without requests: not for stores to Spillway's tiers, which end on threads of
+        their own."""
+        return any(tier.has_pending_work() for tier in self.secondary_tiers)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        yield from self.primary_tier.take_events()
+        for tier in self.secondary_tiers:
+            yield from tier.take_events()
