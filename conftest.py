@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["lanes.plugin"]
 
-# The duration of an example depends on the machine more than on the code; speed is measured in bench/.
-settings.register_profile("full", deadline=None)
+# The duration of an example, and of its generation, depends on the machine more than on the code; speed is measured in
+# bench/. A test with health checks of its own to suppress repeats this one.
+UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("full", **UNTIMED)
 # A quarter of the examples and no shrinking phase: quick feedback during development.
-settings.register_profile("quick", deadline=None, max_examples=25)
+settings.register_profile("quick", max_examples=25, **UNTIMED)
 settings.load_profile("full")

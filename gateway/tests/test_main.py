@@ -59,7 +59,7 @@ async def test_sigterm_ends_with_status_zero(tmp_path: Path, start_engine: Any) 
     config.write_text(yaml.safe_dump(gateway_config([engine], listen={"port": 0})))
     process = await run("--config", str(config))
     assert process.stderr is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while b"is ready" not in await process.stderr.readline():
             pass
         process.send_signal(signal.SIGTERM)

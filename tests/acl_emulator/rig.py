@@ -55,9 +55,12 @@ class Rig:
         )
 
     def close(self) -> None:
-        self.emulator.destroy_stream(self.compute)
+        # The compute stream last: what a destroyed stream drops is an event that never comes, for which a copier waits
+        # until its jobs' deadline.
+        self.emulator.open_gates()
         for copier in self.copiers:
             copier.close()
+        self.emulator.destroy_stream(self.compute)
         if self.pinned:
             self.acl.host_unregister(self.host.ctypes.data)
         self.emulator.forget_device(self.device)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from chart.rendering import CHART, nested, pod_spec, render
 
-START_SECONDS = 60
+START_SECONDS = 180
 SMOLLM2 = {
     "num_hidden_layers": 30,
     "num_attention_heads": 9,
@@ -87,7 +87,7 @@ def test_gateway_starts_and_says_what_it_lacks(tmp_path):
             assert status(listener, "/health") == 200
             assert status(listener, "/ready") == 503  # no engine answers under these names here
         assert status(port, "/metrics") == 404
-        with urllib.request.urlopen(f"http://127.0.0.1:{ops_port}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{ops_port}/metrics", timeout=60) as reply:
             assert 'engine="chat-spillway-engine-1"' in reply.read().decode()
     finally:
         process.terminate()
@@ -146,7 +146,7 @@ def status(port: int, path: str, body: dict[str, Any] | None = None, key: str = 
         headers={"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})},
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code

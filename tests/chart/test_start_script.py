@@ -48,12 +48,12 @@ def test_becomes_the_engine_service(started, variables, devices):
         assert lines == ["-m spillway_engine --config x.yaml", f"devices={devices}", f"pid={process.pid}"]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=10)
+        process.communicate(timeout=120)
     assert process.returncode == -signal.SIGTERM
 
 
 def test_says_what_is_missing(started):
     process = started(SPILLWAY_VISIBLE_DEVICES="copy")
-    _, said = process.communicate(timeout=10)
+    _, said = process.communicate(timeout=120)
 
     assert process.returncode == 2 and "visibleDevices.mode: copy" in said

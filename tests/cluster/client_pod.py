@@ -102,12 +102,16 @@ class ClientPod:
         folder = f"/tmp/follow-{self._runs}"
         words = shlex.join(["python3", "/lane/follow.py", folder, *gateways])
         self._shell(f"nohup {words} </dev/null >{folder}.log 2>&1 &")
-        eventually("the gateways are followed", lambda: self._read(f"{folder}/changes.jsonl").strip())
+        eventually("the gateways are followed", lambda: len(self.followed(folder)) >= len(gateways))
         return folder
+
+    def followed(self, folder: str) -> list[dict[str, Any]]:
+        """The whole lines so far."""
+        return [json.loads(line) for line in self._read(f"{folder}/changes.jsonl").splitlines(True) if line[-1] == "\n"]
 
     def stop_following(self, folder: str) -> list[dict[str, Any]]:
         self._shell(f"touch {folder}/stop")
-        return [json.loads(line) for line in self._read(f"{folder}/changes.jsonl").splitlines()]
+        return self.followed(folder)
 
     def progress(self) -> int:
         """Requests that have ended in the present run, well or not."""

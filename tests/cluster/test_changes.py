@@ -40,7 +40,7 @@ def test_scale(release: Release, namespace: Kubernetes, client: ClientPod, case:
         client.wait_for_requests(client.progress() + 40)
     no_failure(result, case)
     assert len(result.engines) == 4, result.engines
-    watch.require_prompt(report, "scale 2 -> 4 -> 1")
+    watch.require_followed(report, "scale 2 -> 4 -> 1")
     release.upgrade(simulated())
     namespace.wait_for_pods("engine", 2)
 
@@ -56,7 +56,7 @@ def test_rolling_upgrade(release: Release, namespace: Kubernetes, client: Client
     no_failure(result, case)
     assert offload_in_use(client, namespace) == {48}
     assert {name_of(pod) for pod in namespace.pods("gateway")} == gateways, "no gateway had a reason to restart"
-    watch.require_prompt(report, "rolling upgrade")
+    watch.require_followed(report, "rolling upgrade")
 
 
 def test_rollback(release: Release, namespace: Kubernetes, client: ClientPod, case: Row, report: Report) -> None:
@@ -67,7 +67,7 @@ def test_rollback(release: Release, namespace: Kubernetes, client: ClientPod, ca
         eventually("both engines replaced", lambda: replaced(namespace, before), 240.0)
     no_failure(result, case)
     assert offload_in_use(client, namespace) == {32}
-    watch.require_prompt(report, "rollback")
+    watch.require_followed(report, "rollback")
 
 
 def test_gateway_upgrade(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
@@ -96,7 +96,7 @@ def test_wrong_image(release: Release, namespace: Kubernetes, client: ClientPod,
         namespace.wait_for_pods("engine", 2)
         namespace.wait_for_pods("gateway", 2)
     no_failure(result, case, "one engine stayed down until the rollback")
-    watch.require_prompt(report, "images that do not exist")
+    watch.require_followed(report, "images that do not exist")
 
 
 def test_secret_rotated(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -225,7 +226,7 @@ async def test_a_conversation_that_an_engine_keeps_counts_before_it_is_continued
         fake.fault = HoldInStream(1, release)
         more = asyncio.create_task(respond(input="on", previous_response_id=kept["id"], stream=True))
         await until(lambda: len(fake.seen) == 2)
-        async with asyncio.timeout(60):  # else it would be held as the second is
+        async with asyncio.timeout(120):  # else it would be held as the second is
             assert (await respond(input="on"))[0] == 429  # though the second has sent no usage
         release.set()
         await more
@@ -296,20 +297,28 @@ async def test_full_engines_make_requests_wait_and_then_refuse(start_engine: Any
 
 async def test_an_engine_that_only_fails_requests_is_left_alone_and_comes_back(start_engine: Any) -> None:
     sick, well = await start_engine("sick"), await start_engine("well")
-    settings = {"breaker": {"failures": 2, "openSeconds": 0.05, "openSecondsMax": 0.05}}
+    settings = {"breaker": {"failures": 2, "openSeconds": 1_000, "openSecondsMax": 1_000}}
     async with running_gateway(gateway_config([sick, well], **settings)) as gateway, aiohttp.ClientSession() as http:
         sick.fault = Status(503)
         engine = gateway.engine("sick")
-        for number in range(40):
-            status, headers, _ = await ask(http, gateway.url, None, prompt=[number] * 40)
+        numbers = itertools.count()
+
+        async def answered_by_the_other() -> None:
+            status, headers, _ = await ask(http, gateway.url, None, prompt=[next(numbers)] * 40)
             assert (status, headers["x-spillway-engine"]) == (200, "well")
+
+        for _ in range(40):
+            await answered_by_the_other()
         assert not engine.breaker.closed
         assert engine.routable  # polls are still answered
-        assert 2 <= len(sick.seen) < 30
+        assert len(sick.seen) == 2
+        engine.breaker._open_until = 0.0  # the time has passed
+        for _ in range(40):
+            await answered_by_the_other()
+        assert len(sick.seen) == 3  # one probe, which failed
 
         sick.fault = None
-        number = 1_000
+        engine.breaker._open_until = 0.0
         while not engine.breaker.closed:
-            number += 1
-            assert (await ask(http, gateway.url, None, prompt=[number] * 40))[0] == 200
+            assert (await ask(http, gateway.url, None, prompt=[next(numbers)] * 40))[0] == 200
         assert engine.running_requests == 0

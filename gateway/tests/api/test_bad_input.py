@@ -250,7 +250,10 @@ pieces = st.binary(max_size=40) | st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=2 * settings.default.max_examples, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=2 * settings.default.max_examples,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(raw=st.lists(pieces, max_size=12).map(b"".join))
 @example(raw=b"POST " + CHAT.encode() + b"\xff HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
 @example(raw=b"GET http://[::1/ HTTP/1.1\r\nhost: x\r\n\r\n")

@@ -281,7 +281,7 @@ async def test_a_pipelined_request_does_not_hide_a_disconnect(start_engine: Any)
             client.send(request("first") + request("second"))
             await until(lambda: engine.seen)
             client.send(request("third"))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await engine.seen[0].cancelled.wait()
         await until(lambda: not running.gateway.lifecycle.running)
     assert len(engine.seen) == 1

@@ -107,7 +107,7 @@ async def test_a_disconnect_after_a_long_body_is_seen(start_engine: Any) -> None
         writer.write(chat("x" * 1_000_000))
         await until(lambda: engine.seen)
         writer.close()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await engine.seen[0].cancelled.wait()
         await until(lambda: not running.gateway.lifecycle.running)
 

@@ -191,7 +191,7 @@ async def test_sighup_and_a_changed_file_reach_the_process(tmp_path: Path, start
         while text not in await process.stderr.readline():
             assert process.returncode is None
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await until_said(b"first is ready")
         write(path, gateway_config([second], **settings))
         await until_said(b"second is ready")

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from spillway_gateway.config.discovery import KubernetesDiscovery
 from spillway_gateway.discovery import kubernetes_api
-from spillway_gateway.discovery.endpoint_slices import EndpointSlice, WatchEvent
+from spillway_gateway.discovery.endpoint_slices import Endpoint, EndpointSlice, Metadata, Port, WatchEvent
 from spillway_gateway.discovery.found import FoundEngine, SourceFailed, SourceStatus
 from spillway_gateway.discovery.kubernetes import FIRST_PAUSE_SECONDS, KubernetesSource, pause_seconds
 from spillway_gateway.discovery.kubernetes_api import in_cluster_server
@@ -332,7 +332,7 @@ async def test_a_quiet_watch_does_not_outlive_its_source(cluster: Cluster) -> No
 
 async def test_a_server_that_does_not_answer_delays_no_stop(cluster: Cluster) -> None:
     cluster.api.hangs = True
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(120):
         async with followed(replace(cluster.config, timeout_seconds=120.0)):
             await until(lambda: cluster.api.pending)
     await cluster.api.stop()  # ends the thread, which its deadline would end too
@@ -366,6 +366,85 @@ async def test_updates_are_bounded_and_a_full_queue_does_not_keep_the_thread(mon
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await until(lambda: discovery_threads() <= before)
+
+
+class RestartedApi:
+    """Away from the end of its first watch until `back_at`, then without the history: a watch of before expires. Calls
+    take no time, which passes in pauses alone."""
+
+    def __init__(self, back_at: float) -> None:
+        self.back_at = back_at
+        self.now = 0.0
+        self.pauses: list[float] = []
+        self.tries_away = 0
+        self.versions: list[str] = []  # where each watch began
+        self._versions = iter(["old", "new"])
+        self._stopped = threading.Event()
+
+    def pause(self, stopping: threading.Event, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+    def list(self) -> tuple[dict[str, EndpointSlice], str]:
+        version = next(self._versions)
+        endpoints = [] if version == "old" else [Endpoint(["10.0.0.1"])]
+        piece = EndpointSlice(Metadata("engines-abc", version), endpoints=endpoints, ports=[Port("http", 8100, "TCP")])
+        return {"engines-abc": piece}, version
+
+    def watch(self, version: str, seconds: int, begun: Callable[[], None]) -> Iterator[WatchEvent]:
+        self.versions.append(version)
+        if len(self.versions) == 1:
+            begun()
+            raise SourceFailed("unreachable", "the connection broke")
+        if self.now < self.back_at:
+            self.tries_away += 1
+            raise SourceFailed("unreachable", "connection refused")
+        begun()
+        if version == "old":
+            raise SourceFailed("expired", "too old resource version")
+        self._stopped.wait(60.0)
+        return iter(())
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+@given(st.floats(0.0, 120.0), st.floats(0.0, 1.0))
+async def test_a_change_during_an_outage_is_seen_one_pause_after_the_api_server_is_back(
+    outage_seconds: float, chance: float
+) -> None:
+    api = RestartedApi(outage_seconds)
+    config = KubernetesDiscovery("engines")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kubernetes_api, "KubernetesApi", lambda config: api)
+        async with followed(config, chance=lambda: chance, clock=lambda: api.now, pause=api.pause) as view:
+            await view.until_names("10.0.0.1")
+            await until(lambda: api.versions[-1] == "new")
+
+    assert api.now - outage_seconds <= config.retry_seconds_max
+    assert view.status.failures["expired"] == 1
+    # Gentle: after the first few, one try in half a second at most.
+    assert api.tries_away <= 4 + outage_seconds / (config.retry_seconds_max / 2)
+
+
+class ForgetfulApi(RestartedApi):
+    """Its history is always too short, even for the list before."""
+
+    def list(self) -> tuple[dict[str, EndpointSlice], str]:
+        return {}, "1"
+
+    def watch(self, version: str, seconds: int, begun: Callable[[], None]) -> Iterator[WatchEvent]:
+        self.versions.append(version)
+        raise SourceFailed("expired", "too old resource version")
+
+
+async def test_a_server_that_forgets_at_once_is_asked_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = ForgetfulApi(0.0)
+    monkeypatch.setattr(kubernetes_api, "KubernetesApi", lambda config: api)
+    async with followed(KubernetesDiscovery("engines"), chance=lambda: 0.0, pause=api.pause):
+        await until(lambda: len(api.pauses) >= 5)
+    assert api.pauses[:5] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert len(api.versions) <= len(api.pauses) + 1  # no try without a pause before it
 
 
 CONFIGURED = """

@@ -236,7 +236,7 @@ async def test_a_replay_port_that_refuses_costs_no_entries(
         known = []
         for block in range(4):
             failures = view.count("spillway_gateway_event_replays_total", outcome="failed")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 while view.held_tokens() < 4:  # the subscription may not stand yet
                     store(publisher, 0)
                     await asyncio.sleep(0.005)
@@ -260,13 +260,13 @@ async def test_events_that_a_replay_was_too_early_for_are_kept(
     def late(first: int) -> list[tuple[int, bytes]]:
         found = batches(first)
         taken.set()
-        release.wait(10)
+        release.wait(120)
         return found
 
     monkeypatch.setattr(publisher, "batches", late)
     async with followed(publisher) as view:
         await until(taken.is_set)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while view.held_tokens() < 4:  # the subscription may not stand yet
                 store(publisher, 0)
                 await asyncio.sleep(0.005)
@@ -300,7 +300,7 @@ async def test_without_replay_a_gap_empties_the_view_of_that_engine() -> None:
     try:
         async with followed(publisher) as view:
             await until(lambda: view.engine.events_live)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 while view.held_tokens() < 4:  # the subscription may not stand yet
                     publisher._sequence = 0
                     store(publisher, 0)

@@ -162,7 +162,7 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spillway_gateway.tokens.tokenizer.SEARCH_CHARS", 50)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from([*WORDS.split(), WORDS, " ", "\n", "<|im_start|>", "<|im_end|>", "<|im_"]), max_size=80),
     st.booleans(),

@@ -20,7 +20,7 @@ KNOWN_NATS, UNKNOWN_NATS = 1.0, 8.0  # of a word behind the one that it follows 
 async def _serving(app: Any) -> AsyncIterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="on"))
     task = asyncio.create_task(server.serve())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not server.started:  # noqa: ASYNC110  uvicorn offers no event for this
             await asyncio.sleep(0)
     port = server.servers[0].sockets[0].getsockname()[1]
@@ -28,7 +28,7 @@ async def _serving(app: Any) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await task
 
 

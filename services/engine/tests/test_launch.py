@@ -13,7 +13,7 @@ import pytest
 
 from spillway_engine.shared_memory import group_members
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 120.0
 
 PARENT = """
 import sys

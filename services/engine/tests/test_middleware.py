@@ -83,7 +83,7 @@ class Engine:
 
     async def event(self, name: str) -> dict[str, Any]:
         """The next event of that name from the middleware."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while True:
                 for message in self._buffer.feed(await asyncio.get_running_loop().sock_recv(self.parent, 4096)):
                     if message["event"] == name:
@@ -132,7 +132,7 @@ async def test_the_configuration_is_shown(serving: Serving) -> None:
 
 async def test_a_drain_waits_for_running_requests(serving: Serving) -> None:
     engine = Engine()
-    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
         await engine.event("ready")
         running = asyncio.create_task(client.post("/v1/chat/completions", json={"hold": True}))
         await engine.entered.wait()
@@ -154,7 +154,7 @@ async def test_a_drain_waits_for_running_requests(serving: Serving) -> None:
 
 async def test_it_keeps_serving_during_the_delay(serving: Serving) -> None:
     engine = Engine()
-    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
         await engine.event("ready")
         engine.order({"order": "drain", "delay_seconds": 600, "timeout_seconds": 0})
         while (ready := await client.get("/ready")).status_code == 200:
@@ -169,7 +169,7 @@ async def test_it_keeps_serving_during_the_delay(serving: Serving) -> None:
 
 async def test_what_outlives_the_drain_is_ended_with_a_clear_error(serving: Serving) -> None:
     engine = Engine()
-    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
         await engine.event("ready")
         whole = asyncio.create_task(client.post("/v1/chat/completions", json={"hold": True}))
         async with client.stream("POST", "/v1/chat/completions", json={"stream": True}) as streamed:
@@ -192,12 +192,12 @@ async def test_what_outlives_the_drain_is_ended_with_a_clear_error(serving: Serv
 
 async def test_a_clients_own_disconnect_is_passed_on(serving: Serving) -> None:
     engine = Engine()
-    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=20) as client:
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
         await engine.event("ready")
         async with client.stream("POST", "/v1/chat/completions", json={"stream": True}) as streamed:
             await anext(streamed.aiter_lines())
             await engine.entered.wait()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await engine.aborted_once.wait()
         engine.order({"order": "drain", "delay_seconds": 0, "timeout_seconds": 20})
         drained = await engine.event("drained")

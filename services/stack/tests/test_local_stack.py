@@ -20,7 +20,7 @@ from spillway_stack.settings import StackSettings
 from spillway_stack.state_folder import StateFolder
 from spillway_stack.status_table import render_status
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 120.0
 
 # Answers /ready, and ends on SIGTERM only after having written its name into the order of stops.
 SERVER = """
@@ -48,7 +48,7 @@ def free_port() -> int:
 def server(name: str, stops: Path, stop_rank: int) -> Component:
     port = free_port()
     arguments = [sys.executable, "-c", SERVER, name, str(port), str(stops)]
-    return Component(name, arguments, port, "/ready", (port,), stop_rank, stop_timeout_seconds=10)
+    return Component(name, arguments, port, "/ready", (port,), stop_rank, stop_timeout_seconds=60)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -182,7 +182,7 @@ def word_spans(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 @settings(
     max_examples=3 * settings.default.max_examples // 2,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(
     st.lists(word_spans(), min_size=1, max_size=3),

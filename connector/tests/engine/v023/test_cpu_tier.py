@@ -92,7 +92,7 @@ class Twin:
 @settings(
     max_examples=3 * settings.default.max_examples,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(steps=steps)
 def test_it_decides_as_upstream_does(region: HostRegion, policy: str, steps: list[tuple[str, list[int]]]):

@@ -202,7 +202,7 @@ def stacks(request: pytest.FixtureRequest) -> Iterator[int]:
 @settings(
     max_examples=3 * settings.default.max_examples // 2,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(schedule=schedules)
 def test_a_prefix_is_answered_as_its_chunks_one_by_one(stacks: int, schedule: list[tuple[str, int, int]]):

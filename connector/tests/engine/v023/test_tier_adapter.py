@@ -25,7 +25,7 @@ KEY = b"k" * 32 + b"\0" * 4
 
 
 def round_trip(tier, payload: bytes) -> bytes:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     tier.store(KEY, memoryview(payload), deadline)
     target = memoryview(bytearray(PAYLOAD_BYTES))
     tier.load(KEY, target, deadline)

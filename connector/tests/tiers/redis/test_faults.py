@@ -289,11 +289,11 @@ def test_a_thread_waits_for_a_free_connection_only_until_its_deadline(tier_on: M
         holder = threading.Thread(target=lambda: error_of(lambda: _load(tier, soon())))
         holder.start()
         while len(server.commands) < 3:
-            server.received.wait(10)
+            server.received.wait(60)
             server.received.clear()
         assert "busy" in str(error_of(lambda: _load(tier, shortly())))
         tier.close()  # ends the holder's wait at once
-        holder.join(10)
+        holder.join(60)
         assert not holder.is_alive()
 
 

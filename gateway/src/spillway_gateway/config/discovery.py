@@ -31,7 +31,8 @@ class KubernetesDiscovery(CamelSection, frozen=True):
     scheme: Literal["http", "https"] = "http"
     resync_seconds: Positive = 300.0  # between two full lists, however quiet the watch is
     timeout_seconds: Positive = 10.0  # of a list, and until a watch begins
-    # Longest pause between two tries while the API server is away: changes meanwhile are followed within two seconds.
+    # Longest pause between two tries while the API server is away; no other one lies between its return and the list,
+    # so changes during the outage are followed within two seconds of it.
     retry_seconds_max: Positive = 1.0
     api_server: Text | None = None  # https://HOST:PORT; None: of the cluster that the gateway runs in
     token_file: Text = _ACCOUNT + "token"  # read anew for every call: the kubelet renews it

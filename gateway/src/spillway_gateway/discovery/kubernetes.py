@@ -38,7 +38,8 @@ class _Stopped(Exception):
 
 
 class KubernetesSource:
-    """chance: 0 to 1, for jitter. clock: monotonic seconds. run() is called once."""
+    """chance: 0 to 1, for jitter. clock: monotonic seconds. pause: waits for that event, at most so many seconds. run()
+    is called once."""
 
     def __init__(
         self,
@@ -48,12 +49,14 @@ class KubernetesSource:
         *,
         chance: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[threading.Event, float], object] = threading.Event.wait,
     ) -> None:
         self._config = config
         self._status = status
         self._publish = publish
         self._chance = chance
         self._clock = clock
+        self._pause = pause
         # Between the thread and the event loop.
         self._updates: queue.Queue[Callable[[], None]] = queue.Queue(UPDATES_MAX)
         self._stopping = threading.Event()
@@ -62,6 +65,7 @@ class KubernetesSource:
         self._table = SliceTable()
         self._version: str | None = None  # where the next watch begins; None: list first
         self._list_at = 0.0
+        self._listed = False  # the last watch began from a list
         self._fruitful = False  # the last watch brought something, or lasted
         self._published: tuple[FoundEngine, ...] | None = None
         self._problems: tuple[str, ...] = ()
@@ -143,16 +147,23 @@ class KubernetesSource:
                 failures = 0 if self._fruitful else failures + 1
             except SourceFailed as error:
                 failures = 1 if self._fruitful else failures + 1
+                # An API server that has restarted no longer has the history: a pause here, after the one before it was
+                # back, would double the time until changes are seen. A version that was listed just now is a fault.
+                if error.reason == "expired" and not self._listed:
+                    failures = 0
                 if error.reason in ("expired", "invalid"):
                     self._version = None
                 self._hand_over(partial(self._failed, error))
             if failures:
-                self._stopping.wait(pause_seconds(failures, self._config.retry_seconds_max, self._chance()))
+                seconds = pause_seconds(failures, self._config.retry_seconds_max, self._chance())
+                self._pause(self._stopping, seconds)
 
     def _list_and_watch(self, api: KubernetesApi) -> None:
         """List if it is due, then one watch."""
         now = self._clock()
+        self._listed = False
         if self._version is None or now >= self._list_at:
+            self._listed = True
             self._table.slices, self._version = api.list()
             self._list_at = now + self._config.resync_seconds
             self._hand_over(self._status.heard)

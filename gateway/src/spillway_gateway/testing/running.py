@@ -15,7 +15,7 @@ from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.listeners.server import GatewayServer, bind
 from spillway_gateway.testing.fake_engine import FakeEngine
 
-UNTIL_SECONDS_MAX = 30.0  # a busy machine, not a slow gateway
+UNTIL_SECONDS_MAX = 120.0  # a busy machine, not a slow gateway
 
 
 async def until(condition: Callable[[], object]) -> None:

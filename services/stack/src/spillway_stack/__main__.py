@@ -21,8 +21,8 @@ from spillway_stack.status_table import render_status
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m spillway_stack",
-        description="Runs all of Spillway on this machine. Environment: PORT, ENGINES, VLLM, MODEL, SHARED_TIER, OFFLOAD, "
-        "NUM_CPU_BLOCKS, DEVICE_BLOCKS, MAX_LENGTH, DTYPE, ENGINE_ARGS (further arguments of vLLM), "
+        description="Runs all of Spillway on this machine. Environment: PORT, ENGINES, VLLM, MODEL, SHARED_TIER, "
+        "OFFLOAD, NUM_CPU_BLOCKS, DEVICE_BLOCKS, MAX_LENGTH, DTYPE, ENGINE_ARGS (further arguments of vLLM), "
         "ENGINE_SET (key=value of the engine service).",
     )
     parser.add_argument(

@@ -64,17 +64,17 @@ def test_a_thread_waits_for_anothers_discovery_only_until_its_deadline() -> None
 
     def ask(deadline: float) -> int:
         begun.set()
-        go_on.wait(10)
+        go_on.wait(60)
         return 1
 
     discovery = Discovery(ask, clock)
     thread = threading.Thread(target=lambda: discovery.get(clock() + 9))
     thread.start()
-    begun.wait(10)
+    begun.wait(60)
     with pytest.raises(TierTimeout):
         discovery.get(clock())
     go_on.set()
-    thread.join(10)
+    thread.join(60)
     assert discovery.get(clock() + 9) == 1
 
 
