@@ -50,7 +50,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "offload: {sharedTier: {type: redis, redis: {tenantMaxBytes: 1GiB}}}}, "
         "gateway: {resources: {requests: {memory: 1K}}, index: {bytesMax: lots}}}",
         [
-            'engine.memory.limit: "500m" is no size; write for example 512MiB, 64Gi',
+            'engine.memory.limit: "500m" has a suffix for fractions of a byte; write for example 512MiB, 64Gi',
             'engine.model.cache.sizeLimit: "80g" is no size',
             'gateway.index.bytesMax: "lots" is no size',
             'gateway.resources.requests.memory: "1K" is no size',

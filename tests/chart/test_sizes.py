@@ -1,36 +1,195 @@
-"""Sizes with Kubernetes' suffixes are read wherever values take a size."""
+"""Every size among the values: Kubernetes' suffixes and spelt-out units become bytes; a wrong one stops the render."""
+
+from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from typing import Any
 
+import jsonschema
+import pytest
 import yaml
-from chart.rendering import Render, pod_spec, render
+from chart.helm_binaries import Helm, helms
+from chart.rendering import CHART, Render, RenderRefused, laid_over, nested, pod_spec, render
+from size_cases import BYTES, REFUSED
+
+each_helm = pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+EXAMPLE = "write for example 512MiB, 64Gi, 1TB or a number of bytes"
 
 
-def test_kubernetes_own_suffixes_everywhere():
+def sizes(schema: dict[str, Any], path: str) -> Iterator[str]:
+    """Paths below `path` whose values are sizes by the schema."""
+    kind = str(schema.get("$ref", "")).rpartition("/")[2]
+    if kind in ("size", "optionalSize"):
+        yield path
+    for key, inner in schema.get("properties", {}).items():
+        yield from sizes(inner, f"{path}.{key}" if path else key)
+
+
+SIZES = (*sizes(SCHEMA, ""), *sizes(SCHEMA["$defs"]["engine"], "engine"))
+# Settings of two ways to size one thing, or read with one tier alone, are set together all the same: sizes come first.
+LEAST = {"engine.memory.pageCache": 0, "redis.memory": "64MiB"}
+
+
+def refusal(helm: Helm, values: dict[str, Any]) -> list[str]:
+    """What is wrong, one line for each."""
+    with pytest.raises(RenderRefused) as refused:
+        render(values=values, helm=helm)
+    return re.findall(r"^- (.*)$", str(refused.value), re.M)
+
+
+def everywhere(value: object, paths: tuple[str, ...] = SIZES) -> dict[str, Any]:
+    return laid_over({}, *(nested(path, value) for path in paths))
+
+
+def test_the_schema_names_the_sizes():
+    assert len(SIZES) == len(set(SIZES)) == 23
+    assert {"redis.memory", "engine.model.cache.sizeLimit", "gateway.index.bytesMax"} < set(SIZES)
+
+
+@pytest.mark.parametrize("kind", ["size", "optionalSize"])
+def test_the_schema_leaves_every_size_to_the_parser(kind):
+    """A pattern of the schema could not say why, and would have to be the parser's grammar once more."""
+    for value in (*BYTES, *REFUSED):
+        jsonschema.validate(value, SCHEMA["$defs"][kind])
+
+
+@each_helm
+@pytest.mark.parametrize("value", ["100m", "8Gx", -4, "9Ei"], ids=repr)
+def test_a_wrong_size_is_refused_at_every_setting_and_nothing_else_is_said(helm, value):
+    given = f'"{value}"' if isinstance(value, str) else str(value)
+    reason = {**REFUSED, "8Gx": "is no size", "9Ei": "is 8 EiB or more"}[value]
+
+    assert sorted(refusal(helm, everywhere(value))) == sorted(f"{path}: {given} {reason}; {EXAMPLE}" for path in SIZES)
+
+
+@each_helm
+@pytest.mark.parametrize("value", [0, "0Gi"], ids=repr)
+def test_nothing_is_given_no_bytes(helm, value):
+    """A Valkey with `maxmemory 0` has no bound, and a pod that requests 0 bytes is the first to be evicted."""
+    given = f'"{value}"' if isinstance(value, str) else str(value)
+    least = {path: LEAST.get(path, "1 byte") for path in SIZES}
+
+    assert sorted(refusal(helm, everywhere(value))) == sorted(
+        f"{path}: {given} given, at least {needed} needed; {EXAMPLE}" for path, needed in least.items() if needed
+    )
+
+
+@each_helm
+def test_sums_of_sizes_fit_into_64_bits(helm):
+    assert refusal(helm, everywhere("9000Ti")) == [
+        f'{path}: "9000Ti" given, at most 8PiB needed; {EXAMPLE}' for path in sorted(SIZES)
+    ]
+    [problem] = refusal(helm, nested("engine.offload.numCpuBlocks", 10**15))
+    assert problem.startswith("engine.offload.numCpuBlocks: 1000000000000000 chunks of 18.0 MiB are more than 8 PiB; ")
+
+
+@each_helm
+def test_a_wrong_size_of_one_of_several_models_is_named(helm):
+    values = {"engines": {"a": {"memory": {"limit": "500m"}}, "b": {}}}
+
+    assert refusal(helm, values) == [
+        f'engines.a.memory.limit: "500m" has a suffix for fractions of a byte; {EXAMPLE}',
+    ]
+
+
+@each_helm
+@pytest.mark.parametrize(
+    ("memory", "problem"),
+    [
+        ("63MiB", f'"63MiB" given, at least 64MiB needed; {EXAMPLE}'),
+        ("1e3", f'"1e3" given, at least 64MiB needed; {EXAMPLE}'),
+        ("64MiB", "three quarters of 64MiB, 48.0 MiB, hold no chunk of 72.0 MiB; set it to 97Mi or more"),
+    ],
+)
+def test_the_embedded_server_holds_a_chunk(helm, memory, problem):
+    offload = {"blocksPerChunk": 4, "sharedTier": {"type": "redis"}}
+    values = {"redis": {"enabled": True, "memory": memory}, "engine": {"offload": offload}}
+
+    assert refusal(helm, values) == [f"redis.memory: {problem}"]
+    assert render(values=laid_over(values, nested("redis.memory", "97Mi")), helm=helm).objects
+
+
+@each_helm
+def test_sizes_become_bytes_wherever_they_are_rendered(helm):
     engine = {
-        "memory": {"limit": "64G", "sharedMemory": "40G"},
+        "memory": {"limit": "64G", "sharedMemory": "4.1e10", "processPerRank": "9e9", "pageCache": 0},
         "model": {"cache": {"sizeLimit": "80G"}},
-        "offload": {"sharedTier": {"type": "redis", "loadQueueBytesMax": "4G"}},
+        "offload": {
+            "numCpuBlocks": None,
+            "cpuBytes": ".03Ti",
+            "sharedTier": {"type": "redis", "loadQueueBytesMax": "4G", "storeQueueBytesMax": 5e9},
+        },
     }
-    values = {
-        "engine": engine,
-        "redis": {"enabled": True, "memory": "8G"},
-        "gateway": {"resources": {"requests": {"memory": "1G"}, "limits": {"memory": "2G"}}},
+    engine["offload"]["sharedTier"]["redis"] = {"tenantMaxBytes": "1.1 GiB"}
+    gateway = {
+        "resources": {"requests": {"memory": "1G"}, "limits": {"memory": "2000M"}},
+        "limits": {"bodyBytesMax": "60MB", "bodiesBytesMax": "250M", "plainReplyBufferBytes": "+4Mi"},
+        "connections": {"headBytesMax": "64k", "targetBytesMax": "8e3", "bodyBytesPerSecondMin": 65536},
+        "index": {"bytesMax": "0.25GiB"},
     }
 
-    rendered = render(values=values)
+    rendered = render(
+        values={"engine": engine, "gateway": gateway, "redis": {"enabled": True, "memory": "8G"}}, helm=helm
+    )
 
     assert "maxmemory 6000000000\n" in rendered.one("ConfigMap", "redis")["data"]["valkey.conf"]
     assert memory(rendered, "redis") == {"requests": "7630Mi", "limits": "7630Mi"}
     assert memory(rendered, "gateway", "Deployment") == {"requests": "954Mi", "limits": "1908Mi"}
     assert memory(rendered, "engine") == {"requests": "61036Mi", "limits": "61036Mi"}
-    volumes = {volume["name"]: volume for volume in pod_spec(rendered.one("StatefulSet", "engine"))["volumes"]}
+    volumes = volumes_of(rendered)
     assert volumes["hub"]["emptyDir"] == {"sizeLimit": "76294Mi"}
-    settings = yaml.safe_load(rendered.one("ConfigMap", "engine")["data"]["engine.yaml"])
-    assert settings["offload"]["sharedTier"]["loadQueueBytesMax"] == 4_000_000_000
-    assert '"0Mi"' not in json.dumps(rendered.objects)
+    assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "39101Mi"}
+    settings = yaml.safe_load(rendered.one("ConfigMap", "engine")["data"]["engine.yaml"])["offload"]
+    assert settings["cpuBytes"] == 32_985_348_834  # 0.03 x 2**40 = 32985348833.28
+    assert settings["sharedTier"]["redis"]["tenantMaxBytes"] == 1_181_116_007
+    assert (settings["sharedTier"]["loadQueueBytesMax"], settings["sharedTier"]["storeQueueBytesMax"]) == (
+        4_000_000_000,
+        5_000_000_000,
+    )
+    read = yaml.safe_load(rendered.one("ConfigMap", "gateway")["data"]["gateway.yaml"])
+    assert {key: read["limits"][key] for key in gateway["limits"]} == {
+        "bodyBytesMax": 60_000_000,
+        "bodiesBytesMax": 250_000_000,
+        "plainReplyBufferBytes": 4 << 20,
+    }
+    assert {key: read["connections"][key] for key in gateway["connections"]} == {
+        "headBytesMax": 64_000,
+        "targetBytesMax": 8_000,
+        "bodyBytesPerSecondMin": 65_536,
+    }
+    assert read["index"]["bytesMax"] == 1 << 28
+
+
+@each_helm
+@pytest.mark.parametrize("kind", ["emptyDir", "perPodClaim", "sharedClaim"])
+def test_the_size_of_a_volume_bounds_the_tier_on_it(helm, kind):
+    nvme = {"volume": {"type": kind, "size": "500G"}, "tenantMaxBytes": "1T"}
+    values = nested("engine.offload.sharedTier", {"type": "nvme", "nvme": nvme})
+
+    [problem] = refusal(helm, values)
+    assert "tenantMaxBytes: 931.3 GiB for one tenant is more than maxBytes: 419.1 GiB" in problem
+    nvme["tenantMaxBytes"] = "100G"
+    rendered = render(values=values, helm=helm)
+    settings = yaml.safe_load(rendered.one("ConfigMap", "engine")["data"]["engine.yaml"])["offload"]
+    assert settings["sharedTier"]["nvme"]["maxBytes"] == 450_000_000_000
+    assert settings["sharedTier"]["nvme"]["tenantMaxBytes"] == 100_000_000_000
+    if kind == "emptyDir":
+        assert volumes_of(rendered)["kv"]["emptyDir"] == {"sizeLimit": "476838Mi"}
+    elif kind == "perPodClaim":
+        [claim] = rendered.one("StatefulSet", "engine")["spec"]["volumeClaimTemplates"]
+        assert claim["spec"]["resources"] == {"requests": {"storage": "476838Mi"}}
+    else:
+        claim = rendered.one("PersistentVolumeClaim")
+        assert claim["spec"]["resources"] == {"requests": {"storage": "476838Mi"}}
 
 
 def memory(rendered: Render, component: str, kind: str = "StatefulSet") -> dict[str, str]:
     resources = pod_spec(rendered.one(kind, component))["containers"][0]["resources"]
     return {part: amounts["memory"] for part, amounts in resources.items()}
+
+
+def volumes_of(rendered: Render) -> dict[str, Any]:
+    return {volume["name"]: volume for volume in pod_spec(rendered.one("StatefulSet", "engine"))["volumes"]}

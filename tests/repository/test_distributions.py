@@ -117,6 +117,13 @@ def test_the_makefile_installs_all_and_has_their_version() -> None:
     assert {distribution.version for distribution in ALL.values()} == {version}
 
 
+def test_the_makefile_installs_whole_engines_of_another_vllm() -> None:
+    [listed] = re.findall(r"^ENGINE_DISTRIBUTIONS := (.*)$", MAKEFILE, re.M)
+    names = {name for name, distribution in ALL.items() if distribution.folder in listed.split()}
+
+    assert closed(names, ALL) == names and "spillway-engine" in names
+
+
 def test_the_makefile_lends_another_interpreter_all_that_the_connector_needs() -> None:
     [path] = re.findall(r"^CONNECTOR := (.*)$", MAKEFILE, re.M)
     needed = closed({"spillway-connector"}, ALL)

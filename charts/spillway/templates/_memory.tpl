@@ -79,7 +79,13 @@ processes, staging, page cache and margin.
 {{- $chunks := 0 -}}
 {{- $tierKey := "offload.numCpuBlocks" -}}
 {{- if $offload.enabled -}}
-{{- if $offload.numCpuBlocks -}}{{- $chunks = int64 $offload.numCpuBlocks -}}
+{{- if $offload.numCpuBlocks -}}
+{{- $chunks = int64 $offload.numCpuBlocks -}}
+{{- $most := div 9007199254740992 $rowBytes -}}
+{{- if gt (float64 $offload.numCpuBlocks) (float64 $most) -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.offload.numCpuBlocks: %.0f chunks of %s are more than 8 PiB; set it to what the host memory holds, %d or less" $path (float64 $offload.numCpuBlocks) (include "spillway.bytesText" $rowBytes) $most)) -}}
+{{- $chunks = 1 -}}
+{{- end -}}
 {{- else if $offload.cpuBytes -}}
 {{- $tierKey = "offload.cpuBytes" -}}
 {{- $tierGiven := int64 (include "spillway.bytes" (dict "value" $offload.cpuBytes "path" (printf "%s.offload.cpuBytes" $path))) -}}

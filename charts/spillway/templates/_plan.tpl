@@ -168,17 +168,6 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- end -}}
 {{- end -}}
 
-{{/* The gateway's settings that are sizes, as section.key. */}}
-{{- define "spillway.gatewaySizes" -}}
-- limits.bodyBytesMax
-- limits.bodiesBytesMax
-- limits.plainReplyBufferBytes
-- connections.headBytesMax
-- connections.targetBytesMax
-- connections.bodyBytesPerSecondMin
-- index.bytesMax
-{{- end -}}
-
 {{/* (root, engines, problems, out): the YAML of `python -m spillway_gateway --config` into out. */}}
 {{- define "spillway.gatewaySettings" -}}
 {{- $root := .root -}}

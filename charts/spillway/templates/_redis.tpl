@@ -6,12 +6,11 @@ resetkeys ~spillway1:* resetchannels -@all +ping +select +exists +get +getex +se
 {{/* The embedded Valkey: a cache in memory, so nothing is written to disk and the oldest blocks make room. */}}
 {{- define "spillway.redisFiles" -}}
 {{- $redis := .Values.redis -}}
-{{- $memory := int64 (include "spillway.bytes" (dict "value" $redis.memory "path" "redis.memory")) -}}
 valkey.conf: |
   bind * -::*
   port {{ int64 $redis.port }}
   # A quarter of the pod stays free: fragmentation and buffers of clients that read whole chunks.
-  maxmemory {{ div (mul $memory 3) 4 }}
+  maxmemory {{ include "spillway.redisBlockBytes" . }}
   maxmemory-policy allkeys-lru
   io-threads {{ int64 $redis.ioThreads }}
   save ""

@@ -118,9 +118,13 @@
 {{- if gt (int64 $redis.payloadConnections) (int64 $redis.connections) -}}
 {{- $texts = append $texts (printf "%s.payloadConnections: %d is more than connections: %d; raise connections or lower payloadConnections" $at (int64 $redis.payloadConnections) (int64 $redis.connections)) -}}
 {{- end -}}
-{{- if and $settings.tenantMaxBytes (not $redis.url) $root.Values.redis.enabled -}}
-{{- $most := div (mul (int64 (include "spillway.bytes" (dict "value" $root.Values.redis.memory "path" "redis.memory"))) 3) 4 -}}
-{{- if gt (int64 $settings.tenantMaxBytes) $most -}}
+{{- if and (not $redis.url) $root.Values.redis.enabled -}}
+{{- $most := int64 (include "spillway.redisBlockBytes" $root) -}}
+{{- $row := int64 .item.memory.cpuRowBytes -}}
+{{- if lt $most $row -}}
+{{- $texts = append $texts (printf "redis.memory: three quarters of %v, %s, hold no chunk of %s; set it to %s or more" $root.Values.redis.memory (include "spillway.bytesText" $most) (include "spillway.bytesText" $row) (include "spillway.quantity" (div (mul $row 4) 3 | add1))) -}}
+{{- end -}}
+{{- if gt (int64 (default 0 $settings.tenantMaxBytes)) $most -}}
 {{- $texts = append $texts (printf "%s.tenantMaxBytes: %s for one tenant is more than the embedded server holds for all: three quarters of redis.memory, %s; set it to %d or less" $at (include "spillway.bytesText" $settings.tenantMaxBytes) (include "spillway.bytesText" $most) $most) -}}
 {{- end -}}
 {{- end -}}

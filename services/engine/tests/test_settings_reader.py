@@ -55,7 +55,7 @@ def test_overrides_alone_are_enough() -> None:
         ("port=eight", "port: 'eight' given, a whole number from 1 to 65535 needed"),
         ("port=true", "port: True given, a whole number from 1 to 65535 needed"),
         ("platform=tpu", "platform: 'tpu' given, auto, cpu, cuda or npu needed"),
-        ("offload.cpuBytes=lots", "offload.cpuBytes: 'lots' is not a size"),
+        ("offload.cpuBytes=lots", "offload.cpuBytes: 'lots' is no size"),
         ("extraArgs=x", "extraArgs: 'x' given, a list needed"),
         ("model=x", "model: 'x' given, a mapping of settings needed"),
         ("port", "has no key or no value"),

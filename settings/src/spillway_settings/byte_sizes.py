@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from decimal import Decimal
+from fractions import Fraction
 
 
 class ByteCount(int):
@@ -19,35 +20,61 @@ class ByteCount(int):
 
 
 _PREFIXES = "KMGTPE"
-# Kubernetes' decimal suffixes are one letter in this case; its "m" means thousandths and "K" does not exist there.
-_LETTERS = {"B": 1, "k": 10**3, **{letter: 10 ** (3 * (power + 2)) for power, letter in enumerate(_PREFIXES[1:])}}
+# Kubernetes' decimal suffixes are one letter in this case; "K" does not exist there.
+_LETTERS: dict[str, int] = {
+    "B": 1,
+    "k": 10**3,
+    **{letter: 10 ** (3 * (power + 2)) for power, letter in enumerate(_PREFIXES[1:])},
+}
+_FRACTIONS = frozenset("num")  # of a byte: Kubernetes' suffixes for 10**-9, 10**-6 and 10**-3
 # Two letters and more mean one thing in any case.
-_WORDS = {
+_WORDS: dict[str, int] = {
     "": 1,
     **{f"{letter}B": 10 ** (3 * (power + 1)) for power, letter in enumerate(_PREFIXES)},
     **{f"{letter}I": 1 << (10 * (power + 1)) for power, letter in enumerate(_PREFIXES)},
     **{f"{letter}IB": 1 << (10 * (power + 1)) for power, letter in enumerate(_PREFIXES)},
 }
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]{1,2}(?=\s*$))?)\s*([A-Za-z]*)\s*")
-_LIMIT_BYTES = int(9.2e18)  # below what 64 bits with a sign hold, which is what the chart reckons with
+_SIZE = re.compile(r" *([+-]?)([0-9]*(?:\.[0-9]*)?)([eE][+-]?[0-9]{1,2})? *([A-Za-z]*) *")
+_LENGTH_MAX = 64  # characters; more are no size that a person wrote
+_BYTES_MAX = (1 << 63) - 1  # of a Kubernetes quantity, and what the chart reckons with
 
 
-def parse_byte_count(text: object) -> int:
-    """A Kubernetes quantity of whole bytes (`64G`, `16Gi`, `12e9`) or a spelt-out unit (`512 MiB`, `1GB`) -> bytes.
+def parse_byte_count(value: object) -> int:
+    """A Kubernetes quantity of bytes (`64G`, `16Gi`, `12e9`), a spelt-out unit (`512 MiB`, `1GB`) or a number -> bytes.
 
-    The chart's `spillway.parsedBytes` is the same grammar. Raises ValueError when the text is no size or is negative.
+    A fraction of a byte is rounded up, as Kubernetes does. The chart's `spillway.readSize` is the same function, and
+    tests/size_cases.yaml the table of both. Raises ValueError, which says why.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        if text < 0:
-            raise ValueError(f"{text} is negative; a size counts bytes")
-        return text
-    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    if match is not None:
-        number, unit = match.groups()
-        factor = _LETTERS.get(unit) if len(unit) == 1 else _WORDS.get(unit.upper())
-        if factor is not None and Decimal(number) * factor < _LIMIT_BYTES:
-            return int(Decimal(number) * factor)
-    raise ValueError(f"{text!r} is not a size; write for example 512MiB, 64Gi or a number of bytes")
+    amount = _amount(value)
+    if isinstance(amount, Fraction):
+        if amount < 0:
+            amount = "is negative"
+        elif 0 < amount < 1:
+            amount = "is less than one byte"
+        elif amount > _BYTES_MAX:
+            amount = "is 8 EiB or more"
+        else:
+            return math.ceil(amount)
+    raise ValueError(f"{value!r} {amount}; write for example 512MiB, 64Gi, 1TB or a number of bytes")
+
+
+def _amount(value: object) -> Fraction | str:
+    """Exact bytes; or what is wrong with it."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return Fraction(value) if isinstance(value, int) or math.isfinite(value) else "is no size"
+    match = _SIZE.fullmatch(value) if isinstance(value, str) and len(value) <= _LENGTH_MAX else None
+    if match is None or not match[2].strip(".") or (match[3] and match[4]):
+        return "is no size"
+    sign, number, exponent, unit = match.groups(default="")
+    if unit in _FRACTIONS:
+        return "has a suffix for fractions of a byte"
+    factor = _LETTERS.get(unit) if len(unit) == 1 else _WORDS.get(unit.upper())
+    if factor is None:
+        return "is no size"
+    if sign == "-":
+        return "is negative"
+    whole, _, parts = number.partition(".")
+    return Fraction(f"{whole or 0}.{parts or 0}{exponent}") * factor
 
 
 def format_byte_count(size_bytes: int) -> str:
