@@ -21,10 +21,20 @@ REGISTRY ?=
 # bench-copy and bench-gpu need PyTorch (and vLLM) for CUDA, which the local environment does not hold.
 PYTHON_CUDA ?= python3
 ASCEND_VARIANTS ?= default
+# The vLLM of engine images, and the tag of vllm-ascend's image that each pairs with (docs/versions.md).
+IMAGE_VLLM = $(or $(VLLM),0.23)
+IMAGE_SUFFIX = $(if $(filter-out 0.23,$(IMAGE_VLLM)),-vllm$(IMAGE_VLLM))
+ASCEND_TAG_0.23 := v0.23.0
+ASCEND_TAG_0.30 := v0.30.0
+ASCEND_TAG_0.32 := v0.32.0rc1
+ASCEND_TAG = $(ASCEND_TAG_$(IMAGE_VLLM))
+ASCEND_REPOSITORY ?= $(if $(IMAGE_SUFFIX),,quay.io/ascend/vllm-ascend)
 REQUIREMENTS := requirements/uv.txt requirements/local.txt
 NEEDS_INSTALL := { [ -x $(BIN)/python ] || { echo "nothing is installed here, so nothing runs; start with make up"; exit 1; }; }
 # Engines of another vLLM have an environment of their own: VLLM=0.30 or 0.32; 0.23 is in the local one.
 VLLM_ENVIRONMENTS := 0.30 0.32
+# Of these, what make test runs too.
+TESTED_VLLM :=
 installed = .venv/vllm-$(1)/installed-$(shell cat requirements/vllm-$(1).txt $(ENGINE_DISTRIBUTIONS:%=%/pyproject.toml) | sha256sum | cut -c1-16)
 COMMA := ,
 ENGINE_STAMP := $(foreach version,$(filter $(VLLM_ENVIRONMENTS),$(subst $(COMMA), ,$(VLLM))),$(call installed,$(version)))
@@ -57,12 +67,17 @@ down: ## End everything
 
 ##@ Work on it
 .PHONY: test
-test: $(STAMP) ## Every test, engines included; the slowest 30 at the end. TESTS=path narrows it
+test: $(STAMP) $(if $(TESTS),$(ENGINE_STAMP),$(foreach version,$(TESTED_VLLM),$(call installed,$(version)))) ## Every test, engines included; the slowest 30 at the end
+##+ TESTS=path narrows it; then VLLM=0.32 runs it in the environment of that vLLM
 ifeq ($(TESTS),)
-	@PYTHONPATH=tests $(BIN)/python -m lanes --profile full unit quick full
+	@PYTHONPATH=tests $(BIN)/python -m lanes --profile full unit quick full $(if $(TESTED_VLLM),other-vllm --vllm $(TESTED_VLLM))
 else
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(if $(filter $(VLLM_ENVIRONMENTS),$(VLLM)),.venv/vllm-$(VLLM)/bin/python,$(BIN)/python) -m pytest $(TESTS)
 endif
+
+.PHONY: test-generations
+test-generations: $(STAMP) $(foreach version,$(VLLM_ENVIRONMENTS),$(call installed,$(version))) ## What works on each vLLM, as a table and build/generations.json. VLLM="0.32" narrows it. About 15 minutes
+	@PYTHONPATH=tests $(BIN)/python -m generations $(subst $(COMMA), ,$(VLLM))
 
 .PHONY: test-unit
 test-unit: $(STAMP) ## Tests that need no vLLM and no server. Under three minutes on two cores
@@ -183,15 +198,20 @@ requirements: $(UV) ## Compile requirements/*.txt anew from *.in. UPGRADE=1 take
 ##@ Package
 .PHONY: images
 images: ## Build the images with docker or podman. REGISTRY=host/path/ ASCEND_VARIANTS="default a3 310p openeuler"
+##+ VLLM=0.23|0.30|0.32 of the engine images; from 0.30 on ASCEND_REPOSITORY=host/path/vllm-ascend
 	@[ -n "$(CONTAINER)" ] || { echo "neither docker nor podman is installed; install one, or set CONTAINER="; exit 1; }
+	@[ -n "$(ASCEND_TAG)" ] || { echo "VLLM=$(VLLM) is none of 0.23 $(VLLM_ENVIRONMENTS); give one of them"; exit 1; }
+	@[ -n "$(ASCEND_REPOSITORY)" ] || [ -z "$(ASCEND_VARIANTS)" ] || { echo "ASCEND_REPOSITORY= is empty: vllm-ascend" \
+	  "$(ASCEND_TAG) comes from third parties; name the repository that you have it from, or ASCEND_VARIANTS=\"\""; exit 1; }
 	@build() { $(CONTAINER) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) "$$@" .; }; \
 	build -f docker/gateway.Dockerfile -t $(REGISTRY)spillway-gateway:$(VERSION); \
 	build -f docker/tools.Dockerfile -t $(REGISTRY)spillway-tools:$(VERSION); \
-	build -f docker/engine-cpu.Dockerfile -t $(REGISTRY)spillway-engine:$(VERSION)-cpu; \
+	build --build-arg VLLM=$(IMAGE_VLLM) \
+	  -f docker/engine-cpu.Dockerfile -t $(REGISTRY)spillway-engine:$(VERSION)-cpu$(IMAGE_SUFFIX); \
 	for variant in $(ASCEND_VARIANTS); do \
 	  suffix=$${variant#default}; suffix=$${suffix:+-$$suffix}; \
-	  build --build-arg BASE=quay.io/ascend/vllm-ascend:v0.23.0$$suffix \
-	    -f docker/engine-ascend.Dockerfile -t $(REGISTRY)spillway-engine:$(VERSION)-ascend$$suffix; \
+	  build --build-arg VLLM=$(IMAGE_VLLM) --build-arg BASE=$(ASCEND_REPOSITORY):$(ASCEND_TAG)$$suffix \
+	    -f docker/engine-ascend.Dockerfile -t $(REGISTRY)spillway-engine:$(VERSION)-ascend$$suffix$(IMAGE_SUFFIX); \
 	done
 
 .PHONY: sbom

@@ -165,6 +165,7 @@ CHANGES: dict[str, Any] = {
     "engine.cpu.limit": "16",
     "engine.lifecycle.selfCheck": "off",
     "engine.lifecycle.selfCheckText": "Alle Menschen werden Brüder.",
+    "engine.image.vllm": "0.32",
     "engine.image.variant": "openeuler",
     "engine.image.digest": "sha256:" + "a" * 64,
     "engine.image.registry": "other.example",
@@ -308,6 +309,7 @@ FORMED = (
     *("engine.offload.sharedTier.type", "engine.offload.sharedTier.nvme", "engine.offload.sharedTier.redis.url"),
     *("passwordAs", "loadQueueBytesMax", "storeQueueBytesMax"),
     *("engine.memory", "engine.cpu", "engine.lifecycle", "engine.image.variant", "engine.image.digest", "redis.memory"),
+    "engine.image.vllm",
     *("whenUnsatisfiable", "gateway.service.type", "gateway.limits", "gateway.index", "gateway.log.level", "redis.cpu"),
     *(
         "gateway.auth.unsaltedRoutes",

@@ -1,13 +1,14 @@
 """Dockerfiles and chart agree: names, versions, users, pinned and hash-checked installs, files that exist."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 from chart.helm_binaries import ROOT
-from chart.rendering import CHART, pod_spec, render
+from chart.rendering import CHART, laid_over, pod_spec, render
 
 VLLM_VERSIONS = ("0.23", "0.30", "0.32")
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -88,6 +89,24 @@ def test_chart_asks_for_the_images_that_are_built():
         pod_spec(a3.one("StatefulSet", "engine"))["containers"][0]["image"]
         == f"spillway-engine:{VERSION}-ascend-a3-openeuler"
     )
+
+
+@pytest.mark.parametrize("vllm", VLLM_VERSIONS)
+def test_each_vllm_has_a_tag_of_its_own_that_make_images_builds(vllm):
+    suffix = "" if vllm == "0.23" else f"-vllm{vllm}"
+    for values, name in (({"accelerator": {"preset": "cpu"}}, "cpu"), ({"image": {"variant": "a3"}}, "ascend-a3")):
+        rendered = render(values=laid_over({"engine": values}, {"engine": {"image": {"vllm": vllm}}}))
+        pod = rendered.one("StatefulSet", "engine")["spec"]["template"]
+        assert pod["spec"]["containers"][0]["image"] == f"spillway-engine:{VERSION}-{name}{suffix}"
+        assert pod["metadata"]["labels"]["spillway/vllm"] == vllm
+    built = subprocess.run(
+        ["make", "-n", "images", f"VLLM={vllm}", "CONTAINER=docker", "ASCEND_REPOSITORY=a.example/vllm-ascend"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert f"spillway-engine:{VERSION}-cpu{suffix};" in built.stdout
+    assert f"spillway-engine:{VERSION}-ascend$suffix{suffix};" in built.stdout
+    assert f"BASE=a.example/vllm-ascend:v{vllm}.0" in built.stdout
+    assert f"--build-arg VLLM={vllm}" in built.stdout
 
 
 def test_an_image_is_named_as_the_values_say():

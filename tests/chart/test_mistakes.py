@@ -31,6 +31,18 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "unknown preset": ("engine: {accelerator: {preset: nvidia}}", ["mindcluster", "cce", "hami", "custom", "cpu"]),
     "unknown dtype": ("engine: {model: {dtype: fp8}}", ["dtype", "bfloat16"]),
     "unknown image variant": ("engine: {image: {variant: a2}}", ["variant", "a3-openeuler"]),
+    "a vLLM without an image": (
+        'engine: {image: {vllm: "0.33"}}',
+        ['engine.image.vllm: "0.33" has no engine image', "0.23, 0.30 and 0.32: write one of them in quotes"],
+    ),
+    "a version that YAML takes for a number": (
+        "engine: {image: {vllm: 0.30}}",
+        ["engine.image.vllm: 0.3 has no engine image", 'in quotes, e.g. vllm: "0.32"'],
+    ),
+    "a board without a base of that vLLM": (
+        'engine: {image: {vllm: "0.32", variant: a5-openeuler}}',
+        ['image.variant: "a5-openeuler" has a base image for vllm: "0.23" alone', "image.tag or image.digest"],
+    ),
     "tag in the digest": ("engine: {image: {digest: v1.0}}", ["digest", "pattern"]),
     "a default taken away": ("engine: {lifecycle: null}", ["lifecycle", "required|missing"]),
     "number as label": ("commonLabels: {cost: 5}", ["cost", "string"]),

@@ -158,7 +158,7 @@ def test_notes_name_the_real_objects():
     notes = notes_of("-f", CHART / "values-cpu.yaml")
 
     assert "port-forward service/chat-spillway-gateway 8000:80" in notes
-    assert "smollm2-135m-instruct (chat-spillway-engine, 2 pods)" in notes
+    assert "smollm2-135m-instruct (chat-spillway-engine, 2 pods, vLLM 0.23)" in notes
     assert "128 chunks, 16384 tokens" in notes
     assert "helm test chat -n llm" in notes
 

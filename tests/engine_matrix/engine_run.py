@@ -9,6 +9,8 @@ Prints `RUN {json}` with the model for each case:
     cpu          Spillway with the CPU tier
     chunks       the same, two device blocks to a chunk
     nvme         Spillway with a small CPU tier, so that chunks are loaded from files
+    redis        the same, from a Valkey
+    early        the same as nvme, with reads that wait until a load has begun with part of its chunks
     lossy        loads of zeroes: the answers must differ, or the comparison proves nothing
     failing      every second load fails after overwriting its blocks
     npu, npu-off the NPU transport on the ACL emulator, with batched copies and without
@@ -19,6 +21,7 @@ workers of several ranks are not), which costs seconds an engine where vLLM's pr
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -26,8 +29,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine_matrix.gated_reads import gated_reads
 from engine_matrix.greedy import greedy_answers
 from engine_matrix.models import BLOCK_TOKENS, VOCABULARY, Model, build, model
+from engine_matrix.valkey_process import running_valkey
 
 PROMPT_BLOCKS = 12
 ANSWER_TOKENS = 8
@@ -47,7 +52,7 @@ def prompts(block_tokens: int) -> dict[str, list[int]]:
     return found
 
 
-def transfer_config(case: str, wanted: Model, folder: Path) -> dict[str, Any] | None:
+def transfer_config(case: str, wanted: Model, folder: Path, redis_url: str = "") -> dict[str, Any] | None:
     """vLLM's kv_transfer_config of a case."""
     if case in ("none", "device"):
         return None
@@ -62,8 +67,10 @@ def transfer_config(case: str, wanted: Model, folder: Path) -> dict[str, Any] | 
         extra |= {"spec_name": "LossySpec", "spec_module_path": "engine_matrix.lossy_spec"}
     if case == "failing":
         extra |= {"spec_name": "FailingSpec", "spec_module_path": "engine_matrix.failing_spec"}
-    if case == "nvme":
-        tier = {"type": "nvme", "path": str(folder / f"nvme-{wanted.name}"), "max_bytes": 1 << 30}
+    if case in ("nvme", "redis", "early"):
+        tier: dict[str, Any] = {"type": "nvme", "path": str(folder / f"{case}-{wanted.name}"), "max_bytes": 1 << 30}
+        if case == "redis":
+            tier = {"type": "redis", "url": redis_url}
         limits = {"lookup_timeout_seconds": 60.0, "load_timeout_seconds": 60.0, "store_timeout_seconds": 60.0}
         # Loads happen whether they pay or not, and no deadline may pass on a busy machine.
         extra |= {
@@ -91,7 +98,7 @@ def transfer_config(case: str, wanted: Model, folder: Path) -> dict[str, Any] | 
     }
 
 
-def answers(wanted: Model, folder: Path, case: str) -> dict[str, Any]:
+def answers(wanted: Model, folder: Path, case: str, redis_url: str = "") -> dict[str, Any]:
     """As greedy_answers: tokens of each answer with log-probabilities, and the cached tokens of each prompt."""
     on_gpu = wanted.platform == "cuda"
     settings: dict[str, Any] = {
@@ -108,7 +115,7 @@ def answers(wanted: Model, folder: Path, case: str) -> dict[str, Any]:
         "prefix_caching_hash_algo": "sha256_cbor",
         "disable_log_stats": True,
         "seed": 0,
-        "kv_transfer_config": transfer_config(case, wanted, folder),
+        "kv_transfer_config": transfer_config(case, wanted, folder, redis_url),
         **wanted.engine,
     }
 
@@ -123,15 +130,16 @@ class Tally:
     """What the scheduler's half receives and reports, of all ranks and tiers, since `take`."""
 
     def __init__(self) -> None:
-        from spillway_connector import metrics
-        from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
-        from spillway_connector.engine.v023.stats import SpillwayStats
-        from spillway_connector.engine.v023.tiering import SpillwayTieringManager
+        from spillway_connector.engine.generation import generation
+        from spillway_connector.transfer.shared_tier import SharedTier
 
-        self._counts = {"loads": 0, "failed_loads": 0, "tier_read_bytes": 0.0}
-        update, take = SpillwayConnectorScheduler.update_connector_output, SpillwayTieringManager.take_stats
+        room = f"spillway_connector.engine.{generation().value}"
+        half_class: Any = importlib.import_module(f"{room}.scheduler").SpillwayConnectorScheduler
+        self._tiers: list[SharedTier] = []
+        self._counts = dict.fromkeys(("loads", "failed_loads"), 0)
+        update, open_tier = half_class.update_connector_output, SharedTier.__init__
 
-        def collect(half: SpillwayConnectorScheduler, output: Any) -> None:
+        def collect(half: Any, output: Any) -> None:
             meta = output.kv_connector_worker_meta
             for job_id in meta.completed_jobs if meta is not None else ():
                 if not half._jobs[job_id].is_store:
@@ -139,19 +147,17 @@ class Tally:
                     self._counts["failed_loads"] += job_id in meta.failed_jobs
             update(half, output)
 
-        def take_stats(manager: SpillwayTieringManager) -> SpillwayStats | None:
-            stats = take(manager)
-            for key, amount in stats.samples().items() if stats is not None else ():
-                if key.startswith(metrics.TIER_READ_BYTES.name):
-                    self._counts["tier_read_bytes"] += amount
-            return stats
+        def remember(tier: SharedTier, *arguments: Any, **options: Any) -> None:
+            open_tier(tier, *arguments, **options)
+            self._tiers.append(tier)
 
-        SpillwayConnectorScheduler.update_connector_output = collect
-        SpillwayTieringManager.take_stats = take_stats
+        half_class.update_connector_output = collect
+        SharedTier.__init__ = remember  # type: ignore[method-assign]
 
     def take(self) -> dict[str, float]:
-        counts = dict(self._counts)
-        self._counts = dict.fromkeys(counts, 0)
+        counts = {**self._counts, "tier_read_bytes": sum(tier.counters.read_bytes for tier in self._tiers)}
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._tiers.clear()
         return counts
 
 
@@ -212,7 +218,16 @@ def prepare(wanted: list[Model]) -> None:
 def run_case(wanted: Model, folder: Path, case: str, tally: Tally) -> None:
     run_of = {"model": wanted.name, "case": case}
     try:
-        run = answers(wanted, folder, case) | tally.take() | (_emulator_calls() if case.startswith("npu") else {})
+        if case == "redis":
+            with running_valkey(folder) as url:
+                run = answers(wanted, folder, case, url)
+        elif case == "early":
+            with gated_reads() as early_parts:
+                run = answers(wanted, folder, case)
+            run["early_parts"] = early_parts()
+        else:
+            run = answers(wanted, folder, case)
+        run |= tally.take() | (_emulator_calls() if case.startswith("npu") else {})
     except Exception as error:
         cause = error.__cause__ or error
         print("REFUSED " + json.dumps(run_of | {"error": f"{type(cause).__name__}: {cause}"}), flush=True)

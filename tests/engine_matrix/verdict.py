@@ -17,7 +17,7 @@ from engine_matrix.greedy import scored_answers
 
 _TESTS = Path(__file__).parents[1]
 # Cases that must answer like the engine without offload, and must have loaded something.
-SAME = ("cpu", "chunks", "nvme", "failing", "npu", "npu-off")
+SAME = ("cpu", "chunks", "nvme", "redis", "early", "failing", "npu", "npu-off")
 
 
 @dataclass
@@ -87,8 +87,11 @@ def faults(outcome: Outcome) -> list[str]:
             found.append(f"{case}: nothing was loaded")
     if "lossy" in runs and not _differing(right, runs["lossy"]):
         found.append("lossy: loads of zeroes change no answer, so the comparison proves nothing")
-    if "nvme" in runs and not runs["nvme"]["tier_read_bytes"]:
-        found.append("nvme: nothing was read from the files")
+    for case in ("nvme", "redis", "early"):
+        if case in runs and not runs[case]["tier_read_bytes"]:
+            found.append(f"{case}: nothing was read from the shared tier")
+    if "early" in runs and not runs["early"]["early_parts"]:
+        found.append("early: no load began before all of it had been read")
     for case in ("npu", "npu-off"):
         if case in runs:
             run = runs[case]

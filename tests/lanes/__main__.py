@@ -1,5 +1,8 @@
 """`python -m lanes unit quick full [-- pytest's arguments]`: one pytest for each lane, one closing line for them all.
 
+The lane `other-vllm` is two for each version that --vllm names: the tests that its own interpreter runs, and those over
+a stack with engines of that version.
+
 Separate processes keep vLLM out of the unit tests and real engines apart from all other tests: lanes without engines
 run on several cores, a lane with engines runs alone. Every lane runs, even after a failure.
 """
@@ -15,10 +18,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from .rules import ROOT, Lane
+from .environments import interpreter
+from .rules import ROOT, STACK_TESTS, Lane
 
 WORKERS_MOST = {Lane.UNIT: 8, Lane.QUICK: 4}  # a worker of the quick lane holds vLLM and a Valkey: 1.5 GB
 SLOWEST = 30
@@ -31,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("lanes", nargs="+", type=Lane, choices=list(Lane), metavar="LANE")
     parser.add_argument("--profile", default="quick", help="of Hypothesis: quick (default) or full")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one for each core")
+    parser.add_argument("--vllm", default="", help="versions for the lane other-vllm, separated by commas")
     given, rest = parser.parse_known_args(arguments)
+    more = [word for word in rest if word != "--"]
     began = time.monotonic()
     counts: Counter[str] = Counter()
     seconds: dict[str, float] = {}
@@ -39,21 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     broken: list[str] = []
     failed = False
     with tempfile.TemporaryDirectory(prefix="spillway-lanes-") as folder:
-        for lane in given.lanes:
-            report = Path(folder, lane)
-            lane_began = time.monotonic()
+        for number, run in enumerate(planned(given.lanes, given.vllm, given.profile, given.workers, more)):
+            report = Path(folder, str(number))
+            run_began = time.monotonic()
             status = subprocess.run(
-                command(lane, given.profile, given.workers, report, [word for word in rest if word != "--"]),
+                [*run.command, "--lanes-report", str(report)],
                 cwd=ROOT,
+                env={**os.environ, **run.environment},
                 check=False,
             ).returncode
-            took.append(f"{lane} {time.monotonic() - lane_began:.0f} s")
+            took.append(f"{run.name} {time.monotonic() - run_began:.0f} s")
             failed |= status not in (0, NO_TESTS)
             if report.exists():
                 found = json.loads(report.read_text())
                 counts.update(found["counts"])
-                seconds |= found["seconds"]
-                broken += found["broken"]
+                seconds |= {run.prefix + name: one for name, one in found["seconds"].items()}
+                broken += [run.prefix + name for name in found["broken"]]
             else:
                 counts["error"] += 1  # pytest ended before it could count
     print(slowest(seconds), end="")
@@ -64,10 +72,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def command(lane: Lane, profile: str, workers: int, report: Path, more: Sequence[str]) -> list[str]:
+@dataclass(frozen=True)
+class Run:
+    """One pytest."""
+
+    name: str
+    command: Sequence[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    prefix: str = ""  # of its tests' names, where the same tests run more than once
+
+
+def planned(lanes: Sequence[Lane], vllm: str, profile: str, workers: int, more: Sequence[str]) -> list[Run]:
+    runs = []
+    for lane in lanes:
+        if lane is not Lane.OTHER_VLLM:
+            runs.append(Run(lane, command(lane, profile, workers, more)))
+            continue
+        for version in filter(None, vllm.split(",")):
+            prefix = f"vLLM {version}: "
+            own = command(lane, profile, workers, more, python=interpreter(version))
+            runs.append(Run(f"vLLM {version}", own, prefix=prefix))
+            stack = [sys.executable, "-m", "pytest", *STACK_TESTS]
+            runs.append(Run(f"stack on vLLM {version}", stack, {"VLLM": version}, prefix))
+    return runs
+
+
+def command(
+    lane: Lane, profile: str, workers: int, more: Sequence[str], python: Path = Path(sys.executable)
+) -> list[str]:
     parallel = min(workers, WORKERS_MOST.get(lane, 1))
     return [
-        *(sys.executable, "-m", "pytest", "--lanes", lane, "--lanes-report", str(report)),
+        *(str(python), "-m", "pytest", "--lanes", lane),
         *("--hypothesis-profile", profile),
         *(("-n", str(parallel), "--dist", "worksteal") if parallel > 1 else ()),
         *more,

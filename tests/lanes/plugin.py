@@ -13,7 +13,22 @@ from typing import Any
 
 import pytest
 
-from .rules import NEEDS, NOTHING, Lane, NoRule, lane_of, lanes_below, needs_of, needs_of_command
+from .environments import vllm_here
+from .rules import (
+    NEEDS,
+    NOTHING,
+    Lane,
+    NoRule,
+    holds_other_vllm,
+    lane_of,
+    lanes_below,
+    needs_of,
+    needs_of_command,
+    other_vllm_of,
+)
+
+# A test that may use everything has one of these needs.
+UNBOUNDED = frozenset({"engines", "other_vllm", "cluster", "chromium"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Outside of tests only what no test of this run may use is refused.
     outside = None if chosen is None else frozenset(need for need, (lane, _) in NEEDS.items() if lane in chosen)
     config.pluginmanager.register(_Chosen(chosen), "lanes-chosen")
-    _guard.allowed = None if outside and "engines" in outside else outside
+    _guard.allowed = None if outside and outside & UNBOUNDED else outside
     if _guard not in sys.meta_path:
         sys.meta_path.insert(0, _guard)
         sys.addaudithook(_guard.audit)
@@ -48,6 +63,8 @@ class _Chosen:
         if self._lanes is None:
             return None
         try:
+            if Lane.OTHER_VLLM in self._lanes:  # this interpreter is of such an environment
+                return None if self._runs_on_other(collection_path, vllm_here()) else True
             if collection_path.is_dir():
                 here = lanes_below(collection_path)
             elif collection_path.name.startswith("test_") and collection_path.suffix == ".py":
@@ -57,6 +74,12 @@ class _Chosen:
         except (NoRule, ValueError):  # reported at collection; or outside of the repository
             return None
         return None if here & self._lanes else True
+
+    @staticmethod
+    def _runs_on_other(path: Path, vllm: str) -> bool:
+        if path.is_dir():
+            return holds_other_vllm(path, vllm)
+        return vllm in other_vllm_of(path) or not path.name.startswith("test_")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -99,7 +122,7 @@ class _Guard(importlib.abc.MetaPathFinder):
     def allowing(self, needs: frozenset[str], subject: str) -> Iterator[None]:
         before = self.allowed, self._subject
         # A test with an engine may use everything below it.
-        self.allowed, self._subject = (None if needs & {"engines", "cluster", "chromium"} else needs), subject
+        self.allowed, self._subject = (None if needs & UNBOUNDED else needs), subject
         try:
             yield
         finally:

@@ -16,6 +16,7 @@ class Lane(StrEnum):
     UNIT = "unit"
     QUICK = "quick"
     FULL = "full"
+    OTHER_VLLM = "other-vllm"
     CLUSTER = "cluster"
     BROWSER = "browser"
 
@@ -28,6 +29,7 @@ NEEDS: dict[str, tuple[Lane, str]] = {
     "valkey": (Lane.QUICK, "a real Valkey"),
     "helm": (Lane.QUICK, "renders the chart with Helm 3 and 4"),
     "engines": (Lane.FULL, "real vLLM engines with a model"),
+    "other_vllm": (Lane.OTHER_VLLM, "an environment with another vLLM than the local one"),
     "cluster": (Lane.CLUSTER, "a real Kubernetes on this machine"),
     "chromium": (Lane.BROWSER, "a real browser"),
 }
@@ -96,6 +98,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/engine_lives": ("vllm",),
     "tests/engine_matrix": ("engines",),
     "tests/faults": ("engines",),
+    "tests/generations": ("other_vllm",),
+    "tests/generations/test_table.py": (NOTHING,),
     "tests/lanes": (NOTHING,),
     "tests/random_plans": ("vllm",),
     "tests/reference_answers": (NOTHING,),
@@ -106,6 +110,20 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/stack_driver": (NOTHING,),
     "tests/ui": ("chromium",),
 }
+
+LOCAL_VLLM = "0.23"  # of requirements/local.txt, which runs every other lane
+# Folder or file -> other versions whose environments (requirements/vllm-*.txt) run it in the lane `other-vllm`. Where
+# its rule names `other_vllm`, only they do.
+OTHER_VLLM: dict[str, tuple[str, ...]] = {
+    "tests/generations": ("0.30", "0.32"),
+}
+# Tests over a whole stack that the lane `other-vllm` runs once more, with engines of that version (VLLM=), all else of
+# the local environment.
+STACK_TESTS = (
+    "tests/e2e/test_identity.py::test_identical_with_and_without_tiers[redis]",
+    "tests/faults/test_engine_killed.py",
+    "tests/faults/test_valkey_faults.py::test_damaged_values_are_recomputed_and_never_served[redis]",
+)
 
 # A word of a command line, without its folder -> the need that it implies.
 PROGRAMS: dict[str, str] = {
@@ -155,6 +173,18 @@ def needs_of(path: Path) -> frozenset[str]:
 def lane_of(needs: Iterable[str]) -> Lane:
     order = list(Lane)
     return max((NEEDS[need][0] for need in needs), key=order.index, default=Lane.UNIT)
+
+
+def other_vllm_of(path: Path) -> tuple[str, ...]:
+    """The other versions that run a test file."""
+    place = PurePath(path).relative_to(ROOT)
+    return next((OTHER_VLLM[named.as_posix()] for named in (place, place.parent) if named.as_posix() in OTHER_VLLM), ())
+
+
+def holds_other_vllm(folder: Path, vllm: str) -> bool:
+    """Whether this version runs something of this folder, or of what is in it."""
+    place = PurePath(folder).relative_to(ROOT)
+    return any(vllm in versions and PurePath(named).is_relative_to(place) for named, versions in OTHER_VLLM.items())
 
 
 def lanes_below(folder: Path) -> set[Lane]:

@@ -13,7 +13,11 @@ INI = "[pytest]\npythonpath = tests\naddopts = --import-mode=importlib --strict-
 
 
 def run_in_repository(
-    root: Path, rules: dict[str, tuple[str, ...]], files: dict[str, str], *arguments: str
+    root: Path,
+    rules: dict[str, tuple[str, ...]],
+    files: dict[str, str],
+    *arguments: str,
+    other_vllm: dict[str, tuple[str, ...]] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """pytest on a repository of these files, with the plugin, these rules, and a vLLM that is an empty module."""
     for name, source in {**files, "tests/vllm.py": "", "pytest.ini": INI}.items():
@@ -22,7 +26,8 @@ def run_in_repository(
         path.write_text(source)
     (root / "conftest.py").write_text(
         f"import sys\nfrom pathlib import Path\nsys.path.append({str(ROOT / 'tests')!r})\nfrom lanes import rules\n"
-        f"rules.ROOT, rules.RULES = Path({str(root)!r}), {rules!r}\npytest_plugins = ['lanes.plugin']\n"
+        f"rules.ROOT, rules.RULES, rules.OTHER_VLLM = Path({str(root)!r}), {rules!r}, {other_vllm or {}!r}\n"
+        "pytest_plugins = ['lanes.plugin']\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "tests"]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,32 @@ from typing import Any
 import pytest
 
 from lanes import __main__ as runner
-from lanes.rules import ROOT, Lane
+from lanes.rules import ROOT, STACK_TESTS, Lane
 from lanes.small_repository import run_in_repository
 
 
 def test_lanes_without_engines_use_the_cores_and_engines_run_alone() -> None:
-    commands = {lane: runner.command(lane, "quick", 2, Path("r"), ["-x"]) for lane in Lane}
+    commands = {lane: runner.command(lane, "quick", 2, ["-x"]) for lane in Lane}
     assert "-n" in commands[Lane.UNIT] and "-n" in commands[Lane.QUICK]
     assert "-n" not in commands[Lane.FULL] and commands[Lane.FULL][-1] == "-x"
-    assert "-n" not in runner.command(Lane.UNIT, "quick", 1, Path("r"), [])
-    few = runner.command(Lane.QUICK, "quick", 64, Path("r"), [])
+    assert "-n" not in runner.command(Lane.UNIT, "quick", 1, [])
+    few = runner.command(Lane.QUICK, "quick", 64, [])
     assert few[few.index("-n") + 1] == "4"
+
+
+def test_another_vllm_has_its_own_interpreter_and_a_stack_of_its_engines() -> None:
+    (unit, own, stack) = runner.planned([Lane.UNIT, Lane.OTHER_VLLM], "0.32", "quick", 1, [])
+    assert unit.command[0] == stack.command[0] == sys.executable
+    assert own.command[0] == str(ROOT / ".venv" / "vllm-0.32" / "bin" / "python")
+    assert "other-vllm" in own.command and not own.environment
+    assert stack.environment == {"VLLM": "0.32"}
+    assert runner.planned([Lane.OTHER_VLLM], "", "quick", 1, []) == []
+
+
+def test_the_tests_over_a_stack_exist() -> None:
+    for named in STACK_TESTS:
+        path, _, function = named.partition("::")
+        assert f"def {function.partition('[')[0]}" in (ROOT / path).read_text()
 
 
 def test_the_slowest_come_first_and_are_thirty() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lanes import rules
+from lanes.environments import vllm_here
 from lanes.rules import NEEDS, ROOT, RULES, Lane, NoRule, lane_of, lanes_below, needs_of, needs_of_command
 from lanes.small_repository import run_in_repository
 
@@ -38,6 +39,23 @@ def test_every_rule_is_of_a_folder_with_tests_or_of_a_test() -> None:
     folders = {path.rsplit("/", 1)[0] for path in files}
     assert set(RULES) <= files | folders
     assert all(set(needs) <= set(NEEDS) and needs for needs in RULES.values())
+
+
+def test_what_another_vllm_runs_exists_and_what_only_it_runs_is_listed() -> None:
+    files = {path.relative_to(ROOT).as_posix() for path in test_files()}
+    folders = {path.rsplit("/", 1)[0] for path in files}
+    assert set(rules.OTHER_VLLM) <= files | folders
+    for path in test_files():
+        assert "other_vllm" not in needs_of(path) or rules.other_vllm_of(path), f"{path}: no vLLM runs it"
+        assert rules.LOCAL_VLLM not in rules.other_vllm_of(path)
+
+
+def test_another_vllm_is_looked_up_as_rules_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "OTHER_VLLM", {"a": ("0.30",), "a/test_x.py": ("0.32",)})
+    assert rules.other_vllm_of(ROOT / "a" / "test_y.py") == ("0.30",)
+    assert rules.other_vllm_of(ROOT / "a" / "test_x.py") == ("0.32",)
+    assert rules.other_vllm_of(ROOT / "b" / "test_x.py") == ()
+    assert rules.holds_other_vllm(ROOT / "a", "0.32") and not rules.holds_other_vllm(ROOT / "b", "0.32")
 
 
 def test_a_folder_without_a_rule_is_refused_with_the_place_to_add_one() -> None:
@@ -105,3 +123,18 @@ def test_files_of_other_lanes_are_not_imported(tmp_path: Path) -> None:
     rules = {"tests/a": ("nothing",), "tests/b": ("valkey",)}
     assert "1 passed" in run_in_repository(tmp_path, rules, files, "--lanes", "unit").stdout
     assert "SystemError" in run_in_repository(tmp_path, rules, files, "--lanes", "unit,quick").stdout
+
+
+def test_another_vllms_lane_has_what_lists_its_version_whatever_else_it_needs(tmp_path: Path) -> None:
+    """Here the version of this interpreter stands for the other one."""
+    files = {
+        "tests/a/test_it.py": "def test_it(): ...\n",
+        "tests/b/conftest.py": "raise SystemError\n",
+        "tests/b/test_it.py": "raise SystemError\n",
+        "tests/c/test_it.py": "def test_it(): ...\n",
+    }
+    all_rules = {"tests/a": ("vllm",), "tests/b": ("nothing",), "tests/c": ("other_vllm",)}
+    other = {"tests/a": (vllm_here(),), "tests/c": (vllm_here(),), "tests/b": ("9.99",)}
+    done = run_in_repository(tmp_path, all_rules, files, "--lanes", "other-vllm", other_vllm=other)
+    assert "2 passed" in done.stdout, done.stdout
+    assert "SystemError" in run_in_repository(tmp_path, all_rules, files, "--lanes", "unit", other_vllm=other).stdout

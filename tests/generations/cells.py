@@ -1,0 +1,19 @@
+"""The columns of the table, in its order, and what a version of vLLM cannot do."""
+
+from __future__ import annotations
+
+# Column -> its test in test_cells.py, the same for each version.
+CELLS = {
+    "CPU tier": "test_cpu_tier",
+    "NVMe": "test_nvme",
+    "Redis": "test_redis",
+    "early load": "test_early_load",
+    "failed load": "test_failed_load",
+    "several KV groups": "test_several_kv_groups",
+    "two ranks": "test_two_ranks",
+    "LoRA": "test_lora",
+    "reset": "test_reset",
+    "events": "test_events",
+}
+# (version, column) -> why it cannot be there, in a sentence.
+UNSUPPORTED: dict[tuple[str, str], str] = {}

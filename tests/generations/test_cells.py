@@ -1,0 +1,108 @@
+"""One test for each column, on the vLLM of this interpreter, with tiny random models: the answers of an engine with
+Spillway are those of one without, and the counters show that the column's mechanism was used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_matrix.test_adapters import test_one_adapter_name_and_other_weights as adapters_keep_apart
+from engine_matrix.verdict import Outcome, faults, run_model, run_models
+from lanes.environments import vllm_here
+
+from generations.cells import CELLS, UNSUPPORTED
+
+TESTS = Path(__file__).parents[1]
+ROUNDING = 1e-3  # of a logprob, between a prompt computed whole and one computed behind a hit
+pytestmark = pytest.mark.timeout(1800)  # of the first, which starts all engines of one rank
+
+
+@pytest.fixture(autouse=True)
+def supported(request: pytest.FixtureRequest) -> None:
+    column = next(name for name, test in CELLS.items() if test == request.function.__name__)
+    if (reason := UNSUPPORTED.get((vllm_here(), column))) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    cases = ["none", "cpu", "lossy", "nvme", "redis", "early", "failing"]
+    return run_models({"llama": cases}, tmp_path_factory.mktemp("llama"))["llama"]
+
+
+@pytest.fixture(scope="module")
+def lifecycle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    paths = [str(TESTS), str(TESTS.parent / "gateway" / "src"), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "engine_matrix.lifecycle_run", str(tmp_path_factory.mktemp("lifecycle"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    runs = [line.removeprefix("RUN ") for line in done.stdout.splitlines() if line.startswith("RUN ")]
+    assert runs, done.stdout[-4000:] + done.stderr[-12_000:]
+    yield json.loads(runs[0])
+
+
+def require(outcome: Outcome, *cases: str) -> None:
+    """These cases ran, answered as without offload, and used what they are for."""
+    missing = [case for case in ("none", *cases) if case not in outcome.runs]
+    assert not missing, f"{missing} did not run: {outcome.refusals}\n{outcome.log}"
+    chosen = Outcome({name: run for name, run in outcome.runs.items() if name in ("none", *cases)}, log=outcome.log)
+    assert faults(chosen) == []
+
+
+def test_cpu_tier(llama: Outcome) -> None:
+    require(llama, "cpu", "lossy")
+
+
+def test_nvme(llama: Outcome) -> None:
+    require(llama, "nvme")
+
+
+def test_redis(llama: Outcome) -> None:
+    require(llama, "redis")
+
+
+def test_early_load(llama: Outcome) -> None:
+    require(llama, "early")
+
+
+def test_failed_load(llama: Outcome) -> None:
+    require(llama, "failing")
+
+
+def test_several_kv_groups(tmp_path: Path) -> None:
+    """A failed load of such a model too."""
+    cases = ["cpu", "lossy", "failing"]
+    require(run_model("gemma3-window", tmp_path, ["none", *cases]), *cases)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    require(run_model("llama-tp2", tmp_path, ["none", "cpu"]), "cpu")
+
+
+def test_lora(tmp_path: Path) -> None:
+    adapters_keep_apart(tmp_path)
+
+
+def test_reset(lifecycle: dict[str, Any]) -> None:
+    """Of the device alone, the CPU tier keeps the prompt; of all caches, nothing does. The answer stays."""
+    answers = lifecycle["answers"]
+    assert answers["first"]["cached"] == 0
+    assert answers["device reset"]["cached"] > 0
+    assert answers["all reset"]["cached"] == 0
+    for name in ("device reset", "all reset"):
+        for token, logprob in answers["first"]["logprobs"].items():
+            assert abs(answers[name]["logprobs"].get(token, logprob) - logprob) < ROUNDING, name
+
+
+def test_events(lifecycle: dict[str, Any]) -> None:
+    """The gateway can decode every event; device and CPU tier publish the prompt's blocks under the same hashes."""
+    assert lifecycle["undecodable"] == 0
+    assert lifecycle["both_tiers_published"] and lifecycle["removals_published"]
+    assert lifecycle["same_hashes"], "one block has two names"
+    assert lifecycle["tokens_match"]

@@ -1,0 +1,69 @@
+"""The table: every column has a test, every result its word, and a failure or a gap fails the command."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+from lanes.rules import LOCAL_VLLM, OTHER_VLLM, ROOT
+
+from generations import __main__ as command
+from generations.cells import CELLS, UNSUPPORTED
+from generations.table import nothing_ran, read_cells, render
+
+PASSED = "".join(f'<testcase name="{test}" time="1.25"/>' for test in CELLS.values())
+
+
+def report(cases: str) -> str:
+    return f"<testsuites><testsuite>{cases}</testsuite></testsuites>"
+
+
+def test_each_column_is_a_test_and_each_test_a_column() -> None:
+    tree = ast.parse(Path(command.CELLS_FILE).read_text())
+    tests = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    assert tests == list(CELLS.values())
+    assert all(version in command.VERSIONS and column in CELLS for version, column in UNSUPPORTED)
+    assert all(sentence.endswith(".") for sentence in UNSUPPORTED.values())
+
+
+def test_the_versions_are_those_with_an_environment() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    listed = re.findall(r"^VLLM_ENVIRONMENTS := (.*)$", makefile, re.M)[0].split()
+    assert [LOCAL_VLLM, *listed] == list(command.VERSIONS)
+    assert set(OTHER_VLLM["tests/generations"]) == set(listed)
+
+
+def test_results_of_pytest_become_cells() -> None:
+    cases = (
+        '<testcase name="test_cpu_tier" time="12.34"/>'
+        '<testcase name="test_nvme" time="0.1"><failure message="AssertionError: 1 != 2">long</failure></testcase>'
+        '<testcase name="test_redis" time="0"><error message="no server"/></testcase>'
+        '<testcase name="test_lora" time="0"><skipped message="There are none."/></testcase>'
+    )
+    cells = read_cells(report(cases))
+    assert cells["CPU tier"] == {"result": "passed", "seconds": 12.3, "why": ""}
+    assert (cells["NVMe"]["result"], cells["NVMe"]["why"]) == ("failed", "AssertionError: 1 != 2")
+    assert cells["Redis"]["result"] == "failed"
+    assert (cells["LoRA"]["result"], cells["LoRA"]["why"]) == ("unsupported", "There are none.")
+    assert cells["two ranks"]["result"] == "not run"
+
+
+def test_the_table_shows_every_column_and_why_not() -> None:
+    lines = render({"0.23": read_cells(report(PASSED)), "9.9": nothing_ran("no such thing")}).splitlines()
+    assert lines[0] == f"| vLLM | {' | '.join(CELLS)} |"
+    assert lines[2] == "| 0.23 |" + " yes |" * len(CELLS)
+    assert lines[3] == "| 9.9 |" + " not run |" * len(CELLS)
+    assert "9.9, LoRA: no such thing" in lines
+
+
+@pytest.mark.parametrize(("cases", "status"), [(PASSED, 0), (PASSED.replace('"test_lora"', '"x"'), 1)])
+def test_a_gap_fails_the_command(
+    cases: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "run_cells", lambda version: read_cells(report(cases)))
+    assert command.main(["0.23", "--output", str(tmp_path / "build" / "table.json")]) == status
+    assert json.loads((tmp_path / "build" / "table.json").read_text())["0.23"]["CPU tier"]["result"] == "passed"
+    assert "| 0.23 | yes |" in capsys.readouterr().out
