@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import numpy as np
 
-from spillway_connector.device.copier import Copier, CopyResult, Direction
+from spillway_connector.device.copier import CopyResult, Direction
 from spillway_connector.device.cpu import copy_spans
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
+from spillway_connector.engine.transports import OpenTransport
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.plan.copies import CopyPlan
 
@@ -75,11 +75,11 @@ class ManualCopier:
 class ManualSpec(SpillwayOffloadingSpec):
     """What vLLM builds from `spec_name: ManualSpec`; the copiers of a worker are its `copiers`."""
 
-    def _open_transport(self, region: HostRegion) -> Callable[[Direction], Copier]:
+    def _open_transport(self, region: HostRegion) -> OpenTransport:
         self.copiers: dict[Direction, ManualCopier] = {}
 
         def copier(direction: Direction) -> ManualCopier:
             self.copiers[direction] = ManualCopier(direction)
             return self.copiers[direction]
 
-        return copier
+        return OpenTransport(copier)

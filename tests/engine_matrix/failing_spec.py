@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from engine_matrix.changed_loads import ChangedLoads
 from spillway_connector.device.copier import Copier, CopyResult, Direction
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
+from spillway_connector.engine.transports import OpenTransport
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.plan.copies import CopyPlan
 
@@ -36,8 +36,12 @@ class _EverySecondLoadFails(ChangedLoads):
 
 
 class FailingSpec(SpillwayOffloadingSpec):
-    def _open_transport(self, region: HostRegion) -> Callable[[Direction], Copier]:
-        copier = super()._open_transport(region)
-        return lambda direction: (
-            _EverySecondLoadFails(copier(direction)) if direction is Direction.LOAD else copier(direction)
+    def _open_transport(self, region: HostRegion) -> OpenTransport:
+        transport = super()._open_transport(region)
+        copier = transport.copier
+        return replace(
+            transport,
+            copier=lambda direction: (
+                _EverySecondLoadFails(copier(direction)) if direction is Direction.LOAD else copier(direction)
+            ),
         )

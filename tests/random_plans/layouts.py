@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
-from spillway_connector.engine.v023.ascend import AscendKVCaches
+from spillway_connector.engine.kv_parts import PlacedKVCaches
 
 KINDS = ("one-tensor", "keys-and-values", "latent", "quantised", "groups", "states", "padded")
 
@@ -62,7 +62,7 @@ def _separate(rng: random.Random, num_blocks: int, kind: str, parts: list[int], 
         group.append((start, part + more, part, in_row, part))
         in_row += part
     refs = [[CanonicalKVCacheRef(index, part) for index, part in enumerate(parts)]]
-    return Caches(kind, AscendKVCaches(tensors, refs, offsets), [group], memory, in_row)
+    return Caches(kind, PlacedKVCaches(tensors, refs, offsets), [group], memory, in_row)
 
 
 def _shared(rng: random.Random, num_blocks: int, kind: str, groups: int, smaller: bool = False) -> Caches:

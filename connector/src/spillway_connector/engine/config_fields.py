@@ -1,7 +1,7 @@
 """Every field of vLLM's configuration classes: whether the bytes of a KV block may depend on it.
 
 `inside`: part of the namespace. `outside`: not, listed by reason. A field in neither list was added by a later vLLM: it
-counts as inside, and a test fails until it is classified.
+counts as inside, and a test fails until it is classified. Fields of 0.23 first; ADDED has those of 0.30 and 0.32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _fields(inside: str, outside: Mapping[str, str]) -> Fields:
     return Fields(_names(inside), {reason: _names(names) for reason, names in outside.items()})
 
 
-CONFIG_FIELDS: Mapping[str, Fields] = {
+FIRST: Mapping[str, Fields] = {
     "VllmConfig": _fields(
         "model_config cache_config parallel_config load_config attention_config mamba_config kernel_config lora_config "
         "speculative_config compilation_config additional_config",
@@ -182,6 +182,90 @@ CONFIG_FIELDS: Mapping[str, Fields] = {
     ),
 }
 
+# What 0.30 or 0.32 added, in classes of 0.23 and in new ones.
+ADDED: Mapping[str, Fields] = {
+    "VllmConfig": _fields(
+        "diffusion_config engram_config",
+        {
+            _SAMPLING: "aux_output_config watermark_config",
+            _OTHER_MACHINERY: "ec_manager_config",
+            _OBSERVED: "logging_config",
+        },
+    ),
+    "ModelConfig": _fields(
+        "model_class_overrides",
+        {
+            _WEIGHTS: "word_embeddings_untied_by_checkpoint sleep_preserve_parameter_names",
+            _RESULT: "is_submodel_config",
+            _SAMPLING: "enable_trace_replay return_sampling_mask",
+            _CAPACITY: "enable_nccl_comm_suspend sleep_mode_backend sleep_mode_offload_cudagraph",
+        },
+    ),
+    "CacheConfig": _fields(
+        "kv_cache_layout prefix_match_unit cache_hit_alignment_tokens effective_attention_block_size "
+        "enable_mamba_fine_grained_prefix_cache enable_mamba_shared_prefix_checkpoint replayssm_buffer_len "
+        "use_replayssm use_kda_recoverssm skip_page_size_padded swa_bounded_replay",
+        {_CAPACITY: "kv_cache_max_concurrency kv_cache_size_tokens prefix_cache_retention_interval"},
+    ),
+    "ParallelConfig": _fields(
+        "",
+        {
+            _ROUNDING: "dcp_q_replicate enable_hc_sp",
+            _SAMPLING: "enable_batch_sharded_sampling",
+            "replicas, each with all of the KV of its requests": "dp_sync_interval elastic_ep_max_dp_size",
+            _PLACE: "_allow_auto_resolve_cp_interleave_size assigned_physical_gpu_ids enable_fault_tolerance "
+            "fault_tolerance_config enable_shm_tensor_arena",
+        },
+    ),
+    "AttentionConfig": _fields(
+        "backend_per_kind hisparse_config indexer_kv_dtype indexer_sparse_logits sparse_mla_force_mqa",
+        {
+            _ROUNDING: "minimax_m3_msa_decode_backend tokenspeed_mla_min_split_kv",
+            _CAPACITY: "sparse_mla_prefill_workspace_factor",
+        },
+    ),
+    "MambaConfig": _fields("ssu_algorithm", {}),
+    "KernelConfig": _fields(
+        "linear_backend_per_quant sparse_indexer_topk_backend",
+        {_ROUNDING: "enable_cutedsl_warmup enable_jit_warmup enable_rocm_segmented_attn_autotune"},
+    ),
+    "IrOpPriorityConfig": _fields("gelu_and_mul_sparse", {}),
+    "LoRAConfig": _fields("enable_moe_shared_loras", {_CAPACITY: "max_lora_cls_labels"}),
+    "SpeculativeConfig": _fields(
+        "kv_cache_dtype index_share_for_mtp_iteration",
+        {
+            _SAMPLING: "disable_eagle_block_drop dspark_draft_topk enable_adaptive_verification "
+            "num_speculative_tokens_per_batch_size use_heterogeneous_vocab",
+        },
+    ),
+    "MultiModalConfig": _fields(
+        "mm_device_do_normalize video_pruning_method",
+        {
+            _KEY: "mm_hasher_algorithm allow_missing_mm_embeddings",
+            _CAPACITY: "mm_ipc_gpu_memory_gb",
+        },
+    ),
+    "CompilationConfig": _fields(
+        "",
+        {
+            _CAPACITY: "cudagraph_decoder_replay decoder_replay_cudagraph_capture_sizes",
+            _ROUNDING: "decoder_replay_trim_threshold",
+        },
+    ),
+    "PassConfig": _fields("fuse_qk_norm_rope_kvcache", {}),
+}
+
+
+def _both(first: Fields, added: Fields | None) -> Fields:
+    if added is None:
+        return first
+    reasons = first.outside.keys() | added.outside.keys()
+    outside = {why: first.outside.get(why, frozenset()) | added.outside.get(why, frozenset()) for why in reasons}
+    return Fields(first.inside | added.inside, outside)
+
+
+CONFIG_FIELDS: Mapping[str, Fields] = {name: _both(fields, ADDED.get(name)) for name, fields in FIRST.items()}
+
 # Of a model's hf_config: what it was loaded from, by which transformers, and what vLLM writes into it while it runs.
 HF_CONFIG_LEFT_OUT = frozenset({"_name_or_path", "transformers_version", "max_model_len"})
 
@@ -264,6 +348,34 @@ ENVIRONMENT_LEFT_OUT = _names(
     VLLM_V1_USE_OUTLINES_CACHE VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY VLLM_WEIGHT_OFFLOADING_DISABLE_UVA
     VLLM_XGRAMMAR_CACHE_MB VLLM_XLA_CACHE_PATH VLLM_XLA_CHECK_RECOMPILATION VLLM_XLA_USE_SPMD
     VLLM_XPU_ENABLE_XPU_GRAPH VLLM_XPU_USE_SAMPLER_KERNEL
+    """
+)
+# The same of what 0.30 or 0.32 added.
+ENVIRONMENT_ADDED = _names(
+    """
+    VLLM_B12X_MOE_FP4_FORCE_A16 VLLM_DCP_Q_REPLICATE VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION
+    VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION VLLM_ENABLE_GEMM_RS VLLM_ENABLE_HPC_OPS
+    VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE VLLM_GDN_DECODE_KERNEL VLLM_KIMI_K3_AUX_ATTN_RES_STREAM
+    VLLM_KIMI_K3_GEMM_AR VLLM_KIMI_K3_GEMM_RS VLLM_KIMI_K3_SHARD_SP_SHARED_EXPERT VLLM_MOE_SKIP_PADDING
+    VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD VLLM_REPLICATE_EMBED
+    VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS VLLM_ROCM_AITER_MLA_ASM_PADDING VLLM_ROCM_AITER_MLA_DCP_VERIFY
+    VLLM_ROCM_MONO_DECODE VLLM_ROCM_USE_AITER_CUSTOM_AR VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4
+    VLLM_ROCM_USE_AITER_MOE_SITUV2 VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4 VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA
+    VLLM_TRITON_FORCE_FIRST_CONFIG VLLM_TRITON_USE_TD VLLM_USE_DIRECT_DCP_A2A VLLM_USE_DIRECT_DCP_KV_GATHER
+    VLLM_USE_DIRECT_DCP_Q_GATHER VLLM_USE_HW_AGNOSTIC VLLM_XPU_FORCE_N_CONTIG_WEIGHT VLLM_XPU_INC_WNA16_BACKEND
+    """
+)
+ENVIRONMENT_LEFT_OUT_ADDED = _names(
+    """
+    VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC VLLM_BUILD_COMMIT
+    VLLM_BUILD_PIPELINE VLLM_BUILD_URL VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_CPU_CI_ENV
+    VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE VLLM_DEEPEP_V2_PREFER_OVERLAP VLLM_EC_SIDE_CHANNEL_HOST
+    VLLM_EC_SIDE_CHANNEL_PORT VLLM_ENABLE_COHERE_API VLLM_FASTSAFETENSORS_QUEUE_SIZE VLLM_GPU_SYNC_CHECK
+    VLLM_IMAGE_TAG VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_COMPLETION_PROMPTS
+    VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_STOP_STRINGS VLLM_MOONCAKE_CONNECTOR_TIMEOUT
+    VLLM_MOONCAKE_LOAD_RECV_THREADS VLLM_P2P_HANDSHAKE_TIMEOUT_S VLLM_P2P_IDLE_TIMEOUT_S VLLM_P2P_MAX_PEERS
+    VLLM_P2P_SIDE_CHANNEL_HOST VLLM_P2P_SIDE_CHANNEL_PORT VLLM_PLE_CPU_OFFLOAD VLLM_RAISE_ON_LOGIT_NANS
+    VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_USE_RUST_BENCH VLLM_WSL2_ENABLE_PIN_MEMORY VLLM_XPU_PP_MICROBATCH
     """
 )
 ENVIRONMENT_PREFIX_OF_PLUGINS = "VLLM_ASCEND_"  # not among vLLM's own variables; all of them count

@@ -23,12 +23,14 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from spillway_connector.engine.config_fields import (
     ARCHITECTURES_BY_LENGTH,
     CONFIG_FIELDS,
     ENVIRONMENT_LEFT_OUT,
+    ENVIRONMENT_LEFT_OUT_ADDED,
     ENVIRONMENT_PREFIX_OF_PLUGINS,
     HF_CONFIG_LEFT_OUT,
     ROPE_TYPES_OF_ANY_LENGTH,
@@ -56,17 +58,23 @@ def require_shareable_hashes(vllm_config: VllmConfig) -> None:
             f"prefix_caching_hash_algo: {algorithm!r} is not collision-safe, and a shared tier trusts keys; "
             "set --prefix-caching-hash-algo sha256_cbor"
         )
-    if "PYTHONHASHSEED" not in os.environ:
+    if hash_seed() is None:
         raise ConfigError(
             "PYTHONHASHSEED is not set, so this engine's block keys are random and no other engine could find its "
             "blocks; set PYTHONHASHSEED=0 on every engine"
         )
 
 
+def hash_seed() -> str | None:
+    """What the first block's hash is made of; None: at random. Since 0.30 vLLM has a fixed one for sha256."""
+    return os.environ.get("PYTHONHASHSEED", getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None))
+
+
 def require_shareable_scales(vllm_config: VllmConfig) -> None:
     """Raises ConfigError where the scales of a quantised cache come from the first request that an engine computes."""
     cache = vllm_config.cache_config
-    if cache.calculate_kv_scales and cache.cache_dtype not in ("auto", "bfloat16", "float16", "half"):
+    calculated = getattr(cache, "calculate_kv_scales", False)  # 0.30 has no such setting
+    if calculated and cache.cache_dtype not in ("auto", "bfloat16", "float16", "half"):
         raise ConfigError(
             f"calculate_kv_scales with kv_cache_dtype {cache.cache_dtype!r} takes the scales of the KV cache from the "
             "first request of each engine, so no engine can read another one's blocks; use a checkpoint with scales, "
@@ -106,15 +114,14 @@ def namespace_facts(
             }
             for group in kv_cache_config.kv_cache_groups
         ],
-        # Which layers take turns on which bytes of a row.
-        "tensors": [list(tensor.shared_by) for tensor in kv_cache_config.kv_cache_tensors],
+        "tensors": [_placement(tensor, kv_cache_config.num_blocks) for tensor in kv_cache_config.kv_cache_tensors],
         "physical_layout": _physical_layout(vllm_config),
         "layout": [dict(one) for one in layouts],
         "rank_block_bytes": geometry.rank_block_bytes,
         "blocks_per_chunk": geometry.blocks_per_chunk,
         "tokens_per_hash": hash_block_size,
         "hash_algorithm": cache.prefix_caching_hash_algo,
-        "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
+        "hash_seed": hash_seed() or "",
         "parallel": {
             "tensor": parallel.tensor_parallel_size,
             "pipeline": parallel.pipeline_parallel_size,
@@ -133,6 +140,16 @@ def namespace_facts(
     if (scales := getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)) is not None:
         facts["encoder_scales"] = digests_of([Path(scales)])[Path(scales)]
     return facts
+
+
+def _placement(tensor: Any, num_blocks: int) -> Any:
+    """Of a KVCacheTensor: which layers share the bytes of a block, and how; not what follows from the block count."""
+    if hasattr(tensor, "shared_by"):
+        return list(tensor.shared_by)
+    placement = {"layers": list(tensor.layers), "block_stride": tensor.block_stride}
+    if tensor.block_stride * num_blocks == tensor.size:  # a block holds all layers
+        placement |= {"layer_stride": tensor.layer_stride, "offset": tensor.offset}
+    return placement
 
 
 def weights_identity(vllm_config: VllmConfig, *, pinned: bool = False) -> str:
@@ -206,7 +223,7 @@ def environment_facts(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that are set, known to vLLM, and not left out in config_fields.py. Secrets never."""
     from vllm import envs
 
-    known = envs.compile_factors().keys() - ENVIRONMENT_LEFT_OUT
+    known = envs.compile_factors().keys() - ENVIRONMENT_LEFT_OUT - ENVIRONMENT_LEFT_OUT_ADDED
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -292,12 +309,15 @@ def _is_the_whole(model: Any) -> bool:
 
 def _physical_layout(vllm_config: VllmConfig) -> str:
     """How the platform's attention kernels arrange a block's bytes, as one word; `layout` describes it fully."""
+    cache = vllm_config.cache_config
+    # Since 0.30 vLLM resolves a layout and says so; before, a variable may choose one.
+    resolved = getattr(cache, "kv_cache_layout", None) or os.environ.get("VLLM_KV_CACHE_LAYOUT", "default")
     if not current_platform.is_cpu():
-        return f"{current_platform.device_name}:{os.environ.get('VLLM_KV_CACHE_LAYOUT', 'default')}"
+        return f"{current_platform.device_name}:{resolved}"
     # The CPU kernels pack keys differently for each instruction set, so the same file serves only like machines.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model = vllm_config.model_config
     assert isinstance(model.dtype, torch.dtype)  # resolved when the model was loaded
     isa = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
-    return f"cpu:{isa}:{platform.machine()}"
+    return f"cpu:{isa}:{platform.machine()}:{resolved}"

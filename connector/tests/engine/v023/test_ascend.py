@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import (
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cpu import copy_spans
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.copy_layout import copy_layout
 from spillway_connector.engine.v023.ascend import canonical_kv_caches, has_ascend_layout
-from spillway_connector.engine.v023.handlers import copy_layout
 from spillway_connector.errors import ConfigError
 from spillway_connector.plan.copies import plan_copies
 from spillway_connector.plan.geometry import ChunkGeometry

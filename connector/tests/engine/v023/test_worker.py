@@ -13,9 +13,8 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult
 
-from spillway_connector.device.pinned import PinMethod
+from spillway_connector.engine.kv_parts import PlacedKVCaches
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
-from spillway_connector.engine.v023.ascend import AscendKVCaches
 from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
 
 
@@ -186,21 +185,8 @@ def test_ascend_layouts_are_not_given_to_vllms_check():
     pair = tuple(torch.zeros(4, 16, 1, 8, dtype=torch.bfloat16) for _ in range(2))
     worker.register_kv_caches({"l0": pair})
     worker.register_kv_caches({"l0": torch.zeros(4, 512, dtype=torch.int8)})
-    assert [type(caches) for caches in given] == [AscendKVCaches, CanonicalKVCaches]
+    assert [type(caches) for caches in given] == [PlacedKVCaches, CanonicalKVCaches]
     assert [tensor.tensor.data_ptr() for tensor in given[0].tensors] == [view.data_ptr() for view in pair]
-
-
-def test_the_npu_transports_state_is_exported():
-    transport = SimpleNamespace(
-        path=SimpleNamespace(name="batch"), pin=SimpleNamespace(pinned=True, method=PinMethod.ACL)
-    )
-    worker = SpillwayConnectorWorker(SimpleNamespace(device_transport=transport))
-    first = worker.get_kv_connector_stats().reduce()
-    assert (first["device_copy_path|batch"], first["host_memory_pinned|acl"]) == (1, 1)
-    transport.path.name = "loop"  # fell back
-    samples = worker.get_kv_connector_stats().data["spillway"]
-    assert samples["spillway_device_copy_path|batch"] == 0  # or both would stay 1
-    assert samples["spillway_device_copy_path|loop"] == 1
 
 
 def test_stats_are_always_there_and_count_copies(worker_and_handler):

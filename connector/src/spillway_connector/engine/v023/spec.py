@@ -6,12 +6,11 @@ One spec is built in the scheduler's process and one in each worker's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
@@ -20,14 +19,9 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.copier import Copier, Direction
-from spillway_connector.device.cpu import HostCopier
-from spillway_connector.device.cuda.driver import CudaDriver
-from spillway_connector.device.cuda.transport import CudaTransport, torch_cuda_device
+from spillway_connector.device.copier import Direction
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.device.npu.acl import Acl
-from spillway_connector.device.npu.transport import NpuTransport, torch_npu_device
-from spillway_connector.device.stream_copier import CopyLimits
+from spillway_connector.engine.copy_layout import copy_layout
 from spillway_connector.engine.kv_layout import read_layouts, write_layout
 from spillway_connector.engine.namespace_fields import (
     namespace_facts,
@@ -35,12 +29,12 @@ from spillway_connector.engine.namespace_fields import (
     require_shareable_scales,
 )
 from spillway_connector.engine.prefix_tier import TIER_TYPES
+from spillway_connector.engine.transports import OpenTransport, open_transport
 from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
-from spillway_connector.engine.v023.handlers import CopyHandler, copy_layout
+from spillway_connector.engine.v023.handlers import CopyHandler
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
-from spillway_connector.plan.copy_table import H200_TABLE
 from spillway_connector.plan.geometry import ROW_ALIGNMENT_BYTES, ChunkGeometry
 
 logger = logging.getLogger(__name__)
@@ -82,8 +76,7 @@ class SpillwayOffloadingSpec(OffloadingSpec):
         self._layouts: list[dict[str, Any]] = []  # in the scheduler's process, of every rank
         # In a worker, before its caches are registered: how they lie in memory.
         self.registered_layout: Mapping[str, Any] | None = None
-        # In a worker on an NPU or GPU, once its caches are registered.
-        self.device_transport: NpuTransport | CudaTransport | None = None
+        self.transport: OpenTransport | None = None  # in a worker, once its caches are registered
         self._handlers: list[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]] = []
 
     @cached_property
@@ -155,45 +148,16 @@ class SpillwayOffloadingSpec(OffloadingSpec):
                 write_layout(rows, rank * cell_bytes, cell_bytes, self.registered_layout)
                 rows.release()
             layout = copy_layout(kv_caches, region, self.geometry, rank)
-            copier = self._open_transport(region)
+            self.transport = self._open_transport(region)
+            copier = self.transport.copier
             store = CopyHandler(Direction.STORE, layout, copier(Direction.STORE))
             load = CopyHandler(Direction.LOAD, layout, copier(Direction.LOAD))
             self._handlers = [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
             self._region = region  # keeps the mapping for the life of the worker
         yield from self._handlers
 
-    def _open_transport(self, region: HostRegion) -> Callable[[Direction], Copier]:
-        """A factory of this platform's copiers. Raises ConfigError when there is none, or batch_memcpy forbids it."""
-        platform = "cpu" if current_platform.is_cpu() else current_platform.device_type
-        transport = platform if self.config.transport == "auto" else self.config.transport
-        if transport == "npu":
-            device, compute_stream = torch_npu_device() if platform == "npu" else (0, lambda: 0)
-            acl = Acl(self.config.acl_library_path)
-            limits = CopyLimits(descriptors=self.config.max_copy_descriptors)
-            self.device_transport = NpuTransport(
-                acl, region, device, compute_stream, self.config.batch_memcpy, limits=limits
-            )
-            return self.device_transport.copier
-        if transport == "cuda" and platform == "cuda":
-            device, compute_stream = torch_cuda_device()
-            self.device_transport = CudaTransport(
-                CudaDriver.load(self.config.cuda_library_path),
-                region,
-                device,
-                compute_stream,
-                self.config.batch_memcpy,
-                table=self.config.copy_table or H200_TABLE,
-                limits=CopyLimits(descriptors=self.config.max_copy_descriptors),
-            )
-            return self.device_transport.copier
-        if transport != "cpu" or platform != "cpu":
-            raise ConfigError(
-                f"transport: {self.config.transport!r} does not serve platform {platform!r} in this build; "
-                "supported platforms: cpu, cuda, npu"
-            )
-        if self.config.batch_memcpy == "on":
-            raise ConfigError("batch_memcpy: 'on' needs an NPU or GPU; on the CPU platform set 'auto' or 'off'")
-        return HostCopier
+    def _open_transport(self, region: HostRegion) -> OpenTransport:
+        return open_transport(self.config, region)
 
     def _open_region(self) -> HostRegion:
         # instance_id is shared by data-parallel replicas, the rows are not.

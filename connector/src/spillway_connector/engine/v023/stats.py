@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats, OffloadPromMetrics
 
 from spillway_connector import metrics
-from spillway_connector.engine.samples import SAMPLES_KEY, SEPARATOR, SampledStats
+from spillway_connector.engine.samples import SAMPLES_KEY, SampledStats, metric_of
 from spillway_connector.metrics import Kind
 
 
@@ -28,9 +28,7 @@ class SpillwayStats(SampledStats, OffloadingConnectorStats):
         upstream = dict(other.data)
         samples = upstream.pop(SAMPLES_KEY, {})
         super().aggregate(OffloadingConnectorStats(data=upstream) if upstream else OffloadingConnectorStats())
-        for key, amount in samples.items():
-            name, *label_values = key.split(SEPARATOR)
-            self.add(metrics.BY_NAME[name], amount, *label_values)
+        self.merge(samples)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -66,9 +64,9 @@ class SpillwayPromMetrics(OffloadPromMetrics):
         upstream = {key: value for key, value in transfer_stats_data.items() if key != SAMPLES_KEY}
         super().observe(upstream, engine_idx)
         for key, amount in transfer_stats_data.get(SAMPLES_KEY, {}).items():
-            name, *label_values = key.split(SEPARATOR)
-            series = self._families[name].labels(*self.per_engine_labelvalues[engine_idx], *label_values)
-            if metrics.BY_NAME[name].kind is Kind.COUNTER:
+            metric, label_values = metric_of(key)
+            series = self._families[metric.name].labels(*self.per_engine_labelvalues[engine_idx], *label_values)
+            if metric.kind is Kind.COUNTER:
                 series.inc(amount)
             else:
                 series.set(amount)

@@ -17,7 +17,8 @@ from spillway_connector.device.cuda.copier import CudaCopier
 from spillway_connector.device.cuda.driver import CudaDriver
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.device.npu.copier import NpuCopier
-from spillway_connector.engine.spec import SpillwayOffloadingSpec
+from spillway_connector.device.pinned import PinMethod
+from spillway_connector.engine.transports import OpenTransport, device_state, open_transport
 from spillway_connector.errors import ConfigError
 
 
@@ -29,14 +30,13 @@ def region():
 
 
 def opened(region, **settings):
-    spec = SimpleNamespace(config=ConnectorConfig.parse({"num_cpu_blocks": 1, **settings}), device_transport=None)
-    return spec, SpillwayOffloadingSpec._open_transport(spec, region)
+    return open_transport(ConnectorConfig.parse({"num_cpu_blocks": 1, **settings}), region)
 
 
 @pytest.mark.parametrize("transport", ["auto", "cpu"])
 def test_the_cpu_platform_copies_on_a_thread(region, transport):
-    _, copier = opened(region, transport=transport)
-    made = copier(Direction.STORE)
+    opened_transport = opened(region, transport=transport)
+    made = opened_transport.copier(Direction.STORE)
     assert isinstance(made, HostCopier)
     made.close()
 
@@ -49,17 +49,17 @@ def test_on_is_refused_where_there_is_nothing_to_batch(region):
 def test_the_npu_transport_can_be_named(region):
     emulator = Emulator(build.library())
     emulator.reset()
-    spec, copier = opened(
+    transport = opened(
         region,
         transport="npu",
         acl_library_path=str(emulator.path),
         batch_memcpy="off",
         max_copy_descriptors=77,
     )
-    made = copier(Direction.LOAD)
+    made = transport.copier(Direction.LOAD)
     assert isinstance(made, NpuCopier)
     assert made._limits.descriptors == 77
-    assert (spec.device_transport.path.name, spec.device_transport.pin.pinned) == ("loop", True)
+    assert (transport.device.path.name, transport.device.pin.pinned) == ("loop", True)
     made.close()
     assert emulator.live().host_registrations == 0
     emulator.reset()
@@ -68,14 +68,14 @@ def test_the_npu_transport_can_be_named(region):
 def test_the_cuda_platform_copies_through_the_driver(region, monkeypatch):
     double = CudaDouble()
     platform = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
-    monkeypatch.setattr("spillway_connector.engine.v023.spec.current_platform", platform)
-    monkeypatch.setattr("spillway_connector.engine.v023.spec.torch_cuda_device", lambda: (0, lambda: 0))
+    monkeypatch.setattr("spillway_connector.engine.transports.current_platform", platform)
+    monkeypatch.setattr("spillway_connector.engine.transports.torch_cuda_device", lambda: (0, lambda: 0))
     monkeypatch.setattr(CudaDriver, "load", lambda path: CudaDriver(double.proc_address))
-    spec, copier = opened(region, copy_table={}, max_copy_descriptors=77)
-    made = copier(Direction.LOAD)
+    transport = opened(region, copy_table={}, max_copy_descriptors=77)
+    made = transport.copier(Direction.LOAD)
     assert isinstance(made, CudaCopier)
     assert made._limits.descriptors == 77
-    assert (spec.device_transport.path.name, spec.device_transport.pin.method.value) == ("batch", "cuda")
+    assert (transport.device.path.name, transport.device.pin.method.value) == ("batch", "cuda")
     made.close()
     assert double.live() == (0, 0, 0, 0)
 
@@ -88,6 +88,25 @@ def test_an_npu_without_its_runtime_names_the_missing_file(region):
 @pytest.mark.parametrize("transport", ["auto", "cpu"])
 def test_a_platform_without_a_transport_is_refused(region, monkeypatch, transport):
     platform = SimpleNamespace(is_cpu=lambda: False, device_type="tpu")
-    monkeypatch.setattr("spillway_connector.engine.v023.spec.current_platform", platform)
+    monkeypatch.setattr("spillway_connector.engine.transports.current_platform", platform)
     with pytest.raises(ConfigError, match="does not serve platform 'tpu'"):
         opened(region, transport=transport)
+
+
+def test_the_state_of_a_devices_transport_is_exported():
+    device = SimpleNamespace(path=SimpleNamespace(name="batch"), pin=SimpleNamespace(pinned=True, method=PinMethod.ACL))
+    transport = OpenTransport(HostCopier, device)
+    state = device_state(transport).samples()
+    assert state == {
+        "spillway_device_copy_path|batch": 1,
+        "spillway_device_copy_path|loop": 0,
+        "spillway_host_memory_pinned|acl": 1,
+    }
+    device.path.name = "loop"  # fell back
+    state = device_state(transport).samples()
+    assert (state["spillway_device_copy_path|batch"], state["spillway_device_copy_path|loop"]) == (0, 1)
+
+
+def test_the_cpu_platform_has_no_such_state():
+    assert not device_state(OpenTransport(HostCopier))
+    assert not device_state(None)

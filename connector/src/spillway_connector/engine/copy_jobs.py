@@ -1,0 +1,208 @@
+"""The copies of one rank, from the step that asks for them to the report of their end.
+
+A failure never ends in an exception here: a load that was refused or failed counts as ended, with the device blocks
+that hold undefined bytes, and a failed store as completed and failed, so that its row never becomes a hit. Each job is
+submitted once and reported once, in whichever step it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+
+from spillway_connector import metrics
+from spillway_connector.device.copier import Direction
+from spillway_connector.engine.samples import Samples
+
+logger = logging.getLogger(__name__)
+
+DeviceBlocks = Sequence[int] | npt.NDArray[Any]  # ids, of all KV groups
+Submit = Callable[[], bool]  # hands the copy to the transport; False where that refused it
+
+
+@dataclass(frozen=True, slots=True)
+class EndedCopy:
+    """size_bytes, seconds: of a complete copy, where the transport measured them."""
+
+    job_id: int
+    success: bool
+    size_bytes: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(slots=True)
+class Received:
+    """Requests whose load has ended. failed: those of them with device blocks that hold undefined bytes."""
+
+    requests: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """For the scheduler. failed: those of the completed jobs that moved nothing, or only part of it."""
+
+    completed: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Load:
+    request_id: str
+    device_blocks: DeviceBlocks
+
+
+@dataclass(slots=True)
+class _Piece:
+    job_id: int
+    device_blocks: DeviceBlocks
+
+
+@dataclass(slots=True)
+class _LoadInPieces:
+    request_id: str
+    moving: set[int] = field(default_factory=set)  # pieces
+    last_seen: bool = False
+    invalid_blocks: set[int] = field(default_factory=set)
+
+
+class CopyJobs:
+    """Called on the model-runner thread of one rank. Job ids are the scheduler's; pieces have ids of their own."""
+
+    def __init__(self) -> None:
+        self._samples = Samples()
+        # Kept until their completion, which may be some steps later.
+        self._loads: dict[int, _Load] = {}
+        self._in_pieces: dict[int, _LoadInPieces] = {}
+        self._pieces: dict[int, _Piece] = {}  # being copied
+        self._waiting_stores: list[tuple[int, Submit]] = []
+        self._refused_loads: list[int] = []  # never submitted; they end with the next finish()
+        self._invalid_blocks: set[int] = set()
+        self._report = StepReport()
+
+    def start_load(self, job_id: int, request_id: str, device_blocks: DeviceBlocks, submit: Submit) -> None:
+        self._loads[job_id] = _Load(request_id, device_blocks)
+        if not submit():
+            self._refused_loads.append(job_id)
+
+    def start_piece(
+        self,
+        piece_id: int,
+        job_id: int,
+        request_id: str,
+        copy: tuple[DeviceBlocks, Submit] | None,
+        *,
+        last: bool,
+        lost_blocks: Iterable[int],
+    ) -> None:
+        """A part of load `job_id`, which ends when `last` has been seen and every piece has ended.
+
+        copy: None where there is nothing (more) to copy. lost_blocks: device blocks of the job that will not be filled.
+        """
+        load = self._in_pieces.setdefault(job_id, _LoadInPieces(request_id))
+        load.last_seen |= last
+        load.invalid_blocks.update(lost_blocks)
+        if copy is None:
+            return
+        device_blocks, submit = copy
+        load.moving.add(piece_id)
+        self._pieces[piece_id] = _Piece(job_id, device_blocks)
+        if not submit():
+            self._end_piece(piece_id, success=False)
+
+    def queue_store(self, job_id: int, submit: Submit) -> None:
+        """To be submitted by the next :meth:`submit_stores`."""
+        self._waiting_stores.append((job_id, submit))
+
+    def submit_stores(self) -> None:
+        waiting, self._waiting_stores = self._waiting_stores, []
+        for job_id, submit in waiting:
+            if not submit():
+                self._complete(job_id, failed=Direction.STORE)
+
+    def copies_of(self, job_ids: AbstractSet[int]) -> set[int]:
+        """The ids that the transport knows these jobs by: their own, and those of their pieces."""
+        copies = set(job_ids)
+        for job_id in job_ids & self._in_pieces.keys():
+            copies |= self._in_pieces[job_id].moving
+        return copies
+
+    def finish(self, ended: Iterable[EndedCopy]) -> Received:
+        """Take in what the transport has ended since the last call."""
+        received = Received()
+        refused, self._refused_loads = self._refused_loads, []
+        for copy in (*(EndedCopy(job_id, success=False) for job_id in refused), *ended):
+            load, is_piece = self._loads.get(copy.job_id), copy.job_id in self._pieces
+            direction = Direction.STORE if load is None and not is_piece else Direction.LOAD
+            if copy.success and copy.size_bytes is not None and copy.seconds is not None:
+                self._samples.add(metrics.DEVICE_COPY_BYTES, copy.size_bytes, direction.value)
+                self._samples.add(metrics.DEVICE_COPY_SECONDS, copy.seconds, direction.value)
+            if is_piece:
+                self._end_piece(copy.job_id, copy.success)
+                continue
+            if load is not None:
+                received.requests.add(load.request_id)
+                if not copy.success:
+                    received.failed.add(load.request_id)
+            self._complete(copy.job_id, failed=None if copy.success else direction)
+        self._end_loads_in_pieces(received)
+        return received
+
+    def is_load(self, job_id: int) -> bool:
+        """Whether the transport moves this copy to the device; asked before finish() takes in its end."""
+        return job_id in self._loads or job_id in self._pieces
+
+    def _end_piece(self, piece_id: int, success: bool) -> None:
+        piece = self._pieces.pop(piece_id)
+        load = self._in_pieces[piece.job_id]
+        load.moving.discard(piece_id)
+        if not success:
+            load.invalid_blocks.update(int(block) for block in piece.device_blocks)
+            self._samples.add(metrics.DEVICE_COPY_FAILURES, 1, Direction.LOAD.value)
+
+    def _end_loads_in_pieces(self, received: Received) -> None:
+        for job_id, load in list(self._in_pieces.items()):
+            if load.moving or not load.last_seen:
+                continue
+            del self._in_pieces[job_id]
+            received.requests.add(load.request_id)
+            self._report.completed.add(job_id)
+            if load.invalid_blocks:
+                received.failed.add(load.request_id)
+                self._report.failed.add(job_id)
+                self._invalid_blocks |= load.invalid_blocks
+                logger.warning("KV load job %d is incomplete; its request recomputes the rest", job_id)
+
+    def _complete(self, job_id: int, failed: Direction | None) -> None:
+        """Report a job for the scheduler, exactly once, and drop it here."""
+        self._report.completed.add(job_id)
+        load = self._loads.pop(job_id, None)
+        if failed is None:
+            return
+        self._report.failed.add(job_id)
+        if load is not None:
+            self._invalid_blocks.update(int(block) for block in load.device_blocks)
+        self._samples.add(metrics.DEVICE_COPY_FAILURES, 1, failed.value)
+        logger.warning(
+            "KV %s job %d failed; %s", failed.value, job_id, "dropped" if load is None else "its request recomputes"
+        )
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Device blocks whose load failed since the last call; call after finish(), in the same step."""
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def take_report(self) -> StepReport:
+        """What ended since the last call."""
+        report, self._report = self._report, StepReport()
+        return report
+
+    def take_samples(self) -> Samples:
+        """What is to be counted since the last call."""
+        samples, self._samples = self._samples, Samples()
+        return samples

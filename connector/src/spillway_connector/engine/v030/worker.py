@@ -1,0 +1,178 @@
+"""The worker half on vLLM 0.30 and later: submits each copy once, and turns every failure into a recompute."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+    TransferJob,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
+
+from spillway_connector.engine.adapters import AdapterLoads
+from spillway_connector.engine.copy_jobs import CopyJobs, EndedCopy, Received, Submit
+from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.transports import device_state
+from spillway_connector.engine.v030.kv_blocks import place_kv_caches
+
+
+class SpillwayConnectorWorker(OffloadingConnectorWorker):
+    """Overrides upstream's worker half. Each rank's process, model-runner thread.
+
+    Upstream asserts that every submit and every copy succeeds, and a failed assert ends the engine. Here a failed load
+    is reported as received, and as failed: with its device blocks where the model has one list of blocks that attention
+    reads whole (vLLM then keeps the prefix before them), else for the whole request, since vLLM cannot tell to which
+    group a block belongs. Either way vLLM recomputes (`kv_load_failure_policy: recompute`).
+    """
+
+    def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self._jobs = CopyJobs()
+        self._adapter_loads = AdapterLoads(vllm_config.lora_config)
+        self._names_blocks = names_failed_blocks(kv_cache_config)
+        # Before the forward pass, so that a load does not queue behind it, where no block is zeroed within a step.
+        self._loads_before_forward = not kv_cache_config.needs_kv_cache_zeroing
+        self._reported_state: dict[str, float] = {}
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Upstream's contract, for more layouts: several tensors a layer, pages with padding, blocks of all layers.
+
+        Raises ConfigError naming the layer whose layout cannot be copied block by block.
+        """
+        group_ids = get_offloading_group_ids(self.kv_cache_config)
+        self._init_worker(place_kv_caches(kv_caches, self.kv_cache_config, group_ids))
+
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        """Upstream's contract, before the step's forward pass: blocks until the jobs to flush touch no device block.
+
+        Of these, stores that come with the same metadata are submitted first. Here loads begin, too: upstream begins
+        them behind the forward pass, and then they wait for it.
+        """
+        flush = kv_connector_metadata.jobs_to_flush or set()
+        for job_id in flush & kv_connector_metadata.store_jobs.keys():
+            self._queue_store(job_id, kv_connector_metadata.store_jobs.pop(job_id))
+        self._jobs.submit_stores()
+        if flush:
+            assert self.worker is not None
+            self.worker.wait(self._jobs.copies_of(flush))
+        if self._loads_before_forward:
+            self._start_loads(kv_connector_metadata)
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Upstream's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
+        self._jobs.submit_stores()
+        self._start_loads(metadata)
+
+    def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Upstream's contract: queue the step's stores, for the start of the next one, behind what sampling copies."""
+        # Taken out of the metadata: it may be seen again in this step, and a job must be launched exactly once.
+        store_jobs, metadata.store_jobs = metadata.store_jobs, {}
+        for job_id, job in store_jobs.items():
+            self._queue_store(job_id, job)
+
+    def _queue_store(self, job_id: int, job: TransferJob) -> None:
+        device = job.src_spec
+        assert isinstance(device, GPULoadStoreSpec)
+        self._jobs.queue_store(job_id, self._store(job_id, device, job.dst_spec))
+
+    def _start_loads(self, metadata: OffloadingConnectorMetadata) -> None:
+        load_jobs, metadata.load_jobs = metadata.load_jobs, {}
+        for job_id, job in load_jobs.items():
+            device = job.dst_spec
+            assert isinstance(device, GPULoadStoreSpec)
+            self._jobs.start_load(job_id, job.req_id, device.block_ids, self._load(job_id, job.src_spec, device))
+        if isinstance(metadata, SpillwayConnectorMetadata):
+            pieces, metadata.pieces = metadata.pieces, []
+            for piece in pieces:
+                self._start_piece(piece)
+
+    def _start_piece(self, piece: LoadPiece) -> None:
+        copy = None
+        if piece.transfer_spec is not None:
+            host, device = piece.transfer_spec
+            assert isinstance(device, GPULoadStoreSpec)
+            copy = device.block_ids, self._load(piece.piece_id, host, device)
+        self._jobs.start_piece(
+            piece.piece_id, piece.job_id, piece.request_id, copy, last=piece.last, lost_blocks=piece.lost_blocks
+        )
+
+    def _store(self, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec) -> Submit:
+        worker = self.worker
+        assert worker is not None
+        return lambda: worker.submit_store(job_id, device, host)
+
+    def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit:
+        worker = self.worker
+        assert worker is not None
+        return lambda: worker.submit_load(job_id, host, device)
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """The requests whose load has ended since the last call, and those whose load failed as a whole."""
+        received = self._finish()
+        failed = set() if self._names_blocks else received.failed
+        return KVConnectorTransferResults(finished_recving=received.requests, failed_recving=failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Upstream's contract: (requests done sending: never any, requests whose load has ended)."""
+        return set(), self._finish().requests
+
+    def _finish(self) -> Received:
+        assert self.worker is not None
+        results = self.worker.get_finished()
+        for result in results:
+            if result.success and result.transfer_size is not None and result.transfer_time is not None:
+                of_step = self._connector_worker_meta.transfer_stats
+                direction = of_step.load if self._jobs.is_load(result.job_id) else of_step.store
+                direction.record(result.transfer_size, result.transfer_time)
+        return self._jobs.finish(
+            EndedCopy(result.job_id, bool(result.success), result.transfer_size, result.transfer_time)
+            for result in results
+        )
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Device blocks whose load failed since the last call; call after get_transfer_results, in the same step.
+
+        Empty where failures are reported for whole requests.
+        """
+        invalid = self._jobs.take_invalid_blocks()
+        return invalid if self._names_blocks else set()
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """Upstream's contract: the report of this step, or None; here with failed jobs, loaded adapters and samples."""
+        adapters, report = self._adapter_loads.take(), self._jobs.take_report()
+        samples = self._jobs.take_samples()
+        state = device_state(getattr(self.spec, "transport", None)).samples()
+        if state != self._reported_state:
+            self._reported_state = state
+            samples.merge(state)
+        if not report.completed and not adapters and not samples:
+            return None
+        meta, self._connector_worker_meta = self._connector_worker_meta, OffloadingWorkerMetadata()
+        completed = dict.fromkeys(report.completed, 1)
+        return SpillwayWorkerMetadata(
+            completed_jobs=completed,
+            transfer_stats=meta.transfer_stats,
+            failed_jobs=report.failed,
+            adapters=adapters,
+            samples=samples,
+        )
+
+    def shutdown(self) -> None:
+        self._jobs = CopyJobs()
+        super().shutdown()
+
+
+def names_failed_blocks(config: KVCacheConfig) -> bool:
+    """Whether vLLM can cut a request back to the blocks before the first bad one.
+
+    With several KV groups a block's id is not one request's position: 0.32 and later raise RuntimeError. With sliding
+    windows alone, blocks outside the window are kept although they were never loaded.
+    """
+    groups = config.kv_cache_groups
+    return len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
