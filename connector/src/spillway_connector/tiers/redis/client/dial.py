@@ -3,7 +3,7 @@
 redis-py tries the addresses of a name one after the other, each for the whole timeout. Here they are staggered, as RFC
 8305 ("Happy Eyeballs") describes: the next attempt begins while the one before it is still waiting, and the first to
 connect wins. An address whose host is gone does not refuse, it is silent, and the whole deadline of a lookup is shorter
-than one retransmission of a SYN. TLS is set up here too: redis-py trusts the system's authorities beside the given one.
+than one retransmission of a SYN.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import errno
 import os
 import selectors
 import socket
-import ssl
 from collections.abc import Sequence
 
 from spillway_connector.errors import TierTimeout, TierUnreachable, UnreachableReason
@@ -27,25 +26,19 @@ _POLL_SECONDS_MAX = 1_000_000.0  # poll() takes milliseconds in 32 bits
 
 
 def dial(endpoint: RedisEndpoint, clock: Clock, deadline: float) -> tuple[socket.socket, SocketAddress | None]:
-    """A socket, encrypted where the endpoint asks for it, and the address of its name that it leads to.
+    """A socket and the address of its name that it leads to, None for a Unix socket.
 
-    That is None for a Unix socket. Raises TierUnreachable (CONNECT, TLS), TierTimeout.
+    Raises TierUnreachable (CONNECT), TierTimeout.
     """
     try:
         if endpoint.unix_path is not None:
             return _connect_unix(endpoint.unix_path, clock, deadline), None
-        name = Address(endpoint.host, endpoint.port)
-        plain, address = connect_first(SYSTEM.resolve(name, clock, deadline), clock, deadline)
+        addresses = SYSTEM.resolve(Address(endpoint.host, endpoint.port), clock, deadline)
+        plain, address = connect_first(addresses, clock, deadline)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         # SO_RCVBUF is left alone: setting it ends the kernel's own tuning and gained nothing (3.0 GB/s).
-        if not endpoint.tls:
-            return plain, address
-        try:
-            return _encrypt(endpoint, plain, clock, deadline), address
-        except (TimeoutError, TierUnreachable):
-            SYSTEM.avoid(name, address)
-            raise
+        return plain, address
     except TimeoutError as error:
         raise TierTimeout(f"{endpoint}: no connection before the deadline") from error
     except OSError as error:
@@ -123,29 +116,6 @@ def _connect_unix(path: str, clock: Clock, deadline: float) -> socket.socket:
         plain.close()
         raise
     return plain
-
-
-def _encrypt(endpoint: RedisEndpoint, plain: socket.socket, clock: Clock, deadline: float) -> ssl.SSLSocket:
-    try:
-        plain.settimeout(_remaining(clock, deadline))
-        # Files are read for every connection, so that renewed certificates need no restart.
-        context = ssl.create_default_context(cafile=endpoint.tls_ca_file)
-        if endpoint.tls_certificate_file is not None:
-            context.load_cert_chain(endpoint.tls_certificate_file, endpoint.tls_key_file)
-        return context.wrap_socket(plain, server_hostname=endpoint.host)
-    except TimeoutError:
-        plain.close()
-        raise
-    except ssl.SSLCertVerificationError as error:
-        plain.close()
-        raise TierUnreachable(
-            UnreachableReason.TLS,
-            f"{endpoint}: the server's certificate is not accepted: {error.verify_message}; "
-            f"authorities: {endpoint.tls_ca_file or 'those of the system'} (tlsCaFile)",
-        ) from error
-    except OSError as error:  # a file of ours, the peer's answer, or a peer that speaks no TLS
-        plain.close()
-        raise TierUnreachable(UnreachableReason.TLS, f"{endpoint}: TLS: {error}") from error
 
 
 def _remaining(clock: Clock, deadline: float) -> float:

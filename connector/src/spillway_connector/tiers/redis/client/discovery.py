@@ -25,7 +25,6 @@ class Discovery(Generic[_Found]):
         self._found: _Found | None = None
         self._suspected = False
         self._asked_at = float("-inf")
-        self.count = 0
 
     def suspect(self) -> None:
         self._suspected = True
@@ -44,7 +43,6 @@ class Discovery(Generic[_Found]):
             try:
                 self._found = self._ask(deadline)
                 self._suspected = False
-                self.count += 1
             except TierError:
                 if self._found is None:
                     raise

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierUnreachable, without_frames
+from spillway_connector.errors import TierError, TierRefused, TierUnreachable, without_frames
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint, Topology
 from spillway_connector.tiers.redis.client.errors import Reply, accepted
-from spillway_connector.tiers.redis.client.pool import RedisPool
 from spillway_connector.tiers.redis.client.topology import Route, server_map
 from spillway_connector.tiers.tier import Clock
 
@@ -31,14 +29,8 @@ class RedisRouter:
         self, endpoint: RedisEndpoint, connections: int, clock: Clock, *, greeting: tuple[bytes, ...] = ()
     ) -> None:
         self._endpoint = endpoint
-        self._greeting = greeting
-        self._connections = connections
         self._clock = clock
-        self._map = server_map(endpoint, clock)
-        self._lock = threading.Lock()
-        self._pools: dict[Address, RedisPool] = {}
-        self._discoveries = 0
-        self._closed = False
+        self._map = server_map(endpoint, clock, connections=connections, greeting=greeting)
 
     def run(self, name: bytes, operation: Callable[[RedisConnection, float], _Result], deadline: float) -> _Result:
         """Run ``operation`` on a connection to the server that has the key ``name``; follows three redirections."""
@@ -48,7 +40,7 @@ class RedisRouter:
             try:
                 return self._run_at(route, operation, deadline)
             except (TierRefused, TierUnreachable) as error:
-                onward = self._onward(name, route, error, deadline)
+                onward = self._map.reroute(name, route, error, deadline)
                 redirects += 1
                 if onward is None or redirects > REDIRECTS_MAX:
                     raise
@@ -76,7 +68,7 @@ class RedisRouter:
             for index, route in asked.items():
                 error = outcomes[index]
                 if isinstance(error, TierError):
-                    onward = self._onward(commands[index][1], route, error, deadline)
+                    onward = self._map.reroute(commands[index][1], route, error, deadline)
                     if onward is not None:
                         routes[index] = onward
             if not routes:
@@ -99,11 +91,7 @@ class RedisRouter:
 
     def close(self) -> None:
         """Also ends the waits of other threads at once. Twice is harmless."""
-        with self._lock:
-            self._closed = True
-            pools = list(self._pools.values())
-        for pool in pools:
-            pool.close()
+        self._map.close()
 
     def _pipeline(self, route: Route, commands: list[tuple[bytes, ...]], deadline: float) -> list[Reply | TierError]:
         """Each command's reply, or why there is none."""
@@ -136,35 +124,9 @@ class RedisRouter:
             # A host that is gone does not refuse, it is silent. Half of the time is left for its successor.
             now = self._clock()
             connect_deadline = now + (deadline - now) / 2
-        return self._pool(route.address).run(
+        return self._map.pool(route.address).run(
             ask_first if route.ask else operation, deadline, connect_deadline=connect_deadline, brief=brief
         )
-
-    def _onward(self, name: bytes, route: Route, error: TierError, deadline: float) -> Route | None:
-        if self._closed:
-            return None
-        onward = self._map.reroute(name, route, error, deadline)
-        if self._map.discoveries != self._discoveries:
-            self._discoveries = self._map.discoveries
-            self._retire_all_but(set(self._map.servers(deadline)))
-        return onward
-
-    def _pool(self, address: Address) -> RedisPool:
-        with self._lock:
-            if self._closed:
-                raise TierRefused(RefusedReason.CLOSED, f"{self._endpoint}: the tier is closed")
-            pool = self._pools.get(address)
-            if pool is None:
-                single = self._endpoint.topology is Topology.SERVER
-                server = self._endpoint if single else self._endpoint.at(address)
-                pool = self._pools[address] = RedisPool(server, self._connections, self._clock, self._greeting)
-            return pool
-
-    def _retire_all_but(self, servers: set[Address]) -> None:
-        with self._lock:
-            gone = [self._pools.pop(address) for address in list(self._pools) if address not in servers]
-        for pool in gone:
-            pool.retire()
 
 
 def _by_route(routes: dict[int, Route]) -> dict[Route, list[int]]:
