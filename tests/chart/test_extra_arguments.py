@@ -34,6 +34,7 @@ REFUSED = [
     "--kv_offloading_backend",
     "--prefix-caching-hash-algo=builtin",
     "--prefix_caching_hash",
+    "--prefix-match-unit=16",
     "--config",
     "--config=a.yaml",
     "--api-key",

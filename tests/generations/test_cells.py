@@ -103,6 +103,6 @@ def test_reset(lifecycle: dict[str, Any]) -> None:
 def test_events(lifecycle: dict[str, Any]) -> None:
     """The gateway can decode every event; device and CPU tier publish the prompt's blocks under the same hashes."""
     assert lifecycle["undecodable"] == 0
-    assert lifecycle["both_tiers_published"] and lifecycle["removals_published"]
+    assert lifecycle["both_tiers_published"] and lifecycle["clearing_published"]
     assert lifecycle["same_hashes"], "one block has two names"
     assert lifecycle["tokens_match"]

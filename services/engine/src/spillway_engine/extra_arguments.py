@@ -34,6 +34,8 @@ DECIDED_BY_A_SETTING = {
 # vLLM's argument -> why it may not be added.
 FIXED = {
     "--prefix-caching-hash-algo": "is the same on all engines that share a tier; remove it",
+    # Of vLLM 0.30 and later.
+    "--prefix-match-unit": "would name blocks otherwise than the gateway and the other engines of a tier do; remove it",
     "--config": "would bring arguments past this check; write them here one by one",
 }
 # vLLM's argument -> where the secret belongs.
