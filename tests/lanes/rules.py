@@ -97,6 +97,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/e2e": ("engines",),
     "tests/engine_lives": ("vllm",),
     "tests/engine_matrix": ("engines",),
+    "tests/engine_events": ("vllm",),
     "tests/faults": ("engines",),
     "tests/generations": ("other_vllm",),
     "tests/generations/test_table.py": (NOTHING,),
@@ -115,6 +116,7 @@ LOCAL_VLLM = "0.23"  # of requirements/local.txt, which runs every other lane
 # Folder or file -> other versions whose environments (requirements/vllm-*.txt) run it in the lane `other-vllm`. Where
 # its rule names `other_vllm`, only they do.
 OTHER_VLLM: dict[str, tuple[str, ...]] = {
+    "tests/engine_events": ("0.30", "0.32"),
     "tests/generations": ("0.30", "0.32"),
 }
 # Tests over a whole stack that the lane `other-vllm` runs once more, with engines of that version (VLLM=), all else of

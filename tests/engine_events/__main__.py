@@ -1,0 +1,14 @@
+"""Writes what the vLLM of this interpreter publishes into the samples that the gateway's tests read.
+
+PYTHONHASHSEED=0 PYTHONPATH=tests python -m engine_events
+"""
+
+from __future__ import annotations
+
+import json
+
+from engine_events.published import sample, sample_path
+
+if __name__ == "__main__":
+    sample_path().write_text(json.dumps(sample(), indent=1) + "\n")
+    print(sample_path())
