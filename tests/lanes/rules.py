@@ -80,6 +80,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "gateway/tests/upstream": (NOTHING,),
     "services/ctl/tests": ("valkey",),
     "services/engine/tests": (NOTHING,),
+    "services/engine/tests/vllm": ("vllm",),
     "services/simulator/tests": (NOTHING,),
     "services/stack/tests": (NOTHING,),
     "services/stack/tests/demo": (NOTHING,),
@@ -117,6 +118,7 @@ LOCAL_VLLM = "0.23"  # of requirements/local.txt, which runs every other lane
 # its rule names `other_vllm`, only they do.
 OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "tests/engine_events": ("0.30", "0.32"),
+    "services/engine/tests/vllm": ("0.30", "0.32"),
     "tests/generations": ("0.30", "0.32"),
 }
 # Tests over a whole stack that the lane `other-vllm` runs once more, with engines of that version (VLLM=), all else of

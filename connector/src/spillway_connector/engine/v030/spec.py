@@ -139,7 +139,6 @@ class SpillwayOffloadingSpec(OffloadingSpec):
                 tiers,
                 self.num_chunks,
                 self.settings,
-                enable_events=enable_events,
                 chunk_tokens=self.tokens_per_block[0] * self.blocks_per_chunk,
                 chunk_bytes=self.geometry.payload_bytes,
             )

@@ -1,0 +1,86 @@
+"""vLLM's API server takes the command line that the engine service writes, and has the arguments that it refuses from
+people. Run on every supported vLLM: the next one breaks a test here, not an engine."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+
+from spillway_engine.extra_arguments import DECIDED_BY_A_SETTING, FIXED, SECRET
+from spillway_engine.machine import Machine
+from spillway_engine.memory_budget import plan_memory
+from spillway_engine.model_shape import ModelShape
+from spillway_engine.settings import EngineSettings
+from spillway_engine.settings_reader import read_settings
+from spillway_engine.vllm_arguments import MIDDLEWARE, SERVER_MODULE, server_arguments
+
+SHAPE = ModelShape(30, 3, 64, None, "bfloat16", 8192, 0)
+MACHINES = {
+    "cpu": Machine("cpu", frozenset({"avx512_bf16"}), (0, 1), 12 << 30, "MemAvailable", 6 << 30, 6 << 30),
+    "npu": Machine("npu", frozenset(), tuple(range(64)), 1 << 40, "MemAvailable", 1 << 40, 1 << 40),
+}
+TREE: dict[str, Any] = {
+    "name": "engine-3",
+    "model": {"path": "/models/x", "servedName": "m"},
+    "deviceBlocks": 80,
+    "offload": {"numCpuBlocks": 96, "sharedTier": {"type": "redis", "redis": {"url": "redis://cache:6379/0"}}},
+    "extraArgs": ["--max-num-seqs", "8"],
+}
+NOT_EVERYWHERE = {"--prefix-match-unit"}  # of vLLM 0.30 and later
+
+
+@pytest.fixture(scope="module")
+def parser() -> Any:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    # Where it moved to is no concern of ours: the service starts the server as a module.
+    for module in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError:
+            continue
+        return found.make_arg_parser(FlexibleArgumentParser())
+    raise AssertionError("this vLLM builds its server's arguments elsewhere")
+
+
+@pytest.mark.parametrize("platform", MACHINES)
+def test_the_server_takes_our_command_line(parser: Any, platform: str) -> None:
+    settings = read_settings(EngineSettings, {**TREE, "platform": platform})
+    machine = MACHINES[platform]
+    given = parser.parse_args(server_arguments(settings, machine, plan_memory(settings, SHAPE, machine)))
+
+    assert (given.model, given.served_model_name, given.block_size) == ("/models/x", ["m"], 128)
+    assert (given.num_gpu_blocks_override, given.max_num_seqs) == (80, 8)
+    assert given.prefix_caching_hash_algo == "sha256_cbor"
+    assert given.enable_prompt_tokens_details and given.disable_uvicorn_access_log
+    assert given.middleware == [MIDDLEWARE]
+    assert given.kv_events_config.topic == "kv-events"
+    transfer = given.kv_transfer_config
+    assert (transfer.kv_connector, transfer.kv_load_failure_policy) == ("SpillwayConnector", "recompute")
+    assert json.dumps(transfer.kv_connector_extra_config["secondary_tiers"])
+
+
+def test_what_is_refused_from_people_exists(parser: Any) -> None:
+    known = {name for action in parser._actions for name in action.option_strings}
+    assert {*DECIDED_BY_A_SETTING, *FIXED, *SECRET} - known <= NOT_EVERYWHERE
+
+
+def test_the_server_is_a_module_that_can_be_run() -> None:
+    assert importlib.util.find_spec(SERVER_MODULE) is not None
+
+
+def test_the_completions_api_returns_what_the_start_up_check_reads() -> None:
+    """Fields of requests and replies, by the names that self_check.py writes and likelihood.py reads."""
+    from vllm.entrypoints.openai.completion.protocol import (
+        CompletionRequest,
+        CompletionResponseChoice,
+    )
+
+    asked = {"prompt_logprobs", "logprobs", "return_token_ids", "cache_salt", "ignore_eos", "max_tokens"}
+    assert asked <= CompletionRequest.model_fields.keys()
+    answered = {"prompt_logprobs", "logprobs", "token_ids", "prompt_token_ids"}
+    assert answered <= CompletionResponseChoice.model_fields.keys()
