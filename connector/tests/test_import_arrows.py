@@ -53,7 +53,7 @@ ALLOWED: Mapping[str, Set[str]] = {
     "engine.spec": frozenset({"engine", "engine.v023", "engine.v030"}),
     # For tests and benchmarks: no other room imports it.
     "testing": BOTTOM | TIERS | DEVICE | {"transfer"},
-    "testing.scheduler_half": BOTTOM | {"engine", "engine.v023", "vllm"},
+    "testing.generation": BOTTOM | {"engine", "engine.v023", "engine.v030", "vllm"},
 }
 FOREIGN = ("vllm", "torch")
 

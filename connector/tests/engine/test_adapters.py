@@ -37,13 +37,15 @@ from spillway_connector.engine.adapters import (
     install_adapter_hooks,
 )
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
-from spillway_connector.engine.v023.cpu_tier import LruCpuTier
-from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
-from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
-from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.geometry import ChunkGeometry
-from spillway_connector.testing.scheduler_half import scheduler_half
+from spillway_connector.testing.generation import (
+    SharedTierAdapter,
+    SpillwayConnectorScheduler,
+    SpillwayTieringManager,
+    make_cpu_tier,
+    scheduler_half,
+)
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 32
 TOKENS = BLOCK_TOKENS * BLOCKS
@@ -147,6 +149,8 @@ class EngineProcess:
             total_num_scheduled_tokens=sum(scheduled.values()),
             preempted_req_ids=None,
             finished_req_ids=set(),
+            kv_cache_block_copies=None,
+            kv_connector_block_state=None,
         )
         jobs = list(self.half.build_connector_meta(output).store_jobs)
         for name, tokens in scheduled.items():
@@ -176,7 +180,7 @@ def open_engine(store: Path | None = None) -> Iterator[EngineProcess]:
     """store: a directory that several engines share; what they compute differs in nothing but adapters."""
     region = HostRegion(region_path(f"test-adapters-{os.getpid()}"), ROWS, 4096)
     region.unlink_name()
-    cpu_tier, tiers = LruCpuTier(ROWS, region, enable_events=True), []
+    cpu_tier, tiers = make_cpu_tier(ROWS, region, "lru", enable_events=True), []
     if store is not None:
         geometry = ChunkGeometry(rank_block_bytes=4096, blocks_per_chunk=1, num_ranks=1)
         spec: Any = SimpleNamespace(geometry=geometry, namespace=Namespace.of({"model": "one"}))

@@ -53,6 +53,12 @@ class PrefixTier(SecondaryTierManager):
     """
 
     answered_requests: ChangeLog[str]
+    locality: Any = None  # since 0.30: whether its bytes are on this machine
+
+    def drain_jobs(self) -> None:
+        """Since 0.30 vLLM's manager calls it before it drops its rows. The connector's own manager never does: it keeps
+        the rows of jobs under way in quarantine instead of waiting for a store that may hang."""
+        raise AssertionError("a tier of Spillway's connector is not drained")
 
     @property
     @abstractmethod

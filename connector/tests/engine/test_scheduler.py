@@ -23,11 +23,13 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.tenancy import tenant_of, tenant_of_context
-from spillway_connector.engine.v023.cpu_tier import LruCpuTier
-from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
-from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.scheduler_half import scheduler_half
+from spillway_connector.testing.generation import (
+    SpillwayConnectorScheduler,
+    SpillwayTieringManager,
+    make_cpu_tier,
+    scheduler_half,
+)
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 8
 TOKENS = BLOCK_TOKENS * BLOCKS
@@ -47,6 +49,7 @@ class FakeRequest(SimpleNamespace):
             num_prompt_tokens=TOKENS,
             num_computed_tokens=0,
             skip_reading_prefix_cache=False,
+            kv_hints=None,
             status=RequestStatus.RUNNING,
             finished=False,
         )
@@ -69,7 +72,7 @@ def open_scheduler(
     region.unlink_name()
     config = ConnectorConfig.parse({"num_cpu_blocks": ROWS})
     manager = SpillwayTieringManager(
-        LruCpuTier(ROWS, region),
+        make_cpu_tier(ROWS, region, "lru", enable_events=False),
         [],
         ROWS,
         config,
@@ -105,6 +108,8 @@ def step(scheduled: dict[str, int], new_requests: list[SimpleNamespace]) -> Simp
         total_num_scheduled_tokens=sum(scheduled.values()),
         preempted_req_ids=None,
         finished_req_ids=set(),
+        kv_cache_block_copies=None,
+        kv_connector_block_state=None,
     )
 
 

@@ -13,10 +13,9 @@ from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, make_o
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
-from spillway_connector.engine.v023.cpu_tier import LruCpuTier
-from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.generation import HIT, MISS, RETRY, STEP_END, SpillwayTieringManager, make_cpu_tier
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 ROWS, CHUNKS, PROMPTS = 20, 6, 3  # all prompts fit, so a look-up evicts none of the chunks it asks about
@@ -49,6 +48,9 @@ class ScriptedTier(PrefixTier):
         return not self.resting
 
     def lookup(self, key, req_context):
+        return {True: HIT, None: RETRY, False: MISS}[self.look_up(key, req_context)]
+
+    def look_up(self, key: bytes, req_context: ReqContext) -> bool | None:
         self.questions += 1
         self.askers.setdefault(key, set()).add(req_context.req_id)
         return False if self.resting else self.holds.get(key, False)
@@ -56,7 +58,7 @@ class ScriptedTier(PrefixTier):
     def lookup_prefix(self, keys: Sequence[bytes], req_context) -> Answers:
         found = []
         for key in keys:
-            held = self.lookup(key, req_context)
+            held = self.look_up(key, req_context)
             found.append(Lookup.PENDING if held is None else Lookup.HIT if held else Lookup.MISS)
             if held is False:
                 break
@@ -91,7 +93,7 @@ class Stack:
         self.region = HostRegion(region_path(f"test-prefix-{name}-{os.getpid()}"), ROWS, 4096)
         self.region.unlink_name()
         self.manager = SpillwayTieringManager(
-            LruCpuTier(ROWS, self.region),
+            make_cpu_tier(ROWS, self.region, "lru", enable_events=False),
             list(self.tiers),
             ROWS,
             ConnectorConfig.parse(
@@ -121,9 +123,9 @@ class Stack:
         hits, deferred = 0, False
         for key in keys:
             answer = self.manager.lookup(key, self.requests[request])
-            if answer is False:
+            if answer is MISS:
                 break
-            deferred |= answer is None
+            deferred |= answer is not HIT
             hits += 1
         return None if deferred else hits
 
@@ -170,7 +172,7 @@ class Stack:
         elif action == "again":
             self.manager.on_request_finished(context)
             self.manager.on_new_request(context)
-        self.manager.on_schedule_end()
+        self.manager.on_schedule_end(*STEP_END)
 
 
 ACTIONS = (
@@ -213,7 +215,7 @@ def test_a_prefix_is_answered_as_its_chunks_one_by_one(stacks: int, schedule: li
                 keys, name = prompt_keys(prompt_asked), f"r{prompt_asked}"
                 assert whole.manager.lookup_prefix(keys, whole.requests[name]) == single.naive(keys, name)
             for stack in (whole, single):
-                stack.manager.on_schedule_end()
+                stack.manager.on_schedule_end(*STEP_END)
                 stack.apply(action, prompt, number)
             for ours, theirs in zip(whole.tiers, single.tiers, strict=True):
                 promoted = [sorted(key for job in tier.loads for key in job.keys) for tier in (ours, theirs)]

@@ -22,11 +22,9 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.early_loads import EarlyLoad
 from spillway_connector.engine.messages import LoadPiece, SpillwayWorkerMetadata
 from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
-from spillway_connector.engine.v023.cpu_tier import LruCpuTier
-from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.scheduler_half import scheduler_half
+from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 BLOCK_TOKENS, BLOCKS, ROWS, CHUNK_BYTES = 16, 16, 24, 4096
@@ -120,7 +118,7 @@ class Rig:
         options = {"num_cpu_blocks": ROWS, "prefill_tokens_per_second": 1.0}
         options |= {"promotion_in_flight_fraction": 1.0, "promotion_per_request_fraction": 1.0}
         self.manager = SpillwayTieringManager(
-            LruCpuTier(ROWS, self.region),
+            make_cpu_tier(ROWS, self.region, "lru", enable_events=False),
             [self.tier],
             ROWS,
             ConnectorConfig.parse(options),
@@ -141,6 +139,7 @@ class Rig:
             num_prompt_tokens=TOKENS + 1,
             num_computed_tokens=0,
             skip_reading_prefix_cache=False,
+            kv_hints=None,
             status=RequestStatus.RUNNING,
             is_finished=lambda: self.finished,
         )
@@ -164,6 +163,8 @@ class Rig:
                 total_num_scheduled_tokens=0,
                 preempted_req_ids=None,
                 finished_req_ids=set(),
+                kv_cache_block_copies=None,
+                kv_connector_block_state=None,
             )
         )
         assert not metadata.load_jobs
@@ -185,7 +186,7 @@ class Rig:
     def require_nothing_left(self) -> None:
         assert not self.scheduler._early_loads
         assert not self.scheduler._jobs
-        assert not self.scheduler._blocks_being_loaded
+        assert not self.scheduler._being_loaded
         assert not self.manager.primary_tier._readers
         assert self.manager._bounds.rows_in_flight == 0
         assert not self.manager._early_chunks

@@ -15,7 +15,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
-from vllm.v1.kv_offload.tiering.base import JobMetadata
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -26,11 +25,9 @@ from spillway_connector.engine.early_loads import EarlyLoad
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.engine.samples import sample_key
-from spillway_connector.engine.v023.cpu_tier import LruCpuTier, make_cpu_tier
-from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.scheduler_half import scheduler_half
+from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 ROWS, BLOCKS, BLOCK_TOKENS, RANKS = 8, 4, 16, 2
@@ -73,7 +70,7 @@ def test_no_row_is_handed_out_while_a_job_may_use_it(region: HostRegion, policy:
                 assert not set(rows) & set(busy), "a row was handed out while a job may use it"
                 jobs.append((True, list(output.keys_to_store), rows))
         elif action == "load":
-            ready = [one for one in keys if tier.lookup(one, CONTEXT)]
+            ready = [one for one in keys if one in tier.ready]
             if ready:
                 jobs.append((False, ready, tier.prepare_load(ready, CONTEXT).block_ids.tolist()))
         elif action == "end" and jobs:
@@ -117,8 +114,8 @@ class HeldTier(PrefixTier):
         self.tier_type = "held"
         self.answered_requests = ChangeLog()
         self.holds: set[bytes] = set()
-        self.loads: list[JobMetadata] = []
-        self.stores: list[JobMetadata] = []
+        self.loads: list[Any] = []
+        self.stores: list[Any] = []
         self.arrived: list[tuple[int, list[bytes]]] = []
         self.ended: list[TierJobResult] = []
 
@@ -133,10 +130,10 @@ class HeldTier(PrefixTier):
         there = next((at for at, key in enumerate(keys) if key not in self.holds), len(keys))
         return Answers([Lookup.HIT] * there + [Lookup.MISS] * (there < len(keys)), float("inf"))
 
-    def submit_store(self, job_metadata: JobMetadata) -> None:
+    def submit_store(self, job_metadata: Any) -> None:
         self.stores.append(job_metadata)
 
-    def submit_load(self, job_metadata: JobMetadata) -> None:
+    def submit_load(self, job_metadata: Any) -> None:
         self.loads.append(job_metadata)
 
     def take_arrived(self) -> list[tuple[int, list[bytes]]]:
@@ -150,7 +147,7 @@ class HeldTier(PrefixTier):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
-    def end(self, jobs: list[JobMetadata]) -> None:
+    def end(self, jobs: list[Any]) -> None:
         self.ended.append(TierJobResult(jobs.pop(0).job_id, success=True, seconds=0.1))
 
 
@@ -162,7 +159,7 @@ class Rig:
         options = {"num_cpu_blocks": ROWS, "prefill_tokens_per_second": 1.0}
         options |= {"promotion_in_flight_fraction": 1.0, "promotion_per_request_fraction": 1.0}
         self.manager = SpillwayTieringManager(
-            LruCpuTier(ROWS, region),
+            make_cpu_tier(ROWS, region, "lru", enable_events=False),
             [self.tier],
             ROWS,
             ConnectorConfig.parse(options),
@@ -191,6 +188,7 @@ class Rig:
             num_prompt_tokens=TOKENS,
             num_computed_tokens=0,
             skip_reading_prefix_cache=False,
+            kv_hints=None,
             status=RequestStatus.RUNNING,
             is_finished=lambda: False,
         )
@@ -207,6 +205,8 @@ class Rig:
                 total_num_scheduled_tokens=TOKENS * len(new),
                 preempted_req_ids=None,
                 finished_req_ids=set(),
+                kv_cache_block_copies=None,
+                kv_connector_block_state=None,
             )
         )
 

@@ -1,0 +1,111 @@
+"""The scheduler's process on this vLLM, whichever generation it is of, on the part of vLLM's objects that it reads.
+
+Tests of what the generations share use these names, and so run on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from spillway_connector.engine.generation import Generation, generation
+from spillway_connector.engine.tiering import TieringManager
+
+__all__ = ["RequestState", "SharedTierAdapter", "SpillwayConnectorScheduler", "SpillwayTieringManager", "make_cpu_tier"]
+
+match generation():
+    case Generation.V023:
+        from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
+        from spillway_connector.engine.v023.scheduler import RequestState, SpillwayConnectorScheduler
+        from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
+        from spillway_connector.engine.v023.tiering import SpillwayTieringManager
+
+        HIT, PENDING, RETRY, MISS = True, None, None, False
+        STEP_END: tuple[Any, ...] = ()  # arguments of a manager's and a tier's on_schedule_end
+    case Generation.V030:
+        from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
+
+        from spillway_connector.engine.v030.cpu_tier import make_cpu_tier  # type: ignore[no-redef]
+        from spillway_connector.engine.v030.scheduler import (  # type: ignore[no-redef]
+            RequestState,
+            SpillwayConnectorScheduler,
+        )
+        from spillway_connector.engine.v030.tier_adapter import SharedTierAdapter  # type: ignore[no-redef]
+        from spillway_connector.engine.v030.tiering import SpillwayTieringManager  # type: ignore[no-redef]
+
+        HIT, PENDING, RETRY, MISS = (
+            LookupResult.HIT,
+            LookupResult.HIT_PENDING,
+            LookupResult.RETRY,
+            LookupResult.MISS,
+        )
+        STEP_END = (ScheduleEndContext(new_req_ids=(), preempted_req_ids=()),)
+
+
+def scheduler_half(
+    manager: TieringManager, groups: Sequence[KVCacheSpec], num_ranks: int = 1
+) -> SpillwayConnectorScheduler:
+    """For KV groups of equal block size, one device block to a chunk."""
+    block_tokens = groups[0].block_size
+    kv_cache_groups = [SimpleNamespace(kv_cache_spec=group, is_eagle_group=False) for group in groups]
+    kv_cache_config: Any = SimpleNamespace(kv_cache_groups=kv_cache_groups)
+    vllm_config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=num_ranks, decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_cache_retention_interval=None),
+        speculative_config=None,
+    )
+    spec: Any
+    if generation() is Generation.V023:
+        spec = SimpleNamespace(
+            gpu_block_size=(block_tokens,) * len(groups),
+            hash_block_size=block_tokens,
+            block_size_factor=1,
+            offload_prompt_only=True,
+            kv_cache_config=kv_cache_config,
+            vllm_config=vllm_config,
+            get_manager=lambda: manager,
+        )
+        return SpillwayConnectorScheduler(spec)
+    spec = SimpleNamespace(
+        config=SimpleNamespace(
+            groups=[SimpleNamespace(group_id=at, tokens_per_block=block_tokens) for at in range(len(groups))]
+        ),
+        tokens_per_block=(block_tokens,) * len(groups),
+        tokens_per_hash=block_tokens,
+        blocks_per_chunk=1,
+        offload_prompt_only=True,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=False, self_describing_kv_events=False),
+        get_manager=lambda: manager,
+    )
+    return SpillwayConnectorScheduler(*(spec, vllm_config, kv_cache_config))
+
+
+def step_output(
+    scheduled: dict[str, int] | None = None,
+    new: Iterable[Any] = (),
+    *,
+    resumed: Iterable[str] = (),
+    preempted: Iterable[str] | None = None,
+    finished: Iterable[str] = (),
+) -> Any:
+    """As much of vLLM's SchedulerOutput as the connector reads. scheduled: tokens by request."""
+    tokens = scheduled or {}
+    return SimpleNamespace(
+        scheduled_new_reqs=list(new),
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(resumed)),
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        preempted_req_ids=None if preempted is None else set(preempted),
+        finished_req_ids=set(finished),
+        kv_cache_block_copies=None,
+        kv_connector_block_state=None,
+    )
+
+
+def rows_on_the_way(job: Any) -> list[int]:
+    """Of a job that a shared tier was given."""
+    rows: Any = job.block_ids if generation() is Generation.V023 else job.chunk_ids
+    return [int(row) for row in rows]
