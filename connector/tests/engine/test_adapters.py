@@ -20,6 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -30,12 +31,14 @@ from vllm.v1.request import Request
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.adapters import (
+    KEY_BYTES,
     AdapterLoads,
     AdapterRegistry,
     adapter_of,
     adapter_state,
     install_adapter_hooks,
 )
+from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.geometry import ChunkGeometry
@@ -235,9 +238,10 @@ def test_one_name_and_other_weights_are_other_keys(engine: EngineProcess, tmp_pa
         other = EngineProcess(engine.half)
         other.load(adapter(place))
         other.compute(f"r{number}", adapter(place))
-        seen.add(tuple(keys_of(other, f"r{number}")))
+        keys = keys_of(other, f"r{number}")
+        assert len(keys) == BLOCKS
+        seen.update(key[-4 - KEY_BYTES : -4] for key in keys)  # before it vLLM's hash, in 0.32 with the folder's name
     assert len(seen) == 2  # the copy is the same adapter
-    assert all(len(keys) == BLOCKS for keys in seen)
 
 
 def test_two_engines_with_one_store_and_one_adapter_name(tmp_path: Path, folder: Path):
@@ -291,9 +295,12 @@ def test_the_device_s_cache_tells_reloads_apart_too(engine: EngineProcess, tmp_p
     assert all(one[0] != other[0] for one in hashes for other in hashes if one is not other)
     made = engine.request("named", adapter(folder))
     extra, _ = generate_block_hash_extra_keys(made, 0, BLOCK_TOKENS, 0)
-    assert extra == ("support", ("lora", "weights 2"))  # what KV events carry; the gateway reads the name
+    tagged = not isinstance(extra[0], str)  # by vLLM 0.32, which untags what KV events carry; the gateway reads a name
+    assert (extra[0][1] if tagged else extra[0]) == "support"
+    assert extra[1:] == (("lora", "weights 2"),)
     other_name = LoRARequest("sales", 7, str(folder))
-    assert generate_block_hash_extra_keys(engine.request("x", other_name), 0, BLOCK_TOKENS, 0)[0] == ("sales",)
+    (only,) = generate_block_hash_extra_keys(engine.request("x", other_name), 0, BLOCK_TOKENS, 0)[0]
+    assert (only[1] if tagged else only) == "sales"
 
 
 def test_until_the_digest_is_known_nothing_is_loaded_or_stored(engine: EngineProcess, folder: Path):
@@ -390,7 +397,11 @@ def test_a_failed_reload_keeps_what_there_was(engine: EngineProcess, folder: Pat
 @pytest.mark.parametrize(
     "request_of",
     [
-        lambda folder: adapter(folder, tensorizer_config_dict={"tensorizer_uri": "s3://x"}),
+        *(
+            [lambda folder: adapter(folder, tensorizer_config_dict={"tensorizer_uri": "s3://x"})]
+            if "tensorizer_config_dict" in LoRARequest.__struct_fields__
+            else []
+        ),
         lambda folder: LoRARequest("support", 1, str(folder / "not there")),
         lambda folder: LoRARequest("support", 1, "unknown/adapter"),
     ],
@@ -413,9 +424,10 @@ def test_events_carry_the_hashes_that_the_device_s_events_carry(engine: EnginePr
     engine.load(adapter(folder))
     engine.report(engine.compute("writer", adapter(folder)))
     stored = [event for event in engine.half.take_events() if isinstance(event, BlockStored)]
-    assert {one for event in stored for one in event.block_hashes} == set(
-        engine.half._req_status["writer"].req.block_hashes
-    )
+    assert {one for event in stored for one in event.block_hashes} == {
+        one if generation() is Generation.V023 else kv_cache_utils.maybe_convert_block_hash(one)
+        for one in engine.half._req_status["writer"].req.block_hashes
+    }
 
 
 def test_vllm_still_finds_what_an_rpc_s_argument_is():

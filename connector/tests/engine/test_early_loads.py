@@ -153,7 +153,7 @@ class Rig:
         blocks = KVCacheBlocks(([KVCacheBlock(block_id) for block_id in DEVICE_BLOCKS],))
         self.scheduler.update_state_after_alloc(self.request, blocks, TOKENS)
 
-    def step(self) -> list[LoadPiece]:
+    def step(self, finished: Sequence[str] = ()) -> list[LoadPiece]:
         cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
         metadata = self.scheduler.build_connector_meta(
             SimpleNamespace(
@@ -162,7 +162,7 @@ class Rig:
                 num_scheduled_tokens={},
                 total_num_scheduled_tokens=0,
                 preempted_req_ids=None,
-                finished_req_ids=set(),
+                finished_req_ids=set(finished),
                 kv_cache_block_copies=None,
                 kv_connector_block_state=None,
             )
@@ -267,7 +267,7 @@ def test_a_request_that_goes_away_leaves_nothing_behind(rig: Rig):
     (first,) = rig.begin()
     rig.finished = True
     rig.scheduler.request_finished(rig.request)
-    (end,) = rig.step()
+    (end,) = rig.step(finished=["r"])
     assert (blocks_of(end), end.last, end.lost_blocks) == ([], True, [])
     rig.report(first.job_id)
     rig.tier.end()
@@ -280,7 +280,7 @@ def test_a_copy_that_fails_after_its_request_has_gone_leaves_nothing_behind(rig:
     (first,) = rig.begin()
     rig.finished = True
     rig.scheduler.request_finished(rig.request)
-    rig.step()
+    rig.step(finished=["r"])
     rig.report(first.job_id, failed=True)
     rig.tier.end()
     rig.step()

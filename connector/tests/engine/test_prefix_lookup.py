@@ -15,7 +15,15 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.generation import HIT, MISS, RETRY, STEP_END, SpillwayTieringManager, make_cpu_tier
+from spillway_connector.testing.generation import (
+    HIT,
+    MISS,
+    RETRY,
+    STEP_END,
+    SpillwayTieringManager,
+    make_cpu_tier,
+    rows_on_the_way,
+)
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 ROWS, CHUNKS, PROMPTS = 20, 6, 3  # all prompts fit, so a look-up evicts none of the chunks it asks about
@@ -257,7 +265,7 @@ def test_the_chunks_of_a_request_are_promoted_as_one_job(stack: Stack):
     assert stack.manager.lookup_prefix(keys, stack.requests["r1"]) is None
     (job,) = stack.tier.loads
     assert job.keys == keys
-    assert sorted(job.block_ids.tolist()) == list(range(5))
+    assert sorted(rows_on_the_way(job)) == list(range(5))
 
 
 def test_what_a_prefix_ended_at_is_counted_by_reason(stack: Stack):
@@ -267,6 +275,6 @@ def test_what_a_prefix_ended_at_is_counted_by_reason(stack: Stack):
     stack.clock.advance(3.1)
     stack.apply("nothing", 0, 0)
     assert stack.manager.lookup_prefix(keys, stack.requests["r1"]) == 0
-    figures = stack.manager.take_stats().reduce()
-    assert figures["tier_misses|scripted|no_room"] == 1
-    assert figures["tier_misses|scripted|request_deadline"] == 1
+    samples = stack.manager.take_samples().samples()
+    assert samples["spillway_tier_misses|scripted|no_room"] == 1
+    assert samples["spillway_tier_misses|scripted|request_deadline"] == 1

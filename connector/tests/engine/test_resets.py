@@ -27,7 +27,13 @@ from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.engine.samples import sample_key
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half
+from spillway_connector.testing.generation import (
+    SpillwayTieringManager,
+    copy_of,
+    make_cpu_tier,
+    rows_on_the_way,
+    scheduler_half,
+)
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 ROWS, BLOCKS, BLOCK_TOKENS, RANKS = 8, 4, 16, 2
@@ -214,7 +220,7 @@ class Rig:
         """The job and its rows."""
         assert self.half.get_num_new_matched_tokens(self.request(name, prompt), 0) == (0, False)
         ((job_id, job),) = self.step(**{name: [1, 2, 3, 4]}).store_jobs.items()
-        return job_id, job.transfer_spec[1].block_ids.tolist()
+        return job_id, copy_of(job)[1].block_ids.tolist()
 
     def begin_load(self, name: str, prompt: int) -> tuple[int, list[int]]:
         request = self.request(name, prompt)
@@ -222,7 +228,7 @@ class Rig:
         blocks = KVCacheBlocks(([KVCacheBlock(block_id) for block_id in (5, 6, 7, 8)],))
         self.half.update_state_after_alloc(request, blocks, TOKENS)
         ((job_id, job),) = self.step().load_jobs.items()
-        return job_id, job.transfer_spec[0].block_ids.tolist()
+        return job_id, copy_of(job)[0].block_ids.tolist()
 
     def report(self, job_id: int, ranks: int = RANKS, failed: bool = False) -> None:
         meta = SpillwayWorkerMetadata(completed_jobs={job_id: ranks}, failed_jobs={job_id} if failed else set())
@@ -235,7 +241,7 @@ class Rig:
         self.step()
 
     def resets(self) -> dict[str, float]:
-        stats = self.manager.take_stats()
+        stats = self.manager.take_samples()
         samples = {} if stats is None else stats.samples()
         return {one: samples.get(sample_key(metrics.CPU_TIER_RESETS, one), 0) for one in ("done", "refused")}
 
@@ -252,7 +258,7 @@ def test_the_rows_of_a_store_are_released_when_every_rank_has_ended_it(rig: Rig)
     assert rig.step().jobs_to_flush == {job}
     rig.tier.holds = {bytes([2, number]) * 16 + bytes(4) for number in range(BLOCKS)}
     assert rig.half.get_num_new_matched_tokens(rig.request("reader", 2), 0) == (None, False)
-    assert set(rig.tier.loads[0].block_ids.tolist()).isdisjoint(rows), "a promotion into a row of the old store"
+    assert set(rows_on_the_way(rig.tier.loads[0])).isdisjoint(rows), "a promotion into a row of the old store"
     rig.report(job, ranks=1)
     assert rig.cpu_tier.quarantine == Counter(rows), "the other rank may still write them"
     rig.report(job, ranks=1, failed=True)
@@ -276,7 +282,7 @@ def test_the_rows_of_a_promotion_and_of_a_cascade_are_released_when_the_tier_has
     keys = [bytes([2, number]) * 16 + bytes(4) for number in range(BLOCKS)]
     rig.tier.holds = set(keys)
     rig.half.get_num_new_matched_tokens(rig.request("reader", 2), 0)
-    promoted = rig.tier.loads[0].block_ids.tolist()
+    promoted = rows_on_the_way(rig.tier.loads[0])
     assert rig.half.reset_with_device()
     assert rig.cpu_tier.quarantine == Counter(cascaded + promoted)
     assert not rig.cpu_tier.resident
@@ -317,7 +323,7 @@ def test_a_reset_that_the_device_refuses_changes_nothing(rig: Rig, caplog: pytes
     job, _ = rig.begin_store("running", 2)
     rig.pool.free -= 4
     resident, ready, jobs = dict(rig.cpu_tier._rows), set(rig.cpu_tier.ready), dict(rig.half._jobs)
-    rig.manager.take_stats()
+    rig.manager.take_samples()
     assert rig.half.reset_with_device() is False
     assert (dict(rig.cpu_tier._rows), rig.cpu_tier.ready, rig.half._jobs) == (resident, ready, jobs)
     assert not rig.cpu_tier.quarantine

@@ -73,7 +73,7 @@ def adapter_state(request: LoRARequest) -> bytes | None:
 
 def _local_folder(request: LoRARequest) -> Path | None:
     """Where vLLM finds the files (lora/utils.py: get_adapter_absolute_path), without asking a hub."""
-    if request.tensorizer_config_dict:
+    if getattr(request, "tensorizer_config_dict", None):  # gone in vLLM 0.32
         return None
     path = Path(request.lora_path).expanduser()
     if path.is_dir():

@@ -105,6 +105,11 @@ def step_output(
     )
 
 
+def copy_of(job: Any) -> tuple[Any, Any]:
+    """(source, destination) of a job in the connector's metadata."""
+    return job.transfer_spec if generation() is Generation.V023 else (job.src_spec, job.dst_spec)
+
+
 def rows_on_the_way(job: Any) -> list[int]:
     """Of a job that a shared tier was given."""
     rows: Any = job.block_ids if generation() is Generation.V023 else job.chunk_ids

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
@@ -19,7 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
-from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    make_offload_key,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -28,6 +36,8 @@ from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.scheduler import SchedulerHalf
 from spillway_connector.engine.tenancy import TenantContext
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
+
+_GROUP_BYTES = 4  # at the end of a key (make_offload_key)
 
 
 class RequestState(RequestFields):
@@ -150,6 +160,20 @@ class SpillwayConnectorScheduler(SchedulerHalf):
     def _load_of(self, job_id: int) -> tuple[LoadStoreSpec, LoadStoreSpec]:
         job = self._current_batch_load_jobs[job_id]
         return job.src_spec, job.dst_spec
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Upstream's contract, except that keys are cut to vLLM's block hashes, which upstream may make numbers of."""
+        return self._events_tracker.take_events(map(self._cut_keys, self.manager.take_events()))
+
+    def _cut_keys(self, event: OffloadingEvent) -> OffloadingEvent:
+        usual_bytes, described = self._hash_bytes + _GROUP_BYTES, self._events_tracker._pending_event_metadata
+        event.keys = [
+            key
+            if len(key) == usual_bytes or key in described
+            else OffloadKey(key[: self._hash_bytes] + key[-_GROUP_BYTES:])
+            for key in event.keys
+        ]
+        return event
 
     def has_pending_push_work(self) -> bool:
         """Upstream's contract: the engine steps on until the copies under way have been reported, those of before a

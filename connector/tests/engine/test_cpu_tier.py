@@ -12,7 +12,9 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.v023.cpu_tier import CpuTier, make_cpu_tier
+from spillway_connector.engine.cpu_tier import CpuTier
+from spillway_connector.engine.generation import Generation, generation
+from spillway_connector.testing.generation import HIT, MISS, make_cpu_tier
 
 ROWS = 6
 CONTEXT = ReqContext(req_id="r")
@@ -39,7 +41,7 @@ class Twin:
 
     def __init__(self, region: HostRegion, policy: str) -> None:
         self.ours: CpuTier = make_cpu_tier(ROWS, region, policy, enable_events=True)
-        self.theirs = CPUOffloadingManager(ROWS, policy, enable_events=True)
+        self.theirs = CPUOffloadingManager(ROWS, cache_policy=policy, enable_events=True)
         self.writing: set[bytes] = set()
         self.reading: list[bytes] = []
 
@@ -64,7 +66,7 @@ class Twin:
             self.ours.complete_store(done, CONTEXT, action == "written")
             self.theirs.complete_store(done, CONTEXT, action == "written")
         elif action == "read":
-            ready = [key for key in keys if self.theirs.lookup(key, CONTEXT)]
+            ready = [key for key in keys if self.theirs.lookup(key, CONTEXT) is HIT]
             mine, other = self.ours.prepare_load(ready, CONTEXT), self.theirs.prepare_load(ready, CONTEXT)
             assert mine.block_ids.tolist() == other.block_ids.tolist()
             assert mine.block_ids.dtype == other.block_ids.dtype
@@ -76,15 +78,19 @@ class Twin:
             self.ours.complete_load(done, CONTEXT)
             self.theirs.complete_load(done, CONTEXT)
 
+    def their_free_rows(self) -> int:
+        counted = self.theirs
+        return counted._get_num_free_blocks() if generation() is Generation.V023 else counted._get_num_free_chunks()
+
     def check(self) -> None:
         everyone = [key(number) for number in range(12)]
         answers = [self.theirs.lookup(one, CONTEXT) for one in everyone]
         assert [self.ours.lookup(one, CONTEXT) for one in everyone] == answers
-        assert self.ours.ready == {one for one, answer in zip(everyone, answers, strict=True) if answer}
-        resident = {one for one, answer in zip(everyone, answers, strict=True) if answer is not False}
+        assert self.ours.ready == {one for one, answer in zip(everyone, answers, strict=True) if answer is HIT}
+        resident = {one for one, answer in zip(everyone, answers, strict=True) if answer is not MISS}
         assert set(self.ours.resident) == resident
-        assert self.ours.free_rows() == self.theirs._get_num_free_blocks()
-        assert self.ours.used_rows() == ROWS - self.theirs._get_num_free_blocks()
+        assert self.ours.free_rows() == self.their_free_rows()
+        assert self.ours.used_rows() == ROWS - self.their_free_rows()
         assert list(self.ours.take_events()) == list(self.theirs.take_events())
 
 

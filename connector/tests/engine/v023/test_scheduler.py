@@ -1,0 +1,60 @@
+"""What the scheduler half does in vLLM 0.23 alone."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+
+BLOCKS, BLOCK_TOKENS = 4, 16
+TOKENS = BLOCKS * BLOCK_TOKENS
+
+
+def test_a_reset_preempts_without_a_word_and_its_stores_end_first() -> None:
+    """vLLM reports requests that `schedule` preempts; those that a reset preempts are not reported, and their blocks
+    are free."""
+    region = HostRegion(region_path(f"test-scheduler-023-{os.getpid()}"), 2 * BLOCKS, 4096)
+    region.unlink_name()
+    manager = SpillwayTieringManager(
+        make_cpu_tier(2 * BLOCKS, region, "lru", enable_events=False),
+        [],
+        2 * BLOCKS,
+        ConnectorConfig.parse({"num_cpu_blocks": 2 * BLOCKS}),
+        chunk_tokens=BLOCK_TOKENS,
+        chunk_bytes=4096,
+    )
+    attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    half = scheduler_half(manager, [attention])
+    request: Any = SimpleNamespace(
+        request_id="writer",
+        kv_transfer_params=None,
+        cache_salt=None,
+        block_hashes=[bytes([number]) * 32 for number in range(BLOCKS)],
+        num_tokens=TOKENS,
+        num_prompt_tokens=TOKENS,
+        num_computed_tokens=0,
+        skip_reading_prefix_cache=False,
+        status=RequestStatus.RUNNING,
+        is_finished=lambda: False,
+    )
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    new = [SimpleNamespace(req_id="writer", block_ids=([1, 2, 3, 4],))]
+    (job,) = half.build_connector_meta(step_output({"writer": TOKENS}, new)).store_jobs
+    assert half.build_connector_meta(step_output()).jobs_to_flush == set()
+    request.status = RequestStatus.PREEMPTED
+    assert half.build_connector_meta(step_output()).jobs_to_flush == {job}
+    report = SpillwayWorkerMetadata(completed_jobs={job: 1})
+    half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    assert half.build_connector_meta(step_output()).jobs_to_flush == set()
+    region.cleanup()
