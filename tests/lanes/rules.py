@@ -119,6 +119,13 @@ LOCAL_VLLM = "0.23"  # of requirements/local.txt, which runs every other lane
 OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "tests/engine_events": ("0.30", "0.32"),
     "services/engine/tests/vllm": ("0.30", "0.32"),
+    "connector/tests/engine/test_adapters.py": ("0.30", "0.32"),
+    "connector/tests/engine/test_cpu_tier.py": ("0.30", "0.32"),
+    "connector/tests/engine/test_early_loads.py": ("0.30", "0.32"),
+    "connector/tests/engine/test_generation.py": ("0.30", "0.32"),
+    "connector/tests/engine/test_prefix_lookup.py": ("0.30", "0.32"),
+    "connector/tests/engine/test_resets.py": ("0.30", "0.32"),
+    "connector/tests/engine/test_scheduler.py": ("0.30", "0.32"),
     "tests/generations": ("0.30", "0.32"),
 }
 # Tests over a whole stack that the lane `other-vllm` runs once more, with engines of that version (VLLM=), all else of

@@ -6,6 +6,6 @@ match generation():
     case Generation.V023:
         from spillway_connector.engine.v023.connector import SpillwayConnector
     case Generation.V030:
-        from spillway_connector.engine.v030.connector import SpillwayConnector  # type: ignore[no-redef]
+        from spillway_connector.engine.v030.connector import SpillwayConnector  # type: ignore[assignment]
 
 __all__ = ["SpillwayConnector"]

@@ -7,6 +7,6 @@ match generation():
     case Generation.V023:
         from spillway_connector.engine.v023.spec import SpillwayOffloadingSpec
     case Generation.V030:
-        from spillway_connector.engine.v030.spec import SpillwayOffloadingSpec  # type: ignore[no-redef]
+        from spillway_connector.engine.v030.spec import SpillwayOffloadingSpec  # type: ignore[assignment]
 
 __all__ = ["SpillwayOffloadingSpec"]
