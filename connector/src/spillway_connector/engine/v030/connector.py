@@ -18,8 +18,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.adapters import AdapterRegistry, install_adapter_hooks
+from spillway_connector.engine.engine_logging import join_engine_logging
+from spillway_connector.engine.generation import require
 from spillway_connector.engine.kv_layout import layout_facts
 from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.v030.seams import SEAMS
 from spillway_connector.engine.v030.spec import SpillwayOffloadingSpec
 from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
 from spillway_connector.engine.weights import install_weight_change_hook
@@ -35,6 +38,8 @@ class SpillwayConnector(OffloadingConnector):
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        join_engine_logging()
+        require(SEAMS)
         assert vllm_config.kv_transfer_config is not None
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
         if policy != "recompute":
