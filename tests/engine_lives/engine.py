@@ -39,9 +39,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from engine_lives.manual_copies import ManualCopier
 from engine_lives.random_tier import RANDOM, RandomTier
 from spillway_connector.device.copier import Direction
-from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
+from spillway_connector.engine.generation import Generation, generation
+from spillway_connector.engine.prefix_tier import SharedTierBase
 
-BLOCK_TOKENS = 16
+SINCE_0_30 = generation() is not Generation.V023
+BLOCK_TOKENS = 32 if SINCE_0_30 else 16  # the smallest block of vLLM's CPU platform
 TOKEN_BYTES = 8
 LAYERS = 2  # a group
 MAX_TOKENS = 12 * BLOCK_TOKENS
@@ -119,11 +121,15 @@ class Engine:
         init_none_hash(hash_fn)
         self._block_hasher = get_request_block_hasher(BLOCK_TOKENS, hash_fn)
         self._worker: Any = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.kv_config)
-        page = BLOCK_TOKENS * TOKEN_BYTES
-        caches = [torch.zeros(shape.device_blocks * page, dtype=torch.uint8) for _ in range(LAYERS)]
+        layer_bytes = shape.device_blocks * BLOCK_TOKENS * TOKEN_BYTES
+        if SINCE_0_30:  # one allocation for all
+            caches = list(torch.zeros(LAYERS * layer_bytes, dtype=torch.uint8).split(layer_bytes))
+        else:
+            caches = [torch.zeros(layer_bytes, dtype=torch.uint8) for _ in range(LAYERS)]
         # As vLLM lays out several groups: the layers of one group share their tensors with those of the others.
+        views = [self._view(cache) for cache in caches]
         self._worker.register_kv_caches(
-            {f"{group}.{layer}": cache for group in self.groups for layer, cache in enumerate(caches)}
+            {f"{group}.{layer}": view for group in self.groups for layer, view in enumerate(views)}
         )
         self.kv = [cache.numpy().view(np.uint64).reshape(shape.device_blocks, BLOCK_TOKENS) for cache in caches]
         self.copiers: dict[Direction, ManualCopier] = self._worker.connector_worker.spec.copiers
@@ -143,6 +149,10 @@ class Engine:
         self.trace: list[str] = []  # of the schedule that runs
         for copier in self.copiers.values():
             copier.trace = self.trace
+
+    def _view(self, cache: torch.Tensor) -> torch.Tensor:
+        """A layer's cache as vLLM registers it; since 0.30 (blocks, heads, tokens, bytes of a token)."""
+        return cache.view(self.shape.device_blocks, 1, BLOCK_TOKENS, TOKEN_BYTES) if SINCE_0_30 else cache
 
     # -- actions of a random schedule
 
@@ -222,14 +232,21 @@ class Engine:
         sampled = self._compute(output)
         self._worker.wait_for_save()
         done = KVConnectorOutput()
-        done.finished_sending, done.finished_recving = self._worker.get_finished(output.finished_req_ids)
+        if SINCE_0_30:
+            results = self._worker.get_transfer_results(output.finished_req_ids)
+            done.finished_sending, done.finished_recving = results.finished_sending, results.finished_recving
+            done.failed_recving = results.failed_recving
+        else:
+            done.finished_sending, done.finished_recving = self._worker.get_finished(output.finished_req_ids)
         done.invalid_block_ids = self._worker.get_block_ids_with_load_errors()
         done.kv_connector_stats = self._worker.get_kv_connector_stats()
         done.kv_connector_worker_meta = self._worker.build_connector_worker_meta()
         self._worker.clear_connector_metadata()
-        self.figures.failures += bool(done.invalid_block_ids)
+        failed = getattr(done, "failed_recving", set())
+        self.figures.failures += bool(done.invalid_block_ids or failed)
         if done.finished_recving or done.invalid_block_ids:
-            self.trace.append(f"  received {done.finished_recving}, invalid {sorted(done.invalid_block_ids)}")
+            invalid = sorted(done.invalid_block_ids)
+            self.trace.append(f"  received {done.finished_recving}, failed {failed}, invalid {invalid}")
         names = list(output.num_scheduled_tokens)
         self.scheduler.update_from_output(
             output,
@@ -252,7 +269,7 @@ class Engine:
         )
         for kind, jobs in (("load", meta.load_jobs), ("store", meta.store_jobs)):
             for job_id, job in jobs.items():
-                source, target = job.transfer_spec
+                source, target = (job.src_spec, job.dst_spec) if SINCE_0_30 else job.transfer_spec
                 self.trace.append(f"  {kind} {job_id} of {job.req_id}: {_ids(source)} -> {_ids(target)}")
         for piece in getattr(meta, "pieces", ()):
             what = "" if piece.transfer_spec is None else " -> ".join(_ids(side) for side in piece.transfer_spec)
@@ -319,7 +336,7 @@ class Engine:
     def settle_nvme(self) -> None:
         """Wait until the tier's threads have ended all jobs; the scheduler receives that in a later step."""
         for tier in self._scheduler_half.manager.secondary_tiers:
-            if isinstance(tier, SharedTierAdapter):
+            if isinstance(tier, SharedTierBase):
                 assert tier._shared.drain(60.0)
 
     # -- invariants of an idle engine
@@ -353,7 +370,7 @@ class Engine:
             "_jobs",
             "_req_status",
             "_block_id_to_pending_jobs",
-            "_blocks_being_loaded",
+            "_chunks_being_loaded" if SINCE_0_30 else "_blocks_being_loaded",
             "_failed_jobs",
         )
         for held in (*held_by_scheduler, "_early_loads"):
@@ -364,16 +381,14 @@ class Engine:
         assert tier.ready == set(tier.resident), "rows are still being written"
         rows = list(tier._rows.values()) + list(tier._free_list)
         assert len(rows) == len(set(rows)), "a row has two owners"
-        assert len(rows) == tier._num_allocated_blocks, "rows leaked"
+        assert len(rows) == tier._allocated_rows, "rows leaked"
         assert not half.manager._bounds.waits
         assert not half.manager._failed_stores
         assert not half.manager._early_chunks
         assert not half._reset_jobs and not half.manager._reset_rows and not tier.quarantine, "rows kept back"
         assert not half.manager._bounds.rows_in_flight
         worker = self._worker.connector_worker
-        held_by_worker = ("_load_jobs", "_load_blocks", "_refused_loads", "_unsubmitted_store_jobs", "_invalid_blocks")
-        for held in (*held_by_worker, "_loads_in_pieces", "_pieces"):
-            assert not getattr(worker, held), f"the worker's {held}: {getattr(worker, held)}"
+        assert worker._jobs.idle, f"the worker holds {vars(worker._jobs)}"
         assert all(copier.idle for copier in self.copiers.values())
 
     @property
@@ -442,12 +457,27 @@ def _kv_cache_config(shape: Shape, groups: list[str]) -> KVCacheConfig:
     assert page == BLOCK_TOKENS * TOKEN_BYTES
     return KVCacheConfig(
         num_blocks=shape.device_blocks,
-        kv_cache_tensors=[
-            KVCacheTensor(size=page * shape.device_blocks, shared_by=[f"{group}.{layer}" for group in groups])
-            for layer in range(LAYERS)
-        ],
+        kv_cache_tensors=_kv_cache_tensors(page * shape.device_blocks, page, groups),
         kv_cache_groups=[
             KVCacheGroupSpec([f"{group}.{layer}" for layer in range(LAYERS)], spec)
             for group, spec in zip(groups, specs, strict=True)
         ],
     )
+
+
+def _kv_cache_tensors(layer_bytes: int, page: int, groups: list[str]) -> list[KVCacheTensor]:
+    """The layers of all groups in the same memory, one behind the other."""
+    if not SINCE_0_30:
+        return [
+            KVCacheTensor(size=layer_bytes, shared_by=[f"{group}.{layer}" for group in groups])
+            for layer in range(LAYERS)
+        ]
+    return [
+        KVCacheTensor(
+            size=layer_bytes * LAYERS,
+            layers=[f"{group}.{layer}" for layer in range(LAYERS)],
+            layer_stride=layer_bytes,
+            block_stride=page,
+        )
+        for group in groups
+    ]

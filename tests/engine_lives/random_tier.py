@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
-from vllm.v1.kv_offload.tiering.base import JobMetadata, JobResult
+from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
+from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.transfer.lookups import Answers, Lookup
@@ -29,8 +30,8 @@ class RandomTier(PrefixTier):
         self.losing_share = 0.0
         self._rows = np.frombuffer(primary_kv_view, np.uint8).reshape(len(primary_kv_view), -1)
         self._frames: dict[bytes, bytes] = {}
-        self._loads: list[tuple[JobMetadata, list[OffloadKey], list[int]]] = []  # with the missing keys and their rows
-        self._stores: list[JobMetadata] = []
+        self._loads: list[tuple[Any, list[OffloadKey], list[int]]] = []  # with the missing keys and their rows
+        self._stores: list[Any] = []
         self._failed: dict[int, set[bytes]] = {}
         self._arrived: list[tuple[int, list[OffloadKey]]] = []
         self._ended: list[JobResult] = []
@@ -39,24 +40,29 @@ class RandomTier(PrefixTier):
     def open(self) -> bool:
         return True
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return key in self._frames
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> Any:
+        found = key in self._frames
+        if generation() is Generation.V023:
+            return found
+        from vllm.v1.kv_offload.base import LookupResult
+
+        return LookupResult.HIT if found else LookupResult.MISS
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
         there = next((at for at, key in enumerate(keys) if key not in self._frames), len(keys))
         return Answers([Lookup.HIT] * there + [Lookup.MISS] * (there < len(keys)), float("inf"))
 
-    def submit_store(self, job_metadata: JobMetadata) -> None:
+    def submit_store(self, job_metadata: Any) -> None:
         self._stores.append(job_metadata)
 
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._loads.append((job_metadata, list(job_metadata.keys), job_metadata.block_ids.tolist()))
+    def submit_load(self, job_metadata: Any) -> None:
+        self._loads.append((job_metadata, list(job_metadata.keys), _rows_of(job_metadata)))
 
     def advance(self, chunks: int, stores: int) -> None:
         """Read the next `chunks` chunks, and write the oldest `stores` stores."""
         for job in self._stores[:stores]:
             keys = list(job.keys)
-            for key, row in zip(keys, job.block_ids.tolist(), strict=True):
+            for key, row in zip(keys, _rows_of(job), strict=True):
                 self._frames[key] = self._rows[row].tobytes()
             self.answered_requests.add(keys)
             self._ended.append(TierJobResult(job.job_id, success=True))
@@ -87,8 +93,16 @@ class RandomTier(PrefixTier):
         ended, self._ended = self._ended, []
         return ended
 
+    def drain_jobs(self) -> None:
+        raise AssertionError("the connector's own manager drains no tier")
+
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
+
+
+def _rows_of(job: Any) -> list[int]:
+    rows: list[int] = (job.block_ids if generation() is Generation.V023 else job.chunk_ids).tolist()
+    return rows
 
 
 if RANDOM not in SecondaryTierFactory._registry:

@@ -13,7 +13,8 @@ from random_plans.layouts import Caches, random_caches
 from spillway_connector.device.copier import CopyResult, Direction
 from spillway_connector.device.cpu import copy_spans
 from spillway_connector.device.stream_copier import split_at
-from spillway_connector.engine.v023.handlers import CopyHandler, copy_layout
+from spillway_connector.engine.copy_layout import copy_layout
+from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.plan.copies import CopyPlan
 from spillway_connector.plan.geometry import ChunkGeometry
 
@@ -119,10 +120,21 @@ class _Job:
 def _transfer(
     direction: Direction, layout: object, job: _Job, blocks: list[int], boundaries: tuple[int, ...], rng: random.Random
 ) -> None:
-    handler = CopyHandler(direction, layout, _Now(direction, boundaries, rng.choice([1, 2, 7, 4096])))
+    copier = _Now(direction, boundaries, rng.choice([1, 2, 7, 4096]))
     device = GPULoadStoreSpec(blocks, group_sizes=job.sizes, block_indices=job.firsts)
     host = CPULoadStoreSpec(job.rows)
-    assert handler.transfer_async(1, (device, host) if direction is Direction.STORE else (host, device))
+    is_store = direction is Direction.STORE
+    match generation():
+        case Generation.V023:
+            from spillway_connector.engine.v023.handlers import CopyHandler
+
+            handler = CopyHandler(direction, layout, copier)
+            assert handler.transfer_async(1, (device, host) if is_store else (host, device))
+        case Generation.V030:
+            from spillway_connector.engine.v030.offload_worker import CopyWorker
+
+            worker = CopyWorker(layout, copier, copier)
+            assert worker.submit_store(1, device, host) if is_store else worker.submit_load(1, host, device)
 
 
 def _some(rng: random.Random, of: int, count: int) -> list[int]:

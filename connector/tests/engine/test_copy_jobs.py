@@ -64,6 +64,21 @@ def test_a_load_in_pieces_ends_with_its_last_piece_and_loses_what_any_of_them_lo
     assert jobs.finish([]) == Received()
 
 
+def test_idle_means_that_nothing_is_held():
+    jobs = CopyJobs()
+    assert jobs.idle
+    jobs.start_load(1, "a", [5], YES)
+    jobs.queue_store(2, YES)
+    assert not jobs.idle
+    jobs.submit_stores()
+    jobs.finish([ended(1, success=False), ended(2)])
+    assert not jobs.idle, "the failed blocks and the report are still to be asked for"
+    jobs.take_invalid_blocks()
+    assert not jobs.idle
+    jobs.take_report()
+    assert jobs.idle
+
+
 def test_what_moved_and_what_failed_is_counted():
     jobs = CopyJobs()
     jobs.start_load(1, "a", [5], YES)

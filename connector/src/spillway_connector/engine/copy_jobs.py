@@ -153,6 +153,12 @@ class CopyJobs:
         self._end_loads_in_pieces(received)
         return received
 
+    @property
+    def idle(self) -> bool:
+        """Whether every job has ended, and its end been asked for."""
+        held = self._loads, self._in_pieces, self._pieces, self._waiting_stores, self._refused_loads
+        return not any(held) and not self._invalid_blocks and self._report == StepReport()
+
     def is_load(self, job_id: int) -> bool:
         """Whether the transport moves this copy to the device; asked before finish() takes in its end."""
         return job_id in self._loads or job_id in self._pieces
