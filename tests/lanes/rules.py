@@ -111,6 +111,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/self_check/test_reference.py": ("vllm",),
     "tests/stack_driver": (NOTHING,),
     "tests/ui": ("chromium",),
+    "tests/upstream": ("vllm",),
 }
 
 LOCAL_VLLM = "0.23"  # of requirements/local.txt, which runs every other lane
