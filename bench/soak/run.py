@@ -190,7 +190,7 @@ def _stack(tier: str, settings: SoakSettings, *, engines: int, gateway: bool) ->
     folder = Path(tempfile.mkdtemp(prefix=f"spillway-soak-{tier}-"))
     local = LocalStack(_settings_of(tier, settings, engines=engines, gateway=gateway), folder)
     with local:
-        eventually("every component is ready", lambda: all(status.ready for status in local.status()), 60.0)
+        eventually("every component is ready", lambda: all(status.ready for status in local.status()), 300.0)
         stack = RunningStack(tier, local)
         stack.engines = [EngineClient(handle.url, stack.model, tier) for handle in local.engines]
         try:

@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 POLL_SECONDS = 0.05
 
 
-def eventually(what: str, probe: Callable[[], Value | None], timeout_seconds: float = 60.0) -> Value:
+def eventually(what: str, probe: Callable[[], Value | None], timeout_seconds: float = 120.0) -> Value:
     """The first truthy answer of `probe`. Raises AssertionError with `what` and the last answer at the deadline."""
     deadline = time.monotonic() + timeout_seconds
     while True:

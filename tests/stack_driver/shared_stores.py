@@ -117,7 +117,7 @@ class ValkeyStore:
     tier = "redis"
 
     def __init__(self, url: str) -> None:
-        self.server = redis.Redis.from_url(url, socket_timeout=5.0, socket_connect_timeout=5.0)
+        self.server = redis.Redis.from_url(url, socket_timeout=60.0, socket_connect_timeout=60.0)
 
     def keys(self) -> list[bytes]:
         return sorted(key for key in self.server.scan_iter(match="spillway1:*", count=1000) if b":document" not in key)

@@ -75,7 +75,7 @@ async def test_headers_name_engine_route_and_overhead(start_engine: Any, client:
     assert headers["x-spillway-engine"] == "fake-0"
     assert headers["x-spillway-route"] == "only"
     assert headers["x-spillway-prefix-tokens"] == "0"
-    assert 0 < float(headers["x-spillway-overhead-ms"]) < 10_000
+    assert 0 < float(headers["x-spillway-overhead-ms"]) < 600_000
     assert headers["x-request-id"] == "abc"
     assert len(made["x-request-id"]) == 32
     assert (b"x-request-id", b"abc") in engine.seen[0].headers

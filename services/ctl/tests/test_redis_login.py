@@ -118,7 +118,7 @@ def test_a_cluster_is_looked_through(start: Start, capsys: pytest.CaptureFixture
     server = start(**{"cluster-enabled": "yes"})
     client = redis.Redis(port=server.port)
     client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-    for _ in range(200):
+    for _ in range(2400):
         if b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO"):
             break
         client.wait(1, 50)

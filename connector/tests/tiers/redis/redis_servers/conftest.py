@@ -28,7 +28,8 @@ from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.tier import RedisTier
 
-WAIT_TRIES = 600  # of 50 ms each, waited out in a server or a connection attempt
+PATIENT_MS = 30_000  # of servers that watch each other
+WAIT_TRIES = 2400  # of 50 ms each, waited out in a server or a connection attempt
 
 
 def free_port() -> int:
@@ -45,7 +46,7 @@ class Process:
     client: redis.Redis = field(init=False)
 
     def __post_init__(self) -> None:
-        self.client = redis.Redis(port=self.port, retry=None, socket_timeout=10)
+        self.client = redis.Redis(port=self.port, retry=None, socket_timeout=120)
 
     @classmethod
     def start(
@@ -103,7 +104,7 @@ class Cluster:
             folder,
             cluster_enabled="yes",
             cluster_port=str(free_port()),
-            cluster_node_timeout="1000",
+            cluster_node_timeout=str(PATIENT_MS),
             cluster_config_file="nodes.conf",
             loglevel="warning",
         )
@@ -122,6 +123,13 @@ class Cluster:
             node.until(lambda node=node: node.client.cluster("INFO")["cluster_state"] == "ok")  # type: ignore[misc]
             node.until(lambda node=node: len(node.client.execute_command("CLUSTER", "SLOTS")) == 3)  # type: ignore[misc]
         return cluster
+
+    def kill(self, node: Process) -> None:
+        """The others find out soon; while nothing is killed, they take no busy machine for a dead node."""
+        node.kill()
+        for other in self.nodes:
+            if other is not node:
+                other.client.config_set("cluster-node-timeout", 1000)
 
     def introduce(self, node: Process) -> None:
         bus = int(node.client.config_get("cluster-port")["cluster-port"])
@@ -164,7 +172,7 @@ class Cluster:
         source.client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", self.node_id(target))
 
     def migrate(self, name: bytes, source: Process, target: Process) -> None:
-        source.client.execute_command("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+        source.client.execute_command("MIGRATE", "127.0.0.1", target.port, name, 0, PATIENT_MS)
 
     def end_move(self, name: bytes, target: Process) -> None:
         for node in (target, *self.nodes):
@@ -227,6 +235,11 @@ class Watched:
     replica: Process
     sentinel: Process
 
+    def kill_primary(self) -> None:
+        """The sentinel finds out soon; while nothing is killed, it takes no busy machine for a dead server."""
+        self.primary.kill()
+        self.sentinel.client.execute_command("SENTINEL", "SET", "kv", "down-after-milliseconds", 500)
+
     @property
     def endpoint(self) -> RedisEndpoint:
         # The first sentinel does not exist: it must not be needed.
@@ -246,7 +259,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
             tmp_path / "sentinel",
             "--sentinel",
             sentinel=f"monitor kv 127.0.0.1 {primary.port} 1\n"
-            "sentinel down-after-milliseconds kv 500\nsentinel failover-timeout kv 3000",
+            f"sentinel down-after-milliseconds kv {PATIENT_MS}\nsentinel failover-timeout kv 3000",
         )
         processes.append(sentinel)
         replica.until(lambda: sentinel.client.execute_command("SENTINEL", "REPLICAS", "kv"))

@@ -206,10 +206,10 @@ def test_a_killed_node_costs_clean_errors_until_its_replica_has_taken_over(
     seeds = ",".join(f"127.0.0.1:{node.port}" for node in own_cluster.nodes)
     tier = tier_on(RedisEndpoint.from_url(f"redis-cluster://{seeds}"))
     tier.store(key_of(1), payload_of(1), soon())
-    primary.client.wait(1, 5000)
-    primary.kill()
+    assert primary.client.wait(1, 30_000) == 1
+    own_cluster.kill(primary)
     errors: list[TierError] = []
-    for _ in range(600):
+    for _ in range(2400):
         try:
             assert load(tier, key_of(1)) == payload_of(1)
             break

@@ -112,7 +112,7 @@ def test_a_block_is_described_from_its_headers(
         assert block.ttl_ms is None
     else:
         assert block.ttl_ms is not None
-        assert 990_000 < block.ttl_ms <= 1_000_000
+        assert 800_000 < block.ttl_ms <= 1_000_000
     for block in found.values():
         inspector.verify(block, soon())
     assert inspector.read(found[key_of(1)], soon()) == payload_of(1, BYTES)
