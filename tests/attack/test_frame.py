@@ -10,7 +10,7 @@ from attack.target import ITERATION_UNITS_MAX, Harm, Target
 def test_a_small_request_delays_no_other_client(target: Target) -> None:
     def ask() -> None:
         body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
-        assert httpx.post(target.url + "/v1/chat/completions", json=body).status_code == 200
+        assert httpx.post(target.url + "/v1/chat/completions", json=body, timeout=120).status_code == 200
 
     target.suffer(ask).assert_bearable(grown_mib_max=16)
 

@@ -77,7 +77,7 @@ def make_load(url: str, outages: Outages, inject_wrong: bool = False) -> Load:
 @pytest.mark.parametrize("target", ["engine-0", GATEWAY])
 def test_right_and_wrong_answers(url: str, engine: ScriptedEngine, outages: Outages, target: str) -> None:
     load = make_load(url, outages)
-    with httpx.Client() as client:
+    with httpx.Client(timeout=120) as client:
         load.ask(client, REFERENCE, target)
         load.ask(client, REFERENCE, target)
         assert load.tally.wrong == 0
@@ -93,7 +93,7 @@ def test_right_and_wrong_answers(url: str, engine: ScriptedEngine, outages: Outa
 def test_a_short_answer_is_wrong(url: str, engine: ScriptedEngine, outages: Outages) -> None:
     engine.answer.pop()
     load = make_load(url, outages)
-    with httpx.Client() as client:
+    with httpx.Client(timeout=120) as client:
         load.ask(client, REFERENCE, "engine-0")
     assert load.tally.wrong == 1
 
@@ -111,7 +111,7 @@ def test_the_check_can_fail(url: str, outages: Outages) -> None:
 def test_failures_without_a_fault_have_no_excuse(url: str, engine: ScriptedEngine, outages: Outages, mode: str) -> None:
     engine.fault = MODES[mode]
     load = make_load(url, outages)
-    with httpx.Client() as client:
+    with httpx.Client(timeout=120) as client:
         load.ask(client, REFERENCE, GATEWAY)
     assert sum(load.tally.failed.values()) == 1
     assert not load.tally.excused
@@ -148,7 +148,7 @@ def test_what_a_killed_engine_excuses(
     Times(outages, monkeypatch, "engine-0", excuses=True)
     engine.fault = MODES[mode]
     load = make_load(url, outages)
-    with httpx.Client() as client:
+    with httpx.Client(timeout=120) as client:
         load.ask(client, REFERENCE, target)
     assert bool(load.tally.excused) == excused
     assert bool(load.tally.failed) != excused
@@ -194,7 +194,7 @@ def test_what_the_gateway_routed_to_an_engine_just_killed_is_excused() -> None:
 def test_a_closed_target_is_not_asked(url: str, engine: ScriptedEngine, outages: Outages) -> None:
     outages.close("engine-0", "engine_killed")
     load = make_load(url, outages)
-    with httpx.Client() as client:
+    with httpx.Client(timeout=120) as client:
         load.ask(client, REFERENCE, "engine-0")
     assert engine.seen == []
     assert load.tally.answers == 0

@@ -69,15 +69,15 @@ def test_messages_equal_chat(stack: RunningStack, client: openai.OpenAI) -> None
     reply = httpx.post(f"{stack.local.gateway_url}/v1/messages", json=body, timeout=120)
     assert reply.status_code == 200, reply.text
     assert reply.json()["content"][0]["text"] == chat.choices[0].message.content
-    refused = httpx.post(f"{stack.local.gateway_url}/v1/messages", json={**body, "model": "no-such-model"}, timeout=30)
+    refused = httpx.post(f"{stack.local.gateway_url}/v1/messages", json={**body, "model": "no-such-model"}, timeout=120)
     assert (refused.status_code, refused.json()["type"]) == (404, "error")
 
 
 def test_tokenize_and_back(stack: RunningStack) -> None:
     text = "Detokenizing tokens of any text returns the text."
     url = stack.local.gateway_url
-    tokens = httpx.post(f"{url}/tokenize", json={"model": stack.model, "prompt": text}, timeout=30).json()["tokens"]
-    back = httpx.post(f"{url}/detokenize", json={"model": stack.model, "tokens": tokens}, timeout=30).json()
+    tokens = httpx.post(f"{url}/tokenize", json={"model": stack.model, "prompt": text}, timeout=120).json()["tokens"]
+    back = httpx.post(f"{url}/detokenize", json={"model": stack.model, "tokens": tokens}, timeout=120).json()
     assert back["prompt"] == text
 
 
@@ -122,7 +122,10 @@ def test_unknown_model_is_not_found_in_openai_shape(client: openai.OpenAI) -> No
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"model": 7}', b'{"messages": "hello"', b"\xff\xfe"])
 def test_malformed_body_is_bad_request(stack: RunningStack, body: bytes) -> None:
     response = httpx.post(
-        f"{stack.local.gateway_url}/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+        f"{stack.local.gateway_url}/v1/chat/completions",
+        content=body,
+        headers={"content-type": "application/json"},
+        timeout=120,
     )
     assert response.status_code == 400
     error = response.json()["error"]
@@ -184,7 +187,7 @@ def test_repeated_prefix_goes_to_the_engine_that_has_it(stack: RunningStack, cli
 
 def test_health_ready_and_metrics(stack: RunningStack) -> None:
     for path in ("/health", "/ready", "/metrics"):
-        assert httpx.get(f"{stack.local.gateway_url}{path}").status_code == 200
+        assert httpx.get(f"{stack.local.gateway_url}{path}", timeout=120).status_code == 200
     assert _gateway(stack).total("spillway_gateway_requests_total") > 0 or _ask_once(stack)
 
 
@@ -194,7 +197,7 @@ def _ask_once(stack: RunningStack) -> bool:
 
 
 def _gateway(stack: RunningStack) -> Reading:
-    return Reading.parse(httpx.get(f"{stack.local.gateway_url}/metrics").text)
+    return Reading.parse(httpx.get(f"{stack.local.gateway_url}/metrics", timeout=120).text)
 
 
 def _disconnects(stack: RunningStack) -> float:
@@ -208,5 +211,5 @@ def _last_batch_at(stack: RunningStack, engine: str) -> float:
 def test_engine_reports_readiness_and_configuration(stack: RunningStack) -> None:
     engine: EngineClient
     for engine in stack.engines:
-        assert httpx.get(f"{engine.url}/ready").json() == {"ready": True}
+        assert httpx.get(f"{engine.url}/ready", timeout=120).json() == {"ready": True}
         assert engine.configuration()["servedName"] == stack.model

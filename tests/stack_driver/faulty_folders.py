@@ -122,11 +122,11 @@ def full(running: RunningStack, folder: Path) -> Iterator[set[str]]:
 
 def _mount(*arguments: str) -> bool:
     try:
-        return subprocess.run(["mount", *arguments], capture_output=True, timeout=30, check=False).returncode == 0
+        return subprocess.run(["mount", *arguments], capture_output=True, timeout=120, check=False).returncode == 0
     except FileNotFoundError:
         return False
 
 
 def _unmount(folder: Path) -> None:
     # Lazily: an engine may hold a file of it open for a moment longer.
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=30)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=120)

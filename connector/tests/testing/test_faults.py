@@ -51,10 +51,10 @@ def test_a_hanging_tier_goes_on_when_released(memory: MemoryTier, clock: Stepped
     tier = HangingTier(memory, [Operation.STORE])
     thread = threading.Thread(target=lambda: tier.store(key_of(1), payload_of(1, SIZE), clock() + 1))
     thread.start()
-    assert tier.entered.acquire(timeout=30)
+    assert tier.entered.acquire(timeout=120)
     assert tier.contains([key_of(1)], clock() + 1) == [False]
     tier.release()
-    thread.join(30)
+    thread.join(120)
     assert tier.contains([key_of(1)], clock() + 1) == [True]
 
 

@@ -93,7 +93,7 @@ class Engine:
 async def test_ready_after_a_passed_self_check_and_not_before(serving: Serving, bigram_model: Any) -> None:
     engine = Engine(bigram_model())
     engine.may_answer.clear()
-    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
         await engine.event("serving")
         before = await client.get("/ready")
         engine.may_answer.set()
@@ -108,7 +108,7 @@ async def test_an_engine_that_fails_the_self_check_says_why_and_is_never_ready(
     serving: Serving, bigram_model: Any
 ) -> None:
     engine = Engine(bigram_model(decode_error_nats=1.0))
-    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
         reason = (await engine.event("self_check_failed"))["reason"]
         ready = await client.get("/ready")
 
@@ -124,7 +124,7 @@ async def test_without_self_check_it_is_ready_at_once(serving: Serving) -> None:
 
 async def test_the_configuration_is_shown(serving: Serving) -> None:
     engine = Engine()
-    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
         shown = await client.get("/spillway/config")
 
     assert shown.json() == {"settings": {"name": "engine-0"}}

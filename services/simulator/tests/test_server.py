@@ -27,7 +27,7 @@ async def listening(url):
     """The port answers again; bounded by the test's own timeout."""
     while True:
         try:
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(timeout=120) as client:
                 return await client.get(f"{url}/health")
         except httpx.TransportError:
             await asyncio.sleep(0)
@@ -50,7 +50,7 @@ async def replayed(url, start=0, count=None):
 
 
 async def test_answers_are_deterministic_and_say_that_they_are_simulated(simulator):
-    async with simulator(engines=2) as running, httpx.AsyncClient() as client:
+    async with simulator(engines=2) as running, httpx.AsyncClient(timeout=120) as client:
         replies = [await client.post(f"{host.url}/v1/chat/completions", json=CHAT) for host in running.hosts]
         documents = [reply.json() for reply in replies]
         assert {reply.headers["x-spillway-simulated"] for reply in replies} == {"true"}
@@ -64,7 +64,7 @@ async def test_answers_are_deterministic_and_say_that_they_are_simulated(simulat
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
 async def test_a_stream_is_the_plain_reply_in_pieces(simulator, route):
     body = CHAT if route.startswith("chat") else {"prompt": "once upon a time", "max_tokens": 5}
-    async with simulator() as running, httpx.AsyncClient() as client:
+    async with simulator() as running, httpx.AsyncClient(timeout=120) as client:
         url = f"{running.hosts[0].url}/v1/{route}"
         plain = (await client.post(url, json=body)).json()
         streamed = await client.post(url, json={**body, "stream": True, "stream_options": {"include_usage": True}})
@@ -81,7 +81,7 @@ async def test_a_stream_is_the_plain_reply_in_pieces(simulator, route):
 
 
 async def test_the_next_turn_finds_prompt_and_answer(simulator):
-    async with simulator() as running, httpx.AsyncClient() as client:
+    async with simulator() as running, httpx.AsyncClient(timeout=120) as client:
         url = f"{running.hosts[0].url}/v1/chat/completions"
         first = (await client.post(url, json={**CHAT, "max_tokens": 20, "ignore_eos": True})).json()
         assert first["usage"]["prompt_tokens_details"] is None
@@ -92,7 +92,7 @@ async def test_the_next_turn_finds_prompt_and_answer(simulator):
 
 
 async def test_tokenize_render_and_detokenize_agree_with_what_is_cached(simulator):
-    async with simulator() as running, httpx.AsyncClient() as client:
+    async with simulator() as running, httpx.AsyncClient(timeout=120) as client:
         url = running.hosts[0].url
         tokens = (await client.post(f"{url}/tokenize", json=CHAT)).json()["tokens"]
         rendered = (await client.post(f"{url}/v1/chat/completions/render", json={**CHAT, "cache_salt": "s"})).json()
@@ -118,14 +118,14 @@ async def test_tokenize_render_and_detokenize_agree_with_what_is_cached(simulato
     ],
 )
 async def test_bad_bodies_are_refused_with_a_reason(simulator, body, status):
-    async with simulator() as running, httpx.AsyncClient() as client:
+    async with simulator() as running, httpx.AsyncClient(timeout=120) as client:
         reply = await client.post(f"{running.hosts[0].url}/v1/chat/completions", content=body)
         assert reply.status_code == status and reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("form", ["array", "map"])
 async def test_events_have_the_form_of_their_version_and_can_be_replayed(simulator, form):
-    async with simulator(eventForm=form) as running, httpx.AsyncClient() as client:
+    async with simulator(eventForm=form) as running, httpx.AsyncClient(timeout=120) as client:
         tokens = list(range(9))
         body = {"prompt": tokens, "max_tokens": 1, "cache_salt": "t"}
         await client.post(f"{running.hosts[0].url}/v1/completions", json=body)
@@ -155,7 +155,7 @@ async def test_events_have_the_form_of_their_version_and_can_be_replayed(simulat
 
 
 async def test_subscribers_see_batches_live_and_miss_the_dropped_ones(simulator):
-    async with simulator(cpuBlocks=0, sharedBlocks=0) as running, httpx.AsyncClient() as client:
+    async with simulator(cpuBlocks=0, sharedBlocks=0) as running, httpx.AsyncClient(timeout=120) as client:
         host = running.hosts[0]
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.SUB)
@@ -186,7 +186,7 @@ async def test_subscribers_see_batches_live_and_miss_the_dropped_ones(simulator)
 
 
 async def test_metrics_name_what_was_found_where(simulator):
-    async with simulator(deviceBlocks=8, cpuBlocks=64) as running, httpx.AsyncClient() as client:
+    async with simulator(deviceBlocks=8, cpuBlocks=64) as running, httpx.AsyncClient(timeout=120) as client:
         url = running.hosts[0].url
         for prompt in (1, 2, 3, 1):
             await client.post(f"{url}/v1/completions", json={"prompt": [prompt] * 21, "max_tokens": 1})
@@ -204,7 +204,7 @@ async def test_metrics_name_what_was_found_where(simulator):
 async def test_a_client_that_leaves_frees_its_request(simulator):
     async with simulator(preset="cpu-smollm2-135m") as running:
         host = running.hosts[0]
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=120) as client:
             body = {"prompt": [1], "max_tokens": 10_000, "ignore_eos": True, "stream": True}
             async with client.stream("POST", f"{host.url}/v1/completions", json=body) as reply:
                 await anext(reply.aiter_bytes())
@@ -215,7 +215,7 @@ async def test_a_client_that_leaves_frees_its_request(simulator):
 
 
 async def test_faults_that_refuse(simulator):
-    async with simulator() as running, httpx.AsyncClient() as client:
+    async with simulator() as running, httpx.AsyncClient(timeout=120) as client:
         url = running.hosts[0].url
         assert (await fault(client, running, fault="refuse", status=503, requests=1)).status_code == 200
         assert (await client.post(f"{url}/v1/chat/completions", json=CHAT)).status_code == 503
@@ -230,7 +230,7 @@ async def test_faults_that_refuse(simulator):
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_reply_can_end_early(simulator, stream):
-    async with simulator() as running, httpx.AsyncClient() as client:
+    async with simulator() as running, httpx.AsyncClient(timeout=120) as client:
         url = f"{running.hosts[0].url}/v1/chat/completions"
         await fault(client, running, fault="die_in_stream", after_tokens=2)
         with pytest.raises(httpx.RemoteProtocolError):
@@ -246,7 +246,7 @@ async def test_a_reply_can_end_early(simulator, stream):
 
 
 async def test_a_killed_engine_refuses_and_comes_back_empty_when_cleared(simulator):
-    async with simulator(engines=2) as running, httpx.AsyncClient() as client:
+    async with simulator(engines=2) as running, httpx.AsyncClient(timeout=120) as client:
         host = running.hosts[0]
         await client.post(f"{host.url}/v1/chat/completions", json=CHAT)
         await fault(client, running, fault="kill")
@@ -259,7 +259,7 @@ async def test_a_killed_engine_refuses_and_comes_back_empty_when_cleared(simulat
 
 
 async def test_a_restart_in_place_keeps_addresses_and_starts_sequences_anew(simulator):
-    async with simulator() as running, httpx.AsyncClient() as client:
+    async with simulator() as running, httpx.AsyncClient(timeout=120) as client:
         host = running.hosts[0]
         await client.post(f"{host.url}/v1/chat/completions", json=CHAT)
         before = (host.url, host.publisher.events_url, host.publisher.replay_url)
@@ -271,7 +271,7 @@ async def test_a_restart_in_place_keeps_addresses_and_starts_sequences_anew(simu
 
 
 async def test_a_hanging_engine_takes_requests_and_says_nothing(simulator):
-    async with simulator() as running, httpx.AsyncClient() as client:
+    async with simulator() as running, httpx.AsyncClient(timeout=120) as client:
         url = running.hosts[0].url
         await fault(client, running, fault="hang")
         with pytest.raises(httpx.ReadTimeout):
@@ -281,7 +281,7 @@ async def test_a_hanging_engine_takes_requests_and_says_nothing(simulator):
 
 
 async def test_resetting_the_prefix_cache_is_announced(simulator):
-    async with simulator() as running, httpx.AsyncClient() as client:
+    async with simulator() as running, httpx.AsyncClient(timeout=120) as client:
         await client.post(f"{running.hosts[0].url}/v1/chat/completions", json=CHAT)
         assert (await fault(client, running, fault="reset_prefix_cache")).status_code == 200
         frames = await replayed(running.hosts[0].publisher.replay_url)

@@ -42,7 +42,7 @@ async def test_messages_in_anthropics_form(simulator):
     async with (
         simulator(engines=2) as running,
         running_gateway(document(running)) as gateway,
-        httpx.AsyncClient(base_url=gateway.url) as client,
+        httpx.AsyncClient(base_url=gateway.url, timeout=120) as client,
     ):
         body = {
             "model": running.hosts[0].settings.model,

@@ -45,7 +45,7 @@ def settled(resolver: Resolver) -> None:
     """Wait until no question is on its way."""
     for thread in threading.enumerate():
         if thread.name == "spillway-resolve":
-            thread.join(30)
+            thread.join(120)
     assert not resolver._asking
 
 
@@ -87,7 +87,7 @@ def test_however_many_wait_one_asks() -> None:
     ]
     for thread in threads:
         thread.start()
-    assert server.asked.acquire(timeout=30)
+    assert server.asked.acquire(timeout=120)
     clock = SteppedClock()
     for _ in range(20):
         with pytest.raises(TimeoutError):
@@ -95,7 +95,7 @@ def test_however_many_wait_one_asks() -> None:
     assert server.count == 1
     go_on.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     # Those that came before the answer share it; a thread that came late asked anew, and got the same.
     assert answers == [found(99)] * 8
 
