@@ -12,7 +12,8 @@ VENV := .venv/local
 BIN := $(VENV)/bin
 UV := .venv/bootstrap/bin/uv
 DISTRIBUTIONS := settings connector gateway services/ctl services/engine services/simulator services/stack
-ENGINE_DISTRIBUTIONS := settings connector services/engine services/stack
+# Of an environment with another vLLM; the stack and the gateway there for tests alone, without what only they need.
+ENGINE_DISTRIBUTIONS := settings connector gateway services/engine services/stack
 # What an interpreter with a vLLM of its own needs to import the connector from this checkout.
 CONNECTOR := settings/src:connector/src
 VERSION := 0.1.0

@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from .environments import interpreter
-from .rules import ROOT, STACK_TESTS, Lane
+from .rules import OTHER_VLLM, ROOT, STACK_TESTS, Lane
 
 WORKERS_MOST = {Lane.UNIT: 8, Lane.QUICK: 4}  # a worker of the quick lane holds vLLM and a Valkey: 1.5 GB
 SLOWEST = 30
@@ -90,7 +90,9 @@ def planned(lanes: Sequence[Lane], vllm: str, profile: str, workers: int, more: 
             continue
         for version in filter(None, vllm.split(",")):
             prefix = f"vLLM {version}: "
-            own = command(lane, profile, workers, more, python=interpreter(version))
+            # By name: of folders that pytest searches by default it imports the conftest, whatever it then ignores.
+            listed = [named for named, versions in OTHER_VLLM.items() if version in versions]
+            own = command(lane, profile, workers, [*more, *listed], python=interpreter(version))
             runs.append(Run(f"vLLM {version}", own, prefix=prefix))
             stack = [sys.executable, "-m", "pytest", *STACK_TESTS]
             runs.append(Run(f"stack on vLLM {version}", stack, {"VLLM": version}, prefix))

@@ -31,6 +31,7 @@ def test_another_vllm_has_its_own_interpreter_and_a_stack_of_its_engines() -> No
     assert unit.command[0] == stack.command[0] == sys.executable
     assert own.command[0] == str(ROOT / ".venv" / "vllm-0.32" / "bin" / "python")
     assert "other-vllm" in own.command and not own.environment
+    assert "tests/generations" in own.command and "gateway/tests" not in own.command
     assert stack.environment == {"VLLM": "0.32"}
     assert runner.planned([Lane.OTHER_VLLM], "", "quick", 1, []) == []
 
