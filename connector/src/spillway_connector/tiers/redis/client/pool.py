@@ -82,7 +82,7 @@ class RedisPool(ConnectionPool):
             slot.release()
 
     def get_connection(self, *_: Any, **__: Any) -> RedisConnection:
-        """As redis-py's, without its metrics and events: with them a use takes 16 us of CPU more, half of a lookup's.
+        """As redis-py's, without its metrics and events: with them a lookup of one key takes 45 us of CPU, not 35.
 
         A connection that the server closed while it was idle, or on which something arrived unasked, is replaced.
         """
