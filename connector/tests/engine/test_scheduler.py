@@ -21,6 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.tenancy import tenant_of, tenant_of_context
 from spillway_connector.testing.clock import SteppedClock
@@ -389,6 +390,22 @@ def compute_and_store_distinct(scheduler) -> str:
     scheduler.request_finished(request)
     assert "gone" in scheduler._req_status
     return "gone"
+
+
+@pytest.mark.skipif(generation() is Generation.V023, reason="vLLM 0.23 does not report whom a reset preempts")
+def test_a_request_that_a_reset_preempted_loads_in_the_next_step(scheduler):
+    """The step begins its load and reports it as preempted."""
+    job = compute_and_store(scheduler, "writer")
+    report(scheduler, {job: 2})
+    request, matched = ask(scheduler, "reader")
+    assert matched == (TOKENS, True)
+    blocks = KVCacheBlocks(([KVCacheBlock(block_id) for block_id in (5, 6, 7, 8)],))
+    scheduler.update_state_after_alloc(request, blocks, TOKENS)
+    output = step({}, [])
+    output.preempted_req_ids = {"reader"}
+    metadata = scheduler.build_connector_meta(output)
+    assert len(metadata.load_jobs) == 1
+    assert metadata.jobs_to_flush.isdisjoint(metadata.load_jobs)
 
 
 def test_a_request_that_may_not_read_a_prefix_cache_is_offered_nothing_and_stores_all_the_same(scheduler):

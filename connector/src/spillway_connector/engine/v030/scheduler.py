@@ -6,12 +6,14 @@ load again as a computation, and defers a request whose chunks are still being s
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
@@ -142,6 +144,23 @@ class SpillwayConnectorScheduler(SchedulerHalf):
                 del handoffs[request_id]
         jobs: dict[int, TransferJob] = super()._build_partial_tail_store_jobs(scheduler_output)
         return jobs
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Upstream's contract, where a request is preempted and loads in one step, too.
+
+        A reset preempts requests between two steps, so the next one may begin a load for one of them and report it as
+        preempted as well. Upstream flushes the jobs of such requests and asserts that they are stores.
+        """
+        preempted = scheduler_output.preempted_req_ids
+        if preempted and (loading := {one for one in preempted if self._loads(one)}):
+            scheduler_output = copy.copy(scheduler_output)
+            scheduler_output.preempted_req_ids = preempted - loading
+        return super().build_connector_meta(scheduler_output)
+
+    def _loads(self, request_id: str) -> bool:
+        """Whether a load of this request is under way; it has no store then."""
+        status = self._req_status.get(request_id)
+        return status is not None and any(not self._jobs[job_id].is_store for job_id in status.transfer_jobs)
 
     def _touch_chunks(self, req_status: RequestFields) -> None:
         """All chunks of attention over the whole prefix; of a window, those that the request's own hit needs, and later
