@@ -43,7 +43,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "connector/tests/device/npu": (NOTHING,),
     "connector/tests/engine": ("vllm",),
     "connector/tests/engine/v023": ("vllm",),
-    "connector/tests/engine/stock": ("vllm",),
+    "connector/tests/engine/v030": ("other_vllm",),
     "connector/tests/engine_npu": ("engines",),
     "connector/tests/identity": (NOTHING,),
     "connector/tests/plan": (NOTHING,),
@@ -111,7 +111,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/self_check": ("engines",),
     "tests/self_check/test_reference.py": ("vllm",),
     "tests/stack_driver": (NOTHING,),
-    "tests/stock_tiers": ("other_vllm",),
     "tests/ui": ("chromium",),
     "tests/upstream": ("vllm",),
 }
@@ -129,8 +128,9 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/test_prefix_lookup.py": ("0.30", "0.32"),
     "connector/tests/engine/test_resets.py": ("0.30", "0.32"),
     "connector/tests/engine/test_scheduler.py": ("0.30", "0.32"),
+    "connector/tests/engine/v030": ("0.30", "0.32"),
+    "tests/engine_lives": ("0.32",),
     "tests/generations": ("0.30", "0.32"),
-    "tests/stock_tiers": ("0.30", "0.32"),
 }
 # Tests over a whole stack that the lane `other-vllm` runs once more, with engines of that version (VLLM=), all else of
 # the local environment.

@@ -1,0 +1,207 @@
+"""Failures of copies end as recomputes, jobs run once, completions outlive the step that began them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from spillway_connector import metrics
+from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.samples import sample_key
+from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
+
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=32)
+
+
+class ScriptedWorker(OffloadingWorker):
+    """Takes jobs, and ends them when and how the test chooses."""
+
+    def __init__(self) -> None:
+        self.submitted: list[int] = []
+        self.refuse: set[int] = set()
+        self.ending: list[tuple[int, bool]] = []
+        self.waited: list[set[int]] = []
+
+    def submit_store(self, job_id, src_spec, dst_spec):
+        return self._submit(job_id, src_spec, dst_spec)
+
+    def submit_load(self, job_id, src_spec, dst_spec):
+        return self._submit(job_id, dst_spec, src_spec)
+
+    def _submit(self, job_id, device, host):
+        assert isinstance(device, GPULoadStoreSpec)
+        assert isinstance(host, CPULoadStoreSpec)
+        if job_id in self.refuse:
+            return False
+        self.submitted.append(job_id)
+        return True
+
+    def get_finished(self):
+        ended, self.ending = self.ending, []
+        return [TransferResult(job_id, success, 100, 0.5) for job_id, success in ended]
+
+    def wait(self, job_ids):
+        self.waited.append(set(job_ids))
+
+
+def make(*specs) -> tuple[SpillwayConnectorWorker, ScriptedWorker]:
+    groups = [KVCacheGroupSpec([f"l{number}"], spec) for number, spec in enumerate(specs)]
+    spec = SimpleNamespace(replicated_layout=False, config=None)
+    worker = SpillwayConnectorWorker(spec, SimpleNamespace(lora_config=None), KVCacheConfig(4, [], groups))
+    worker.worker = ScriptedWorker()
+    return worker, worker.worker
+
+
+def load_job(request: str, blocks: list[int]) -> TransferJob:
+    device = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
+    return TransferJob(request, CPULoadStoreSpec(list(range(len(blocks)))), device)
+
+
+def store_job(request: str, blocks: list[int]) -> TransferJob:
+    job = load_job(request, blocks)
+    return TransferJob(request, job.dst_spec, job.src_spec)
+
+
+def metadata(loads=None, stores=None, flush=None) -> OffloadingConnectorMetadata:
+    return OffloadingConnectorMetadata(load_jobs=loads or {}, store_jobs=stores or {}, jobs_to_flush=flush)
+
+
+def test_metadata_seen_twice_launches_once():
+    worker, scripted = make(FULL)
+    meta = metadata(loads={1: load_job("a", [5])}, stores={2: store_job("b", [6])})
+    for _ in range(3):
+        worker.handle_preemptions(meta)
+        worker.start_kv_transfers(meta)
+        worker.prepare_store_kv(meta)
+    worker.handle_preemptions(metadata())
+    assert scripted.submitted == [1, 2]
+
+
+def test_loads_begin_before_the_forward_pass_unless_blocks_are_zeroed_in_it():
+    worker, scripted = make(FULL)
+    worker.handle_preemptions(metadata(loads={1: load_job("a", [5])}))
+    assert scripted.submitted == [1]
+    int8 = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.int8)
+    worker, scripted = make(FULL, int8)  # of mixed precision: vLLM zeroes what it allocates
+    meta = metadata(loads={1: load_job("a", [5])})
+    worker.handle_preemptions(meta)
+    assert scripted.submitted == []
+    worker.start_kv_transfers(meta)
+    assert scripted.submitted == [1]
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_failed_load_of_one_list_of_blocks_names_them(refused):
+    worker, scripted = make(FULL)
+    scripted.refuse = {1} if refused else set()
+    worker.start_kv_transfers(metadata(loads={1: load_job("a", [5, 6]), 2: load_job("b", [7])}))
+    scripted.ending = [(2, True)] if refused else [(1, False), (2, True)]
+    results = worker.get_transfer_results()
+    assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, set())
+    assert worker.take_invalid_blocks() == {5, 6}
+    assert worker.take_invalid_blocks() == set()
+    meta = worker.build_connector_worker_meta()
+    assert (meta.completed_jobs, meta.failed_jobs) == ({1: 1, 2: 1}, {1})
+    assert worker.build_connector_worker_meta() is None
+
+
+@pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW,)], ids=["several groups", "windows alone"])
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_failed_load_of_another_model_names_the_request_alone(specs, refused):
+    """vLLM 0.32 ends the engine when blocks of one of several groups are named."""
+    worker, scripted = make(*specs)
+    scripted.refuse = {1} if refused else set()
+    worker.start_kv_transfers(metadata(loads={1: load_job("a", [5, 6]), 2: load_job("b", [7])}))
+    scripted.ending = [(2, True)] if refused else [(1, False), (2, True)]
+    results = worker.get_transfer_results()
+    assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"a"})
+    assert worker.take_invalid_blocks() == set()
+    assert worker.build_connector_worker_meta().failed_jobs == {1}
+
+
+def piece(job: int, number: int, blocks: list[int], *, last: bool = False, lost: Sequence[int] = ()) -> LoadPiece:
+    job_of_blocks = load_job("a", blocks)
+    spec = (job_of_blocks.src_spec, job_of_blocks.dst_spec) if blocks else None
+    return LoadPiece(job, number, "a", spec, last, list(lost))
+
+
+def in_pieces(*pieces: LoadPiece) -> SpillwayConnectorMetadata:
+    return SpillwayConnectorMetadata({}, {}, None, list(pieces))
+
+
+def test_a_load_in_pieces_is_received_when_the_last_of_them_has_ended():
+    worker, scripted = make(FULL)
+    meta = in_pieces(piece(1, 10, [5, 6]))
+    for _ in range(2):
+        worker.handle_preemptions(meta)
+        worker.start_kv_transfers(meta)
+    scripted.ending = [(10, True)]
+    assert worker.get_transfer_results().finished_recving == set(), "more is to come"
+    worker.handle_preemptions(in_pieces(piece(1, 11, [7]), piece(1, 12, [8], last=True, lost=[9])))
+    scripted.ending = [(12, True)]
+    assert worker.get_transfer_results().finished_recving == set()
+    worker.handle_preemptions(metadata(flush={1}))
+    assert scripted.waited[-1] >= {11}, "waiting for a load waits for its pieces"
+    scripted.ending = [(11, True)]
+    assert worker.get_transfer_results().finished_recving == {"a"}
+    assert scripted.submitted == [10, 11, 12]
+    assert worker.take_invalid_blocks() == {9}
+    assert worker.build_connector_worker_meta().completed_jobs == {1: 1}
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_failed_store_is_completed_as_failed_and_harms_no_request(refused):
+    worker, scripted = make(FULL)
+    scripted.refuse = {3} if refused else set()
+    worker.prepare_store_kv(metadata(stores={3: store_job("a", [5])}))
+    worker.start_kv_transfers(metadata())
+    scripted.ending = [] if refused else [(3, False)]
+    results = worker.get_transfer_results()
+    assert (results.finished_recving, results.failed_recving) == (set(), set())
+    assert worker.take_invalid_blocks() == set()
+    meta = worker.build_connector_worker_meta()
+    assert (meta.completed_jobs, meta.failed_jobs) == ({3: 1}, {3})
+
+
+def test_a_flush_submits_waiting_stores_and_those_that_come_with_it():
+    worker, scripted = make(FULL)
+    worker.prepare_store_kv(metadata(stores={4: store_job("a", [5])}))
+    meta = metadata(stores={6: store_job("b", [6]), 7: store_job("c", [7])}, flush={4, 6})
+    worker.handle_preemptions(meta)
+    assert sorted(scripted.submitted) == [4, 6]
+    assert scripted.waited == [{4, 6}]
+    worker.prepare_store_kv(meta)
+    worker.handle_preemptions(metadata())
+    assert sorted(scripted.submitted) == [4, 6, 7]
+
+
+def test_one_failing_rank_fails_the_job_and_all_ranks_are_counted():
+    here, there = SpillwayWorkerMetadata({1: 1, 2: 1}), SpillwayWorkerMetadata({1: 1}, failed_jobs={1})
+    for rank in (here, there):
+        rank.samples.add(metrics.DEVICE_COPY_BYTES, 100, "load")
+        rank.transfer_stats.load.record(100, 0.5)
+    both = here.aggregate(there)
+    assert (both.completed_jobs, both.failed_jobs) == ({1: 2, 2: 1}, {1})
+    assert both.samples.samples() == {sample_key(metrics.DEVICE_COPY_BYTES, "load"): 200}
+    assert both.transfer_stats.load.bytes == 200
+
+
+def test_copies_are_counted_for_vllm_and_for_spillway():
+    worker, scripted = make(FULL)
+    worker.start_kv_transfers(metadata(loads={1: load_job("a", [5]), 2: load_job("b", [6])}))
+    worker.prepare_store_kv(metadata(stores={3: store_job("c", [7])}))
+    worker.handle_preemptions(metadata())
+    scripted.ending = [(1, True), (2, False), (3, True)]
+    worker.get_transfer_results()
+    meta = worker.build_connector_worker_meta()
+    assert (meta.transfer_stats.load.sizes, meta.transfer_stats.store.sizes) == ([100], [100])
+    assert meta.samples.samples()[sample_key(metrics.DEVICE_COPY_FAILURES, "load")] == 1
+    assert meta.samples.samples()[sample_key(metrics.DEVICE_COPY_BYTES, "store")] == 100
