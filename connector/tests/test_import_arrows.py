@@ -49,6 +49,7 @@ ALLOWED: Mapping[str, Set[str]] = {
     "engine": ENGINE,
     "engine.v023": ENGINE | {"engine"},
     "engine.v030": ENGINE | {"engine"},
+    "engine.stock": (ENGINE - DEVICE) | {"engine", "engine.v030"},  # the tiers inside vLLM's own tiering
     "engine.connector": frozenset({"engine", "engine.v023", "engine.v030"}),
     "engine.spec": frozenset({"engine", "engine.v023", "engine.v030"}),
     # For tests and benchmarks: no other room imports it.

@@ -593,3 +593,16 @@ def test_gateways_end_requests_before_engines_do(gateway_of, values, seconds):
 def test_chart_needs_no_file_outside_itself():
     assert not (CHART / "charts").exists()
     assert "dependencies" not in yaml.safe_load(Path(CHART, "Chart.yaml").read_text())
+
+
+@pytest.mark.parametrize("key", ["extraEnv", "extraEnvVars"])
+def test_a_variable_of_a_preset_is_replaced_and_not_given_twice(key):
+    """The API server refuses two entries of one name when an object is applied on the server's side."""
+    values = {"extraEnv": {"TASK_QUEUE_ENABLE": "2"}, "extraEnvVars": [{"name": "TASK_QUEUE_ENABLE", "value": "2"}]}
+
+    plain = environment(render().one("StatefulSet", "engine"))
+    changed = environment(render(values={"engine": {key: values[key]}}).one("StatefulSet", "engine"))
+
+    assert plain["TASK_QUEUE_ENABLE"] == "1"
+    assert changed.get("TASK_QUEUE_ENABLE") == ("2" if key == "extraEnvVars" else None)  # extraEnv: in engine.yaml
+    assert changed.keys() | {"TASK_QUEUE_ENABLE"} == plain.keys()

@@ -45,18 +45,53 @@ REFUSED = [
     "--hf-token=x",
     "--hf_token",
     "--proxy_password=x",
+    "--registry-token=x",
+    "--kv-cache-memory-bytes=5",
+    "--pipeline-parallel-size=2",
+    "-pp=2",
+    "--decode_context_parallel_size=2",
+    "-pcp=2",
+    "--data-parallel-size",
+    "-dp=2",
+    "--data_parallel_size_local=2",
+    "--nnodes=2",
+    "-n2",
+    "-r=1",
+    "--api-server-count=2",
+    "-asc=2",
+    "--ssl-keyfile=k",
+    "--ssl_certfile=c",
+    "--uds=/s",
+    "--headless",
+    "--no-enable-prefix-caching",
+    "--no_enable_prompt_tokens_details",
+    "--max-num-seqs 8",
+    "--max-num-seqs\t8",
+    "--max-num-seqs 8=",
+]
+UNTAKEN = [
+    ["vllm", "--enforce-eager"],
+    ["--max-num-seqs=8", "9"],
+    ["8", "--max-num-seqs"],
 ]
 ACCEPTED = [
     "--max-num-seqs",
     "8",
     "--max-num-batched-tokens=512",
     "--enforce-eager",
-    "--kv-cache-memory-bytes",
     "--model-impl=vllm",
     "--middleware",
     "a.b",
     "--allow-credentials",
     "-O3",
+    "-cc.mode=3",
+    "--compilation-config",
+    '{"mode": 3}',
+    '--speculative-config={"method": "ngram"}',
+    "-ep",
+    "--max_num_partial_prefills=2",
+    "--tokenizer",
+    "a b",
     "-q",
     "awq",
     "-1",
@@ -73,9 +108,32 @@ def test_every_argument_that_is_refused_is_refused_by_both() -> None:
     names = {extra_arguments.argument_name(argument) for argument in REFUSED}
 
     assert {line.split()[2] for line in lines} == names
+    assert len(lines) == len(REFUSED)
     for argument in REFUSED:
         with pytest.raises(SettingsError):
             extra_arguments.check_extra_arguments([argument], PLAIN_NAMES)
+
+
+@pytest.mark.parametrize("arguments", UNTAKEN, ids=" ".join)
+def test_a_value_that_no_flag_takes_is_refused_by_both(arguments: list[str]) -> None:
+    """vLLM would take it for the name of the model."""
+    [index] = [place for place, argument in enumerate(arguments) if not argument.startswith("-")]
+    problem = f"extraArgs[{index}]: no flag before it takes this value; write --flag=value, or flag and value as two"
+
+    with pytest.raises(RenderRefused) as chart:
+        render(CHART / "values-cpu.yaml", values=nested("engine.extraArgs", arguments))
+    assert str(chart.value).count("\n- ") == 1 and f"- engine.{problem}" in str(chart.value)
+    with pytest.raises(SettingsError) as engine:
+        extra_arguments.check_extra_arguments(arguments, PLAIN_NAMES)
+    assert str(engine.value).startswith(problem)
+
+
+@pytest.mark.parametrize("value", ["sk-123"])
+def test_no_spelling_of_a_secret_reaches_an_object_or_a_message(value: str) -> None:
+    for argument in (f"--api_key={value}", f"--api-key {value}", f"--api-k={value}", f"--x_password={value}"):
+        with pytest.raises(RenderRefused) as refused:
+            render(CHART / "values-cpu.yaml", values=nested("engine.extraArgs", [argument]))
+        assert value not in str(refused.value)
 
 
 def test_every_other_argument_is_taken_by_both() -> None:
@@ -87,7 +145,7 @@ def test_both_go_by_one_table() -> None:
     table = yaml.safe_load((CHART / "files" / "refused-arguments.yaml").read_text())
 
     assert table["decidedBySetting"] == extra_arguments.DECIDED_BY_A_SETTING
-    assert table["fixed"] == extra_arguments.FIXED
+    assert table["fixed"] == {why: arguments.split() for why, arguments in extra_arguments.FIXED.items()}
     assert set(table["secret"]) == set(extra_arguments.SECRET)
     assert table["secretName"] == extra_arguments.SECRET_NAME.pattern
 

@@ -349,6 +349,24 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "engine: {extraEnvVars: [{name: HF_HOME, value: /x}]}",
         ["HF_HOME is set by the chart"],
     ),
+    "variable that the chart sets in every pod": (
+        "engine: {extraEnvVars: [{name: USER, value: me}]}",
+        ["engine.extraEnvVars: USER is set by the chart; remove it"],
+    ),
+    "variable that the chart sets in some pods": (
+        "engine: {accelerator: {visibleDevices: {mode: literal, value: '0'}}, "
+        "extraEnvVars: [{name: ASCEND_RT_VISIBLE_DEVICES, value: '1'}]}",
+        ["engine.extraEnvVars: ASCEND_RT_VISIBLE_DEVICES is set by the chart; remove it"],
+    ),
+    "variable in both lists": (
+        "engine: {extraEnv: {A: b}, extraEnvVars: [{name: A, value: c}]}",
+        ["engine.extraEnvVars: A is in extraEnv too; give it once"],
+    ),
+    "variable of the embedded server twice": (
+        "{redis: {enabled: true, extraEnvVars: [{name: A, value: b}, {name: A, value: c}]}, "
+        "engine: {offload: {sharedTier: {type: redis}}}}",
+        ["redis.extraEnvVars: A is listed twice"],
+    ),
     "variable twice": (
         "engine: {extraEnvVars: [{name: A, value: b}, {name: A, value: c}]}",
         ["extraEnvVars: A is listed twice"],

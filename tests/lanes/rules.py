@@ -44,6 +44,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "connector/tests/engine": ("vllm",),
     "connector/tests/engine/v023": ("vllm",),
     "connector/tests/engine/v030": ("other_vllm",),
+    "connector/tests/engine/stock": ("vllm",),
     "connector/tests/engine_npu": ("engines",),
     "connector/tests/identity": (NOTHING,),
     "connector/tests/plan": (NOTHING,),
@@ -111,6 +112,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/self_check": ("engines",),
     "tests/self_check/test_reference.py": ("vllm",),
     "tests/stack_driver": (NOTHING,),
+    "tests/stock_tiers": ("other_vllm",),
     "tests/ui": ("chromium",),
     "tests/upstream": ("vllm",),
 }
@@ -131,6 +133,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/v030": ("0.30", "0.32"),
     "tests/engine_lives": ("0.32",),
     "tests/generations": ("0.30", "0.32"),
+    "tests/stock_tiers": ("0.30", "0.32"),
 }
 # Tests over a whole stack that the lane `other-vllm` runs once more, with engines of that version (VLLM=), all else of
 # the local environment.

@@ -138,10 +138,16 @@
 {{- if hasKey (default dict $engine.extraEnv) "PYTHONHASHSEED" -}}
 {{- $texts = append $texts (printf "%s.extraEnv: PYTHONHASHSEED is the chart's own, equal on all engines; with another value no engine finds what others stored" $path) -}}
 {{- end -}}
+{{- /* What the chart sets without them, and what it sets with other values only. */ -}}
 {{- $seen := dict -}}
-{{- $reserved := list "POD_NAME" "POD_IP" "PYTHONHASHSEED" "HF_HOME" "HF_TOKEN" "VLLM_API_KEY" "VLLM_HOST_IP" "SPILLWAY_REDIS_USERNAME" "SPILLWAY_REDIS_PASSWORD" "SPILLWAY_VISIBLE_DEVICES" "HOME" -}}
+{{- $reserved := list "HF_TOKEN" "VLLM_API_KEY" "SPILLWAY_REDIS_USERNAME" "SPILLWAY_REDIS_PASSWORD" "SPILLWAY_VISIBLE_DEVICES" -}}
+{{- $own := omit $item "engine" "accelerator" -}}
+{{- $_ := set $own "engine" (omit $engine "extraEnvVars") -}}
+{{- $_ = set $own "accelerator" (omit $item.accelerator "env") -}}
+{{- range include "spillway.engineEnvironment" (dict "root" $root "item" $own) | fromYamlArray -}}{{- $reserved = append $reserved .name -}}{{- end -}}
 {{- range $engine.extraEnvVars -}}
-{{- if has .name $reserved -}}{{- $texts = append $texts (printf "%s.extraEnvVars: %s is set by the chart" $path .name) -}}{{- end -}}
+{{- if has .name $reserved -}}{{- $texts = append $texts (printf "%s.extraEnvVars: %s is set by the chart; remove it" $path .name) -}}{{- end -}}
+{{- if hasKey (default dict $engine.extraEnv) .name -}}{{- $texts = append $texts (printf "%s.extraEnvVars: %s is in extraEnv too; give it once" $path .name) -}}{{- end -}}
 {{- if hasKey $seen .name -}}{{- $texts = append $texts (printf "%s.extraEnvVars: %s is listed twice" $path .name) -}}{{- end -}}
 {{- $_ := set $seen .name true -}}
 {{- end -}}
@@ -180,7 +186,10 @@
 {{- $texts = append $texts "redis.enabled: true, but no engine uses it; set engine.offload.sharedTier.type: redis with an empty url, or redis.enabled: false" -}}
 {{- end -}}
 {{- range include "spillway.volumeNameProblems" (dict "path" "redis" "section" $values.redis "own" (list "config" "scratch")) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
+{{- $seen := dict -}}
 {{- range $values.redis.extraEnvVars -}}
+{{- if hasKey $seen .name -}}{{- $texts = append $texts (printf "redis.extraEnvVars: %s is listed twice" .name) -}}{{- end -}}
+{{- $_ := set $seen .name true -}}
 {{- if eq .name "VALKEY_PASSWORD" -}}{{- $texts = append $texts "redis.extraEnvVars: VALKEY_PASSWORD is set by the chart; name the Secret in redis.existingSecret" -}}{{- end -}}
 {{- end -}}
 {{- $needs := list

@@ -34,8 +34,10 @@ start-engine.sh: |
 # PyTorch looks up the user's name, and the pod's user is in no password file.
 - {name: USER, value: spillway}
 - {name: HF_HOME, value: /var/lib/spillway/hub}
+{{- $given := keys (default dict $engine.extraEnv) }}
+{{- range $engine.extraEnvVars }}{{ $given = append $given .name }}{{ end }}
 {{- range $name, $value := .item.accelerator.env }}
-{{- if not (hasKey (default dict $engine.extraEnv) $name) }}
+{{- if not (has $name $given) }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end }}

@@ -6,6 +6,9 @@ from msgspec.structs import replace
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.plan.copy_table import CopyTable
+from spillway_connector.setting_names import PLAIN_NAMES
+from spillway_engine.errors import SettingsError
+from spillway_engine.extra_arguments import check_extra_arguments
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
@@ -39,6 +42,18 @@ TREE: dict[str, Any] = {
 def arguments(tree: dict[str, Any], machine: Machine = CPU) -> list[str]:
     settings = read_settings(EngineSettings, tree)
     return server_arguments(settings, machine, plan_memory(settings, SHAPE, machine))
+
+
+@pytest.mark.parametrize("machine", [CPU, NPU], ids=["cpu", "npu"])
+def test_what_the_engine_writes_no_person_may_add(machine: Machine) -> None:
+    """But what changes nothing when it is given again, and --middleware, of which vLLM takes several."""
+    added = {"--middleware", "--enforce-eager", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"}
+    written = {flag for flag in arguments({**TREE, "extraArgs": []}, machine) if flag.startswith("--")}
+
+    assert {"--model", "--kv-transfer-config", "--num-gpu-blocks-override"} < written
+    for flag in written - added:
+        with pytest.raises(SettingsError):
+            check_extra_arguments([flag], PLAIN_NAMES)
 
 
 def test_the_whole_command_line_of_a_cpu_engine() -> None:

@@ -45,13 +45,17 @@ class Settled(Enum):
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """The result of one job. ``done``: keys stored or loaded; ``failed``: the others, each with its error."""
+    """The result of one job. ``done``: keys stored or loaded; ``failed``: the others, each with its error.
+
+    ``moved``: how many of ``done`` were moved by this job; the others were there already.
+    """
 
     job_id: int
     operation: Operation
     done: tuple[bytes, ...]
     failed: dict[bytes, TierError]
     seconds: float = 0.0  # from the submission to the last key that was moved; 0: none was
+    moved: int = 0
 
     @property
     def success(self) -> bool:
@@ -206,7 +210,8 @@ class TransferJob:
 
     def outcome(self) -> JobOutcome:
         seconds = self.last_moved_at - self.queued_at if self.last_moved_at is not None else 0.0
-        return JobOutcome(self.job_id, self.operation, tuple(self.done), self.failed, seconds)
+        moved = len(self.moved()) if self.last_moved_at is not None else 0
+        return JobOutcome(self.job_id, self.operation, tuple(self.done), self.failed, seconds, moved)
 
 
 def check_shape(keys: Sequence[bytes], rows: Sequence[int], rows_total: int) -> None:

@@ -7,7 +7,7 @@ two to one list of cases.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from spillway_connector.setting_names import SettingNames
 from spillway_engine.errors import SettingsError
@@ -24,6 +24,7 @@ DECIDED_BY_A_SETTING = {
     "--port": "port",
     "--block-size": "blockSize",
     "--num-gpu-blocks-override": "deviceBlocks",
+    "--kv-cache-memory-bytes": "deviceBlocks",
     "--tensor-parallel-size": "tensorParallelSize",
     "-tp": "tensorParallelSize",
     "--kv-events-config": "kvEvents",
@@ -31,20 +32,39 @@ DECIDED_BY_A_SETTING = {
     "--kv-offloading-size": "offload",
     "--kv-offloading-backend": "offload",
 }
-# vLLM's argument -> why it may not be added.
+# Why vLLM's arguments may not be added -> these arguments.
 FIXED = {
-    "--prefix-caching-hash-algo": "is the same on all engines that share a tier; remove it",
-    # Of vLLM 0.30 and later.
-    "--prefix-match-unit": "would name blocks otherwise than the gateway and the other engines of a tier do; remove it",
-    "--config": "would bring arguments past this check; write them here one by one",
+    "is the same on all engines that share a tier; remove it": "--prefix-caching-hash-algo",
+    "would name blocks otherwise than the gateway and the other engines of a tier do; remove it": "--prefix-match-unit",
+    "would turn off what routing and offload rest on; remove it": "--no-enable-prefix-caching",
+    "would hide from the gateway how much of a prompt was cached; remove it": "--no-enable-prompt-tokens-details",
+    "would bring arguments past this check; write them here one by one": "--config",
+    "would make a pod a part of an engine, and a replica is one pod of tensorParallelSize ranks; remove it": """
+        --pipeline-parallel-size -pp --prefill-context-parallel-size -pcp --decode-context-parallel-size
+        -dcp --nnodes -n --node-rank -r --master-addr --master-port
+    """,
+    "would make a pod several engines, which routing cannot tell apart; raise the number of replicas instead": """
+        --data-parallel-size -dp --data-parallel-rank -dpn --data-parallel-start-rank -dpr
+        --data-parallel-size-local -dpl --data-parallel-address -dpa --data-parallel-rpc-port -dpp
+        --data-parallel-backend -dpb --data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe
+        --data-parallel-multi-port-external-lb -dpm --data-parallel-supervisor-port --api-server-count -asc
+    """,
+    "would end the plain HTTP that the gateway and the probes speak to engines; end TLS at the gateway": """
+        --ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --ssl-ciphers --enable-ssl-refresh
+    """,
+    "would take away the HTTP routes that the gateway and the probes ask; remove it": """
+        --headless --grpc --uds --root-path --tokens-only
+    """,
 }
+WHY_FIXED = {argument: why for why, arguments in FIXED.items() for argument in arguments.split()}
 # vLLM's argument -> where the secret belongs.
 SECRET = {
     "--api-key": "the environment variable VLLM_API_KEY",
     "--hf-token": "the environment variable HF_TOKEN",
 }
 # Other arguments of this kind, of plug-ins or of later versions.
-SECRET_NAME = re.compile(r"api-key|password|secret|hf-token")
+SECRET_NAME = re.compile(r"api-key|password|secret|-token$")
+_TWO_ENTRIES = "write --flag=value, or flag and value as two entries"
 
 
 def argument_name(argument: str) -> str | None:
@@ -73,11 +93,16 @@ def is_secret(argument: str) -> bool:
     return bool(SECRET_NAME.search(name)) or _meant(name) in SECRET
 
 
-def check_extra_arguments(arguments: Iterable[str], names: SettingNames) -> None:
+def check_extra_arguments(arguments: Sequence[str], names: SettingNames) -> None:
     """Raises SettingsError with everything that is wrong, never with a secret's value."""
     problems = [problem for argument in arguments if (problem := _problem(argument, names)) is not None]
-    if problems:
-        raise SettingsError("\n".join(f"{names.name('extraArgs')}: {problem}" for problem in problems))
+    texts = [f"{names.name('extraArgs')}: {problem}" for problem in problems]
+    texts += [
+        f"{names.name(f'extraArgs[{index}]')}: no flag before it takes this value; {_TWO_ENTRIES}"
+        for index in _values_without_a_flag(arguments)
+    ]
+    if texts:
+        raise SettingsError("\n".join(texts))
 
 
 def _problem(argument: str, names: SettingNames) -> str | None:
@@ -90,14 +115,30 @@ def _problem(argument: str, names: SettingNames) -> str | None:
         return f"{name} would show a secret in this setting and in the list of processes; use {place}"
     if meant in DECIDED_BY_A_SETTING:
         return f"{name} is decided by {names.name(DECIDED_BY_A_SETTING[meant])}; change that instead"
-    if meant in FIXED:
-        return f"{name} {FIXED[meant]}"
+    if meant in WHY_FIXED:
+        return f"{name} {WHY_FIXED[meant]}"
+    if re.search(r"\s", argument.partition("=")[0]):
+        return f"{name} and what follows are one word to vLLM, which knows none such; {_TWO_ENTRIES}"
     return None
 
 
+def _values_without_a_flag(arguments: Sequence[str]) -> Iterator[int]:
+    """vLLM would take such a value for the name of the model."""
+    is_taken = False
+    for index, argument in enumerate(arguments):
+        if argument.startswith("-"):
+            is_taken = "=" not in argument
+        elif not is_taken:
+            yield index
+
+
 def _meant(name: str) -> str:
-    """Of the arguments refused here, the one that `name` is or abbreviates: argparse takes every unique beginning."""
-    known = [*DECIDED_BY_A_SETTING, *FIXED, *SECRET]
+    """Of the arguments refused here, the one that `name` is or abbreviates.
+
+    argparse takes every unique beginning, and a letter with its value attached, `-n2`.
+    """
+    known = [*DECIDED_BY_A_SETTING, *WHY_FIXED, *SECRET]
     if name in known or len(name.lstrip("-")) == 0:
         return name
-    return next((full for full in known if full.startswith(name)), name)
+    letter = name[:2]
+    return next((full for full in known if full.startswith(name)), letter if letter in known else name)

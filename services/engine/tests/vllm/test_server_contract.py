@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from spillway_engine.extra_arguments import DECIDED_BY_A_SETTING, FIXED, SECRET
+from spillway_connector.setting_names import PLAIN_NAMES
+from spillway_engine.errors import SettingsError
+from spillway_engine.extra_arguments import DECIDED_BY_A_SETTING, SECRET, WHY_FIXED, check_extra_arguments
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
@@ -30,7 +32,9 @@ TREE: dict[str, Any] = {
     "offload": {"numCpuBlocks": 96, "sharedTier": {"type": "redis", "redis": {"url": "redis://cache:6379/0"}}},
     "extraArgs": ["--max-num-seqs", "8"],
 }
+REFUSED = {*DECIDED_BY_A_SETTING, *WHY_FIXED, *SECRET}
 NOT_EVERYWHERE = {"--prefix-match-unit"}  # of vLLM 0.30 and later
+AMBIGUOUS = "-dc"  # --diffusion-config, which is taken, in vLLM 0.30 and later; a beginning of -dcp in 0.23
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,29 @@ def test_the_server_takes_our_command_line(parser: Any, platform: str) -> None:
 
 def test_what_is_refused_from_people_exists(parser: Any) -> None:
     known = {name for action in parser._actions for name in action.option_strings}
-    assert {*DECIDED_BY_A_SETTING, *FIXED, *SECRET} - known <= NOT_EVERYWHERE
+    assert REFUSED - known <= NOT_EVERYWHERE
+
+
+def is_refused(argument: str) -> bool:
+    try:
+        check_extra_arguments([argument], PLAIN_NAMES)
+    except SettingsError:
+        return True
+    return False
+
+
+def test_an_argument_is_refused_in_all_its_spellings_or_in_none(parser: Any) -> None:
+    for action in parser._actions:
+        names = {name for name in action.option_strings if not name.startswith("--no-")} - {AMBIGUOUS}
+        assert len({is_refused(name) for name in names}) <= 1, names
+
+
+def test_no_other_argument_is_refused(parser: Any) -> None:
+    spellings = [set(action.option_strings) for action in parser._actions]
+    others = {name for names in spellings if not REFUSED & names for name in names}
+
+    assert len(others) > 200
+    assert {name for name in others if is_refused(name)} <= {AMBIGUOUS}
 
 
 def test_the_server_is_a_module_that_can_be_run() -> None:

@@ -73,6 +73,17 @@ SEAMS = Seams(
             },
         ),
         Methods("vllm.lora.worker_manager", "WorkerLoRAManager", {"_load_adapter": ("self", "lora_request")}),
+        # vLLM 0.33 adds `expedited`, and with it loads within a step and a lock that it takes from the manager.
+        Methods(
+            "vllm.v1.kv_offload.base",
+            "OffloadingWorker",
+            {
+                "submit_store": ("self", "job_id", "src_spec", "dst_spec"),
+                "submit_load": ("self", "job_id", "src_spec", "dst_spec"),
+                "get_finished": ("self",),
+                "wait": ("self", "job_ids"),
+            },
+        ),
         Methods(
             "vllm.v1.kv_offload.base",
             "OffloadingManager",

@@ -1,0 +1,116 @@
+"""The namespace of blocks that vLLM's own worker copied into the CPU tier.
+
+The rows are vLLM's: how its worker fills them follows from its version, the spec's class, the resolved layout of the KV
+caches, the groups and the sizes in the OffloadingConfig. Spillway's own worker writes down how its caches lie in memory
+(engine/kv_layout.py); vLLM's does not, so everything its choice follows from counts here, installed kernel packages
+included, and a fact that is not known is an error. Engines with Spillway's connector fill rows differently: what stands
+in the field "layout" keeps the two apart whatever else is equal.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_offload.base import OffloadingSpec
+
+from spillway_connector.engine.namespace_fields import (
+    json_value,
+    namespace_facts,
+    require_shareable_hashes,
+    require_shareable_scales,
+)
+from spillway_connector.engine.stock.engine_objects import EngineObjects
+from spillway_connector.errors import ConfigError
+from spillway_connector.namespace import Namespace
+from spillway_connector.plan.geometry import ChunkGeometry
+
+# Distributions whose presence or version changes which attention kernel vLLM chooses.
+_KERNEL_PACKAGES = (
+    "aiter",
+    "amd-aiter",
+    "flash-attn",
+    "flash-attn-3",
+    "flashinfer-cubin",
+    "flashinfer-jit-cache",
+    "flashinfer-python",
+    "flashmla",
+    "triton",
+    "triton-ascend",
+    "vllm-flash-attn",
+    "xformers",
+)
+
+
+def stock_namespace(spec: OffloadingSpec, engine: EngineObjects, row_bytes: int) -> Namespace:
+    """Of the blocks in the rows of `spec`'s CPU tier. Raises ConfigError where sharing them would be unsafe."""
+    require_shareable_hashes(engine.vllm_config)
+    require_shareable_scales(engine.vllm_config)
+    weights_version = spec.extra_config.get("weights_version")
+    if weights_version is not None and not isinstance(weights_version, str):
+        raise ConfigError(f"kv_connector_extra_config: weights_version: {weights_version!r} is not a text; quote it")
+    _require_known_adapters(engine.vllm_config, weights_version)
+    config = spec.config
+    geometry = ChunkGeometry(
+        rank_block_bytes=config.worker_kv_bytes_per_block,
+        blocks_per_chunk=config.cache.blocks_per_chunk,
+        num_ranks=1 if config.replicated_layout else config.parallel.world_size,
+    )
+    facts = namespace_facts(
+        engine.vllm_config,
+        engine.kv_cache_config,
+        geometry,
+        hash_block_size=config.cache.tokens_per_hash,
+        layouts=[row_facts(spec, row_bytes)],
+        weights_version=weights_version,
+    )
+    return Namespace.of(facts)
+
+
+def row_facts(spec: OffloadingSpec, row_bytes: int) -> dict[str, Any]:
+    """What decides how vLLM's worker fills a row. JSON values only. Raises ConfigError."""
+    config = spec.config
+    if config.kv_cache_layout is None:
+        raise ConfigError(
+            "vLLM has not said how its KV caches lie in memory (kv_cache_layout), so no other engine could read these "
+            "blocks; remove Spillway's tiers from secondary_tiers on this platform"
+        )
+    return {
+        "filled_by": f"{type(spec).__module__}.{type(spec).__qualname__}",
+        "row_bytes": row_bytes,
+        "kv_cache_layout": config.kv_cache_layout,
+        "dtype": config.model.dtype,
+        "replicated": config.replicated_layout,
+        "canonical": config.canonical_layout,
+        "groups": [
+            {
+                "group": group.group_id,
+                "tokens_per_block": group.tokens_per_block,
+                "layers": json_value(group.layer_names, "OffloadingGroupConfig.layer_names"),
+            }
+            for group in config.groups
+        ],
+        "kernels": dict(kernel_versions()),
+    }
+
+
+def kernel_versions() -> Mapping[str, str]:
+    """Of the installed packages that vLLM may take attention kernels from."""
+    versions = {}
+    for name in _KERNEL_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def _require_known_adapters(vllm_config: VllmConfig, weights_version: str | None) -> None:
+    """vLLM's block keys name a LoRA adapter by its name, since 0.32 with its path: not by the weights found there."""
+    if vllm_config.lora_config is not None and weights_version is None:
+        raise ConfigError(
+            "enable_lora: vLLM's block keys do not tell an adapter's weights, so another engine could load blocks of "
+            "other weights; name the state of model and adapters in kv_connector_extra_config (weights_version: a text "
+            "that changes whenever one of them does), or remove Spillway's tiers from secondary_tiers"
+        )
