@@ -125,7 +125,9 @@ def test_a_damaged_frame_is_a_miss_and_the_others_of_its_job_are_hits(open_side:
     assert answers == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS, LookupResult.HIT]
     for number in (0, 1, 3):
         assert side.row_of(number, reader) == row_bytes_of(number, side.row_bytes)
-    assert samples(side)["spillway_tier_failures:('spillway-nvme', 'load', 'payload')"] == 1
+    seen = samples(side)
+    assert seen["spillway_tier_failures:('spillway-nvme', 'load', 'payload')"] == 1
+    assert seen["spillway_tier_read_bytes:('spillway-nvme',)"] == 3 * side.row_bytes, "none of them is read again"
 
 
 def test_a_server_that_is_killed_costs_misses_only(open_side: Open, own_valkey: Callable[[], Any]) -> None:
