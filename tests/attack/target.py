@@ -3,7 +3,8 @@
 Engines, gateway and another client are processes of their own; the attacker is the test. The gateway measures its event
 loop in CPU time (probed_gateway.py), so other work on the machine adds nothing to it, and compares it with a reference
 unit of work measured the same way in the same process. A hypervisor may still book an interruption as CPU time, so the
-least disturbed of some rounds counts: a gateway that handles an attack in one iteration does so in each.
+least disturbed of some rounds counts: a gateway that handles an attack in one iteration does so in each. A disturbed
+machine is given time between rounds.
 
 With `--stream-gaps` (`make bench-attack`) the other client's stream is timed too, beside the same stream read directly
 from its engine: what delays both is the machine's load.
@@ -32,7 +33,8 @@ from .paced_stream import SECONDS_MAX, PacedStream
 # takes about 10 units at most under the attacks of this folder.
 ITERATION_UNITS_MAX = 20.0
 GAP_SECONDS_MAX = 0.050  # by which one request may delay another client's stream; only with --stream-gaps
-ROUNDS = 5
+ROUNDS = 8
+PAUSE_SECONDS = 2.0  # after a disturbed round; longer after each further one
 EVENT_SECONDS = 0.01
 EVENTS = 60_000  # ten minutes
 MODEL = "fake"  # what the attacker may ask: answered at once
@@ -168,7 +170,8 @@ class Target:
         before = self._memory("VmRSS")
         self._reset_peak()
         units = gap = float("inf")
-        for _ in range(rounds):
+        for number in range(rounds):
+            time.sleep(number * PAUSE_SECONDS)
             since = time.monotonic()
             self._command("reset")
             attack()

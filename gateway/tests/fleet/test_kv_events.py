@@ -324,6 +324,41 @@ async def test_ten_thousand_batches_replay_completely(publisher: KvPublisher) ->
         assert view.index.blocks == 10_000
 
 
+async def test_a_backlog_of_small_batches_is_applied_over_many_event_loop_iterations(
+    publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taking the next message from a queue that is not empty does not return to the event loop by itself."""
+    batches, now, iterations, context = 100, 0.0, 0, zmq.asyncio.Context()
+    for at in range(batches):
+        publisher.stored([1_000 + at], None, [at, at, at, at], BLOCK)
+    view = Followed(publisher)
+    follower = EventFollower(view.engine, view.index, view.metrics, context, clock=lambda: now)
+    apply = view.index.apply
+
+    def slow_apply(*arguments: Any) -> None:
+        nonlocal now
+        now += kv_events.ITERATION_SECONDS_MAX * 0.4
+        apply(*arguments)
+
+    async def count_iterations() -> None:
+        nonlocal iterations
+        while view.index.blocks < batches:
+            iterations += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(view.index, "apply", slow_apply)
+    for sequence, payload in publisher.batches(0):
+        follower._queue.put_nowait([b"", sequence.to_bytes(8, "big"), payload])
+    tasks = [asyncio.create_task(follower._consume()), asyncio.create_task(count_iterations())]
+    await until(lambda: view.index.blocks == batches)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    context.destroy(linger=0)
+
+    assert iterations >= batches // 3
+
+
 async def test_requests_follow_the_events(start_engine: Any) -> None:
     """End to end: the engine announces blocks, and the next request with that prefix goes there by token blocks."""
     engines = [await start_engine(name=name, publisher=KvPublisher(), block_tokens=16) for name in ("a", "b")]

@@ -136,8 +136,13 @@ class EventFollower:
     # -- producers ---------------------------------------------------------------------------------------------------
 
     async def _read_live(self, subscriber: zmq.asyncio.Socket) -> None:
+        yielded_at = self._clock()
         while True:
+            # Neither call returns to the event loop while messages and room for them are there.
             await self._queue.put(await subscriber.recv_multipart())
+            if self._clock() - yielded_at > ITERATION_SECONDS_MAX:
+                await asyncio.sleep(0)
+                yielded_at = self._clock()
 
     async def _read_monitor(self, monitor: Any) -> None:
         while True:
@@ -164,13 +169,17 @@ class EventFollower:
     async def _consume(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            waits = self._queue.empty()  # else get() returns in the same event loop iteration
             try:
                 async with asyncio.timeout_at(self._replay_due):
                     item = await self._queue.get()
             except TimeoutError:
                 self._request_replay()
                 continue
-            self._iteration_started = self._clock()
+            if waits:
+                self._iteration_started = self._clock()
+            else:
+                await self._yield_when_due()
             if isinstance(item, list):
                 await self._live(item)
             elif isinstance(item, _ReplayBegun | _ReplayUnanswered):
@@ -369,15 +378,19 @@ class EventFollower:
                 await _in_steps(self._index.clear_device(name))
                 continue
             self._index.apply(name, event)
-            if self._clock() - self._iteration_started > ITERATION_SECONDS_MAX:
-                await asyncio.sleep(0)
-                self._iteration_started = self._clock()
+            await self._yield_when_due()
         self._applied = frame.sequence
         self._applied_at = batch.timestamp_seconds
         self._metrics.event_batches.labels(name).inc()
         self._metrics.event_last_batch.labels(name).set(batch.timestamp_seconds)
         if batch.undecodable:
             self._metrics.events_undecodable.labels(name).inc(batch.undecodable)
+
+    async def _yield_when_due(self) -> None:
+        """Let requests be served once events have taken ITERATION_SECONDS_MAX of this event loop iteration."""
+        if self._clock() - self._iteration_started > ITERATION_SECONDS_MAX:
+            await asyncio.sleep(0)
+            self._iteration_started = self._clock()
 
     def _undecodable(self, error: Undecodable) -> None:
         self._metrics.events_undecodable.labels(self._engine.name).inc()

@@ -40,6 +40,7 @@ class KvPublisher:
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.setsockopt(zmq.LINGER, 0)
+        self._pub.setsockopt(zmq.SNDHWM, 100_000)  # the default of vLLM's KVEventsConfig.hwm
         self._pub.bind(events)
         self.events_url = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_url: str | None = None
