@@ -1,0 +1,76 @@
+"""vLLM's own tiering spec with a worker for the CPU platform, which vLLM's worker refuses; for tests alone.
+
+Only `get_worker` differs: scheduler half, manager, tier factory and configuration are vLLM's. Copies are made at once,
+on the thread that submits them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+
+class CpuWorker(OffloadingWorker):
+    """One KV group, one block a chunk."""
+
+    def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
+        (self._refs,) = caches.group_data_refs
+        self._region = region
+        self._cells = []
+        for cache in caches.tensors:
+            blocks = cache.tensor.view(torch.int8).view((-1, cache.page_size_bytes))
+            self._cells.append((blocks, region.create_next_worker_view(cache.page_size_bytes)))
+        self._ended: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        return self._copy(job_id, src_spec, dst_spec, to_device=False)
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        return self._copy(job_id, dst_spec, src_spec, to_device=True)
+
+    def _copy(self, job_id: int, device_spec: Any, host_spec: Any, *, to_device: bool) -> bool:
+        pairs = list(zip(device_spec.block_ids.tolist(), host_spec.block_ids.tolist(), strict=True))
+        moved_bytes = 0
+        for ref in self._refs:
+            device, host = self._cells[ref.tensor_idx]
+            for block, chunk in pairs:
+                source, target = (host[chunk], device[block]) if to_device else (device[block], host[chunk])
+                target.copy_(source)
+                moved_bytes += target.numel()
+        self._ended.append(TransferResult(job_id, success=True, transfer_size=moved_bytes, transfer_time=1e-6))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Nothing is ever under way."""
+
+    def shutdown(self) -> None:
+        self._cells.clear()
+        self._region.cleanup()
+
+
+class CpuTieringSpec(TieringOffloadingSpec):
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker = CpuWorker(kv_caches, region)
+        return self._worker
