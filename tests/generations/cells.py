@@ -1,4 +1,4 @@
-"""The columns of the table, in its order, and what a version of vLLM cannot do."""
+"""The columns of the table, in its order."""
 
 from __future__ import annotations
 
@@ -15,5 +15,3 @@ CELLS = {
     "reset": "test_reset",
     "events": "test_events",
 }
-# (version, column) -> why it cannot be there, in a sentence.
-UNSUPPORTED: dict[tuple[str, str], str] = {}

@@ -14,20 +14,10 @@ from typing import Any
 import pytest
 from engine_matrix.test_adapters import test_one_adapter_name_and_other_weights as adapters_keep_apart
 from engine_matrix.verdict import Outcome, faults, run_model, run_models
-from lanes.environments import vllm_here
-
-from generations.cells import CELLS, UNSUPPORTED
 
 TESTS = Path(__file__).parents[1]
 ROUNDING = 1e-3  # of a logprob, between a prompt computed whole and one computed behind a hit
 pytestmark = pytest.mark.timeout(1800)  # of the first, which starts all engines of one rank
-
-
-@pytest.fixture(autouse=True)
-def supported(request: pytest.FixtureRequest) -> None:
-    column = next(name for name, test in CELLS.items() if test == request.function.__name__)
-    if (reason := UNSUPPORTED.get((vllm_here(), column))) is not None:
-        pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +86,10 @@ def test_reset(lifecycle: dict[str, Any]) -> None:
     assert answers["device reset"]["cached"] > 0
     assert answers["all reset"]["cached"] == 0
     for name in ("device reset", "all reset"):
-        for token, logprob in answers["first"]["logprobs"].items():
-            assert abs(answers[name]["logprobs"].get(token, logprob) - logprob) < ROUNDING, name
+        first, again = answers["first"]["logprobs"], answers[name]["logprobs"]
+        assert max(first, key=first.__getitem__) in again, name
+        for token in first.keys() & again.keys():  # the last of the top tokens may be a near tie
+            assert abs(again[token] - first[token]) < ROUNDING, name
 
 
 def test_events(lifecycle: dict[str, Any]) -> None:
