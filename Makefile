@@ -30,6 +30,8 @@ ASCEND_TAG_0.30 := v0.30.0
 ASCEND_TAG_0.32 := v0.32.0rc1
 ASCEND_TAG = $(ASCEND_TAG_$(IMAGE_VLLM))
 ASCEND_REPOSITORY ?= $(if $(IMAGE_SUFFIX),,quay.io/ascend/vllm-ascend)
+# Where vLLM's own image is, e.g. docker.io/vllm/vllm-openai; empty: no CUDA image is built.
+CUDA_REPOSITORY ?=
 REQUIREMENTS := requirements/uv.txt requirements/local.txt
 NEEDS_INSTALL := { [ -x $(BIN)/python ] || { echo "nothing is installed here, so nothing runs; start with make up"; exit 1; }; }
 # Engines of another vLLM have an environment of their own: VLLM=0.30 or 0.32; 0.23 is in the local one.
@@ -200,6 +202,7 @@ requirements: $(UV) ## Compile requirements/*.txt anew from *.in. UPGRADE=1 take
 .PHONY: images
 images: ## Build the images with docker or podman. REGISTRY=host/path/ ASCEND_VARIANTS="default a3 310p openeuler"
 ##+ VLLM=0.23|0.30|0.32 of the engine images; from 0.30 on ASCEND_REPOSITORY=host/path/vllm-ascend
+##+ CUDA_REPOSITORY=docker.io/vllm/vllm-openai: the CUDA image too
 	@[ -n "$(CONTAINER)" ] || { echo "neither docker nor podman is installed; install one, or set CONTAINER="; exit 1; }
 	@[ -n "$(ASCEND_TAG)" ] || { echo "VLLM=$(VLLM) is none of 0.23 $(VLLM_ENVIRONMENTS); give one of them"; exit 1; }
 	@[ -n "$(ASCEND_REPOSITORY)" ] || [ -z "$(ASCEND_VARIANTS)" ] || { echo "ASCEND_REPOSITORY= is empty: vllm-ascend" \
@@ -209,6 +212,8 @@ images: ## Build the images with docker or podman. REGISTRY=host/path/ ASCEND_VA
 	build -f docker/tools.Dockerfile -t $(REGISTRY)spillway-tools:$(VERSION); \
 	build --build-arg VLLM=$(IMAGE_VLLM) \
 	  -f docker/engine-cpu.Dockerfile -t $(REGISTRY)spillway-engine:$(VERSION)-cpu$(IMAGE_SUFFIX); \
+	[ -z "$(CUDA_REPOSITORY)" ] || build --build-arg VLLM=$(IMAGE_VLLM) --build-arg BASE=$(CUDA_REPOSITORY):v$(IMAGE_VLLM).0 \
+	  -f docker/engine-cuda.Dockerfile -t $(REGISTRY)spillway-engine:$(VERSION)-cuda$(IMAGE_SUFFIX); \
 	for variant in $(ASCEND_VARIANTS); do \
 	  suffix=$${variant#default}; suffix=$${suffix:+-$$suffix}; \
 	  build --build-arg VLLM=$(IMAGE_VLLM) --build-arg BASE=$(ASCEND_REPOSITORY):$(ASCEND_TAG)$$suffix \

@@ -83,7 +83,7 @@ def test_the_engine_image_can_prepare_its_model(vllm):
     )
 
 
-@pytest.mark.parametrize("name", ["gateway", "engine-cpu", "tools"])
+@pytest.mark.parametrize("name", ["gateway", "engine-cpu", "engine-cuda", "tools"])
 def test_images_run_as_the_user_that_the_chart_demands(name):
     assert "USER 10001:10001" in instructions(ROOT / "docker" / f"{name}.Dockerfile")
 
@@ -103,18 +103,25 @@ def test_chart_asks_for_the_images_that_are_built():
 @pytest.mark.parametrize("vllm", VLLM_VERSIONS)
 def test_each_vllm_has_a_tag_of_its_own_that_make_images_builds(vllm):
     suffix = "" if vllm == "0.23" else f"-vllm{vllm}"
-    for values, name in (({"accelerator": {"preset": "cpu"}}, "cpu"), ({"image": {"variant": "a3"}}, "ascend-a3")):
+    for values, name in (
+        ({"accelerator": {"preset": "cpu"}}, "cpu"),
+        ({"accelerator": {"preset": "cuda"}}, "cuda"),
+        ({"image": {"variant": "a3"}}, "ascend-a3"),
+    ):
         rendered = render(values=laid_over({"engine": values}, {"engine": {"image": {"vllm": vllm}}}))
         pod = rendered.one("StatefulSet", "engine")["spec"]["template"]
         assert pod["spec"]["containers"][0]["image"] == f"spillway-engine:{VERSION}-{name}{suffix}"
         assert pod["metadata"]["labels"]["spillway/vllm"] == vllm
     built = subprocess.run(
-        ["make", "-n", "images", f"VLLM={vllm}", "CONTAINER=docker", "ASCEND_REPOSITORY=a.example/vllm-ascend"],
+        ["make", "-n", "images", f"VLLM={vllm}", "CONTAINER=docker", "ASCEND_REPOSITORY=a.example/vllm-ascend",
+         "CUDA_REPOSITORY=a.example/vllm-openai"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert f"spillway-engine:{VERSION}-cpu{suffix};" in built.stdout
     assert f"spillway-engine:{VERSION}-ascend$suffix{suffix};" in built.stdout
+    assert f"spillway-engine:{VERSION}-cuda{suffix};" in built.stdout
     assert f"BASE=a.example/vllm-ascend:v{vllm}.0" in built.stdout
+    assert f"BASE=a.example/vllm-openai:v{vllm}.0 " in built.stdout
     assert f"--build-arg VLLM={vllm}" in built.stdout
 
 

@@ -24,7 +24,7 @@ from spillway_gateway.config.settings import load_config
 
 FOLDER = {"path": "/models/Qwen3-8B"}
 DIMENSIONS = {
-    "devices": [nested("engine.accelerator.preset", name) for name in ("mindcluster", "cce", "hami", "cpu")]
+    "devices": [nested("engine.accelerator.preset", name) for name in ("mindcluster", "cce", "hami", "cuda", "cpu")]
     + [
         nested(
             "engine.accelerator",

@@ -18,17 +18,30 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "negative replicas": ("gateway: {replicas: -1}", ["replicas", "1"]),
     "odd block size": ("engine: {blockSize: 100}", ["blockSize", "16"]),
     "unknown word": ("engine: {offload: {batchMemcpy: always}}", ["batchMemcpy", "auto", "on", "off"]),
-    "unknown transport": ("engine: {offload: {transport: cuda}}", ["transport", "auto", "cpu", "npu"]),
+    "unknown transport": ("engine: {offload: {transport: gpu}}", ["transport", "auto", "cpu", "cuda", "npu"]),
     "copies that cannot reach a device": (
         "engine: {offload: {transport: cpu}}",
         ["engine.offload.transport: cpu cannot reach the memory of a device; accelerator.preset: mindcluster needs"],
+    ),
+    "copies of another platform": (
+        "{engine: {offload: {transport: cuda}}, engines: {a: {}, "
+        "g: {model: {servedName: g}, accelerator: {preset: cuda}, offload: {transport: npu, aclLibraryPath: /x.so}}}}",
+        [
+            "engines.a.offload.transport: cuda copies from NVIDIA devices; accelerator.preset: mindcluster needs auto",
+            "engines.g.offload.transport: npu copies from Ascend devices; accelerator.preset: cuda needs auto or cuda",
+            "engines.g.offload.aclLibraryPath: /x.so is a library of Ascend's CANN",
+        ],
+    ),
+    "settings of Ascend for a GPU": (
+        "engine: {accelerator: {preset: cuda, driverMounts: true}, image: {variant: a3}}",
+        ["driverMounts, roceMounts and visibleDevices are of Ascend", 'variant: "a3" is an Ascend image; preset: cuda'],
     ),
     "library that is not opened": (
         "engine: {accelerator: {preset: cpu}, offload: {aclLibraryPath: /x.so}}",
         ["aclLibraryPath: /x.so is read by transport: npu alone"],
     ),
     "unknown tier": ("engine: {offload: {sharedTier: {type: s3}}}", ["none", "nvme", "redis"]),
-    "unknown preset": ("engine: {accelerator: {preset: nvidia}}", ["mindcluster", "cce", "hami", "custom", "cpu"]),
+    "unknown preset": ("engine: {accelerator: {preset: nvidia}}", ["mindcluster", "hami", "custom", "cuda", "cpu"]),
     "unknown dtype": ("engine: {model: {dtype: fp8}}", ["dtype", "bfloat16"]),
     "unknown image variant": ("engine: {image: {variant: a2}}", ["variant", "a3-openeuler"]),
     "a vLLM without an image": (

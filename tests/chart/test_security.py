@@ -77,6 +77,7 @@ def test_pods_without_a_device_are_restricted():
             },
         ),
         ({"privileged": True}, {"runAsUser": 0, "privileged": True}),
+        ({"preset": "cuda"}, {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}),
     ],
 )
 def test_exceptions_for_devices_are_asked_for(accelerator, expected):

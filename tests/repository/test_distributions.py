@@ -106,7 +106,7 @@ def test_images_hold_what_their_distributions_need() -> None:
             assert closed(names, ALL) == names, file.name
             assert all(f"\nCOPY {folder} {folder}\n" in file.read_text() for folder in built), file.name
             counted += 1
-    assert counted == 4
+    assert counted == 5
 
 
 def test_the_makefile_installs_all_and_has_their_version() -> None:

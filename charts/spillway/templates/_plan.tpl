@@ -56,6 +56,7 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- $item := dict "key" $key "path" $path "name" $name "headless" (include "spillway.fit" (dict "text" (printf "%s-pods" $name) "max" 63)) "model" (default "default" $key) "engine" $engine "accelerator" $accelerator "platform" $accelerator.platform "memory" $memory "shape" $shape "servedName" $servedName "pods" $pods -}}
 {{- include "spillway.engineSettings" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- include "spillway.engineChecks" (dict "root" $root "item" $item "problems" $problems) -}}
+{{- include "spillway.platformChecks" (dict "item" $item "problems" $problems) -}}
 {{- include "spillway.tierChecks" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- $engines = append $engines $item -}}
 {{- end -}}
