@@ -17,6 +17,7 @@ ENGINE_DISTRIBUTIONS := settings connector gateway services/engine services/stac
 # What an interpreter with a vLLM of its own needs to import the connector from this checkout.
 CONNECTOR := settings/src:connector/src
 VERSION := 0.1.0
+HELM ?= helm
 CONTAINER ?= $(firstword $(foreach c,docker podman,$(if $(shell command -v $(c)),$(c))))
 REGISTRY ?=
 # bench-copy and bench-gpu need PyTorch (and vLLM) for CUDA, which the local environment does not hold.
@@ -219,6 +220,16 @@ images: ## Build the images with docker or podman. REGISTRY=host/path/ ASCEND_VA
 	  build --build-arg VLLM=$(IMAGE_VLLM) --build-arg BASE=$(ASCEND_REPOSITORY):$(ASCEND_TAG)$$suffix \
 	    -f docker/engine-ascend.Dockerfile -t $(REGISTRY)spillway-engine:$(VERSION)-ascend$$suffix$(IMAGE_SUFFIX); \
 	done
+
+.PHONY: chart
+chart: ## Package the chart into build/chart/. SOURCE=https://host/path of this repository, HELM=helm
+##+ SOURCE becomes the chart's home and source, and the alerts' links lead to its docs/operations.md
+	@rm -rf build/chart && mkdir -p build/chart && cp -r charts/spillway build/chart/
+	@case "$(SOURCE)" in "") ;; \
+	  https://*) printf 'home: %s\nsources: [%s]\n' "$(SOURCE)" "$(SOURCE)" >> build/chart/spillway/Chart.yaml; \
+	    sed -i 's|^    runbookBaseUrl: ""|    runbookBaseUrl: "$(SOURCE)/blob/main/docs/operations.md"|' build/chart/spillway/values.yaml;; \
+	  *) echo "SOURCE=$(SOURCE) is no address; write https://host/path"; exit 1;; esac
+	@$(HELM) package build/chart/spillway -d build/chart
 
 .PHONY: sbom
 sbom: ## CycloneDX lists of what the images hold, in build/sbom/. Needs syft

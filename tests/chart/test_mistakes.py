@@ -66,6 +66,25 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "gateway: {service: {nodePort: 30000}}",
         ["gateway.service.nodePort: 30000 needs type: NodePort or LoadBalancer; it is ClusterIP"],
     ),
+    "settings of another kind of Service": (
+        "gateway: {service: {externalTrafficPolicy: Local, loadBalancerSourceRanges: [10.0.0.0/8]}}",
+        [
+            "gateway.service.externalTrafficPolicy: Local needs type: NodePort or LoadBalancer; it is ClusterIP",
+            "gateway.service.loadBalancerSourceRanges: [10.0.0.0/8] needs type: LoadBalancer; it is ClusterIP",
+        ],
+    ),
+    "resources and network that cannot be together": (
+        "engine: {hostNetwork: true, dnsPolicy: ClusterFirst, ephemeralStorage: {request: 3GiB, limit: 2GiB}, "
+        "accelerator: {extraResources: {huawei.com/Ascend910: 2}}, "
+        "offload: {sharedTier: {type: nvme, nvme: {volume: {type: emptyDir, size: 5GiB}}}}}",
+        [
+            "engine.dnsPolicy: ClusterFirst with hostNetwork: true leaves a pod without the cluster's names",
+            "engine.ephemeralStorage: request 3GiB is more than limit 2GiB; raise the limit",
+            "engine.ephemeralStorage.limit: 2GiB is less than offload.sharedTier.nvme.volume.size: 5GiB",
+            "extraResources: huawei.com/Ascend910 is resourceName, whose amount is accelerator.count",
+        ],
+    ),
+    "runbooks at no address": ("monitoring: {alerts: {runbookBaseUrl: docs/operations.md}}", ["runbookBaseUrl"]),
     "size with an unknown unit": (
         "engine: {offload: {numCpuBlocks: null, cpuBytes: 10gigs}}",
         ['engine.offload.cpuBytes: "10gigs" is no size; write for example 512MiB'],

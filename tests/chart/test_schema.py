@@ -14,6 +14,7 @@ OPEN = {
     *("affinity", "nodeSelector", "tolerations", "podSecurityContext", "securityContext", "sidecars", "initContainers"),
     *("extraVolumes", "extraVolumeMounts", "extraObjects", "extraTiers", "extraMetrics", "valueFrom", "parentRefs"),
     *("gatewayFrom", "prometheusFrom", "engineEgress", "gatewayEgress", "global"),
+    *("topologySpreadConstraints", "relabelings", "metricRelabelings", "extraResources"),
     *("podLabels", "podAnnotations", "commonLabels", "commonAnnotations", "annotations", "labels", "extraEnv"),
 }
 

@@ -76,6 +76,20 @@ start-engine.sh: |
 {{- end }}
 {{- end -}}
 
+{{/* (item, ephemeral) -> what an engine requests and is limited to alike, and its ephemeral storage. */}}
+{{- define "spillway.engineResources" -}}
+memory: {{ include "spillway.quantity" .item.memory.memoryLimitBytes }}
+{{- if .item.accelerator.needsCount }}
+{{ .item.accelerator.resourceName }}: {{ .item.accelerator.count }}
+{{- end }}
+{{- range $name, $amount := .item.engine.accelerator.extraResources }}
+{{ $name }}: {{ toString $amount | quote }}
+{{- end }}
+{{- with .ephemeral }}
+ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dict "value" . "path" (printf "%s.ephemeralStorage" $.item.path))) }}
+{{- end }}
+{{- end -}}
+
 {{/* item -> is there a folder for the shared tier in the pod? */}}
 {{- define "spillway.usesNvme" -}}
 {{- if and .engine.offload.enabled (eq .engine.offload.sharedTier.type "nvme") -}}true{{- end -}}

@@ -87,6 +87,14 @@ sharedLimits:
 {{ add $slowest (int64 .root.Values.gateway.lifecycle.startupTimeoutSeconds) 300 }}
 {{- end -}}
 
+{{/* gateway.ingress -> list of {host, path}: `host` and `path`, unless only `hosts` are given, and these. */}}
+{{- define "spillway.ingressRules" -}}
+{{- $rules := list -}}
+{{- if or .host (not .hosts) -}}{{- $rules = append $rules (dict "host" .host "path" .path) -}}{{- end -}}
+{{- range .hosts -}}{{- $rules = append $rules (dict "host" .host "path" (default "/" .path)) -}}{{- end -}}
+{{- toYaml $rules -}}
+{{- end -}}
+
 {{/* item -> where a model's volume lies in the gateway: a folder of its own, as several models may share a mountPath. */}}
 {{- define "spillway.tokenizerRoot" -}}
 /var/lib/spillway/models/{{ .model }}

@@ -16,6 +16,11 @@
 {{- include "spillway.fit" (dict "text" $full "max" 40) -}}
 {{- end -}}
 
+{{/* root -> where the objects go. */}}
+{{- define "spillway.namespace" -}}
+{{- default .Release.Namespace .Values.namespaceOverride -}}
+{{- end -}}
+
 {{/* (root, suffix) -> <fullname>-<suffix>. 52 characters: Kubernetes appends 11 to a StatefulSet's name in a label. */}}
 {{- define "spillway.name" -}}
 {{- include "spillway.fit" (dict "text" (printf "%s-%s" (include "spillway.fullname" .root) .suffix) "max" 52) -}}
@@ -56,7 +61,7 @@ app.kubernetes.io/part-of: spillway
 {{/* (root, component, name[, model][, annotations][, labels]) -> an object's metadata. */}}
 {{- define "spillway.metadata" -}}
 name: {{ .name | quote }}
-namespace: {{ .root.Release.Namespace | quote }}
+namespace: {{ include "spillway.namespace" .root | quote }}
 labels:
   {{- include "spillway.labels" . | nindent 2 }}
   {{- with .labels }}

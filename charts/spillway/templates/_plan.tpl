@@ -62,6 +62,7 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- end -}}
 {{- include "spillway.releaseChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- include "spillway.gatewayChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
+{{- include "spillway.kubernetesChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- $_ := set $plan "engines" $engines -}}
 {{- $_ = set $plan "problems" $problems -}}
 {{- end -}}
@@ -140,7 +141,7 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 
 {{/* item -> the group's addresses: http://POD.HEADLESS.NAMESPACE.svc.DOMAIN. (root, item, index) -> host */}}
 {{- define "spillway.engineHost" -}}
-{{ .item.name }}-{{ .index }}.{{ .item.headless }}.{{ .root.Release.Namespace }}.svc.{{ .root.Values.clusterDomain }}
+{{ .item.name }}-{{ .index }}.{{ .item.headless }}.{{ include "spillway.namespace" .root }}.svc.{{ .root.Values.clusterDomain }}
 {{- end -}}
 
 {{/* (root, item, model): where the gateway finds this group, into model. */}}
@@ -148,12 +149,19 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- $root := .root -}}{{- $item := .item -}}
 {{- $events := $item.engine.kvEvents -}}
 {{- if eq $root.Values.gateway.discovery.type "kubernetes" -}}
-{{- $service := dict "service" $item.headless "namespace" $root.Release.Namespace "port" "http" -}}
+{{- $service := dict "service" $item.headless "namespace" (include "spillway.namespace" $root) "port" "http" -}}
 {{- if $events.enabled -}}
 {{- $_ := set $service "kvEventsPort" "kv-events" -}}
 {{- $_ = set $service "kvReplayPort" "kv-replay" -}}
 {{- end -}}
 {{- $_ := set .model "discovery" (dict "kubernetes" $service) -}}
+{{- else if eq $root.Values.gateway.discovery.type "dns" -}}
+{{- $name := dict "name" (printf "%s.%s.svc.%s" $item.headless (include "spillway.namespace" $root) $root.Values.clusterDomain) "port" $item.engine.port -}}
+{{- if $events.enabled -}}
+{{- $_ := set $name "kvEventsPort" $events.port -}}
+{{- $_ = set $name "kvReplayPort" $events.replayPort -}}
+{{- end -}}
+{{- $_ := set .model "discovery" (dict "dns" $name) -}}
 {{- else -}}
 {{- $engines := list -}}
 {{- range $index := until (int $item.pods) -}}

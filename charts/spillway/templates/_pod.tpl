@@ -30,16 +30,22 @@ tolerations:
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- $spread := list }}
 {{- with .section.topologySpread }}
-{{- if .enabled }}
-topologySpreadConstraints:
-  - topologyKey: {{ .topologyKey | quote }}
-    maxSkew: {{ int64 .maxSkew }}
-    whenUnsatisfiable: {{ .whenUnsatisfiable }}
-    labelSelector:
-      matchLabels:
-        {{- include "spillway.selectorLabels" $ | nindent 8 }}
+{{- if .enabled }}{{ $spread = append $spread (dict "topologyKey" .topologyKey "maxSkew" (int64 .maxSkew) "whenUnsatisfiable" .whenUnsatisfiable) }}{{ end }}
 {{- end }}
+{{- $own := dict "matchLabels" (include "spillway.selectorLabels" $ | fromYaml) }}
+{{- $constraints := list }}
+{{- range concat $spread (default list .section.topologySpreadConstraints) }}{{ $constraints = append $constraints (hasKey . "labelSelector" | ternary . (set (deepCopy .) "labelSelector" $own)) }}{{ end }}
+{{- with $constraints }}
+topologySpreadConstraints:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .section.hostNetwork }}
+hostNetwork: true
+{{- end }}
+{{- with default (ternary "ClusterFirstWithHostNet" "" (default false .section.hostNetwork)) .section.dnsPolicy }}
+dnsPolicy: {{ . }}
 {{- end }}
 {{- end -}}
 
@@ -56,24 +62,28 @@ lifecycle:
 {{- end }}
 {{- end -}}
 
-{{/* (startupSeconds, startupPeriodSeconds[, startupPath][, port][, tls]): loading is the startup probe's; after it /ready decides on traffic and /health on life. */}}
+{{/* (startupSeconds, probes[, startupPath][, port][, tls]): loading is the startup probe's; after it /ready decides on traffic and /health on life. */}}
 {{- define "spillway.probes" -}}
 {{- $port := printf "port: %s%s" (default "http" .port) (ternary ", scheme: HTTPS" "" (default false .tls)) -}}
+{{- $startup := int64 .probes.startup.periodSeconds -}}
 startupProbe:
   httpGet: {path: {{ default "/ready" .startupPath }}, {{ $port }}}
-  periodSeconds: {{ .startupPeriodSeconds }}
-  timeoutSeconds: 5
-  failureThreshold: {{ div (add (int64 .startupSeconds) (sub .startupPeriodSeconds 1)) .startupPeriodSeconds }}
+  periodSeconds: {{ $startup }}
+  timeoutSeconds: {{ int64 .probes.startup.timeoutSeconds }}
+  failureThreshold: {{ div (add (int64 .startupSeconds) (sub $startup 1)) $startup }}
 readinessProbe:
   httpGet: {path: /ready, {{ $port }}}
-  periodSeconds: 2
-  timeoutSeconds: 5
-  failureThreshold: 3
+  {{- include "spillway.probeTimes" .probes.readiness | nindent 2 }}
 livenessProbe:
   httpGet: {path: /health, {{ $port }}}
-  periodSeconds: 10
-  timeoutSeconds: 10
-  failureThreshold: 6
+  {{- include "spillway.probeTimes" .probes.liveness | nindent 2 }}
+{{- end -}}
+
+{{/* (periodSeconds, timeoutSeconds, failureThreshold) */}}
+{{- define "spillway.probeTimes" -}}
+periodSeconds: {{ int64 .periodSeconds }}
+timeoutSeconds: {{ int64 .timeoutSeconds }}
+failureThreshold: {{ int64 .failureThreshold }}
 {{- end -}}
 
 {{/* (type, claimName, hostPath, nfs, sizeLimit, readOnly) -> the source of a volume. */}}
@@ -102,6 +112,20 @@ emptyDir: {{ if .sizeLimit }}{sizeLimit: {{ .sizeLimit }}}{{ else }}{}{{ end }}
           items:
             {{- toYaml .items | nindent 12 }}
       {{- end }}
+{{- end -}}
+
+{{/* (intervalSeconds, relabelings, metricRelabelings): of a monitor's endpoint. */}}
+{{- define "spillway.scrape" -}}
+path: /metrics
+interval: {{ int64 .intervalSeconds }}s
+{{- with .relabelings }}
+relabelings:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .metricRelabelings }}
+metricRelabelings:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{/* Egress rule of a NetworkPolicy: names. */}}

@@ -97,6 +97,8 @@ cannot be read is reported alone, not with the contradictions that 0 bytes would
 {{- $own := dict
   "model.shape.weightBytes" $engine.model.shape.weightBytes
   "model.cache.sizeLimit" $engine.model.cache.sizeLimit
+  "ephemeralStorage.limit" $engine.ephemeralStorage.limit
+  "ephemeralStorage.request" $engine.ephemeralStorage.request
   "memory.limit" $engine.memory.limit
   "memory.sharedMemory" $engine.memory.sharedMemory
   "memory.processPerRank" $engine.memory.processPerRank
@@ -116,7 +118,9 @@ cannot be read is reported alone, not with the contradictions that 0 bytes would
 {{- $_ := set $sizes "redis.memory" .root.Values.redis.memory -}}
 {{- /* Of 0 bytes Valkey would make no bound at all; and the server itself has to fit into the quarter that is not for blocks. */ -}}
 {{- $_ = set $least "redis.memory" "64MiB" -}}
-{{- range $kind := list "requests" "limits" -}}{{- $_ := set $sizes (printf "gateway.resources.%s.memory" $kind) (index (default dict (get $gateway.resources $kind)) "memory") -}}{{- end -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- range $what := list "memory" "ephemeralStorage" -}}{{- $_ := set $sizes (printf "gateway.resources.%s.%s" $kind $what) (index (default dict (get $gateway.resources $kind)) $what) -}}{{- end -}}
+{{- end -}}
 {{- range $setting := include "spillway.gatewaySizes" . | fromYamlArray -}}
 {{- $_ := set $sizes (printf "gateway.%s" $setting) (index (get $gateway (splitList "." $setting | first)) (splitList "." $setting | last)) -}}
 {{- end -}}
@@ -171,6 +175,9 @@ cannot be read is reported alone, not with the contradictions that 0 bytes would
   {{- end }}
   {{- with $given.memory }}
   memory: {{ include "spillway.quantity" (include "spillway.bytes" (dict "value" . "path" (printf "%s.%s.memory" $.path $kind))) }}
+  {{- end }}
+  {{- with $given.ephemeralStorage }}
+  ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dict "value" . "path" (printf "%s.%s.ephemeralStorage" $.path $kind))) }}
   {{- end }}
 {{- end }}
 {{- end -}}

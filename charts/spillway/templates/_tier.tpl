@@ -7,7 +7,7 @@
 
 {{/* The embedded Valkey's address. */}}
 {{- define "spillway.redisUrl" -}}
-redis://{{ include "spillway.name" (dict "root" . "suffix" "redis") }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:{{ int64 .Values.redis.port }}/0
+redis://{{ include "spillway.name" (dict "root" . "suffix" "redis") }}.{{ include "spillway.namespace" . }}.svc.{{ .Values.clusterDomain }}:{{ int64 .Values.redis.port }}/0
 {{- end -}}
 
 {{/* Which Secret holds the engines' Redis credentials: (root, tier) -> out {name, usernameKey, passwordKey, passwordAs}. */}}

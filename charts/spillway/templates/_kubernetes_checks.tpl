@@ -1,0 +1,45 @@
+{{/* Contradictions in what the values say to Kubernetes: the Service, the network and the resources of pods. */}}
+
+{{/* (root, engines, problems) */}}
+{{- define "spillway.kubernetesChecks" -}}
+{{- $service := .root.Values.gateway.service -}}
+{{- $texts := list -}}
+{{- if and $service.externalTrafficPolicy (eq $service.type "ClusterIP") -}}
+{{- $texts = append $texts (printf "gateway.service.externalTrafficPolicy: %s needs type: NodePort or LoadBalancer; it is ClusterIP" $service.externalTrafficPolicy) -}}
+{{- end -}}
+{{- if ne $service.type "LoadBalancer" -}}
+{{- range $key := list "loadBalancerClass" "loadBalancerSourceRanges" -}}
+{{- with get $service $key -}}
+{{- $texts = append $texts (printf "gateway.service.%s: %v needs type: LoadBalancer; it is %s" $key . $service.type) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $item := .engines -}}
+{{- $engine := $item.engine -}}{{- $path := $item.path -}}
+{{- with $item.accelerator.resourceName -}}
+{{- if hasKey $engine.accelerator.extraResources . -}}
+{{- $texts = append $texts (printf "%s.accelerator.extraResources: %s is resourceName, whose amount is accelerator.count; remove it here" $path .) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $engine.hostNetwork (eq (toString $engine.dnsPolicy) "ClusterFirst") -}}
+{{- $texts = append $texts (printf "%s.dnsPolicy: ClusterFirst with hostNetwork: true leaves a pod without the cluster's names; set ClusterFirstWithHostNet, or null" $path) -}}
+{{- end -}}
+{{- with $engine.ephemeralStorage -}}
+{{- if .limit -}}
+{{- $limit := int64 (include "spillway.bytes" (dict "value" .limit "path" (printf "%s.ephemeralStorage.limit" $path))) -}}
+{{- $request := int64 (include "spillway.bytes" (dict "value" (default 0 .request) "path" (printf "%s.ephemeralStorage.request" $path))) -}}
+{{- if gt $request $limit -}}
+{{- $texts = append $texts (printf "%s.ephemeralStorage: request %v is more than limit %v; raise the limit, or lower the request" $path .request .limit) -}}
+{{- end -}}
+{{- $volume := $engine.offload.sharedTier.nvme.volume -}}
+{{- if and (include "spillway.usesNvme" $item) (eq $volume.type "emptyDir") -}}
+{{- $tier := int64 (include "spillway.bytes" (dict "value" $volume.size "path" (printf "%s.offload.sharedTier.nvme.volume.size" $path))) -}}
+{{- if lt $limit $tier -}}
+{{- $texts = append $texts (printf "%s.ephemeralStorage.limit: %v is less than offload.sharedTier.nvme.volume.size: %v, whose emptyDir counts against it, so kubelet would evict the pod; raise the limit, or set it to null" $path .limit $volume.size) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $texts -}}{{- include "spillway.problem" (dict "problems" $.problems "text" .) -}}{{- end -}}
+{{- end -}}
