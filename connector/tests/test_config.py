@@ -36,11 +36,31 @@ def test_defaults_and_vllm_keys_pass():
         ({"num_cpu_blocks": 1, "transport": "tpu"}, "transport: 'tpu' given, auto, cpu, cuda or npu needed"),
         ({"num_cpu_blocks": 1, "promotion_in_flight_fraction": 1.5}, "above 0 and at most 1"),
         ({"num_cpu_blocks": 1, "request_wait_seconds": 0}, "above 0"),
+        ({"num_cpu_blocks": 1, "generated_tokens": True}, "generated_tokens: True given, off or on needed"),
+        ({"num_cpu_blocks": 1, "offload_prompt_only": "no"}, "offload_prompt_only: 'no' given, true or false needed"),
+        (
+            {"num_cpu_blocks": 1, "offload_prompt_only": True, "generated_tokens": "on"},
+            "offload_prompt_only: True contradicts generated_tokens: 'on'; remove one",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(given, message):
     with pytest.raises(ConfigError, match=message):
         ConnectorConfig.parse(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({}, "on"),
+        ({"generated_tokens": "off"}, "off"),
+        ({"offload_prompt_only": True}, "off"),
+        ({"offload_prompt_only": False}, "on"),
+        ({"offload_prompt_only": True, "generated_tokens": "off"}, "off"),
+    ],
+)
+def test_generated_tokens_have_a_name_of_vllm_too(given, meant):
+    assert ConnectorConfig.parse({"num_cpu_blocks": 1, **given}).generated_tokens == meant
 
 
 def test_tiers():

@@ -97,6 +97,7 @@ OFFLOAD = yaml.safe_load("""
 numCpuBlocks: null
 cpuBytes: 64GiB
 blocksPerChunk: 4
+generatedTokens: false
 evictionPolicy: arc
 batchMemcpy: true
 maxCopyDescriptors: 64
@@ -149,6 +150,7 @@ def test_offload_values_reach_the_connector(engine_of):
     assert ConnectorConfig.parse(extra) == ConnectorConfig(
         cpu_bytes_to_use=64 * GIB,
         blocks_per_chunk=4,
+        generated_tokens="off",
         eviction_policy="arc",
         batch_memcpy="on",
         max_copy_descriptors=64,

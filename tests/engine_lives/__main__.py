@@ -1,4 +1,4 @@
-"""`python -m engine_lives [--count 10000] [--seed 0] [--shapes full chunks windows shared window-alone]`
+"""`python -m engine_lives [--count 10000] [--seed 0] [--shapes full chunks ...]`
 and, with `--races 20`, resets during copies, each in one fixed order, on a real NVMe tier."""
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures = engine.figures
         print(
             f"{name}: {given.count} schedules, {figures.steps} steps, {figures.checked_tokens} tokens of KV checked, "
+            f"{figures.accepted} drafted tokens accepted, {figures.rejected} rejected, "
             f"{figures.preemptions} preemptions, {figures.aborted} aborts, {figures.failures} steps with failed loads, "
             f"{len(engine.copiers[next(iter(engine.copiers))].submitted_ids)} stores, "
             f"{len(list(engine.copiers.values())[1].submitted_ids)} loads or pieces of them, "

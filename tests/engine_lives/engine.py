@@ -7,6 +7,7 @@ that its attention reads has been found in its blocks, byte for byte.
 from __future__ import annotations
 
 import json
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -32,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -46,6 +48,7 @@ SINCE_0_30 = generation() is not Generation.V023
 BLOCK_TOKENS = 32 if SINCE_0_30 else 16  # the smallest block of vLLM's CPU platform
 TOKEN_BYTES = 8
 LAYERS = 2  # a group
+_NO_TOKEN = 0  # one that is never sampled
 MAX_TOKENS = 12 * BLOCK_TOKENS
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,6 +74,9 @@ class Shape:
     blocks_per_chunk: int = 1
     shared_tier: bool = False  # a RandomTier behind the CPU tier
     nvme_tier: bool = False  # a real one, with its threads and files
+    generated_tokens: str = "on"
+    drafts: int = 0  # tokens of a draft that a step verifies; many are rejected
+    asynchronous: bool = False  # the scheduler does not know the tokens of the step before
 
 
 SHAPES = {
@@ -80,6 +86,10 @@ SHAPES = {
     "shared": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True),
     "nvme": Shape((None,), device_blocks=28, cpu_rows=24, nvme_tier=True),
     "window-alone": Shape((2 * BLOCK_TOKENS + 5,), device_blocks=22, cpu_rows=40),
+    "prompts": Shape((None,), device_blocks=22, cpu_rows=40, generated_tokens="off"),
+    "drafts": Shape((None,), device_blocks=22, cpu_rows=40, drafts=3),
+    "async": Shape((None,), device_blocks=22, cpu_rows=20, blocks_per_chunk=2, asynchronous=True),
+    "async-drafts": Shape((None, 3 * BLOCK_TOKENS), device_blocks=40, cpu_rows=80, drafts=3, asynchronous=True),
 }
 RANDOM_SHAPES = [name for name, shape in SHAPES.items() if not shape.nvme_tier]  # every byte moves at a random time
 
@@ -89,7 +99,8 @@ class _Row:
     """The worker's state of a running request."""
 
     blocks: list[list[int]]  # by group
-    computed: int = 0
+    computed: int = 0  # tokens whose KV is final
+    draft: list[int] = field(default_factory=list)  # of the tokens behind the last one
 
 
 @dataclass
@@ -99,6 +110,8 @@ class Figures:
     preemptions: int = 0
     failures: int = 0
     checked_tokens: int = 0
+    accepted: int = 0
+    rejected: int = 0
     early_loads: int = 0
     resets: int = 0
     resets_refused: int = 0
@@ -133,7 +146,7 @@ class Engine:
         )
         self.kv = [cache.numpy().view(np.uint64).reshape(shape.device_blocks, BLOCK_TOKENS) for cache in caches]
         self.copiers: dict[Direction, ManualCopier] = self._worker.connector_worker.spec.copiers
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if shape.asynchronous else Scheduler)(
             self.config, self.kv_config, StructuredOutputManager(self.config), BLOCK_TOKENS, BLOCK_TOKENS
         )
         manager = self._scheduler_half.manager
@@ -144,6 +157,7 @@ class Engine:
         self.scheduled: deque[SchedulerOutput] = deque()  # steps that the workers have not run
         self._requests: dict[str, Request] = {}  # requests of a running step may have been aborted since
         self._digests: dict[str, list[int]] = {}
+        self.rng = random.Random(0)
         self.figures = Figures()
         self.may_fail = self.may_reset = True
         self.trace: list[str] = []  # of the schedule that runs
@@ -211,6 +225,8 @@ class Engine:
     def step(self, meanwhile: Callable[[], None] = lambda: None, *, steps_ahead: int = 0) -> None:
         """meanwhile: called after the step is scheduled and before the workers receive it.
         steps_ahead: how many steps are scheduled beyond the one that runs, as with vLLM's batch queue."""
+        if self.shape.drafts and not self.shape.asynchronous:
+            steps_ahead = 0  # vLLM would schedule a negative number of tokens
         while len(self.scheduled) <= steps_ahead:
             self._schedule()
             meanwhile()
@@ -257,6 +273,9 @@ class Engine:
                 kv_connector_output=done,
             ),
         )
+        if self.shape.drafts and not self.shape.asynchronous:
+            drafts = {name: self._rows[name].draft for name in names if sampled[name]}
+            self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
     def _record_step(self, output: SchedulerOutput, meta: Any) -> None:
         """For the message of a failed assertion."""
@@ -295,24 +314,63 @@ class Engine:
             elif blocks is not None:
                 for known, more in zip(self._rows[name].blocks, blocks, strict=True):
                     known.extend(more)
-            self._rows[name].computed = cached.num_computed_tokens[at]
+            if name in cached.resumed_req_ids:
+                self._rows[name].computed = cached.num_computed_tokens[at]
+            elif not self.shape.asynchronous:  # else it counts drafts that were rejected since
+                assert self._rows[name].computed == cached.num_computed_tokens[at]
 
     def _compute(self, output: SchedulerOutput) -> dict[str, list[int]]:
         sampled: dict[str, list[int]] = {}
         for name, count in output.num_scheduled_tokens.items():
             request, row = self._requests[name], self._rows[name]
-            tokens = request.all_token_ids
-            digests = self._digests_of(name, tokens)
+            tokens = list(request.all_token_ids)
+            # vLLM 0.30 and later want a step's tokens from some requests that have no draft yet.
+            drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            draft = (row.draft + [_NO_TOKEN] * drafted)[:drafted]
+            real = count - len(draft)
+            if row.computed + real > len(tokens):  # it has ended since it was scheduled: this step's tokens are unknown
+                assert request.is_finished() and self.shape.asynchronous, name
+                self._write(name, row, [0xA5] * (row.computed + count))
+                sampled[name] = []
+                continue
+            digests = self._digests_of(name, tokens)[: len(tokens)]
             for group, window in enumerate(self.shape.windows):
                 self._check(name, row, group, window, digests)
-                for position in range(row.computed, row.computed + count):
-                    block = row.blocks[group][position // BLOCK_TOKENS]
-                    assert block, f"{name}: token {position} has no block of group {group}"
-                    for layer, cache in enumerate(self.kv):
-                        cache[block, position % BLOCK_TOKENS] = digests[position] + 10 * group + layer
-            done = row.computed + count
-            sampled[name] = [int(digests[done - 1] % 500) + 3] if done >= len(tokens) else []
+            guessed = _continued(digests[: row.computed + real], draft)
+            self._write(name, row, guessed)
+            row.computed += real
+            if row.computed < len(tokens):
+                sampled[name] = []
+                continue
+            answer = [_next_token(guessed[row.computed - 1])]
+            for token in draft:
+                if token != answer[-1]:
+                    break
+                answer.append(_next_token(guessed[row.computed]))
+                row.computed += 1
+            self.figures.accepted += len(answer) - 1
+            self.figures.rejected += len(draft) - len(answer) + 1
+            sampled[name] = answer
+            row.draft = self._draft(_continued(digests, answer))
         return sampled
+
+    def _write(self, name: str, row: _Row, digests: list[int]) -> None:
+        """The KV of the tokens behind those computed."""
+        for group in range(len(self.shape.windows)):
+            for position in range(row.computed, len(digests)):
+                block = row.blocks[group][position // BLOCK_TOKENS]
+                assert block, f"{name}: token {position} has no block of group {group}"
+                for layer, cache in enumerate(self.kv):
+                    cache[block, position % BLOCK_TOKENS] = digests[position] + 10 * group + layer
+
+    def _draft(self, digests: list[int]) -> list[int]:
+        """Tokens that the model would sample behind these, up to a wrong one."""
+        draft: list[int] = []
+        while len(draft) < self.shape.drafts:
+            right = self.rng.random() < 0.7
+            draft.append(_next_token(digests[-1]) if right else self.rng.randrange(3))
+            digests = _continued(digests[-1:], draft[-1:])
+        return draft
 
     def _check(self, name: str, row: _Row, group: int, window: int | None, digests: list[int]) -> None:
         """Every block that the first new token reads holds what was computed."""
@@ -326,12 +384,8 @@ class Engine:
         self.figures.checked_tokens += row.computed - first
 
     def _digests_of(self, name: str, tokens: list[int]) -> list[int]:
-        digests = self._digests[name]
-        while len(digests) < len(tokens):
-            before = digests[-1] if digests else 0
-            packed = before.to_bytes(8, "little") + int(tokens[len(digests)]).to_bytes(4, "little")
-            digests.append(xxhash.xxh64_intdigest(packed) >> 8)
-        return digests
+        self._digests[name] = _continued(self._digests[name], tokens[len(self._digests[name]) :])
+        return self._digests[name]
 
     def settle_nvme(self) -> None:
         """Wait until the tier's threads have ended all jobs; the scheduler receives that in a later step."""
@@ -401,6 +455,19 @@ class Engine:
         self.scheduler.shutdown()
 
 
+def _continued(digests: list[int], tokens: list[int]) -> list[int]:
+    """Of each token with all tokens before it."""
+    longer = list(digests)
+    for token in tokens:
+        before = longer[-1] if longer else 0
+        longer.append(xxhash.xxh64_intdigest(before.to_bytes(8, "little") + int(token).to_bytes(4, "little")) >> 8)
+    return longer
+
+
+def _next_token(digest: int) -> int:
+    return int(digest % 500) + 3
+
+
 def _under_way(half: Any) -> bool:
     return bool(half._jobs or half._reset_jobs or half.manager._transfer_jobs)
 
@@ -425,6 +492,7 @@ def _engine_config(shape: Shape, folder: Path) -> VllmConfig:
         num_gpu_blocks_override=shape.device_blocks,
         enable_prefix_caching=True,
         prefix_caching_hash_algo="sha256_cbor",
+        speculative_config=_speculation(shape),
         kv_transfer_config={
             "kv_connector": "SpillwayConnector",
             "kv_connector_module_path": "spillway_connector.engine.connector",
@@ -435,11 +503,18 @@ def _engine_config(shape: Shape, folder: Path) -> VllmConfig:
                 "spec_module_path": "engine_lives.manual_copies",
                 "num_cpu_blocks": shape.cpu_rows,
                 "blocks_per_chunk": shape.blocks_per_chunk,
+                "generated_tokens": shape.generated_tokens,
                 "prefill_tokens_per_second": 1.0,
                 "secondary_tiers": _tiers(shape, folder),
             },
         },
     ).create_engine_config()
+
+
+def _speculation(shape: Shape) -> dict[str, Any] | None:
+    if not shape.drafts:
+        return None
+    return {"method": "ngram", "num_speculative_tokens": shape.drafts, "prompt_lookup_max": 2}
 
 
 def _tiers(shape: Shape, folder: Path) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ def run(engine: Engine, seed: int) -> None:
     tier = engine.tier
     if tier is not None:
         tier.rng, tier.losing_share = rng, rng.choice([0.0, 0.0, 0.1])
+    engine.rng = rng
     started = 0
     for _ in range(rng.randint(5, 40)):
         action = rng.random()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-SHAPES = ("full", "chunks", "windows", "shared", "window-alone")
+SHAPES = ("full", "chunks", "windows", "shared", "window-alone", "prompts", "drafts", "async", "async-drafts")
 COUNT = 100  # of each shape
 RACES = 5  # of each kind
 

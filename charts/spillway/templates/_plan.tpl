@@ -118,6 +118,7 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- $rendered := dict "enabled" $offload.enabled -}}
 {{- if $offload.enabled -}}
 {{- $_ := set $rendered "blocksPerChunk" $offload.blocksPerChunk -}}
+{{- $_ = set $rendered "generatedTokens" (include "spillway.onOff" $offload.generatedTokens) -}}
 {{- $_ = set $rendered "evictionPolicy" $offload.evictionPolicy -}}
 {{- $_ = set $rendered "batchMemcpy" (include "spillway.onOff" $offload.batchMemcpy) -}}
 {{- if $offload.numCpuBlocks -}}{{- $_ = set $rendered "numCpuBlocks" $offload.numCpuBlocks -}}

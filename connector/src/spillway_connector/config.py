@@ -25,9 +25,11 @@ from spillway_settings.byte_sizes import ByteCount, format_byte_count
 from spillway_settings.typed import Count, Positive, Settings, Share, WrongSetting, read_settings
 
 # Keys of the extra config that vLLM itself reads; we pass them by.
-_VLLM_KEYS = frozenset({"spec_name", "spec_module_path", "offload_prompt_only", "secondary_tiers"})
+_PROMPT_ONLY = "offload_prompt_only"  # what vLLM calls generated_tokens: off
+_VLLM_KEYS = frozenset({"spec_name", "spec_module_path", _PROMPT_ONLY, "secondary_tiers"})
 EvictionPolicy = Literal["lru", "arc"]
 BatchMemcpy = Literal["auto", "on", "off"]
+OnOff = Literal["on", "off"]
 NvmeMode = Literal["files", "slab", "auto"]
 Transport = Literal["auto", "cpu", "npu", "cuda"]
 
@@ -102,6 +104,8 @@ class ConnectorConfig(Section, frozen=True):
     num_cpu_blocks: Count | None = None  # chunks of the whole replica; this or cpu_bytes_to_use
     cpu_bytes_to_use: ByteCount | None = None  # bytes of the whole replica, all ranks together
     blocks_per_chunk: Count = 1  # device blocks moved and keyed together
+    # on: the KV of generated tokens is stored too, so a chat's next turn loads the whole conversation. off: of prompts.
+    generated_tokens: OnOff = "on"
     eviction_policy: EvictionPolicy = "lru"
     batch_memcpy: BatchMemcpy = "auto"
     transport: Transport = "auto"  # by platform; naming one is for tests on the ACL emulator
@@ -125,6 +129,8 @@ class ConnectorConfig(Section, frozen=True):
     def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:
         """Raises ConfigError naming the key, what it holds and what to set instead."""
         given = {key: value for key, value in extra_config.items() if key not in _VLLM_KEYS}
+        if _PROMPT_ONLY in extra_config:
+            given["generated_tokens"] = _in_our_words(extra_config[_PROMPT_ONLY], given.get("generated_tokens"))
         config = _read(cls, given, "kv_connector_extra_config")
         if (config.num_cpu_blocks is None) == (config.cpu_bytes_to_use is None):
             raise ConfigError(
@@ -132,6 +138,19 @@ class ConnectorConfig(Section, frozen=True):
                 f"given num_cpu_blocks={config.num_cpu_blocks}, cpu_bytes_to_use={config.cpu_bytes_to_use}"
             )
         return config
+
+
+def _in_our_words(prompt_only: object, generated_tokens: object) -> str:
+    """vLLM's own key, for configurations that were written for its connector. Raises ConfigError."""
+    if not isinstance(prompt_only, bool):
+        raise ConfigError(f"kv_connector_extra_config: {_PROMPT_ONLY}: {prompt_only!r} given, true or false needed")
+    meant = "off" if prompt_only else "on"
+    if generated_tokens not in (None, meant):
+        raise ConfigError(
+            f"kv_connector_extra_config: {_PROMPT_ONLY}: {prompt_only} contradicts generated_tokens: "
+            f"{generated_tokens!r}; remove one of them"
+        )
+    return meant
 
 
 def parse_tier(tier_type: str, options: Mapping[str, Any]) -> NvmeTierConfig | RedisTierConfig:

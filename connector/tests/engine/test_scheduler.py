@@ -94,6 +94,26 @@ def report(scheduler, completed: dict[int, int], failed: set[int] = frozenset())
     scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
 
 
+@pytest.mark.parametrize("prompt_only", [False, True])
+def test_chunks_of_an_answer_count_as_asked_for_once(scheduler, monkeypatch, prompt_only):
+    """As those of a prompt do, so that a full shared tier admits both when they are stored again."""
+    scheduler.config = scheduler.config._replace(offload_prompt_only=prompt_only)
+    counted: list[bytes] = []
+    monkeypatch.setattr(scheduler.manager, "count_request", counted.extend)
+    request = FakeRequest("chat")
+    hashes = request.block_hashes
+    request.block_hashes, request.num_tokens = hashes[:2], 2 * BLOCK_TOKENS
+    scheduler.on_new_request(request)
+    scheduler.get_num_new_matched_tokens(request, 0)
+    request.block_hashes, request.num_tokens = hashes, TOKENS
+    scheduler._req_status["chat"].update_offload_keys()
+    request.finished = True
+    scheduler.request_finished(request)
+
+    kept = hashes[:2] if prompt_only else hashes
+    assert counted == [make_offload_key(one, 0) for one in kept]
+
+
 def build_meta(scheduler, scheduled: dict[str, int] | None = None, new: dict[str, list[int]] | None = None):
     """One scheduler step's metadata: `new` requests with their device blocks, `scheduled` tokens."""
     new_requests = [SimpleNamespace(req_id=name, block_ids=(blocks,)) for name, blocks in (new or {}).items()]

@@ -46,6 +46,15 @@ def test_overrides_alone_are_enough() -> None:
     assert settings.offload.cpu_bytes_to_use == 512 << 20
 
 
+@pytest.mark.parametrize("word", ["on", "off"])
+def test_on_and_off_are_words(word) -> None:
+    """YAML reads a bare one as true or false."""
+    override = f"offload.generatedTokens={word}"
+    settings = load_engine_settings(None, ["model.path=/models/x", "offload.numCpuBlocks=1", override])
+
+    assert settings.offload.generated_tokens == word
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
@@ -20,7 +21,7 @@ class RequestFields(RequestOffloadState):
     """
 
     touched_at = float("-inf")  # time.monotonic seconds
-    counted = False  # by manager.count_request
+    counted_keys: Sequence[int] | None = None  # of each KV group, by manager.count_request
     prefix: Prefix | None = None  # the last answer, of models with one KV group
     max_load_tokens: int | None = None  # of the request, where this vLLM has such a bound
     has_adapter = False  # LoRA

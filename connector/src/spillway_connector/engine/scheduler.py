@@ -163,8 +163,8 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         if prefix is not None:
             prefix.matched = None
         answer = self._ask(request, num_computed_tokens, max_num_new_tokens)
-        if not status.counted:
-            status.counted = True
+        if status.counted_keys is None:
+            status.counted_keys = [len(state.offload_keys) for state in status.group_states]
             for state in status.group_states:
                 self.manager.count_request(state.offload_keys)
         return answer
@@ -343,7 +343,16 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         if self._early_loads and (status := self._req_status.get(request.request_id)) is not None:
             for job_id in status.transfer_jobs & self._early_loads.keys():
                 self._early_loads[job_id].abandon(needed=False)
+        if not self.config.offload_prompt_only and (status := self._req_status.get(request.request_id)) is not None:
+            self._count_generated(cast(RequestFields, status))
         return super().request_finished(request)
+
+    def _count_generated(self, status: RequestFields) -> None:
+        """A full shared tier admits what was asked for twice: that its chunks were computed counts as one, as it does
+        for those of a prompt."""
+        for state, counted in zip(status.group_states, status.counted_keys or (), strict=False):
+            if len(state.offload_keys) > counted:
+                self.manager.count_request(state.offload_keys[counted:])
 
     def fail_stores_of_replaced_adapters(self) -> None:
         """Other weights were loaded under an adapter's id: its stores under way may hold KV computed with them."""

@@ -80,7 +80,7 @@ def _placed(tree: Mapping[str, Any], path: list[str], value: Any, override: str)
 
 def _as_meant(node: types.Type, value: Any) -> Any:
     """What YAML guesses, undone where the type says otherwise: text may look like a number (`extraArgs: [--seed, 8]`),
-    `off` is a word and not false, and a section whose keys are all commented out is empty and not null."""
+    `on` and `off` are words, and a section whose keys are all commented out is empty and not null."""
     if isinstance(node, types.Metadata):
         return _as_meant(node.type, value)
     if isinstance(node, types.UnionType):
@@ -97,4 +97,7 @@ def _as_meant(node: types.Type, value: Any) -> Any:
         return {str(key): _as_meant(node.value_type, item) for key, item in value.items()}
     if isinstance(node, types.StrType) and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    return "off" if isinstance(node, types.LiteralType) and value is False and "off" in node.values else value
+    if isinstance(node, types.LiteralType) and isinstance(value, bool):
+        word = "on" if value else "off"
+        return word if word in node.values else value
+    return value

@@ -62,6 +62,7 @@ class SpillwayOffloadingSpec(OffloadingSpec):
         if not isinstance(self.secondary_tier_configs, list):
             raise ConfigError(f"secondary_tiers: {self.secondary_tier_configs!r} is not a list of tiers")
         self.block_size_factor = self.config.blocks_per_chunk
+        self.offload_prompt_only = self.config.generated_tokens == "off"
         device_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
         self.geometry = ChunkGeometry(
             rank_block_bytes=device_bytes // kv_cache_config.num_blocks,

@@ -62,6 +62,7 @@ class SpillwayOffloadingSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.settings = ConnectorConfig.parse(self.extra_config)
+        self.offload_prompt_only = self.settings.generated_tokens == "off"
         self.secondary_tier_configs = self.extra_config.get("secondary_tiers", [])
         if not isinstance(self.secondary_tier_configs, list):
             raise ConfigError(f"secondary_tiers: {self.secondary_tier_configs!r} is not a list of tiers")
