@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice, repeat
+from typing import Any
 
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -26,6 +27,7 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.plan.prefix_memo import ChangeLog
@@ -117,7 +119,7 @@ class CpuTier(OffloadingManager):
 class LruRows(CpuTier):
     """Evicts the least recently used ready chunk that no job reads."""
 
-    def __init__(self, num_rows: int, region: HostRegion, enable_events: bool) -> None:
+    def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
         super().__init__(region, enable_events)
         self._num_rows = num_rows
         self._allocated_rows = 0  # rows 0 to that have been handed out, once or more often
@@ -230,3 +232,49 @@ class LruRows(CpuTier):
     def _announce(self, keys: Sequence[OffloadKey], removed: bool) -> None:
         if keys and self.events is not None:
             self.events.append(self._event(list(keys), removed))
+
+
+class ArcRows(CpuTier, CPUOffloadingManager):
+    """Upstream's ARC, with the two sets beside it."""
+
+    def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
+        CPUOffloadingManager.__init__(self, num_rows, cache_policy="arc", enable_events=enable_events)
+        CpuTier.__init__(self, region, enable_events)
+        self._resident: set[OffloadKey] = set()
+        self.resident = self._resident
+
+    @abstractmethod
+    def _row_of(self, status: Any) -> int:
+        """status: what upstream's policy keeps of a chunk."""
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        output = CPUOffloadingManager.prepare_store(self, keys, req_context)
+        if output is not None:
+            for gone in (self._resident, self.ready):
+                gone.difference_update(output.evicted_keys)
+            self._resident.update(output.keys_to_store)
+            self.changed_chunks.add(output.evicted_keys)
+            self.changed_chunks.add(output.keys_to_store)
+        return output
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        written = [key for key in keys if key in self._resident and key not in self.ready]
+        CPUOffloadingManager.complete_store(self, keys, req_context, success)
+        if success:
+            self.ready.update(written)
+        else:
+            self._resident.difference_update(written)
+        self.changed_chunks.add(written)
+
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        return [self._row_of(self._status_of(key)) for key in keys]
+
+    def _rows_in_use(self) -> Counter[int]:
+        chunks = [self._status_of(key) for key in self._resident]
+        return Counter({self._row_of(chunk): abs(chunk.ref_cnt) for chunk in chunks if chunk.ref_cnt})
+
+    def _status_of(self, key: OffloadKey) -> Any:
+        """Its `ref_cnt` is -1 while it is being written, else the number of its readers."""
+        status = self._policy.get(key)
+        assert status is not None, "a resident chunk has a row"
+        return status

@@ -1,29 +1,27 @@
-"""The worker half: submits each copy once, and turns every failure into a recompute instead of an assert."""
+"""The worker half in vLLM 0.23."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
 from vllm.v1.kv_offload.worker.worker import TransferSpec
 
-from spillway_connector.engine.adapters import AdapterLoads
-from spillway_connector.engine.copy_jobs import CopyJobs, EndedCopy, Submit
-from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.copy_jobs import Submit
+from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.transports import device_state
 from spillway_connector.engine.v023.ascend import canonical_kv_caches, has_ascend_layout
 from spillway_connector.engine.v023.stats import SpillwayStats
+from spillway_connector.engine.worker import WorkerHalf, ended_copy
 
 
-class SpillwayConnectorWorker(OffloadingConnectorWorker):
-    """Overrides upstream's worker half. Each rank's process, model-runner thread.
-
-    Upstream asserts that every submit and every copy succeeds, and a failed assert ends the engine. A failed load is
-    reported as received with its device blocks marked invalid: the scheduler then recomputes them
+class SpillwayConnectorWorker(WorkerHalf):
+    """A failed load is reported as received with its device blocks marked invalid: the scheduler then recomputes them
     (`kv_load_failure_policy: recompute`). A failed store is reported as failed, so its row never becomes a hit.
     """
 
@@ -31,8 +29,7 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
         super().__init__(spec)
         self.kv_connector_stats = SpillwayStats()
         vllm_config = getattr(spec, "vllm_config", None)
-        self._adapter_loads = AdapterLoads(getattr(vllm_config, "lora_config", None))
-        self._jobs = CopyJobs()
+        self._begin(getattr(vllm_config, "lora_config", None))
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
         """Upstream's contract, and the layouts of vLLM-Ascend, which upstream refuses.
@@ -52,27 +49,15 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Upstream's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
-        # Taken out of the metadata: it may be seen again in this step, and a job must be launched exactly once.
-        load_jobs, metadata.load_jobs = metadata.load_jobs, {}
         self._jobs.submit_stores()
-        for job_id, job in load_jobs.items():
-            _, device = job.transfer_spec
-            assert isinstance(device, GPULoadStoreSpec)
-            self._jobs.start_load(job_id, job.req_id, device.block_ids, self._copy(job_id, job.transfer_spec))
-        if isinstance(metadata, SpillwayConnectorMetadata):
-            pieces, metadata.pieces = metadata.pieces, []
-            for piece in pieces:
-                self._start_piece(piece)
+        self._start_loads(metadata)
 
-    def _start_piece(self, piece: LoadPiece) -> None:
-        copy = None
-        if piece.transfer_spec is not None:
-            device = piece.transfer_spec[1]
-            assert isinstance(device, GPULoadStoreSpec)
-            copy = device.block_ids, self._copy(piece.piece_id, piece.transfer_spec)
-        self._jobs.start_piece(
-            piece.piece_id, piece.job_id, piece.request_id, copy, last=piece.last, lost_blocks=piece.lost_blocks
-        )
+    def _sides_of(self, job: Any) -> TransferSpec:
+        spec: TransferSpec = job.transfer_spec
+        return spec
+
+    def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit:
+        return self._copy(job_id, (host, device))
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Upstream's contract: queue the step's stores."""
@@ -97,15 +82,7 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
                 self.kv_connector_stats.record_transfer(
                     num_bytes=result.transfer_size, time=result.transfer_time, transfer_type=result.transfer_type
                 )
-        received = self._jobs.finish(
-            EndedCopy(result.job_id, bool(result.success), result.transfer_size, result.transfer_time)
-            for result in results
-        )
-        return set(), received.requests
-
-    def take_invalid_blocks(self) -> set[int]:
-        """Device blocks whose load failed since the last call; call after get_finished, in the same step."""
-        return self._jobs.take_invalid_blocks()
+        return set(), self._jobs.finish(map(ended_copy, results)).requests
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """Upstream's contract: the report of this step, or None; here with failed jobs and loaded adapters."""

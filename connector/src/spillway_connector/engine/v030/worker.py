@@ -1,6 +1,8 @@
-"""The worker half on vLLM 0.30 and later: submits each copy once, and turns every failure into a recompute."""
+"""The worker half in vLLM 0.30 and later."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -11,30 +13,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     TransferJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
 
-from spillway_connector.engine.adapters import AdapterLoads
-from spillway_connector.engine.copy_jobs import CopyJobs, EndedCopy, Received, Submit
-from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.copy_jobs import CopyJobs, Received, Submit
+from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.transports import device_state
 from spillway_connector.engine.v030.kv_blocks import place_kv_caches
+from spillway_connector.engine.worker import WorkerHalf, ended_copy
 
 
-class SpillwayConnectorWorker(OffloadingConnectorWorker):
-    """Overrides upstream's worker half. Each rank's process, model-runner thread.
-
-    Upstream asserts that every submit and every copy succeeds, and a failed assert ends the engine. Here a failed load
-    is reported as received, and as failed: with its device blocks where the model has one list of blocks that attention
-    reads whole (vLLM then keeps the prefix before them), else for the whole request, since vLLM cannot tell to which
-    group a block belongs. Either way vLLM recomputes (`kv_load_failure_policy: recompute`).
+class SpillwayConnectorWorker(WorkerHalf):
+    """A failed load is reported as received, and as failed: with its device blocks where the model has one list of
+    blocks that attention reads whole (vLLM then keeps the prefix before them), else for the whole request, since vLLM
+    cannot tell to which group a block belongs. Either way vLLM recomputes (`kv_load_failure_policy: recompute`).
     """
 
     def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._jobs = CopyJobs()
-        self._adapter_loads = AdapterLoads(vllm_config.lora_config)
+        self._begin(vllm_config.lora_config)
         self._names_blocks = names_failed_blocks(kv_cache_config)
         # Before the forward pass, so that a load does not queue behind it, where no block is zeroed within a step.
         self._loads_before_forward = not kv_cache_config.needs_kv_cache_zeroing
@@ -81,26 +78,8 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
         assert isinstance(device, GPULoadStoreSpec)
         self._jobs.queue_store(job_id, self._store(job_id, device, job.dst_spec))
 
-    def _start_loads(self, metadata: OffloadingConnectorMetadata) -> None:
-        load_jobs, metadata.load_jobs = metadata.load_jobs, {}
-        for job_id, job in load_jobs.items():
-            device = job.dst_spec
-            assert isinstance(device, GPULoadStoreSpec)
-            self._jobs.start_load(job_id, job.req_id, device.block_ids, self._load(job_id, job.src_spec, device))
-        if isinstance(metadata, SpillwayConnectorMetadata):
-            pieces, metadata.pieces = metadata.pieces, []
-            for piece in pieces:
-                self._start_piece(piece)
-
-    def _start_piece(self, piece: LoadPiece) -> None:
-        copy = None
-        if piece.transfer_spec is not None:
-            host, device = piece.transfer_spec
-            assert isinstance(device, GPULoadStoreSpec)
-            copy = device.block_ids, self._load(piece.piece_id, host, device)
-        self._jobs.start_piece(
-            piece.piece_id, piece.job_id, piece.request_id, copy, last=piece.last, lost_blocks=piece.lost_blocks
-        )
+    def _sides_of(self, job: Any) -> tuple[LoadStoreSpec, LoadStoreSpec]:
+        return job.src_spec, job.dst_spec
 
     def _store(self, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec) -> Submit:
         worker = self.worker
@@ -130,17 +109,11 @@ class SpillwayConnectorWorker(OffloadingConnectorWorker):
                 of_step = self._connector_worker_meta.transfer_stats
                 direction = of_step.load if self._jobs.is_load(result.job_id) else of_step.store
                 direction.record(result.transfer_size, result.transfer_time)
-        return self._jobs.finish(
-            EndedCopy(result.job_id, bool(result.success), result.transfer_size, result.transfer_time)
-            for result in results
-        )
+        return self._jobs.finish(map(ended_copy, results))
 
     def take_invalid_blocks(self) -> set[int]:
-        """Device blocks whose load failed since the last call; call after get_transfer_results, in the same step.
-
-        Empty where failures are reported for whole requests.
-        """
-        invalid = self._jobs.take_invalid_blocks()
+        """Likewise; empty where failures are reported for whole requests."""
+        invalid = super().take_invalid_blocks()
         return invalid if self._names_blocks else set()
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from types import SimpleNamespace
 
 import pytest
 from vllm.v1.kv_offload.base import RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
-from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.kv_layout import write_layout
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
-from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_connector.errors import ConfigError
 from spillway_connector.testing.memory import mapped_bytes
 
 ROWS, ROW_BYTES = 3, 3 << 20
@@ -37,6 +35,9 @@ class _Tier(SecondaryTierManager):
     def get_finished_jobs(self):
         return []
 
+    def drain_jobs(self):
+        pass
+
     def on_new_request(self, req_context):
         return RequestOffloadingContext()
 
@@ -48,30 +49,36 @@ def region():
     region.cleanup()
 
 
-def make_spec(region: HostRegion, tiers: int) -> SimpleNamespace:
+class _Spec(SpillwayOffloadingSpec):
+    """Of this vLLM's generation, without the engine that vLLM's constructor reads."""
+
+    def __init__(self, region: HostRegion, tiers: int) -> None:
+        self.extra_config = {"num_cpu_blocks": ROWS, "secondary_tiers": [{}] * tiers}
+        self._begin(
+            region_id="unused",
+            rank_block_bytes=ROW_BYTES,
+            num_ranks=1,
+            tokens_per_block=128,
+            tokens_per_hash=128,
+            enable_events=False,
+        )
+        self._region_of_test = region
+
+    def _open_region(self) -> HostRegion:
+        return self._region_of_test
+
+    def _create_tier(self, config, view) -> SecondaryTierManager:
+        return _Tier()
+
+
+def make_spec(region: HostRegion, tiers: int) -> _Spec:
     if tiers:
         write_layout(region.create_kv_memoryview().cast("B"), 0, ROW_BYTES, LAYOUT)
-    return SimpleNamespace(
-        _manager=None,
-        _layouts=[],
-        _open_region=lambda: region,
-        _create_tier=lambda config, view: _Tier(),
-        vllm_config=SimpleNamespace(kv_events_config=None),
-        num_blocks=ROWS,
-        eviction_policy="lru",
-        secondary_tier_configs=[{}] * tiers,
-        config=ConnectorConfig.parse({"num_cpu_blocks": ROWS}),
-        gpu_block_size=(128,),
-        geometry=ChunkGeometry(rank_block_bytes=ROW_BYTES, blocks_per_chunk=1, num_ranks=1),
-    )
-
-
-def make_manager(region: HostRegion, tiers: int):
-    return SpillwayOffloadingSpec.get_manager(make_spec(region, tiers))
+    return _Spec(region, tiers)
 
 
 def test_a_shared_tiers_first_load_meets_no_page_faults(region: HostRegion):
-    make_manager(region, tiers=1)
+    make_spec(region, tiers=1).get_manager()
     deadline = time.monotonic() + 60
     while mapped_bytes(region.address) < region.size_bytes:
         assert time.monotonic() < deadline
@@ -79,12 +86,26 @@ def test_a_shared_tiers_first_load_meets_no_page_faults(region: HostRegion):
 
 
 def test_without_a_shared_tier_this_process_touches_no_row(region: HostRegion):
-    make_manager(region, tiers=0)
+    make_spec(region, tiers=0).get_manager()
     assert region._populating is None
     assert mapped_bytes(region.address) == 0
 
 
 def test_a_shared_tier_hears_how_the_workers_registered_their_caches(region: HostRegion):
     spec = make_spec(region, tiers=1)
-    SpillwayOffloadingSpec.get_manager(spec)
+    spec.get_manager()
     assert spec._layouts == [LAYOUT]
+
+
+def test_every_call_gives_the_same_manager(region: HostRegion):
+    spec = make_spec(region, tiers=0)
+    assert spec.get_manager() is spec.get_manager()
+
+
+def test_tiers_that_are_no_list_are_refused_by_name():
+    spec = object.__new__(_Spec)
+    spec.extra_config = {"num_cpu_blocks": ROWS, "secondary_tiers": {"type": "nvme"}}
+    with pytest.raises(ConfigError, match=r"secondary_tiers: .* is not a list of tiers"):
+        spec._begin(
+            region_id="", rank_block_bytes=1, num_ranks=1, tokens_per_block=1, tokens_per_hash=1, enable_events=False
+        )

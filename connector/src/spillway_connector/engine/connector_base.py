@@ -1,0 +1,85 @@
+"""What the connectors of all generations have in common: vLLM's calls, passed to the scheduler or the worker half."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_offload.base import OffloadingSpec
+
+from spillway_connector.engine.adapters import AdapterRegistry, install_adapter_hooks
+from spillway_connector.engine.engine_logging import join_engine_logging
+from spillway_connector.engine.generation import Seams, require
+from spillway_connector.engine.kv_layout import LayerCache, layout_facts
+from spillway_connector.engine.scheduler import SchedulerHalf
+from spillway_connector.engine.spec_base import SpecBase
+from spillway_connector.engine.weights import install_weight_change_hook
+from spillway_connector.engine.worker import WorkerHalf
+from spillway_connector.errors import ConfigError
+
+
+class ConnectorBase(OffloadingConnector):
+    """Methods without a docstring keep the contract of KVConnectorBase_V1 and delegate to a half."""
+
+    _spec: OffloadingSpec
+    adapters: AdapterRegistry  # in the scheduler's process
+
+    def _check(self, seams: Seams, vllm_config: VllmConfig) -> None:
+        """Before anything is built. Raises UnsupportedEngine or ConfigError."""
+        join_engine_logging()
+        require(seams)
+        assert vllm_config.kv_transfer_config is not None
+        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+        if policy != "recompute":
+            raise ConfigError(
+                f"kv_load_failure_policy: {policy!r} fails a request when its cache cannot be loaded; "
+                "set it to 'recompute'"
+            )
+
+    def _watch_the_engine(self) -> None:
+        """Of the scheduler's process, once its half is built."""
+        self.adapters = self._half.adapters
+        install_adapter_hooks()
+        install_weight_change_hook()
+
+    @property
+    def _half(self) -> SchedulerHalf:
+        assert isinstance(self.connector_scheduler, SchedulerHalf)
+        return self.connector_scheduler
+
+    def weights_changing(self, cause: str) -> None:
+        """See engine/weights.py. EngineCore process, scheduler thread, between steps."""
+        self._half.weights_changing(cause)
+
+    @contextmanager
+    def adapter_loading(self, request: LoRARequest) -> Iterator[None]:
+        """See engine/adapters.py. EngineCore process, scheduler thread, between steps."""
+        with self.adapters.loading(request):
+            yield
+        self._half.fail_stores_of_replaced_adapters()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._note_layout(kv_caches)
+        super().register_kv_caches(kv_caches)
+
+    def _note_layout(self, kv_caches: Mapping[str, LayerCache]) -> None:
+        """Called before the caches are registered, which turns them into plain bytes."""
+        if isinstance(self._spec, SpecBase):
+            num_blocks = self._kv_cache_config.num_blocks
+            self._spec.registered_layout = layout_facts(kv_caches, self._vllm_config, num_blocks)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._half.device_blocks = gpu_block_pool
+
+    def reset_cache(self) -> bool:
+        """False, and nothing is reset, where vLLM could not reset the device's prefix cache; upstream always resets."""
+        return self._half.reset_with_device()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert isinstance(self.connector_worker, WorkerHalf)
+        return self.connector_worker.take_invalid_blocks()

@@ -1,0 +1,171 @@
+"""What the specs of all generations have in common: vLLM's tiering machinery with our host memory, copiers and tiers.
+
+One spec is built in the scheduler's process and one in each worker's. What a generation's interfaces call things
+differs (where a setting is, the worker's class); its room completes the class.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.copy_layout import copy_layout
+from spillway_connector.engine.cpu_tier import CpuTier
+from spillway_connector.engine.kv_layout import read_layouts, write_layout
+from spillway_connector.engine.namespace_fields import (
+    namespace_facts,
+    require_shareable_hashes,
+    require_shareable_scales,
+)
+from spillway_connector.engine.tiering import TieringManager
+from spillway_connector.engine.transports import OpenTransport, open_transport
+from spillway_connector.errors import ConfigError
+from spillway_connector.namespace import Namespace
+from spillway_connector.plan.copies import CopyLayout
+from spillway_connector.plan.geometry import ROW_ALIGNMENT_BYTES, ChunkGeometry
+
+logger = logging.getLogger(__name__)
+
+
+class SpecBase(OffloadingSpec):
+    """Device -> CPU tier -> shared tiers.
+
+    registered_layout: in a worker, before its caches are registered: how they lie in memory. transport: in a worker,
+    once they are.
+    """
+
+    BLOCK_SIZE_ALIGNMENT = ROW_ALIGNMENT_BYTES
+
+    _manager_class: ClassVar[type[TieringManager]]  # the generation's
+
+    registered_layout: Mapping[str, Any] | None = None
+    transport: OpenTransport | None = None
+
+    def _begin(
+        self,
+        *,
+        region_id: str,
+        rank_block_bytes: int,
+        num_ranks: int,
+        tokens_per_block: int,
+        tokens_per_hash: int,
+        enable_events: bool,
+    ) -> None:
+        """The constructor's second half, behind that of vLLM's class.
+
+        region_id: of the rows: the same in all processes of one replica, and in those of no other. rank_block_bytes: of
+        a device block of one rank, all layers together. tokens_per_block: of the first KV group. enable_events: whether
+        the CPU tier's changes are published. Raises ConfigError.
+        """
+        self.settings = ConnectorConfig.parse(self.extra_config)
+        self.offload_prompt_only = self.settings.generated_tokens == "off"  # vLLM's name for it
+        self.secondary_tier_configs = self.extra_config.get("secondary_tiers", [])
+        if not isinstance(self.secondary_tier_configs, list):
+            raise ConfigError(f"secondary_tiers: {self.secondary_tier_configs!r} is not a list of tiers")
+        self.geometry = ChunkGeometry(
+            rank_block_bytes=rank_block_bytes,
+            blocks_per_chunk=self.settings.blocks_per_chunk,
+            num_ranks=num_ranks,
+        )
+        self.num_rows = self.settings.num_cpu_blocks or self.geometry.rows_in(self.settings.cpu_bytes_to_use or 0)
+        # Read by vLLM's tier classes under these names, so that they work beside Spillway's.
+        self.cpu_page_size_per_worker = self.geometry.rank_cell_bytes
+        self.eviction_policy = self.settings.eviction_policy
+        self._region_id = region_id
+        self._chunk_tokens = tokens_per_block * self.settings.blocks_per_chunk
+        self._tokens_per_hash = tokens_per_hash
+        self._enable_events = enable_events
+        self._manager: TieringManager | None = None
+        self._layouts: list[dict[str, Any]] = []  # in the scheduler's process, of every rank
+
+    @abstractmethod
+    def _engine(self) -> tuple[VllmConfig, KVCacheConfig]:
+        """What the namespace of shared chunks is made of. Raises ConfigError where it is unknown."""
+
+    @abstractmethod
+    def _make_cpu_tier(self, region: HostRegion) -> CpuTier: ...
+
+    @cached_property
+    def namespace(self) -> Namespace:
+        """Of the chunks this engine shares. Raises ConfigError where sharing them would be unsafe or useless."""
+        vllm_config, kv_cache_config = self._engine()
+        require_shareable_hashes(vllm_config)
+        require_shareable_scales(vllm_config)
+        facts = namespace_facts(
+            vllm_config,
+            kv_cache_config,
+            self.geometry,
+            hash_block_size=self._tokens_per_hash,
+            layouts=self._layouts,
+            weights_version=self.settings.weights_version,
+        )
+        return Namespace.of(facts)
+
+    def get_manager(self) -> TieringManager:
+        """vLLM's contract. EngineCore process, after every worker has mapped the region; the same object each time."""
+        if self._manager is None:
+            region = self._open_region()
+            # vLLM builds the scheduler's connector after all workers registered their caches: all have mapped
+            # the file, so its name is removed and a killed engine leaves nothing in shared memory.
+            region.unlink_name()
+            primary = self._make_cpu_tier(region)
+            view = primary.get_kv_memoryview()
+            if self.secondary_tier_configs:
+                self._layouts = read_layouts(view.cast("B"), self.geometry.rank_cell_bytes, self.geometry.num_ranks)
+            tiers = [self._create_tier(config, view) for config in self.secondary_tier_configs]
+            if tiers:
+                # Their threads fill rows in this process: 94 MB of rows never touched took 35 ms longer than others.
+                region.populate_behind()
+            self._manager = self._manager_class(
+                primary,
+                tiers,
+                self.num_rows,
+                self.settings,
+                chunk_tokens=self._chunk_tokens,
+                chunk_bytes=self.geometry.payload_bytes,
+            )
+            logger.info(
+                "Spillway: CPU tier of %d chunks of %d bytes; shared tiers: %s",
+                self.num_rows,
+                self.geometry.row_bytes,
+                ", ".join(tier.tier_type for tier in tiers) or "none",
+            )
+        return self._manager
+
+    def _create_tier(self, config: dict[str, object], view: memoryview) -> SecondaryTierManager:
+        tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(config, view, self)
+        return tier
+
+    def _open_worker(self, kv_caches: CanonicalKVCaches, rank: int) -> tuple[CopyLayout, OpenTransport]:
+        """What a worker copies between, and with. Each rank's process, once, when the caches exist.
+
+        Raises ConfigError where the platform's transport cannot be opened.
+        """
+        region = self._open_region()
+        region.populate(0, region.size_bytes)
+        if self.registered_layout is not None and self.secondary_tier_configs:
+            cell_bytes = self.geometry.rank_cell_bytes
+            rows = region.create_kv_memoryview().cast("B")
+            write_layout(rows, rank * cell_bytes, cell_bytes, self.registered_layout)
+            rows.release()
+        layout = copy_layout(kv_caches, region, self.geometry, rank)
+        self.transport = self._open_transport(region)
+        self._region = region  # keeps the mapping for the life of the worker
+        return layout, self.transport
+
+    def _open_transport(self, region: HostRegion) -> OpenTransport:
+        return open_transport(self.settings, region)
+
+    def _open_region(self) -> HostRegion:
+        return HostRegion(region_path(self._region_id), self.num_rows, self.geometry.row_bytes)
