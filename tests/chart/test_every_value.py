@@ -223,6 +223,11 @@ CHANGES: dict[str, Any] = {
     "networkPolicy.gatewayFrom": [{"namespaceSelector": {}}],
 }
 LISTS = {
+    "initContainers": [{"name": "i", "image": "i:1"}],
+    "sidecars": [{"name": "s", "image": "s:1"}],
+    "prometheusFrom": [{"podSelector": {}}],
+    "engineEgress": [{"to": [{"namespaceSelector": {}}]}],
+    "gatewayEgress": [{"to": [{"namespaceSelector": {}}]}],
     "extraEnvVars": [{"name": "A", "value": "b"}],
     "tolerations": [{"operator": "Exists"}],
     "extraVolumes": [{"name": "v", "emptyDir": {}}],
@@ -314,6 +319,8 @@ def present(values: dict[str, Any], path: str, default: Any) -> Any:
 
 # Names that other parts of the values must agree with, or that have a form of their own.
 FORMED = (
+    *("nameOverride", "fullnameOverride", "namespaceOverride", "engine.autoscaling.prometheusAddress"),
+    *("engine.model.cache.hostPath", "engine.model.volume.hostPath", "engine.model.volume.nfs"),
     *("listenAddress", "image.pullPolicy", "engine.model.path", "engine.model.dtype", "engine.model.tokenizer"),
     *(
         "engine.model.volume.type",

@@ -1,4 +1,7 @@
-"""The schema itself: a valid one, strict at every level, complete, and open only where Kubernetes reads on."""
+"""The schema itself: a valid one, strict at every level, complete, and open only where Kubernetes reads on.
+
+The templates read it (templates/_schema.tpl), with the words that they know of JSON Schema.
+"""
 
 import json
 from collections.abc import Iterator
@@ -8,13 +11,14 @@ import jsonschema
 import yaml
 from chart.rendering import CHART, VALUES_FILES
 
-SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+SCHEMA = json.loads((CHART / "files" / "values.schema.json").read_text())
 # Read by Kubernetes or by vLLM, not by the chart.
 OPEN = {
     *("affinity", "nodeSelector", "tolerations", "podSecurityContext", "securityContext", "sidecars", "initContainers"),
     *("extraVolumes", "extraVolumeMounts", "extraObjects", "extraTiers", "extraMetrics", "valueFrom", "parentRefs"),
-    *("gatewayFrom", "prometheusFrom", "engineEgress", "gatewayEgress", "global"),
     *("topologySpreadConstraints", "relabelings", "metricRelabelings", "extraResources"),
+    *("podSelector", "namespaceSelector", "ipBlock", "ports", "metadata", "global"),
+    *("volume", "volumeMount", "container", "parentReference", "kubernetesObject"),
     *("podLabels", "podAnnotations", "commonLabels", "commonAnnotations", "annotations", "labels", "extraEnv"),
 }
 
@@ -60,12 +64,49 @@ def test_schema_and_values_have_the_same_keys():
     compare(SCHEMA, values, "")
 
 
-def test_schema_knows_no_words_that_helm_3_skips():
-    """Helm 3's validator is of draft 7: later keywords would be accepted and not enforced."""
-    text = json.dumps(SCHEMA)
+def test_schema_has_only_words_that_the_templates_read():
+    """Any other would be accepted and not enforced."""
+    judging = {*("type", "enum", "pattern", "minLength", "maxLength", "multipleOf", "required", "properties", "items")}
+    judging |= {*("maxItems", "uniqueItems"), "minimum", "exclusiveMinimum", "maximum", "additionalProperties", "propertyNames", "allOf", "$ref"}
+    template = (CHART / "templates" / "_schema.tpl").read_text()
 
-    for keyword in ("unevaluatedProperties", "dependentRequired", "dependentSchemas", "prefixItems", "minContains"):
-        assert f'"{keyword}"' not in text
+    def words(schema: Any) -> Iterator[str]:
+        if isinstance(schema, dict):
+            yield from schema.keys() - {"description"}
+            for key, inner in schema.items():
+                if key in ("properties", "$defs"):
+                    for each in inner.values():
+                        yield from words(each)
+                elif key in ("items", "additionalProperties", "propertyNames"):
+                    yield from words(inner)
+                elif key == "allOf":
+                    for each in inner:
+                        yield from words(each)
+
+    assert set(words(SCHEMA)) <= judging | {"$schema", "title", "$defs"}
+    assert all(word in template for word in judging)
+
+
+def test_every_pattern_says_in_words_what_it_wants():
+    def patterns(schema: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(schema, dict):
+            if isinstance(schema.get("pattern"), str):
+                yield schema
+            for inner in schema.values():
+                yield from patterns(inner)
+
+    found = list(patterns(SCHEMA))
+    assert len(found) > 20
+    assert [schema["pattern"] for schema in found if not schema.get("description")] == []
+
+
+def test_every_template_begins_with_the_checks():
+    """Helm renders files in an order of its own, and each may read values only after they were judged."""
+    files = [file for file in (CHART / "templates").rglob("*") if file.suffix in (".yaml", ".txt")]
+
+    assert len(files) > 25
+    for file in files:
+        assert file.read_text().startswith('{{- include "spillway.requireValid" $ -}}\n'), file
 
 
 def test_values_files_obey_the_schema():

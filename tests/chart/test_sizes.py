@@ -15,7 +15,7 @@ from chart.rendering import CHART, Render, RenderRefused, laid_over, nested, pod
 from size_cases import BYTES, REFUSED
 
 each_helm = pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
-SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+SCHEMA = json.loads((CHART / "files" / "values.schema.json").read_text())
 EXAMPLE = "write for example 512MiB, 64Gi, 1TB or a number of bytes"
 
 

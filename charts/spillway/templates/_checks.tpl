@@ -31,7 +31,7 @@
 {{- end -}}
 
 {{- if and $engine.autoscaling.enabled (gt (int64 $engine.autoscaling.minReplicas) (int64 $engine.autoscaling.maxReplicas)) -}}
-{{- $texts = append $texts (printf "%s.autoscaling: minReplicas: %d is more than maxReplicas: %d" $path (int64 $engine.autoscaling.minReplicas) (int64 $engine.autoscaling.maxReplicas)) -}}
+{{- $texts = append $texts (printf "%s.autoscaling: minReplicas: %d is more than maxReplicas: %d; lower the first or raise the second" $path (int64 $engine.autoscaling.minReplicas) (int64 $engine.autoscaling.maxReplicas)) -}}
 {{- end -}}
 {{- if and $engine.autoscaling.enabled (not ($root.Capabilities.APIVersions.Has "keda.sh/v1alpha1/ScaledObject")) -}}
 {{- $texts = append $texts (printf "%s.autoscaling.enabled: this cluster has no keda.sh/v1alpha1 ScaledObject; install KEDA first (with helm template: -a keda.sh/v1alpha1/ScaledObject)" $path) -}}
@@ -105,10 +105,10 @@
 {{- end -}}
 {{- end -}}
 {{- if and $isFolder (has $volume.type (list "existingClaim" "hostPath" "nfs")) (not (hasPrefix (printf "%s/" (trimSuffix "/" $volume.mountPath)) (printf "%s/" $engine.model.path))) -}}
-{{- $texts = append $texts (printf "%s.model.path: %s does not lie below model.volume.mountPath: %s" $path $engine.model.path $volume.mountPath) -}}
+{{- $texts = append $texts (printf "%s.model.path: %s does not lie below model.volume.mountPath: %s, where the volume is; change one of the two" $path $engine.model.path $volume.mountPath) -}}
 {{- end -}}
 {{- if and (not $isFolder) (not (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$" $engine.model.path)) -}}
-{{- $texts = append $texts (printf "%s.model.path: %q is neither an absolute folder nor a hub name such as Qwen/Qwen3-8B" $path $engine.model.path) -}}
+{{- $texts = append $texts (printf "%s.model.path: %q is neither an absolute folder nor a hub name; write /models/Qwen3-8B or Qwen/Qwen3-8B, for example" $path $engine.model.path) -}}
 {{- end -}}
 {{- range $need := list (list "existingClaim" "claimName") (list "hostPath" "hostPath") -}}
 {{- if and (eq $volume.type (index $need 0)) (not (get $volume (index $need 1))) -}}
@@ -126,7 +126,7 @@
 {{- $texts = append $texts (printf "%s.model.tokenizer: volume needs model.volume.type existingClaim (ReadOnlyMany or ReadWriteMany), hostPath or nfs; it is %s" $path $volume.type) -}}
 {{- end -}}
 {{- if and (not (has $tokenizer (list "none" "volume"))) (not (hasPrefix "/" $tokenizer)) -}}
-{{- $texts = append $texts (printf "%s.model.tokenizer: %q is none of none, volume and an absolute folder" $path $tokenizer) -}}
+{{- $texts = append $texts (printf "%s.model.tokenizer: %q is none of none, volume and an absolute folder; write one of these" $path $tokenizer) -}}
 {{- end -}}
 
 {{- /* Secrets and duplicates in the environment. */ -}}
@@ -148,7 +148,7 @@
 {{- range $engine.extraEnvVars -}}
 {{- if has .name $reserved -}}{{- $texts = append $texts (printf "%s.extraEnvVars: %s is set by the chart; remove it" $path .name) -}}{{- end -}}
 {{- if hasKey (default dict $engine.extraEnv) .name -}}{{- $texts = append $texts (printf "%s.extraEnvVars: %s is in extraEnv too; give it once" $path .name) -}}{{- end -}}
-{{- if hasKey $seen .name -}}{{- $texts = append $texts (printf "%s.extraEnvVars: %s is listed twice" $path .name) -}}{{- end -}}
+{{- if hasKey $seen .name -}}{{- $texts = append $texts (printf "%s.extraEnvVars: %s is listed twice; remove one" $path .name) -}}{{- end -}}
 {{- $_ := set $seen .name true -}}
 {{- end -}}
 {{- range include "spillway.extraArgumentProblems" (dict "root" $root "item" $item) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
@@ -188,7 +188,7 @@
 {{- range include "spillway.volumeNameProblems" (dict "path" "redis" "section" $values.redis "own" (list "config" "scratch")) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
 {{- $seen := dict -}}
 {{- range $values.redis.extraEnvVars -}}
-{{- if hasKey $seen .name -}}{{- $texts = append $texts (printf "redis.extraEnvVars: %s is listed twice" .name) -}}{{- end -}}
+{{- if hasKey $seen .name -}}{{- $texts = append $texts (printf "redis.extraEnvVars: %s is listed twice; remove one" .name) -}}{{- end -}}
 {{- $_ := set $seen .name true -}}
 {{- if eq .name "VALKEY_PASSWORD" -}}{{- $texts = append $texts "redis.extraEnvVars: VALKEY_PASSWORD is set by the chart; name the Secret in redis.existingSecret" -}}{{- end -}}
 {{- end -}}

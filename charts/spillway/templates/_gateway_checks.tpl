@@ -6,7 +6,7 @@
 {{- $texts := list -}}
 {{- if $gateway.autoscaling.enabled -}}
 {{- if gt (int64 $gateway.autoscaling.minReplicas) (int64 $gateway.autoscaling.maxReplicas) -}}
-{{- $texts = append $texts (printf "gateway.autoscaling: minReplicas: %d is more than maxReplicas: %d" (int64 $gateway.autoscaling.minReplicas) (int64 $gateway.autoscaling.maxReplicas)) -}}
+{{- $texts = append $texts (printf "gateway.autoscaling: minReplicas: %d is more than maxReplicas: %d; lower the first or raise the second" (int64 $gateway.autoscaling.minReplicas) (int64 $gateway.autoscaling.maxReplicas)) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $gateway.service.nodePort (eq $gateway.service.type "ClusterIP") -}}
@@ -19,7 +19,7 @@
 {{- $request := int64 (include "spillway.bytes" (dict "value" $gateway.resources.requests.memory "path" "gateway.resources.requests.memory")) -}}
 {{- $limit := int64 (include "spillway.bytes" (dict "value" $gateway.resources.limits.memory "path" "gateway.resources.limits.memory")) -}}
 {{- if gt $request $limit -}}
-{{- $texts = append $texts (printf "gateway.resources: requests.memory %s is more than limits.memory %s" (include "spillway.bytesText" $request) (include "spillway.bytesText" $limit)) -}}
+{{- $texts = append $texts (printf "gateway.resources: requests.memory %s is more than limits.memory %s; lower the first or raise the second" (include "spillway.bytesText" $request) (include "spillway.bytesText" $limit)) -}}
 {{- end -}}
 {{- /* The interpreter, tokenizers and buffers of running requests beside the index and request bodies. */ -}}
 {{- $index := int64 (include "spillway.bytes" (dict "value" $gateway.index.bytesMax "path" "gateway.index.bytesMax")) -}}
@@ -70,7 +70,7 @@
 {{- $seen := dict -}}
 {{- range $gateway.extraEnvVars -}}
 {{- if has .name (list "SPILLWAY_LIMITS_USERNAME" "SPILLWAY_LIMITS_PASSWORD") -}}{{- $texts = append $texts (printf "gateway.extraEnvVars: %s is set by the chart; name the Secret in gateway.auth.sharedLimits.existingSecret" .name) -}}{{- end -}}
-{{- if hasKey $seen .name -}}{{- $texts = append $texts (printf "gateway.extraEnvVars: %s is listed twice" .name) -}}{{- end -}}
+{{- if hasKey $seen .name -}}{{- $texts = append $texts (printf "gateway.extraEnvVars: %s is listed twice; remove one" .name) -}}{{- end -}}
 {{- $_ := set $seen .name true -}}
 {{- end -}}
 {{- if and $values.networkPolicy.enabled $values.networkPolicy.restrictEgress (not $values.networkPolicy.gatewayEgress) -}}

@@ -2,26 +2,34 @@
 What will be rendered, decided in one place before any object is: every group of engines with its defaults laid out,
 its accelerator, its memory arithmetic and the YAML that its pods will read, and what is wrong with the values.
 
-(root, plan): fills plan, which all templates of a render share and none may change, with
+(root, plan): fails with everything that is wrong, else fills plan, which all templates of a render share and none may
+change, with
   engines   list of dicts: key, path, name, headless, engine, accelerator, platform, memory, shape, servedName, pods,
             settings (the engine service's own configuration), secretFiles (what of which Secret becomes which file)
   problems  dict of texts, in order
+Every template begins with spillway.requireValid: which one Helm renders first is by chance.
 */}}
 {{- define "spillway.plan" -}}
 {{- /* The root is one map for all templates of a render: the first makes the plan, the others read it. */ -}}
 {{- if not (hasKey .root "spillwayPlan") -}}
 {{- $made := dict -}}
 {{- include "spillway.makePlan" (dict "root" .root "plan" $made) -}}
+{{- include "spillway.requireNoProblem" $made -}}
 {{- $_ := set .root "spillwayPlan" $made -}}
 {{- end -}}
 {{- $plan := .plan -}}
 {{- range $key, $value := .root.spillwayPlan -}}{{- $_ := set $plan $key $value -}}{{- end -}}
 {{- end -}}
 
-{{/* (root, plan): what spillway.plan promises, computed. */}}
+{{/* (root, plan): what spillway.plan promises, computed. Where keys, types or sizes are wrong, problems are all there is:
+nothing can be concluded from such values. */}}
 {{- define "spillway.makePlan" -}}
 {{- $root := .root -}}{{- $plan := .plan -}}
 {{- $problems := dict -}}
+{{- $_ := set $plan "problems" $problems -}}
+{{- $_ = set $plan "engines" list -}}
+{{- include "spillway.schemaChecks" (dict "root" $root "problems" $problems) -}}
+{{- if not $problems -}}
 {{- $presets := $root.Files.Get "files/accelerators.yaml" | fromYaml -}}
 {{- $engines := list -}}
 {{- $groups := dict -}}
@@ -38,7 +46,7 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- $_ := set $groups "" (deepCopy $root.Values.engine) -}}
 {{- end -}}
 {{- include "spillway.sizeChecks" (dict "root" $root "groups" $groups "problems" $problems) -}}
-{{- include "spillway.requireNoProblem" (dict "problems" $problems) -}}
+{{- if not $problems -}}
 {{- range $key := keys $groups | sortAlpha -}}
 {{- $engine := get $groups $key -}}
 {{- $path := ternary (printf "engines.%s" $key) "engine" (ne $key "") -}}
@@ -64,7 +72,13 @@ its accelerator, its memory arithmetic and the YAML that its pods will read, and
 {{- include "spillway.gatewayChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- include "spillway.kubernetesChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- $_ := set $plan "engines" $engines -}}
-{{- $_ = set $plan "problems" $problems -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* root: fails unless all values are right. */}}
+{{- define "spillway.requireValid" -}}
+{{- include "spillway.plan" (dict "root" . "plan" dict) -}}
 {{- end -}}
 
 {{/* Fails with everything that is wrong. (problems) */}}

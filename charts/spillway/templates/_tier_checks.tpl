@@ -62,11 +62,8 @@
 {{- $at := printf "%s.nvme" .at -}}{{- $nvme := .item.engine.offload.sharedTier.nvme -}}{{- $volume := $nvme.volume -}}
 {{- $settings := .item.settings.offload.sharedTier.nvme -}}
 {{- $texts := list -}}
-{{- if not (hasPrefix "/" $nvme.path) -}}
-{{- $texts = append $texts (printf "%s.path: %q is no absolute folder" $at $nvme.path) -}}
-{{- end -}}
-{{- if and (eq $volume.type "hostPath") (not (hasPrefix "/" $volume.hostPath)) -}}
-{{- $texts = append $texts (printf "%s.volume.hostPath: %q is no absolute folder of the node" $at $volume.hostPath) -}}
+{{- if and (eq $volume.type "hostPath") (not $volume.hostPath) -}}
+{{- $texts = append $texts (printf "%s.volume.hostPath is empty; type: hostPath needs a folder of the node, such as /var/lib/spillway/kv" $at) -}}
 {{- end -}}
 {{- if and (eq $volume.type "existingClaim") (not $volume.claimName) -}}
 {{- $texts = append $texts (printf "%s.volume.claimName is empty; type: existingClaim needs it" $at) -}}

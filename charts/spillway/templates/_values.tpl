@@ -40,8 +40,8 @@ A credential that was pasted there would lie in the objects for all to read, so 
 {{- define "spillway.secretReferenceChecks" -}}
 {{- $path := .path -}}{{- $problems := .problems -}}
 {{- range $key, $value := .value -}}
-{{- $at := ternary (toString $key) (printf "%s.%s" $path $key) (eq $path "") -}}
-{{- $isReference := regexMatch "([sS]ecret|secretKeyRef|secretRef)$" (toString $key) -}}
+{{- $at := ternary $key (printf "%s.%s" $path $key) (eq $path "") -}}
+{{- $isReference := or (hasSuffix "ecret" $key) (hasSuffix "ecretKeyRef" $key) (hasSuffix "ecretRef" $key) -}}
 {{- if kindIs "map" $value -}}
 {{- if and $isReference (hasKey $value "name") -}}
 {{- include "spillway.secretNameCheck" (dict "path" (printf "%s.name" $at) "name" $value.name "problems" $problems) -}}
@@ -54,7 +54,7 @@ A credential that was pasted there would lie in the objects for all to read, so 
 {{- include "spillway.secretReferenceChecks" (dict "path" (printf "%s[%d]" $at $index) "value" $entry "problems" $problems) -}}
 {{- end -}}
 {{- end -}}
-{{- else if and (kindIs "string" $value) (or $isReference (regexMatch "[sS]ecretName$" (toString $key))) -}}
+{{- else if and (kindIs "string" $value) (or $isReference (hasSuffix "ecretName" $key)) -}}
 {{- include "spillway.secretNameCheck" (dict "path" $at "name" $value "problems" $problems) -}}
 {{- end -}}
 {{- end -}}
