@@ -6,7 +6,6 @@ entry would cost a minute; a few entries go the whole way to show that such a ve
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from chart.helm_binaries import Helm, helms
-from chart.rendering import CHART, CUSTOM_KINDS, RenderRefused, render
+from chart.rendering import CHART, RenderRefused, render
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())

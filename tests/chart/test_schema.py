@@ -67,7 +67,16 @@ def test_schema_and_values_have_the_same_keys():
 def test_schema_has_only_words_that_the_templates_read():
     """Any other would be accepted and not enforced."""
     judging = {*("type", "enum", "pattern", "minLength", "maxLength", "multipleOf", "required", "properties", "items")}
-    judging |= {*("maxItems", "uniqueItems"), "minimum", "exclusiveMinimum", "maximum", "additionalProperties", "propertyNames", "allOf", "$ref"}
+    judging |= {
+        *("maxItems", "uniqueItems"),
+        "minimum",
+        "exclusiveMinimum",
+        "maximum",
+        "additionalProperties",
+        "propertyNames",
+        "allOf",
+        "$ref",
+    }
     template = (CHART / "templates" / "_schema.tpl").read_text()
 
     def words(schema: Any) -> Iterator[str]:

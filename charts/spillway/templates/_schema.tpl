@@ -206,10 +206,11 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- end -}}
 {{- end -}}
 
-{{/* (word, words in order) -> the one of words that differs least, by at most two letters (of a short word: one) or a third of them; else nothing. */}}
+{{/* (word, words in order) -> the one of words that differs least, by at most two letters or a third of them (of four letters one, of fewer none); else nothing. */}}
 {{- define "spillway.nearestWord" -}}
 {{- $word := lower .word -}}
-{{- $least := add1 (max (ternary 1 2 (lt (len $word) 5)) (div (len $word) 3)) | int -}}{{- $nearest := "" -}}
+{{- $least := add1 (max (sub (min 5 (len $word)) 3) (div (len $word) 3)) | int -}}
+{{- if lt (len $word) 4 -}}{{- $least = 1 -}}{{- end -}}{{- $nearest := "" -}}
 {{- range .words -}}
 {{- if lt (int (max (sub (len .) (len $word)) (sub (len $word) (len .)))) $least -}}
 {{- $distance := include "spillway.distance" (dict "left" $word "right" (lower .)) | int -}}
