@@ -115,6 +115,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/stock_tiers": ("other_vllm",),
     "tests/ui": ("chromium",),
     "tests/upstream": ("vllm",),
+    "tests/vllm_signatures": (NOTHING,),
 }
 
 LOCAL_VLLM = "0.23"  # of requirements/local.txt, which runs every other lane

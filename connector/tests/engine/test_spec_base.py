@@ -97,6 +97,14 @@ def test_a_shared_tier_hears_how_the_workers_registered_their_caches(region: Hos
     assert spec._layouts == [LAYOUT]
 
 
+def test_generated_tokens_are_stored_only_where_asked_for(region: HostRegion):
+    spec = make_spec(region, tiers=0)
+    assert spec.offload_prompt_only
+    spec.extra_config["generated_tokens"] = "on"
+    spec._begin(**_SHAPE)
+    assert not spec.offload_prompt_only
+
+
 def test_every_call_gives_the_same_manager(region: HostRegion):
     spec = make_spec(region, tiers=0)
     assert spec.get_manager() is spec.get_manager()

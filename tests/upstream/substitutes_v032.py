@@ -1,0 +1,142 @@
+"""Spillway's classes in the tests of vLLM 0.32."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
+
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.stock import tiers
+from spillway_connector.engine.stock.tiers import SpillwayNvmeTier
+from spillway_connector.engine.v030 import connector
+from spillway_connector.engine.v030.cpu_tier import ArcCpuTier, make_cpu_tier
+from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.v030.tiering import SpillwayTieringManager
+from spillway_connector.namespace import Namespace
+from upstream.mock_manager import answering_prefixes
+from upstream.substitution import Substitutes
+
+_ROW_BYTES = 4096
+_NO_ENGINE = SimpleNamespace(scheduler_half=None, salt_of=lambda request_id: None)
+
+
+class _NoMemory:
+    """The part of a region that a CPU tier touches without copying anything."""
+
+    def create_kv_memoryview(self) -> memoryview:
+        return memoryview(bytearray(_ROW_BYTES)).cast("b", (1, _ROW_BYTES))
+
+
+def cpu_tier(num_chunks: int, cache_policy: str = "lru", enable_events: bool = False, **_: Any) -> Any:
+    """For CPUOffloadingManager."""
+    return make_cpu_tier(num_chunks, _NoMemory(), cache_policy, enable_events)  # type: ignore[arg-type]
+
+
+def primary_tier(num_chunks: int, mmap_region: Any, **_: Any) -> ArcCpuTier:
+    """For CPUPrimaryTierOffloadingManager: ARC, whose rows vLLM's tests can look at, as they are vLLM's."""
+    return ArcCpuTier(num_chunks, mmap_region)
+
+
+def tiering_manager(primary_tier: Any, secondary_tiers: list[Any], **_: Any) -> SpillwayTieringManager:
+    """For TieringOffloadingManager, with room for as many promotions as vLLM would make."""
+    config = ConnectorConfig.parse(
+        {
+            "num_cpu_blocks": 5,
+            "promotion_in_flight_fraction": 1.0,
+            "promotion_per_request_fraction": 1.0,
+        }
+    )
+    return SpillwayTieringManager(primary_tier, secondary_tiers, 5, config, chunk_tokens=16, chunk_bytes=_ROW_BYTES)
+
+
+class NvmeTier(SpillwayNvmeTier):
+    """For FileSystemTierManager. Lookups are asked again until the tier has answered, as the scheduler does."""
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, root_dir: str, **given: Any
+    ) -> None:
+        options = {name: given[name] for name in ("locality", "backpressure_detector") if name in given}
+        # vLLM's mocked spec has no engine behind it, of which the namespace is made.
+        with (
+            patch.object(tiers, "engine_objects", lambda spec: _NO_ENGINE),
+            patch.object(tiers, "stock_namespace", lambda *_: Namespace.of({"model": "upstream"})),
+        ):
+            super().__init__(offloading_spec, primary_kv_view, tier_type, path=root_dir, mode="files", **options)
+
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        deadline = time.monotonic() + 30.0
+        while (answer := super().lookup(key, req_context)) is LookupResult.RETRY and time.monotonic() < deadline:
+            self.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
+            time.sleep(0.001)
+        return answer
+
+    def drain_jobs(self) -> None:
+        """vLLM's tests drain a tier to see its jobs ended, and go on with it."""
+        self._shared.drain(60.0)
+
+
+class StubbedScheduler(SpillwayConnectorScheduler):
+    """vLLM's tests replace `_maximal_prefix_lookup`, which Spillway calls only for models with several KV groups."""
+
+    def _lookup(self, req_status: Any, max_num_new_tokens: int | None = None) -> int | None:
+        if "_maximal_prefix_lookup" in vars(self):
+            return self._look_up_groups(req_status, max_num_new_tokens)
+        return super()._lookup(req_status, max_num_new_tokens)
+
+
+def spillway_connector(original: Any) -> Any:
+    """For OffloadingConnector."""
+    connector.SpillwayConnectorScheduler = StubbedScheduler  # type: ignore[misc]
+    return connector.SpillwayConnector
+
+
+def transfer_config(original: Any) -> Any:
+    """vLLM's connector, asked for by name, becomes Spillway's, which insists on its failure policy."""
+
+    def make(**options: Any) -> Any:
+        if options.get("kv_connector") == "OffloadingConnector":
+            options |= {
+                "kv_connector": "SpillwayConnector",
+                "kv_connector_module_path": "spillway_connector.engine.connector",
+                "kv_load_failure_policy": "recompute",
+            }
+        return original(**options)
+
+    return make
+
+
+def mock_spec(original: Any) -> Any:
+    class MockOffloadingSpec(original):  # type: ignore[misc]
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            answering_prefixes(self.manager, LookupResult.HIT, LookupResult.MISS)
+
+    return MockOffloadingSpec
+
+
+def _instead(ours: Any) -> Any:
+    return lambda theirs: ours
+
+
+_CONNECTOR = "kv_connector/unit/offloading_connector"
+
+SUBSTITUTES: Substitutes = {
+    "kv_offload/cpu/test_manager.py": {"CPUOffloadingManager": _instead(cpu_tier)},
+    "kv_offload/tiering/test_tiering_offloading.py": {
+        "CPUPrimaryTierOffloadingManager": _instead(primary_tier),
+        "TieringOffloadingManager": _instead(tiering_manager),
+    },
+    "kv_offload/tiering/test_fs_tier.py": {"FileSystemTierManager": _instead(NvmeTier)},
+    f"{_CONNECTOR}/utils.py": {
+        "OffloadingConnector": spillway_connector,
+        "KVTransferConfig": transfer_config,
+        "MockOffloadingSpec": mock_spec,
+    },
+    f"{_CONNECTOR}/test_metrics.py": {"OffloadingConnector": spillway_connector},
+    f"{_CONNECTOR}/test_worker_metadata.py": {"OffloadingWorkerMetadata": _instead(SpillwayWorkerMetadata)},
+}
