@@ -54,6 +54,7 @@ monitoring:
 tests: {apiKeySecret: {name: client}}
 """)
 
+LORA = nested("engine.lora.adapters", [{"name": "a", "path": "/adapters/deeper/a"}])
 HUB = nested("engine.model", {"path": "Qwen/Qwen3-8B", "volume": {"type": "none"}})
 NVME = nested("engine.offload.sharedTier.type", "nvme")
 EMBEDDED = laid_over(
@@ -85,6 +86,14 @@ CONTEXTS: dict[str, dict[str, Any]] = {
         HUB, nested("engine.model.cache", {"type": "existingClaim", "claimName": "c"})
     ),
     "engine.model.cache.hostPath": laid_over(HUB, nested("engine.model.cache", {"type": "hostPath", "hostPath": "/c"})),
+    "engine.lora.adapters": {},
+    "engine.lora": laid_over(LORA, nested("engine.lora.volume", {"type": "existingClaim", "claimName": "c"})),
+    "engine.lora.volume.hostPath": laid_over(
+        LORA, nested("engine.lora.volume", {"type": "hostPath", "hostPath": "/a"})
+    ),
+    "engine.lora.volume.nfs": laid_over(
+        LORA, nested("engine.lora.volume", {"type": "nfs", "nfs": {"server": "s", "path": "/p"}})
+    ),
     "engine.accelerator.visibleDevices.value": nested(
         "engine.accelerator.visibleDevices", {"mode": "literal", "value": "0"}
     ),
@@ -119,6 +128,13 @@ CHANGES: dict[str, Any] = {
     "engine.model.path": "/models/Qwen3-4B",
     "engine.model.aliases": ["other"],
     "engine.model.dtype": "float32",
+    "engine.model.kvCacheDtype": "fp8",
+    "engine.model.quantization": "awq",
+    "engine.lora.adapters": [{"name": "a", "path": "owner/a"}],
+    "engine.lora.maxRank": 8,
+    "engine.lora.maxInMemory": 3,
+    "engine.lora.volume.type": "image",
+    "engine.lora.volume.mountPath": "/adapters/deeper",
     "engine.model.shape.preset": "qwen3-14b",
     "engine.model.shape.dtype": "float16",
     "engine.model.shape.weightBytes": "20GiB",
@@ -335,6 +351,7 @@ FORMED = (
     *("passwordAs", "loadQueueBytesMax", "storeQueueBytesMax"),
     *("engine.memory", "engine.cpu", "engine.lifecycle", "engine.image.variant", "engine.image.digest", "redis.memory"),
     "engine.image.vllm",
+    *("engine.model.kvCacheDtype", "engine.lora"),
     *("gateway.service.loadBalancerClass", "monitoring.alerts.runbookBaseUrl"),
     *("whenUnsatisfiable", "gateway.service.type", "gateway.limits", "gateway.index", "gateway.log.level", "redis.cpu"),
     *(

@@ -110,6 +110,18 @@ DIMENSIONS = {
         ),
     ],
     "encryption": [{}, {"sealed": True}],
+    "weights": [
+        {},
+        nested("engine.model", {"kvCacheDtype": "fp8", "quantization": "ascend"}),
+        nested(
+            "engine.lora",
+            {
+                "adapters": [{"name": "support", "path": "/adapters/support"}, {"name": "sql", "path": "owner/sql"}],
+                "maxActive": 2,
+                "volume": {"type": "existingClaim", "claimName": "adapters"},
+            },
+        ),
+    ],
     "size": [
         {},
         nested("engine", {"replicas": 1, "tensorParallelSize": 4}),

@@ -22,7 +22,7 @@ LEVELS = {
     ),
     "engine": (
         "chart_keys errors exit_report in_flight machine pod_channel",
-        "extra_arguments in_process model_shape shared_memory tier_settings",
+        "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
         "reference_likelihood settings tier_files watchdog",
         "launch likelihood memory_budget settings_reader",
         "self_check vllm_arguments",

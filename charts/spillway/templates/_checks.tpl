@@ -152,7 +152,7 @@
 {{- $_ := set $seen .name true -}}
 {{- end -}}
 {{- range include "spillway.extraArgumentProblems" (dict "root" $root "item" $item) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
-{{- range include "spillway.volumeNameProblems" (dict "path" $path "section" $engine "own" (list "config" "shared-memory" "scratch" "model" "hub" "kv" "secrets")) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
+{{- range include "spillway.volumeNameProblems" (dict "path" $path "section" $engine "own" (list "config" "shared-memory" "scratch" "model" "hub" "adapters" "kv" "secrets")) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}{{- end -}}
 {{- end -}}
 
@@ -174,9 +174,11 @@
 {{- $redisUsed := false -}}
 {{- include "spillway.secretReferenceChecks" (dict "path" "" "value" (omit $values "extraObjects") "problems" $problems) -}}
 {{- range $item := .engines -}}
-{{- range $name := concat (list $item.servedName) (default list $item.engine.model.aliases) -}}
+{{- $own := concat (list $item.servedName) (default list $item.engine.model.aliases) -}}
+{{- range $item.engine.lora.adapters -}}{{- $own = append $own .name -}}{{- end -}}
+{{- range $name := $own -}}
 {{- if hasKey $served $name -}}
-{{- $texts = append $texts (printf "%s: the name %q is already served by %s; give one of them another model.servedName or alias" $item.path $name (get $served $name)) -}}
+{{- $texts = append $texts (printf "%s: the name %q is already served by %s; give one of them another model.servedName, alias or name of an adapter" $item.path $name (get $served $name)) -}}
 {{- end -}}
 {{- $_ := set $served $name $item.path -}}
 {{- end -}}

@@ -90,6 +90,18 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
 {{- end }}
 {{- end -}}
 
+{{/* engine -> does the model or an adapter come from a hub? */}}
+{{- define "spillway.usesHub" -}}
+{{- $found := not (hasPrefix "/" .model.path) -}}
+{{- range .lora.adapters -}}{{- $found = or $found (not (hasPrefix "/" .path)) -}}{{- end -}}
+{{- if $found -}}true{{- end -}}
+{{- end -}}
+
+{{/* engine -> do adapters come from a volume of their own? */}}
+{{- define "spillway.adapterVolume" -}}
+{{- if and .lora.adapters (has .lora.volume.type (list "existingClaim" "hostPath" "nfs")) -}}true{{- end -}}
+{{- end -}}
+
 {{/* item -> is there a folder for the shared tier in the pod? */}}
 {{- define "spillway.usesNvme" -}}
 {{- if and .engine.offload.enabled (eq .engine.offload.sharedTier.type "nvme") -}}true{{- end -}}
@@ -112,8 +124,12 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
 {{- if has $engine.model.volume.type (list "existingClaim" "hostPath" "nfs") }}
 - {name: model, mountPath: {{ $engine.model.volume.mountPath | quote }}, readOnly: true}
 {{- end }}
-{{- else }}
+{{- end }}
+{{- if include "spillway.usesHub" $engine }}
 - {name: hub, mountPath: /var/lib/spillway/hub}
+{{- end }}
+{{- if include "spillway.adapterVolume" $engine }}
+- {name: adapters, mountPath: {{ $engine.lora.volume.mountPath | quote }}, readOnly: true}
 {{- end }}
 {{- if include "spillway.usesNvme" .item }}
 - {name: kv, mountPath: {{ $engine.offload.sharedTier.nvme.path | quote }}}
@@ -153,13 +169,18 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
 - name: model
   {{ include "spillway.volumeSource" (merge (dict "readOnly" true) $volume) }}
 {{- end }}
-{{- else }}
+{{- end }}
+{{- if include "spillway.usesHub" $engine }}
 {{- $cache := deepCopy $engine.model.cache }}
 {{- with $cache.sizeLimit }}
 {{- $_ := set $cache "sizeLimit" (include "spillway.quantity" (include "spillway.bytes" (dict "value" . "path" (printf "%s.model.cache.sizeLimit" $.item.path)))) }}
 {{- end }}
 - name: hub
   {{ include "spillway.volumeSource" $cache }}
+{{- end }}
+{{- if include "spillway.adapterVolume" $engine }}
+- name: adapters
+  {{ include "spillway.volumeSource" (merge (dict "readOnly" true) $engine.lora.volume) }}
 {{- end }}
 {{- if include "spillway.usesNvme" .item }}
 {{- $volume := deepCopy $engine.offload.sharedTier.nvme.volume }}

@@ -42,13 +42,20 @@ processes, staging, page cache and margin.
 {{- $dtype = ternary "float32" (ternary $shape.dtype "bfloat16" (has $shape.dtype (list "bfloat16" "float16"))) $onCpu -}}
 {{- end -}}
 {{- $element := get $elementBytes $dtype -}}
+{{- /* Of the KV cache: its own dtype, and the scales that some keep for each head. */ -}}
+{{- $kvDtype := ternary $dtype $engine.model.kvCacheDtype (eq $engine.model.kvCacheDtype "auto") -}}
+{{- $kvElement := get $elementBytes $kvDtype | default 1 -}}
+{{- $scale := ternary 4 0 (hasSuffix "_per_token_head" $kvDtype) -}}
+{{- if and $shape.latentDim $scale -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.model.kvCacheDtype: %s keeps a scale for each head, and this model's latent cache (MLA) has no heads; set it to auto or fp8" $path $kvDtype)) -}}
+{{- end -}}
 {{- $ranks := int64 $engine.tensorParallelSize -}}
 {{- $rankTokenBytes := 0 -}}
 {{- if $shape.latentDim -}}
-{{- $rankTokenBytes = mul (int64 $shape.layers) (int64 $shape.latentDim) $element -}}
+{{- $rankTokenBytes = mul (int64 $shape.layers) (int64 $shape.latentDim) $kvElement -}}
 {{- else -}}
 {{- $heads := max 1 (div (int64 $shape.kvHeads) $ranks) -}}
-{{- $rankTokenBytes = mul 2 (int64 $shape.layers) $heads (int64 $shape.headDim) $element -}}
+{{- $rankTokenBytes = mul 2 (int64 $shape.layers) $heads (add (mul (int64 $shape.headDim) $kvElement) $scale) -}}
 {{- end -}}
 {{- $tokenBytes := mul $rankTokenBytes $ranks -}}
 {{- $blockSize := int64 $engine.blockSize -}}
@@ -69,7 +76,9 @@ processes, staging, page cache and margin.
 {{- $deviceBytes := ternary (mul (default 0 $deviceBlocks) $blockBytes) 0 $onCpu -}}
 {{- $weightBytes := 0 -}}
 {{- if $onCpu -}}
-{{- $weightBytes = div (mul (int64 (include "spillway.bytes" (dict "value" $shape.weightBytes "path" (printf "%s.model.shape.weightBytes" $path)))) $element) (get $elementBytes $shape.dtype | default 2) -}}
+{{- $weightBytes = int64 (include "spillway.bytes" (dict "value" $shape.weightBytes "path" (printf "%s.model.shape.weightBytes" $path))) -}}
+{{- /* Quantised weights stay as the files have them, or become smaller. */ -}}
+{{- if not $engine.model.quantization -}}{{- $weightBytes = div (mul $weightBytes $element) (get $elementBytes $shape.dtype | default 2) -}}{{- end -}}
 {{- end -}}
 
 {{- /* CPU tier: rows of one chunk over all ranks, rounded up to a page. */ -}}
@@ -136,7 +145,7 @@ processes, staging, page cache and margin.
 {{- end -}}
 {{- end -}}
 
-{{- range $key, $value := dict "dtype" $dtype "bytesPerToken" $tokenBytes "bytesPerBlock" $blockBytes "chunkTokens" $chunkTokens "cpuChunks" $chunks "cpuRowBytes" $rowBytes "cpuTierBytes" $tierBytes "cpuTierTokens" (mul $chunks $chunkTokens) "sharedMemoryNeededBytes" $sharedNeeded "sharedMemoryBytes" $shared "engineNeedsBytes" $engineNeeds "podNeedsBytes" $needed "memoryLimitBytes" $limit "arithmetic" $arithmetic -}}
+{{- range $key, $value := dict "dtype" $dtype "kvDtype" $kvDtype "bytesPerToken" $tokenBytes "bytesPerBlock" $blockBytes "chunkTokens" $chunkTokens "cpuChunks" $chunks "cpuRowBytes" $rowBytes "cpuTierBytes" $tierBytes "cpuTierTokens" (mul $chunks $chunkTokens) "sharedMemoryNeededBytes" $sharedNeeded "sharedMemoryBytes" $shared "engineNeedsBytes" $engineNeeds "podNeedsBytes" $needed "memoryLimitBytes" $limit "arithmetic" $arithmetic -}}
 {{- $_ := set $out $key $value -}}
 {{- end -}}
 {{- end -}}

@@ -65,6 +65,7 @@ nothing can be concluded from such values. */}}
 {{- include "spillway.engineSettings" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- include "spillway.engineChecks" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- include "spillway.platformChecks" (dict "item" $item "problems" $problems) -}}
+{{- include "spillway.loraChecks" (dict "item" $item "problems" $problems) -}}
 {{- include "spillway.tierChecks" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- $engines = append $engines $item -}}
 {{- end -}}
@@ -118,7 +119,7 @@ nothing can be concluded from such values. */}}
 {{- $problems := .problems -}}
 {{- $offload := $engine.offload -}}
 {{- $settings := dict
-  "model" (dict "path" $engine.model.path "servedName" .item.servedName "dtype" $engine.model.dtype "maxLength" $engine.model.maxLength "seed" $engine.model.seed)
+  "model" (dict "path" $engine.model.path "servedName" .item.servedName "dtype" $engine.model.dtype "kvCacheDtype" $engine.model.kvCacheDtype "maxLength" $engine.model.maxLength "seed" $engine.model.seed)
   "host" .root.Values.listenAddress
   "port" $engine.port
   "blockSize" $engine.blockSize
@@ -128,6 +129,12 @@ nothing can be concluded from such values. */}}
   "extraArgs" $engine.extraArgs
   "extraEnv" (default dict $engine.extraEnv)
 -}}
+{{- with $engine.model.quantization -}}{{- $_ := set $settings.model "quantization" . -}}{{- end -}}
+{{- with $engine.lora.adapters -}}
+{{- $lora := dict "adapters" . "maxRank" $engine.lora.maxRank "maxActive" $engine.lora.maxActive -}}
+{{- with $engine.lora.maxInMemory -}}{{- $_ := set $lora "maxInMemory" . -}}{{- end -}}
+{{- $_ := set $settings "lora" $lora -}}
+{{- end -}}
 {{- with .item.memory.deviceBlocks -}}{{- $_ := set $settings "deviceBlocks" . -}}{{- end -}}
 {{- $rendered := dict "enabled" $offload.enabled -}}
 {{- if $offload.enabled -}}
@@ -201,6 +208,10 @@ nothing can be concluded from such values. */}}
 {{- $models := list -}}
 {{- range $item := .engines -}}
 {{- $model := dict "name" $item.servedName "aliases" (default list $item.engine.model.aliases) -}}
+{{- with $item.engine.lora.adapters -}}
+{{- $names := list -}}{{- range . -}}{{- $names = append $names .name -}}{{- end -}}
+{{- $_ := set $model "adapters" $names -}}
+{{- end -}}
 {{- include "spillway.discovery" (dict "root" $root "item" $item "model" $model) -}}
 {{- $tokenizer := $item.engine.model.tokenizer -}}
 {{- if eq $tokenizer "volume" -}}

@@ -90,6 +90,7 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- if kindIs "string" $word -}}
 {{- $words = append $words (default "\"\"" $word) -}}
 {{- if and (kindIs "string" $value) (eq (lower $word) (lower (toString $value))) -}}{{- $near = $word -}}{{- end -}}
+{{- else if kindIs "float64" $word -}}{{- $words = append $words (toString $word) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (not $near) (kindIs "string" $value) -}}{{- $near = include "spillway.nearestWord" (dict "word" $value "words" (without $words "\"\"" | sortAlpha)) -}}{{- end -}}

@@ -55,6 +55,7 @@ def test_camel_case_keys_reach_their_fields() -> None:
         ({"models": [{"engines": [ENGINE]}]}, "models[0].name: missing"),
         ({"models": [{"name": "m", "engines": [ENGINE, ENGINE]}]}, "two engines are named 'e0'"),
         ({"models": [{"name": "m", "aliases": ["m"], "engines": [ENGINE]}]}, "used twice"),
+        ({"models": [{"name": "m", "aliases": ["a"], "adapters": ["a"], "engines": [ENGINE]}]}, "'a' is used twice"),
         ({"models": [{"name": "m", "engines": [{"name": "e", "url": "127.0.0.1:80"}]}]}, "http://HOST:PORT"),
         ({"models": [{"name": "m", "engines": [{**ENGINE, "kvReplay": "tcp://h:1"}]}]}, "kvReplay is set without"),
         ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "h:1"}]}]}, "kvEvents"),

@@ -382,3 +382,30 @@ async def test_requests_follow_the_events(start_engine: Any) -> None:
     assert int(headers["x-spillway-prefix-tokens"]) == usage["prompt_tokens_details"]["cached_tokens"] == 192
     assert 'spillway_gateway_predicted_cached_tokens_total{model="fake"} 192.0' in metrics
     assert 'spillway_gateway_actual_cached_tokens_total{model="fake"} 192.0' in metrics
+
+
+async def test_requests_follow_the_events_of_their_adapter(start_engine: Any) -> None:
+    """Both engines hold the same tokens, each computed with another adapter."""
+    names = ["support", "sql"]
+    engines = [
+        await start_engine(name=name, publisher=KvPublisher(), block_tokens=16, adapters=names) for name in names
+    ]
+    config = gateway_config(engines, adapters=names, routing={"defaultBlockTokens": 16})
+    prompt = list(range(200))
+    async with running_gateway(config) as running, aiohttp.ClientSession() as client:
+        fleet = running.gateway.fleets[0]
+        await until(lambda: all(engine.events_live for engine in fleet.engines.values()))
+        for engine in engines:
+            hashes = [b"%s-%d" % (engine.name.encode(), block) for block in range(12)]
+            engine.publisher.stored(hashes, None, prompt[:192], 16, lora_name=engine.name)
+        for adapter in names:
+            keys = token_block_keys(namespace_key("fake", adapter), prompt, 16)
+            await until(lambda: fleet.index.match(keys, 16).get(adapter, NOTHING_HELD).total_tokens == 192)  # noqa: B023
+        found = []
+        for adapter in names * 2:
+            body = json.dumps({"model": adapter, "prompt": [*prompt, 7]})
+            async with client.post(running.url + "/v1/completions", data=body) as reply:
+                assert reply.status == 200
+                found.append((reply.headers["x-spillway-engine"], reply.headers["x-spillway-prefix-tokens"]))
+
+    assert found == [("support", "192"), ("sql", "192")] * 2

@@ -10,6 +10,7 @@ import yaml
 from spillway_ctl.command import main
 
 MEMORY = {
+    "kvDtype": "bfloat16",
     "bytesPerToken": 163_840,
     "chunkTokens": 128,
     "cpuRowBytes": 20_971_520,
@@ -50,6 +51,7 @@ def test_without_rates_it_tells_memory_and_break_even_per_thousand_tokens(plan):
     assert code == 0
     assert "Qwen3-14B (chat-engine)" in out and "1,000 chunks, 128,000 tokens" in out
     assert "40.0 GiB needed, limit 48.0 GiB" in out
+    assert "163,840 B in bfloat16" in out
     assert "above 156.2 MiB/s for every 1,000 tokens/s of prefill" in out
     assert "first token" not in out
 

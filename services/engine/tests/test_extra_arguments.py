@@ -47,6 +47,6 @@ def test_a_secret_is_refused_and_not_repeated(argument: str) -> None:
 def test_what_spillway_does_not_decide_passes() -> None:
     check_extra_arguments(
         ["--max-num-seqs=8", "--max-num-batched-tokens", "512", "--enforce-eager", "-O3", "--middleware", "a.b",
-         "--allow-credentials", "-q", "awq", "-1", "-"],
+         "--allow-credentials", "-1", "-"],
         PLAIN_NAMES,
     )  # fmt: skip

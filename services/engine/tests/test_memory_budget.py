@@ -45,6 +45,31 @@ def test_smollm2_in_float32_where_the_cores_lack_bfloat16() -> None:
     assert budget.cpu_tier_bytes == 96 * 5_898_240
 
 
+def test_a_kv_cache_of_its_own_dtype_halves_every_tier() -> None:
+    given = structs.replace(settings(), model=structs.replace(settings().model, kv_cache_dtype="fp8"))
+    budget = plan_memory(given, SMOLLM2, AVX512)
+
+    assert (budget.dtype, budget.kv_dtype, budget.bytes_per_token) == ("bfloat16", "fp8", 11_520)
+    assert budget.cpu_tier_bytes * 2 == plan_memory(settings(), SMOLLM2, AVX512).cpu_tier_bytes
+
+
+def test_quantised_weights_are_counted_as_the_files_have_them() -> None:
+    quantised = structs.replace(settings(), model=structs.replace(settings().model, quantization="awq"))
+    plain, kept = (plan_memory(given, SMOLLM2, AVX2) for given in (settings(), quantised))
+
+    assert plain.dtype == kept.dtype == "float32"
+    assert plain.memory_needed_bytes - kept.memory_needed_bytes == SMOLLM2.weight_bytes
+
+
+def test_scales_of_heads_need_heads() -> None:
+    given = structs.replace(settings(), model=structs.replace(settings().model, kv_cache_dtype="fp8_per_token_head"))
+    latent = dataclasses.replace(SMOLLM2, latent_dim=576)
+
+    (problem,) = [text for text in plan_memory(given, latent, H200).problems if "MLA" in text]
+    assert problem.startswith("model.kvCacheDtype: fp8_per_token_head keeps a scale for each head")
+    assert problem.endswith("set model.kvCacheDtype to auto or fp8")
+
+
 @pytest.mark.parametrize(
     ("machine", "asked", "dtype"),
     [

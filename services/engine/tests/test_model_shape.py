@@ -42,6 +42,10 @@ DEEPSEEK_V3 = {
         (QWEN3_14B, "bfloat16", 16, 327_680),  # one head per rank, each held twice
         (DEEPSEEK_V3, "bfloat16", 1, 70_272),
         (DEEPSEEK_V3, "bfloat16", 8, 562_176),  # each rank keeps the whole latent
+        (QWEN3_14B, "fp8", 4, 81_920),
+        (DEEPSEEK_V3, "fp8_e4m3", 1, 35_136),
+        # 40 layers x 8 heads x (128 + 4 of the scale) for K and V.
+        (QWEN3_14B, "int8_per_token_head", 1, 84_480),
     ],
 )
 def test_bytes_per_token_of_known_models(config: dict[str, Any], dtype: str, ranks: int, bytes_per_token: int) -> None:

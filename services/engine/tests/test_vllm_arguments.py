@@ -12,7 +12,7 @@ from spillway_engine.extra_arguments import check_extra_arguments
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
-from spillway_engine.settings import EngineSettings, ModelSettings, OffloadSettings
+from spillway_engine.settings import EngineSettings, ModelSettings, OffloadSettings, check_settings
 from spillway_engine.settings_reader import read_settings
 from spillway_engine.vllm_arguments import (
     cpu_thread_environment,
@@ -97,6 +97,52 @@ def test_an_accelerator_compiles_and_sizes_its_own_cache() -> None:
     assert "--enforce-eager" not in given
     assert "--kv-cache-memory-bytes" not in given
     assert "--num-gpu-blocks-override" not in given
+
+
+def test_quantised_weights_and_kv_cache_are_vllms_own_settings() -> None:
+    given = arguments({**TREE, "model": {**TREE["model"], "kvCacheDtype": "fp8", "quantization": "awq"}})
+
+    assert given[given.index("--kv-cache-dtype") :][:4] == ["--kv-cache-dtype", "fp8", "--quantization", "awq"]
+
+
+ADAPTERS = [{"name": "support", "path": "/adapters/support"}, {"name": "sql", "path": "owner/sql"}]
+
+
+def test_adapters_are_named_to_vllm() -> None:
+    given = arguments({**TREE, "lora": {"adapters": ADAPTERS, "maxRank": 64, "maxActive": 2, "maxInMemory": 8}})
+
+    start = given.index("--enable-lora")
+    assert given[start : start + 10] == [
+        "--enable-lora",
+        *("--max-lora-rank", "64", "--max-loras", "2", "--max-cpu-loras", "8", "--lora-modules"),
+        '{"name":"support","path":"/adapters/support","base_model_name":"m"}',
+        '{"name":"sql","path":"owner/sql","base_model_name":"m"}',
+    ]
+    assert not any("lora" in word for word in arguments(TREE))
+
+
+@pytest.mark.parametrize(("adapters", "offline"), [(ADAPTERS[:1], True), (ADAPTERS, False)])
+def test_an_adapter_from_a_hub_may_be_downloaded(adapters: list[dict[str, str]], offline: bool) -> None:
+    given = read_settings(EngineSettings, {**TREE, "lora": {"adapters": adapters}})
+
+    assert ("HF_HUB_OFFLINE" in server_environment(given, CPU, True)) is offline
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"adapters": [{"name": "m", "path": "/a"}]}, r"lora.adapters\[0\].name: 'm' is served already"),
+        ({"adapters": [ADAPTERS[0], ADAPTERS[0]]}, r"lora.adapters\[1\].name: 'support' is served already"),
+        ({"adapters": [{"name": "a", "path": "adapters"}]}, r"path: 'adapters' is neither an absolute folder"),
+        (
+            {"adapters": ADAPTERS, "maxActive": 4, "maxInMemory": 2},
+            "maxInMemory: 2 is less than lora.maxActive: 4",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_served_are_refused(lora: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        check_settings(read_settings(EngineSettings, {**TREE, "lora": lora}))
 
 
 def test_features_that_are_off_leave_no_argument() -> None:

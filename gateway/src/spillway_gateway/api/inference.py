@@ -103,7 +103,8 @@ class InferenceEndpoint:
         source = parsed.prompt
         replaced: dict[str, str] = {}
         inserted: dict[str, str] = {}
-        if parsed.model is not None and parsed.model != model:
+        adapter = parsed.model if parsed.model in served.fleet.config.adapters else None
+        if parsed.model is not None and parsed.model != model and adapter is None:
             replaced["model"] = model
         if tenant.counts_prompts:
             media = not parsed.reports_usage and isinstance(source, ChatPrompt) and holds_media(source.messages)
@@ -128,7 +129,7 @@ class InferenceEndpoint:
                 body = route.set_text(body, name, text)
             for name, text in inserted.items():
                 body = insert_text(body, name, text)
-        prompt = await served.reader.read(source, tenant.name, short=not large)
+        prompt = await served.reader.read(source, tenant.name, short=not large, adapter=adapter)
         if parsed.other_tokens:
             prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens)
         only_engine = None

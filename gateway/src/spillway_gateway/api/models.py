@@ -79,6 +79,8 @@ def merge_models(
                 if isinstance(name, str):
                     cards[name] = _merged(cards.get(name), card)
         base = cards.setdefault(fleet.name, _own_card(fleet.name, started_at))
+        for adapter in fleet.config.adapters:
+            cards.setdefault(adapter, {**_own_card(adapter, started_at), "parent": fleet.name})
         for alias in fleet.config.aliases:
             cards[alias] = {**base, "id": alias, "parent": fleet.name}
     return cards

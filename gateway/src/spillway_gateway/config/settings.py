@@ -87,7 +87,13 @@ class ModelConfig(CamelSection, frozen=True):
     engines: tuple[EngineConfig, ...] = ()
     discovery: DiscoveryConfig | None = None  # where engines are found that come and go; see discovery/
     aliases: tuple[Text, ...] = ()
+    adapters: tuple[Text, ...] = ()  # LoRA adapters that the engines serve under these names
     tokenizer: Text | None = None  # folder with tokenizer.json; without it prompts are matched by text blocks
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything that a request may name."""
+        return (self.name, *self.aliases, *self.adapters)
 
 
 class TimeoutsConfig(CamelSection, frozen=True):
@@ -294,9 +300,11 @@ def _check_names(config: GatewayConfig) -> None:
             raise ConfigError(f"models: {model.name!r} has no engine; add one under its 'engines', or set 'discovery'")
         if model.engines and model.discovery is not None:
             raise ConfigError(f"models: {model.name!r} has both engines and discovery; remove one of them")
-        for name in (model.name, *model.aliases):
+        for name in model.names:
             if name in served:
-                raise ConfigError(f"models: the name {name!r} is used twice; names and aliases must be unique")
+                raise ConfigError(
+                    f"models: the name {name!r} is used twice; names, aliases and adapters must be unique"
+                )
             served[name] = model.name
         for engine in model.engines:
             if engine.name in engines:

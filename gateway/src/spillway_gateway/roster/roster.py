@@ -157,7 +157,7 @@ class Roster:
         )
         served = ServedModel(fleet, reader)
         self.fleets.append(fleet)
-        for name in (model.name, *model.aliases):
+        for name in model.names:
             self.models[name] = served
         admission = self.admissions[model.name] = self._admission(fleet)
         for engine in fleet.engines.values():
@@ -242,7 +242,7 @@ class Roster:
         by_name = {served.fleet.name: served for served in self._served()}
         self.models.clear()
         for model in config.models:
-            for name in (model.name, *model.aliases):
+            for name in model.names:
                 self.models[name] = by_name[model.name]
 
     def _served(self) -> list[ServedModel]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -93,6 +93,7 @@ class FakeEngine:
         self,
         *,
         model: str = "fake",
+        adapters: Sequence[str] = (),
         name: str = "fake-0",
         max_model_len: int = 100_000,
         block_tokens: int = 16,
@@ -106,6 +107,7 @@ class FakeEngine:
         name_header: str = "x-fake-engine",
     ) -> None:
         self.model = model
+        self.adapters = tuple(adapters)
         self.name = name
         self.max_model_len = max_model_len
         self.block_tokens = block_tokens
@@ -274,7 +276,9 @@ class _Connection(asyncio.Protocol):
             self._json(*self.engine.ready)
         elif path == "/v1/models":
             card = {"id": self.engine.model, "object": "model", "created": 1, "owned_by": "fake"}
-            self._json(200, {"object": "list", "data": [{**card, "max_model_len": self.engine.max_model_len}]})
+            adapters = [{**card, "id": name, "parent": self.engine.model} for name in self.engine.adapters]
+            data = [{**card, "max_model_len": self.engine.max_model_len}, *adapters]
+            self._json(200, {"object": "list", "data": data})
         elif path.startswith("/v1/responses/"):
             self._stored(path.partition("?")[0])
         else:
@@ -301,7 +305,7 @@ class _Connection(asyncio.Protocol):
         )
 
     def _refusal(self, body: dict[str, Any], tokens: list[int]) -> tuple[int, object] | None:
-        if body.get("model") not in (None, self.engine.model):
+        if body.get("model") not in (None, self.engine.model, *self.engine.adapters):
             return 404, error_document(f"The model `{body.get('model')}` does not exist.", 404)
         if len(tokens) > self.engine.max_model_len:
             return 400, error_document(f"maximum context length is {self.engine.max_model_len} tokens", 400)

@@ -56,11 +56,11 @@ class RunningGateway:
 
 
 def gateway_config(engines: Iterable[FakeEngine], **sections: Any) -> dict[str, Any]:
-    """A configuration document for fake engines of one model. sections: further top-level settings; the keys aliases
-    and tokenizer go to the model."""
+    """A configuration document for fake engines of one model. sections: further top-level settings; the keys
+    aliases, adapters and tokenizer go to the model."""
     fakes = list(engines)
     model: dict[str, Any] = {"name": fakes[0].model, "engines": []}
-    for key in ("aliases", "tokenizer"):
+    for key in ("aliases", "adapters", "tokenizer"):
         if key in sections:
             model[key] = sections.pop(key)
     for fake in fakes:

@@ -100,11 +100,13 @@ class PromptReader:
         self._tokens_max = tokens_max
         self.limits = limits
 
-    async def read(self, prompt: Prompt, tenant: str = "", *, short: bool = True) -> PromptBlocks:
+    async def read(
+        self, prompt: Prompt, tenant: str = "", *, short: bool = True, adapter: str | None = None
+    ) -> PromptBlocks:
         """Keys of the prompt's blocks: of its tokens, or of its text if it cannot be tokenised. tenant: for fair
-        scheduling on the threads. short: the request's body is. Raises RecursionError for a prompt that is nested too
-        deeply."""
-        namespace = namespace_key(self._model, None, prompt.cache_salt)
+        scheduling on the threads. short: the request's body is. adapter: the LoRA adapter that it names. Raises
+        RecursionError for a prompt that is nested too deeply."""
+        namespace = namespace_key(self._model, adapter, prompt.cache_salt)
         if isinstance(prompt, RawPrompt):
             blocks = self._of_text(namespace, prompt.text)
             return msgspec.structs.replace(blocks, prompt_tokens=prompt.prompt_tokens)

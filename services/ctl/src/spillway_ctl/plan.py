@@ -61,7 +61,7 @@ def _document(group: PlannedEngines, given: Rates, prompts: Sequence[int]) -> di
 def _lines(document: dict[str, Any]) -> list[str]:
     memory, rates = document["memory"], document["rates"]
     rows = [
-        ("a token of KV cache", format_bytes(memory["bytesPerToken"])),
+        ("a token of KV cache", f"{format_bytes(memory['bytesPerToken'])}{_in_dtype(memory)}"),
         ("a chunk", f"{memory['chunkTokens']:,} tokens, {format_bytes(memory['cpuRowBytes'])}"),
         (
             "CPU tier of a pod",
@@ -109,6 +109,10 @@ def _verdicts(break_even: float, rates: dict[str, float | None]) -> list[tuple[s
 def _verdict(rate: float, break_even: float) -> str:
     speed = f"{rate / break_even:.1f} times as fast as computing"
     return speed if rate > break_even else f"{speed}: slower than computing, so it is recomputed"
+
+
+def _in_dtype(memory: dict[str, Any]) -> str:
+    return f" in {memory['kvDtype']}" if "kvDtype" in memory else ""
 
 
 def _seconds(value: float | None) -> str:

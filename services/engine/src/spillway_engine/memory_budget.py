@@ -30,6 +30,7 @@ class MemoryBudget:
     """Every figure of one engine's memory, and what is wrong with it."""
 
     dtype: str
+    kv_dtype: str  # of the KV cache's elements
     bytes_per_token: int
     bytes_per_block: int
     device_blocks: int | None  # None: the engine sizes its own device cache
@@ -69,8 +70,9 @@ def choose_dtype(settings: EngineSettings, shape: ModelShape, machine: Machine) 
 def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -> MemoryBudget:
     """The whole arithmetic. Never raises: what does not fit is in `problems`, each with the value that would."""
     dtype = choose_dtype(settings, shape, machine)
+    kv_dtype = dtype if settings.model.kv_cache_dtype == "auto" else settings.model.kv_cache_dtype
     ranks = settings.tensor_parallel_size
-    block_of_rank_bytes = shape.bytes_per_token_of_rank(dtype, ranks) * settings.block_size
+    block_of_rank_bytes = shape.bytes_per_token_of_rank(kv_dtype, ranks) * settings.block_size
     block_bytes = block_of_rank_bytes * ranks
     device_blocks = _device_blocks(settings, machine, block_bytes)
     offload = settings.offload
@@ -82,11 +84,14 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     shared_bytes = tier_bytes + queue_bytes
     on_cpu = machine.platform == "cpu"
     device_bytes = device_blocks * block_bytes if device_blocks is not None else None
-    weight_bytes = shape.weight_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES.get(shape.dtype, 2)
+    weight_bytes = shape.weight_bytes
+    if settings.model.quantization is None:  # else they stay as the files have them, or become smaller
+        weight_bytes = weight_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES.get(shape.dtype, 2)
     memory_bytes = PROCESS_BYTES * ranks + shared_bytes + ((device_bytes or 0) + weight_bytes if on_cpu else 0)
     return MemoryBudget(
         dtype=dtype,
-        bytes_per_token=shape.bytes_per_token(dtype, ranks),
+        kv_dtype=kv_dtype,
+        bytes_per_token=shape.bytes_per_token(kv_dtype, ranks),
         bytes_per_block=block_bytes,
         device_blocks=device_blocks,
         device_tokens=device_blocks * settings.block_size if device_blocks is not None else None,
@@ -103,6 +108,7 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
         problems=tuple(
             [
                 *_length_problems(settings, shape, device_blocks),
+                *_kv_dtype_problems(settings, shape),
                 *_shared_memory_problems(settings, machine, chunks, row_bytes, queue_bytes),
                 *_memory_problems(settings, machine, chunks, row_bytes, memory_bytes),
                 *_tier_bound_problems(settings, row_bytes),
@@ -152,6 +158,17 @@ def _length_problems(settings: EngineSettings, shape: ModelShape, device_blocks:
             f"set {names.name('deviceBlocks')} >= {least} or {names.name('model.maxLength')} <= {longest}"
         )
     return problems
+
+
+def _kv_dtype_problems(settings: EngineSettings, shape: ModelShape) -> list[str]:
+    kv_dtype = settings.model.kv_cache_dtype
+    if shape.latent_dim is None or not kv_dtype.endswith("_per_token_head"):
+        return []
+    names = settings.names
+    return [
+        f"{names.given('model.kvCacheDtype', kv_dtype)} keeps a scale for each head, and this model's latent cache "
+        f"(MLA) has no heads; set {names.name('model.kvCacheDtype')} to auto or fp8"
+    ]
 
 
 def _shared_memory_problems(

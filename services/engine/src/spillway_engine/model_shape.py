@@ -12,6 +12,16 @@ from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_engine.errors import ModelShapeError
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Of an element of the KV cache, by its dtype.
+KV_DTYPE_BYTES = {
+    **DTYPE_BYTES,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "fp8_per_token_head": 1,
+    "int8_per_token_head": 1,
+}
+HEAD_SCALE_BYTES = 4  # float32, one for K and one for V of each head and token (vllm/v1/kv_cache_interface.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +37,21 @@ class ModelShape:
     weight_bytes: int  # files on disk; 0 when they are not here
     vocabulary: int | None = None  # tokens; None: not in config.json
 
-    def bytes_per_token_of_rank(self, dtype: str, tensor_parallel_size: int) -> int:
-        """KV bytes of one token on one rank, all layers.
+    def bytes_per_token_of_rank(self, kv_dtype: str, tensor_parallel_size: int) -> int:
+        """KV bytes of one token on one rank, all layers. kv_dtype: a key of KV_DTYPE_BYTES.
 
         Heads are split over ranks until there is one per rank, then replicated; a latent is never split.
         """
-        element_bytes = DTYPE_BYTES[dtype]
+        element_bytes = KV_DTYPE_BYTES[kv_dtype]
         if self.latent_dim is not None:
             return self.layers * self.latent_dim * element_bytes
         heads_of_rank = max(1, self.kv_heads // tensor_parallel_size)
-        return 2 * self.layers * heads_of_rank * self.head_dim * element_bytes
+        scale_bytes = HEAD_SCALE_BYTES if kv_dtype.endswith("_per_token_head") else 0
+        return 2 * self.layers * heads_of_rank * (self.head_dim * element_bytes + scale_bytes)
 
-    def bytes_per_token(self, dtype: str, tensor_parallel_size: int = 1) -> int:
+    def bytes_per_token(self, kv_dtype: str, tensor_parallel_size: int = 1) -> int:
         """KV bytes of one token summed over the ranks of a replica."""
-        return self.bytes_per_token_of_rank(dtype, tensor_parallel_size) * tensor_parallel_size
+        return self.bytes_per_token_of_rank(kv_dtype, tensor_parallel_size) * tensor_parallel_size
 
 
 def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelShape:

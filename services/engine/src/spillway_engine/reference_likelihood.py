@@ -103,7 +103,7 @@ REFERENCES: dict[str, Reference] = {
 
 
 # vLLM's arguments that make another model of the same folder.
-CHANGES_THE_MODEL = ("--quantization", "-q", "--hf-overrides", "--load-format", "--tokenizer", "--tokenizer-mode")
+CHANGES_THE_MODEL = ("--hf-overrides", "--load-format", "--tokenizer", "--tokenizer-mode")
 
 
 def reference_name(model_path: str, extra_arguments: Sequence[str]) -> str | None:

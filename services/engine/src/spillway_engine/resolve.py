@@ -12,7 +12,7 @@ from spillway_engine.extra_arguments import argument_value
 from spillway_engine.launch import EngineCommand, python_module
 from spillway_engine.machine import SHARED_MEMORY_FOLDER, Machine
 from spillway_engine.memory_budget import MemoryBudget, plan_memory
-from spillway_engine.model_shape import ModelShape
+from spillway_engine.model_shape import DTYPE_BYTES, ModelShape
 from spillway_engine.pod_channel import PodBrief
 from spillway_engine.reference_likelihood import reference_name
 from spillway_engine.settings import EngineSettings
@@ -25,8 +25,6 @@ from spillway_engine.vllm_arguments import (
     without_secrets,
 )
 from spillway_settings.byte_sizes import format_byte_count
-
-PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")  # vLLM's --kv-cache-dtype; all others are quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +72,11 @@ class ResolvedEngine:
             self_check=settings.lifecycle.self_check == "auto",
             self_check_text=settings.lifecycle.self_check_text,
             self_check_timeout_seconds=settings.lifecycle.self_check_timeout_seconds,
-            reference=reference_name(settings.model.path, settings.extra_args),
+            reference=None if settings.model.quantization else reference_name(settings.model.path, settings.extra_args),
             vocabulary=self.shape.vocabulary,
             generates_logits="logits" in (argument_value(settings.extra_args, "--logprobs-mode") or ""),
             dtype=self.budget.dtype,
-            quantised_kv=(argument_value(settings.extra_args, "--kv-cache-dtype") or "auto") not in PLAIN_KV_DTYPES,
+            quantised_kv=self.budget.kv_dtype not in DTYPE_BYTES,
             eager="--enforce-eager" in arguments,
             names=settings.names,
             configuration=self.public(),
@@ -99,7 +97,8 @@ class ResolvedEngine:
                 f"{self.machine.platform}, {len(self.machine.cores)} cores, "
                 f"tensor parallel {settings.tensor_parallel_size}",
             ),
-            ("KV per token", f"{budget.bytes_per_token:,} B"),
+            ("KV per token", f"{budget.bytes_per_token:,} B in {budget.kv_dtype}"),
+            *_adapter_rows(settings),
             ("KV per block", f"{budget.bytes_per_block:,} B of {settings.block_size} tokens"),
             ("device blocks", _device_text(budget)),
         ]
@@ -134,6 +133,11 @@ class ResolvedEngine:
 
 def resolve_engine(settings: EngineSettings, shape: ModelShape, machine: Machine) -> ResolvedEngine:
     return ResolvedEngine(settings, shape, machine, plan_memory(settings, shape, machine))
+
+
+def _adapter_rows(settings: EngineSettings) -> list[tuple[str, str]]:
+    names = [adapter.name for adapter in settings.lora.adapters]
+    return [("adapters", f"{', '.join(names)}, {settings.lora.max_active} in a batch")] if names else []
 
 
 def _device_text(budget: MemoryBudget) -> str:

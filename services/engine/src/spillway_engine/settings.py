@@ -15,18 +15,36 @@ from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_engine.chart_keys import camel_case_keys
 from spillway_engine.errors import SettingsError
 from spillway_engine.extra_arguments import check_extra_arguments
+from spillway_engine.lora_settings import LoraSettings, check_lora
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
 from spillway_settings.typed import LARGEST, CamelSection, Count, NotNegative, Port
 
 # Of lifecycle.selfCheckText: long enough to be measured, and shorter than a block of 128 tokens.
 TEXT_CHARACTERS_MIN, TEXT_CHARACTERS_MAX = 16, 400
 AtLeastASecond = Annotated[float, Meta(ge=1, le=LARGEST)]
+# Those whose size in memory is known before the start (model_shape.KV_DTYPE_BYTES).
+KvCacheDtype = Literal[
+    "auto",
+    "bfloat16",
+    "float16",
+    "fp8",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_per_token_head",
+    "int8_per_token_head",
+]
+# Methods differ by version and platform, so vLLM judges the name.
+QuantizationName = Annotated[
+    str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]*\Z", description="a method of vLLM, such as awq, fp8 or ascend")
+]
 
 
 class ModelSettings(CamelSection, frozen=True):
     path: str  # a folder with config.json, or a hub name
     served_name: str = ""  # empty: the last part of `path`
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"  # auto: dtype
+    quantization: QuantizationName | None = None  # vLLM's name of the method; None: as the checkpoint says
     max_length: Count = 8192  # tokens, prompt and answer together
     seed: int = 0
 
@@ -61,6 +79,7 @@ class EngineSettings(CamelSection, frozen=True):
     block_size: Annotated[int, Meta(ge=16)] = 128  # tokens
     device_blocks: Annotated[int, Meta(ge=2)] | None = None
     tensor_parallel_size: Count = 1
+    lora: LoraSettings = LoraSettings()
     platform: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     kv_events: KvEventsSettings = KvEventsSettings()
     offload: OffloadSettings = OffloadSettings()
@@ -91,6 +110,7 @@ def check_settings(settings: EngineSettings) -> EngineSettings:
     _check_text(settings)
     offload, names = settings.offload, settings.names
     check_extra_arguments(settings.extra_args, names)
+    check_lora(settings.lora, settings.served_name, names)
     refuse_credentials(offload.shared_tier, offload.extra_tiers, names)
     if offload.enabled:
         if offload.num_cpu_blocks is not None and offload.cpu_bytes_to_use is not None:

@@ -40,6 +40,11 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
         "--disable-uvicorn-access-log",
         *("--middleware", MIDDLEWARE),
     ]
+    if settings.model.kv_cache_dtype != "auto":
+        arguments += ["--kv-cache-dtype", settings.model.kv_cache_dtype]
+    if settings.model.quantization is not None:
+        arguments += ["--quantization", settings.model.quantization]
+    arguments += lora_arguments(settings)
     if budget.device_blocks is not None:
         arguments += ["--num-gpu-blocks-override", str(budget.device_blocks)]
     if machine.platform == "cpu":
@@ -55,13 +60,28 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
     return [*arguments, *settings.extra_args]
 
 
+def lora_arguments(settings: EngineSettings) -> list[str]:
+    """Of no adapter none: vLLM's kernels for adapters cost memory and time."""
+    lora = settings.lora
+    if not lora.adapters:
+        return []
+    limits = ["--max-lora-rank", str(lora.max_rank), "--max-loras", str(lora.max_active)]
+    if lora.max_in_memory is not None:
+        limits += ["--max-cpu-loras", str(lora.max_in_memory)]
+    modules = [
+        _compact({"name": adapter.name, "path": adapter.path, "base_model_name": settings.served_name})
+        for adapter in lora.adapters
+    ]
+    return ["--enable-lora", *limits, "--lora-modules", *modules]
+
+
 def server_environment(settings: EngineSettings, machine: Machine, model_is_folder: bool) -> dict[str, str]:
     """Variables added to the parent's environment; the user's extraEnv wins, except over the hash seed."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
-    if model_is_folder:
+    if model_is_folder and all(adapter.is_folder for adapter in settings.lora.adapters):
         environment["HF_HUB_OFFLINE"] = "1"
     if machine.platform == "cpu":
         environment |= cpu_thread_environment(machine)

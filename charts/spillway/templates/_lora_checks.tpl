@@ -1,0 +1,43 @@
+{{/* LoRA adapters: where each comes from, and what contradicts. Names that are served twice: spillway.releaseChecks. */}}
+
+{{/* (item, problems) */}}
+{{- define "spillway.loraChecks" -}}
+{{- $engine := .item.engine -}}{{- $lora := $engine.lora -}}{{- $path := printf "%s.lora" .item.path -}}
+{{- $texts := list -}}
+{{- $volume := $lora.volume -}}
+{{- $folders := list -}}
+{{- range $index, $adapter := $lora.adapters -}}
+{{- if hasPrefix "/" $adapter.path -}}
+{{- $folders = append $folders $adapter.path -}}
+{{- $root := "" -}}
+{{- if has $volume.type (list "existingClaim" "hostPath" "nfs") -}}{{- $root = $volume.mountPath -}}{{- end -}}
+{{- if eq $volume.type "modelVolume" -}}{{- $root = $engine.model.volume.mountPath -}}{{- end -}}
+{{- if and $root (not (hasPrefix (printf "%s/" (trimSuffix "/" $root)) $adapter.path)) -}}
+{{- $texts = append $texts (printf "%s.adapters[%d].path: %s does not lie below %s, where lora.volume.type: %s appears; correct one of the two" $path $index $adapter.path $root $volume.type) -}}
+{{- end -}}
+{{- else if not (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$" $adapter.path) -}}
+{{- $texts = append $texts (printf "%s.adapters[%d].path: %q is neither an absolute folder nor a hub name such as owner/adapter" $path $index $adapter.path) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $folders (eq $volume.type "none") -}}
+{{- $texts = append $texts (printf "%s.adapters: %s is a folder, but no volume brings it; set lora.volume.type to existingClaim, hostPath or nfs, to modelVolume when it lies in the model's, or to image" $path (first $folders)) -}}
+{{- end -}}
+{{- if and (ne $volume.type "none") (not $folders) -}}
+{{- $texts = append $texts (printf "%s.volume.type: %s, but no adapter has a path in it; name one in lora.adapters, or set type: none" $path $volume.type) -}}
+{{- end -}}
+{{- if and (eq $volume.type "modelVolume") (not (has $engine.model.volume.type (list "existingClaim" "hostPath" "nfs"))) -}}
+{{- $texts = append $texts (printf "%s.volume.type: modelVolume needs model.volume.type existingClaim, hostPath or nfs; it is %s" $path $engine.model.volume.type) -}}
+{{- end -}}
+{{- range $need := list (list "existingClaim" "claimName") (list "hostPath" "hostPath") -}}
+{{- if and (eq $volume.type (index $need 0)) (not (get $volume (index $need 1))) -}}
+{{- $texts = append $texts (printf "%s.volume.%s is empty; type: %s needs it" $path (index $need 1) (index $need 0)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq $volume.type "nfs") (not (and $volume.nfs.server $volume.nfs.path)) -}}
+{{- $texts = append $texts (printf "%s.volume.nfs: type: nfs needs server and path" $path) -}}
+{{- end -}}
+{{- if and $lora.maxInMemory (lt (int64 $lora.maxInMemory) (int64 $lora.maxActive)) -}}
+{{- $texts = append $texts (printf "%s.maxInMemory: %d is less than maxActive: %d, whose adapters are in memory too; raise it, or set null" $path (int64 $lora.maxInMemory) (int64 $lora.maxActive)) -}}
+{{- end -}}
+{{- range $texts -}}{{- include "spillway.problem" (dict "problems" $.problems "text" .) -}}{{- end -}}
+{{- end -}}

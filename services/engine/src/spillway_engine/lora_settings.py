@@ -1,0 +1,44 @@
+"""LoRA adapters: served under names of their own beside the model, loaded at the engine's start."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from spillway_connector.setting_names import SettingNames
+from spillway_engine.errors import SettingsError
+from spillway_settings.typed import CamelSection, Count, Text
+
+
+class LoraAdapter(CamelSection, frozen=True):
+    name: Text  # what clients write into "model"
+    path: Text  # an absolute folder with adapter_config.json, or a hub name (owner/adapter)
+
+    @property
+    def is_folder(self) -> bool:
+        return self.path.startswith("/")
+
+
+class LoraSettings(CamelSection, frozen=True):
+    adapters: tuple[LoraAdapter, ...] = ()
+    max_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16  # of all adapters; those that vLLM has kernels for
+    max_active: Count = 1  # adapters in one batch; requests of further ones wait
+    max_in_memory: Count | None = None  # adapters kept in host memory; None: as many as max_active
+
+
+def check_lora(lora: LoraSettings, served_name: str, names: SettingNames) -> None:
+    """Raises SettingsError with the setting, what was given, and what to change."""
+    taken = {served_name}
+    for index, adapter in enumerate(lora.adapters):
+        where = names.name(f"lora.adapters[{index}]")
+        if adapter.name in taken:
+            raise SettingsError(f"{where}.name: {adapter.name!r} is served already; give the adapter another name")
+        taken.add(adapter.name)
+        if not adapter.is_folder and adapter.path.count("/") != 1:
+            raise SettingsError(
+                f"{where}.path: {adapter.path!r} is neither an absolute folder nor a hub name such as owner/adapter"
+            )
+    if lora.max_in_memory is not None and lora.max_in_memory < lora.max_active:
+        raise SettingsError(
+            f"{names.given('lora.maxInMemory', lora.max_in_memory)} is less than "
+            f"{names.given('lora.maxActive', lora.max_active)}, whose adapters are in memory too; raise or remove it"
+        )
