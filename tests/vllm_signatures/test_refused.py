@@ -55,7 +55,9 @@ def _module(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 
 
 class _StandIn(ModuleType):
-    __path__: list[str] = []
+    """A module, or the package that it is in."""
+
+    __path__ = ()  # type: ignore[assignment]
 
 
 def _method(parameters: list[str]) -> Any:
@@ -88,9 +90,7 @@ def test_it_is_that_change_alone_that_refuses_it(sample: Sample, stand_in: Calla
 
 
 @pytest.mark.parametrize("seam", SEAMS.methods, ids=lambda seam: seam.cls)
-def test_each_seam_refuses_a_vllm_without_it(
-    sample: Sample, stand_in: Callable[[Sample], None], seam: Methods
-) -> None:
+def test_each_seam_refuses_a_vllm_without_it(sample: Sample, stand_in: Callable[[Sample], None], seam: Methods) -> None:
     sample.methods["vllm.v1.kv_offload.base"]["OffloadingWorker"]["submit_load"].remove("expedited")
     for parameters in sample.methods[seam.module][seam.cls].values():
         parameters.append("more")

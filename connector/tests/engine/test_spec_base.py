@@ -16,6 +16,14 @@ from spillway_connector.errors import ConfigError
 from spillway_connector.testing.memory import mapped_bytes
 
 ROWS, ROW_BYTES = 3, 3 << 20
+SHAPE = {
+    "region_id": "unused",
+    "rank_block_bytes": ROW_BYTES,
+    "num_ranks": 1,
+    "tokens_per_block": 128,
+    "tokens_per_hash": 128,
+    "enable_events": False,
+}
 LAYOUT = {"layers": ["as a worker registered them"]}
 
 
@@ -54,14 +62,7 @@ class _Spec(SpillwayOffloadingSpec):
 
     def __init__(self, region: HostRegion, tiers: int) -> None:
         self.extra_config = {"num_cpu_blocks": ROWS, "secondary_tiers": [{}] * tiers}
-        self._begin(
-            region_id="unused",
-            rank_block_bytes=ROW_BYTES,
-            num_ranks=1,
-            tokens_per_block=128,
-            tokens_per_hash=128,
-            enable_events=False,
-        )
+        self._begin(**SHAPE)
         self._region_of_test = region
 
     def _open_region(self) -> HostRegion:
@@ -97,12 +98,12 @@ def test_a_shared_tier_hears_how_the_workers_registered_their_caches(region: Hos
     assert spec._layouts == [LAYOUT]
 
 
-def test_generated_tokens_are_stored_only_where_asked_for(region: HostRegion):
+def test_generated_tokens_are_stored_unless_turned_off(region: HostRegion):
     spec = make_spec(region, tiers=0)
-    assert spec.offload_prompt_only
-    spec.extra_config["generated_tokens"] = "on"
-    spec._begin(**_SHAPE)
     assert not spec.offload_prompt_only
+    spec.extra_config["generated_tokens"] = "off"
+    spec._begin(**SHAPE)
+    assert spec.offload_prompt_only
 
 
 def test_every_call_gives_the_same_manager(region: HostRegion):
@@ -114,6 +115,4 @@ def test_tiers_that_are_no_list_are_refused_by_name():
     spec = object.__new__(_Spec)
     spec.extra_config = {"num_cpu_blocks": ROWS, "secondary_tiers": {"type": "nvme"}}
     with pytest.raises(ConfigError, match=r"secondary_tiers: .* is not a list of tiers"):
-        spec._begin(
-            region_id="", rank_block_bytes=1, num_ranks=1, tokens_per_block=1, tokens_per_hash=1, enable_events=False
-        )
+        spec._begin(**SHAPE)
