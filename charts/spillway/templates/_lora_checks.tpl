@@ -16,7 +16,7 @@
 {{- $texts = append $texts (printf "%s.adapters[%d].path: %s does not lie below %s, where lora.volume.type: %s appears; correct one of the two" $path $index $adapter.path $root $volume.type) -}}
 {{- end -}}
 {{- else if not (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$" $adapter.path) -}}
-{{- $texts = append $texts (printf "%s.adapters[%d].path: %q is neither an absolute folder nor a hub name such as owner/adapter" $path $index $adapter.path) -}}
+{{- $texts = append $texts (printf "%s.adapters[%d].path: %q is neither an absolute folder nor a hub name such as owner/adapter; write one of the two" $path $index $adapter.path) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $folders (eq $volume.type "none") -}}
@@ -34,7 +34,7 @@
 {{- end -}}
 {{- end -}}
 {{- if and (eq $volume.type "nfs") (not (and $volume.nfs.server $volume.nfs.path)) -}}
-{{- $texts = append $texts (printf "%s.volume.nfs: type: nfs needs server and path" $path) -}}
+{{- $texts = append $texts (printf "%s.volume.nfs: type: nfs needs server and path; set both" $path) -}}
 {{- end -}}
 {{- if and $lora.maxInMemory (lt (int64 $lora.maxInMemory) (int64 $lora.maxActive)) -}}
 {{- $texts = append $texts (printf "%s.maxInMemory: %d is less than maxActive: %d, whose adapters are in memory too; raise it, or set null" $path (int64 $lora.maxInMemory) (int64 $lora.maxActive)) -}}
