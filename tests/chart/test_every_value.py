@@ -108,6 +108,12 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "engine.memory.pageCache": NVME,
     "engine.memory.force": nested("engine.memory.limit", "20GiB"),
     "engine.autoscaling": nested("engine.autoscaling.enabled", True),
+    **{
+        f"engine.autoscaling.{key}": nested(
+            "engine.autoscaling", {"enabled": True, "minReplicas": 0, "trigger": "gateway"}
+        )
+        for key in ("requestsPerReplica", "wakeTimeoutSeconds")
+    },
     "engine.autoscaling.enabled": {},
     "gateway.audit.enabled": nested("gateway.audit.file", None),
     "gateway.autoscaling": nested("gateway.autoscaling.enabled", True),
@@ -155,6 +161,8 @@ CHANGES: dict[str, Any] = {
     "engine.ephemeralStorage.request": "1GiB",
     "engine.ephemeralStorage.limit": "1GiB",
     "engine.dnsPolicy": "Default",
+    "engine.autoscaling.trigger": "gateway",
+    "engine.autoscaling.wakeTimeoutSeconds": 60,
     "engine.blockSize": 64,
     "engine.deviceBlocks": 4000,
     "engine.offload.numCpuBlocks": 4096,

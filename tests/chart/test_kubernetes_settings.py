@@ -165,6 +165,19 @@ def test_engines_found_by_dns_need_no_token(rendered: Render):
     assert pod_spec(rendered.one("Deployment", "gateway"))["automountServiceAccountToken"] is False
 
 
+def test_a_model_at_zero_is_woken_by_what_the_gateways_count():
+    scaling = {"enabled": True, "minReplicas": 0, "trigger": "gateway", "requestsPerReplica": 20}
+    rendered = render(values=nested("engine.autoscaling", scaling))
+    (trigger,) = rendered.one("ScaledObject")["spec"]["triggers"]
+    (model,) = yaml.safe_load(rendered.one("ConfigMap", "gateway")["data"]["gateway.yaml"])["models"]
+
+    assert rendered.one("ScaledObject")["spec"]["minReplicaCount"] == 0
+    assert trigger["metadata"]["threshold"] == "20"
+    for series in ("spillway_gateway_admission_waiting_requests", "spillway_gateway_in_flight_requests"):
+        assert f'(sum({series}{{namespace="llm", model="Qwen3-8B"}}) or vector(0))' in trigger["metadata"]["query"]
+    assert model["wakeSeconds"] == 1800
+
+
 def test_the_chart_introduces_itself():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     readme = subprocess.run([helms()[0].path, "show", "readme", CHART], capture_output=True, text=True, check=True)

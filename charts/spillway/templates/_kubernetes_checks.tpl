@@ -24,6 +24,14 @@
 {{- if and $engine.hostNetwork (eq (toString $engine.dnsPolicy) "ClusterFirst") -}}
 {{- $texts = append $texts (printf "%s.dnsPolicy: ClusterFirst with hostNetwork: true leaves a pod without the cluster's names; set ClusterFirstWithHostNet, or null" $path) -}}
 {{- end -}}
+{{- with $engine.autoscaling -}}
+{{- if and .enabled (eq (int64 .minReplicas) 0) (ne .trigger "gateway") -}}
+{{- $texts = append $texts (printf "%s.autoscaling.minReplicas: 0 with trigger: engines never starts an engine again, as only engines report waiting requests; set trigger: gateway, or minReplicas: 1" $path) -}}
+{{- end -}}
+{{- if and .wakeTimeoutSeconds (not (and .enabled (eq (int64 .minReplicas) 0))) -}}
+{{- $texts = append $texts (printf "%s.autoscaling.wakeTimeoutSeconds: %v is about a model without a pod; set autoscaling.enabled: true and minReplicas: 0, or null here" $path .wakeTimeoutSeconds) -}}
+{{- end -}}
+{{- end -}}
 {{- with $engine.ephemeralStorage -}}
 {{- if .limit -}}
 {{- $limit := int64 (include "spillway.bytes" (dict "value" .limit "path" (printf "%s.ephemeralStorage.limit" $path))) -}}

@@ -212,6 +212,9 @@ nothing can be concluded from such values. */}}
 {{- $names := list -}}{{- range . -}}{{- $names = append $names .name -}}{{- end -}}
 {{- $_ := set $model "adapters" $names -}}
 {{- end -}}
+{{- with $item.engine.autoscaling -}}
+{{- if and .enabled (eq (int64 .minReplicas) 0) -}}{{- $_ := set $model "wakeSeconds" (default $item.engine.lifecycle.startupTimeoutSeconds .wakeTimeoutSeconds) -}}{{- end -}}
+{{- end -}}
 {{- include "spillway.discovery" (dict "root" $root "item" $item "model" $model) -}}
 {{- $tokenizer := $item.engine.model.tokenizer -}}
 {{- if eq $tokenizer "volume" -}}

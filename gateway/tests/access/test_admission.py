@@ -8,7 +8,7 @@ import pytest
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.config.settings import AdmissionConfig
-from spillway_gateway.errors import GatewayOverloaded
+from spillway_gateway.errors import GatewayOverloaded, NoEngineReady
 
 
 async def queued(admission: Admission, tenant: str, order: list[str], priority: Priority = Priority.NORMAL) -> Any:
@@ -84,3 +84,27 @@ async def test_one_who_left_in_the_same_turn_takes_no_place() -> None:
 
     assert order == ["b"]
     assert (admission.admitted_requests, admission.waiting_requests) == (1, 0)
+
+
+async def test_requests_of_a_model_at_zero_wait_for_its_first_engine() -> None:
+    """Longer than for room: none of them may be refused before an engine can have started."""
+    capacity = 0
+    admission = Admission(AdmissionConfig(normal_wait_seconds=0.001), lambda: capacity, lambda: 60.0)
+    order: list[str] = []
+    tasks = [await queued(admission, "a", order) for _ in range(2)]
+    await asyncio.sleep(0.02)
+    assert (admission.waiting_requests, admission.refused_total, order) == (2, 0, [])
+    capacity = 1
+    admission.wake()
+    await tasks[0]
+    assert (admission.waiting_requests, order) == (1, ["a"])
+    admission.leave()
+    await tasks[1]
+
+
+async def test_an_engine_that_never_comes_is_named_as_the_reason() -> None:
+    admission = Admission(AdmissionConfig(normal_wait_seconds=0.001), lambda: 0, lambda: 0.002)
+    with pytest.raises(NoEngineReady, match=r"became ready within 0\.002 s"):
+        await admission.enter("a", Priority.NORMAL)
+
+    assert (admission.waiting_requests, admission.refused_total) == (0, 1)

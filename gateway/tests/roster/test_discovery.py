@@ -89,6 +89,33 @@ async def test_before_anything_is_found_requests_are_refused_with_the_reason(
             assert reply.status == 200
 
 
+async def test_a_model_at_zero_is_woken_and_served(api: FakeKubernetes, start_engine: Any) -> None:
+    """To zero and back: requests without an engine are counted, which an autoscaler reads, and then answered."""
+    fake = await start_engine("vllm-0")
+    document = settings(api, admission={"normalWaitSeconds": 0.05})
+    document["models"][0]["wakeSeconds"] = 120
+
+    async def waiting_requests() -> float:
+        async with client.get(running.url + "/metrics") as reply:
+            page = (await reply.text()).splitlines()
+        (line,) = (line for line in page if line.startswith("spillway_gateway_admission_waiting_requests{"))
+        return float(line.rpartition(" ")[2])
+
+    async with running_gateway(document) as running, aiohttp.ClientSession() as client:
+        for _ in range(2):
+            requests = [asyncio.create_task(engine_of(client, running)) for _ in range(3)]
+            await until(lambda: running.gateway.roster.admissions["fake"].waiting_requests == 3)
+            assert await waiting_requests() == 3
+            async with client.get(running.url + "/ready") as reply:
+                assert (reply.status, (await reply.json())["unavailable"]) == (200, ["fake"])
+            await asyncio.sleep(0.1)  # longer than for room among engines
+            put(api, fake)
+            assert await asyncio.gather(*requests) == ["vllm-0"] * 3
+            assert await waiting_requests() == 0
+            api.delete("slice-of-vllm-0")
+            await until(lambda: names(running) == [])
+
+
 async def test_a_terminating_pod_keeps_its_streams_and_gets_no_request(api: FakeKubernetes, start_engine: Any) -> None:
     old, new = await start_engine("vllm-0"), await start_engine("vllm-1")
     put(api, old)

@@ -3,6 +3,8 @@
 While a model has capacity a request passes without waiting. Otherwise it queues by priority, and within one priority
 tenants are served by round robin (fair queueing, J. Nagle, RFC 970), so a thousand requests of one tenant delay the
 first of another by one place.
+
+A model that is scaled to zero has no capacity; its requests wait longer, for the first engine.
 """
 
 from __future__ import annotations
@@ -13,15 +15,22 @@ from collections.abc import Callable
 
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.config.settings import AdmissionConfig
-from spillway_gateway.errors import GatewayOverloaded
+from spillway_gateway.errors import GatewayOverloaded, NoEngineReady
 
 
 class Admission:
-    """The queue of one model. On the event loop. capacity: requests that its engines may run together at the moment."""
+    """The queue of one model. On the event loop. capacity: requests that its engines may run together at the moment.
+    wake_seconds: how long a request waits for a first engine; None: as long as for room."""
 
-    def __init__(self, config: AdmissionConfig, capacity: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        capacity: Callable[[], int],
+        wake_seconds: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._config = config
         self._capacity = capacity
+        self._wake_seconds = wake_seconds
         self._seconds = {
             Priority.HIGH: config.high_wait_seconds,
             Priority.NORMAL: config.normal_wait_seconds,
@@ -37,7 +46,7 @@ class Admission:
 
     async def enter(self, tenant: str, priority: Priority) -> None:
         """Returns when the request may be sent; leave() must follow. Raises GatewayOverloaded when the queue is full
-        or the priority's deadline passes."""
+        or the priority's deadline passes, NoEngineReady when no engine came in time."""
         if not self.waiting_requests and self.admitted_requests < self._capacity():
             self.admitted_requests += 1
             return
@@ -48,13 +57,18 @@ class Admission:
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[priority].setdefault(tenant, deque()).append(place)
         self.waiting_requests += 1
-        seconds = self._seconds[priority]
+        seconds, wake_seconds = self._seconds[priority], self._wake_seconds()
+        wakes = wake_seconds is not None and not self._capacity()
+        if wake_seconds is not None and wakes:
+            seconds = max(seconds, wake_seconds)
         try:
             async with asyncio.timeout(seconds):
                 await place
         except TimeoutError:
             self._give_up(place, tenant, priority)
             self.refused_total += 1
+            if wakes and not self._capacity():
+                raise NoEngineReady(f"No engine of this model became ready within {seconds:g} s") from None
             raise GatewayOverloaded(f"all engines were full for {seconds:g} s") from None
         except asyncio.CancelledError:
             self._give_up(place, tenant, priority)

@@ -89,6 +89,9 @@ class ModelConfig(CamelSection, frozen=True):
     aliases: tuple[Text, ...] = ()
     adapters: tuple[Text, ...] = ()  # LoRA adapters that the engines serve under these names
     tokenizer: Text | None = None  # folder with tokenizer.json; without it prompts are matched by text blocks
+    # While no engine is ready, requests wait so long for one, and are counted: for a model that is scaled to zero.
+    # None: they are refused at once.
+    wake_seconds: Positive | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

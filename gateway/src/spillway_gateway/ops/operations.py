@@ -73,15 +73,17 @@ class Operations:
         """200 while the gateway can serve at least one model and does not drain. May be called in any thread.
 
         A model without an engine gets 503 for its own requests alone; an unready gateway would refuse the clients of
-        all other models too. At its start a gateway also waits until every engine has answered a poll or failed it, so
-        that in a rolling restart it takes no request that the old replica could have served.
+        all other models too; one that is scaled to zero is served by waiting. At its start a gateway also waits until
+        every engine has answered a poll or failed it, so that in a rolling restart it takes no request that the old
+        replica could have served.
         """
         fleets = [(fleet.name, list(fleet.engines.values())) for fleet in list(self._fleets)]
         engines = {name: {engine.name: engine.reason for engine in each} for name, each in fleets}
         if self._lifecycle.draining:
             return Answer(503, {"ready": False, "reason": "draining", "models": engines})
+        waking = {fleet.name for fleet in list(self._fleets) if fleet.config.wake_seconds is not None}
         missing = [name for name, each in fleets if not any(engine.routable for engine in each)]
-        if len(missing) == len(fleets):
+        if len(missing) == len(fleets) and not waking:
             reason = f"no routable engine for: {', '.join(missing)}"
             return Answer(503, {"ready": False, "reason": reason, "models": engines})
         unasked = [engine.name for _, each in fleets for engine in each if engine.state is EngineState.UNKNOWN]

@@ -168,12 +168,16 @@ class Roster:
         self._follow_source(served)
 
     def _admission(self, fleet: ModelFleet) -> Admission:
-        """Capacity in proportion to the ready engines; without any, requests pass and routing refuses them."""
+        """Capacity in proportion to the ready engines; without any, requests wait for one where the model is scaled to
+        zero, and else pass, so that routing refuses them."""
         each = self._config.admission.requests_per_engine_max
         engines = fleet.engines.values()
-        return Admission(
-            self._config.admission, lambda: each * (sum(engine.routable for engine in engines) or len(engines) or 1)
-        )
+
+        def capacity() -> int:
+            ready = sum(engine.routable for engine in engines)
+            return each * (ready if ready or fleet.config.wake_seconds is not None else len(engines) or 1)
+
+        return Admission(self._config.admission, capacity, lambda: fleet.config.wake_seconds)
 
     def _remove_model(self, name: str) -> None:
         (served,) = (served for served in self._served() if served.fleet.name == name)

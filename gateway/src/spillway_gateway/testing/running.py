@@ -57,10 +57,10 @@ class RunningGateway:
 
 def gateway_config(engines: Iterable[FakeEngine], **sections: Any) -> dict[str, Any]:
     """A configuration document for fake engines of one model. sections: further top-level settings; the keys
-    aliases, adapters and tokenizer go to the model."""
+    aliases, adapters, tokenizer and wakeSeconds go to the model."""
     fakes = list(engines)
     model: dict[str, Any] = {"name": fakes[0].model, "engines": []}
-    for key in ("aliases", "adapters", "tokenizer"):
+    for key in ("aliases", "adapters", "tokenizer", "wakeSeconds"):
         if key in sections:
             model[key] = sections.pop(key)
     for fake in fakes:
