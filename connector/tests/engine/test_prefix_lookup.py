@@ -278,3 +278,19 @@ def test_what_a_prefix_ended_at_is_counted_by_reason(stack: Stack):
     samples = stack.manager.take_samples().samples()
     assert samples["spillway_tier_misses|scripted|no_room"] == 1
     assert samples["spillway_tier_misses|scripted|request_deadline"] == 1
+
+
+def test_a_requests_own_chunks_make_no_room_for_its_others(stack: Stack):
+    keys, context = prompt_keys(1), stack.requests["r1"]
+    others = [make_offload_key(bytes([100 + number]) * 32, 0) for number in range(ROWS - 3)]
+    for stored in (keys[:3], others):  # its beginning is the oldest of a full tier
+        output = stack.manager.prepare_store(stored, context)
+        assert output is not None
+        stack.manager.complete_store(output.keys_to_store, context)
+    stack.apply("end", 1, 1)  # the stores of both to the tier
+    assert stack.manager.primary_tier.free_rows() == 0
+    stack.tier.set_held(keys, True)
+    assert stack.manager.lookup_prefix(keys, context) is None
+    (job,) = stack.tier.loads
+    assert job.keys == keys[3:]
+    assert stack.manager.primary_tier.ready.issuperset(keys[:3])

@@ -253,6 +253,9 @@ class PrefixLookupManager(OffloadingManager):
         missing = keys[first:] if first else keys
         if not resident.isdisjoint(missing):
             missing = [key for key in missing if key not in resident]
+        if missing and len(missing) < len(keys) and not wait.rows_promoted:
+            # The tier's oldest chunks may be this request's: they must not make room for its others.
+            self.primary_tier.touch(keys, req_context)
         asked = self._ask_for(missing, req_context, wait) if missing else _Asked(None, math.inf, None, True)
         if asked.stop == keys[first]:
             return first, asked.valid_until, asked.condition, first, first
