@@ -141,12 +141,12 @@ def make_prompt(name: str, tokens: int) -> list[int]:
     return [chance.randrange(1_000, 40_000) for _ in range(tokens)]
 
 
-def ask(port: int, model: str, prompt: list[int]) -> Answer:
+def ask(port: int, model: str, prompt: list[int], answer_tokens: int = ANSWER_TOKENS) -> Answer:
     """One streamed greedy completion, timed from the request's first byte to the first event with a token."""
     body = {
         "model": model,
         "prompt": prompt,
-        "max_tokens": ANSWER_TOKENS,
+        "max_tokens": answer_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,

@@ -1,6 +1,7 @@
 """Conversations of several turns on one engine: time to the first token and per further token, by offload.
 
-    python bench/multi_turn.py [--phase none|upstream|spillway-batch|spillway-loop|report] [--clients 8 16]
+    python bench/multi_turn.py [--phase none|upstream|spillway-batch|spillway-loop|spillway-prompts|report]
+                               [--clients 8 16]
                                [--cpu-blocks 1000] [--small] [--device-cache]
 
 The shape of vllm-ascend's reports of #7819 and #10575: 8 clients with 24 conversations and 16 with 48, a client takes
@@ -13,6 +14,7 @@ turns adds the answer (48 tokens) and 96 to 160 new tokens.
     upstream        vLLM's OffloadingConnector
     spillway-batch  Spillway, batch_memcpy: auto
     spillway-loop   Spillway, batch_memcpy: off: one copy call a piece
+    spillway-prompts  Spillway, generated_tokens: off: an answer is computed again by the next turn, as with upstream
 
 Each phase runs in a separate process and writes build/bench/multi_turn/<phase>.json; `report` merges them into
 build/bench/multi_turn.json and prints the table. --small: a small model and few conversations on any platform, to
@@ -41,7 +43,7 @@ from spillway_connector.testing.models import TINY_LLAMA
 
 PARTS = Path("build/bench/multi_turn")
 OUTPUT = Path("build/bench/multi_turn.json")
-PHASES = ("none", "upstream", "spillway-batch", "spillway-loop")
+PHASES = ("none", "upstream", "spillway-batch", "spillway-loop", "spillway-prompts")
 GPU_BLOCK_BYTES = 20_971_520  # of the model's KV, all layers, 128 tokens, bf16
 TURN_SECONDS_MAX = 120.0
 
@@ -95,6 +97,7 @@ def transfer_config(phase: str, small: bool, cpu_blocks: int) -> dict[str, Any] 
             "spec_name": "SpillwayOffloadingSpec",
             "spec_module_path": "spillway_connector.engine.spec",
             "batch_memcpy": "off" if phase == "spillway-loop" else "auto",
+            "generated_tokens": "off" if phase == "spillway-prompts" else "on",
         },
     }
 

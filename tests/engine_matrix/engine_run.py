@@ -40,6 +40,7 @@ ANSWER_TOKENS = 8
 _TAILS = (5, 0, 1)
 # What is asked, one after the other: each evicts the one before, and the last two go beyond what was asked before.
 _ORDER = ("a", "b", "c", "a", "b", "c", "a", "b+", "c+")
+_TORCH_MLA = "ENGINE_MATRIX_TORCH_MLA"  # set for the processes of ranks
 _PROMPTS = len(_TAILS) + 1  # as many as fit a device without eviction
 
 
@@ -210,6 +211,15 @@ def prepare(wanted: list[Model]) -> None:
         **first.environment,
     )
     if first.torch_mla:
+        os.environ[_TORCH_MLA] = "1"
+        _install_torch_mla()
+
+
+def _install_torch_mla() -> None:
+    """Where this vLLM has no kernels of its own for latent attention on a CPU."""
+    from spillway_connector.engine.generation import Generation, generation
+
+    if generation() is Generation.V023:
         from engine_matrix import torch_mla
 
         torch_mla.install()
@@ -237,3 +247,5 @@ def run_case(wanted: Model, folder: Path, case: str, tally: Tally) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+elif os.environ.get(_TORCH_MLA):
+    _install_torch_mla()  # in the process of a rank, which vLLM spawns: it imports this module anew

@@ -45,6 +45,13 @@ _DEEPSEEK = _SIZES | {
     "n_group": 1,
     "topk_group": 1,
 }
+_CPU_LATENTS = {
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "head_dim": 16,
+}
 _QWEN3_NEXT = _SIZES | {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -120,15 +127,18 @@ CPU_MODELS = (
         "deepseek-v2",
         "multi-head latent attention, one latent of 80 numbers a token and layer",
         "deepseek_v2",
-        _DEEPSEEK
-        | {
-            "kv_lora_rank": 64,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 32,
-            "head_dim": 16,
-        },
+        _DEEPSEEK | _CPU_LATENTS,
         more_cases=("npu", "npu-off"),
+        torch_mla=True,
+    ),
+    Model(
+        "deepseek-v2-two-ranks",
+        "multi-head latent attention, the same latents on two ranks, stored once",
+        "deepseek_v2",
+        _DEEPSEEK | _CPU_LATENTS,
+        engine={"tensor_parallel_size": 2},
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        more_cases=("device",),
         torch_mla=True,
     ),
     Model(

@@ -133,6 +133,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/test_namespace_fields.py": ("0.30", "0.32"),
     "connector/tests/engine/test_prefix_lookup.py": ("0.30", "0.32"),
     "connector/tests/engine/test_resets.py": ("0.30", "0.32"),
+    "connector/tests/engine/test_shares.py": ("0.30", "0.32"),
     "connector/tests/engine/test_scheduler.py": ("0.30", "0.32"),
     "connector/tests/engine/test_spec_base.py": ("0.30", "0.32"),
     "connector/tests/engine/test_transports.py": ("0.30", "0.32"),

@@ -57,7 +57,8 @@ processes, staging, page cache and margin.
 {{- $heads := max 1 (div (int64 $shape.kvHeads) $ranks) -}}
 {{- $rankTokenBytes = mul 2 (int64 $shape.layers) $heads (add (mul (int64 $shape.headDim) $kvElement) $scale) -}}
 {{- end -}}
-{{- $tokenBytes := mul $rankTokenBytes $ranks -}}
+{{- /* In every tier. All ranks hold the same latents (MLA), and a tier holds them once. */ -}}
+{{- $tokenBytes := ternary $rankTokenBytes (mul $rankTokenBytes $ranks) (not (not $shape.latentDim)) -}}
 {{- $blockSize := int64 $engine.blockSize -}}
 {{- $blockBytes := mul $tokenBytes $blockSize -}}
 {{- $maxLength := int64 $engine.model.maxLength -}}
@@ -73,7 +74,7 @@ processes, staging, page cache and margin.
 {{- end -}}
 {{- $_ := set $out "deviceBlocks" $deviceBlocks -}}
 {{- end -}}
-{{- $deviceBytes := ternary (mul (default 0 $deviceBlocks) $blockBytes) 0 $onCpu -}}
+{{- $deviceBytes := ternary (mul (default 0 $deviceBlocks) $rankTokenBytes $ranks $blockSize) 0 $onCpu -}}
 {{- $weightBytes := 0 -}}
 {{- if $onCpu -}}
 {{- $weightBytes = int64 (include "spillway.bytes" (dict "value" $shape.weightBytes "path" (printf "%s.model.shape.weightBytes" $path))) -}}

@@ -92,6 +92,23 @@ def namespace(config: VllmConfig, layout: Layouts | None = None, **other: Any) -
     return Namespace.of(facts_of(config, layout, **other))
 
 
+def test_a_row_that_holds_the_kv_of_all_ranks_once_is_another_namespace(model: Path):
+    """Than one with a cell for each: what was stored that way is not loaded."""
+    config = engine(model)
+    by_rank, once = (
+        namespace_facts(
+            config,
+            kv_cache(config),
+            ChunkGeometry(rank_block_bytes=8192, blocks_per_chunk=1, num_ranks=2, one_cell=one_cell),
+            hash_block_size=BLOCK_TOKENS,
+            layouts=layouts(),
+        )
+        for one_cell in (False, True)
+    )
+    assert once == by_rank | {"ranks_hold_the_same": True}
+    assert Namespace.of(once).hex != Namespace.of(by_rank).hex
+
+
 # --- what must distinguish engines ----------------------------------------------------------------------------------
 
 

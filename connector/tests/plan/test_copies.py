@@ -124,3 +124,35 @@ def test_an_empty_job_is_an_empty_plan():
     plan = plan_of(CopyLayout(((Segment(0, 8, 0, 8, 8),),), 0, 8, 1), [[]], [0], [0], [])
     assert len(plan) == 0
     assert list(plan.batches(10)) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.integers(1, 5000)), max_size=12),
+    st.integers(1, 9),
+)
+def test_shares_hold_every_byte_once_and_none_is_much_larger(spans, parts):
+    device, host, sizes = (np.array([span[at] for span in spans], np.int64) for at in range(3))
+    plan = CopyPlan(device, host, sizes)
+    shares = [plan.share(part, parts) for part in range(parts)]
+
+    def moved(one: CopyPlan) -> list[tuple[int, int]]:
+        spans = zip(one.device_addresses.tolist(), one.host_addresses.tolist(), one.sizes_bytes.tolist(), strict=True)
+        return [(to + byte, origin + byte) for to, origin, size in spans for byte in range(size)]
+
+    assert [pair for share in shares for pair in moved(share)] == moved(plan)
+    assert all((share.sizes_bytes > 0).all() for share in shares)
+    assert max(share.total_bytes for share in shares) <= plan.total_bytes / parts + 1024
+
+
+def test_shares_do_not_depend_on_how_each_process_allocated():
+    """Neighbours on one device may lie apart on another one: the plans differ, and the bytes of a share do not."""
+    sizes = [1024, 2048, 512]
+    together = CopyPlan(np.array([0]), np.array([0]), np.array([sum(sizes)]))
+    apart = CopyPlan(np.array([0, 9000, 20000]), np.array([0, 1024, 3072]), np.array(sizes))
+
+    for part in range(2):
+        ends = [
+            (int(plan.host_addresses[0]), int(plan.host_addresses[-1] + plan.sizes_bytes[-1]))
+            for plan in (together.share(part, 2), apart.share(part, 2))
+        ]
+        assert ends[0] == ends[1]

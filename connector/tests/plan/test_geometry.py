@@ -25,6 +25,22 @@ def test_a_row_holds_every_rank_and_less_than_a_page_of_padding(block_bytes, per
     assert geometry.rows_in(geometry.row_bytes * 7 + 1) == 7
 
 
+def test_ranks_that_hold_the_same_fill_one_cell():
+    """DeepSeek-V3 on eight ranks: 61 layers x 576 numbers x 2 bytes a token, on each of them."""
+    geometry = ChunkGeometry(61 * 576 * 2 * 128, blocks_per_chunk=1, num_ranks=8, one_cell=True)
+    assert geometry.payload_bytes == geometry.rank_cell_bytes == 128 * 70_272
+    assert [geometry.cell_of(rank) for rank in range(8)] == [0] * 8
+    assert [geometry.store_share(rank) for rank in range(8)] == [(rank, 8) for rank in range(8)]
+    assert 8 * geometry.layout_bytes <= geometry.payload_bytes
+
+
+def test_ranks_with_heads_of_their_own_fill_a_cell_each():
+    geometry = ChunkGeometry(4096, blocks_per_chunk=2, num_ranks=2)
+    assert [geometry.cell_of(rank) for rank in range(2)] == [0, 8192]
+    assert [geometry.store_share(rank) for rank in range(2)] == [(0, 1), (0, 1)]
+    assert geometry.layout_bytes == geometry.rank_cell_bytes
+
+
 def test_a_budget_below_one_chunk_names_the_remedy():
     with pytest.raises(ConfigError, match="set cpu_bytes_to_use >= 4096"):
         ChunkGeometry(100, 1, 1).rows_in(4095)

@@ -41,7 +41,7 @@ DEEPSEEK_V3 = {
         (QWEN3_14B, "bfloat16", 4, 163_840),  # heads are split, the replica's total stays
         (QWEN3_14B, "bfloat16", 16, 327_680),  # one head per rank, each held twice
         (DEEPSEEK_V3, "bfloat16", 1, 70_272),
-        (DEEPSEEK_V3, "bfloat16", 8, 562_176),  # each rank keeps the whole latent
+        (DEEPSEEK_V3, "bfloat16", 8, 70_272),  # every rank keeps the whole latent, and a tier holds it once
         (QWEN3_14B, "fp8", 4, 81_920),
         (DEEPSEEK_V3, "fp8_e4m3", 1, 35_136),
         # 40 layers x 8 heads x (128 + 4 of the scale) for K and V.

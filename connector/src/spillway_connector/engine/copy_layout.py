@@ -24,7 +24,7 @@ def copy_layout(kv_caches: CanonicalKVCaches, region: HostRegion, geometry: Chun
         starts = kv_caches.row_offsets
     else:
         starts = list(itertools.accumulate((cache.page_size_bytes for cache in kv_caches.tensors), initial=0))[:-1]
-    cell = rank * geometry.rank_cell_bytes
+    cell = geometry.cell_of(rank)
     offsets = [cell + start * geometry.blocks_per_chunk for start in starts]
     end_of_cell = cell + geometry.rank_cell_bytes
     for offset, cache in zip(offsets, kv_caches.tensors, strict=True):

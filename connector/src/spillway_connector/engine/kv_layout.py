@@ -2,7 +2,7 @@
 
 Backend, shape, strides, format and scales are known only in the workers, which have the attention layers; the namespace
 is made in the scheduler's process. Both map the CPU tier's rows, and when the scheduler's connector is built, all
-workers have registered their caches and no row is in use: each rank writes its description into its cell of row 0.
+workers have registered their caches and no row is in use: each rank writes its description into its part of row 0.
 """
 
 from __future__ import annotations

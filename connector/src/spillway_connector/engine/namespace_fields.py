@@ -133,6 +133,8 @@ def namespace_facts(
         "environment": environment_facts(os.environ),
         "versions": version_facts(),
     }
+    if geometry.one_cell:
+        facts["ranks_hold_the_same"] = True  # and a row holds it once; what was stored by rank is not this
     if weights_version is not None:
         facts["weights_version"] = weights_version
     if (drafter := _drafter_identity(vllm_config, weights_version is not None)) is not None:

@@ -58,6 +58,7 @@ class SpecBase(OffloadingSpec):
         region_id: str,
         rank_block_bytes: int,
         num_ranks: int,
+        ranks_hold_the_same: bool,
         tokens_per_block: int,
         tokens_per_hash: int,
         enable_events: bool,
@@ -65,8 +66,9 @@ class SpecBase(OffloadingSpec):
         """The constructor's second half, behind that of vLLM's class.
 
         region_id: of the rows: the same in all processes of one replica, and in those of no other. rank_block_bytes: of
-        a device block of one rank, all layers together. tokens_per_block: of the first KV group. enable_events: whether
-        the CPU tier's changes are published. Raises ConfigError.
+        a device block of one rank, all layers together. ranks_hold_the_same: KV, byte for byte, so that a row holds it
+        once. tokens_per_block: of the first KV group. enable_events: whether the CPU tier's changes are published.
+        Raises ConfigError.
         """
         self.settings = ConnectorConfig.parse(self.extra_config)
         self.offload_prompt_only = self.settings.generated_tokens == "off"  # vLLM's name for it
@@ -77,6 +79,7 @@ class SpecBase(OffloadingSpec):
             rank_block_bytes=rank_block_bytes,
             blocks_per_chunk=self.settings.blocks_per_chunk,
             num_ranks=num_ranks,
+            one_cell=ranks_hold_the_same,
         )
         self.num_rows = self.settings.num_cpu_blocks or self.geometry.rows_in(self.settings.cpu_bytes_to_use or 0)
         # Read by vLLM's tier classes under these names, so that they work beside Spillway's.
@@ -122,7 +125,7 @@ class SpecBase(OffloadingSpec):
             primary = self._make_cpu_tier(region)
             view = primary.get_kv_memoryview()
             if self.secondary_tier_configs:
-                self._layouts = read_layouts(view.cast("B"), self.geometry.rank_cell_bytes, self.geometry.num_ranks)
+                self._layouts = read_layouts(view.cast("B"), self.geometry.layout_bytes, self.geometry.num_ranks)
             tiers = [self._create_tier(config, view) for config in self.secondary_tier_configs]
             if tiers:
                 # Their threads fill rows in this process: 94 MB of rows never touched took 35 ms longer than others.
@@ -155,9 +158,9 @@ class SpecBase(OffloadingSpec):
         region = self._open_region()
         region.populate(0, region.size_bytes)
         if self.registered_layout is not None and self.secondary_tier_configs:
-            cell_bytes = self.geometry.rank_cell_bytes
+            layout_bytes = self.geometry.layout_bytes
             rows = region.create_kv_memoryview().cast("B")
-            write_layout(rows, rank * cell_bytes, cell_bytes, self.registered_layout)
+            write_layout(rows, rank * layout_bytes, layout_bytes, self.registered_layout)
             rows.release()
         layout = copy_layout(kv_caches, region, self.geometry, rank)
         self.transport = self._open_transport(region)

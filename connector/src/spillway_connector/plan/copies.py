@@ -15,6 +15,7 @@ import numpy.typing as npt
 from spillway_connector.errors import PlanError
 
 Addresses = npt.NDArray[np.int64]
+_SHARE_ALIGNMENT_BYTES = 512  # no share begins within what a device moves at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,34 @@ class CopyPlan:
     def __len__(self) -> int:
         return len(self.sizes_bytes)
 
+    def share(self, part: int, parts: int) -> CopyPlan:
+        """The bytes of one of `parts` processes that hold the same: no byte is missing in all, or in two of them.
+
+        Counted in the order of the plan, which is that of the blocks and layers and so the same in every process, while
+        addresses, and with them the spans, are each process's own.
+        """
+        if parts == 1:
+            return self
+        ends = np.cumsum(self.sizes_bytes)
+        starts, total = ends - self.sizes_bytes, self.total_bytes
+        first, behind = _place(total, part, parts), _place(total, part + 1, parts)
+        inside = (ends > first) & (starts < behind) & (first < behind)
+        cut = np.maximum(first - starts[inside], 0)
+        sizes = np.minimum(ends[inside], behind) - starts[inside] - cut
+        return CopyPlan(self.device_addresses[inside] + cut, self.host_addresses[inside] + cut, sizes)
+
     def batches(self, max_descriptors: int) -> Iterator[CopyPlan]:
         """The plan in calls of bounded length (drivers fail on unbounded ones: vllm#49276)."""
         for start in range(0, len(self), max_descriptors):
             part = slice(start, start + max_descriptors)
             yield CopyPlan(self.device_addresses[part], self.host_addresses[part], self.sizes_bytes[part])
+
+
+def _place(total_bytes: int, part: int, parts: int) -> int:
+    """Where a share begins, in bytes."""
+    if part == parts:
+        return total_bytes
+    return total_bytes * part // parts // _SHARE_ALIGNMENT_BYTES * _SHARE_ALIGNMENT_BYTES
 
 
 def plan_copies(

@@ -1,7 +1,8 @@
 """How many bytes a chunk takes, and how many chunks a budget holds.
 
 A chunk is the unit of offload: `blocks_per_chunk` device blocks of every rank of the replica. In the CPU tier it
-is one row, |rank 0|rank 1|...|padding|, padded to a page so that direct I/O can read and write it in place.
+is one row, |rank 0|rank 1|...|padding|, padded to a page so that direct I/O can read and write it in place. Where all
+ranks hold the same KV (MLA's latents), a row has one cell: each rank fills its share of it, and loads all of it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,34 @@ class ChunkGeometry:
     rank_block_bytes: int  # KV bytes of one device block on one rank, all layers
     blocks_per_chunk: int
     num_ranks: int
+    one_cell: bool = False  # all ranks hold the same KV, and a row holds it once
 
     @property
     def rank_cell_bytes(self) -> int:
-        """Bytes of one rank's part of a row; rank r starts at r times this."""
+        """Bytes of one rank's KV of a chunk."""
         return self.rank_block_bytes * self.blocks_per_chunk
+
+    @property
+    def num_cells(self) -> int:
+        return 1 if self.one_cell else self.num_ranks
+
+    def cell_of(self, rank: int) -> int:
+        """Where the KV of a rank begins, in bytes from the start of a row."""
+        return 0 if self.one_cell else rank * self.rank_cell_bytes
+
+    def store_share(self, rank: int) -> tuple[int, int]:
+        """(n, of how many): which part of what a job stores this rank copies. A load copies all of it on every rank."""
+        return (rank, self.num_ranks) if self.one_cell else (0, 1)
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of a row that carry KV: what a shared tier stores."""
-        return self.rank_cell_bytes * self.num_ranks
+        return self.rank_cell_bytes * self.num_cells
+
+    @property
+    def layout_bytes(self) -> int:
+        """Of row 0, where each rank describes its KV caches to the scheduler before a row is in use (kv_layout.py)."""
+        return self.payload_bytes // self.num_ranks
 
     @property
     def row_bytes(self) -> int:

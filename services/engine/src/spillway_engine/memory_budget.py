@@ -31,7 +31,7 @@ class MemoryBudget:
 
     dtype: str
     kv_dtype: str  # of the KV cache's elements
-    bytes_per_token: int
+    bytes_per_token: int  # of a replica, in every tier
     bytes_per_block: int
     device_blocks: int | None  # None: the engine sizes its own device cache
     device_tokens: int | None
@@ -73,17 +73,18 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     kv_dtype = dtype if settings.model.kv_cache_dtype == "auto" else settings.model.kv_cache_dtype
     ranks = settings.tensor_parallel_size
     block_of_rank_bytes = shape.bytes_per_token_of_rank(kv_dtype, ranks) * settings.block_size
-    block_bytes = block_of_rank_bytes * ranks
-    device_blocks = _device_blocks(settings, machine, block_bytes)
+    block_of_ranks_bytes = block_of_rank_bytes * ranks  # on the devices
+    device_blocks = _device_blocks(settings, machine, block_of_ranks_bytes)
     offload = settings.offload
-    row_bytes = ChunkGeometry(block_of_rank_bytes, offload.blocks_per_chunk, ranks).row_bytes
+    geometry = ChunkGeometry(block_of_rank_bytes, offload.blocks_per_chunk, ranks, shape.latent_dim is not None)
+    row_bytes = geometry.row_bytes
     chunks = _cpu_chunks(settings, row_bytes)
     tier_bytes = chunks * row_bytes
     tier_tokens = chunks * offload.blocks_per_chunk * settings.block_size
     queue_bytes = SHM_QUEUE_BYTES_PER_RANK * (1 + ranks)
     shared_bytes = tier_bytes + queue_bytes
     on_cpu = machine.platform == "cpu"
-    device_bytes = device_blocks * block_bytes if device_blocks is not None else None
+    device_bytes = device_blocks * block_of_ranks_bytes if device_blocks is not None else None
     weight_bytes = shape.weight_bytes
     if settings.model.quantization is None:  # else they stay as the files have them, or become smaller
         weight_bytes = weight_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES.get(shape.dtype, 2)
@@ -92,7 +93,7 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
         dtype=dtype,
         kv_dtype=kv_dtype,
         bytes_per_token=shape.bytes_per_token(kv_dtype, ranks),
-        bytes_per_block=block_bytes,
+        bytes_per_block=shape.bytes_per_token(kv_dtype, ranks) * settings.block_size,
         device_blocks=device_blocks,
         device_tokens=device_blocks * settings.block_size if device_blocks is not None else None,
         device_bytes=device_bytes,

@@ -31,7 +31,8 @@ class ModelShape:
     layers: int
     kv_heads: int
     head_dim: int
-    latent_dim: int | None  # MLA: width of the latent plus its rope part; None: plain attention with K and V
+    # MLA: width of the latent plus its rope part; None: plain attention with K and V. Every rank holds all of it.
+    latent_dim: int | None
     dtype: str  # of the checkpoint
     max_length: int | None  # tokens the model was trained for
     weight_bytes: int  # files on disk; 0 when they are not here
@@ -50,8 +51,9 @@ class ModelShape:
         return 2 * self.layers * heads_of_rank * (self.head_dim * element_bytes + scale_bytes)
 
     def bytes_per_token(self, kv_dtype: str, tensor_parallel_size: int = 1) -> int:
-        """KV bytes of one token summed over the ranks of a replica."""
-        return self.bytes_per_token_of_rank(kv_dtype, tensor_parallel_size) * tensor_parallel_size
+        """KV bytes of one token of a replica, as every tier holds it: of all ranks; a latent once."""
+        copies = tensor_parallel_size if self.latent_dim is None else 1
+        return self.bytes_per_token_of_rank(kv_dtype, tensor_parallel_size) * copies
 
 
 def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelShape:

@@ -15,10 +15,14 @@ _TRANSFER_TYPE = {Direction.STORE: ("GPU", "CPU"), Direction.LOAD: ("CPU", "GPU"
 class CopyHandler(OffloadingHandler):
     """vLLM's OffloadingHandler for one direction: plans jobs and reports results. Each rank's process, model thread."""
 
-    def __init__(self, direction: Direction, layout: CopyLayout, copier: Copier) -> None:
+    def __init__(
+        self, direction: Direction, layout: CopyLayout, copier: Copier, share: tuple[int, int] = (0, 1)
+    ) -> None:
+        """share: the part of each job that this rank copies (ChunkGeometry.store_share)."""
         self._direction = direction
         self._layout = layout
         self._copier = copier
+        self._share = share
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Raises PlanError or DeviceCopyError; vLLM's worker turns either into a refused job."""
@@ -32,7 +36,7 @@ class CopyHandler(OffloadingHandler):
             device.block_indices,
             host.block_ids.astype(np.int64, copy=False),
         )
-        self._copier.submit(job_id, plan)
+        self._copier.submit(job_id, plan.share(*self._share))
         return True
 
     def get_finished(self) -> list[TransferResult]:

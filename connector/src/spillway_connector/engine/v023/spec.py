@@ -17,6 +17,7 @@ from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.prefix_tier import TIER_TYPES
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
+from spillway_connector.engine.v023.equal_ranks import ranks_hold_the_same
 from spillway_connector.engine.v023.handlers import CopyHandler
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 
@@ -41,6 +42,7 @@ class SpillwayOffloadingSpec(SpecBase):
             region_id=f"{vllm_config.instance_id}_{parallel.data_parallel_rank}",
             rank_block_bytes=device_bytes // kv_cache_config.num_blocks,
             num_ranks=parallel.world_size,
+            ranks_hold_the_same=ranks_hold_the_same(vllm_config, kv_cache_config),
             tokens_per_block=self.gpu_block_size[0],
             tokens_per_hash=self.hash_block_size,
             enable_events=events is not None and events.enable_kv_cache_events,
@@ -64,8 +66,10 @@ class SpillwayOffloadingSpec(SpecBase):
         Raises ConfigError where the platform's transport cannot be opened.
         """
         if not self._handlers:
-            layout, transport = self._open_worker(kv_caches, self.vllm_config.parallel_config.rank)
-            store = CopyHandler(Direction.STORE, layout, transport.copier(Direction.STORE))
+            rank = self.vllm_config.parallel_config.rank
+            layout, transport = self._open_worker(kv_caches, rank)
+            share = self.geometry.store_share(rank)
+            store = CopyHandler(Direction.STORE, layout, transport.copier(Direction.STORE), share)
             load = CopyHandler(Direction.LOAD, layout, transport.copier(Direction.LOAD))
             self._handlers = [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
         yield from self._handlers

@@ -26,17 +26,21 @@ class CopyWorker(OffloadingWorker):
     engine/v030/worker.py has its request recompute.
     """
 
-    def __init__(self, layout: CopyLayout, store: Copier, load: Copier) -> None:
+    def __init__(self, layout: CopyLayout, store: Copier, load: Copier, share: tuple[int, int] = (0, 1)) -> None:
+        """share: the part of each store that this rank copies (ChunkGeometry.store_share)."""
         self._layout = layout
+        self._share = share
         self._store, self._load = store, load
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        return self._submit(self._store, job_id, src_spec, dst_spec)
+        return self._submit(self._store, job_id, src_spec, dst_spec, self._share)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        return self._submit(self._load, job_id, dst_spec, src_spec)
+        return self._submit(self._load, job_id, dst_spec, src_spec, (0, 1))
 
-    def _submit(self, copier: Copier, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec) -> bool:
+    def _submit(
+        self, copier: Copier, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec, share: tuple[int, int]
+    ) -> bool:
         try:
             assert isinstance(host, BlockIDsLoadStoreSpec)
             plan = plan_copies(
@@ -46,7 +50,7 @@ class CopyWorker(OffloadingWorker):
                 device.block_indices,
                 host.block_ids.astype(np.int64, copy=False),
             )
-            copier.submit(job_id, plan)
+            copier.submit(job_id, plan.share(*share))
         except Exception:  # of any kind: the engine goes on without this copy
             logger.exception("KV job %d cannot be copied", job_id)
             return False

@@ -42,6 +42,7 @@ class SpillwayOffloadingSpec(SpecBase):
             # Of all layers that share the device's blocks: a KVCacheTensor's size is that of the whole allocation.
             rank_block_bytes=config.worker_kv_bytes_per_block,
             num_ranks=config.parallel.world_size,
+            ranks_hold_the_same=config.replicated_layout,  # MLA under tensor parallelism alone
             tokens_per_block=self.tokens_per_block[0],
             tokens_per_hash=self.tokens_per_hash,
             enable_events=self.kv_events_config.enable_kv_cache_events,
@@ -72,6 +73,8 @@ class SpillwayOffloadingSpec(SpecBase):
         Raises ConfigError where the platform's transport cannot be opened.
         """
         if self._worker is None:
-            layout, transport = self._open_worker(kv_caches, self.config.parallel.rank)
-            self._worker = CopyWorker(layout, transport.copier(Direction.STORE), transport.copier(Direction.LOAD))
+            rank = self.config.parallel.rank
+            layout, transport = self._open_worker(kv_caches, rank)
+            store, load = transport.copier(Direction.STORE), transport.copier(Direction.LOAD)
+            self._worker = CopyWorker(layout, store, load, self.geometry.store_share(rank))
         return self._worker

@@ -1,0 +1,32 @@
+"""Whether all ranks of a replica hold the same KV, byte for byte, so that one copy of it serves all of them."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+
+def ranks_hold_the_same(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """True for MLA under tensor parallelism alone.
+
+    Every rank computes the whole latent from hidden states that an all-reduce has made equal. Layers of another kind,
+    such as a drafter's, have heads of their own on each rank; pipeline and context parallelism split layers and tokens.
+    vLLM 0.30 and later decide by the same conditions (`OffloadingConfig.replicated_layout`).
+    """
+    parallel = vllm_config.parallel_config
+    specs = [
+        spec
+        for group in kv_cache_config.kv_cache_groups
+        for spec in (
+            group.kv_cache_spec.kv_cache_specs.values()
+            if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
+            else [group.kv_cache_spec]
+        )
+    ]
+    return (
+        parallel.tensor_parallel_size > 1
+        and parallel.world_size == parallel.tensor_parallel_size
+        and parallel.decode_context_parallel_size == 1
+        and vllm_config.model_config.use_mla
+        and all(isinstance(spec, MLAAttentionSpec) for spec in specs)
+    )
