@@ -49,6 +49,18 @@ def test_loading_a_model_may_take_as_long_as_the_values_say():
     assert engine["livenessProbe"]["httpGet"]["path"] == "/health"
 
 
+def test_a_second_model_leaves_the_first_one_running():
+    """Its entry is `default`: the same objects, and nothing in its pods' template changes."""
+    own = {"offload": {"sharedTier": {"type": "nvme", "nvme": {"volume": {"type": "sharedClaim"}}}}}
+    alone = render(values={"engine": own})
+    both = render(values={"engines": {"default": own, "small": {"model": {"servedName": "small"}}}})
+
+    for kind in ("StatefulSet", "Service", "PersistentVolumeClaim", "PodDisruptionBudget", "ServiceAccount"):
+        (before,) = alone.of_kind(kind, "engine")
+        assert both.named(kind, before["metadata"]["name"]) == before
+    assert len(both.of_kind("StatefulSet", "engine")) == 2
+
+
 def test_gateway_lives_while_engines_load():
     """Its /ready needs an engine, so only its /health may decide on restarts."""
     gateway = probes(render().one("Deployment", "gateway"))

@@ -1,10 +1,11 @@
 {{/* The parts of an engine pod that have arithmetic or cases in them. */}}
 
-{{/* (root, item): the files of an engine's ConfigMap; their hash restarts the pods, and only these. */}}
+{{/* (root, item[, forHash]): the files of an engine's ConfigMap; their hash restarts the pods, and only these. forHash: without
+what the settings are called, which changes when `engine` becomes an entry of `engines` and is no reason to restart. */}}
 {{- define "spillway.engineFiles" -}}
 engine.yaml: |
   # Written by the chart; read by spillway_engine, which adds the pod's name.
-  {{- toYaml .item.settings | nindent 2 }}
+  {{- toYaml (ternary (omit .item.settings "door") .item.settings (default false .forHash)) | nindent 2 }}
 memory.json: |
   {{ toPrettyJson (omit .item.memory "arithmetic") | nindent 2 | trim }}
 {{- if eq .item.platform "npu" }}

@@ -51,7 +51,7 @@ nothing can be concluded from such values. */}}
 {{- $engine := get $groups $key -}}
 {{- $path := ternary (printf "engines.%s" $key) "engine" (ne $key "") -}}
 {{- include "spillway.wholeNumbers" $engine -}}
-{{- $name := include "spillway.name" (dict "root" $root "suffix" (ternary (printf "engine-%s" $key) "engine" (ne $key ""))) -}}
+{{- $name := include "spillway.name" (dict "root" $root "suffix" (has $key (list "" "default") | ternary "engine" (printf "engine-%s" $key))) -}}
 {{- $accelerator := deepCopy (get $presets $engine.accelerator.preset) -}}
 {{- include "spillway.accelerator" (dict "engine" $engine "accelerator" $accelerator) -}}
 {{- $shape := dict -}}

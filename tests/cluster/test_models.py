@@ -1,0 +1,143 @@
+"""Several models behind one gateway: none of them may cost another one's clients a request, not even one at zero."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from cluster.client_pod import ClientPod, LoadResult
+from cluster.helm import VERSION, Release
+from cluster.kube import Kubernetes, Object
+from cluster.report import Row
+from cluster.values import OPERATIONS_PORT, Values, over, simulated
+from stack_driver.deadlines import eventually
+
+WAITING = "spillway_gateway_admission_waiting_requests"
+# What KEDA's own definition declares, as far as the API server needs it: nobody acts on it here.
+SCALED_OBJECTS = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "scaledobjects.keda.sh"},
+    "spec": {
+        "group": "keda.sh",
+        "scope": "Namespaced",
+        "names": {"kind": "ScaledObject", "plural": "scaledobjects", "singular": "scaledobject"},
+        "versions": [
+            {
+                "name": "v1alpha1",
+                "served": True,
+                "storage": True,
+                "schema": {
+                    "openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+                },
+            }
+        ],
+    },
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(release: Release, client: ClientPod) -> None:
+    """One model, by `engine` alone."""
+    release.install(simulated())
+    client.create()
+
+
+def three(**fields: Any) -> Values:
+    """The first model, one that will be away, and one that rolls."""
+    base = {
+        "default": {},
+        "away": {"model": {"servedName": "away"}, "replicas": 0},
+        "rolling": {"model": {"servedName": "rolling"}, "replicas": 1},
+    }
+    return simulated(engines=over(base, fields))
+
+
+def engines_of(namespace: Kubernetes, model: str) -> list[Object]:
+    return namespace.pods_labelled(f"spillway/engine={model}")
+
+
+def uids(pods: list[Object]) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in pods}
+
+
+def no_failure(result: LoadResult, case: Row) -> None:
+    case.requests, case.failed, case.note = result.requests, result.failed, result.words()
+    assert result.failed == 0, result.failures
+
+
+def test_further_models(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """from `engine` to `engines` under load: the running model's pods stay"""
+    before = uids(engines_of(namespace, "default"))
+    with client.load() as result:
+        release.upgrade(three())
+        eventually("the further model is served", lambda: chat(namespace, client, "rolling")["status"] == 200, 180.0)
+        client.wait_for_requests(client.progress() + 40)
+    no_failure(result, case)
+    assert uids(engines_of(namespace, "default")) == before, "no engine of the first model had a reason to restart"
+
+
+def test_one_model_away(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """one model at replicas: 0, one rolling with its only replica: the other one's requests all succeed"""
+    before = uids(engines_of(namespace, "rolling"))
+    with client.load() as result:
+        release.upgrade(three(rolling={"offload": {"numCpuBlocks": 48}}))
+        eventually("the rolling model's pod is another", lambda: not uids(engines_of(namespace, "rolling")) & before)
+        client.wait_for_requests(client.progress() + 40)
+        assert not engines_of(namespace, "away")
+        assert len(namespace.ready_pods("gateway")) == 2, "a model that is away makes no gateway unready"
+    no_failure(result, case)
+    eventually("the rolling model is back", lambda: chat(namespace, client, "rolling")["status"] == 200, 180.0)
+    away = chat(namespace, client, "away")
+    assert away["status"] == 503, away
+
+
+def test_scale_to_zero(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """to zero and back by the gateways' own count: a request waits, is counted, and is answered by the new engine"""
+    namespace.apply(SCALED_OBJECTS)
+    scaling = {"enabled": True, "minReplicas": 0, "trigger": "gateway"}
+    try:
+        eventually("the API server serves ScaledObjects", lambda: served(namespace), 60.0)
+        release.upgrade(three(away={"autoscaling": scaling}))
+        scale(namespace, 0)
+        eventually("the model is at zero", lambda: not engines_of(namespace, "away"), 120.0)
+        assert waiting_requests(namespace, client) == 0
+        with client.load() as result, ThreadPoolExecutor(1) as background:
+            answer = background.submit(chat, namespace, client, "away")
+            eventually("the request is counted", lambda: waiting_requests(namespace, client) == 1, 60.0)
+            scale(namespace, 1)
+            woken = answer.result(timeout=180.0)
+        assert woken["status"] == 200, woken
+        assert waiting_requests(namespace, client) == 0
+        no_failure(result, case)
+    finally:
+        release.upgrade(three())
+        namespace.kubectl("delete", "crd", SCALED_OBJECTS["metadata"]["name"], "--ignore-not-found")
+
+
+def served(namespace: Kubernetes) -> bool:
+    return "scaledobjects" in namespace.kubectl("api-resources", "--api-group=keda.sh", check=False)
+
+
+def scale(namespace: Kubernetes, replicas: int) -> None:
+    """What KEDA does."""
+    namespace.kubectl("scale", "statefulset", "chat-spillway-engine-away", f"--replicas={replicas}")
+
+
+def chat(namespace: Kubernetes, client: ClientPod, model: str) -> dict[str, Any]:
+    """From the same pod, to another model."""
+    service = client.url.removeprefix("http://")
+    return ClientPod(namespace, service, model, f"spillway-gateway:{VERSION}").chat()
+
+
+def waiting_requests(namespace: Kubernetes, client: ClientPod) -> int:
+    """Of the model that is away, over all gateways, as Prometheus would add them up."""
+    total = 0.0
+    for pod in namespace.ready_pods("gateway"):
+        page = client.get_text(f"http://{pod['status']['podIP']}:{OPERATIONS_PORT}/metrics")
+        values = [
+            line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(f'{WAITING}{{model="away"}}')
+        ]
+        total += sum(map(float, values))
+    return int(total)
