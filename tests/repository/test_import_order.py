@@ -15,7 +15,7 @@ LEVELS = {
         "census errors interruption pace plan_arithmetic quantities store",
         "frame_filter namespace_summary nvme_store plan_input progress redis_store seal_check",
         "plan_options run store_choice",
-        "listing options plan purge status",
+        "listing options plan purge status tenant_id",
         "verify",
         "command",
         "__main__",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.access.gatekeeper import Gatekeeper
-from spillway_gateway.access.keys import KeyRing, Priority, hash_key, parse_keys, read_keys, tenant_salt
+from spillway_gateway.access.keys import KeyRing, Priority, hash_key, parse_keys, read_keys
 from spillway_gateway.access.limits import Settlement, TenantUsage, give_back, settle
 from spillway_gateway.config.settings import AuthConfig
 from spillway_gateway.errors import ConfigError, KeyMissing, KeyUnknown, ModelForbidden, TenantLimited
@@ -126,17 +126,6 @@ def test_files_that_cannot_be_used_stop_the_start(tmp_path: Path) -> None:
         Gatekeeper(AuthConfig(str(tmp_path / "keys.yaml"), str(tmp_path / "salt")))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(tmp_path / "absent.yaml")
-
-
-@given(st.text(), st.none() | st.text(), st.text(), st.none() | st.text())
-def test_salts_differ_wherever_tenant_or_own_salt_do(
-    tenant: str, own: str | None, other: str, other_own: str | None
-) -> None:
-    salt = tenant_salt(b"s" * 32, tenant, own)
-
-    assert (salt == tenant_salt(b"s" * 32, other, other_own)) == ((tenant, own) == (other, other_own))
-    assert salt != tenant_salt(b"t" * 32, tenant, own)
-    assert len(salt) == 43 and salt.isascii()
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 3_000)), max_size=60))

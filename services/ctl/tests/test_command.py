@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from spillway_ctl.frame_filter import FrameFilter
 from spillway_ctl.interruption import Interruption
 from spillway_ctl.purge import purge
 from spillway_ctl.run import DECLINED, Run
+from spillway_gateway.access.gatekeeper import Gatekeeper
+from spillway_gateway.access.keys import hash_key
+from spillway_gateway.config.settings import AuthConfig
+from spillway_settings.typed import read_settings
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -57,6 +62,8 @@ def test_every_help_has_examples_and_exit_statuses(capsys: pytest.CaptureFixture
         (("purge", "--nvme", "/x", "--all", "--json"), "--yes or --dry-run"),
         (("purge", "--nvme", "/x", "--all"), "no terminal"),
         (("tenant", "--salt-env", "SURELY_UNSET"), "SURELY_UNSET"),
+        (("tenant", "--salt-env", "A", "--client-salt-env", "B"), "is read with --name alone"),
+        (("tenant",), "--salt-env --name is required"),
         (("frobnicate",), "invalid choice"),
     ],
 )
@@ -132,6 +139,37 @@ def test_the_tenant_of_a_salt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert main(["tier", "tenant", "--salt-env", "SALT"]) == 0
     out = capsys.readouterr().out
     assert len(out.strip()) == 16 and "customer" not in out
+
+
+def test_a_name_needs_the_whole_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "short").write_text("s" * 31)
+    command = ("tier", "tenant", "--name", "search")
+
+    assert "--name needs --salt-secret-file" in refused(capsys, *command)
+    assert "cannot be read" in refused(capsys, *command, "--salt-secret-file", str(tmp_path / "none"))
+    short = refused(capsys, *command, "--salt-secret-file", str(tmp_path / "short"))
+    assert "31 bytes given, at least 32 needed" in short and "sss" not in short
+
+
+@pytest.mark.parametrize("own", [None, "thread-9"])
+def test_the_tenant_of_a_name_is_the_one_of_the_gateways_salt(
+    own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys, secret = tmp_path / "keys.yaml", tmp_path / "salt"
+    keys.write_text(json.dumps({"tenants": [{"name": "search", "keys": [hash_key("sk-" + "k" * 40)]}]}))
+    secret.write_text("s" * 64 + "\n")
+    config = {"keysFile": str(keys), "saltSecretFile": str(secret)}
+    gatekeeper = Gatekeeper(read_settings(AuthConfig, config))
+    salt = gatekeeper.salt(gatekeeper.tenant_of([(b"authorization", b"Bearer sk-" + b"k" * 40)]), own)
+    assert salt is not None
+    monkeypatch.setenv("SALT", salt)
+    monkeypatch.setenv("OWN", own or "")
+    more = ["--client-salt-env", "OWN"] if own else []
+
+    assert main(["tier", "tenant", "--salt-env", "SALT"]) == 0
+    assert main(["tier", "tenant", "--name", "search", "--salt-secret-file", str(secret), *more]) == 0
+    first, second = capsys.readouterr().out.split()
+    assert first == second
 
 
 @pytest.mark.parametrize("kind", ["nvme", "redis"])

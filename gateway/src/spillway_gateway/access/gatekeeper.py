@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spillway_gateway.access.keys import NOBODY, SECRET_BYTES_MIN, KeyRing, Tenant, read_keys, tenant_salt
+from spillway_gateway.access.keys import NOBODY, KeyRing, Tenant, read_keys
 from spillway_gateway.access.limits import Settlement, SharedLimitsUnavailable, TenantUsage, limited
 from spillway_gateway.config.settings import AuthConfig
 from spillway_gateway.errors import (
@@ -25,6 +25,7 @@ from spillway_gateway.errors import (
     RouteNotSalted,
     TokensNotCounted,
 )
+from spillway_settings.tenant_salts import SECRET_BYTES_MIN, tenant_salt
 
 if TYPE_CHECKING:
     from spillway_gateway.access.shared_limits import SharedLimits

@@ -17,7 +17,6 @@ KEY_BYTES_MIN are refused when they are hashed.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
 
 from spillway_gateway.config import unique_yaml
@@ -34,7 +32,6 @@ from spillway_gateway.errors import ConfigError
 KEY_BYTES_MIN = 24
 KEY_BYTES_MAX = 512
 FILE_BYTES_MAX = 16 * 1024 * 1024
-SECRET_BYTES_MIN = 32  # of auth.saltSecretFile
 _PREFIX = "sha256:"
 
 
@@ -113,19 +110,6 @@ def hash_key(key: str) -> str:
             "python -c 'import secrets; print(\"sk-\" + secrets.token_urlsafe(32))'"
         )
     return _PREFIX + hashlib.sha256(data).hexdigest()
-
-
-def tenant_salt(secret: bytes, tenant: str, client_salt: str | None) -> str:
-    """A tenant's cache_salt: 43 characters, base64url of HMAC-SHA256 (RFC 2104). Pure.
-
-    The engine hashes it into every block, so no tenant can hit another's prefix cache. client_salt divides the
-    tenant's own cache further.
-
-    The two names are encoded as one JSON list, so no pair of them can be written as another pair.
-    """
-    message = msgspec.json.encode(["spillway cache salt 1", tenant, client_salt])
-    digest = hmac.digest(secret, message, hashlib.sha256)
-    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
 def read_keys(path: Path) -> KeyRing:

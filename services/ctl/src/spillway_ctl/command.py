@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from spillway_connector.errors import ConfigError, TierError
 from spillway_connector.tiers.inspection import CheckPayload
 from spillway_ctl.errors import CommandError
-from spillway_ctl.frame_filter import tenant_of_salt
 from spillway_ctl.interruption import Interruption
 from spillway_ctl.listing import listing
 from spillway_ctl.options import choice_of, filter_of, parser
@@ -21,6 +20,7 @@ from spillway_ctl.run import INTERRUPTED, OK, WRONG, Run
 from spillway_ctl.status import status
 from spillway_ctl.store import Store
 from spillway_ctl.store_choice import StoreChoice
+from spillway_ctl.tenant_id import print_tenant
 from spillway_ctl.verify import verify
 from spillway_engine.errors import SettingsError
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with interruption.watching():
             if given.area == "plan":
                 return plan(planned_engines(given), rates_of(given), given.prompt_tokens, as_json=given.json)
-            return _tenant(given.salt_env) if given.command == "tenant" else _on_store(given, interruption)
+            return print_tenant(given) if given.command == "tenant" else _on_store(given, interruption)
     except (CommandError, ConfigError, SettingsError, TierError) as error:
         print(f"spillway: {error}", file=sys.stderr, flush=True)
         return WRONG
@@ -92,11 +92,3 @@ def _seals(choice: StoreChoice, store: Store) -> tuple[CheckPayload | None, set[
     store.check()
     check = SealCheck(list(store.namespaces()), choice.encryption_key_file, choice.encryption_key_env)
     return check, check.opens
-
-
-def _tenant(variable: str) -> int:
-    salt = os.environ.get(variable)
-    if not salt:
-        raise CommandError(f"--salt-env {variable}: the environment variable is not set or empty; set it to the salt")
-    print(tenant_of_salt(salt).hex())
-    return OK

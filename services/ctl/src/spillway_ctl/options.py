@@ -23,7 +23,7 @@ Look into a shared tier, prove it whole, and remove from it, while engines use i
   spillway tier ls        frame by frame
   spillway tier verify    read every byte and compare checksums
   spillway tier purge     remove by namespace, tenant and age
-  spillway tier tenant    the tenant id of a cache salt
+  spillway tier tenant    the tenant id of a cache salt, or of a tenant's name
 """
 
 EXIT_STATUSES = """\
@@ -67,6 +67,8 @@ examples:
     "tenant": """\
 examples:
   SALT=customer-7 spillway tier tenant --salt-env SALT
+  kubectl get secret gateway-salt -o jsonpath='{.data.secret}' | base64 -d \\
+    | spillway tier tenant --name search --salt-secret-file -
 """,
 }
 
@@ -88,8 +90,16 @@ def parser() -> argparse.ArgumentParser:
     _ls(commands)
     _verify(commands)
     _purge(commands)
-    tenant = _add(commands, "tenant", "print the tenant id of a cache salt")
-    tenant.add_argument("--salt-env", metavar="NAME", required=True, help="the environment variable with the salt")
+    tenant = _add(commands, "tenant", "print the tenant id of a cache salt, or of a tenant of the gateway by its name")
+    whose = tenant.add_mutually_exclusive_group(required=True)
+    whose.add_argument("--salt-env", metavar="NAME", help="the environment variable with the salt")
+    whose.add_argument("--name", metavar="TENANT", help="as in the gateway's keys.yaml; needs --salt-secret-file")
+    tenant.add_argument(
+        "--salt-secret-file", metavar="FILE", type=Path, help="the gateway's auth.saltSecret; - for standard input"
+    )
+    tenant.add_argument(
+        "--client-salt-env", metavar="NAME", help="with --name: the variable with the salt that the client itself sends"
+    )
     return top
 
 

@@ -1,0 +1,56 @@
+"""`spillway tier tenant`: under which id a tenant's blocks lie in a shared tier."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from spillway_ctl.errors import CommandError
+from spillway_ctl.frame_filter import tenant_of_salt
+from spillway_ctl.run import OK
+from spillway_settings.tenant_salts import SECRET_BYTES_MIN, tenant_salt
+
+
+def print_tenant(given: argparse.Namespace) -> int:
+    """The 16 digits that `--tenant` of the other commands takes. Raises CommandError, which shows no salt."""
+    print(tenant_of_salt(_salt(given)).hex())
+    return OK
+
+
+def _salt(given: argparse.Namespace) -> str:
+    own = {"--salt-secret-file": given.salt_secret_file, "--client-salt-env": given.client_salt_env}
+    if given.salt_env is not None:
+        for option, value in own.items():
+            if value is not None:
+                raise CommandError(f"{option} {value}: is read with --name alone; remove it, or give --name")
+        return _variable("--salt-env", given.salt_env)
+    if given.salt_secret_file is None:
+        raise CommandError(
+            "--name needs --salt-secret-file, the file with the gateway's salt secret; - reads it from stdin"
+        )
+    secret = _secret(given.salt_secret_file)
+    client_salt = _variable("--client-salt-env", given.client_salt_env) if given.client_salt_env is not None else None
+    return tenant_salt(secret, given.name, client_salt)
+
+
+def _variable(option: str, name: str) -> str:
+    text = os.environ.get(name)
+    if not text:
+        raise CommandError(f"{option} {name}: the environment variable is not set or empty; set it to the salt")
+    return text
+
+
+def _secret(path: Path) -> bytes:
+    """As the gateway reads it: blanks at both ends are no part of it."""
+    try:
+        secret = (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).strip()
+    except OSError as error:
+        raise CommandError(f"--salt-secret-file {path}: cannot be read ({error.strerror}); give a file") from error
+    if len(secret) < SECRET_BYTES_MIN:
+        raise CommandError(
+            f"--salt-secret-file {path}: {len(secret)} bytes given, at least {SECRET_BYTES_MIN} needed; give the whole "
+            "content of gateway.auth.saltSecret, decoded"
+        )
+    return secret
