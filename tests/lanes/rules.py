@@ -141,6 +141,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "tests/engine_lives": ("0.32",),
     "tests/generations": ("0.30", "0.32"),
     "tests/stock_tiers": ("0.30", "0.32"),
+    "tests/upstream": ("0.32",),
 }
 # Tests over a whole stack that the lane `other-vllm` runs once more, with engines of that version (VLLM=), all else of
 # the local environment.

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker
+from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, RequestOffloadingContext, ScheduleEndContext
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
@@ -15,13 +16,16 @@ from spillway_connector.engine.stock import tiers
 from spillway_connector.engine.stock.tiers import SpillwayNvmeTier
 from spillway_connector.engine.v030 import connector
 from spillway_connector.engine.v030.cpu_tier import ArcCpuTier, make_cpu_tier
-from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.v030.scheduler import RequestState, SpillwayConnectorScheduler
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
+from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
 from spillway_connector.namespace import Namespace
+from spillway_connector.tiers.disk.files.tier import FileTier
 from upstream.mock_manager import answering_prefixes
 from upstream.substitution import Substitutes
 
 _ROW_BYTES = 4096
+_CONTEXT = ReqContext(req_id="upstream")
 _NO_ENGINE = SimpleNamespace(scheduler_half=None, salt_of=lambda request_id: None)
 
 
@@ -33,8 +37,10 @@ class _NoMemory:
 
 
 def cpu_tier(num_chunks: int, cache_policy: str = "lru", enable_events: bool = False, **_: Any) -> Any:
-    """For CPUOffloadingManager."""
-    return make_cpu_tier(num_chunks, _NoMemory(), cache_policy, enable_events)  # type: ignore[arg-type]
+    """For CPUOffloadingManager, whose events are compared with its medium."""
+    tier = make_cpu_tier(num_chunks, _NoMemory(), cache_policy, enable_events)  # type: ignore[arg-type]
+    tier.medium = Medium.CPU  # type: ignore[attr-defined]
+    return tier
 
 
 def primary_tier(num_chunks: int, mmap_region: Any, **_: Any) -> ArcCpuTier:
@@ -42,16 +48,28 @@ def primary_tier(num_chunks: int, mmap_region: Any, **_: Any) -> ArcCpuTier:
     return ArcCpuTier(num_chunks, mmap_region)
 
 
-def tiering_manager(primary_tier: Any, secondary_tiers: list[Any], **_: Any) -> SpillwayTieringManager:
-    """For TieringOffloadingManager, with room for as many promotions as vLLM would make."""
-    config = ConnectorConfig.parse(
-        {
-            "num_cpu_blocks": 5,
-            "promotion_in_flight_fraction": 1.0,
-            "promotion_per_request_fraction": 1.0,
-        }
-    )
-    return SpillwayTieringManager(primary_tier, secondary_tiers, 5, config, chunk_tokens=16, chunk_bytes=_ROW_BYTES)
+class Manager(SpillwayTieringManager):
+    """For TieringOffloadingManager, with room for as many promotions as vLLM would make. vLLM's tests look up which
+    requests it was told of."""
+
+    def __init__(self, primary_tier: Any, secondary_tiers: list[Any], **_: Any) -> None:
+        config = ConnectorConfig.parse(
+            {
+                "num_cpu_blocks": 5,
+                "promotion_in_flight_fraction": 1.0,
+                "promotion_per_request_fraction": 1.0,
+            }
+        )
+        super().__init__(primary_tier, secondary_tiers, 5, config, chunk_tokens=16, chunk_bytes=_ROW_BYTES)
+        self._req_state: dict[str, ReqContext] = {}
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._req_state[req_context.req_id] = req_context
+        return super().on_new_request(req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        del self._req_state[req_context.req_id]
+        super().on_request_finished(req_context)
 
 
 class NvmeTier(SpillwayNvmeTier):
@@ -68,6 +86,13 @@ class NvmeTier(SpillwayNvmeTier):
         ):
             super().__init__(offloading_spec, primary_kv_view, tier_type, path=root_dir, mode="files", **options)
 
+        self.file_mapper = SimpleNamespace(get_file_name=self._file_of)
+
+    def _file_of(self, key: Any) -> str:
+        backend = self._shared._tier
+        assert isinstance(backend, FileTier)
+        return backend._path(key)
+
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         deadline = time.monotonic() + 30.0
         while (answer := super().lookup(key, req_context)) is LookupResult.RETRY and time.monotonic() < deadline:
@@ -78,6 +103,11 @@ class NvmeTier(SpillwayNvmeTier):
     def drain_jobs(self) -> None:
         """vLLM's tests drain a tier to see its jobs ended, and go on with it."""
         self._shared.drain(60.0)
+
+
+def lookup_and_wait(tier: NvmeTier, keys: list[Any], ctx: Any = _CONTEXT, timeout: float = 1.0) -> list[LookupResult]:
+    """Of vLLM's test, which reads the queue of its tier's lookups."""
+    return [tier.lookup(key, ctx) for key in keys]
 
 
 class StubbedScheduler(SpillwayConnectorScheduler):
@@ -110,11 +140,30 @@ def transfer_config(original: Any) -> Any:
     return make
 
 
+class _AnyTouch:
+    """vLLM 0.32 touches nothing: its CPU tier orders chunks when a request finishes. Spillway touches at look-ups."""
+
+    def __call__(self, keys: Any, req_context: Any) -> None: ...
+
+    def assert_not_called(self) -> None: ...
+
+
+def make_worker(original: Any) -> Any:
+    """The worker half that vLLM's tests import and build."""
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        with patch.object(worker, "OffloadingConnectorWorker", SpillwayConnectorWorker):
+            return original(*arguments, **options)
+
+    return make
+
+
 def mock_spec(original: Any) -> Any:
     class MockOffloadingSpec(original):  # type: ignore[misc]
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             answering_prefixes(self.manager, LookupResult.HIT, LookupResult.MISS)
+            self.manager.touch = _AnyTouch()
 
     return MockOffloadingSpec
 
@@ -129,14 +178,19 @@ SUBSTITUTES: Substitutes = {
     "kv_offload/cpu/test_manager.py": {"CPUOffloadingManager": _instead(cpu_tier)},
     "kv_offload/tiering/test_tiering_offloading.py": {
         "CPUPrimaryTierOffloadingManager": _instead(primary_tier),
-        "TieringOffloadingManager": _instead(tiering_manager),
+        "TieringOffloadingManager": _instead(Manager),
     },
-    "kv_offload/tiering/test_fs_tier.py": {"FileSystemTierManager": _instead(NvmeTier)},
+    "kv_offload/tiering/test_fs_tier.py": {
+        "FileSystemTierManager": _instead(NvmeTier),
+        "lookup_and_wait": _instead(lookup_and_wait),
+    },
     f"{_CONNECTOR}/utils.py": {
         "OffloadingConnector": spillway_connector,
         "KVTransferConfig": transfer_config,
         "MockOffloadingSpec": mock_spec,
     },
+    f"{_CONNECTOR}/test_scheduler.py": {"RequestOffloadState": _instead(RequestState)},
+    f"{_CONNECTOR}/test_worker.py": {"_make_worker": make_worker},
     f"{_CONNECTOR}/test_metrics.py": {"OffloadingConnector": spillway_connector},
     f"{_CONNECTOR}/test_worker_metadata.py": {"OffloadingWorkerMetadata": _instead(SpillwayWorkerMetadata)},
 }

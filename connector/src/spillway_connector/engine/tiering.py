@@ -156,8 +156,12 @@ class TieringManager(PrefixLookupManager):
                 self.primary_tier.complete_read(job.keys, job.req_context)
             return
         self._bounds.rows_in_flight -= len(job.keys)
-        arrived: Collection[OffloadKey] = job.keys if result.success else ()
-        lost: Collection[OffloadKey] = () if result.success else job.keys
+        arrived: Collection[OffloadKey] = job.keys
+        lost: Collection[OffloadKey] = ()
+        if not result.success:
+            # Since 0.30 a tier of vLLM's names the chunks that were loaded nevertheless.
+            good = set(getattr(result, "successful_keys", None) or ())
+            arrived, lost = [key for key in job.keys if key in good], [key for key in job.keys if key not in good]
         if isinstance(result, TierJobResult):
             if result.failed_keys:
                 arrived = [key for key in job.keys if key not in result.failed_keys]

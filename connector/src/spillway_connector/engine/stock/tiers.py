@@ -39,6 +39,7 @@ from spillway_connector.engine.stock.namespace import stock_namespace
 from spillway_connector.engine.stock.stats import take_stats, tier_metric_definitions
 from spillway_connector.engine.tenancy import tenant_of
 from spillway_connector.engine.tier_stats import TierReport
+from spillway_connector.engine.v030.tier_adapter import remote_store_source
 from spillway_connector.errors import ConfigError
 from spillway_connector.tiers.tier import NO_TENANT
 from spillway_connector.transfer.jobs import JobOutcome
@@ -202,6 +203,7 @@ class SpillwayRedisTier(StockTier):
     """Redis or Valkey: one server, Sentinel or Cluster."""
 
     DEFAULT_LOCALITY = Locality.REMOTE
+    cache_hit_source: ClassVar[Any] = remote_store_source()
 
     @classmethod
     def _parse(cls, options: dict[str, Any]) -> NvmeTierConfig | RedisTierConfig:

@@ -28,7 +28,6 @@ from spillway_connector.engine.kv_parts import (
     unsupported,
     views_of,
 )
-from spillway_connector.errors import ConfigError
 
 
 def place_kv_caches(
@@ -84,7 +83,7 @@ def _layers(group: KVCacheGroupSpec) -> Iterator[tuple[str, KVCacheSpec]]:
 def _whole_block(
     kv_caches: Mapping[str, LayerCache], config: KVCacheConfig, groups: Sequence[KVCacheGroupSpec]
 ) -> Part | None:
-    """The part that is a block of all layers; None where the layers are outermost."""
+    """The part that is a block of all layers; None where there is none, as with the layers outermost."""
     placed = {layer: (tensor, at) for tensor in config.kv_cache_tensors for at, layer in enumerate(tensor.layers)}
     layers = [layer for group in groups for layer, _ in _layers(group) if layer in placed]
     if not layers or len(layers) != len({*layers}):
@@ -98,10 +97,7 @@ def _whole_block(
         base = cache.data_ptr() - tensor.offset - at * tensor.layer_stride
         part = Part(cache, base, tensor.block_stride, tensor.block_stride)
         if found is not None and (found.base, found.stride_bytes) != (base, tensor.block_stride):
-            raise ConfigError(
-                f"the KV cache of layer {layer} lies in another allocation than those before it, although blocks are "
-                "said to hold all layers; turn offload off for this model"
-            )
+            return None  # an allocation for each group: then their layers are copied by themselves
         found = part
     return found
 

@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     ScheduleEndContext,
 )
-from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from spillway_connector.engine.prefix_tier import TIER_TYPES, ChunkOwner, SharedTierBase
@@ -51,6 +51,8 @@ class SharedTierAdapter(SharedTierBase):
         except ValueError:
             known = ", ".join(member.value for member in Locality)
             raise ConfigError(f"secondary tier {tier_type!r}: locality: {locality!r} is not one of {known}") from None
+        if tier_type == "redis" and (unspecified := remote_store_source()) is not None:
+            self.cache_hit_source = unspecified
         self._open(offloading_spec, primary_kv_view, tier_type, options)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -72,3 +74,8 @@ def register_tiers() -> None:
     for tier_type in TIER_TYPES:
         if tier_type not in SecondaryTierFactory._registry:
             SecondaryTierFactory.register_tier(tier_type, SharedTierAdapter.__module__, SharedTierAdapter.__name__)
+
+
+def remote_store_source() -> Any:
+    """What vLLM counts a hit in a remote store as since 0.32; by the medium alone, STORAGE, it would count as disk."""
+    return getattr(SecondaryTierManager, "cache_hit_source", None)

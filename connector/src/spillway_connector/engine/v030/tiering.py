@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import LookupResult, OffloadingEvent, OffloadKey, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 
-from spillway_connector.engine.prefix_lookup import ChunkState
+from spillway_connector.engine.prefix_lookup import ChunkState, Promotion
 from spillway_connector.engine.samples import Samples
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.engine.v030.stats import connector_stats
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # 0.30 does not ask where a hit came from
+    CacheHitSource = None
 
 _ANSWER = {
     ChunkState.READY: LookupResult.HIT,
@@ -32,6 +38,30 @@ class SpillwayTieringManager(TieringManager):
     """EngineCore process, scheduler thread; no method blocks."""
 
     _of_workers: Samples | None = None  # to be reported with the next statistics
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # By request: the chunks that were promoted for it, and where from.
+        self._load_sources: dict[str, dict[OffloadKey, Any]] = {}
+
+    def _submit_promotion(self, tier: SecondaryTierManager, promotion: Promotion) -> None:
+        if CacheHitSource is not None:
+            sources = self._load_sources.setdefault(promotion.context.req_id, {})
+            sources.update(dict.fromkeys(promotion.keys, tier.cache_hit_source))
+        super()._submit_promotion(tier, promotion)
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
+        """vLLM's contract since 0.32, for a chunk that is a hit: a CacheHitSource. A later request finds a promoted chunk
+        in the CPU tier."""
+        return self._load_sources.get(req_context.req_id, {}).get(key, CacheHitSource.HOST)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._load_sources.pop(req_context.req_id, None)
+        super().on_request_finished(req_context)
+
+    def reset_cache(self) -> None:
+        self._load_sources.clear()
+        super().reset_cache()
 
     def add_of_workers(self, samples: Samples) -> None:
         """Since 0.30 the scheduler's process alone reports statistics; workers send theirs with their metadata."""
