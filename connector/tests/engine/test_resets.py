@@ -54,6 +54,31 @@ def region() -> Iterator[HostRegion]:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_what_a_reset_drops_is_announced_once(region: HostRegion, policy: str):
+    """Else a gateway would go on believing in those chunks. Of a chunk that was never ready nothing was announced."""
+    tier = make_cpu_tier(ROWS, region, policy, enable_events=True)
+    tier.on_new_request(CONTEXT)
+    ready, written = [key(1), key(2)], [key(3)]
+    assert tier.prepare_store(ready, CONTEXT) is not None
+    tier.complete_store(ready, CONTEXT)
+    assert tier.prepare_store(written, CONTEXT) is not None
+    (stored,) = tier.take_events()
+    tier.reset_cache()
+    (removed,) = tier.take_events()
+    assert removed.removed and (set(removed.keys), removed.medium) == (set(ready), stored.medium)
+    tier.reset_cache()
+    assert list(tier.take_events()) == []
+
+
+def test_without_events_a_reset_keeps_none(region: HostRegion):
+    tier = make_cpu_tier(ROWS, region, "lru", enable_events=False)
+    assert tier.prepare_store([key(1)], CONTEXT) is not None
+    tier.complete_store([key(1)], CONTEXT)
+    tier.reset_cache()
+    assert list(tier.take_events()) == []
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("seed", range(20))
 def test_no_row_is_handed_out_while_a_job_may_use_it(region: HostRegion, policy: str, seed: int):
     """Random jobs on either side of resets; each has its chunks, and once these are dropped its rows."""

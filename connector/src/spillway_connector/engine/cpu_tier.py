@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 from itertools import islice, repeat
 from typing import Any
@@ -80,8 +80,16 @@ class CpuTier(OffloadingManager):
     def _drop_all(self) -> int:
         """All chunks, ready or not. Returns the number of rows that have ever been handed out, 0 to that."""
 
+    @abstractmethod
+    def _event(self, keys: list[OffloadKey], removed: bool) -> OffloadingEvent: ...
+
+    def _announce(self, keys: Iterable[OffloadKey], removed: bool) -> None:
+        if self.events is not None and (announced := list(keys)):
+            self.events.append(self._event(announced, removed))
+
     def reset_cache(self) -> None:
         """Drop every chunk; rows that jobs still read or write are quarantined until `release`."""
+        self._announce(self.ready, removed=True)
         self.quarantine += self._rows_in_use()
         rows = self._drop_all()
         self.ready.clear()
@@ -126,9 +134,6 @@ class LruRows(CpuTier):
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
         self._readers: dict[OffloadKey, int] = {}  # of the chunks that are being read
         self.resident = self._rows.keys()
-
-    @abstractmethod
-    def _event(self, keys: list[OffloadKey], removed: bool) -> OffloadingEvent: ...
 
     def free_rows(self) -> int:
         return len(self._free_list) + self._num_rows - self._allocated_rows
@@ -228,10 +233,6 @@ class LruRows(CpuTier):
                 continue
             victims += [key for key in batch if key not in self._readers and key in self.ready and key not in kept]
         return victims[:count]
-
-    def _announce(self, keys: Sequence[OffloadKey], removed: bool) -> None:
-        if keys and self.events is not None:
-            self.events.append(self._event(list(keys), removed))
 
 
 class ArcRows(CpuTier, CPUOffloadingManager):

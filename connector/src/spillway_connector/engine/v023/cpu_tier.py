@@ -16,18 +16,20 @@ def make_cpu_tier(num_rows: int, region: HostRegion, policy: str, enable_events:
     return kind(num_rows, region, enable_events=enable_events)
 
 
-class LruCpuTier(LruRows):
+class _CpuEvents(CpuTier):
+    def _event(self, keys: list[OffloadKey], removed: bool) -> OffloadingEvent:
+        return OffloadingEvent(keys=keys, medium=CPULoadStoreSpec.medium(), removed=removed)
+
+
+class LruCpuTier(_CpuEvents, LruRows):
     """LruRows with the answers and events of vLLM 0.23."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """True: ready. None: being written. False: not here."""
         return True if key in self.ready else (None if key in self._rows else False)
 
-    def _event(self, keys: list[OffloadKey], removed: bool) -> OffloadingEvent:
-        return OffloadingEvent(keys=keys, medium=CPULoadStoreSpec.medium(), removed=removed)
 
-
-class ArcCpuTier(ArcRows):
+class ArcCpuTier(_CpuEvents, ArcRows):
     """ArcRows with the names of vLLM 0.23."""
 
     def _row_of(self, status: BlockStatus) -> int:

@@ -26,7 +26,12 @@ def make_cpu_tier(num_rows: int, region: HostRegion, policy: str, enable_events:
     return kind(num_rows, region, enable_events=enable_events)
 
 
-class LruCpuTier(LruRows):
+class _CpuEvents(CpuTier):
+    def _event(self, keys: list[OffloadKey], removed: bool) -> OffloadingEvent:
+        return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed)
+
+
+class LruCpuTier(_CpuEvents, LruRows):
     """LruRows with the answers and events of vLLM 0.30 and later."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -35,11 +40,8 @@ class LruCpuTier(LruRows):
             return LookupResult.HIT
         return LookupResult.HIT_PENDING if key in self._rows else LookupResult.MISS
 
-    def _event(self, keys: list[OffloadKey], removed: bool) -> OffloadingEvent:
-        return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed)
 
-
-class ArcCpuTier(ArcRows):
+class ArcCpuTier(_CpuEvents, ArcRows):
     """ArcRows with the names of vLLM 0.30 and later, and reads for shared tiers that count as no use."""
 
     def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:

@@ -51,8 +51,8 @@ class SpillwayTieringManager(TieringManager):
         super()._submit_promotion(tier, promotion)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        """vLLM's contract since 0.32, for a chunk that is a hit: a CacheHitSource. A later request finds a promoted chunk
-        in the CPU tier."""
+        """vLLM's contract since 0.32, for a chunk that is a hit: a CacheHitSource. For later requests than the one it
+        was promoted for, it is in the CPU tier."""
         return self._load_sources.get(req_context.req_id, {}).get(key, CacheHitSource.HOST)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
