@@ -50,7 +50,7 @@ def primary_tier(num_chunks: int, mmap_region: Any, **_: Any) -> ArcCpuTier:
 
 class Manager(SpillwayTieringManager):
     """For TieringOffloadingManager, with room for as many promotions as vLLM would make. vLLM's tests look up which
-    requests it was told of."""
+    requests it has seen."""
 
     def __init__(self, primary_tier: Any, secondary_tiers: list[Any], **_: Any) -> None:
         config = ConnectorConfig.parse(

@@ -25,7 +25,7 @@ needs_sources = pytest.mark.skipif(
 
 
 class StorageTier(SecondaryTierManager):
-    """One of vLLM's: it holds every chunk, and ends each load as it is told to."""
+    """One of vLLM's: it holds every chunk, and ends each load as the test sets it."""
 
     medium = Medium.STORAGE
 
