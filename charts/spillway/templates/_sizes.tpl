@@ -16,7 +16,7 @@ have no exact fractions. */}}
 {{- else if ge . 9223372036854775808.0 -}}is 8 EiB or more
 {{- else -}}{{ int64 (ceil .) }}
 {{- end -}}
-{{- else if regexMatch "^[0-9]{1,6}[MGT]iB?$" . -}}
+{{- else if regexMatch "^[1-9][0-9]{0,5}[MGT]iB?$" . -}}
 {{- /* What most sizes are, as each of the steps below costs time in every render. */ -}}
 {{- $unit := regexFind "[MGT]" . -}}
 {{- mul (int64 (regexFind "^[0-9]+" .)) (get (dict "M" 1048576 "G" 1073741824 "T" 1099511627776) $unit) -}}

@@ -8,6 +8,8 @@ from spillway_connector.setting_names import SettingNames
 from spillway_engine.errors import SettingsError
 from spillway_settings.typed import CamelSection, Count, Text
 
+LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]  # those that vLLM has kernels for
+
 
 class LoraAdapter(CamelSection, frozen=True):
     name: Text  # what clients write into "model"
@@ -20,7 +22,7 @@ class LoraAdapter(CamelSection, frozen=True):
 
 class LoraSettings(CamelSection, frozen=True):
     adapters: tuple[LoraAdapter, ...] = ()
-    max_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16  # of all adapters; those that vLLM has kernels for
+    max_rank: LoraRank = 16  # of all adapters
     max_active: Count = 1  # adapters in one batch; requests of further ones wait
     max_in_memory: Count | None = None  # adapters kept in host memory; None: as many as max_active
 

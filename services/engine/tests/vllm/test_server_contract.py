@@ -6,17 +6,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from spillway_connector.setting_names import PLAIN_NAMES
 from spillway_engine.errors import SettingsError
 from spillway_engine.extra_arguments import DECIDED_BY_A_SETTING, SECRET, WHY_FIXED, check_extra_arguments
+from spillway_engine.lora_settings import LoraRank
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
-from spillway_engine.settings import EngineSettings
+from spillway_engine.settings import EngineSettings, KvCacheDtype
 from spillway_engine.settings_reader import read_settings
 from spillway_engine.vllm_arguments import MIDDLEWARE, SERVER_MODULE, server_arguments
 
@@ -49,6 +50,30 @@ def parser() -> Any:
             continue
         return found.make_arg_parser(FlexibleArgumentParser())
     raise AssertionError("this vLLM builds its server's arguments elsewhere")
+
+
+def test_the_server_takes_adapters_and_quantisation(parser: Any) -> None:
+    adapters = [{"name": "support", "path": "/adapters/support"}, {"name": "sql", "path": "owner/sql"}]
+    model = {**TREE["model"], "kvCacheDtype": "fp8", "quantization": "fp8"}
+    lora = {"adapters": adapters, "maxRank": 64, "maxActive": 2, "maxInMemory": 8}
+    settings = read_settings(EngineSettings, {**TREE, "model": model, "lora": lora})
+    machine = MACHINES["npu"]
+    given = parser.parse_args(server_arguments(settings, machine, plan_memory(settings, SHAPE, machine)))
+
+    assert [(each.name, each.path, each.base_model_name) for each in given.lora_modules] == [
+        ("support", "/adapters/support", "m"),
+        ("sql", "owner/sql", "m"),
+    ]
+    assert (given.enable_lora, given.max_lora_rank, given.max_loras, given.max_cpu_loras) == (True, 64, 2, 8)
+    assert (given.kv_cache_dtype, given.quantization) == ("fp8", "fp8")
+
+
+def test_the_server_knows_every_kv_dtype_and_rank(parser: Any) -> None:
+    """Of all that the settings accept, so that none is refused only when the engine starts."""
+    for dtype in get_args(KvCacheDtype):
+        assert parser.parse_args(["--kv-cache-dtype", dtype]).kv_cache_dtype == dtype
+    for rank in get_args(LoraRank):
+        assert parser.parse_args(["--max-lora-rank", str(rank)]).max_lora_rank == rank
 
 
 @pytest.mark.parametrize("platform", MACHINES)
