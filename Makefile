@@ -155,6 +155,10 @@ bench-turns: ## Multi-turn load on one CUDA device, by offload. PYTHON_CUDA= one
 bench-routing: $(STAMP) ## Routing policies over simulated engines, one run, virtual time. About four minutes
 	@$(BIN)/python bench/routing.py
 
+.PHONY: bench-prediction
+bench-prediction: $(STAMP) ## Cached tokens that the gateway expects, by tier, beside what two real engines report. About eight minutes
+	@$(BIN)/python bench/prediction.py $(BENCH)
+
 .PHONY: bench-gateway
 bench-gateway: $(STAMP) ## The gateway beside other routers over mock engines: requests/s, added time, CPU, memory. About seven minutes
 	@$(BIN)/python bench/gateway.py $(BENCH)

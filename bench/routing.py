@@ -334,7 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--policies", nargs="+", choices=sorted(_policies()))
     parser.add_argument("--scale", type=float, default=1.0, help="share of each trace's requests")
     parser.add_argument("--mooncake", type=Path, help="a trace file in Mooncake's format instead of the generated one")
-    parser.add_argument("--announce-shared", action="store_true", help="engines announce the shared tier's blocks too")
+    parser.add_argument(
+        "--silent-shared", action="store_true", help="no events of the shared tier, as engines of other connectors"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of traces, and of policies that draw lots")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
@@ -346,8 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"SIMULATED: {options.engines} engines, rates of preset {PRESET}; rivals re-implemented from descriptions")
     for fleet in options.fleets:
         shape = FLEETS[fleet]
-        if options.announce_shared:
-            shape = replace(shape, engine=replace(shape.engine, announce_shared=True))
+        if options.silent_shared:
+            shape = replace(shape, engine=replace(shape.engine, announce_shared=False))
         for trace_name in options.traces or traces:
             trace = traces[trace_name]()
             print(f"\n{fleet}: {trace.name}: {trace.about}\n{_heading()}")

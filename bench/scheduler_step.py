@@ -254,7 +254,9 @@ def spillway_rig(num_rows: int, folder: Path, layout: str = "slab") -> Iterator[
     hold.set()
     cpu_tier = make_cpu_tier(num_rows, region, "lru", enable_events=False)
     geometry = SimpleNamespace(payload_bytes=ROW_BYTES, row_bytes=ROW_BYTES)
-    spec = SimpleNamespace(geometry=geometry, namespace=Namespace.of({"bench": "scheduler_step"}))
+    spec = SimpleNamespace(
+        geometry=geometry, namespace=Namespace.of({"bench": "scheduler_step"}), announces_blocks=False
+    )
     options = {"path": str(folder / "nvme"), "mode": layout, "max_bytes": 1 << 28}
     options |= {name: FOREVER_SECONDS for name in ("lookup_timeout_seconds", "load_timeout_seconds")}
     open_tier = prefix_tier.open_tier

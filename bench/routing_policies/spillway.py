@@ -124,7 +124,9 @@ def gateway_event(event: KvEvent, block_tokens: int) -> event_decoder.KvEvent:
             extra_keys=[[event.salt]] if event.salt is not None else [],
             group=0,
             spec_kind=None,
+            store=event_decoder.store_of(event.medium.value),
         )
     if isinstance(event, BlocksRemoved):
-        return event_decoder.BlockRemoved(list(event.keys), _TIERS[event.medium], 0)
+        store = event_decoder.store_of(event.medium.value)
+        return event_decoder.BlockRemoved(list(event.keys), _TIERS[event.medium], 0, store)
     return event_decoder.AllBlocksCleared()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_connector.errors import ConfigError
-from spillway_connector.namespace import Namespace, explain_difference
+from spillway_connector.namespace import STORE_ID_BYTES, Namespace, explain_difference, store_id_of
 
 _names = st.text(min_size=1, max_size=8)
 _values = st.recursive(
@@ -57,3 +57,10 @@ def test_the_difference_names_the_fields() -> None:
         'model: ours "a", stored "b"; tp: ours 1, stored has none'
     )
     assert "damaged" in explain_difference(ours.document, theirs.document[:-5])
+
+
+def test_a_store_is_one_namespace_in_one_place() -> None:
+    ours = store_id_of(b"here", b"n" * 16)
+    assert len(ours) == STORE_ID_BYTES
+    assert ours == store_id_of(b"here", b"n" * 16)
+    assert len({ours, store_id_of(b"there", b"n" * 16), store_id_of(b"here", b"m" * 16)}) == 3

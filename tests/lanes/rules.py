@@ -135,6 +135,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/test_resets.py": ("0.30", "0.32"),
     "connector/tests/engine/test_shares.py": ("0.30", "0.32"),
     "connector/tests/engine/test_scheduler.py": ("0.30", "0.32"),
+    "connector/tests/engine/test_shared_tier_events.py": ("0.30", "0.32"),
     "connector/tests/engine/test_spec_base.py": ("0.30", "0.32"),
     "connector/tests/engine/test_transports.py": ("0.30", "0.32"),
     "connector/tests/engine/v030": ("0.30", "0.32"),

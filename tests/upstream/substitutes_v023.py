@@ -74,6 +74,7 @@ class NvmeTier(SharedTierAdapter):
         spec = SimpleNamespace(
             geometry=SimpleNamespace(payload_bytes=row_bytes, row_bytes=row_bytes),
             namespace=Namespace.of({"model": "upstream"}),
+            announces_blocks=False,
         )
         super().__init__(spec, primary_kv_view, "nvme", path=root_dir, mode="files")  # type: ignore[arg-type]
 

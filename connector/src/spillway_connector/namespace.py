@@ -15,6 +15,7 @@ from blake3 import blake3
 from spillway_connector.errors import ConfigError
 
 NAMESPACE_DIGEST_BYTES = 16
+STORE_ID_BYTES = 8
 FORMAT_VERSION = 1  # of the frame around every stored block: tiers/frame.py, docs/formats.md
 _FORMAT_FIELD = "frame_format"
 
@@ -57,6 +58,16 @@ class Namespace:
     @property
     def hex(self) -> str:
         return self.digest16.hex()
+
+
+def store_id_of(place: bytes, namespace_digest: bytes) -> bytes:
+    """The name of one namespace in one place, which engines and gateways compare. Pure.
+
+    place: the same in all processes that use it, on whatever node, and in no other place. Equal names mean that each
+    finds the other's blocks: those of another model, generation of vLLM, dtype or encryption key are in another
+    namespace, and two nodes' own disks are two places.
+    """
+    return blake3(namespace_digest + place).digest(length=STORE_ID_BYTES)
 
 
 def explain_difference(ours: bytes, theirs: bytes) -> str:

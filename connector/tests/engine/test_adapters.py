@@ -186,7 +186,7 @@ def open_engine(store: Path | None = None) -> Iterator[EngineProcess]:
     cpu_tier, tiers = make_cpu_tier(ROWS, region, "lru", enable_events=True), []
     if store is not None:
         geometry = ChunkGeometry(rank_block_bytes=4096, blocks_per_chunk=1, num_ranks=1)
-        spec: Any = SimpleNamespace(geometry=geometry, namespace=Namespace.of({"model": "one"}))
+        spec: Any = SimpleNamespace(geometry=geometry, namespace=Namespace.of({"model": "one"}), announces_blocks=True)
         limits = {"lookup_timeout_seconds": 60.0, "load_timeout_seconds": 60.0, "store_timeout_seconds": 60.0}
         options = {"path": str(store), "max_bytes": 1 << 26} | limits
         tiers.append(SharedTierAdapter(spec, cpu_tier.get_kv_memoryview(), "nvme", **options))

@@ -63,13 +63,14 @@ class GatewayMetrics:
         )
         self._predicted_tokens = Counter(
             "spillway_gateway_predicted_cached_tokens",
-            "Prompt tokens expected to be cached on the chosen engine, where the reply reported the actual number.",
-            ("model",),
+            "Prompt tokens expected to be cached for the chosen engine, by tier, where the reply reported the actual "
+            "number.",
+            ("model", "tier"),
             registry=self.registry,
         )
         self._actual_tokens = Counter(
             "spillway_gateway_actual_cached_tokens",
-            "Prompt tokens that the engine's usage reported as cached.",
+            "Prompt tokens that the engine's usage reported as cached; it does not say in which tier.",
             ("model",),
             registry=self.registry,
         )

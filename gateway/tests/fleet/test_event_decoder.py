@@ -167,3 +167,26 @@ def test_hashes_normalise_alike() -> None:
     assert normalise_hash(VECTOR) == normalise_hash(b"prefix" * 4 + VECTOR.to_bytes(8, "big")) == VECTOR
     assert normalise_hash("text") is None
     assert normalise_hash(True) is None
+
+
+@pytest.mark.parametrize(
+    ("medium", "store"),
+    [
+        ("redis/00112233445566aa", "redis/00112233445566aa"),
+        ("nvme/00112233445566aa", "nvme/00112233445566aa"),
+        ("redis/00112233445566AA", None),
+        ("redis/00112233445566aa0", None),
+        ("redis/", None),
+        ("STORAGE", None),
+        ("GPU", None),
+        (None, None),
+        (7, None),
+    ],
+)
+def test_a_medium_names_a_store_in_spillways_form_alone(medium: object, store: str | None) -> None:
+    stored = ["BlockStored", [1], None, [], 0, None, medium, None]
+    removed = ["BlockRemoved", [1], medium]
+    batch = decode_batch(msgspec.msgpack.encode([1.0, [stored, removed], None]))
+    assert [event.store for event in batch.events if not isinstance(event, AllBlocksCleared)] == [store, store]
+    if store is not None:
+        assert tier_of(medium) is Tier.SHARED

@@ -17,6 +17,7 @@ import zmq.asyncio
 from spillway_gateway.config.settings import EngineConfig, RoutingConfig
 from spillway_gateway.fleet import kv_events, kv_replay
 from spillway_gateway.fleet.engine import Engine, EngineState
+from spillway_gateway.fleet.event_decoder import BlockRemoved, Tier
 from spillway_gateway.fleet.kv_events import EventFollower
 from spillway_gateway.fleet.kv_replay import ReplayFailed
 from spillway_gateway.fleet.prefix_index import PrefixIndex
@@ -28,6 +29,7 @@ from spillway_gateway.testing.running import gateway_config, running_gateway, un
 
 BLOCK = 4
 PROMPT = list(range(16))
+STORE = "redis/00000000000000aa"
 
 
 class Followed:
@@ -45,7 +47,7 @@ class Followed:
     def held_tokens(self) -> int:
         keys = token_block_keys(namespace_key("m"), PROMPT, BLOCK)
         found = self.index.match(keys, BLOCK)
-        return found["e"].total_tokens if found else 0
+        return found["e"].total_tokens if "e" in found else 0
 
     def count(self, metric: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(metric, {"engine": "e", **labels}) or 0.0
@@ -89,6 +91,25 @@ async def test_what_was_published_before_is_replayed_and_what_follows_is_live(pu
         publisher.removed([2])
         await until(lambda: view.held_tokens() == 8)
         assert view.engine.events_live
+
+
+async def test_a_second_replay_changes_no_store_but_says_who_loads_from_it(publisher: KvPublisher) -> None:
+    """Meanwhile another engine may have announced something else about the same blocks."""
+    for block in range(2):
+        store(publisher, block)
+    publisher.stored([0, 1], None, [], 0, medium=STORE)
+    publisher.removed([0, 1])
+    async with followed(publisher) as view:
+        await until(lambda: view.held_tokens() == 8)
+        view.index.add_engine("other")
+        view.index.apply("other", BlockRemoved([1], Tier.SHARED, 0, store=STORE))
+        assert view.held_tokens() == 4
+        replays = view.count("spillway_gateway_event_replays_total", outcome="completed")
+        view.engine.set_state(EngineState.DOWN, "hung")
+        await until(lambda: view.held_tokens() == 0)
+        view.engine.set_state(EngineState.READY, "ready")
+        await until(lambda: view.count("spillway_gateway_event_replays_total", outcome="completed") > replays)
+        assert view.held_tokens() == 4
 
 
 async def test_a_gap_is_replayed(publisher: KvPublisher) -> None:
@@ -335,10 +356,10 @@ async def test_a_backlog_of_small_batches_is_applied_over_many_event_loop_iterat
     follower = EventFollower(view.engine, view.index, view.metrics, context, clock=lambda: now)
     apply = view.index.apply
 
-    def slow_apply(*arguments: Any) -> None:
+    def slow_apply(*arguments: Any, **named: Any) -> None:
         nonlocal now
         now += kv_events.ITERATION_SECONDS_MAX * 0.4
-        apply(*arguments)
+        apply(*arguments, **named)
 
     async def count_iterations() -> None:
         nonlocal iterations
@@ -361,7 +382,11 @@ async def test_a_backlog_of_small_batches_is_applied_over_many_event_loop_iterat
 
 async def test_requests_follow_the_events(start_engine: Any) -> None:
     """End to end: the engine announces blocks, and the next request with that prefix goes there by token blocks."""
-    engines = [await start_engine(name=name, publisher=KvPublisher(), block_tokens=16) for name in ("a", "b")]
+    publisher = KvPublisher()
+    engines = [
+        await start_engine(name=name, publisher=published, block_tokens=16)
+        for name, published in (("a", KvPublisher()), ("b", publisher))
+    ]
     config = gateway_config(engines, routing={"speculativeSeconds": 0.001, "defaultBlockTokens": 16})
     prompt = list(range(200))
     async with running_gateway(config) as running, aiohttp.ClientSession() as client:
@@ -375,13 +400,27 @@ async def test_requests_follow_the_events(start_engine: Any) -> None:
         async with client.post(running.url + "/v1/completions", data=body) as reply:
             usage = (await reply.json())["usage"]
             headers = reply.headers
-        async with client.get(running.url + "/metrics") as reply:
-            metrics = await reply.text()
+        await until(lambda: "actual_cached_tokens_total{" in running.gateway.metrics.exposition().decode())
+        metrics = running.gateway.metrics.exposition().decode()
+
+        # Announced and not there: an engine that finds nothing leaves the number out, and it counts as 0.
+        other = list(range(1_000, 1_200))
+        publisher.stored([900 + block for block in range(12)], None, other[:192], 16)
+        keys = token_block_keys(namespace_key("fake"), other, 16)
+        await until(lambda: fleet.index.match(keys, 16).get("b", NOTHING_HELD).total_tokens == 192)
+        async with client.post(
+            running.url + "/v1/completions", data=json.dumps({"model": "fake", "prompt": other})
+        ) as reply:
+            assert (await reply.json())["usage"]["prompt_tokens_details"] is None
+        in_vain = 'spillway_gateway_predicted_cached_tokens_total{model="fake",tier="device"} 384.0'
+        await until(lambda: in_vain in running.gateway.metrics.exposition().decode())
+        later = running.gateway.metrics.exposition().decode()
 
     assert (headers["x-spillway-engine"], headers["x-spillway-route"]) == ("b", "prefix")
     assert int(headers["x-spillway-prefix-tokens"]) == usage["prompt_tokens_details"]["cached_tokens"] == 192
-    assert 'spillway_gateway_predicted_cached_tokens_total{model="fake"} 192.0' in metrics
+    assert 'spillway_gateway_predicted_cached_tokens_total{model="fake",tier="device"} 192.0' in metrics
     assert 'spillway_gateway_actual_cached_tokens_total{model="fake"} 192.0' in metrics
+    assert 'spillway_gateway_actual_cached_tokens_total{model="fake"} 192.0' in later
 
 
 async def test_requests_follow_the_events_of_their_adapter(start_engine: Any) -> None:

@@ -10,10 +10,10 @@ from spillway_gateway.config.settings import EngineConfig, ModelConfig, RoutingC
 from spillway_gateway.errors import NoEngineReady
 from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.fleet.engine_metrics import EngineReading
-from spillway_gateway.fleet.event_decoder import BlockStored, Tier
+from spillway_gateway.fleet.event_decoder import BlockRemoved, BlockStored, Tier
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
-from spillway_gateway.routing.fleet_view import NOTHING_HELD, EngineRates
+from spillway_gateway.routing.fleet_view import NOTHING_HELD, EngineRates, HeldPrefix
 from spillway_gateway.routing.prefix import PromptBlocks, token_block_keys
 
 
@@ -64,7 +64,31 @@ def test_the_next_request_sees_the_one_before() -> None:
     again = fleet.choose(prompt, frozenset())
 
     assert first.engine is again.engine
-    assert (again.decision.held.device_tokens, again.decision.uncached_tokens) == (1000, 1)
+    # The last token is always computed, and on the device with the block that it ends.
+    assert (again.decision.held.device_tokens, again.decision.uncached_tokens) == (996, 4)
+
+
+@pytest.mark.parametrize(
+    ("device_blocks", "prompt_tokens", "expected"),
+    [
+        (4, 17, HeldPrefix(16, 0, 0)),
+        (4, 16, HeldPrefix(12, 0, 0)),  # the last token is computed, and on the device with its block
+        (3, 16, HeldPrefix(12, 0, 0)),  # one block is not loaded behind the device's
+        (2, 16, HeldPrefix(8, 8, 0)),  # more are
+        (0, 16, HeldPrefix(0, 16, 0)),  # a tier provides all of a prompt
+    ],
+)
+def test_what_an_engine_would_not_use_of_its_blocks_does_not_count(
+    device_blocks: int, prompt_tokens: int, expected: HeldPrefix
+) -> None:
+    fleet = fleet_of(["a"])
+    tokens = list(range(16))
+    fleet.index.apply("a", BlockStored([1, 2, 3, 4], None, tokens, 4, Tier.DEVICE, None, [], 0, None))
+    fleet.index.apply("a", BlockStored([1, 2, 3, 4], None, [], 0, Tier.CPU, None, [], 0, None))
+    fleet.index.apply("a", BlockRemoved([1, 2, 3, 4][device_blocks:], Tier.DEVICE, 0))
+    prompt = PromptBlocks(token_block_keys(fleet.index.namespace(), tokens, 4), 4, prompt_tokens, 1)
+
+    assert fleet.choose(prompt, frozenset()).decision.held == expected
 
 
 def test_idle_engines_compute_the_same_prompt_side_by_side() -> None:
@@ -189,7 +213,9 @@ def test_loads_at_one_store_count_for_every_engine_until_the_first_byte() -> Non
     routing = RoutingConfig(shared_store_tokens_per_second=1_000.0)
     fleet = fleet_of(["a", "b"], routing=routing)
     index = fleet.index
-    index.apply("a", BlockStored([1], None, [1, 2, 3, 4], 4, Tier.SHARED, None, [], 0, None))
+    index.apply("a", BlockStored([1], None, [1, 2, 3, 4], 4, Tier.DEVICE, None, [], 0, None))
+    index.apply("a", BlockStored([1], None, [], 0, Tier.SHARED, None, [], 0, None, store="redis/0000000000000001"))
+    index.apply("a", BlockRemoved([1], Tier.DEVICE, 0))
     prompt = PromptBlocks(token_block_keys(index.namespace(), [1, 2, 3, 4], 4), 4, 5, 1)
 
     first = fleet.choose(prompt, frozenset())

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from spillway_gateway.fleet import block_table
+from spillway_gateway.fleet import block_table, prefix_index
+from spillway_gateway.fleet.engine_blocks import EARLY_BYTES
 from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from spillway_gateway.fleet.prefix_index import ENTRY_BYTES, HOLDER_BYTES, WAITING_SHARE, PrefixIndex
+from spillway_gateway.fleet.shared_stores import STORES_MAX, UNUSED_SECONDS
 from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.prefix import namespace_key, token_block_keys
 
@@ -95,12 +97,147 @@ def test_a_late_cpu_event_finds_a_block_that_left_the_device() -> None:
     assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 4, 0)}
 
 
-def test_shared_blocks_can_be_loaded_by_every_engine() -> None:
+REDIS, NODE = "redis/00000000000000aa", "nvme/00000000000000bb"
+
+
+def in_store(hashes: list[int], store: str = REDIS) -> BlockStored:
+    """Without hashes: the engine loads from the store."""
+    return BlockStored(hashes, None, [], 0, Tier.SHARED, None, [], 0, None, store=store)
+
+
+def out_of_store(hashes: list[int], store: str = REDIS) -> BlockRemoved:
+    return BlockRemoved(hashes, Tier.SHARED, 0, store=store)
+
+
+def test_blocks_of_a_store_count_for_every_engine_that_loads_from_it() -> None:
+    made = index()
+    made.add_engine("c")
+    made.apply("a", stored([1, 2], None, PROMPT[:8]))
+    made.apply("a", in_store([1, 2]))
+    made.apply("b", in_store([]))
+    made.apply("c", in_store([], NODE))
+    made.apply("a", BlockRemoved([1, 2], Tier.DEVICE, 0))
+
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 8), "b": HeldPrefix(0, 0, 8)}
+    assert [made.shared_stores_of(name) for name in "abc"] == [1, 1, 1]
+    assert made.shared_stores == 2
+    made.apply("b", stored([1], None, PROMPT[:4]))
+    assert made.match(keys(PROMPT), BLOCK)["b"] == HeldPrefix(4, 0, 4)
+
+
+def test_shared_blocks_without_a_named_store_count_for_their_engine_alone() -> None:
     made = index()
     made.apply("a", stored([1, 2], None, PROMPT[:8], Tier.SHARED))
-    made.apply("b", stored([1], None, PROMPT[:4]))
 
-    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 8), "b": HeldPrefix(4, 0, 4)}
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 8)}
+
+
+def test_any_engine_of_a_store_announces_that_a_block_is_gone() -> None:
+    made = index()
+    made.apply("a", stored([1, 2, 3], None, PROMPT[:12]))
+    made.apply("a", in_store([1, 2, 3]))
+    made.apply("a", BlockRemoved([1, 2, 3], Tier.DEVICE, 0))
+    made.apply("b", in_store([]))
+    made.apply("b", out_of_store([2]))
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 4), "b": HeldPrefix(0, 0, 4)}
+
+    made.apply("b", stored([2], 1, PROMPT[4:8]))
+    made.apply("b", in_store([2]))
+    assert made.match(keys(PROMPT), BLOCK)["a"] == HeldPrefix(0, 0, 12)
+
+
+def test_what_lies_in_a_store_outlives_its_engines() -> None:
+    made = index()
+    made.apply("a", stored([1, 2], None, PROMPT[:8]))
+    made.apply("a", in_store([1, 2]))
+    list(made.clear_engine("a"))
+    assert made.match(keys(PROMPT), BLOCK) == {}
+
+    made.apply("a", in_store([]))
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 8)}
+
+    list(made.retire_engine("a"))
+    made.apply("b", in_store([]))
+    assert made.match(keys(PROMPT), BLOCK) == {"b": HeldPrefix(0, 0, 8)}
+
+
+def test_a_store_without_engines_is_dropped_after_an_hour() -> None:
+    clock = Clock()
+    made = index(clock=clock)
+    made.apply("a", stored([1], None, PROMPT[:4]))
+    made.apply("a", in_store([1]))
+    list(made.clear_engine("a"))
+    assert made.blocks == 1
+
+    clock.now = UNUSED_SECONDS
+    list(made.clear_engine("b"))
+    assert (made.blocks, made.shared_stores) == (0, 0)
+    made.apply("a", in_store([]))
+    assert made.match(keys(PROMPT), BLOCK) == {}
+
+
+def test_an_engine_that_stops_loading_from_a_store_finds_nothing_there() -> None:
+    made = index()
+    made.apply("a", stored([1], None, PROMPT[:4]))
+    made.apply("a", in_store([1]))
+    made.apply("a", BlockRemoved([1], Tier.DEVICE, 0))
+    made.apply("a", out_of_store([]))
+    assert made.match(keys(PROMPT), BLOCK) == {}
+
+    made.apply("a", in_store([]))
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 4)}
+
+
+def test_events_seen_before_change_no_store_but_name_its_engines() -> None:
+    made = index()
+    made.apply("a", stored([1, 2], None, PROMPT[:8]))
+    made.apply("a", in_store([1, 2]))
+    list(made.clear_engine("a"))
+    made.apply("b", out_of_store([2]))
+    made.apply("a", stored([1, 2], None, PROMPT[:8]), seen=True)
+    made.apply("a", in_store([1, 2]), seen=True)
+    made.apply("a", out_of_store([1]), seen=True)
+    made.apply("a", BlockRemoved([1, 2], Tier.DEVICE, 0), seen=True)
+
+    assert made.match(keys(PROMPT), BLOCK)["a"] == HeldPrefix(0, 0, 4)
+
+
+@pytest.mark.parametrize("tier", [Tier.CPU, Tier.SHARED])
+def test_a_block_that_is_loaded_is_announced_before_its_tokens_are(tier: Tier) -> None:
+    made = index()
+    low, gone = (
+        (stored([1, 2], None, [], Tier.CPU), BlockRemoved([2], Tier.CPU, 0))
+        if tier is Tier.CPU
+        else (in_store([1, 2]), out_of_store([2]))
+    )
+    made.apply("a", low)
+    assert made.match(keys(PROMPT), BLOCK) == {}
+    made.apply("a", gone)
+    made.apply("a", stored([1, 2], None, PROMPT[:8]))
+    made.apply("a", BlockRemoved([1, 2], Tier.DEVICE, 0))
+
+    expected = HeldPrefix(0, 4, 0) if tier is Tier.CPU else HeldPrefix(0, 0, 4)
+    assert made.match(keys(PROMPT), BLOCK)["a"] == expected
+    assert made.waiting_bytes < 1_000
+
+
+def test_blocks_without_tokens_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "EARLY_MAX", 10)
+    made = index()
+    for number in range(25):
+        made.apply("a", in_store([number]))
+
+    assert made.unknown_blocks_total == 15
+    assert made.waiting_bytes == 10 * EARLY_BYTES
+
+
+def test_stores_are_bounded() -> None:
+    made = index()
+    for number in range(STORES_MAX + 5):
+        made.apply("a", in_store([1], f"nvme/{number:016x}"))
+
+    assert made.shared_stores == STORES_MAX
+    assert made.unknown_blocks_total == 5
 
 
 def test_orphans_wait_for_their_parent() -> None:
@@ -263,8 +400,12 @@ def test_the_block_size_of_most_engines_comes_first_through_a_rolling_change() -
 def test_no_engine_loads_shared_blocks_of_another_size() -> None:
     made = index()
     made.add_engine("c")
-    made.apply("a", stored([1], None, PROMPT[:4], Tier.SHARED))
+    made.apply("a", stored([1], None, PROMPT[:4]))
+    made.apply("a", in_store([1]))
+    made.apply("a", BlockRemoved([1], Tier.DEVICE, 0))
     made.apply("c", stored([5], None, PROMPT, block=16))
+    for name in ("b", "c"):
+        made.apply(name, in_store([]))
 
     assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 4), "b": HeldPrefix(0, 0, 4)}
 

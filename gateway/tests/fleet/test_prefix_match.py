@@ -10,6 +10,7 @@ from spillway_gateway.fleet.event_decoder import Tier
 from spillway_gateway.fleet.prefix_match import match_blocks, set_bits
 
 ENGINES = 3
+STORES = 2
 DEVICES = sum(1 << (slot * BITS_PER_ENGINE) for slot in range(ENGINES))
 NOW = 10.0
 tiers = st.sets(st.sampled_from(Tier))
@@ -28,28 +29,47 @@ def entry_of(held: list[set[Tier]], speculative: set[int], current: bool) -> Ent
     )
 
 
-@given(prompt=blocks, visible=st.sets(st.integers(0, ENGINES - 1)), sized=st.sets(st.integers(0, ENGINES - 1)))
+engine_sets = st.sets(st.integers(0, ENGINES - 1))
+
+
+@given(
+    prompt=blocks,
+    in_stores=st.lists(st.sets(st.integers(0, STORES - 1)), min_size=8, max_size=8),
+    engines_of=st.lists(engine_sets, min_size=STORES, max_size=STORES),
+    visible=engine_sets,
+    sized=engine_sets,
+)
 def test_each_engine_is_matched_as_if_it_were_alone(
-    prompt: list[tuple[list[set[Tier]], set[int], bool]], visible: set[int], sized: set[int]
+    prompt: list[tuple[list[set[Tier]], set[int], bool]],
+    in_stores: list[set[int]],
+    engines_of: list[set[int]],
+    visible: set[int],
+    sized: set[int],
 ) -> None:
     shard = OrderedDict((key, entry_of(*block)) for key, block in enumerate(prompt))
+    store_bits = [1 << ((ENGINES + store) * BITS_PER_ENGINE + Tier.SHARED) for store in range(STORES)]
+    for key, stores in zip(shard, in_stores, strict=False):
+        shard[key].mask |= sum(store_bits[store] for store in stores)
+    readers = tuple(
+        (store_bits[store], sum(1 << (slot * BITS_PER_ENGINE) for slot in engines_of[store])) for store in range(STORES)
+    )
     devices = sum(1 << (slot * BITS_PER_ENGINE) for slot in sized)
     hidden = sum(1 << (slot * BITS_PER_ENGINE) for slot in range(ENGINES) if slot not in visible)
 
     device_blocks, shared_blocks, total_blocks = match_blocks(
-        [shard], 0, range(len(prompt) + 1), devices, hidden=hidden, now=NOW
+        [shard], 0, range(len(prompt) + 1), devices, stores=readers, hidden=hidden, now=NOW
     )
 
     for slot in range(ENGINES):
         counts = [0, 0, 0]  # device, CPU tier, shared tier
         on_device = True
-        for held, speculative, current in prompt:
+        for (held, speculative, current), stores in zip(prompt, in_stores, strict=False):
             on_device = on_device and (Tier.DEVICE in held[slot] or (current and slot in speculative))
             if on_device:
                 counts[Tier.DEVICE] += 1
             elif Tier.CPU in held[slot]:
                 counts[Tier.CPU] += 1
-            elif any(Tier.SHARED in held[other] for other in sized):
+            elif Tier.SHARED in held[slot] or any(slot in engines_of[store] for store in stores):
                 counts[Tier.SHARED] += 1
             else:
                 break

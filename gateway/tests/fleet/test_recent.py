@@ -21,6 +21,16 @@ def test_prompt_tokens_add_up_by_where_they_were_expected() -> None:
     assert recent.decisions[0].at == 5.0
 
 
+def test_cached_tokens_add_up_as_expected_and_as_reported() -> None:
+    recent = Recent()
+
+    recent.reported("m", 128, 0)
+    recent.reported("m", 256, 300)
+
+    tokens = recent.prompt_tokens["m"]
+    assert (tokens.expected, tokens.reported, tokens.device) == (384, 300, 0)
+
+
 def test_nothing_grows_beyond_its_bound() -> None:
     recent = Recent()
     for at in range(FIRST_BYTES_MAX + DECISIONS_MAX):

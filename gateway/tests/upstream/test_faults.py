@@ -483,11 +483,10 @@ async def test_usage_is_counted_however_events_are_cut(
             options = {"include_usage": True}
             _, _, body = await ask(client, running, messages=messages, stream=True, stream_options=options)
         usage = json.loads(body.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]
-        page = running.gateway.metrics.exposition().decode()
-
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    assert cached > 0
-    assert f'spillway_gateway_actual_cached_tokens_total{{model="fake"}} {float(cached)}' in page
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0
+        counted = f'spillway_gateway_actual_cached_tokens_total{{model="fake"}} {float(cached)}'
+        await until(lambda: counted in running.gateway.metrics.exposition().decode())
 
 
 @pytest.mark.parametrize("write_bytes", [1, 9, 30])

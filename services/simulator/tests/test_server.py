@@ -11,6 +11,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from spillway_simulator.model.events import Medium
+
+STORE = Medium.SHARED.value
 CHAT = {"messages": [{"role": "user", "content": "tell me about tides and the moon"}], "max_tokens": 5}
 
 
@@ -133,7 +136,8 @@ async def test_events_have_the_form_of_their_version_and_can_be_replayed(simulat
         assert {len(frame) for frame in frames} == ({3} if form == "array" else {4})
         assert [int.from_bytes(frame[-2], "big") for frame in frames[:-1]] == list(range(len(frames) - 1))
         events = [event for frame in frames[:-1] for event in events_of(frame[-1])]
-        device = events[0]
+        joined, device = events[:2]  # the first: from which store the engine loads
+        assert (joined[1], joined[6]) == ([], STORE) if form == "array" else joined["medium"] == STORE
         if form == "array":
             assert len(device) == 12 and device[0] == "BlockStored" and device[3:5] == [tokens[:8], 4]
             assert device[6] == "GPU" and device[8] == [["t"], None]

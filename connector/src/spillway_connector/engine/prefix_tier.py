@@ -6,6 +6,7 @@ What a generation's interface calls things differs (answers, ids of rows, argume
 from __future__ import annotations
 
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from spillway_connector.engine.tier_stats import TierReport
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.plan.prefix_memo import ChangeLog
+from spillway_connector.transfer.announcements import Announcement, Announcements
 from spillway_connector.transfer.lookups import Answers
 from spillway_connector.transfer.shared_tier import SharedTier
 
@@ -33,6 +35,7 @@ class ChunkOwner(Protocol):
     """The part of a generation's spec that a tier reads."""
 
     geometry: ChunkGeometry
+    announces_blocks: bool  # whether this engine publishes KV events
 
     @property
     def namespace(self) -> Namespace: ...
@@ -88,6 +91,7 @@ class SharedTierBase(PrefixTier):
             row_bytes=spec.geometry.row_bytes,
             payload_bytes=spec.geometry.payload_bytes,
             limits=config.limits,
+            announcements=Announcements(time.monotonic) if spec.announces_blocks else None,
         )
         self.answered_requests = self._shared.answered_requests
         self.report = TierReport(tier_type, self._shared)
@@ -102,6 +106,9 @@ class SharedTierBase(PrefixTier):
 
     def take_arrived(self) -> Iterable[tuple[int, list[OffloadKey]]]:
         return cast(list[tuple[int, list[OffloadKey]]], self._shared.arrived())
+
+    def take_announcements(self) -> list[Announcement]:
+        return self._shared.take_announcements()
 
     def count_request(self, keys: Sequence[OffloadKey]) -> None:
         self._shared.count_request(keys)

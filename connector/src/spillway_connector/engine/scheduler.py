@@ -31,6 +31,7 @@ from spillway_connector.engine.adapters import AdapterRegistry, adapter_of
 from spillway_connector.engine.early_loads import EarlyLoad, PendingRows
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.request_state import RequestFields
+from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.tenancy import tenant_of
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.plan.load_cost import PrefillTimer
@@ -362,13 +363,15 @@ class SchedulerHalf(OffloadingConnectorScheduler):
                 self.manager.fail_store(job.keys)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Upstream's contract, except that keys are cut to vLLM's block hashes, as in the device's own events."""
+        """Upstream's contract, except that keys are cut to vLLM's block hashes, as in the device's own events, and that
+        the shared tiers' contents are announced too."""
         for event in super().take_events():
             if isinstance(event, BlockStored | BlockRemoved):
                 event.block_hashes = [
                     one[: self._hash_bytes] if isinstance(one, bytes) else one for one in event.block_hashes
                 ]
             yield event
+        yield from shared_tier_events(self.manager.take_announcements(), self._hash_bytes)
 
     def shutdown(self) -> None:
         self.adapters.close()

@@ -88,7 +88,7 @@ class SpecBase(OffloadingSpec):
         self._region_id = region_id
         self._chunk_tokens = tokens_per_block * self.settings.blocks_per_chunk
         self._tokens_per_hash = tokens_per_hash
-        self._enable_events = enable_events
+        self.announces_blocks = enable_events
         self._manager: TieringManager | None = None
         self._layouts: list[dict[str, Any]] = []  # in the scheduler's process, of every rank
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from vllm.v1.kv_offload.base import (
@@ -25,6 +25,7 @@ from spillway_connector.engine.early_loads import PendingRows
 from spillway_connector.engine.prefix_lookup import PrefixLookupManager, Promotion
 from spillway_connector.engine.prefix_tier import SharedTierBase, TierJobResult
 from spillway_connector.engine.samples import Samples
+from spillway_connector.transfer.announcements import Announcement
 
 
 class TierJob(Protocol):
@@ -84,6 +85,12 @@ class TieringManager(PrefixLookupManager):
         """Record the chunks of a new request, once: a full shared tier admits what is requested repeatedly."""
         for tier in self._shared_tiers:
             tier.count_request(keys)
+
+    def take_announcements(self) -> Iterator[tuple[str, Announcement]]:
+        """(tier type, announcement) of all shared tiers. Called once per engine step."""
+        for tier in self._shared_tiers:
+            for announcement in tier.take_announcements():
+                yield tier.tier_type, announcement
 
     @abstractmethod
     def _make_job(

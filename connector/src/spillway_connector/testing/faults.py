@@ -36,6 +36,10 @@ class TierWrapper:
     has_local_index = False  # so that lookups go through `contains`, where faults are injected
 
     @property
+    def store_id(self) -> bytes | None:
+        return self.tier.store_id
+
+    @property
     def evictions(self) -> Mapping[EvictionReason, int]:
         return self.tier.evictions
 

@@ -124,6 +124,14 @@ class TierContract:
         make_tier(NAMESPACE, PAYLOAD_BYTES).store(key_of(1), payload_of(1), soon())
         assert load(make_tier(NAMESPACE, PAYLOAD_BYTES), key_of(1)) == payload_of(1)
 
+    def test_a_store_has_one_name_in_each_namespace(self, make_tier: MakeTier) -> None:
+        names = []
+        for namespace in (NAMESPACE, NAMESPACE, OTHER_NAMESPACE):
+            tier = make_tier(namespace, PAYLOAD_BYTES)
+            tier.prepare(soon())
+            names.append(tier.store_id)
+        assert names[0] is not None and names[0] == names[1] != names[2]
+
     def test_namespaces_do_not_see_each_other(self, make_tier: MakeTier) -> None:
         make_tier(NAMESPACE, PAYLOAD_BYTES).store(key_of(1), payload_of(1), soon())
         other = make_tier(OTHER_NAMESPACE, PAYLOAD_BYTES)

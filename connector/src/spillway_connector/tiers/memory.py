@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
 from spillway_connector.errors import RefusedReason, TierMiss, TierRefused, TierTimeout
-from spillway_connector.namespace import Namespace, explain_difference
+from spillway_connector.namespace import Namespace, explain_difference, store_id_of
 from spillway_connector.tiers.frame import HEADER_BYTES, build_header, verify
 from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, WallClock
 
@@ -23,6 +24,7 @@ class MemoryStore:
         self.frames: OrderedDict[tuple[bytes, bytes], bytearray] = OrderedDict()
         self.documents: dict[bytes, bytes] = {}
         self.lock = threading.Lock()
+        self.place = os.urandom(16)
 
     def used_bytes(self) -> int:
         return sum(len(frame) for frame in self.frames.values())
@@ -52,6 +54,10 @@ class MemoryTier:
         self._closed = False
         self._pressed_until = float("-inf")
         self._evictions: Counter[EvictionReason] = Counter()
+
+    @property
+    def store_id(self) -> bytes | None:
+        return store_id_of(self.medium.place, self._digest)
 
     @property
     def evictions(self) -> Mapping[EvictionReason, int]:

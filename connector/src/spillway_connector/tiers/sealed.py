@@ -185,6 +185,10 @@ class SealedTier:
         return self.tier.name
 
     @property
+    def store_id(self) -> bytes | None:
+        return self.tier.store_id
+
+    @property
     def evictions(self) -> Mapping[EvictionReason, int]:
         return self.tier.evictions
 

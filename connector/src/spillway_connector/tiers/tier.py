@@ -58,6 +58,12 @@ class Tier(Protocol):
         ...
 
     @property
+    def store_id(self) -> bytes | None:
+        """8 bytes that are the same in every process whose entries this tier can read, and in no other; see
+        namespace.py. None until the store has been prepared, or where it has no name."""
+        ...
+
+    @property
     def evictions(self) -> Mapping[EvictionReason, int]:
         """Intact frames that this process removed since it started, by reason; reasons without a frame may be absent.
 

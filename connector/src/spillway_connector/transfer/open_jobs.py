@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierTimeout
+from spillway_connector.errors import RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused, TierTimeout
 from spillway_connector.limits import TransferLimits
 from spillway_connector.plan.prefix_memo import PresenceIndex
 from spillway_connector.tiers.tier import NO_TENANT, Clock
+from spillway_connector.transfer.announcements import Announcements
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.jobs import JobOutcome, TransferJob
 from spillway_connector.transfer.movers import LateEnd, Movers
@@ -40,6 +41,7 @@ class OpenJobs:
         breakers: Mapping[Operation, Breaker],
         clock: Clock,
         progress: threading.Event,
+        announcements: Announcements | None = None,
     ) -> None:
         self._movers = movers
         self._presence = presence
@@ -49,6 +51,7 @@ class OpenJobs:
         self._breakers = breakers
         self._clock = clock
         self._progress = progress
+        self._announcements = announcements
         self.loads: dict[int, TransferJob] = {}
         self.stores: dict[int, TransferJob] = {}
         self._jobs = {Operation.LOAD: self.loads, Operation.STORE: self.stores}
@@ -179,6 +182,13 @@ class OpenJobs:
             self._counters.misses[miss_of_error(error)] += len(keys)
             # Before the job is reported, or the next lookup answers HIT again and the request never ends (vllm#49176).
             self._presence.put_many(keys, False, self._clock())
+        if self._announcements is None:
+            return
+        if operation is Operation.STORE:
+            self._announcements.failed(keys)
+        elif isinstance(error, TierMiss | TierCorrupt):
+            for key in keys:
+                self._announcements.missed(key)
 
     def _take_in_late(self, late: LateEnd) -> None:
         self._counters.moved = True
@@ -187,6 +197,8 @@ class OpenJobs:
         self._count_transfer(operation, 0 if late.error or late.pending else 1, late.seconds)
         if operation is Operation.STORE and late.error is None and not late.pending:
             self._presence.put(late.item.key, True, self._clock())  # late, but it is there
+            if self._announcements is not None:
+                self._announcements.storing((late.item.key,))
 
     def _count_transfer(self, operation: Operation, items: int, seconds: float) -> None:
         counters = self._counters

@@ -20,6 +20,7 @@ from spillway_connector.limits import DEFAULT_LIMITS, TransferLimits
 from spillway_connector.plan.prefix_memo import ChangeLog, PresenceIndex
 from spillway_connector.plan.request_frequency import FrequencySketch
 from spillway_connector.tiers.tier import NO_TENANT, Clock, Tier
+from spillway_connector.transfer.announcements import Announcement, Announcements
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.jobs import JobOutcome, TransferJob, check_shape
 from spillway_connector.transfer.lookups import Answers, Lookup, TierLookups
@@ -40,8 +41,9 @@ class SharedTier:
     """Drives ``tier`` for one scheduler thread.
 
     rows: flat writable bytes of the CPU tier, row i at ``i * row_bytes``; its first ``payload_bytes`` are moved, the
-    padding is not. ``tier`` is closed by close(). ``answered_requests``: requests whose
-    lookup may return something else than PENDING now. ``counters``: for the scheduler thread.
+    padding is not. ``tier`` is closed by close(). ``announcements``: given where anybody hears them.
+    ``answered_requests``: requests whose lookup may return something else than PENDING now. ``counters``: for the
+    scheduler thread.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class SharedTier:
         payload_bytes: int,
         limits: TransferLimits = DEFAULT_LIMITS,
         clock: Clock = time.monotonic,
+        announcements: Announcements | None = None,
     ) -> None:
         if tier.payload_bytes != payload_bytes or not 0 < payload_bytes <= row_bytes:
             raise ValueError(f"payload_bytes: {payload_bytes}; the tier has {tier.payload_bytes}, a row {row_bytes}")
@@ -65,6 +68,7 @@ class SharedTier:
         self.counters = TierCounters()
         self._presence = PresenceIndex()
         self._frequency = FrequencySketch()
+        self._announcements = announcements
         self._breakers = {operation: Breaker(limits.breaker, clock) for operation in Operation}
         self._lookup_breaker, self._load_breaker = (self._breakers[of] for of in (Operation.LOOKUP, Operation.LOAD))
         self._progress = threading.Event()
@@ -99,6 +103,7 @@ class SharedTier:
             breakers=self._breakers,
             clock=clock,
             progress=self._progress,
+            announcements=announcements,
         )
         self._weights_changed = False
         self._closed = False
@@ -121,7 +126,10 @@ class SharedTier:
         if self._weights_changed:
             self.counters.misses[MissReason.WEIGHTS_CHANGED] += 1
             return Answers([Lookup.MISS], float("inf"))
-        return self._lookups.lookup_batch(keys, request_id)
+        answers = self._lookups.lookup_batch(keys, request_id)
+        if self._announcements is not None:
+            self._announce(self._announcements, keys, answers.found)
+        return answers
 
     def count_request(self, keys: Sequence[bytes]) -> None:
         """Record the chunks of a new request, once: under pressure the tier admits chunks requested at least twice."""
@@ -165,6 +173,8 @@ class SharedTier:
                 known |= self._jobs.storing.intersection(keys)
             wanted, rows = list(keys), list(row_indices)
             if known:
+                if self._announcements is not None:
+                    self._announcements.found(known)
                 self._jobs.skip(job, known, SkipReason.PRESENT)
                 wanted, rows = _those_not_in(known, wanted, rows)
             if self._tier.under_pressure:
@@ -181,6 +191,8 @@ class SharedTier:
                     self._jobs.refuse(job, wanted[room:], RefusedReason.QUEUE_FULL, message)
                     wanted, rows = wanted[:room], rows[:room]
                 self._jobs.storing.update(wanted)
+                if self._announcements is not None:
+                    self._announcements.storing(wanted)
                 self._jobs.start(job, wanted, rows)
         self._jobs.end_if_done(job)
 
@@ -197,6 +209,12 @@ class SharedTier:
     def request_finished(self, request_id: str) -> None:
         """Drop the request's waiting time. Its jobs go on and are reported."""
         self._lookups.drop_request(request_id)
+
+    def take_announcements(self) -> list[Announcement]:
+        """What to announce about the tier's contents since the last call, in order. Called once per scheduler step."""
+        if self._announcements is None:
+            return []
+        return self._announcements.take(self._tier.store_id, self._lookups.ready and self.open)
 
     def step_end(self) -> None:
         """Send this step's lookups as one batch. Called once per scheduler step."""
@@ -284,6 +302,16 @@ class SharedTier:
         self._tier.close()  # wakes threads that wait for a socket
         self._lookups.join(max(0.0, until - time.monotonic()))
         self._movers.join(max(0.0, until - time.monotonic()))
+
+    def _announce(self, announcements: Announcements, keys: Sequence[bytes], found: list[Lookup]) -> None:
+        """found: the answers about ``keys``, up to the first MISS, which may be for want of time or room."""
+        hits = [key for key, answer in zip(keys, found, strict=False) if answer is Lookup.HIT]
+        if hits:
+            announcements.found(hits)
+        if found[-1] is Lookup.MISS:
+            key = keys[len(found) - 1]
+            if self._presence.get(key, self._clock()) is False:
+                announcements.missed(key)
 
     def _not_admitted(self, job: TransferJob, keys: list[bytes]) -> set[bytes]:
         """Those requested only once so far: a tier short of room does not admit them."""

@@ -78,7 +78,7 @@ def test_a_server_that_is_away_is_no_error_at_the_start():
 def test_what_was_evicted_is_reported_by_reason(tmp_path: Path):
     rows = memoryview(bytearray(8 * PAYLOAD_BYTES))
     geometry = SimpleNamespace(payload_bytes=PAYLOAD_BYTES, row_bytes=PAYLOAD_BYTES)
-    spec = SimpleNamespace(geometry=geometry, namespace=NAMESPACE)
+    spec = SimpleNamespace(geometry=geometry, namespace=NAMESPACE, announces_blocks=False)
     adapter = SharedTierAdapter(spec, rows, "nvme", path=str(tmp_path), max_bytes=8 * PAYLOAD_BYTES)
     try:
         for number in range(40):

@@ -292,6 +292,7 @@ async def serve(
             outbound.on_end(reported)
         estimated = outbound.prompt.prompt_tokens + outbound.charged_tokens
         if relay.lease is not None:
+            relay.reply.count_cached(relay.lease)
             settlement = settle(estimated, reported.prompt_tokens, reported.completion_tokens or 0)
         else:  # no engine had room or was ready, and nothing was computed
             settlement = give_back(estimated)

@@ -114,6 +114,7 @@ class Engine:
         self._kv_capacity_tokens = 0  # 0: unknown
         self._resident_at_reading = 0
         self.traffic = TierTraffic()  # for the operations page; routing does not read it
+        self.reports_cached_tokens = False  # in its replies' usage, wherever the number is not 0
         self.events_live = False  # KV events arrive, so the index does not depend on speculation
         self.on_state: list[Callable[[Engine], None]] = []
         self.waiting: set[EngineRequest] = set()  # requests without a first byte

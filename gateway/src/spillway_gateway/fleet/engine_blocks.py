@@ -1,6 +1,6 @@
-"""One engine's side of the prefix index: its keys of blocks, chains whose parent is unknown (orphans), and blocks
-that are in none of its tiers any more (ghosts). Orphans and ghosts are counted in bytes, as their number depends on the
-engine.
+"""One holder's side of the prefix index, an engine's or a shared store's: its keys of blocks, chains whose parent is
+unknown (orphans), blocks that are in none of its tiers any more (ghosts), and blocks announced without tokens before
+any event had their tokens (early). All but the first are counted in bytes, as their number depends on the engine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from spillway_gateway.routing.prefix import extra_bytes, namespace_key, token_by
 GHOSTS_MAX = 16_384
 # Measured with tracemalloc on CPython 3.11, rounded up.
 GHOST_BYTES = 200
+EARLY_MAX = 16_384
+EARLY_BYTES = 300
 _CHAIN_BYTES = 500  # the object, its lists and its place in the table of orphans
 _HASH_BYTES = 48  # an integer above 2**30 and its place in a list
 _EXTRA_BYTES = 60  # a bytes object and its place in a list
@@ -77,6 +79,9 @@ class EngineBlocks:
         self.request_keys: dict[int, int] = {}  # scoped engine key -> request key
         # Blocks in no tier any more: a late event of a lower tier or a late child still needs the mapping.
         self.ghosts: OrderedDict[int, int] = OrderedDict()
+        # Announced in some tier without tokens, before the device's event with them: an engine that loads a block
+        # below its device announces it there first. By scoped key: each holder and tier.
+        self.early: OrderedDict[int, list[tuple[EngineBlocks, Tier]]] = OrderedDict()
         self.groups: set[int] = set()
         self.orphans_held = 0
         self.orphan_bytes = 0
@@ -84,14 +89,36 @@ class EngineBlocks:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of orphans and ghosts."""
-        return self.orphan_bytes + len(self.ghosts) * GHOST_BYTES
+        """Of orphans, ghosts and early blocks."""
+        return self.orphan_bytes + len(self.ghosts) * GHOST_BYTES + len(self.early) * EARLY_BYTES
 
     def keep_ghost(self, scoped: int, key: int) -> None:
         """Keep the mapping of a block that is in no tier any more."""
         self.ghosts[scoped] = key
         if len(self.ghosts) > GHOSTS_MAX:
             self.ghosts.popitem(last=False)
+
+    def keep_early(self, scoped: int, holder: EngineBlocks, tier: Tier) -> None:
+        """Keep that `holder` has a block whose tokens are not known yet."""
+        held = self.early.setdefault(scoped, [])
+        if (holder, tier) not in held:
+            held.append((holder, tier))
+
+    def take_early(self, scoped: int) -> list[tuple[EngineBlocks, Tier]]:
+        """Remove and return what was kept of a block whose tokens are known now."""
+        return self.early.pop(scoped, [])
+
+    def drop_early(self, scoped: int, holder: EngineBlocks, tier: Tier) -> None:
+        """The block has left that tier."""
+        held = self.early.get(scoped)
+        if held is not None and (holder, tier) in held:
+            held.remove((holder, tier))
+            if not held:
+                del self.early[scoped]
+
+    def drop_oldest_early(self) -> None:
+        """Drop the block that was announced first."""
+        self.early.popitem(last=False)
 
     def keep_orphan(self, chain: StoredChain) -> None:
         """Keep a chain until its parent arrives."""
@@ -113,8 +140,9 @@ class EngineBlocks:
         self.ghosts.popitem(last=False)
 
     def clear_waiting(self) -> None:
-        """Drop all orphans and ghosts."""
+        """Drop all orphans, ghosts and early blocks."""
         self.ghosts.clear()
+        self.early.clear()
         self._orphans.clear()
         self.orphans_held = 0
         self.orphan_bytes = 0

@@ -8,6 +8,7 @@ Unknown tags and fields are counted and skipped, so an engine upgrade does not s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,6 +19,7 @@ import msgspec
 _decode = msgspec.msgpack.Decoder().decode
 _END_OF_REPLAY = b"\xff" * 8
 _HASH_MASK = (1 << 64) - 1
+_STORE = re.compile(r"[a-z]{1,16}/[0-9a-f]{16}")
 
 
 class Undecodable(Exception):
@@ -45,15 +47,17 @@ class BlockStored:
     extra_keys: list[object]  # per block: None or a list; empty when absent
     group: int
     spec_kind: str | None
+    store: str | None = None  # the shared tier's, where the medium names it
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """block_hashes: engine keys of blocks that left the tier."""
+    """block_hashes: engine keys of blocks that left the tier. store: as in BlockStored."""
 
     block_hashes: list[int]
     tier: Tier
     group: int
+    store: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +196,7 @@ def _stored(fields: dict[str, object]) -> BlockStored | None:
         extra_keys=extra_keys if isinstance(extra_keys, list) else [],
         group=_group(fields.get("group_idx")),
         spec_kind=spec_kind if isinstance(spec_kind, str) else None,
+        store=store_of(fields.get("medium")),
     )
 
 
@@ -199,7 +204,9 @@ def _removed(fields: dict[str, object]) -> BlockRemoved | None:
     hashes = _hash_list(fields.get("block_hashes"))
     if hashes is None:
         return None
-    return BlockRemoved(hashes, tier_of(fields.get("medium"), fields.get("ownership")), _group(fields.get("group_idx")))
+    medium = fields.get("medium")
+    tier = tier_of(medium, fields.get("ownership"))
+    return BlockRemoved(hashes, tier, _group(fields.get("group_idx")), store_of(medium))
 
 
 def _are_token_ids(tokens: list[object]) -> bool:
@@ -236,6 +243,11 @@ def tier_of(medium: object, ownership: object = None) -> Tier:
     if upper in ("GPU", "NPU", "CUDA", "XPU", "TPU", "HBM", "DEVICE"):
         return Tier.DEVICE
     return Tier.CPU if upper in ("CPU", "HOST", "DRAM") else Tier.SHARED
+
+
+def store_of(medium: object) -> str | None:
+    """The store that a medium of Spillway's connector names (engine/shared_tier_events.py); others name none."""
+    return medium if isinstance(medium, str) and _STORE.fullmatch(medium) else None
 
 
 def _group(raw: object) -> int:

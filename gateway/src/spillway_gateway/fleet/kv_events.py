@@ -91,6 +91,7 @@ class EventFollower:
         self._queue = asyncio.Queue(LIVE_QUEUE_MAX)
         self._applied = -1  # sequence of the last batch in the index
         self._applied_at = 0.0  # its timestamp, by the engine's clock
+        self._seen_until = 0.0  # newest timestamp whose batches were applied before the entries were last dropped
         self._clean = True  # the index has no entry of this engine
         self._replay_due: float | None = None  # loop time of the next attempt after a failed replay
         self._replays_failed = 0  # in a row
@@ -288,6 +289,7 @@ class EventFollower:
             freeing.add_done_callback(self._freeing.discard)
         self._clean = True
         self._applied = -1
+        self._seen_until = max(self._seen_until, self._applied_at)
         self._applied_at = 0.0
 
     async def _replay(self, start: int, begun: Replay | None = None) -> bool:
@@ -377,7 +379,7 @@ class EventFollower:
             if isinstance(event, AllBlocksCleared):
                 await _in_steps(self._index.clear_device(name))
                 continue
-            self._index.apply(name, event)
+            self._index.apply(name, event, seen=batch.timestamp_seconds <= self._seen_until)
             await self._yield_when_due()
         self._applied = frame.sequence
         self._applied_at = batch.timestamp_seconds

@@ -8,7 +8,7 @@ close against the old object, and the counters of the new one never go below zer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import NoEngineReady
@@ -160,9 +160,9 @@ class ModelFleet:
 
     def choose(self, prompt: PromptBlocks, tried: frozenset[str], only: str | None = None) -> Lease:
         """Decide and count in one step. Raises NoEngineReady, naming the engines and what they answered."""
-        held = self.index.match(prompt.keys, prompt.tokens_per_block)
+        held = self._match(prompt, prompt.keys, prompt.tokens_per_block)
         for tokens_per_block, keys in prompt.other_keys.items():
-            for name, found in self.index.match(keys, tokens_per_block).items():
+            for name, found in self._match(prompt, keys, tokens_per_block).items():
                 if found.total_tokens > held.get(name, NOTHING_HELD).total_tokens:
                     held[name] = found
         now = self._clock()
@@ -184,6 +184,17 @@ class ModelFleet:
             keys = prompt.keys_for(self.index.block_tokens_of(engine.name)) if prompt.other_keys else prompt.keys
             self.index.speculate(engine.name, keys, now + seconds)
         return lease
+
+    def _match(self, prompt: PromptBlocks, keys: Sequence[int], tokens_per_block: int) -> dict[str, HeldPrefix]:
+        """What engines would use of what they hold: an engine computes a prompt's last token in any case, and behind a
+        prefix on its device it loads no single block for the sake of the others' tokens in it."""
+        held = self.index.match(keys, tokens_per_block)
+        if len(keys) * tokens_per_block == prompt.prompt_tokens:
+            before_last = prompt.prompt_tokens - tokens_per_block
+            for name, found in held.items():
+                if found.device_tokens and found.device_tokens >= before_last:
+                    held[name] = HeldPrefix(device_tokens=before_last)
+        return held
 
     def _view(self, held: Mapping[str, HeldPrefix], now: float, *, breakers: bool) -> FleetView:
         engines = self.engines.values()

@@ -10,30 +10,28 @@ blocks of an engine are iterators of short steps.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 
+from spillway_gateway.fleet.block_sizes import BlockSizes
 from spillway_gateway.fleet.block_table import BITS_PER_ENGINE, ENGINE_MASK, BlockTable, Entry
 from spillway_gateway.fleet.engine_blocks import (
+    EARLY_MAX,
     GHOST_BYTES,
     EngineBlocks,
     StoredChain,
     chain_of,
     scoped_key,
-    sizes_in_use,
 )
 from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
-from spillway_gateway.fleet.prefix_match import match_blocks
+from spillway_gateway.fleet.prefix_match import StoreReaders, match_blocks
+from spillway_gateway.fleet.shared_stores import SharedStores
 from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.prefix import TOKEN_BYTES, chain_key, namespace_key
-
-logger = logging.getLogger(__name__)
 
 # Measured with tracemalloc on CPython 3.11, rounded up.
 ENTRY_BYTES = 240
 HOLDER_BYTES = 220  # engine key -> request key, and the way back
 WAITING_SHARE = 8  # orphans and ghosts of all engines may take an eighth of the bound
-SIZES_MATCHED_MAX = 4  # block sizes for which each prompt is hashed; a rolling change of blockSize makes two
 
 # KV cache groups of hybrid models whose blocks limit how far a prefix reaches; other groups are ignored.
 _PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
@@ -58,14 +56,14 @@ class PrefixIndex:
         self._model = model
         self.bytes_max = bytes_max
         self._orphans_max = orphans_max
-        self._default_block_tokens = default_block_tokens
-        self._sizes: tuple[int, ...] = ()
         self._clock = clock
         self._table = BlockTable(bytes_max)
         self._shards, self._shard_mask = self._table.shards, self._table.shard_mask
         self._engines: dict[str, EngineBlocks] = {}
-        self._slots: dict[int, EngineBlocks] = {}  # by slot; engines that are being retired included
-        self._devices_of_size: dict[int, int] = {}  # block size -> device bits; emptied when engines or sizes change
+        self._sizes = BlockSizes(model, default_block_tokens, self._engines)
+        self._slots: dict[int, EngineBlocks] = {}  # by slot; stores, and engines that are being retired, included
+        self._stores = SharedStores(clock)
+        self._readers: StoreReaders | None = None  # None: to be computed
         self._hidden_mask = 0  # device bits of engines whose device is being cleared
         self._holders = 0
         self.evicted_blocks_total = 0
@@ -76,12 +74,12 @@ class PrefixIndex:
     @property
     def block_tokens(self) -> int:
         """Tokens per block of most engines; the default until an event names a size."""
-        return self._sizes[0] if self._sizes else self._default_block_tokens
+        return self._sizes.in_use[0]
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
         """Every size in use, that of most engines first; more than one while engines are configured differently."""
-        return self._sizes or (self._default_block_tokens,)
+        return self._sizes.in_use
 
     def block_tokens_of(self, engine_name: str) -> int:
         """Tokens per block of one engine; those of most engines until its events name a size."""
@@ -103,8 +101,17 @@ class PrefixIndex:
 
     @property
     def waiting_bytes(self) -> int:
-        """Orphans and ghosts of all engines."""
-        return sum([engine.waiting_bytes for engine in self._engines.values()])
+        """Orphans, ghosts and early blocks of all engines and stores."""
+        return sum([holder.waiting_bytes for holder in self._slots.values()])
+
+    @property
+    def shared_stores(self) -> int:
+        """Stores of shared tiers of which anything is known."""
+        return len(self._stores)
+
+    def shared_stores_of(self, engine_name: str) -> int:
+        """From how many of them an engine loads."""
+        return self._stores.count_of(engine_name)
 
     def namespace(self, cache_salt: str | None = None, lora: str | None = None) -> int:
         """Start of the key chain for prompts with this salt and adapter."""
@@ -118,9 +125,12 @@ class PrefixIndex:
             self._add_engine(name)
 
     def _add_engine(self, name: str) -> None:
-        slot = next(number for number in range(len(self._slots) + 1) if number not in self._slots)
+        slot = self._free_slot()
         self._engines[name] = self._slots[slot] = EngineBlocks(slot)
-        self._devices_of_size = {}
+        self._sizes.engines_changed()
+
+    def _free_slot(self) -> int:
+        return next(number for number in range(len(self._slots) + 1) if number not in self._slots)
 
     def retire_engine(self, name: str) -> Iterator[None]:
         """Remove an engine. At once its name is free for another one and nothing of it is matched; its entries are
@@ -128,14 +138,18 @@ class PrefixIndex:
         engine = self._engines.pop(name, None)
         if engine is None:
             return iter(())
-        self._devices_of_size = {}
         engine.clear_waiting()
-        self._sizes_changed()
-        return self._free(engine)
+        self._sizes.engines_changed()
+        self._stores.leave_all(name)
+        self._readers = None
+        unused = self._stores.pop_unused()
+        for store in unused:
+            store.clear_waiting()
+        return self._free([engine, *unused])
 
     def clear_engine(self, name: str) -> Iterator[None]:
-        """Drop all blocks of an engine that stays; events applied from now on count at once. In steps, as
-        retire_engine()."""
+        """Drop all blocks of an engine that stays, and from which stores it loads; what lies in these stays known.
+        Events applied from now on count at once. In steps, as retire_engine()."""
         steps = self.retire_engine(name)
         self._add_engine(name)
         return steps
@@ -163,17 +177,21 @@ class PrefixIndex:
         finally:
             self._hidden_mask &= ~device
 
-    def _free(self, engine: EngineBlocks) -> Iterator[None]:
-        bits = ENGINE_MASK << (engine.slot * BITS_PER_ENGINE)
+    def _free(self, holders: list[EngineBlocks]) -> Iterator[None]:
+        bits = 0
+        for holder in holders:
+            bits |= ENGINE_MASK << (holder.slot * BITS_PER_ENGINE)
         for shard, key, entry in self._table.sweep():
             if entry is None:
                 yield
                 continue
             entry.mask &= ~bits
             entry.speculative_mask &= ~bits
-            self._unlink_all(engine, entry)
+            for holder in holders:
+                self._unlink_all(holder, entry)
             self._table.drop_if_unused(shard, key, entry)
-        del self._slots[engine.slot]
+        for holder in holders:
+            del self._slots[holder.slot]
 
     def _unlink_all(self, engine: EngineBlocks, entry: Entry) -> list[int]:
         """Remove the engine's keys from an entry and return them."""
@@ -187,12 +205,18 @@ class PrefixIndex:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def apply(self, engine_name: str, event: KvEvent) -> None:
-        """Apply one event of one engine. Repeats are harmless; unknown engines are ignored."""
+    def apply(self, engine_name: str, event: KvEvent, *, seen: bool = False) -> None:
+        """Apply one event of one engine. Repeats are harmless; unknown engines are ignored.
+
+        seen: it was applied before, and the engine's entries dropped since. A store's were not: of its events only
+        counts which engine loads from it, since another engine may have changed its contents.
+        """
         engine = self._engines.get(engine_name)
         if engine is None:
             return
-        if isinstance(event, BlockStored):
+        if isinstance(event, BlockStored | BlockRemoved) and event.store is not None:
+            self._apply_to_store(engine_name, engine, event, event.store, seen=seen)
+        elif isinstance(event, BlockStored):
             self._store(engine, event)
         elif isinstance(event, BlockRemoved):
             self._remove(engine, event)
@@ -204,9 +228,9 @@ class PrefixIndex:
         if event.spec_kind not in _PREFIX_KINDS:
             return
         if not event.token_ids:
-            self._store_by_key(engine, event)
+            self._store_by_key(engine, event, engine)
             return
-        if not self._accept_block_size(engine, event.block_tokens):
+        if not self._sizes.accept(engine, event.block_tokens):
             self.mismatched_blocks_total += len(event.block_hashes)
             return
         engine.groups.add(event.group)
@@ -222,15 +246,50 @@ class PrefixIndex:
                 waiting.extend(engine.take_children(scoped))
         self._evict()
 
-    def _store_by_key(self, engine: EngineBlocks, event: BlockStored) -> None:
-        """An event without tokens, as the CPU tier of 0.23 sends it: an earlier event had the tokens of its blocks."""
+    def _apply_to_store(
+        self, engine_name: str, engine: EngineBlocks, event: BlockStored | BlockRemoved, store_id: str, *, seen: bool
+    ) -> None:
+        store = self._stores.blocks_of(store_id)
+        if isinstance(event, BlockRemoved) and not event.block_hashes:
+            self._stores.leave(store_id, engine_name)
+            self._readers = None
+            return
+        if store is None:
+            if self._stores.full:
+                self.unknown_blocks_total += len(event.block_hashes)
+                return
+            slot = self._free_slot()
+            store = self._slots[slot] = self._stores.add(store_id, slot)
+        if self._stores.join(store_id, engine_name):
+            self._readers = None
+        if seen:
+            return
+        if isinstance(event, BlockStored):
+            self._store_by_key(engine, event, store)
+            return
+        for engine_key in event.block_hashes:
+            engine.drop_early(scoped_key(engine_key, event.group), store, event.tier)
+        self._remove(store, event)
+
+    def _store_by_key(self, engine: EngineBlocks, event: BlockStored, holder: EngineBlocks) -> None:
+        """An event without tokens, as lower tiers' are: the device's event of the same blocks has them. It comes first
+        where the engine computed them, and later where it loaded them. holder: the engine itself, or a store."""
         for engine_key in event.block_hashes:
             scoped = scoped_key(engine_key, event.group)
-            key = engine.request_keys.get(scoped, engine.ghosts.get(scoped))
+            key = holder.request_keys.get(scoped)
             if key is None:
+                key = engine.request_keys.get(scoped, engine.ghosts.get(scoped, holder.ghosts.get(scoped)))
+            if key is not None:
+                self._hold(holder, key, scoped, event.tier)
+                continue
+            if engine.groups and event.group not in engine.groups:
+                self.unknown_blocks_total += 1  # of a group that does not limit a prefix
+                continue
+            engine.keep_early(scoped, holder, event.tier)
+            if len(engine.early) > EARLY_MAX:
+                engine.drop_oldest_early()
                 self.unknown_blocks_total += 1
-            else:
-                self._hold(engine, key, scoped, event.tier)
+        self._bound_waiting()
         self._evict()
 
     def _parent_key(self, engine: EngineBlocks, chain: StoredChain) -> int | None:
@@ -247,6 +306,10 @@ class PrefixIndex:
             extra = extras[position] if position < len(extras) else b""
             key = chain_key(key, tokens[position * size : (position + 1) * size], extra)
             self._hold(engine, key, scoped, tier)
+            if engine.early:
+                for holder, lower in engine.take_early(scoped):
+                    if self._slots.get(holder.slot) is holder:
+                        self._hold(holder, key, scoped, lower)
 
     def _keep_orphan(self, engine: EngineBlocks, chain: StoredChain) -> None:
         engine.keep_orphan(chain)
@@ -262,9 +325,12 @@ class PrefixIndex:
     def _bound_waiting(self) -> None:
         """Drop from the engine with the most, so that one that sends only orphans costs the others nothing."""
         while self.waiting_bytes > self.bytes_max // WAITING_SHARE:
-            most = max(self._engines.values(), key=lambda engine: engine.waiting_bytes)
+            most = max(self._slots.values(), key=lambda holder: holder.waiting_bytes)
             if most.orphans_held:
                 self.orphans_dropped_total += most.drop_oldest_orphans()
+            elif most.early:
+                most.drop_oldest_early()
+                self.unknown_blocks_total += 1
             else:
                 most.drop_oldest_ghost()
 
@@ -294,6 +360,7 @@ class PrefixIndex:
             scoped = scoped_key(engine_key, event.group)
             key = engine.request_keys.get(scoped)
             if key is None:
+                engine.drop_early(scoped, engine, event.tier)
                 continue
             entry = self._shards[key & self._shard_mask][key]
             entry.mask &= ~(1 << (engine.slot * BITS_PER_ENGINE + event.tier))
@@ -312,46 +379,6 @@ class PrefixIndex:
         if not any(slot == engine.slot for slot, _ in entry.engine_keys):
             entry.mask &= ~(ENGINE_MASK << (engine.slot * BITS_PER_ENGINE))
         self._table.drop_if_unused(shard, key, entry)
-
-    def _accept_block_size(self, engine: EngineBlocks, block_tokens: int) -> bool:
-        """False for a partial block, as newer engines announce them.
-
-        The engine's largest size is its block size, since a partial block may be the first to arrive. Keys of different
-        sizes never meet, so engines of several sizes share one index; blocks that an engine stored under a smaller size
-        stay until it removes them.
-        """
-        if engine.block_tokens is None or block_tokens > engine.block_tokens:
-            engine.block_tokens = block_tokens
-            self._sizes_changed()
-        return block_tokens == engine.block_tokens
-
-    def _sizes_changed(self) -> None:
-        sizes = sizes_in_use(iter(self._engines.values()))
-        if sizes == self._sizes:
-            return
-        if len(sizes) > 1:
-            engines = self._engines.items()
-            users = [
-                f"{size} tokens: {', '.join(name for name, engine in engines if engine.block_tokens == size)}"
-                for size in sizes
-            ]
-            ignored = f"; only the first {SIZES_MATCHED_MAX} are matched" if len(sizes) > SIZES_MATCHED_MAX else ""
-            logger.warning(
-                "model %s: its engines use different block sizes (%s)%s", self._model, "; ".join(users), ignored
-            )
-        self._sizes = sizes[:SIZES_MATCHED_MAX]
-        self._devices_of_size = {}
-
-    def _devices(self, block_tokens: int) -> int:
-        """Device bits of the engines that can hold blocks of this size; those of unknown size included."""
-        devices = self._devices_of_size.get(block_tokens)
-        if devices is None:
-            devices = 0
-            for engine in self._engines.values():
-                if engine.block_tokens in (None, block_tokens):
-                    devices |= 1 << (engine.slot * BITS_PER_ENGINE)
-            self._devices_of_size[block_tokens] = devices
-        return devices
 
     def _evict(self) -> None:
         blocks_bytes_max = self.bytes_max - self.waiting_bytes
@@ -393,9 +420,17 @@ class PrefixIndex:
     def match(self, keys: Sequence[int], tokens_per_block: int) -> dict[str, HeldPrefix]:
         """How much of a prompt each engine holds; engines that hold nothing are absent. Does not count as use of the
         blocks: speculate() on the chosen engine does."""
-        devices = self._devices(tokens_per_block)
+        devices = self._sizes.devices(tokens_per_block)
+        if self._readers is None:
+            self._readers = self._stores.readers(lambda name: 1 << (self._engines[name].slot * BITS_PER_ENGINE))
         device_blocks, shared_blocks, total_blocks = match_blocks(
-            self._shards, self._shard_mask, keys, devices, hidden=self._hidden_mask, now=self._clock()
+            self._shards,
+            self._shard_mask,
+            keys,
+            devices,
+            stores=self._readers,
+            hidden=self._hidden_mask,
+            now=self._clock(),
         )
         held: dict[str, HeldPrefix] = {}
         if not total_blocks:

@@ -1,7 +1,8 @@
 """How far a prompt's blocks are held, for all engines in one pass over its keys. Pure.
 
 Each engine reads a prefix as vLLM does: the longest start on its device first, then onwards through its CPU tier and
-the shared tier, which every engine of the model can read.
+the shared tier. A shared block counts for the engines that load from its store; one whose event names no store, for the
+engine alone that announced it.
 """
 
 from __future__ import annotations
@@ -11,16 +12,25 @@ from collections.abc import Iterator, Sequence
 from spillway_gateway.fleet.block_table import Shard
 from spillway_gateway.fleet.event_decoder import Tier
 
+StoreReaders = tuple[tuple[int, int], ...]  # by store: its bit in masks of holders, device bits of its engines
 Counts = dict[int, int]  # leading blocks by an engine's device bit, its slot times BITS_PER_ENGINE; absent: none
 
 
 def match_blocks(
-    shards: Sequence[Shard], shard_mask: int, keys: Sequence[int], devices: int, *, hidden: int, now: float
+    shards: Sequence[Shard],
+    shard_mask: int,
+    keys: Sequence[int],
+    devices: int,
+    *,
+    stores: StoreReaders,
+    hidden: int,
+    now: float,
 ) -> tuple[Counts, Counts, Counts]:
     """Match one prompt.
 
     keys: request keys of its blocks, in order. devices: device bits of the engines that can hold blocks of this size.
-    hidden: device bits that do not count now. now: monotonic seconds, for speculative entries.
+    stores: who loads from which store. hidden: device bits that do not count now. now: monotonic seconds, for
+    speculative entries.
 
     Returns the blocks on the device, those read from the shared tier, and all of them; the rest is in the CPU tier.
     """
@@ -51,13 +61,17 @@ def match_blocks(
         on_device = still
         if loading:
             cpu = loading & (mask >> Tier.CPU)
-            if mask >> Tier.SHARED & devices:
-                for bit in set_bits(loading & ~cpu):
+            if cpu != loading:
+                readable = mask >> Tier.SHARED
+                for store, readers in stores:
+                    if mask & store:
+                        readable |= readers
+                shared = loading & ~cpu & readable
+                for bit in set_bits(shared):
                     shared_blocks[bit] = shared_blocks.get(bit, 0) + 1
-            else:
-                for bit in set_bits(loading & ~cpu):
+                for bit in set_bits(loading & ~cpu & ~readable):
                     total_blocks[bit] = position
-                loading = cpu
+                loading = cpu | shared
         if not on_device and not loading:
             break
         position += 1

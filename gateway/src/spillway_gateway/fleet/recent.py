@@ -38,12 +38,16 @@ class NotedFirstByte(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptTokens:
-    """Prompt tokens of the requests that were sent, by the tier in which routing expected them. Since the start."""
+    """Prompt tokens of the requests that were sent, by the tier in which routing expected them. Since the start.
 
-    __slots__ = ("computed", "cpu", "device", "shared")
+    expected, reported: of the requests whose reply says how many were cached, those that routing expected to be, and
+    those that the engine says were.
+    """
+
+    __slots__ = ("computed", "cpu", "device", "expected", "reported", "shared")
 
     def __init__(self) -> None:
-        self.device = self.cpu = self.shared = self.computed = 0
+        self.device = self.cpu = self.shared = self.computed = self.expected = self.reported = 0
 
     def add(self, decision: Decision) -> None:
         held = decision.held
@@ -65,10 +69,19 @@ class Recent:
     def decided(self, model: str, request_id: bytes, decision: Decision) -> None:
         """Record a decision."""
         self.decisions.append(NotedDecision(self._clock(), model, request_id[:REQUEST_ID_CHARS_MAX], decision))
+        self._tokens_of(model).add(decision)
+
+    def reported(self, model: str, expected_tokens: int, cached_tokens: int) -> None:
+        """An engine reported how many tokens of a prompt were cached."""
+        tokens = self._tokens_of(model)
+        tokens.expected += expected_tokens
+        tokens.reported += cached_tokens
+
+    def _tokens_of(self, model: str) -> PromptTokens:
         tokens = self.prompt_tokens.get(model)
         if tokens is None:
             tokens = self.prompt_tokens[model] = PromptTokens()
-        tokens.add(decision)
+        return tokens
 
     def first_byte(self, model: str, engine: str, seconds: float) -> None:
         """Record a time to first byte, in seconds."""

@@ -38,6 +38,16 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
     foreign = GaugeMetricFamily(
         "spillway_gateway_foreign_requests", "Requests on the engine that others sent, as last read.", labels=by_engine
     )
+    loads_from = GaugeMetricFamily(
+        "spillway_gateway_engine_shared_stores",
+        "Stores of shared tiers from which the engine says it loads.",
+        labels=by_engine,
+    )
+    stores = GaugeMetricFamily(
+        "spillway_gateway_index_shared_stores",
+        "Stores of shared tiers of which the prefix index knows anything.",
+        labels=("model",),
+    )
     blocks = GaugeMetricFamily("spillway_gateway_index_blocks", "Blocks in the prefix index.", labels=("model",))
     size = GaugeMetricFamily("spillway_gateway_index_bytes", "Estimated size of the prefix index.", labels=("model",))
     evicted = CounterMetricFamily(
@@ -59,14 +69,17 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
             ejected.add_metric(labels, float(not engine.breaker.closed))
             ejections.add_metric(labels, engine.breaker.opened_total)
             foreign.add_metric(labels, engine.foreign.requests)
+            loads_from.add_metric(labels, fleet.index.shared_stores_of(engine.name))
         index = fleet.index
+        stores.add_metric((fleet.name,), index.shared_stores)
         blocks.add_metric((fleet.name,), index.blocks)
         size.add_metric((fleet.name,), index.estimated_bytes)
         evicted.add_metric((fleet.name,), index.evicted_blocks_total)
         ignored.add_metric((fleet.name, "orphan"), index.orphans_dropped_total)
         ignored.add_metric((fleet.name, "unknown"), index.unknown_blocks_total)
         ignored.add_metric((fleet.name, "block_size"), index.mismatched_blocks_total)
-    return (up, running, queued, rate, live, ejected, ejections, foreign, blocks, size, evicted, ignored)
+    by_engines = (up, running, queued, rate, live, ejected, ejections, foreign, loads_from)
+    return (*by_engines, blocks, size, evicted, ignored, stores)
 
 
 def connection_families(connections: OpenConnections) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:

@@ -190,7 +190,7 @@ class Reply:
         """Take usage, errors and the end out of whole events. True when nothing follows them."""
         self._events_sent += count_events(events)
         if (usage := usage_in_events(events)) is not None:
-            self._add_usage(lease, usage)
+            self._add_usage(usage)
         if not self._engine_failed and failure_within(events):
             self._engine_failed = True
             lease.failed(time.monotonic())
@@ -219,7 +219,7 @@ class Reply:
             self._request.on_reply(lease.engine.name, body)
         if connection.complete:
             if (usage := usage_in_reply(body)) is not None:
-                self._add_usage(lease, usage)
+                self._add_usage(usage)
             self._complete_headers(status, headers, lease)
             if not self._client.reply(status, headers, body):
                 await self._send_head(status, headers)
@@ -239,7 +239,7 @@ class Reply:
             waits.sending = False
             body = await connection.chunk()
         if reader.usage is not None:
-            self._add_usage(lease, reader.usage)
+            self._add_usage(reader.usage)
         _plain_succeeded(lease, status)
         await self._finish(b"")
 
@@ -314,13 +314,28 @@ class Reply:
             return usage._replace(completion_tokens=self._plain_bytes // BYTES_PER_TOKEN)
         return usage
 
-    def _add_usage(self, lease: Lease, usage: Usage) -> None:
-        before = self._usage
-        usage = self._usage = merged(before, usage)
-        if usage.cached_tokens is not None and (before is None or before.cached_tokens is None):
-            metrics = self._services.metrics
-            metrics.predicted_tokens(self._model).inc(lease.decision.held.total_tokens)
-            metrics.actual_tokens(self._model).inc(usage.cached_tokens)
+    def _add_usage(self, usage: Usage) -> None:
+        self._usage = merged(self._usage, usage)
+
+    def count_cached(self, lease: Lease) -> None:
+        """Once, at the end: what routing expected to be cached and what the engine reports.
+
+        vLLM leaves the number out where it is 0, as an engine that is not to report it does always.
+        """
+        usage, engine = self._usage, lease.engine
+        if usage is None or usage.prompt_tokens is None:
+            return
+        cached = usage.cached_tokens
+        if cached:
+            engine.reports_cached_tokens = True
+        elif not engine.reports_cached_tokens:
+            return
+        metrics, held = self._services.metrics, lease.decision.held
+        metrics.predicted_tokens(self._model, "device").inc(held.device_tokens)
+        metrics.predicted_tokens(self._model, "cpu").inc(held.cpu_tokens)
+        metrics.predicted_tokens(self._model, "shared").inc(held.shared_tokens)
+        metrics.actual_tokens(self._model).inc(cached or 0)
+        self._services.recent.reported(self._model, held.total_tokens, cached or 0)
 
 
 async def _next_events(connection: EngineConnection, framer: EventFramer) -> bytes:

@@ -59,6 +59,8 @@ async def test_the_state_shows_engines_waits_and_decisions_and_no_prompt(start_e
     assert model["firstByte"]["samples"] == 1
     assert sum(engine["firstByte"]["samples"] for engine in model["engines"]) == 1
     assert sum(model["promptTokens"].values()) == sum(each["promptTokens"] for each in state["decisions"])
+    # The second prompt is the first one, and these engines send no events by which to expect that.
+    assert model["cachedTokens"] == {"expected": 0, "reported": 16}
     newest, first = state["decisions"]
     assert newest["time"] >= first["time"]
     assert {each["engine"] for each in first["candidates"]} == {"fake-0", "fake-1"}

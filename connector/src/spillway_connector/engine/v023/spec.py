@@ -56,7 +56,7 @@ class SpillwayOffloadingSpec(SpecBase):
         return self.vllm_config, self.kv_cache_config
 
     def _make_cpu_tier(self, region: HostRegion) -> CpuTier:
-        return make_cpu_tier(self.num_rows, region, self.eviction_policy, self._enable_events)
+        return make_cpu_tier(self.num_rows, region, self.eviction_policy, self.announces_blocks)
 
     def get_handlers(
         self, kv_caches: CanonicalKVCaches

@@ -36,6 +36,7 @@ from vllm.v1.request import Request
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.scheduler import SchedulerHalf
+from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.tenancy import TenantContext
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
 
@@ -181,8 +182,10 @@ class SpillwayConnectorScheduler(SchedulerHalf):
         return job.src_spec, job.dst_spec
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Upstream's contract, except that keys are cut to vLLM's block hashes, which upstream may make numbers of."""
-        return self._events_tracker.take_events(map(self._cut_keys, self.manager.take_events()))
+        """Upstream's contract, except that keys are cut to vLLM's block hashes, which upstream may make numbers of, and
+        that the shared tiers' contents are announced too."""
+        yield from self._events_tracker.take_events(map(self._cut_keys, self.manager.take_events()))
+        yield from shared_tier_events(self.manager.take_announcements(), self._hash_bytes)
 
     def _cut_keys(self, event: OffloadingEvent) -> OffloadingEvent:
         usual_bytes, described = self._hash_bytes + _GROUP_BYTES, self._events_tracker._pending_event_metadata

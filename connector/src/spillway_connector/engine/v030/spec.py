@@ -65,7 +65,7 @@ class SpillwayOffloadingSpec(SpecBase):
         return self._attached
 
     def _make_cpu_tier(self, region: HostRegion) -> CpuTier:
-        return make_cpu_tier(self.num_rows, region, self.eviction_policy, self._enable_events)
+        return make_cpu_tier(self.num_rows, region, self.eviction_policy, self.announces_blocks)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """vLLM's contract. Each rank's process, once the caches exist; the same object each time.

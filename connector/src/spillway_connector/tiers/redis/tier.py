@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from spillway_connector.errors import CorruptReason, RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused
 from spillway_connector.limits import REDIS_CONNECTIONS, REDIS_PAYLOAD_CONNECTIONS, REDIS_TTL_SECONDS
-from spillway_connector.namespace import Namespace, explain_difference
+from spillway_connector.namespace import Namespace, explain_difference, store_id_of
 from spillway_connector.tiers.frame import (
     HEADER_BYTES,
     WHOLE,
@@ -106,6 +106,11 @@ class RedisTier:
     def under_pressure(self) -> bool:
         """Whether, within the last 30 seconds, a server refused a store at ``maxmemory`` or evicted keys by itself."""
         return self._pressure.high
+
+    @property
+    def store_id(self) -> bytes | None:
+        """By the servers' configured address: under two names one server counts as two."""
+        return store_id_of(self._endpoint.place, self._digest)
 
     @property
     def evictions(self) -> Mapping[EvictionReason, int]:

@@ -115,6 +115,7 @@ def test_the_layout_on_disk_is_a_promise(make_tier: MakeTier, medium: _FileMediu
     assert names == {
         "space.ledger",
         f"clock.{boot_tag()}",
+        "store",
         f"{NAMESPACE.hex}/namespace.json",
         f"{NAMESPACE.hex}/00/01/{bytes(range(36)).hex()}.kv",
     }

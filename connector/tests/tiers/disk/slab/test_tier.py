@@ -126,6 +126,7 @@ def test_the_layout_on_disk_is_a_promise(make_tier: MakeTier, medium: SlabMedium
     assert names == {
         f"{NAMESPACE.hex}/namespace.json",
         f"clock.{boot_tag()}",
+        "store",
         "slab/lock",
         f"slab/writers/{tier._pool.lease.number:016x}",
         "slab/20480/index",

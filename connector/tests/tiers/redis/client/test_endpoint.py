@@ -83,3 +83,32 @@ def test_reading_a_url_does_not_import_redis_py() -> None:
     """It takes 25 MB and half a second, which an engine without a Redis tier is to be spared."""
     code = f"import sys, {RedisEndpoint.__module__}, spillway_connector.config; sys.exit('redis' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_server_is_the_same_place_however_it_is_reached() -> None:
+    plain = RedisEndpoint.from_url("redis://cache:6379/0")
+    assert plain.place == RedisEndpoint.from_url("rediss://cache:6379/0", username="u", password="p").place
+    cluster = RedisEndpoint.from_url("redis-cluster://a:1,b:2")
+    assert cluster.place == RedisEndpoint.from_url("redis-cluster://b:2,a:1").place
+    places = {plain.place, cluster.place} | {
+        RedisEndpoint.from_url(url).place
+        for url in (
+            "redis://cache:6379/1",
+            "redis://cache:6380/0",
+            "redis://other:6379/0",
+            "redis-sentinel://cache:6379/main",
+            "redis-sentinel://cache:6379/other",
+            "unix:///run/cache.sock",
+        )
+    }
+    assert len(places) == 8
+
+
+def test_a_loopback_address_is_another_place_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = ["redis://127.0.0.1:6379/0", "redis://localhost:6379/0", "redis://[::1]:6379/0", "unix:///run/cache.sock"]
+    here = [RedisEndpoint.from_url(url).place for url in urls]
+    away = RedisEndpoint.from_url("redis://cache:6379/0").place
+    assert here == [RedisEndpoint.from_url(url).place for url in urls]
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    assert not set(here) & {RedisEndpoint.from_url(url).place for url in urls}
+    assert away == RedisEndpoint.from_url("redis://cache:6379/0").place

@@ -94,6 +94,8 @@ function updateModel(section, model) {
   text(field("running"), whole.format(running));
   text(field("waiting"), whole.format(model.waitingRequests));
   for (const rank of ["p50", "p90", "p99"]) text(field(rank), milliseconds(model.firstByte[rank + "Ms"]));
+  const { expected, reported } = model.cachedTokens;
+  text(field("cached"), `${short.format(expected)} / ${short.format(reported)}`);
   text(field("index"), bytes(model.index.bytes) + " of " + bytes(model.index.bytesMax));
   const total = TIERS.reduce((sum, tier) => sum + model.promptTokens[tier], 0);
   for (const tier of TIERS) {

@@ -57,6 +57,7 @@ def _model(
             "shared": tokens.shared,
             "computed": tokens.computed,
         },
+        "cachedTokens": {"expected": tokens.expected, "reported": tokens.reported},
         "firstByte": percentiles([noted.seconds for noted in of_model]),
         "index": {"blocks": index.blocks, "bytes": index.estimated_bytes, "bytesMax": index.bytes_max},
         "engines": [_engine(engine, of_model, monotonic) for engine in fleet.engines.values()],

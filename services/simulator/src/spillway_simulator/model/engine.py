@@ -38,7 +38,7 @@ class EngineShape:
     max_running: int = 256
     max_batched_tokens: int = 8_192
     max_model_tokens: int = 131_072
-    announce_shared: bool = False  # events for the shared tier; vLLM 0.23 sends none
+    announce_shared: bool = True  # events for the shared tier, as engines with Spillway's connector send them
     whole_decodes: bool = True  # report runs of decode steps at once: for virtual time, where no client reads tokens
 
 

@@ -8,11 +8,12 @@ from enum import StrEnum
 
 
 class Medium(StrEnum):
-    """Names on the wire."""
+    """Names on the wire. The shared tier's names the one store from which all simulated engines load, as Spillway's
+    connector does; blocks without keys there announce that an engine loads from it."""
 
     DEVICE = "GPU"
     CPU = "CPU"
-    SHARED = "STORAGE"
+    SHARED = "redis/73696d756c617465"
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ class Tiering:
         self._cpu_store_free_at = 0.0
         self._shared_link = (shared.link if shared is not None else None) or LoadLink()
         self._shared_store_free_at = 0.0
+        if announce_shared and shared is not None:
+            emit(BlocksStored(Medium.SHARED, ()))
 
     @property
     def next_time(self) -> float | None:

@@ -2,6 +2,7 @@
 
     ROOT/space.ledger                         how full the directory is (ledger.py)
     ROOT/clock.<boot>                         clock of the frames' ages on one node (clock.py)
+    ROOT/store                                which directory this is (store_mark.py)
     ROOT/tenants/<tenant>/                    frames by tenant, where there are quotas (quota.py)
     ROOT/<namespace hex>/namespace.json       the namespace document in full
     ROOT/<namespace hex>/partial/             files being written
@@ -31,7 +32,7 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
-from spillway_connector.namespace import Namespace
+from spillway_connector.namespace import Namespace, store_id_of
 from spillway_connector.tiers.disk.clock import AgeClock
 from spillway_connector.tiers.disk.files.quota import TenantQuotas
 from spillway_connector.tiers.disk.files.space import DOCUMENT_PREFIX, Space
@@ -39,6 +40,7 @@ from spillway_connector.tiers.disk.files.tree import frame_path
 from spillway_connector.tiers.disk.io import TRANSFERS_AT_ONCE, FrameFiles, supports_direct, tier_error
 from spillway_connector.tiers.disk.maintenance import MaintenanceThread
 from spillway_connector.tiers.disk.root import PARTIAL_NAME, NamespaceDocument, make_root
+from spillway_connector.tiers.disk.store_mark import StoreMark
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
 from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, WallClock
 
@@ -85,6 +87,7 @@ class FileTier:
         self._clock = clock
         self._wall_clock = wall_clock
         self._ages = AgeClock(root, clock, wall_clock)
+        self._mark = StoreMark(root)
         self._files = FrameFiles(payload_bytes, transfers_at_once, clock=clock, wall_clock=self._ages.now)
         self._space = Space(root, max_bytes, clock, ttl_seconds=ttl_seconds, now_ns=self._ages.now_ns)
         self._quotas: TenantQuotas | None = None
@@ -102,6 +105,11 @@ class FileTier:
     def uses_direct_io(self) -> bool:
         """Whether transfers bypass the page cache; known once prepared."""
         return self._files.direct
+
+    @property
+    def store_id(self) -> bytes | None:
+        mark = self._mark.value
+        return None if mark is None else store_id_of(mark, self._digest)
 
     @property
     def evictions(self) -> Mapping[EvictionReason, int]:
@@ -218,6 +226,7 @@ class FileTier:
             self._partial.mkdir(parents=True, exist_ok=True)
             self._document.ensure(lambda: self._partial / f"{DOCUMENT_PREFIX}{self._unique()}")
             self._ages.share()
+            self._mark.share()
             self._files.direct = supports_direct(self._partial)
         except FileExistsError as error:
             raise TierRefused(
@@ -238,6 +247,7 @@ class FileTier:
             try:
                 self._document.check()
                 self._ages.share()
+                self._mark.share()
             except OSError as error:
                 raise tier_error(error, f"{self._root}: reading the namespace document") from error
 

@@ -36,6 +36,7 @@ from spillway_connector.tiers.disk.slab.policy import WRITING
 from spillway_connector.tiers.disk.slab.rebuild import plan_from_chunks, rebuild
 from spillway_connector.tiers.disk.slab.space import Pool, Room, SlabSpace
 from spillway_connector.tiers.disk.slab.writers import WriterLease
+from spillway_connector.tiers.disk.store_mark import StoreMark
 from spillway_connector.tiers.tier import Clock
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class SlabPool:
         self.space = space
         self.lease = WriterLease(root / SLAB_FOLDER / WRITERS_FOLDER)
         self.document = NamespaceDocument(root / namespace.hex, namespace)
+        self.mark = StoreMark(root)
         self._namespace = namespace
         self._slot_bytes = slot_bytes
         self._root = root
@@ -108,6 +110,7 @@ class SlabPool:
         try:
             self.document.check()
             self._ages.share()
+            self.mark.share()
             index = SlabIndex.open(self._folder, writable=False)
         except OSError as error:
             raise tier_error(error, f"{self._folder}: opening the index") from error
@@ -152,6 +155,7 @@ class SlabPool:
             document = self._root / self._namespace.hex / DOCUMENT_NAME
             self.document.ensure(lambda: document.with_name(f"{DOCUMENT_NAME}.{self.lease.number:016x}"))
             self._ages.share()
+            self.mark.share()
             with self._lock.held(deadline):
                 self.lease.acquire()
                 self.lease.sweep()

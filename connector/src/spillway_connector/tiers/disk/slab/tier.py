@@ -2,6 +2,7 @@
 
     ROOT/<namespace hex>/namespace.json        the namespace document in full
     ROOT/clock.<boot>                          clock of the entries' ages (clock.py)
+    ROOT/store                                 which directory this is (store_mark.py)
     ROOT/slab/lock                             held while the shared index or the set of files changes
     ROOT/slab/writers/<number>                 lease of a process that writes (writers.py)
     ROOT/slab/<slot bytes>/index               which slot holds which key (index.py)
@@ -35,7 +36,7 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
-from spillway_connector.namespace import Namespace
+from spillway_connector.namespace import Namespace, store_id_of
 from spillway_connector.tiers.disk.clock import AgeClock
 from spillway_connector.tiers.disk.io import TRANSFERS_AT_ONCE, FrameFiles, tier_error
 from spillway_connector.tiers.disk.maintenance import MaintenanceThread
@@ -116,6 +117,11 @@ class SlabTier:
         )
         self._maintenance = MaintenanceThread(f"NVMe tier {self._folder}", self._maintain, UPKEEP_SECONDS)
         self._closed = False
+
+    @property
+    def store_id(self) -> bytes | None:
+        mark = self._pool.mark.value
+        return None if mark is None else store_id_of(mark, self._digest)
 
     @property
     def evictions(self) -> Mapping[EvictionReason, int]:

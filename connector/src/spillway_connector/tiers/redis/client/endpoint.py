@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -10,6 +11,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from spillway_connector.errors import ConfigError, RefusedReason, TierRefused
 
+_LOOPBACK = ("localhost", "::1")
 _FORMS = (
     "redis://HOST:PORT/DB, redis-sentinel://HOST:PORT,HOST:PORT/SERVICE?db=DB, redis-cluster://HOST:PORT,HOST:PORT "
     "(each with rediss in place of redis for TLS) or unix:///PATH?db=DB"
@@ -119,6 +121,18 @@ class RedisEndpoint:
     def without_login(self) -> RedisEndpoint:
         """The same without a login, in database 0: how a sentinel is asked first."""
         return replace(self, username=None, password=None, password_file=None, database=0)
+
+    @property
+    def place(self) -> bytes:
+        """Which servers these are: the same for every login, with TLS or without, and in any order of the seeds. An
+        address that means this machine or pod alone is joined by its host name."""
+        if self.unix_path is not None:
+            return b"\0".join([b"unix", socket.gethostname().encode(), self.unix_path.encode(), b"%d" % self.database])
+        seeds = self.seeds or (Address(self.host, self.port),)
+        where = [self.topology.value, self.service or "", str(self.database), *sorted(map(str, seeds))]
+        if any(seed.host in _LOOPBACK or seed.host.startswith("127.") for seed in seeds):
+            where.append(socket.gethostname())
+        return "\0".join(where).encode()
 
     def current_password(self) -> str | None:
         """The current password. Raises TierRefused(AUTHENTICATION) when its file cannot be read."""

@@ -1,0 +1,151 @@
+"""What an engine tells whoever routes requests about a shared tier: who can load from it, and which chunks are there.
+
+A chunk is announced once, by the engine that stores it, when the store begins: an engine without requests takes no step
+and could not announce its end. A store that fails is taken back. Removals are seen lazily, whoever made them (another
+engine's eviction, a quota, a server's maxmemory, a purge): a lookup or load that misses announces the first chunk that
+is gone, where a prefix ends. A chunk that a lookup finds is announced by the engine that found it, at most once in
+REPEAT_SECONDS: so a gateway that has just started, or has missed events, learns of what is in use.
+
+All of it belongs to the scheduler thread, is bounded, and costs a step without news two comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import NamedTuple
+
+from spillway_connector.tiers.tier import Clock
+
+REPEAT_SECONDS = 300.0  # between two announcements of one chunk that is found, or of one that is missed
+JOIN_SECONDS = 60.0  # without an announcement, after which this engine's use of the store is announced again
+PENDING_KEYS_MAX = 65_536  # not taken yet; the oldest is dropped
+KNOWN_KEYS_MAX = 65_536  # of either kind, to announce nothing twice; some 10 MB
+TAKEN_KEYS_MAX = 1024  # per step
+
+
+class Announcement(NamedTuple):
+    """``keys`` are in the store, or no longer. Without keys: this engine loads from the store, or no longer does."""
+
+    store_id: bytes
+    removed: bool
+    keys: tuple[bytes, ...]
+
+
+class _Recent:
+    """When keys were announced last, for a bounded number of them."""
+
+    def __init__(self) -> None:
+        self._at: dict[bytes, float] = {}
+
+    def add(self, key: bytes, now: float) -> None:
+        self._at.pop(key, None)
+        self._at[key] = now
+        if len(self._at) > KNOWN_KEYS_MAX:
+            del self._at[next(iter(self._at))]
+
+    def holds(self, key: bytes, now: float) -> bool:
+        return now - self._at.get(key, float("-inf")) < REPEAT_SECONDS
+
+    def drop(self, key: bytes) -> bool:
+        return self._at.pop(key, None) is not None
+
+    def clear(self) -> None:
+        self._at.clear()
+
+
+class Announcements:
+    """The announcements of one engine about one tier. dropped: chunks that were never announced for want of room."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.dropped = 0
+        self._clock = clock
+        self._present = _Recent()
+        self._absent = _Recent()
+        self._pending: dict[bytes, bool] = {}  # whether it is gone; in the order of the last change
+        self._joined: bytes | None = None  # the store that was announced as this engine's
+        self._last_store: bytes | None = None
+        self._said_at = float("-inf")
+
+    def storing(self, keys: Iterable[bytes]) -> None:
+        """This process has begun to store them."""
+        now = self._clock()
+        for key in keys:
+            self._say_present(key, now)
+
+    def found(self, keys: Iterable[bytes]) -> None:
+        """The tier has answered that it holds them."""
+        now = self._clock()
+        for key in keys:
+            if not self._present.holds(key, now):
+                self._say_present(key, now)
+
+    def missed(self, key: bytes) -> None:
+        """The tier has answered that it does not hold it."""
+        now = self._clock()
+        known = self._present.drop(key)
+        if known or not self._absent.holds(key, now):
+            self._absent.add(key, now)
+            self._say(key, gone=True)
+
+    def failed(self, keys: Iterable[bytes]) -> None:
+        """Stores that were begun and did not succeed."""
+        for key in keys:
+            if self._present.drop(key):
+                self._say(key, gone=True)
+
+    def take(self, store_id: bytes | None, usable: bool) -> list[Announcement]:
+        """What to announce now, in order; called once per step.
+
+        store_id: None while unknown. usable: whether this engine loads from the store at present. While it does not,
+        what is known of the store's contents waits.
+        """
+        wanted = store_id if usable else None
+        if wanted == self._joined and not self._pending and (wanted is None or not self._silent()):
+            return []
+        taken: list[Announcement] = []
+        if self._joined is not None and self._joined != wanted:
+            taken.append(Announcement(self._joined, True, ()))
+        if wanted is not None:
+            if self._last_store not in (None, wanted):  # another directory under the same path, for instance
+                self._pending.clear()
+                self._present.clear()
+                self._absent.clear()
+            self._last_store = wanted
+            if self._joined != wanted or self._silent():
+                taken.append(Announcement(wanted, False, ()))
+            taken += self._take_pending(wanted)
+            if taken:
+                self._said_at = self._clock()
+        self._joined = wanted
+        return taken
+
+    def _silent(self) -> bool:
+        return self._clock() - self._said_at >= JOIN_SECONDS
+
+    def _take_pending(self, store_id: bytes) -> list[Announcement]:
+        """In order, each run of stored or removed chunks as one announcement."""
+        runs: list[tuple[bool, list[bytes]]] = []
+        for key, gone in islice(self._pending.items(), TAKEN_KEYS_MAX):
+            if not runs or runs[-1][0] is not gone:
+                runs.append((gone, []))
+            runs[-1][1].append(key)
+        for _, keys in runs:
+            for key in keys:
+                del self._pending[key]
+        return [Announcement(store_id, gone, tuple(keys)) for gone, keys in runs]
+
+    def _say_present(self, key: bytes, now: float) -> None:
+        self._absent.drop(key)
+        self._present.add(key, now)
+        self._say(key, gone=False)
+
+    def _say(self, key: bytes, *, gone: bool) -> None:
+        self._pending.pop(key, None)
+        self._pending[key] = gone
+        if len(self._pending) > PENDING_KEYS_MAX:
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            self._present.drop(oldest)  # so that it is announced when it is found
+            self._absent.drop(oldest)
+            self.dropped += 1

@@ -1,0 +1,71 @@
+"""The block sizes that the engines of one model use: each prompt is hashed once for each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from spillway_gateway.fleet.block_table import BITS_PER_ENGINE
+from spillway_gateway.fleet.engine_blocks import EngineBlocks, sizes_in_use
+
+logger = logging.getLogger(__name__)
+
+SIZES_MATCHED_MAX = 4  # block sizes for which each prompt is hashed; a rolling change of blockSize makes two
+
+
+class BlockSizes:
+    """engines: by name, of the index; `engines_changed` is called after each change. default: tokens per block until an
+    event names a size."""
+
+    def __init__(self, model: str, default: int, engines: Mapping[str, EngineBlocks]) -> None:
+        self._model = model
+        self._default = default
+        self._engines = engines
+        self._sizes: tuple[int, ...] = ()
+        self._devices_of_size: dict[int, int] = {}  # block size -> device bits; emptied when engines or sizes change
+
+    @property
+    def in_use(self) -> tuple[int, ...]:
+        """Every size in use, that of most engines first; more than one while engines are configured differently."""
+        return self._sizes or (self._default,)
+
+    def accept(self, engine: EngineBlocks, block_tokens: int) -> bool:
+        """False for a partial block, as newer engines announce them.
+
+        The engine's largest size is its block size, since a partial block may be the first to arrive. Keys of different
+        sizes never meet, so engines of several sizes share one index; blocks that an engine stored under a smaller size
+        stay until it removes them.
+        """
+        if engine.block_tokens is None or block_tokens > engine.block_tokens:
+            engine.block_tokens = block_tokens
+            self.engines_changed()
+        return block_tokens == engine.block_tokens
+
+    def engines_changed(self) -> None:
+        """An engine was added or removed, or has another block size."""
+        self._devices_of_size = {}
+        sizes = sizes_in_use(iter(self._engines.values()))
+        if sizes == self._sizes:
+            return
+        if len(sizes) > 1:
+            engines = self._engines.items()
+            users = [
+                f"{size} tokens: {', '.join(name for name, engine in engines if engine.block_tokens == size)}"
+                for size in sizes
+            ]
+            ignored = f"; only the first {SIZES_MATCHED_MAX} are matched" if len(sizes) > SIZES_MATCHED_MAX else ""
+            logger.warning(
+                "model %s: its engines use different block sizes (%s)%s", self._model, "; ".join(users), ignored
+            )
+        self._sizes = sizes[:SIZES_MATCHED_MAX]
+
+    def devices(self, block_tokens: int) -> int:
+        """Device bits of the engines that can hold blocks of this size; those of unknown size included."""
+        devices = self._devices_of_size.get(block_tokens)
+        if devices is None:
+            devices = 0
+            for engine in self._engines.values():
+                if engine.block_tokens in (None, block_tokens):
+                    devices |= 1 << (engine.slot * BITS_PER_ENGINE)
+            self._devices_of_size[block_tokens] = devices
+        return devices

@@ -1,0 +1,107 @@
+"""The stores behind shared tiers: what lies in each, and which engines load from it.
+
+A store belongs to no engine: its blocks stay known while engines restart or go. Its name (connector,
+namespace.py) covers namespace and place, so its engines hash alike and load each other's blocks, and no
+other engine can. In the index a store is a holder of blocks with a slot of its own, like an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from spillway_gateway.fleet.block_table import BITS_PER_ENGINE
+from spillway_gateway.fleet.engine_blocks import EngineBlocks
+from spillway_gateway.fleet.event_decoder import Tier
+from spillway_gateway.fleet.prefix_match import StoreReaders
+
+STORES_MAX = 256  # of one model; those of more nodes, or of fleets gone within the hour, are not indexed
+UNUSED_SECONDS = 3600.0  # without any engine, after which what is known of a store is dropped
+
+
+@dataclass
+class _Store:
+    blocks: EngineBlocks
+    engines: set[str] = field(default_factory=set)
+    unused_since: float | None = None
+
+
+class SharedStores:
+    """The stores of one model. clock: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._stores: dict[str, _Store] = {}
+
+    @property
+    def full(self) -> bool:
+        return len(self._stores) >= STORES_MAX
+
+    def __len__(self) -> int:
+        return len(self._stores)
+
+    def blocks_of(self, store_id: str) -> EngineBlocks | None:
+        """What lies in a store; None: nothing is known of it."""
+        store = self._stores.get(store_id)
+        return None if store is None else store.blocks
+
+    def add(self, store_id: str, slot: int) -> EngineBlocks:
+        """A store that was not known before."""
+        store = self._stores[store_id] = _Store(EngineBlocks(slot), unused_since=self._clock())
+        return store.blocks
+
+    def join(self, store_id: str, engine_name: str) -> bool:
+        """The engine loads from it. False where that was known."""
+        store = self._stores[store_id]
+        if engine_name in store.engines:
+            return False
+        store.engines.add(engine_name)
+        store.unused_since = None
+        return True
+
+    def leave(self, store_id: str, engine_name: str) -> None:
+        """The engine no longer loads from it."""
+        store = self._stores.get(store_id)
+        if store is not None:
+            self._leave(store, engine_name)
+
+    def leave_all(self, engine_name: str) -> None:
+        """Nothing is known of the engine any more."""
+        for store in self._stores.values():
+            self._leave(store, engine_name)
+
+    def count_of(self, engine_name: str) -> int:
+        """From how many stores the engine loads."""
+        return sum([engine_name in store.engines for store in self._stores.values()])
+
+    def pop_unused(self) -> list[EngineBlocks]:
+        """Forget the stores that no engine has used for UNUSED_SECONDS; their blocks are to be freed."""
+        due = self._clock() - UNUSED_SECONDS
+        unused = [
+            store_id
+            for store_id, store in self._stores.items()
+            if store.unused_since is not None and store.unused_since <= due
+        ]
+        return [self._stores.pop(store_id).blocks for store_id in unused]
+
+    def readers(self, device_bit_of: Callable[[str], int]) -> StoreReaders:
+        """For prefix_match: per store in use its bit in the masks of holders, and its engines' device bits."""
+        return tuple(
+            [
+                (1 << (store.blocks.slot * BITS_PER_ENGINE + Tier.SHARED), _union(map(device_bit_of, store.engines)))
+                for store in self._stores.values()
+                if store.engines
+            ]
+        )
+
+    def _leave(self, store: _Store, engine_name: str) -> None:
+        store.engines.discard(engine_name)
+        if not store.engines and store.unused_since is None:
+            store.unused_since = self._clock()
+
+
+def _union(masks: Iterable[int]) -> int:
+    union = 0
+    for mask in masks:
+        union |= mask
+    return union
