@@ -118,8 +118,9 @@ def measure_turns(running: dict[str, LocalStack], given: argparse.Namespace, rep
                 if conversation:
                     seconds[name, turn].append(answer.first_token_seconds)
                     shares[name, turn].append(answer.cached_tokens / len(tokens))
+                cached, seconds_text = answer.cached_tokens, f"{answer.first_token_seconds:.3f} s"
+                print(f"{conversation}.{turn + 1} {name}: {cached} of {len(tokens)} cached, {seconds_text}", flush=True)
                 tokens += answer.tokens
-        print(f"conversation {conversation} of {given.conversations}", flush=True)
     title = "".join(f"{name:>24}" for name in running)
     lines = [f"turns of {given.tokens} tokens in and out, {report['processor']}", f"{'turn':8}{title}"]
     for turn in range(given.turns):

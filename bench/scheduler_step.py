@@ -137,7 +137,8 @@ class Rig:
         scheduled = {request.request_id: request.num_tokens for request in computed}
         self._output = SimpleNamespace(
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=request.request_id, block_ids=(request.block_ids,)) for request in computed
+                SimpleNamespace(req_id=request.request_id, block_ids=(request.block_ids,), num_computed_tokens=0)
+                for request in computed
             ],
             scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
             num_scheduled_tokens=scheduled,

@@ -141,7 +141,8 @@ class EngineProcess:
     def step(self, scheduled: dict[str, int], new: dict[str, list[int]] | None = None) -> list[int]:
         output = SimpleNamespace(
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=name, block_ids=(blocks,)) for name, blocks in (new or {}).items()
+                SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=0)
+                for name, blocks in (new or {}).items()
             ],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[name for name in scheduled if name not in (new or {})],

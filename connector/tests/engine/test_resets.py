@@ -230,7 +230,9 @@ class Rig:
         """new: device blocks of requests that are computed whole."""
         return self.half.build_connector_meta(
             SimpleNamespace(
-                scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=(ids,)) for name, ids in new.items()],
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=name, block_ids=(ids,), num_computed_tokens=0) for name, ids in new.items()
+                ],
                 scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
                 num_scheduled_tokens=dict.fromkeys(new, TOKENS),
                 total_num_scheduled_tokens=TOKENS * len(new),

@@ -94,6 +94,55 @@ def report(scheduler, completed: dict[int, int], failed: set[int] = frozenset())
     scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
 
 
+@pytest.mark.parametrize(
+    ("blocks", "computed_blocks", "flushed"),
+    [
+        ([1, 2, 3, 9], 3, False),  # a hit: the store and this request read the same blocks
+        ([1, 2, 9, 4], 2, True),  # block 4 was evicted and is written by this step
+        ([5, 6, 7, 1], 0, True),
+    ],
+)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_only_a_step_that_writes_to_a_block_waits_for_its_store(scheduler, blocks, computed_blocks, flushed, resumed):
+    writer = FakeRequest("writer")
+    scheduler.on_new_request(writer)
+    scheduler.get_num_new_matched_tokens(writer, 0)
+    [store] = build_meta(scheduler, {"writer": TOKENS}, {"writer": [1, 2, 3, 4]}).store_jobs
+    writer.finished = True
+    scheduler.request_finished(writer)
+    computed = computed_blocks * BLOCK_TOKENS
+    scheduler.on_new_request(FakeRequest("reader"))
+    output = step({"reader": BLOCK_TOKENS}, [])
+    if resumed:
+        output.scheduled_cached_reqs = SimpleNamespace(
+            req_ids=["reader"], new_block_ids=[(blocks,)], resumed_req_ids={"reader"}, num_computed_tokens=[computed]
+        )
+    else:
+        output.scheduled_new_reqs = [
+            SimpleNamespace(req_id="reader", block_ids=(blocks,), num_computed_tokens=computed)
+        ]
+
+    assert scheduler.build_connector_meta(output).jobs_to_flush == ({store} if flushed else set())
+
+
+def test_a_block_that_one_request_hits_and_another_fills_in_this_step_is_written(scheduler):
+    """vLLM shares a block within the step that computes it."""
+    writer = FakeRequest("writer")
+    scheduler.on_new_request(writer)
+    scheduler.get_num_new_matched_tokens(writer, 0)
+    [store] = build_meta(scheduler, {"writer": TOKENS}, {"writer": [1, 2, 3, 4]}).store_jobs
+    writer.finished = True
+    scheduler.request_finished(writer)
+    for name in ("first", "second"):
+        scheduler.on_new_request(FakeRequest(name))
+    new = [
+        SimpleNamespace(req_id="first", block_ids=([1, 6],), num_computed_tokens=0),
+        SimpleNamespace(req_id="second", block_ids=([1, 7],), num_computed_tokens=BLOCK_TOKENS),
+    ]
+
+    assert scheduler.build_connector_meta(step({"first": 32, "second": 16}, new)).jobs_to_flush == {store}
+
+
 @pytest.mark.parametrize("prompt_only", [False, True])
 def test_chunks_of_an_answer_count_as_asked_for_once(scheduler, monkeypatch, prompt_only):
     """As those of a prompt do, so that a full shared tier admits both when they are stored again."""
@@ -116,7 +165,9 @@ def test_chunks_of_an_answer_count_as_asked_for_once(scheduler, monkeypatch, pro
 
 def build_meta(scheduler, scheduled: dict[str, int] | None = None, new: dict[str, list[int]] | None = None):
     """One scheduler step's metadata: `new` requests with their device blocks, `scheduled` tokens."""
-    new_requests = [SimpleNamespace(req_id=name, block_ids=(blocks,)) for name, blocks in (new or {}).items()]
+    new_requests = [
+        SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=0) for name, blocks in (new or {}).items()
+    ]
     return scheduler.build_connector_meta(step(scheduled or {}, new_requests))
 
 

@@ -34,6 +34,7 @@ from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.tenancy import tenant_of
 from spillway_connector.engine.tiering import TieringManager
+from spillway_connector.engine.written_blocks import written_blocks
 from spillway_connector.plan.load_cost import PrefillTimer
 
 logger = logging.getLogger(__name__)
@@ -58,16 +59,22 @@ class SchedulerHalf(OffloadingConnectorScheduler):
     manager: TieringManager
 
     def _begin(
-        self, *, chunk_tokens: list[int], one_prefix: bool, early_loads: bool, loading: set[OffloadKey] | None
+        self,
+        *,
+        chunk_tokens: list[int],
+        blocks_per_chunk: int,
+        one_prefix: bool,
+        loading: set[OffloadKey] | None,
     ) -> None:
         """The constructor's second half, behind upstream's.
 
         chunk_tokens: by KV group. one_prefix: whether one lookup of a prefix answers for the model: it has one group,
-        which attention reads whole. early_loads: whether its loads may begin early. loading: upstream's set of the
-        chunks that a load is bringing to the device; None where the device has no prefix cache.
+        which attention reads whole. loading: upstream's set of the chunks that a load is bringing to the device; None
+        where the device has no prefix cache.
         """
         self._chunk_tokens = chunk_tokens[0]
         self._largest_chunk_tokens = max(chunk_tokens)
+        self._block_tokens = chunk_tokens[0] // blocks_per_chunk
         self._one_prefix = one_prefix
         self._being_loaded = loading
         self._reset_jobs: dict[int, _ResetJob] = {}
@@ -81,7 +88,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         self._gridlock = False
         self.adapters = AdapterRegistry()
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
-        self.manager.loads_begin_early = one_prefix and early_loads
+        self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
 
     @abstractmethod
     def _state_of(self, request: Request, tenant: bytes) -> RequestFields:
@@ -234,9 +241,14 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         prefix = cast(RequestFields, self._req_status[request.request_id]).prefix
         if prefix is not None:
             prefix.matched = None
+        others = set(self._current_batch_allocated_block_ids)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if not num_external_tokens:
             return
+        if self._one_prefix:  # the blocks before those that it loads are only read
+            found = self._req_status[request.request_id].num_locally_computed_tokens // self._block_tokens
+            own = blocks.blocks[self.config.kv_group_configs[0].group_idx][found:]
+            self._current_batch_allocated_block_ids = others.union(block.block_id for block in own)
         job_id = next(reversed(self._current_batch_load_jobs))
         rows, device = self._load_of(job_id)
         if isinstance(rows, PendingRows):
@@ -262,6 +274,15 @@ class SchedulerHalf(OffloadingConnectorScheduler):
             return metadata
         assert isinstance(metadata, OffloadingConnectorMetadata)
         return SpillwayConnectorMetadata(metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush, pieces)
+
+    def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Upstream's contract, except that only stores of blocks that this step writes to are flushed."""
+        narrow = self._one_prefix and bool(self._block_id_to_pending_jobs)
+        loaded = set(self._current_batch_allocated_block_ids) if narrow else set()
+        super()._update_req_states(scheduler_output)
+        if narrow:
+            written = written_blocks(scheduler_output, self.config.kv_group_configs[0].group_idx, self._block_tokens)
+            self._current_batch_allocated_block_ids = loaded | written
 
     def _due_pieces(self) -> list[LoadPiece]:
         cpu_tier = self.manager.primary_tier
@@ -349,8 +370,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         return super().request_finished(request)
 
     def _count_generated(self, status: RequestFields) -> None:
-        """A full shared tier admits what was asked for twice: that its chunks were computed counts as one, as it does
-        for those of a prompt."""
+        """A full shared tier admits what was asked for twice; that its chunks were computed counts as one."""
         for state, counted in zip(status.group_states, status.counted_keys or (), strict=False):
             if len(state.offload_keys) > counted:
                 self.manager.count_request(state.offload_keys[counted:])

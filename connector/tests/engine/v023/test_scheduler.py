@@ -49,7 +49,7 @@ def test_a_reset_preempts_without_a_word_and_its_stores_end_first() -> None:
     )
     half.on_new_request(request)
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)
-    new = [SimpleNamespace(req_id="writer", block_ids=([1, 2, 3, 4],))]
+    new = [SimpleNamespace(req_id="writer", block_ids=([1, 2, 3, 4],), num_computed_tokens=0)]
     (job,) = half.build_connector_meta(step_output({"writer": TOKENS}, new)).store_jobs
     assert half.build_connector_meta(step_output()).jobs_to_flush == set()
     request.status = RequestStatus.PREEMPTED

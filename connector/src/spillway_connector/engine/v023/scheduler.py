@@ -45,8 +45,8 @@ class SpillwayConnectorScheduler(SchedulerHalf):
         )
         self._begin(
             chunk_tokens=[group.offloaded_block_size for group in self.config.kv_group_configs],
+            blocks_per_chunk=self.config.block_size_factor,
             one_prefix=len(self._lookup_groups) == 1 and not self._sliding_window_groups,
-            early_loads=self.config.block_size_factor == 1,
             loading=self._blocks_being_loaded,
         )
 

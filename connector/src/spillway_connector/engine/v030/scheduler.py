@@ -63,12 +63,12 @@ class SpillwayConnectorScheduler(SchedulerHalf):
         )
         self._begin(
             chunk_tokens=[group.tokens_per_chunk for group in groups],
+            blocks_per_chunk=self.config.blocks_per_chunk,
             one_prefix=len(groups) == 1
             and not self._sliding_window_groups
             and not groups[0].is_eagle_group
             # Events that describe themselves are recorded in upstream's search.
             and not self._events_tracker.self_describing_enabled,
-            early_loads=self.config.blocks_per_chunk == 1,
             loading=self._chunks_being_loaded,
         )
 
