@@ -1,5 +1,5 @@
-"""Resets of the prefix cache during copies, each in one fixed order of events: a tier's threads do all of their work
-between a step's schedule and the workers' part of it."""
+"""Resets of the prefix cache, hits and reuse of blocks during copies, each in one fixed order of events: a tier's threads
+do all of their work between a step's schedule and the workers' part of it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,51 @@ def load_under_way(engine: Engine, number: int) -> None:
     assert engine.reset_prefix_cache()
 
 
-RACES = {"store-that-began-before": store_that_began_before, "load-under-way": load_under_way}
+def hit_of_blocks_being_stored(engine: Engine, number: int) -> None:
+    """The hit and the store read the same blocks: no step waits for the store."""
+    prompt = _prompt(f"hit {number}")
+    _compute(engine, f"writer-{number}", prompt)
+    store = engine.copiers[Direction.STORE]
+    engine.submit(f"reader-{number}", prompt, 1)
+    while engine.unfinished():
+        engine.step()
+        assert not store.idle, "the reader should not wait for the store"
+    engine.drain()
+    engine.require_nothing_left()
+    assert engine.reset_prefix_cache()
 
 
-def _prompt(name: str) -> list[int]:
+def blocks_reused_while_stored(engine: Engine, number: int) -> None:
+    """The store ends before a step writes to its blocks, or what it stores would be another request's."""
+    prompt = _prompt(f"reused {number}")
+    _compute(engine, f"writer-{number}", prompt)
+    for other in range(4):  # more than the device holds
+        _compute(engine, f"other-{number}-{other}", _prompt(f"other {number} {other}", 2 * BLOCKS))
+    engine.drain()
+    engine.reset_device_cache()
+    loaded = len(engine.copiers[Direction.LOAD].submitted_ids)
+    engine.submit(f"reader-{number}", prompt, 1)
+    engine.drain()  # every byte that the reader's attention reads is checked on the way
+    assert len(engine.copiers[Direction.LOAD].submitted_ids) > loaded, "the reader should load its prefix"
+    engine.require_nothing_left()
+    assert engine.reset_prefix_cache()
+
+
+def _compute(engine: Engine, name: str, prompt: list[int]) -> None:
+    """To its end, while no byte moves that no step waits for; its store begins with the next step."""
+    engine.submit(name, prompt, 1)
+    while engine.unfinished():
+        engine.step()
+
+
+RACES = {
+    "store-that-began-before": store_that_began_before,
+    "load-under-way": load_under_way,
+    "hit-of-blocks-being-stored": hit_of_blocks_being_stored,
+    "blocks-reused-while-stored": blocks_reused_while_stored,
+}
+
+
+def _prompt(name: str, blocks: int = BLOCKS) -> list[int]:
     rng = random.Random(name)
-    return [rng.randrange(500) for _ in range(BLOCKS * BLOCK_TOKENS + 1)]
+    return [rng.randrange(500) for _ in range(blocks * BLOCK_TOKENS + 1)]
