@@ -1,5 +1,5 @@
-"""Resets of the prefix cache, hits and reuse of blocks during copies, each in one fixed order of events: a tier's threads
-do all of their work between a step's schedule and the workers' part of it."""
+"""Resets of the prefix cache, hits and reuse of blocks during copies, each in one fixed order of events: a tier's
+threads do all of their work between a step's schedule and the workers' part of it."""
 
 from __future__ import annotations
 

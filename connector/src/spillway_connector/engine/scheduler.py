@@ -365,15 +365,12 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         if self._early_loads and (status := self._req_status.get(request.request_id)) is not None:
             for job_id in status.transfer_jobs & self._early_loads.keys():
                 self._early_loads[job_id].abandon(needed=False)
-        if not self.config.offload_prompt_only and (status := self._req_status.get(request.request_id)) is not None:
-            self._count_generated(cast(RequestFields, status))
-        return super().request_finished(request)
-
-    def _count_generated(self, status: RequestFields) -> None:
-        """A full shared tier admits what was asked for twice; that its chunks were computed counts as one."""
-        for state, counted in zip(status.group_states, status.counted_keys or (), strict=False):
-            if len(state.offload_keys) > counted:
+        status = self._req_status.get(request.request_id)
+        if isinstance(status, RequestFields) and not self.config.offload_prompt_only:
+            # A full shared tier admits what was asked for twice; that an answer's chunks were computed counts as one.
+            for state, counted in zip(status.group_states, status.counted_keys or (), strict=False):
                 self.manager.count_request(state.offload_keys[counted:])
+        return super().request_finished(request)
 
     def fail_stores_of_replaced_adapters(self) -> None:
         """Other weights were loaded under an adapter's id: its stores under way may hold KV computed with them."""
