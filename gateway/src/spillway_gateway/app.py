@@ -40,6 +40,7 @@ from spillway_gateway.ops.ui.page_routes import PageRoutes
 from spillway_gateway.roster.engine_tasks import Clients, guarded
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.tokens.fair_threads import FairThreads
+from spillway_gateway.upstream.kept_bytes import KeptBytes
 from spillway_gateway.upstream.outbound import UpstreamServices
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import RetryBudget
@@ -80,6 +81,8 @@ class Gateway:
             running=self.lifecycle.running,
             admissions=self.admissions,
             recent=Recent(),
+            continuation=config.continuation,
+            kept=KeptBytes(config.continuation.bytes_max),
         )
         self.follower = ConfigFollower(config_path, config, self.apply) if config_path is not None else None
         self.metrics.collect_from(lambda: live_families(self.fleets))
@@ -136,6 +139,7 @@ class Gateway:
         await self.roster.apply(config)
         services, limits = self.services, config.limits
         services.timeouts, services.limits = config.timeouts, limits
+        services.continuation, services.kept.bytes_max = config.continuation, config.continuation.bytes_max
         services.pool.connections_max = self._descriptor_shares(config).upstream
         services.pool.connect_timeout_seconds = config.timeouts.connect_seconds
         if (limits.retry_ratio, limits.retry_burst) != (before.limits.retry_ratio, before.limits.retry_burst):

@@ -61,6 +61,25 @@ class GatewayMetrics:
             ("engine", "reason"),
             registry=self.registry,
         )
+        self._continued = Counter(
+            "spillway_gateway_continued_answers",
+            "Answers that another engine continued after the first byte, by the first engine's failure.",
+            ("model", "reason"),
+            registry=self.registry,
+        )
+        self._not_continued = Counter(
+            "spillway_gateway_not_continued_answers",
+            "Answers that broke after the first byte while continuation was on and ended, by what prevented it.",
+            ("model", "why"),
+            registry=self.registry,
+        )
+        self._pause = Histogram(
+            "spillway_gateway_continuation_pause_seconds",
+            "From an engine's failure to the first event of the engine that continues the answer.",
+            ("model",),
+            buckets=_FIRST_BYTE_BUCKETS,
+            registry=self.registry,
+        )
         self._predicted_tokens = Counter(
             "spillway_gateway_predicted_cached_tokens",
             "Prompt tokens expected to be cached for the chosen engine, by tier, where the reply reported the actual "
@@ -120,6 +139,9 @@ class GatewayMetrics:
         self.retry = cache(self._retries.labels)
         self.disconnect = cache(self._disconnects.labels)
         self.broken = cache(self._broken.labels)
+        self.continued = cache(self._continued.labels)
+        self.not_continued = cache(self._not_continued.labels)
+        self.pause = cache(self._pause.labels)
         self.predicted_tokens = cache(self._predicted_tokens.labels)
         self.actual_tokens = cache(self._actual_tokens.labels)
 

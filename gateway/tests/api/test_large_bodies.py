@@ -14,7 +14,7 @@ from spillway_gateway.api.parsed_body import ParsedBody
 from spillway_gateway.api.routes import ROUTES, ApiRoute
 from spillway_gateway.errors import ClientBadRequest, RequestTooLarge
 from spillway_gateway.tokens.prompt import CompletionPrompt, RawPrompt
-from spillway_gateway.upstream.splice import insert_text, replace_text
+from spillway_gateway.upstream.splice import insert_member, replace_text
 
 TEXT_BYTES_MAX = 1000
 
@@ -112,7 +112,7 @@ async def test_texts_are_set_as_in_short_bodies(old: bytes) -> None:
     done = await LargeBodies().set_texts(CHAT, body, replaced, {} if old else {"cache_salt": "s"})
 
     expected = replace_text(body, "model", "m")
-    assert done == (replace_text if old else insert_text)(expected, "cache_salt", "s")
+    assert done == (replace_text if old else insert_member)(expected, "cache_salt", "s")
 
 
 async def test_a_salt_after_many_blanks_is_set() -> None:

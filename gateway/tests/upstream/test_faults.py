@@ -33,7 +33,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 def assert_idle(running: RunningGateway) -> None:
     for fleet in running.gateway.fleets:
         for engine in fleet.engines.values():
-            assert (engine.running_requests, engine.queued_tokens, engine.waiting | engine.requests) == (0, 0, set())
+            assert (engine.running_requests, engine.queued_tokens, engine.requests) == (0, 0, set())
     assert not running.gateway.lifecycle.running
 
 
@@ -283,7 +283,7 @@ async def test_the_waiting_requests_of_a_hung_engine_are_retried(
         chosen = await first_choice(client, running, engines)
         chosen.fault = Hang()
         request = asyncio.create_task(ask(client, running, stream=True))
-        await until(lambda: running.engine(chosen.name).waiting)
+        await until(lambda: running.engine(chosen.name).requests)
         running.engine(chosen.name).hung("no answer within 2 s")
 
         status, headers, _ = await request

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spillway_gateway.upstream.json_walk import JsonWalk, NotAnObject
-from spillway_gateway.upstream.splice import Opening, edited, insert_text, insertion, replace_text, replacements
+from spillway_gateway.upstream.splice import Opening, edited, insert_member, insertion, replace_text, replacements
 
 NAMES = ("model", "cache_salt")
 blanks = st.text(alphabet=" \t\r\n", max_size=2)
@@ -119,7 +119,7 @@ def test_edits_touch_nothing_else(body: bytes, value: str) -> None:
         pairs_of(json.dumps({"m": value}).encode())[0][1]
     }
     if not members:
-        assert done == insert_text(body, "model", value)
+        assert done == insert_member(body, "model", value)
     if members:
         assert done == replace_text(body, "model", value)
         assert len(done) - len(body) == sum(

@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.upstream.splice import insert_text, replace_text
+from spillway_gateway.upstream.splice import insert_member, replace_text
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -60,7 +60,7 @@ def test_a_value_of_any_kind_is_replaced(fields: dict[str, object], old: object,
 def test_an_inserted_text_comes_first_and_leaves_the_rest(fields: dict[str, object], salt: str) -> None:
     body = b" \n" + json.dumps(fields).encode()
 
-    inserted = json.loads(insert_text(body, "salt", salt))
+    inserted = json.loads(insert_member(body, "salt", salt))
 
     assert inserted == {"salt": salt, **json.loads(body)}
     assert next(iter(inserted)) == "salt"

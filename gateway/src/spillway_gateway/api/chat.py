@@ -7,17 +7,24 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
-from spillway_gateway.api.parsed_body import ParsedBody, salt_text, stream_reports_usage
+from spillway_gateway.api.parsed_body import (
+    ParsedBody,
+    StreamFields,
+    is_plain_stream,
+    salt_text,
+    stream_reports_usage,
+)
 from spillway_gateway.tokens.estimates import value_tokens
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
 
 
-class _ChatFields(msgspec.Struct, kw_only=True):
+class _ChatFields(StreamFields, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: Any = None
     tools: Any = None
+    tool_choice: Any = None
     cache_salt: Any = msgspec.UNSET
     add_generation_prompt: Any = True
     add_special_tokens: Any = False
@@ -44,7 +51,8 @@ _batch_decoder = decoder_of(ChatBatchBody)
 def parse_chat(body: Body) -> ParsedBody:
     """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
     fields = read_body(_decoder, body)
-    return _parsed(fields, fields.messages)
+    plain = is_plain_stream(fields.stream, fields) and (not fields.tools or fields.tool_choice == "none")
+    return _parsed(fields, fields.messages, plain_stream=plain)
 
 
 def parse_chat_batch(body: Body) -> ParsedBody:
@@ -54,7 +62,9 @@ def parse_chat_batch(body: Body) -> ParsedBody:
     return _parsed(fields, fields.messages[0] if fields.messages else [], others)
 
 
-def _parsed(fields: _ChatFields, messages: list[dict[str, Any]], other_tokens: int = 0) -> ParsedBody:
+def _parsed(
+    fields: _ChatFields, messages: list[dict[str, Any]], other_tokens: int = 0, *, plain_stream: bool = False
+) -> ParsedBody:
     tools = fields.tools
     variables = dict(fields.chat_template_kwargs) if isinstance(fields.chat_template_kwargs, dict) else {}
     if fields.reasoning_effort is not None:
@@ -86,6 +96,7 @@ def _parsed(fields: _ChatFields, messages: list[dict[str, Any]], other_tokens: i
         ),
         other_tokens=other_tokens,
         reports_usage=stream_reports_usage(fields.stream, fields.stream_options),
+        plain_stream=plain_stream,
     )
 
 

@@ -7,12 +7,19 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
-from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text, stream_reports_usage
+from spillway_gateway.api.parsed_body import (
+    ParsedBody,
+    StreamFields,
+    first_of,
+    is_plain_stream,
+    salt_text,
+    stream_reports_usage,
+)
 from spillway_gateway.tokens.prompt import CompletionPrompt
 from spillway_gateway.upstream.forward import Body
 
 
-class CompletionBody(msgspec.Struct):
+class CompletionBody(StreamFields, kw_only=True):
     model: str | None = None
     prompt: str | list[Any] | None = None
     stream: bool | None = None
@@ -39,4 +46,5 @@ def parse_completion(body: Body) -> ParsedBody:
         other_tokens=other_tokens,
         reports_usage=reports_usage,
         counts_prompt=reports_usage or fields.prompt_embeds is None,
+        plain_stream=is_plain_stream(fields.stream, fields) and not other_tokens and fields.prompt_embeds is None,
     )

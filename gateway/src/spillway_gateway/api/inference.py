@@ -34,7 +34,7 @@ from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
 from spillway_gateway.upstream.forward import Headers, header
 from spillway_gateway.upstream.outbound import OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.relay import Relay
-from spillway_gateway.upstream.splice import insert_text
+from spillway_gateway.upstream.splice import insert_member
 from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
 from spillway_gateway.upstream.usage import Usage
 from spillway_gateway.upstream.waits import ClientDisconnected
@@ -102,7 +102,7 @@ class InferenceEndpoint:
         gatekeeper.allow_model(tenant, parsed.model or model, model)
         source = parsed.prompt
         replaced: dict[str, str] = {}
-        inserted: dict[str, str] = {}
+        inserted: dict[str, str | bool] = {}
         adapter = parsed.model if parsed.model in served.fleet.config.adapters else None
         if parsed.model is not None and parsed.model != model and adapter is None:
             replaced["model"] = model
@@ -122,16 +122,20 @@ class InferenceEndpoint:
                 (replaced if parsed.names_salt else inserted)["cache_salt"] = salt
                 # The engine hashes the salt into the first block, and so does routing.
                 source = structs.replace(source, cache_salt=salt)
+        prompt = await served.reader.read(source, tenant.name, short=not large, adapter=adapter)
+        if parsed.other_tokens:
+            prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens)
+        continuation = context.upstream.continuation
+        asks_ids = parsed.plain_stream and continuation.enabled and prompt.prompt_tokens < continuation.tokens_max
+        if asks_ids:
+            inserted["return_token_ids"] = True
         if large and (replaced or inserted):
             body = await context.large_bodies.set_texts(route, body, replaced, inserted)
         else:
             for name, text in replaced.items():
                 body = route.set_text(body, name, text)
-            for name, text in inserted.items():
-                body = insert_text(body, name, text)
-        prompt = await served.reader.read(source, tenant.name, short=not large, adapter=adapter)
-        if parsed.other_tokens:
-            prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens)
+            for name, value in inserted.items():
+                body = insert_member(body, name, value)
         only_engine = None
         charged_tokens = parsed.charged_tokens
         if parsed.previous_response is not None:
@@ -158,6 +162,7 @@ class InferenceEndpoint:
             on_reply=stored.on_reply if stored is not None else None,
             charged_tokens=charged_tokens,
             on_end=stored.on_end if stored is not None else None,
+            asks_ids=asks_ids,
         )
         return outbound, served
 

@@ -73,9 +73,9 @@ class LargeBodies:
         return await self._parse_outline(route, body, walk, text_bytes_max)
 
     async def set_texts(
-        self, route: ApiRoute, body: Body, replaced: Mapping[str, str], inserted: Mapping[str, str]
+        self, route: ApiRoute, body: Body, replaced: Mapping[str, str], inserted: Mapping[str, str | bool]
     ) -> Body:
-        """The body with other top-level texts, or fields of a form. Raises ClientBadRequest and RequestTooLarge."""
+        """The body with other top-level members, or fields of a form. Raises ClientBadRequest and RequestTooLarge."""
         edits: list[Edit] = []
         if route.body is None:
             parts = await self._parts(body)

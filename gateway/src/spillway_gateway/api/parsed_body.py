@@ -18,7 +18,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     estimate for the other prompts of a batch, which count as work and not as prefix. charged_tokens: charged to the
     tenant, though no engine computes them. reports_usage: the reply will report its usage. counts_prompt, counts_reply:
     False where their tokens are never reported. previous_response: the id of a stored response that this one
-    continues."""
+    continues. plain_stream: a stream that another engine may be able to continue, see upstream/continuation.py."""
 
     model: str | None
     names_salt: bool
@@ -30,6 +30,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     counts_prompt: bool = True
     counts_reply: bool = True
     previous_response: str | None = None
+    plain_stream: bool = False
 
 
 ParseBody = Callable[[Body], ParsedBody]  # raises ClientBadRequest
@@ -62,3 +63,26 @@ def first_of(value: object) -> tuple[str | array[int], int]:
 def stream_reports_usage(stream: object, options: object) -> bool:
     """Of OpenAI's chat and completions: a plain reply always does, a stream with include_usage."""
     return not stream or (isinstance(options, dict) and options.get("include_usage") is True)
+
+
+class StreamFields(msgspec.Struct, kw_only=True):
+    """Of chat and completions: members that decide whether a stream is plain, besides those that a failure shows."""
+
+    n: Any = None
+    echo: Any = None
+    logprobs: Any = None
+    seed: Any = None
+    return_token_ids: Any = None
+
+
+def is_plain_stream(stream: object, fields: StreamFields) -> bool:
+    """One answer without what only its first engine could go on counting. Cheap, for every request: the whole body is
+    read when an engine has failed."""
+    return (
+        stream is True
+        and fields.n in (None, 1)
+        and not fields.echo
+        and fields.logprobs in (None, False)
+        and fields.seed is None
+        and fields.return_token_ids is None
+    )

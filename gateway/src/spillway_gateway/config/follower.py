@@ -14,7 +14,7 @@ from spillway_gateway.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-LIVE_SECTIONS = frozenset({"models", "timeouts", "limits", "log"})
+LIVE_SECTIONS = frozenset({"continuation", "models", "timeouts", "limits", "log"})
 
 
 class ConfigFollower:

@@ -54,6 +54,17 @@ class ListenConfig(CamelSection, frozen=True):
     tls: TlsConfig | None = None
 
 
+class ContinuationConfig(CamelSection, frozen=True):
+    """Streamed answers that go on from another engine when theirs fails; see upstream/continuation.py."""
+
+    enabled: bool = False
+    attempts_max: Count = 3  # engines that may be asked to continue one answer
+    pause_seconds: Positive = 30.0  # from a failure to the next event; then the answer ends with an error
+    stall_seconds: Positive = 30.0  # without an event, until another engine continues; less than timeouts.idleSeconds
+    tokens_max: Count = 32_768  # of prompt and answer; a longer one is not continued
+    bytes_max: Count = 64 * 1024 * 1024  # of token ids kept for all streams of the process
+
+
 class ConnectionsConfig(CamelSection, frozen=True):
     """Bounds of clients' connections and of what they send before their key is checked, per gateway process.
 
@@ -216,6 +227,7 @@ class GatewayConfig(CamelSection, frozen=True):
     log: LogConfig = LogConfig()
     audit: AuditConfig = AuditConfig()
     reload: ReloadConfig = ReloadConfig()
+    continuation: ContinuationConfig = ContinuationConfig()
     tracing: TracingConfig = TracingConfig()
 
 

@@ -46,7 +46,7 @@ class EngineRequest(Protocol):
     """A request that was sent to an engine."""
 
     def engine_went_down(self, engine: Engine) -> None:
-        """Called on requests without a first byte: another engine could still answer."""
+        """Called on all requests when the engine answers no polls: another engine could take over."""
 
     def engine_ends(self, engine: Engine) -> None:
         """Called on all requests when the engine's time is over."""
@@ -117,8 +117,7 @@ class Engine:
         self.reports_cached_tokens = False  # in its replies' usage, wherever the number is not 0
         self.events_live = False  # KV events arrive, so the index does not depend on speculation
         self.on_state: list[Callable[[Engine], None]] = []
-        self.waiting: set[EngineRequest] = set()  # requests without a first byte
-        self.requests: set[EngineRequest] = set()  # all of this engine
+        self.requests: set[EngineRequest] = set()  # of this gateway, on this engine
         self.terminating = False  # reported by discovery
         self.draining = False  # reported by the engine
         self.poll_soon: Callable[[], None] = lambda: None
@@ -164,7 +163,7 @@ class Engine:
     def hung(self, answer: str) -> None:
         """Polls time out: connections stay open and silent, so requests waiting on them must be notified."""
         self.set_state(EngineState.DOWN, answer)
-        for request in list(self.waiting):
+        for request in list(self.requests):
             request.engine_went_down(self)
 
     def end_requests(self) -> None:

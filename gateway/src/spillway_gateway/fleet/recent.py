@@ -16,6 +16,7 @@ from spillway_gateway.routing.route import Decision
 
 DECISIONS_MAX = 200
 FIRST_BYTES_MAX = 2_048
+CONTINUATIONS_MAX = 2_048
 REQUEST_ID_CHARS_MAX = 64
 
 
@@ -34,6 +35,14 @@ class NotedFirstByte(msgspec.Struct, frozen=True, gc=False):
     at: float  # time()
     model: str
     engine: str
+    seconds: float
+
+
+class NotedContinuation(msgspec.Struct, frozen=True, gc=False):
+    """An answer that went on from another engine, and the pause that its client saw."""
+
+    at: float  # time()
+    model: str
     seconds: float
 
 
@@ -64,6 +73,7 @@ class Recent:
         self._clock = clock
         self.decisions: deque[NotedDecision] = deque(maxlen=DECISIONS_MAX)
         self.first_bytes: deque[NotedFirstByte] = deque(maxlen=FIRST_BYTES_MAX)
+        self.continuations: deque[NotedContinuation] = deque(maxlen=CONTINUATIONS_MAX)
         self.prompt_tokens: dict[str, PromptTokens] = {}  # by model
 
     def decided(self, model: str, request_id: bytes, decision: Decision) -> None:
@@ -86,3 +96,7 @@ class Recent:
     def first_byte(self, model: str, engine: str, seconds: float) -> None:
         """Record a time to first byte, in seconds."""
         self.first_bytes.append(NotedFirstByte(self._clock(), model, engine, seconds))
+
+    def continued(self, model: str, seconds: float) -> None:
+        """Record a continuation. seconds: from the failure to the next event."""
+        self.continuations.append(NotedContinuation(self._clock(), model, seconds))

@@ -42,6 +42,7 @@ from spillway_gateway.testing.faults import (
 from spillway_gateway.testing.kv_publisher import KvPublisher
 
 Tokenize = Callable[[dict[str, Any]], list[int]]
+Detokenize = Callable[[list[int]], str]
 
 
 def byte_tokens(body: dict[str, Any]) -> list[int]:
@@ -98,6 +99,7 @@ class FakeEngine:
         max_model_len: int = 100_000,
         block_tokens: int = 16,
         tokenize: Tokenize = byte_tokens,
+        detokenize: Detokenize = lambda tokens: bytes(tokens).decode(),
         words: int = 4,
         publisher: KvPublisher | None = None,
         ready_route: bool = True,
@@ -112,6 +114,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.block_tokens = block_tokens
         self.tokenize = tokenize
+        self.detokenize = detokenize
         self.words = words
         self.publisher = publisher
         self.ready_route = ready_route
@@ -255,7 +258,7 @@ class _Connection(asyncio.Protocol):
             tokens = self.engine.tokenize(body)
             self._json(200, {"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens})
         elif path == "/detokenize":
-            self._json(200, {"prompt": bytes(body["tokens"]).decode()})
+            self._json(200, {"prompt": self.engine.detokenize(body["tokens"])})
         elif path.endswith("/count_tokens"):
             self._json(200, {"input_tokens": len(self.engine.tokenize(body))})
         elif path.startswith("/v1/responses/"):

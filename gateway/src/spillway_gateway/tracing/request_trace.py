@@ -78,8 +78,11 @@ class RequestTrace:
             span.add_event("candidate", candidate)
         span.end()
 
-    def attempt(self, model: str, engine: Engine, headers: Headers, *, again: bool) -> AttemptTrace | None:
-        """The request is sent to an engine. None when it is not sampled. headers: the caller's. again: a retry."""
+    def attempt(
+        self, model: str, engine: Engine, headers: Headers, *, again: bool, continues_after: int | None = None
+    ) -> AttemptTrace | None:
+        """The request is sent to an engine. None when it is not sampled. headers: the caller's. again: a retry.
+        continues_after: the answer goes on from another engine's, after so many tokens."""
         if not self.sampled:
             return None
         span = self._tracer.start_span(
@@ -95,6 +98,8 @@ class RequestTrace:
                 names.RETRY: again,
             },
         )
+        if continues_after is not None:
+            span.set_attribute(names.CONTINUED_TOKENS, continues_after)
         return AttemptTrace(self._tracer, span, _with_context(headers, span.get_span_context()))
 
     def end(self, status: int, error: str | None, usage: Usage = NO_USAGE) -> None:

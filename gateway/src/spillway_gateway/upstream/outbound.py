@@ -10,7 +10,7 @@ import msgspec
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
-from spillway_gateway.config.settings import LimitsConfig, TimeoutsConfig
+from spillway_gateway.config.settings import ContinuationConfig, LimitsConfig, TimeoutsConfig
 from spillway_gateway.error_bodies import Dialect
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.recent import Recent
@@ -19,6 +19,7 @@ from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.forward import Body, Headers
+from spillway_gateway.upstream.kept_bytes import KeptBytes
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import RetryBudget
 from spillway_gateway.upstream.usage import Usage
@@ -54,14 +55,18 @@ class RequestTrace(Protocol):
 
     def routed(self, asked_ns: int, decision: Decision) -> None: ...
 
-    def attempt(self, model: str, engine: Engine, headers: Headers, *, again: bool) -> AttemptTrace | None: ...
+    def attempt(
+        self, model: str, engine: Engine, headers: Headers, *, again: bool, continues_after: int | None = None
+    ) -> AttemptTrace | None: ...
 
 
 @dataclass(slots=True)
 class UpstreamServices:
-    """Shared by all requests of a process. A new configuration replaces budget, timeouts and limits in place.
+    """Shared by all requests of a process. A new configuration replaces budget, timeouts, limits and continuation in
+    place.
 
-    running: the requests in progress, which a shutdown may end. admissions: by model.
+    running: the requests in progress, which a shutdown may end. admissions: by model. kept: token ids of answers that
+    may be continued.
     """
 
     pool: ConnectionPool
@@ -72,6 +77,8 @@ class UpstreamServices:
     running: set[RunningRequest]
     admissions: Mapping[str, Admission]
     recent: Recent
+    continuation: ContinuationConfig
+    kept: KeptBytes
 
 
 class OutboundRequest(msgspec.Struct, frozen=True):
@@ -80,7 +87,8 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     headers: the caller's, names in lower case. received_at: perf_counter() when the body was whole; a loop's own clock
     may tick in milliseconds. only_engine: the one engine that holds what the request asks for. on_reply: called with
     the engine's name and the plain reply or its first events, for status 200. charged_tokens: counted against the
-    tenant's quota besides the prompt's. on_end: called once with the reply's usage.
+    tenant's quota besides the prompt's. on_end: called once with the reply's usage. asks_ids: the body asks the engine
+    for token ids, which the client did not.
     """
 
     path: bytes
@@ -100,3 +108,4 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     trace: RequestTrace | None = None
     charged_tokens: int = 0
     on_end: Callable[[Usage], None] | None = None
+    asks_ids: bool = False

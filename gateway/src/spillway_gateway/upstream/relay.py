@@ -8,7 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from time import perf_counter
+
+import msgspec
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.errors import (
@@ -24,14 +27,28 @@ from spillway_gateway.errors import (
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.upstream.connection import EngineConnection
+from spillway_gateway.upstream.continuing import Continuing, NotJoined
 from spillway_gateway.upstream.forward import request_head
+from spillway_gateway.upstream.junction import Junction, joined, pieces
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
+from spillway_gateway.upstream.reading import collect
 from spillway_gateway.upstream.reply import EngineAnsweredError, EngineErrorTooLong, Reply
 from spillway_gateway.upstream.retry import is_attempt, may_retry
 from spillway_gateway.upstream.waits import ClientDisconnected, ClientStalled, RequestWaits
 from spillway_gateway.write_coalescing import WriteCoalescer
 
 logger = logging.getLogger(__name__)
+
+CHAT_PATH = b"/v1/chat/completions"
+DETOKENIZE_PATH = b"/detokenize"
+TEXT_BYTES_MAX = 1024 * 1024  # of its reply
+
+
+class _Text(msgspec.Struct):
+    prompt: str
+
+
+_read_text = msgspec.json.Decoder(_Text).decode
 
 
 class Relay:
@@ -67,7 +84,11 @@ class Relay:
         self._attempt_trace: AttemptTrace | None = None
         self._attempt_status = 0  # of the engine's reply
         self.lease: Lease | None = None
-        self.reply = Reply(request, services, self._waits, client, send, model=fleet.name)
+        continuing = None
+        if request.asks_ids:
+            chat = request.path == CHAT_PATH
+            continuing = Continuing(request, fleet, services.continuation, services.kept, chat=chat)
+        self.reply = Reply(request, services, self._waits, client, send, model=fleet.name, continuing=continuing)
 
     @property
     def model(self) -> str:
@@ -104,6 +125,8 @@ class Relay:
             self._coalescer.requests -= 1
             self._client.clear_disconnect_callback(waits.client_disconnected)
             waits.close()
+            if reply.continuing is not None:
+                reply.continuing.sent.close()
             self._record_metrics()
 
     async def _enter(self, admission: Admission) -> None:
@@ -129,7 +152,8 @@ class Relay:
     # -- attempts ----------------------------------------------------------------------------------------------------
 
     async def _attempts(self) -> None:
-        """Try one engine after another until one answers. Raises the last failure where no retry is allowed."""
+        """Try one engine after another until one answers, and where it fails within a stream, others that continue it.
+        Raises the last failure where no retry is allowed."""
         services, request = self._services, self._request
         tried: frozenset[str] = frozenset()
         attempts = 0
@@ -140,9 +164,11 @@ class Relay:
             try:
                 lease = self._choose(tried)
             except NoEngineReady:
-                if failure is not None:
-                    raise failure from None
-                raise
+                if failure is None:
+                    raise
+                if self.reply.continuing is not None and self._waits.bytes_sent:
+                    services.metrics.not_continued(self._fleet.name, "no_engine").inc()
+                raise failure from None
             try:
                 await self._attempt(lease)
                 lease.close(time.monotonic())
@@ -155,9 +181,19 @@ class Relay:
                     failure.__cause__ = error
                 self._engine_failed(lease, error)
                 self._end_attempt(error.reason)
+            except NotJoined:
+                assert failure is not None
+                self._services.metrics.not_continued(self._fleet.name, "text").inc()
+                raise failure from None
             finally:
                 lease.close()
                 self._end_attempt("cancelled")  # no effect on an attempt that has ended
+            if self.reply.continuing is not None and self._waits.bytes_sent:
+                tried = self._left_out(self.reply.continuing, failure, lease.engine, tried)
+                if self.reply.continuing.complete:
+                    await self.reply.complete()
+                    return
+                continue
             tried |= {lease.engine.name}
             attempts += is_attempt(failure)
             movable = request.retryable and request.only_engine is None
@@ -176,18 +212,39 @@ class Relay:
             services.metrics.retry(lease.engine.name, failure.reason).inc()
             logger.warning("request %s: %s; trying another engine", self._id(), failure.message)
 
+    def _left_out(
+        self, continuing: Continuing, failure: UpstreamError, engine: Engine, tried: frozenset[str]
+    ) -> frozenset[str]:
+        """A stream broke: the engines that do not get the rest of its answer. Raises the failure where it ends here."""
+        left_out = continuing.after(failure, engine.name, tried, asyncio.get_running_loop().time())
+        if left_out is not None and not continuing.complete and not self._services.budget.spend(failure):
+            continuing.why_not, left_out = "retry_budget", None
+        if left_out is None:
+            self._services.metrics.not_continued(self._fleet.name, continuing.why_not).inc()
+            raise failure
+        logger.warning("request %s: %s; another engine continues", self._id(), failure.message)
+        return left_out
+
     def _choose(self, tried: frozenset[str]) -> Lease:
         """Route the request to an engine that was not tried yet. Raises NoEngineReady."""
-        request = self._request
+        request, continuing = self._request, self.reply.continuing
         trace = request.trace
         asked_ns = time.time_ns() if trace is not None else 0
-        lease = self._fleet.choose(request.prompt, tried, request.only_engine)
+        joins = continuing is not None and continuing.failed_at is not None
+        prompt = continuing.prompt() if continuing is not None and joins else request.prompt
+        lease = self._fleet.choose(prompt, tried, request.only_engine)
         self.lease = lease
         self._services.recent.decided(self._fleet.name, request.request_id, lease.decision)
         if trace is not None:
             trace.routed(asked_ns, lease.decision)
             self._attempt_status = 0
-            self._attempt_trace = trace.attempt(self._fleet.name, lease.engine, request.headers, again=bool(tried))
+            self._attempt_trace = trace.attempt(
+                self._fleet.name,
+                lease.engine,
+                request.headers,
+                again=bool(tried),
+                continues_after=len(continuing.sent.tokens) if continuing is not None and joins else None,
+            )
         return lease
 
     def _end_attempt(self, error: str | None) -> None:
@@ -203,7 +260,7 @@ class Relay:
             engine.refused(error.message)
         elif not isinstance(error, (EngineAnsweredError, EngineErrorTooLong)):
             engine.poll_soon()
-        if self._waits.bytes_sent:
+        if self._waits.bytes_sent and not self._waits.joining_seconds:
             self._services.metrics.broken(engine.name, error.reason).inc()
 
     async def _attempt(self, lease: Lease) -> None:
@@ -211,14 +268,19 @@ class Relay:
         waits.engine = engine
         waits.abortable = True
         waits.sending = False
-        engine.waiting.add(waits)
         engine.requests.add(waits)
         assumed: asyncio.TimerHandle | None = None
         if not self._request.stream:
             loop = asyncio.get_running_loop()
             assumed = loop.call_later(lease.expected_prefill_seconds, lease.prefill_assumed)
         try:
-            connection = await self._exchange(engine)
+            continuing = self.reply.continuing
+            if continuing is not None and continuing.failed_at is not None:
+                connection = await self._join(engine, continuing)
+                self._attempt_status = connection.status
+                await self.reply.relay_continued(lease, connection, self._attempt_trace)
+                return
+            connection = await self._exchange(engine, self._request)
             self._attempt_status = connection.status
             await self.reply.relay(lease, connection, self._attempt_trace)
         except asyncio.CancelledError:
@@ -230,16 +292,46 @@ class Relay:
             waits.abortable = False
             if assumed is not None:
                 assumed.cancel()
-            engine.waiting.discard(waits)
             engine.requests.discard(waits)
             if self._connection is not None:
                 self._services.pool.release(engine, self._connection)
                 self._connection = None
 
-    async def _exchange(self, engine: Engine) -> EngineConnection:
+    async def _join(self, engine: Engine, continuing: Continuing) -> EngineConnection:
+        """Ask another engine for the rest of the answer. Raises NotJoined where the place to go on from is unknown."""
+        continuing.begin()
+        waits = self._waits
+        waits.joining_seconds = self._services.continuation.pause_seconds
+        junction = continuing.known_junction()
+        if junction is None:
+            junction = await self._decoded_junction(engine, continuing)
+        return await self._exchange(engine, continuing.join(junction))
+
+    async def _decoded_junction(self, engine: Engine, continuing: Continuing) -> Junction:
+        """By the text that the engine gives for the last tokens."""
+        sent, withheld_chars = continuing.sent, continuing.plan.held_back
+        for piece in pieces(sent, withheld_chars):
+            text = await self._text_of(engine, continuing, sent.tokens[piece.start : piece.end])
+            junction = joined(piece, text, sent.sent_text(), withheld_chars)
+            if junction is not None:
+                return junction
+        raise NotJoined
+
+    async def _text_of(self, engine: Engine, continuing: Continuing, tokens: Sequence[int]) -> str:
+        body = continuing.text_request(tokens)
+        request = msgspec.structs.replace(self._request, path=DETOKENIZE_PATH, body=body, stream=False)
+        connection = await self._exchange(engine, request)
+        reply = await collect(connection, TEXT_BYTES_MAX)
+        status, self._connection = connection.status, None
+        self._services.pool.release(engine, connection)
+        try:
+            return _read_text(reply).prompt
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise EngineBadReply(f"Engine {engine.name} answered {status} to {DETOKENIZE_PATH.decode()}") from error
+
+    async def _exchange(self, engine: Engine, request: OutboundRequest) -> EngineConnection:
         """Send the request and wait for the reply's head. A reused connection that turns out closed is no failure of
         the engine: a fresh connection decides."""
-        request = self._request
         pool = self._services.pool
         timeouts = self._services.timeouts
         head = request_head(
@@ -250,11 +342,15 @@ class Relay:
             request.request_id,
             method=request.method,
         )
-        self._waits.expect_within(timeouts.first_byte_seconds if request.stream else timeouts.plain_seconds)
+        continuing = self.reply.continuing
+        if continuing is not None and continuing.failed_at is not None:
+            self._waits.expect_within(continuing.seconds_left(asyncio.get_running_loop().time()))
+        else:
+            self._waits.expect_within(timeouts.first_byte_seconds if request.stream else timeouts.plain_seconds)
         connection = pool.take_idle(engine)
         if connection is not None:
             self._connection = connection
-            self._dispatch(connection, head)
+            self._dispatch(connection, head, request)
             try:
                 await connection.head()
                 return connection
@@ -265,12 +361,12 @@ class Relay:
                 pool.release(engine, connection)
         connection = await pool.open(engine)
         self._connection = connection
-        self._dispatch(connection, head)
+        self._dispatch(connection, head, request)
         await connection.head()
         return connection
 
-    def _dispatch(self, connection: EngineConnection, head: bytes) -> None:
-        connection.send((head, self._request.body))
+    def _dispatch(self, connection: EngineConnection, head: bytes, request: OutboundRequest) -> None:
+        connection.send((head, request.body))
         if not self._dispatched:
             self._dispatched = True
             self.reply.overhead_seconds += perf_counter() - self._request.received_at

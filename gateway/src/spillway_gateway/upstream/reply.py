@@ -2,7 +2,8 @@
 dialect of the route.
 
 Nothing reaches the client before the engine's first body byte (streams) or whole reply (plain), so until then the
-request can be retried on another engine. A stream that breaks afterwards ends with an error event and no [DONE].
+request can be retried on another engine. A stream that breaks afterwards is continued by another engine where that is
+possible, and ends with an error event and no [DONE] where it is not.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ import time
 from time import perf_counter
 
 from spillway_gateway.error_bodies import Dialect, body_of, event_of, headers_of
-from spillway_gateway.errors import EngineFailed, GatewayError, UpstreamError
+from spillway_gateway.errors import EngineDisconnected, EngineFailed, GatewayError, UpstreamError
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import Lease
 from spillway_gateway.upstream.connection import EngineConnection
+from spillway_gateway.upstream.continuing import Continuing
 from spillway_gateway.upstream.forward import Headers, header, reply_headers
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
+from spillway_gateway.upstream.reading import collect, next_events, read_to_end
 from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, failure_within, plain_failure, stream_failure
-from spillway_gateway.upstream.sse import EventFramer, count_events, is_done, is_last_of_typed
+from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, count_events, is_done, is_last_of_typed
 from spillway_gateway.upstream.usage import NO_USAGE, ReplyUsage, Usage, merged, usage_in_events, usage_in_reply
 from spillway_gateway.upstream.waits import RequestWaits
 
 logger = logging.getLogger(__name__)
 
-END_OF_REPLY_SECONDS_MAX = 1.0  # from [DONE] to the end of the engine's reply; only then can its connection be reused
 BYTES_PER_TOKEN = 4  # of a long plain reply without usage
 ERROR_REPLY_BYTES_MAX = 64 * 1024  # of a retryable error reply kept while another engine is tried
+IDS_BYTES_MAX = 48  # of an event for each token that its prompt is estimated to have
 
 
 class EngineAnsweredError(UpstreamError):
@@ -61,6 +64,7 @@ class Reply:
     status: sent to the client; 499 where it disconnected first, 0 where nothing was sent. error_code: of an error that
     the gateway itself answered. first_byte_seconds: since the request was received; streams only. overhead_seconds: the
     gateway's own work so far. ended: the last event was passed on, and a failure afterwards changes nothing.
+    continuing: of an answer that another engine may continue, else None.
     """
 
     __slots__ = (
@@ -76,6 +80,7 @@ class Reply:
         "_services",
         "_usage",
         "_waits",
+        "continuing",
         "ended",
         "error_code",
         "first_byte_seconds",
@@ -92,7 +97,9 @@ class Reply:
         send: Send,
         *,
         model: str,
+        continuing: Continuing | None = None,
     ) -> None:
+        self.continuing = continuing
         self._request = request
         self._model = model
         self._services = services
@@ -116,7 +123,7 @@ class Reply:
         waits.bytes_sent is set it may be retried."""
         self._framer = None
         if connection.status in RETRYABLE_STATUSES:
-            body = await _collect(connection, ERROR_REPLY_BYTES_MAX)
+            body = await collect(connection, ERROR_REPLY_BYTES_MAX)
             if not connection.complete:
                 raise EngineErrorTooLong(lease.engine, connection.status)
             raise EngineAnsweredError(lease.engine, connection.status, connection.headers, body)
@@ -129,30 +136,121 @@ class Reply:
     # -- events ------------------------------------------------------------------------------------------------------
 
     async def _relay_events(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
-        waits, send = self._waits, self._send
+        waits, send, continuing = self._waits, self._send, self.continuing
         framer = self._framer = EventFramer()
-        chunk = await _next_events(connection, framer)
+        if continuing is not None:
+            framer = self._framer = EventFramer(EVENT_BYTES_MAX + IDS_BYTES_MAX * self._request.prompt.prompt_tokens)
+        chunk = await next_events(connection, framer)
         if (failure := stream_failure(chunk)) is not None:
             raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
         idle_seconds = self._services.timeouts.idle_seconds
         await self._start_events(lease, connection, chunk, idle_seconds, trace)
         loop_time = asyncio.get_running_loop().time
+        if continuing is not None and connection.status == 200:
+            waits.movable = lambda: continuing.possible(lease.engine.name)
+            waits.stall_seconds = idle_seconds = min(idle_seconds, continuing.stall_seconds)
         while chunk:
             waits.bytes_sent = True
+            if continuing is not None:
+                chunk = await self._without_ids(lease, continuing, chunk)
             self._last_chunk = chunk
             if self._read_events(lease, chunk):
                 await self._finish(chunk)
                 waits.answered = True
-                await _read_to_end(connection)
+                await read_to_end(connection)
                 return
-            waits.sending = True
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            waits.sending = False
+            if chunk:
+                waits.sending = True
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                waits.sending = False
             waits.deadline = loop_time() + idle_seconds
-            chunk = await _next_events(connection, framer)
+            chunk = await next_events(connection, framer)
         if not self._engine_failed and not self.ended:
+            if continuing is not None and continuing.possible(lease.engine.name):
+                raise EngineDisconnected("it ended the reply early")
             lease.succeeded()
         await self._finish(b"")
+
+    async def _without_ids(self, lease: Lease, continuing: Continuing, events: bytes) -> bytes:
+        """The events as the client gets them. Raises EngineFailed where the engine reports a failure that another one
+        can make good; what comes before it has then been sent."""
+        sent = continuing.sent
+        passed = sent.take(events)
+        if sent.failure is None:
+            return passed
+        failure, held = sent.failure, sent.held
+        if not continuing.possible(lease.engine.name):
+            sent.lose("failed")
+            sent.failure = None
+            return passed + held
+        sent.failure = None
+        if passed:
+            self._read_events(lease, passed)
+            await self._send({"type": "http.response.body", "body": passed, "more_body": True})
+        raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
+
+    async def relay_continued(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
+        """Pass on the rest of an answer, of which the client has the beginning. Raises UpstreamError."""
+        waits, continuing, name = self._waits, self.continuing, lease.engine.name
+        assert continuing is not None and continuing.events is not None
+        answer = continuing.events
+        content_type = header(connection.headers, b"content-type") or b""
+        if connection.status != 200 or content_type[:17].lower() != b"text/event-stream":
+            raise EngineFailed(f"Engine {name} answered {connection.status} to a continuation")
+        framer = self._framer = EventFramer(EVENT_BYTES_MAX + IDS_BYTES_MAX * self._request.prompt.prompt_tokens)
+        events = await next_events(connection, framer)
+        loop_time = asyncio.get_running_loop().time
+        while events:
+            try:
+                passed = answer.take(events)
+            except ValueError as error:
+                raise EngineFailed(f"Engine {name} continued with what is no chunk: {error}") from error
+            if continuing.failed_at is not None and answer.failure is None:
+                self._resumed(lease, continuing, loop_time() - continuing.failed_at, trace)
+            self._events_sent += count_events(passed)
+            self._usage = Usage(continuing.sent.prompt_tokens, answer.tokens, None)
+            if answer.done:
+                self._usage = Usage(continuing.sent.prompt_tokens, answer.tokens, answer.cached_tokens)
+                lease.succeeded()
+                self.ended = True
+                await self._finish(passed)
+                waits.answered = True
+                await read_to_end(connection)
+                return
+            if passed:
+                waits.sending = True
+                await self._send({"type": "http.response.body", "body": passed, "more_body": True})
+                waits.sending = False
+            if answer.failure is not None:
+                raise EngineFailed(f"Engine {name} failed: {answer.failure}")
+            waits.deadline = loop_time() + waits.stall_seconds
+            events = await next_events(connection, framer)
+        raise EngineDisconnected("it ended the reply early")
+
+    def _resumed(self, lease: Lease, continuing: Continuing, seconds: float, trace: AttemptTrace | None) -> None:
+        """The first events of an engine that continues have come. seconds: since the other's failure."""
+        lease.first_byte(time.monotonic(), measures_prefill=True)
+        lease.began()
+        if trace is not None:
+            trace.first_byte()
+        failure, continuing.failed_at = continuing.failure, None
+        assert failure is not None
+        self._waits.joining_seconds = 0.0
+        self._waits.movable = lambda: continuing.possible(lease.engine.name)
+        services = self._services
+        services.metrics.continued(self._model, failure.reason).inc()
+        services.metrics.pause(self._model).observe(seconds)
+        services.recent.continued(self._model, seconds)
+
+    async def complete(self) -> None:
+        """End an answer whose engine failed after the last token."""
+        continuing = self.continuing
+        assert continuing is not None
+        events = continuing.last_events()
+        self._usage = Usage(continuing.sent.prompt_tokens, len(continuing.sent.tokens), None)
+        self.ended = True
+        await self._finish(events)
+        self._waits.answered = True
 
     async def _start_events(
         self,
@@ -167,7 +265,6 @@ class Reply:
         now = perf_counter()
         lease.first_byte(time.monotonic(), measures_prefill=True)
         lease.began()
-        engine.waiting.discard(self._waits)
         self.first_byte_seconds = now - self._request.received_at
         services.metrics.first_byte(self._model, engine.name).observe(self.first_byte_seconds)
         services.recent.first_byte(self._model, engine.name, self.first_byte_seconds)
@@ -205,7 +302,7 @@ class Reply:
 
     async def _relay_plain(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
         waits = self._waits
-        body = await _collect(connection, self._services.limits.plain_reply_buffer_bytes)
+        body = await collect(connection, self._services.limits.plain_reply_buffer_bytes)
         if trace is not None:
             trace.first_byte()
         status = connection.status
@@ -336,37 +433,6 @@ class Reply:
         metrics.predicted_tokens(self._model, "shared").inc(held.shared_tokens)
         metrics.actual_tokens(self._model).inc(cached or 0)
         self._services.recent.reported(self._model, held.total_tokens, cached or 0)
-
-
-async def _next_events(connection: EngineConnection, framer: EventFramer) -> bytes:
-    """Whole events; empty at the end of the stream."""
-    while chunk := await connection.chunk():
-        if events := framer.feed(chunk):
-            return events
-    return framer.rest()
-
-
-async def _read_to_end(connection: EngineConnection) -> None:
-    """The client has the whole reply. Read the engine's end of it, so that the connection can be reused."""
-    try:
-        async with asyncio.timeout(END_OF_REPLY_SECONDS_MAX):
-            while await connection.chunk():
-                pass
-    except (TimeoutError, UpstreamError):
-        pass  # the connection is closed instead
-
-
-async def _collect(connection: EngineConnection, bytes_max: int) -> bytes:
-    """The whole body, or its start once it is longer than bytes_max."""
-    body = await connection.chunk()
-    if connection.complete:
-        return body
-    parts = [body]
-    size = len(body)
-    while size <= bytes_max and (part := await connection.chunk()):
-        parts.append(part)
-        size += len(part)
-    return b"".join(parts)
 
 
 def _plain_succeeded(lease: Lease, status: int) -> None:

@@ -41,7 +41,7 @@ def replace_text(body: Body, name: str, value: str) -> bytes:
     return edited(body, replacements(walk.members.get(name, ()), value))
 
 
-def insert_text(body: Body, name: str, value: str) -> Body:
+def insert_member(body: Body, name: str, value: str | bool) -> Body:
     """body: a valid JSON object without a top-level `name`. It becomes the first member."""
     opening = opening_of(body, len(body))
     assert opening is not None
@@ -61,7 +61,7 @@ def opening_of(body: Body, bytes_max: int) -> Opening | None:
     return None if match is None else Opening(body.index(b"{") + 1, match[1] == b"}")
 
 
-def insertion(opening: Opening, name: str, value: str) -> Edit:
+def insertion(opening: Opening, name: str, value: str | bool) -> Edit:
     """An edit that adds the member as the object's first."""
     member = msgspec.json.encode(name) + b":" + msgspec.json.encode(value) + (b"" if opening.empty else b",")
     return Edit(opening.inside, opening.inside, member)

@@ -16,9 +16,10 @@ _LAST_EVENTS = (b"\nevent: message_stop", b"\nevent: response.completed", b"\nev
 class EventFramer:
     """Of one stream. Holds an event back until it is whole, so that a stream which breaks ends between two events."""
 
-    __slots__ = ("_open", "_pending")
+    __slots__ = ("_bytes_max", "_open", "_pending")
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_max: int = EVENT_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
         self._pending = bytearray()
         self._open = False
 
@@ -42,7 +43,7 @@ class EventFramer:
             at = pending.rfind(blank_line, start)
             if at >= 0:
                 end = max(end, at + len(blank_line))
-        if end < 0 and len(pending) > EVENT_BYTES_MAX:
+        if end < 0 and len(pending) > self._bytes_max:
             self._open = True
             end = len(pending)
         if end < 0:

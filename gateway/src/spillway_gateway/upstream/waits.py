@@ -7,12 +7,15 @@ closes its connection to the engine in the same step.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from spillway_gateway.errors import EngineEnding, EngineFirstByteTimeout, EngineIdleTimeout, EngineWentDown
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.upstream.outbound import UpstreamServices
+
+SILENT_SECONDS = 1.0  # after which a begun stream of an engine that answers no polls counts as halted
 
 
 class ClientDisconnected(Exception):
@@ -29,12 +32,17 @@ class RequestWaits:
     Set by that task as it proceeds: `engine` (the one that has the request), `sending` (a write to the client is not
     finished), `bytes_sent` (the client has a byte of the reply's body), `answered` (the client has all of it), and
     `deadline` (loop time by which the current wait must end).
+
+    Of a begun reply that another engine may continue, `movable` tells whether one could do so now, and `stall_seconds`
+    is its bound between two events; where none could, the bound of any other stream holds. `joining_seconds`: bound of
+    the wait for the engine that continues; 0 at any other time.
     """
 
     __slots__ = (
         "_cause",
         "_fleet",
         "_loop",
+        "_patient_until",
         "_services",
         "_stream",
         "_task",
@@ -45,7 +53,10 @@ class RequestWaits:
         "deadline",
         "disconnected",
         "engine",
+        "joining_seconds",
+        "movable",
         "sending",
+        "stall_seconds",
     )
 
     def __init__(self, fleet: ModelFleet, services: UpstreamServices, *, stream: bool) -> None:
@@ -63,6 +74,10 @@ class RequestWaits:
         self.bytes_sent = False
         self.answered = False
         self.deadline = 0.0
+        self.movable: Callable[[], bool] | None = None
+        self.stall_seconds = 0.0
+        self.joining_seconds = 0.0
+        self._patient_until = 0.0  # a deadline that was put off, because no engine could continue the reply
 
     def abort(self, cause: Exception) -> None:
         """End the current wait with `cause`. Does nothing outside an abortable wait."""
@@ -89,9 +104,20 @@ class RequestWaits:
         self.abort(ClientDisconnected())
 
     def engine_went_down(self, engine: Engine) -> None:
-        """The engine no longer answers polls. Aborts only where nothing was sent yet and another engine is ready."""
-        if not self.bytes_sent and any(other.routable for other in self._fleet.engines.values() if other is not engine):
-            self.abort(EngineWentDown(f"Engine {engine.name} stopped answering"))
+        """The engine no longer answers polls. Aborts only where another engine is ready, and a reply that has begun
+        only where it has halted and can be continued."""
+        if self.bytes_sent:
+            if self.movable is None or not (self.joining_seconds or self._halted()) or not self.movable():
+                return
+        elif not any(other.routable for other in self._fleet.engines.values() if other is not engine):
+            return
+        self.abort(EngineWentDown(f"Engine {engine.name} stopped answering"))
+
+    def _halted(self) -> bool:
+        if self.sending:
+            return False
+        bound = self._services.timeouts.idle_seconds if self.deadline == self._patient_until else self.stall_seconds
+        return self._loop.time() - (self.deadline - bound) >= SILENT_SECONDS
 
     def engine_ends(self, engine: Engine) -> None:
         """The engine terminates, and the time for its running requests is over."""
@@ -115,8 +141,18 @@ class RequestWaits:
         timeouts = self._services.timeouts
         if self.sending:
             self.abort(ClientStalled())
+        elif self.joining_seconds:
+            seconds = self.joining_seconds
+            self.abort(EngineFirstByteTimeout(f"Engine {name} did not continue the answer within {seconds:g} s"))
         elif self.bytes_sent:
-            self.abort(EngineIdleTimeout(f"Engine {name} sent nothing for {timeouts.idle_seconds:g} s"))
+            seconds = timeouts.idle_seconds
+            if self.movable is not None and self.stall_seconds < seconds and self.deadline != self._patient_until:
+                if not self.movable():
+                    self.deadline = self._patient_until = self.deadline + seconds - self.stall_seconds
+                    self._timer = self._loop.call_at(self.deadline, self._on_timer)
+                    return
+                seconds = self.stall_seconds
+            self.abort(EngineIdleTimeout(f"Engine {name} sent nothing for {seconds:g} s"))
         else:
             seconds = timeouts.first_byte_seconds if self._stream else timeouts.plain_seconds
             self.abort(EngineFirstByteTimeout(f"Engine {name} sent no reply within {seconds:g} s"))
