@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -39,11 +40,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import StackSettings
 
-ANSWER_TOKENS = 64
-PROMPT_CHARS = 1100  # about 2.5 blocks
+ANSWER_TOKENS = 32
+PROMPT_CHARS = 800  # one block and a half
 VICTIM = "engine-0"
 OUTPUT = Path("build/bench/continued_streams.json")
 SOURCES = ("docs/architecture.md", "docs/operations.md", "docs/gateway.md", "docs/reliability.md")
+# Two engines with two threads each wait for each other at every step of a busy machine with two cores.
+ONE_THREAD = ('extraEnv.VLLM_CPU_OMP_THREADS_BIND="nobind"', 'extraEnv.OMP_NUM_THREADS="1"')
 DEVELOPMENT_MODE = 'extraEnv.VLLM_SERVER_DEV_MODE="1"'  # has the route that resets caches
 
 
@@ -177,11 +180,12 @@ def measure(count: int, tier: str, folder: Path) -> dict[str, Any]:
     settings = StackSettings(
         port=free_base_port(),
         shared_tier=tier,
-        num_cpu_blocks=400,
-        device_blocks=400,
+        num_cpu_blocks=250,
+        device_blocks=250,
         max_length=2048,
         engine_overrides=(
             DEVELOPMENT_MODE,
+            *ONE_THREAD,
             "offload.prefillTokensPerSecond=1",
             "offload.sharedTier.lookupTimeoutSeconds=5",
         ),
@@ -248,6 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--tier", choices=("nvme", "redis"), default="redis")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the stack ends with this process
     with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder:
         report = measure(given.streams, given.tier, Path(folder))
     for name, value in report.items():

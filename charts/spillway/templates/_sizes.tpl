@@ -147,6 +147,7 @@ cannot be read is reported alone, not with the contradictions that 0 bytes would
 - connections.targetBytesMax
 - connections.bodyBytesPerSecondMin
 - index.bytesMax
+- continuation.bytesMax
 {{- end -}}
 
 {{/* root -> bytes of redis.memory that hold KV blocks: three quarters. */}}

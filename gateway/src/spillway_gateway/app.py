@@ -40,10 +40,10 @@ from spillway_gateway.ops.ui.page_routes import PageRoutes
 from spillway_gateway.roster.engine_tasks import Clients, guarded
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.tokens.fair_threads import FairThreads
-from spillway_gateway.upstream.kept_bytes import KeptBytes
 from spillway_gateway.upstream.outbound import UpstreamServices
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import RetryBudget
+from spillway_gateway.upstream.sent_answer import KeptBytes
 
 if TYPE_CHECKING:
     from spillway_gateway.tracing.exporting import Tracing

@@ -292,6 +292,8 @@ async def test_it_goes_on_from_one_engine_after_another(start_engine: Any, clien
         assert (text, len(ids), ends) == (b"".join(PIECES).decode(), 1, 1)
         assert await counted(client, running, "continued_answers_total") == {"disconnected": 2.0}
         assert sorted(len(engine.seen) for engine in engines) == [1, 1, 2]
+        async with client.get(running.url + "/ui/state") as reply:
+            assert (await reply.json())["models"][0]["continuationPause"]["samples"] == 2
         assert len(chosen.seen) == 2
         assert_idle(running)
 

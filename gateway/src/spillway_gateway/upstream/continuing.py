@@ -16,9 +16,8 @@ from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.upstream import continuation
 from spillway_gateway.upstream.continuation import ContinuedEvents, NotContinuable, Plan, Shape, plan_of
 from spillway_gateway.upstream.junction import Junction, known_junction
-from spillway_gateway.upstream.kept_bytes import KeptBytes
 from spillway_gateway.upstream.outbound import OutboundRequest
-from spillway_gateway.upstream.sent_answer import SentAnswer
+from spillway_gateway.upstream.sent_answer import KeptBytes, SentAnswer
 
 
 class NotJoined(Exception):

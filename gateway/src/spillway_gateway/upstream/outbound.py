@@ -19,9 +19,9 @@ from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.forward import Body, Headers
-from spillway_gateway.upstream.kept_bytes import KeptBytes
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import RetryBudget
+from spillway_gateway.upstream.sent_answer import KeptBytes
 from spillway_gateway.upstream.usage import Usage
 
 Message = MutableMapping[str, Any]

@@ -14,8 +14,6 @@ from typing import Any
 
 import msgspec
 
-from spillway_gateway.upstream.kept_bytes import KeptBytes
-
 TEXTS_MAX = 48  # chunks with text that are kept, the last ones
 GROWTH_TOKENS = 1024  # between two requests for room
 _TOKEN_BYTES = 4
@@ -37,6 +35,27 @@ _NOTHING = re.compile(rb'"delta":\s*\{\}').search  # with _UNFINISHED: a chunk t
 _UNFINISHED = re.compile(rb'"finish_reason":\s*null').search
 _DATA = b"data: "
 _DONE = b"[DONE]"
+
+
+class KeptBytes:
+    """Room for the token ids of all streams together, in bytes. A new configuration may change the bound. On the event
+    loop."""
+
+    __slots__ = ("bytes_max", "taken")
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.taken = 0
+
+    def take(self, more: int) -> bool:
+        """False, and nothing taken, where it would exceed the bound."""
+        if self.taken + more > self.bytes_max:
+            return False
+        self.taken += more
+        return True
+
+    def give(self, back: int) -> None:
+        self.taken -= back
 
 
 class Choice(msgspec.Struct):

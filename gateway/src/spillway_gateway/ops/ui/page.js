@@ -96,6 +96,8 @@ function updateModel(section, model) {
   for (const rank of ["p50", "p90", "p99"]) text(field(rank), milliseconds(model.firstByte[rank + "Ms"]));
   const { expected, reported } = model.cachedTokens;
   text(field("cached"), `${short.format(expected)} / ${short.format(reported)}`);
+  const pause = model.continuationPause;
+  text(field("continued"), pause.samples ? `${whole.format(pause.samples)} / ${milliseconds(pause.p90Ms)}` : "none");
   text(field("index"), bytes(model.index.bytes) + " of " + bytes(model.index.bytesMax));
   const total = TIERS.reduce((sum, tier) => sum + model.promptTokens[tier], 0);
   for (const tier of TIERS) {

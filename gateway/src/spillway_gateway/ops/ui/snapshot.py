@@ -59,6 +59,9 @@ def _model(
         },
         "cachedTokens": {"expected": tokens.expected, "reported": tokens.reported},
         "firstByte": percentiles([noted.seconds for noted in of_model]),
+        "continuationPause": percentiles(
+            [noted.seconds for noted in recent.continuations if noted.model == fleet.name]
+        ),
         "index": {"blocks": index.blocks, "bytes": index.estimated_bytes, "bytesMax": index.bytes_max},
         "engines": [_engine(engine, of_model, monotonic) for engine in fleet.engines.values()],
     }
