@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import StackSettings
 
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = 24
 PROMPT_CHARS = 800  # one block and a half
 VICTIM = "engine-0"
 OUTPUT = Path("build/bench/continued_streams.json")
@@ -180,8 +180,8 @@ def measure(count: int, tier: str, folder: Path) -> dict[str, Any]:
     settings = StackSettings(
         port=free_base_port(),
         shared_tier=tier,
-        num_cpu_blocks=250,
-        device_blocks=250,
+        num_cpu_blocks=110,
+        device_blocks=110,
         max_length=2048,
         engine_overrides=(
             DEVELOPMENT_MODE,
