@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from lanes.rules import LOCAL_VLLM, OTHER_VLLM, ROOT
+from lanes.rules import CELLS_TESTED, LOCAL_VLLM, OTHER_VLLM, ROOT
 
 from generations import __main__ as command
 from generations.cells import CELLS
@@ -32,6 +32,7 @@ def test_the_versions_are_those_with_an_environment() -> None:
     listed = re.findall(r"^VLLM_ENVIRONMENTS := (.*)$", makefile, re.M)[0].split()
     assert [LOCAL_VLLM, *listed] == list(command.VERSIONS)
     assert set(OTHER_VLLM["tests/generations"]) == set(listed)
+    assert set(CELLS_TESTED) <= set(CELLS.values())
 
 
 def test_results_of_pytest_become_cells() -> None:

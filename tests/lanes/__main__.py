@@ -23,10 +23,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from .environments import interpreter
-from .rules import OTHER_VLLM, ROOT, STACK_TESTS, Lane
+from .rules import CELLS_TESTED, OTHER_VLLM, ROOT, STACK_PROMPTS, STACK_TESTS, Lane
 
 WORKERS_MOST = {Lane.UNIT: 8, Lane.QUICK: 4}  # a worker of the quick lane holds vLLM and a Valkey: 1.5 GB
 SLOWEST = 30
+CELLS = "tests/generations"
 NO_TESTS = 5  # pytest's exit status
 OUTCOMES = ("failed", "error", "passed", "skipped")
 
@@ -91,11 +92,13 @@ def planned(lanes: Sequence[Lane], vllm: str, profile: str, workers: int, more: 
         for version in filter(None, vllm.split(",")):
             prefix = f"vLLM {version}: "
             # By name: of folders that pytest searches by default it imports the conftest, whatever it then ignores.
-            listed = [named for named, versions in OTHER_VLLM.items() if version in versions]
+            listed = [named for named, versions in OTHER_VLLM.items() if version in versions and named != CELLS]
+            listed += [f"{CELLS}/test_cells.py::{cell}" for cell in CELLS_TESTED if version in OTHER_VLLM[CELLS]]
             own = command(lane, profile, workers, [*more, *listed], python=interpreter(version))
             runs.append(Run(f"vLLM {version}", own, prefix=prefix))
             stack = [sys.executable, "-m", "pytest", *STACK_TESTS]
-            runs.append(Run(f"stack on vLLM {version}", stack, {"VLLM": version}, prefix))
+            environment = {"VLLM": version, "SPILLWAY_IDENTITY_PROMPTS": str(STACK_PROMPTS)}
+            runs.append(Run(f"stack on vLLM {version}", stack, environment, prefix))
     return runs
 
 

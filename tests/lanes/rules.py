@@ -144,13 +144,17 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "tests/stock_tiers": ("0.30", "0.32"),
     "tests/upstream": ("0.32",),
 }
+# Of the cells of tests/generations, those that the lane `other-vllm` runs: what no other test of it shows. `make
+# test-generations` runs all of them.
+CELLS_TESTED = ("test_several_kv_groups", "test_two_ranks")
 # Tests over a whole stack that the lane `other-vllm` runs once more, with engines of that version (VLLM=), all else of
 # the local environment.
 STACK_TESTS = (
     "tests/e2e/test_identity.py::test_identical_with_and_without_tiers[redis]",
-    "tests/faults/test_engine_killed.py",
+    "tests/faults/test_engine_killed.py::test_whole_engine_killed[redis]",
     "tests/faults/test_valkey_faults.py::test_damaged_values_are_recomputed_and_never_served[redis]",
 )
+STACK_PROMPTS = 10  # of its identity test
 
 # A word of a command line, without its folder -> the need that it implies.
 PROGRAMS: dict[str, str] = {

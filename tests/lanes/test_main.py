@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lanes import __main__ as runner
-from lanes.rules import ROOT, STACK_TESTS, Lane
+from lanes.rules import CELLS_TESTED, ROOT, STACK_TESTS, Lane
 from lanes.small_repository import run_in_repository
 
 
@@ -31,8 +31,11 @@ def test_another_vllm_has_its_own_interpreter_and_a_stack_of_its_engines() -> No
     assert unit.command[0] == stack.command[0] == sys.executable
     assert own.command[0] == str(ROOT / ".venv" / "vllm-0.32" / "bin" / "python")
     assert "other-vllm" in own.command and not own.environment
-    assert "tests/generations" in own.command and "gateway/tests" not in own.command
-    assert stack.environment == {"VLLM": "0.32"}
+    assert "tests/stock_tiers" in own.command and "gateway/tests" not in own.command
+    assert [word for word in own.command if word.startswith("tests/generations")] == [
+        f"tests/generations/test_cells.py::{cell}" for cell in CELLS_TESTED
+    ]
+    assert stack.environment["VLLM"] == "0.32"
     assert runner.planned([Lane.OTHER_VLLM], "", "quick", 1, []) == []
 
 
