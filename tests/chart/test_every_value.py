@@ -359,7 +359,7 @@ FORMED = (
     *("passwordAs", "loadQueueBytesMax", "storeQueueBytesMax"),
     *("engine.memory", "engine.cpu", "engine.lifecycle", "engine.image.variant", "engine.image.digest", "redis.memory"),
     "engine.image.vllm",
-    *("engine.model.kvCacheDtype", "engine.lora"),
+    *("engine.model.kvCacheDtype", "engine.lora", "engine.autoscaling.trigger"),
     *("gateway.service.loadBalancerClass", "monitoring.alerts.runbookBaseUrl"),
     *("whenUnsatisfiable", "gateway.service.type", "gateway.limits", "gateway.index", "gateway.log.level", "redis.cpu"),
     *(

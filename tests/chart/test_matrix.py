@@ -129,7 +129,12 @@ DIMENSIONS = {
         {
             "engines": {
                 "a": {"model": {"servedName": "a"}},
-                "b": {"model": {"servedName": "b"}, "replicas": 1, "port": 9000},
+                "b": {
+                    "model": {"servedName": "b"},
+                    "replicas": 1,
+                    "port": 9000,
+                    "lora": {"adapters": [], "volume": {"type": "none"}},  # names are served once
+                },
             }
         },
     ],
