@@ -113,6 +113,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/self_check/test_reference.py": ("vllm",),
     "tests/stack_driver": (NOTHING,),
     "tests/stock_tiers": ("other_vllm",),
+    "tests/types": ("other_vllm",),
     "tests/ui": ("chromium",),
     "tests/upstream": ("vllm",),
     "tests/vllm_signatures": (NOTHING,),
@@ -142,6 +143,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "tests/engine_lives": ("0.32",),
     "tests/generations": ("0.30", "0.32"),
     "tests/stock_tiers": ("0.30", "0.32"),
+    "tests/types": ("0.32",),
     "tests/upstream": ("0.32",),
 }
 # Of the cells of tests/generations, those that the lane `other-vllm` runs: what no other test of it shows. `make

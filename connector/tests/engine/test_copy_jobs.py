@@ -64,6 +64,14 @@ def test_a_load_in_pieces_ends_with_its_last_piece_and_loses_what_any_of_them_lo
     assert jobs.finish([]) == Received()
 
 
+def test_a_load_whose_last_piece_overtook_another_still_waits_for_it():
+    jobs = CopyJobs()
+    jobs.start_piece(10, 1, "a", ([5], YES), last=False, lost_blocks=[])
+    jobs.start_piece(11, 1, "a", ([6], YES), last=True, lost_blocks=[])
+    assert jobs.finish([ended(11)]) == Received()
+    assert jobs.finish([ended(10)]) == Received({"a"})
+
+
 def test_idle_means_that_nothing_is_held():
     jobs = CopyJobs()
     assert jobs.idle

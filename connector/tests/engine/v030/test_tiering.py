@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
@@ -19,9 +20,7 @@ from spillway_connector.testing.generation import STEP_END, SpillwayTieringManag
 ROWS = 8
 KEYS = [bytes([number]) * 36 for number in range(3)]
 ASKING, LATER = ReqContext(req_id="asking"), ReqContext(req_id="later")
-needs_sources = pytest.mark.skipif(
-    tiering.CacheHitSource is None, reason="vLLM 0.30 does not ask where a hit came from"
-)
+needs_sources = pytest.mark.skipif(tiering.HOST_SOURCE is None, reason="vLLM 0.30 does not ask where a hit came from")
 
 
 class StorageTier(SecondaryTierManager):
@@ -118,5 +117,11 @@ def test_nothing_is_kept_of_requests_that_are_gone(manager: Any, tier: StorageTi
 @needs_sources
 def test_a_remote_store_is_no_disk() -> None:
     assert tier_adapter.SharedTierAdapter.cache_hit_source.value == SpillwayNvmeTier.cache_hit_source.value == "disk"
-    assert tier_adapter.remote_store_source() is SpillwayRedisTier.cache_hit_source
-    assert SpillwayRedisTier.cache_hit_source.value == "external_unspecified"
+    for remote in (tier_adapter.RemoteTierAdapter, SpillwayRedisTier):
+        assert remote.cache_hit_source.value == "external_unspecified"
+
+
+def test_each_short_name_leads_to_its_adapter() -> None:
+    tier_adapter.register_tiers()
+    for name, adapter in (("nvme", tier_adapter.SharedTierAdapter), ("redis", tier_adapter.RemoteTierAdapter)):
+        assert SecondaryTierFactory._registry[name]() is adapter

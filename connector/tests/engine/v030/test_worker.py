@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, Transfer
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from spillway_connector import metrics
+from spillway_connector.device.npu.acl_batch import BATCH
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.samples import sample_key
 from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
@@ -205,3 +206,15 @@ def test_copies_are_counted_for_vllm_and_for_spillway():
     assert (meta.transfer_stats.load.sizes, meta.transfer_stats.store.sizes) == ([100], [100])
     assert meta.samples.samples()[sample_key(metrics.DEVICE_COPY_FAILURES, "load")] == 1
     assert meta.samples.samples()[sample_key(metrics.DEVICE_COPY_BYTES, "store")] == 100
+
+
+def test_the_state_of_the_device_is_reported_once():
+    """Else every step without a copy would send metadata."""
+    worker, _ = make(FULL)
+    device = SimpleNamespace(
+        path=SimpleNamespace(name=BATCH), pin=SimpleNamespace(pinned=True, method=SimpleNamespace(value="any"))
+    )
+    worker.spec.transport = SimpleNamespace(device=device)
+    reported = worker.build_connector_worker_meta()
+    assert reported.samples.samples()[sample_key(metrics.HOST_MEMORY_PINNED, "any")] == 1
+    assert worker.build_connector_worker_meta() is None

@@ -96,18 +96,18 @@ def _run_engine(engine: dict[str, Any], prompt_tokens: int) -> dict[str, Any] | 
 
 
 def _engine_process(asked: dict[str, Any]) -> None:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(enable_prefix_caching=True, seed=0, **asked["engine"])
     vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     prompt = [100 + (7919 * place) % (vocabulary // 2) for place in range(asked["tokens"])]
     greedy = SamplingParams(temperature=0, max_tokens=_ANSWER_TOKENS, ignore_eos=True, detokenize=False)
     begun = time.monotonic()
-    (answer,) = llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
+    (answer,) = llm.generate([TokensPrompt(prompt_token_ids=prompt)], greedy, use_tqdm=False)
     seconds = time.monotonic() - begun
     for number in range(_SETTLE_REQUESTS):
         time.sleep(_SETTLE_SECONDS)
-        llm.generate([{"prompt_token_ids": [1, 2, 3 + number]}], greedy, use_tqdm=False)
+        llm.generate([TokensPrompt(prompt_token_ids=[1, 2, 3 + number])], greedy, use_tqdm=False)
     found = {"tokens": list(answer.outputs[0].token_ids), "cached": answer.num_cached_tokens or 0, "seconds": seconds}
     print("ANSWER", json.dumps(found), flush=True)
     llm.llm_engine.engine_core.shutdown()

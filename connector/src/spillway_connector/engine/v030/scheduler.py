@@ -138,8 +138,8 @@ class SpillwayConnectorScheduler(SchedulerHalf):
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         """Upstream's contract, except that a bound of 0 tokens is one: of a request of which nothing may be stored."""
         state = scheduler_output.kv_connector_block_state
-        handoffs = state.boundary_state_offloads if state else None
-        for request_id in list(handoffs or ()):
+        handoffs = (state.boundary_state_offloads if state else None) or {}
+        for request_id in list(handoffs):
             status = self._req_status.get(request_id)
             if status is not None and status.max_offload_tokens == 0:
                 del handoffs[request_id]

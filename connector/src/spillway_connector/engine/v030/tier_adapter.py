@@ -51,8 +51,6 @@ class SharedTierAdapter(SharedTierBase):
         except ValueError:
             known = ", ".join(member.value for member in Locality)
             raise ConfigError(f"secondary tier {tier_type!r}: locality: {locality!r} is not one of {known}") from None
-        if tier_type == "redis" and (unspecified := remote_store_source()) is not None:
-            self.cache_hit_source = unspecified
         self._open(offloading_spec, primary_kv_view, tier_type, options)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -69,13 +67,22 @@ class SharedTierAdapter(SharedTierBase):
         self._shared.step_end()
 
 
+def remote_store_source() -> Any:
+    """What vLLM counts a hit in a remote store as since 0.32; by the medium alone, STORAGE, it would count as disk."""
+    return getattr(SecondaryTierManager, "cache_hit_source", None)
+
+
+class RemoteTierAdapter(SharedTierAdapter):
+    """Whose store is on another machine."""
+
+    cache_hit_source: ClassVar[Any] = remote_store_source()
+
+
+_ADAPTERS = {"nvme": SharedTierAdapter, "redis": RemoteTierAdapter}
+
+
 def register_tiers() -> None:
     """Make the short names known to vLLM's tier factory. Idempotent."""
     for tier_type in TIER_TYPES:
         if tier_type not in SecondaryTierFactory._registry:
-            SecondaryTierFactory.register_tier(tier_type, SharedTierAdapter.__module__, SharedTierAdapter.__name__)
-
-
-def remote_store_source() -> Any:
-    """What vLLM counts a hit in a remote store as since 0.32; by the medium alone, STORAGE, it would count as disk."""
-    return getattr(SecondaryTierManager, "cache_hit_source", None)
+            SecondaryTierFactory.register_tier(tier_type, __name__, _ADAPTERS[tier_type].__name__)

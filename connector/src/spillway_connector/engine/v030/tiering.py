@@ -15,11 +15,17 @@ from spillway_connector.engine.samples import Samples
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.engine.v030.stats import connector_stats
 
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # 0.30 does not ask where a hit came from
-    CacheHitSource = None
 
+def _host_source() -> Any:
+    """CacheHitSource.HOST; None with 0.30, which does not ask where a hit came from."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.HOST
+
+
+HOST_SOURCE = _host_source()
 _ANSWER = {
     ChunkState.READY: LookupResult.HIT,
     ChunkState.COMING: LookupResult.HIT_PENDING,
@@ -45,7 +51,7 @@ class SpillwayTieringManager(TieringManager):
         self._load_sources: dict[str, dict[OffloadKey, Any]] = {}
 
     def _submit_promotion(self, tier: SecondaryTierManager, promotion: Promotion) -> None:
-        if CacheHitSource is not None:
+        if HOST_SOURCE is not None:
             sources = self._load_sources.setdefault(promotion.context.req_id, {})
             sources.update(dict.fromkeys(promotion.keys, tier.cache_hit_source))
         super()._submit_promotion(tier, promotion)
@@ -53,7 +59,7 @@ class SpillwayTieringManager(TieringManager):
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         """vLLM's contract since 0.32, for a chunk that is a hit: a CacheHitSource. For later requests than the one it
         was promoted for, it is in the CPU tier."""
-        return self._load_sources.get(req_context.req_id, {}).get(key, CacheHitSource.HOST)
+        return self._load_sources.get(req_context.req_id, {}).get(key, HOST_SOURCE)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._load_sources.pop(req_context.req_id, None)
