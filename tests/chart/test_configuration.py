@@ -390,7 +390,9 @@ def test_every_setting_of_the_gateway_is_a_value():
     assert {camel(name) for name in fields_of(own.shutdown)} < set(values["gateway"]["lifecycle"])
     assert fields_of(own.listen) == {"host", "port", "ops_port", "ops_host", "tls"}  # listenAddress is both hosts'
     assert {camel(name) for name in fields_of(TlsConfig)} == {"certFile", "keyFile", "reloadSeconds"}
-    assert fields_of(ModelConfig) == {"name", "engines", "discovery", "aliases", "tokenizer"}
+    assert fields_of(ModelConfig) == {
+        *("name", "engines", "discovery", "aliases", "adapters", "tokenizer", "wake_seconds")
+    }  # of `engine`
     limits = {camel(name) for name in fields_of(SharedLimitsConfig)} - {"usernameEnv", "passwordEnv", "tlsCaFile"}
     assert limits | {"existingSecret", "caSecret"} == set(values["gateway"]["auth"]["sharedLimits"])
     assert fields_of(EngineConfig) == {"name", "url", "kv_events", "kv_replay"}
