@@ -1,6 +1,6 @@
 """What the gateway expects to be cached, tier by tier, beside what real engines then report. Counts, no times.
 
-    python bench/prediction.py [--tiers nvme redis] [--requests 240] [--documents 24] [--parallel 2]
+    python bench/prediction.py [--tiers nvme redis] [--requests 240] [--documents 16] [--parallel 2]
                               [--no-restart]
 
 Two engines and the gateway for each tier. Clients ask questions about a few documents, in random order: each prompt is
@@ -39,11 +39,11 @@ from spillway_stack.ports import is_free
 from spillway_stack.settings import StackSettings
 
 BLOCK_TOKENS = 128
-DOCUMENT_BLOCKS = 6
-QUESTION_TOKENS = (20, 200)
-ANSWER_TOKENS = 4
-DEVICE_BLOCKS = 40
-CPU_BLOCKS = 48
+DOCUMENT_BLOCKS = 3
+QUESTION_TOKENS = (10, 60)
+ANSWER_TOKENS = 1
+DEVICE_BLOCKS = 14
+CPU_BLOCKS = 20
 TIERS = ("nvme", "redis")
 HELD_IN = ("device", "cpu", "shared")
 REQUEST_SECONDS = 600.0
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Cached tokens: expected and reported.")
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=TIERS)
     parser.add_argument("--requests", type=int, default=240, help="questions per tier (default 240)")
-    parser.add_argument("--documents", type=int, default=24)
+    parser.add_argument("--documents", type=int, default=16)
     parser.add_argument("--parallel", type=int, default=2, help="questions under way together (default 2)")
     parser.add_argument("--tolerance", type=float, default=0.02, help="of the reported tokens (default 0.02)")
     parser.add_argument("--no-restart", action="store_true", help="both engines live through the run")
@@ -137,6 +137,7 @@ def measure(tier: str, requests: int, documents: int, parallel: int, *, restart:
             engine_overrides=OVERRIDES,
         )
         with LocalStack(settings, folder) as stack, ThreadPoolExecutor(parallel) as pool:
+            print(f"{tier}: asking", flush=True)
             begin = reading(stack.gateway_url)
             begun = counters.of_engines(stack, tier)
 

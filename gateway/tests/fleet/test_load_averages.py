@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,3 +43,16 @@ def test_means_follow_a_change_of_traffic() -> None:
         means.sent(tokens)
 
     assert 4_900 < means.uncached_tokens < 5_000
+
+
+def test_the_device_share_is_of_the_tokens_found_lately() -> None:
+    means = RequestMeans()
+    assert means.device_share == 0.0
+    means.found(0, 0)
+    assert means.device_share == 0.0
+    for _ in range(1_000):
+        means.found(300, 400)
+    assert means.device_share == pytest.approx(0.75)
+    for _ in range(1_000):
+        means.found(0, 400)
+    assert means.device_share < 0.01

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
@@ -198,3 +199,15 @@ def test_an_unknown_prompt_goes_to_an_idle_engine() -> None:
         view = FleetView((engine("a", queued=100), engine("b"), engine("c")))
         decision = plan_route(RouteRequest(50_000, key), view, FACTOR)
         assert decision is not None and decision.engine_name in "bc"
+
+
+def test_a_load_counts_for_what_it_evicts_and_is_loaded_again() -> None:
+    """At three of four cached tokens on devices each load causes three more in the end; the share is bounded."""
+    held = HeldPrefix(cpu_tokens=1_000, shared_tokens=2_000)
+    plain = cost_of(EngineView("e", True, 0, 0, RATES, held), 4_000)
+    for share, loads in ((0.0, 0.0), (0.75, 3.0), (1.0, 4.0)):
+        cost = cost_of(EngineView("e", True, 0, 0, RATES, held, device_share=share), 4_000)
+        assert cost.load_ms == plain.load_ms > 0
+        assert cost.displaced_ms == pytest.approx(plain.displaced_ms + loads * plain.load_ms)
+    on_device = HeldPrefix(device_tokens=3_000)
+    assert cost_of(EngineView("e", True, 0, 0, RATES, on_device, device_share=0.75), 4_000).displaced_ms == 0

@@ -236,4 +236,5 @@ class Engine:
             self.shared_busy.at(now) if store is NO_STORE else max(self.shared_busy.at(now), store.busy_share),
             kv_usage,
             kv_token_ms,
+            self.means.device_share,
         )

@@ -36,15 +36,27 @@ class BusyShare:
 
 class RequestMeans:
     """What an average request of a model takes; 0 before the first. For work of other senders, whose sizes are not
-    known, and for how long KV cache is occupied."""
+    known, for how long KV cache is occupied, and for what a load displaces."""
 
     def __init__(self) -> None:
+        self._device_tokens = 0.0
+        self._cached_tokens = 0.0  # in any tier
         self.uncached_tokens = 0.0
         self.seconds = 0.0  # from being sent to an engine until the end of the reply
 
     def sent(self, uncached_tokens: int) -> None:
         """A request with so many uncached tokens was sent."""
         self.uncached_tokens += REQUEST_WEIGHT * (uncached_tokens - self.uncached_tokens)
+
+    @property
+    def device_share(self) -> float:
+        """Of the tokens that requests found cached, those on the engine's device; 0 to 1."""
+        return self._device_tokens / self._cached_tokens if self._cached_tokens else 0.0
+
+    def found(self, device_tokens: int, cached_tokens: int) -> None:
+        """A request was sent to an engine that is expected to have so many of its tokens."""
+        self._device_tokens += REQUEST_WEIGHT * (device_tokens - self._device_tokens)
+        self._cached_tokens += REQUEST_WEIGHT * (cached_tokens - self._cached_tokens)
 
     def finished(self, seconds: float) -> None:
         """A request has ended so many seconds after it was sent."""

@@ -42,6 +42,7 @@ class Lease:
         engine.queued_tokens += self._queued
         engine.resident_tokens += self._queued
         engine.means.sent(self._queued)
+        engine.means.found(self._held.device_tokens, self._held.total_tokens)
         engine.cpu_link_tokens += self._held.cpu_tokens
         engine.shared_link_tokens += self._held.shared_tokens
         if self._held.shared_tokens:

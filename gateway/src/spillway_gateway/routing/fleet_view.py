@@ -53,6 +53,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     shared_busy_share: float = 0.0  # like busy_share, of the link or store that loads from the shared tier go through
     kv_usage: float = 0.0  # share of the device's KV cache taken by running requests; an estimate, may be outside 0..1
     kv_token_ms: float = 0.0  # time for which an average request takes one token's share of that cache; 0: unknown
+    device_share: float = 0.0  # of the tokens that requests of this model found cached lately, those on a device
 
 
 class FleetView(msgspec.Struct, frozen=True, gc=False):

@@ -13,6 +13,12 @@ Systems, volume 1, 1975, chapter 5; the mean wait of the Pollaczek-Khinchine for
 1 / (1 - rho)). An idle engine displaces nothing, so a hot prefix spreads over idle engines; on a busy engine cache hits
 save more time. Two more resources are priced by the same factor. KV cache: a prompt takes its uncached share of the
 cache for as long as an average request runs. The link to the shared tier: a load occupies it for the load's duration.
+A load also displaces blocks: what it brings to the device evicts as much there, in a cache that is full as caches are.
+With h the share of cached tokens that requests find on a device, an evicted block would have been found there with a
+probability of about h; then it is loaded again, which evicts another one, and so on: h + h^2 + ... = h / (1 - h)
+further loads of the same size, the factor from above again. Without this term small differences of the queues scatter
+a prefix over all engines that can load it, and each one's device holds less that is of use (docs/benchmarks.md, many
+prompt groups).
 Every term is a time, so there are no weights to tune.
 """
 
@@ -52,6 +58,8 @@ def cost_of(engine: EngineView, prompt_tokens: int) -> Cost:
         displaced_ms = shared_ms * crowding(engine.shared_busy_share)
         own_link_ms = 1000.0 * engine.shared_link_tokens / rates.shared_load_tokens_per_second
         link_ms = max(link_ms, own_link_ms, engine.store_wait_ms)
+    if load_ms:
+        displaced_ms += load_ms * crowding(engine.device_share)
     uncached = uncached_tokens(held, prompt_tokens)
     prefill_ms = uncached * per_token_ms
     queue_ms = engine.queued_tokens * per_token_ms + engine.running_requests * rates.running_request_ms
