@@ -127,6 +127,10 @@ check: $(STAMP) ## Style and types, no engine needed
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy $(DISTRIBUTIONS:%=%/src)
 
+.PHONY: bench-continued
+bench-continued: $(STAMP) ## 100 streams on two engines, one of which is killed: failures, wrong answers and pauses. About seven minutes
+	@PYTHONPATH=tests $(BIN)/python bench/continued_streams.py
+
 .PHONY: bench-first-token
 bench-first-token: $(STAMP) ## Time to first token by tier, beside recomputing and upstream's fs tier. About ten minutes
 	@$(BIN)/python bench/first_token.py

@@ -1,7 +1,7 @@
 """Streams on two real engines, one of which is killed: does every answer go on, is it the same, and how long is the
 pause?
 
-    PYTHONPATH=tests python bench/continued_streams.py [--streams 100] [--tier redis]
+    make bench-continued, or PYTHONPATH=tests python bench/continued_streams.py [--streams 100] [--tier redis]
 
 Each prompt is answered once without a fault, which also stores its KV in the shared tier, and once more through the
 gateway with `continuation` on, after both engines have lost their device and CPU caches. In the middle of that one

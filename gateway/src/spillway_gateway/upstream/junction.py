@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from spillway_gateway.upstream.sent_answer import SentAnswer
 
-CONTEXT_TOKENS = 16  # decoded besides those that hold the withheld characters
+CONTEXT_TOKENS = 24  # decoded besides those that hold the withheld characters
+_CHAR_TOKENS = 4  # of one character, at most: one for each byte
 _DAMAGED_CHARS = 4  # at the start of a decoded piece: it may begin inside a character, or lose a leading blank
 _PENDING_TOKENS_MAX = 3  # without text: a character has four bytes at most
 _REPLACEMENT = "\ufffd"  # what bytes decode to that are no whole character yet
@@ -53,7 +54,7 @@ def pieces(sent: SentAnswer, withheld_chars: int) -> Iterator[Piece]:
     """To be decoded one after another until `joined` accepts one: the last tokens with text may hold the first bytes of
     a character."""
     last = sent.texts[-1].end
-    start = max(0, last - CONTEXT_TOKENS - withheld_chars)
+    start = max(0, last - CONTEXT_TOKENS - _CHAR_TOKENS * withheld_chars)
     for end in range(last, max(start, last - 1 - _PENDING_TOKENS_MAX), -1):
         yield Piece(start, end)
 
