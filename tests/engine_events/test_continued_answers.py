@@ -130,7 +130,7 @@ def test_an_answer_that_is_cut_at_any_token_has_the_same_text(
             if junction is not None:
                 break
         assert junction is not None, f"no junction behind {shown_text(shown)[0]!r}"
-        request = CompletionRequest(**json.loads(body_of(plan, sent, junction.tokens)))
+        request = CompletionRequest(**json.loads(body_of(plan, sent, junction.tokens, len(tokens) - junction.tokens)))
         assert request.prompt == PROMPT + tokens[: junction.tokens]
         assert request.max_tokens == len(tokens) - junction.tokens
         continued = ContinuedEvents(plan, sent, junction)
@@ -158,10 +158,10 @@ def test_a_continuation_samples_as_the_chat_did() -> None:
     plan = plan_of(json.dumps(chat).encode(), chat=True)
     sent = SentAnswer(KeptBytes(1 << 20), chat=True, tokens_max=100)
     sent.prompt = b"1,2"
-    request = CompletionRequest(**json.loads(body_of(plan, sent, 0)))
+    request = CompletionRequest(**json.loads(body_of(plan, sent, 0, 50)))
     defaults: dict[str, Any] = {}
     assert repr(request.to_sampling_params(50, defaults)) == repr(
         ChatCompletionRequest(**chat).to_sampling_params(50, defaults)
     )
-    assert request.max_tokens is None
+    assert request.max_tokens == 50
     assert request.return_token_ids

@@ -46,7 +46,7 @@ def plan_for(answer: SpelledAnswer, *, chat: bool) -> Plan:
     body |= {"messages": []} if chat else {"prompt": "p"}
     body |= {"stop": list(answer.stop), "include_stop_str_in_output": answer.include_stop}
     if answer.tokens_max is not None or not chat:
-        body["max_tokens"] = answer.tokens_max
+        body["max_tokens"] = answer.tokens_max or 100
     return plan_of(msgspec.json.encode(body), chat=chat)
 
 
@@ -65,10 +65,10 @@ def junction_of(sent: SentAnswer, plan: Plan, answer: SpelledAnswer) -> Junction
 def continued(answer: SpelledAnswer, sent: SentAnswer, plan: Plan, *, stop_after: int | None = None) -> bytes:
     """What the client gets from an engine that continues, and that dies after so many events."""
     junction = junction_of(sent, plan, answer)
-    body = msgspec.json.decode(body_of(plan, sent, junction.tokens))
+    left = (answer.tokens_max or 100) - junction.tokens
+    body = msgspec.json.decode(body_of(plan, sent, junction.tokens, left))
     assert body["prompt"] == [*PROMPT, *range(1000, 1000 + junction.tokens)]
-    if answer.tokens_max is not None:
-        assert body["max_tokens"] == answer.tokens_max - junction.tokens
+    assert body["max_tokens"] == left
     second = replace(answer, request_id="another", options={"include_usage": True})
     events = second.events(chat=False, asked_ids=True, done_tokens=junction.tokens, prompt=body["prompt"])
     answers = ContinuedEvents(plan, sent, junction)
@@ -236,10 +236,12 @@ def test_a_plain_request_keeps_what_decides_on_its_tokens(fields: dict[str, Any]
     assert plan.members.keys() == {"model", "cache_salt"} | kept
 
 
-@pytest.mark.parametrize(("fields", "tokens_max"), [({}, 16), ({"max_tokens": None}, None), ({"max_tokens": 3}, 3)])
+@pytest.mark.parametrize(("fields", "tokens_max"), [({}, 16), ({"max_tokens": 3}, 3)])
 def test_a_completion_ends_where_it_would_have(fields: dict[str, Any], tokens_max: int | None) -> None:
     plan = plan_of(msgspec.json.encode({"prompt": [1, 2], **fields}), chat=False)
     assert plan.tokens_max == tokens_max
+    with pytest.raises(NotContinuable):
+        plan_of(b'{"prompt":[1,2],"max_tokens":null}', chat=False)
     for prompt in (["a", "b"], [[1], [2]], None):
         with pytest.raises(NotContinuable):
             plan_of(msgspec.json.encode({"prompt": prompt, **fields}), chat=False)

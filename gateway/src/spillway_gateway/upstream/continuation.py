@@ -134,6 +134,8 @@ def plan_of(body: Body, *, chat: bool) -> Plan:
             tokens_max = _optional(members, "max_completion_tokens", int) or tokens_max
         elif "max_tokens" not in members:
             tokens_max = _COMPLETION_TOKENS
+        elif tokens_max is None:  # which one version reads as the default and another as no bound
+            raise NotContinuable("max_tokens")
         plan = Plan(
             {name: raw for name, raw in members.items() if name in _PASSED},
             (stop,) if isinstance(stop, str) else tuple(stop),
@@ -165,13 +167,12 @@ def _is_text(message: dict[str, Any]) -> bool:
     )
 
 
-def body_of(plan: Plan, sent: SentAnswer, kept_tokens: int) -> bytes:
-    """The body for the engine that continues. kept_tokens: of the answer, which the prompt then ends with."""
+def body_of(plan: Plan, sent: SentAnswer, kept_tokens: int, tokens_left: int) -> bytes:
+    """The body for the engine that continues. kept_tokens: of the answer, which the prompt then ends with. tokens_left:
+    that may follow them; vLLM 0.30 and newer read null as 16."""
     prompt = sent.prompt
     if kept_tokens:
         prompt += b"," + ",".join(map(str, sent.tokens[:kept_tokens])).encode()
-    left = None if plan.tokens_max is None else plan.tokens_max - kept_tokens
-    # Without max_tokens a completion ends after 16.
     members = b"".join(msgspec.json.encode(name) + b":" + bytes(raw) + b"," for name, raw in plan.members.items())
     return (
         b'{"prompt":['
@@ -179,7 +180,7 @@ def body_of(plan: Plan, sent: SentAnswer, kept_tokens: int) -> bytes:
         + b"],"
         + members
         + b'"max_tokens":%s,"stream":true,"stream_options":{"include_usage":true},"return_token_ids":true}'
-        % (b"null" if left is None else b"%d" % left)
+        % (b"%d" % tokens_left)
     )
 
 

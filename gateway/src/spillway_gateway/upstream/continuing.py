@@ -133,12 +133,15 @@ class Continuing:
     def known_junction(self) -> Junction | None:
         return known_junction(self.sent, self.plan.held_back)
 
-    def join(self, junction: Junction) -> OutboundRequest:
-        """The request for the engine that continues from here. Raises NotJoined where no token is left to be made."""
-        tokens_max = self.plan.tokens_max
-        if tokens_max is not None and junction.tokens >= tokens_max:
+    def join(self, junction: Junction, length_max: int | None) -> OutboundRequest:
+        """The request for the engine that continues from here. length_max: of its prompts and answers together, in
+        tokens; None where it did not report it. Raises NotJoined where no token is left, or how many is not known."""
+        tokens_max, prompt_tokens = self.plan.tokens_max, self.sent.prompt_tokens
+        if tokens_max is None:
+            tokens_max = 0 if length_max is None else length_max - prompt_tokens
+        if junction.tokens >= tokens_max:
             raise NotJoined
-        body = continuation.body_of(self.plan, self.sent, junction.tokens)
+        body = continuation.body_of(self.plan, self.sent, junction.tokens, tokens_max - junction.tokens)
         self.events = ContinuedEvents(self.plan, self.sent, junction)
         return msgspec.structs.replace(self._request, path=continuation.PATH, body=body)
 

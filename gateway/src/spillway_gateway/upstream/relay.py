@@ -305,7 +305,7 @@ class Relay:
         junction = continuing.known_junction()
         if junction is None:
             junction = await self._decoded_junction(engine, continuing)
-        return await self._exchange(engine, continuing.join(junction))
+        return await self._exchange(engine, continuing.join(junction, engine.prompt_tokens_max))
 
     async def _decoded_junction(self, engine: Engine, continuing: Continuing) -> Junction:
         """By the text that the engine gives for the last tokens."""
