@@ -30,7 +30,7 @@ CUSTOM_KINDS = (
     "keda.sh/v1alpha1/ScaledObject",
     "gateway.networking.k8s.io/v1/HTTPRoute",
 )
-RENDER_SECONDS = 60
+RENDER_SECONDS = 300  # only a Helm that hangs takes so long
 _valid: set[str] = set()
 
 

@@ -253,7 +253,8 @@ def test_nvme_values_reach_the_connector_and_lie_where_the_volume_is_mounted(eng
     ],
 )
 def test_a_volume_with_a_size_bounds_the_tier_with_room_to_spare(kind, bound, engine_of):
-    volume = {"type": kind, "size": "100GiB", "claimName": "c"}
+    own = {"hostPath": {}, "existingClaim": {"claimName": "c"}}
+    volume = {"type": kind, **own.get(kind, {"size": "100GiB"})}
     rendered = render(values=nested("engine.offload.sharedTier", {"type": "nvme", "nvme": {"volume": volume}}))
 
     assert connector_tier(engine_of(rendered)).max_bytes == bound

@@ -84,7 +84,14 @@ DIMENSIONS = {
         *(
             nested(
                 "engine.offload.sharedTier",
-                {"type": "nvme", "nvme": {"mode": mode, "maxBytes": bound, "volume": {"type": kind, "claimName": "c"}}},
+                {
+                    "type": "nvme",
+                    "nvme": {
+                        "mode": mode,
+                        "maxBytes": bound,
+                        "volume": {"type": kind, **({"claimName": "c"} if kind == "existingClaim" else {})},
+                    },
+                },
             )
             for kind, mode, bound in (
                 ("hostPath", "slab", "300GiB"),
@@ -263,6 +270,12 @@ def values_of(row: dict[str, int]) -> dict[str, Any]:
     sealed = bool(chosen.pop("encryption"))
     values = laid_over({}, *chosen.values())
     offload = values.get("engine", {}).get("offload", {})
+    # Bounds of a tier that is not chosen would be refused as settings that nothing reads.
+    kind = offload.get("sharedTier", {}).get("type", "none")
+    if kind == "none":
+        offload.pop("sharedTier", None)
+    elif kind == "redis":
+        offload["sharedTier"].pop("nvme", None)
     if sealed and offload.get("sharedTier", {}).get("type", "none") != "none":
         key = {"enabled": True, "keyId": "2026", "keySecretName": "kv-key"}
         values = laid_over(values, nested("engine.offload.sharedTier.encryption", key))

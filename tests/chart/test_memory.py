@@ -103,9 +103,8 @@ def test_worked_examples(preset, ranks, blocks, gibibytes):
     ],
 )
 def test_models_are_recognised_by_their_path(path, preset):
-    memory = json.loads(
-        render(values={"engine": {"model": {"path": path}}}).one("ConfigMap", "engine")["data"]["memory.json"]
-    )
+    rendered = render(values={"engine": {"model": {"path": path, "maxLength": 4096}}})
+    memory = json.loads(rendered.one("ConfigMap", "engine")["data"]["memory.json"])
 
     assert memory["bytesPerToken"] == shape_of(preset).bytes_per_token("bfloat16")
 

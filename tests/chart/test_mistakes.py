@@ -14,10 +14,19 @@ from typing import Any
 import pytest
 import yaml
 from chart.helm_binaries import Helm, helms
-from chart.rendering import CHART, RenderRefused, render
+from chart.rendering import CHART, RenderRefused, laid_over, render
+
+from spillway_engine import credentials
+from spillway_engine.errors import BudgetError, SettingsError
+from spillway_engine.machine import Machine
+from spillway_engine.model_shape import ModelShape
+from spillway_engine.platform_facts import BLOCK_TOKENS_MULTIPLE
+from spillway_engine.resolve import resolve_engine
+from spillway_engine.settings_reader import engine_settings
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+SERVICE = {"model": {"path": "/m", "maxLength": 32768}, "platform": "npu", "offload": {"numCpuBlocks": 64}}
 WHOLE_WAY = ("misspelt section", "a default taken away", "password in the address", "one port twice")
 # Helm's own merge of values is `spillway.overlay`: keys win, maps are merged, null removes a default.
 JUDGE = """\
@@ -64,8 +73,54 @@ def test_message(mistake: str, verdicts: dict[str, list[str]]) -> None:
         assert FORM.fullmatch(problem), problem
 
 
+@pytest.mark.parametrize("mistake", [name for name, case in TABLE.items() if "service" in case])
+def test_the_engine_service_refuses_it_too(mistake: str) -> None:
+    """Wherever it is configured: on a machine without the chart there is no render before its start."""
+    tree = laid_over(SERVICE, TABLE[mistake]["service"])
+    shape = ModelShape(36, 8, 128, None, "bfloat16", 40960, 0)
+    machine = Machine("npu", frozenset(), (0,), 1 << 40, "cgroup limit", 1 << 40, 1 << 40)
+
+    with pytest.raises((SettingsError, BudgetError)) as refused:
+        resolve_engine(engine_settings(tree), shape, machine).require_fit()
+
+    assert TABLE[mistake]["serviceSays"] in str(refused.value) and "SECRET" not in str(refused.value)
+
+
+def test_the_engine_service_takes_what_is_no_mistake() -> None:
+    shape = ModelShape(36, 8, 128, None, "bfloat16", 40960, 0)
+    machine = Machine("npu", frozenset(), (0,), 1 << 40, "cgroup limit", 1 << 40, 1 << 40)
+
+    resolve_engine(engine_settings(SERVICE), shape, machine).require_fit()
+
+
+def test_chart_and_engine_service_go_by_the_same_facts() -> None:
+    looks = yaml.safe_load((CHART / "files" / "credentials.yaml").read_text())
+    presets = yaml.safe_load((CHART / "files" / "accelerators.yaml").read_text())
+
+    assert looks["name"] == credentials.NAME.pattern
+    assert looks["value"] == credentials.VALUE.pattern.replace('\\"', '"')
+    assert {each["platform"]: each["blockTokensMultiple"] for each in presets.values()} == BLOCK_TOKENS_MULTIPLE
+
+
 def test_the_defaults_are_no_mistake(verdicts: dict[str, list[str]]) -> None:
     assert verdicts["none"] == []
+
+
+def test_defaults_of_unread_settings_are_those_of_the_values() -> None:
+    rules = yaml.safe_load((CHART / "files" / "unread-settings.yaml").read_text())
+    settings = {setting: default for rule in rules for setting, default in rule["settings"].items()}
+
+    assert len(settings) > 90
+    assert {setting: value_at(setting) for setting in settings} == settings
+    for rule in rules:
+        value_at(rule["readBy"])
+
+
+def value_at(path: str) -> Any:
+    here: Any = VALUES
+    for key in path.split("."):
+        here = here[key]
+    return here
 
 
 @pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
@@ -80,7 +135,7 @@ def test_a_render_is_refused_with_the_same_words(mistake: str, helm: Helm) -> No
 def test_every_mistake_is_told_at_once():
     message = refusal(yaml.safe_load("engine: {tensorParallelSize: 3, memory: {limit: 1GiB}, extraEnv: {A_TOKEN: x}}"))
 
-    assert message.count("\n- ") == 3
+    assert message.count("\n- ") == 4
 
 
 @pytest.mark.parametrize(

@@ -104,16 +104,16 @@ def test_its_rules_are_those_that_the_formats_name():
 
 def test_what_operators_add_reaches_the_pod():
     volume, mount = {"name": "v", "emptyDir": {}}, {"name": "v", "mountPath": "/v"}
-    container = {"name": "c", "image": "c:1"}
+    first, beside = {"name": "first", "image": "c:1"}, {"name": "beside", "image": "c:1"}
     extras = {
         "extraEnvVars": [{"name": "TZ", "value": "UTC"}],
         "extraVolumes": [volume],
         "extraVolumeMounts": [mount],
-        "initContainers": [container],
-        "sidecars": [container],
+        "initContainers": [first],
+        "sidecars": [beside],
     }
     pod = pod_spec(render(CHART / "values-cpu.yaml", values=nested("redis", extras)).one("StatefulSet", "redis"))
 
     assert pod["containers"][0]["env"] == extras["extraEnvVars"]
     assert volume in pod["volumes"] and mount in pod["containers"][0]["volumeMounts"]
-    assert pod["initContainers"] == [container] == pod["containers"][1:]
+    assert pod["initContainers"] == [first] and pod["containers"][1:] == [beside]

@@ -45,7 +45,7 @@ def everywhere(value: object, paths: tuple[str, ...] = SIZES) -> dict[str, Any]:
 
 
 def test_the_schema_names_the_sizes():
-    assert len(SIZES) == len(set(SIZES)) == 27
+    assert len(SIZES) == len(set(SIZES)) == 28
     assert {"redis.memory", "engine.model.cache.sizeLimit", "gateway.index.bytesMax"} < set(SIZES)
 
 
@@ -115,7 +115,7 @@ def test_the_embedded_server_holds_a_chunk(helm, memory, problem):
 @each_helm
 def test_sizes_become_bytes_wherever_they_are_rendered(helm):
     engine = {
-        "memory": {"limit": "64G", "sharedMemory": "4.1e10", "processPerRank": "9e9", "pageCache": 0},
+        "memory": {"limit": "64G", "sharedMemory": "4.1e10", "processPerRank": "9e9"},
         "model": {"cache": {"sizeLimit": "80G"}},
         "offload": {
             "numCpuBlocks": None,

@@ -21,10 +21,10 @@ LEVELS = {
         "__main__",
     ),
     "engine": (
-        "chart_keys errors exit_report in_flight machine pod_channel",
+        "chart_keys credentials errors exit_report in_flight machine pod_channel",
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
         "reference_likelihood settings tier_files watchdog",
-        "launch likelihood memory_budget settings_reader",
+        "launch likelihood memory_budget platform_facts settings_reader",
         "self_check vllm_arguments",
         "middleware resolve",
         "__main__",

@@ -129,12 +129,7 @@
 {{- $texts = append $texts (printf "%s.model.tokenizer: %q is none of none, volume and an absolute folder; write one of these" $path $tokenizer) -}}
 {{- end -}}
 
-{{- /* Secrets and duplicates in the environment. */ -}}
-{{- range $name, $value := $engine.extraEnv -}}
-{{- if regexMatch "(?i)(token|password|secret|api_?key|credential)" $name -}}
-{{- $texts = append $texts (printf "%s.extraEnv.%s would lie in a ConfigMap in plain text; use extraEnvVars with valueFrom.secretKeyRef" $path $name) -}}
-{{- end -}}
-{{- end -}}
+{{- /* The environment. */ -}}
 {{- if hasKey (default dict $engine.extraEnv) "PYTHONHASHSEED" -}}
 {{- $texts = append $texts (printf "%s.extraEnv: PYTHONHASHSEED is the chart's own, equal on all engines; with another value no engine finds what others stored" $path) -}}
 {{- end -}}

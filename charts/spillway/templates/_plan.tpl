@@ -66,11 +66,15 @@ nothing can be concluded from such values. */}}
 {{- include "spillway.engineChecks" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- include "spillway.platformChecks" (dict "item" $item "problems" $problems) -}}
 {{- include "spillway.loraChecks" (dict "item" $item "problems" $problems) -}}
+{{- include "spillway.factChecks" (dict "item" $item "problems" $problems) -}}
 {{- include "spillway.tierChecks" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- $engines = append $engines $item -}}
 {{- end -}}
 {{- include "spillway.releaseChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- include "spillway.gatewayChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
+{{- include "spillway.unreadChecks" (dict "root" $root "groups" $groups "problems" $problems) -}}
+{{- include "spillway.credentialChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
+{{- include "spillway.podChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- include "spillway.kubernetesChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- $_ := set $plan "engines" $engines -}}
 {{- end -}}

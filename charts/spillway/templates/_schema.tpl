@@ -31,7 +31,9 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- $others := get $schema "additionalProperties" -}}
 {{- range $key := default list $schema.required -}}
 {{- if not (hasKey $value $key) -}}
-{{- $missing := ternary (printf "nothing given, %s needed; add it" (include "spillway.schemaNeeded" (default dict (get $known $key)))) "null given, but nothing stands in for its default; remove the line" (contains "]" $path) -}}
+{{- $needed := default dict (get $known $key) -}}
+{{- with get $needed "$ref" -}}{{- $needed = get (get $whole "$defs") (trimPrefix "#/$defs/" .) -}}{{- end -}}
+{{- $missing := ternary (printf "nothing given, %s needed; add it" (include "spillway.schemaNeeded" $needed)) "null given, but nothing stands in for its default; remove the line" (contains "]" $path) -}}
 {{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s: %s" (include "spillway.below" (dict "path" $path "key" $key)) $missing)) -}}
 {{- end -}}
 {{- end -}}
@@ -135,6 +137,7 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- else if regexMatch "^ *[0-9.]+ *[A-Za-z%]+ *$" .value -}}{{- $remedy = "write the number alone, without a unit" -}}
 {{- end -}}
 {{- else if eq $type "boolean" -}}{{- $remedy = "write true or false, without quotes" -}}
+{{- else if eq $type "object" -}}{{- $remedy = "write them below it, each on a line of its own" -}}
 {{- else if eq $type "array" -}}{{- $remedy = "write a list: [first, second]" -}}
 {{- end -}}
 {{- include "spillway.schemaNeeded" .schema }} needed; {{ $remedy }}
@@ -146,10 +149,10 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- $types := .type -}}{{- if kindIs "string" $types -}}{{- $types = list $types -}}{{- end -}}
 {{- $words := list -}}
 {{- range $types -}}
-{{- $words = append $words (get (dict "integer" "a whole number" "number" "a number" "string" "text" "boolean" "true or false" "array" "a list" "object" "a map" "null" "null") .) -}}
+{{- $words = append $words (get (dict "integer" "a whole number" "number" "a number" "string" "text" "boolean" "true or false" "array" "a list" "object" "a map of settings" "null" "null") .) -}}
 {{- end -}}
 {{- join " or " $words | default "a value" -}}
-{{- if and (has "object" $types) .properties }} with {{ keys .properties | sortAlpha | join ", " | trunc 200 }}{{- end -}}
+{{- if and (has "object" $types) .properties }} ({{ keys .properties | sortAlpha | join ", " | trunc 200 }}){{- end -}}
 {{- end -}}
 
 {{/* (value, path) -> the value as a message may show it: short, and not at all where a credential may have been pasted. */}}

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from spillway_connector.setting_names import SettingNames
+from spillway_engine.credentials import is_credential_argument
 from spillway_engine.errors import SettingsError
 
 # vLLM's argument -> the setting that decides it. Given twice, the last one wins in vLLM, while the memory arithmetic,
@@ -105,6 +106,13 @@ def check_extra_arguments(arguments: Sequence[str], names: SettingNames) -> None
     """Raises SettingsError with everything that is wrong, never with a secret's value."""
     problems = [problem for argument in arguments if (problem := _problem(argument, names)) is not None]
     texts = [f"{names.name('extraArgs')}: {problem}" for problem in problems]
+    texts += [
+        f"{names.name(f'extraArgs[{index}]')}: text of {len(argument)} characters that looks like a credential would "
+        "be shown in this setting and in the list of processes; use an environment variable or a file"
+        for index, argument in enumerate(arguments)
+        if is_credential_argument(argument)
+        and not any(is_secret(flag) for flag in arguments[max(0, index - 1) : index + 1])  # refused by its name
+    ]
     texts += [
         f"{names.name(f'extraArgs[{index}]')}: no flag before it takes this value; {_TWO_ENTRIES}"
         for index in _values_without_a_flag(arguments)

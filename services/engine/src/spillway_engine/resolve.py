@@ -13,6 +13,7 @@ from spillway_engine.launch import EngineCommand, python_module
 from spillway_engine.machine import SHARED_MEMORY_FOLDER, Machine
 from spillway_engine.memory_budget import MemoryBudget, plan_memory
 from spillway_engine.model_shape import DTYPE_BYTES, ModelShape
+from spillway_engine.platform_facts import fact_problems
 from spillway_engine.pod_channel import PodBrief
 from spillway_engine.reference_likelihood import reference_name
 from spillway_engine.settings import EngineSettings
@@ -36,8 +37,9 @@ class ResolvedEngine:
 
     def require_fit(self) -> None:
         """Raises BudgetError with every reason at once, SettingsError for a file or variable that this pod lacks."""
-        if self.budget.problems:
-            raise BudgetError("\n".join(self.budget.problems))
+        problems = [*fact_problems(self.settings, self.shape, self.machine.platform), *self.budget.problems]
+        if problems:
+            raise BudgetError("\n".join(problems))
         if self.settings.offload.enabled:
             require_tier_files(self.settings.offload.shared_tier, names=self.settings.names)
 

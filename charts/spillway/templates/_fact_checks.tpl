@@ -1,0 +1,80 @@
+{{/* Values against what is known of the model and the platform. */}}
+
+{{/* (item, problems) */}}
+{{- define "spillway.factChecks" -}}
+{{- $item := .item -}}{{- $engine := $item.engine -}}{{- $path := $item.path -}}{{- $shape := $item.shape -}}{{- $memory := $item.memory -}}
+{{- $offload := $engine.offload -}}{{- $ranks := int64 $engine.tensorParallelSize -}}{{- $preset := $engine.accelerator.preset -}}
+{{- $texts := list -}}
+{{- $step := int64 $item.accelerator.blockTokensMultiple -}}
+{{- if mod (int64 $engine.blockSize) $step -}}
+{{- $texts = append $texts (printf "%s.blockSize: %d given, a multiple of %d needed by accelerator.preset: %s; set it to %d" $path (int64 $engine.blockSize) $step $preset (mul (div (add (int64 $engine.blockSize) (sub $step 1)) $step) $step)) -}}
+{{- end -}}
+{{- if and $shape.kvHeads (not $shape.latentDim) -}}
+{{- $heads := int64 $shape.kvHeads -}}
+{{- if and (gt $ranks $heads) (mod $ranks $heads) -}}
+{{- $texts = append $texts (printf "%s.tensorParallelSize: %d is no multiple of the model's %d KV heads, of which every rank needs a whole one; set it to %d" $path $ranks $heads (mul (div $ranks $heads) $heads)) -}}
+{{- end -}}
+{{- end -}}
+{{- with $shape.heads -}}
+{{- if mod (int64 .) $ranks -}}
+{{- $texts = append $texts (printf "%s.tensorParallelSize: %d does not divide the model's %d attention heads, as vLLM needs it; choose a divisor of %d" $path $ranks (int64 .) (int64 .)) -}}
+{{- end -}}
+{{- end -}}
+{{- $maxLength := int64 $engine.model.maxLength -}}
+{{- $stretched := hasKey $engine.extraEnv "VLLM_ALLOW_LONG_MAX_MODEL_LEN" -}}
+{{- range $engine.extraArgs -}}{{- if regexMatch "^--(hf|rope)[-_]" . -}}{{- $stretched = true -}}{{- end -}}{{- end -}}
+{{- with $shape.maxLength -}}
+{{- if and (gt $maxLength (int64 .)) (not $stretched) -}}
+{{- $texts = append $texts (printf "%s.model.maxLength: %d given, but %s has %d positions; set it to %d or less, or give vLLM a longer model by --hf-overrides in extraArgs" $path $maxLength (base $engine.model.path) (int64 .) (int64 .)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $offload.enabled (gt (int64 $memory.chunkTokens) $maxLength) -}}
+{{- $texts = append $texts (printf "%s.offload.blocksPerChunk: %d blocks of %d tokens are a chunk of %d, which no prompt of model.maxLength: %d fills, so nothing would ever be spilled; set it to %d or less" $path (int64 $offload.blocksPerChunk) (int64 $engine.blockSize) (int64 $memory.chunkTokens) $maxLength (max 1 (div $maxLength (int64 $engine.blockSize)))) -}}
+{{- end -}}
+{{- if and $offload.enabled (eq $item.platform "cpu") (eq (include "spillway.onOff" $offload.batchMemcpy) "on") (has $offload.transport (list "auto" "cpu")) -}}
+{{- $texts = append $texts (printf "%s.offload.batchMemcpy: on needs a device driver with batched copies, and accelerator.preset: cpu has none; set auto or off" $path) -}}
+{{- end -}}
+{{- $isHub := not (hasPrefix "/" $engine.model.path) -}}
+{{- $weights := 0 -}}
+{{- if $shape.weightBytes -}}{{- $weights = int64 (include "spillway.bytes" (dict "value" $shape.weightBytes "path" (printf "%s.model.shape.weightBytes" $path))) -}}{{- end -}}
+{{- if and $isHub (eq $engine.model.cache.type "emptyDir") $engine.model.cache.sizeLimit -}}
+{{- $room := int64 (include "spillway.bytes" (dict "value" $engine.model.cache.sizeLimit "path" (printf "%s.model.cache.sizeLimit" $path))) -}}
+{{- if lt $room $weights -}}
+{{- $texts = append $texts (printf "%s.model.cache.sizeLimit: %v holds no download of %s, %s; kubelet would evict the pod: set %s or more, or null" $path $engine.model.cache.sizeLimit $engine.model.path (include "spillway.bytesText" $weights) (include "spillway.quantity" (div (mul $weights 11) 10))) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (not (include "spillway.usesHub" $engine)) (or (ne $engine.model.cache.type "emptyDir") $engine.model.cache.sizeLimit) -}}
+{{- $texts = append $texts (printf "%s.model.cache: type %s given, but model.path: %s is a folder, and only downloads are kept there; remove model.cache" $path $engine.model.cache.type $engine.model.path) -}}
+{{- end -}}
+{{- if $item.accelerator.resourceName -}}
+{{- range $vendor, $preset := dict "nvidia.com/" "cuda" "huawei.com/" "mindcluster, cce or hami" "amd.com/" "" "gpu.intel.com/" "" "google.com/tpu" "" "aws.amazon.com/neuron" "" -}}
+{{- if and (hasPrefix $vendor $item.accelerator.resourceName) (ne $item.platform (get (dict "nvidia.com/" "cuda" "huawei.com/" "npu") $vendor)) -}}
+{{- $texts = append $texts (printf "%s.accelerator.resourceName: %s is no device for the engine image of preset: %s; %s" $path $item.accelerator.resourceName $engine.accelerator.preset (ternary (printf "set preset: %s" $preset) "engines run on Ascend NPUs, NVIDIA GPUs and CPUs: choose a node of one of these" (ne $preset ""))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $texts = concat $texts (include "spillway.startProblems" (dict "item" $item "weights" $weights) | fromYamlArray) -}}
+{{- range $texts -}}{{- include "spillway.problem" (dict "problems" $.problems "text" .) -}}{{- end -}}
+{{- end -}}
+
+{{/* (item, weights) -> list of texts: a start that cannot end in time is killed and begun anew for ever. The rates are
+above those of any disk, network or kernel that an engine starts on, so that no start that could succeed is refused. */}}
+{{- define "spillway.startProblems" -}}
+{{- $engine := .item.engine -}}{{- $lifecycle := $engine.lifecycle -}}
+{{- $texts := list -}}
+{{- $seconds := 30.0 -}}{{- $parts := list "30 s for Python and vLLM" -}}
+{{- if not (has (toString $lifecycle.selfCheck) (list "off" "false")) -}}
+{{- $seconds = addf $seconds $lifecycle.selfCheckTimeoutSeconds -}}
+{{- $parts = append $parts (printf "up to %v s for the start-up check (selfCheckTimeoutSeconds)" $lifecycle.selfCheckTimeoutSeconds) -}}
+{{- end -}}
+{{- $bytes := addf (float64 .weights) (float64 (default 0 .item.memory.cpuTierBytes)) -}}
+{{- $moving := ceil (divf $bytes 20000000000.0) -}}
+{{- if ge $moving 1.0 -}}
+{{- $seconds = addf $seconds $moving -}}
+{{- $parts = append $parts (printf "%v s for weights and CPU tier (%s at 20 GB/s)" $moving (include "spillway.bytesText" (int64 $bytes))) -}}
+{{- end -}}
+{{- if lt (float64 $lifecycle.startupTimeoutSeconds) $seconds -}}
+{{- $texts = append $texts (printf "%s.lifecycle.startupTimeoutSeconds: %v given, at least %v needed: %s; a pod that is not ready by then is killed and starts anew, for ever: raise it" .item.path $lifecycle.startupTimeoutSeconds $seconds (join ", " $parts)) -}}
+{{- end -}}
+{{- toYaml $texts -}}
+{{- end -}}

@@ -1,0 +1,105 @@
+{{/* What Kubernetes would refuse of a pod only after an install began: one name, path or label twice, a request above its
+limit, a port that its user may not open. */}}
+
+{{/* (root, engines, problems) */}}
+{{- define "spillway.podChecks" -}}
+{{- $root := .root -}}{{- $values := $root.Values -}}{{- $problems := .problems -}}
+{{- $texts := list -}}
+{{- if not (regexMatch "^[a-z]" (include "spillway.fullname" $root)) -}}
+{{- $texts = append $texts (printf "fullnameOverride: the names of all objects begin with %q, and a Service's has to begin with a letter; set fullnameOverride, e.g. spillway-%s" (include "spillway.fullname" $root) $root.Release.Name) -}}
+{{- end -}}
+{{- $labels := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/part-of" "spillway/engine" "spillway/vllm" -}}
+{{- range $key := concat $labels (list "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "helm.sh/chart") -}}
+{{- if hasKey $values.commonLabels $key -}}{{- $texts = append $texts (printf "commonLabels: %s is set by the chart; remove it" $key) -}}{{- end -}}
+{{- end -}}
+{{- $monitoring := $values.monitoring -}}
+{{- $own := dict "gateway.service.labels" $values.gateway.service.labels "monitoring.podMonitor.labels" $monitoring.podMonitor.labels "monitoring.serviceMonitor.labels" $monitoring.serviceMonitor.labels "monitoring.alerts.labels" $monitoring.alerts.labels "monitoring.dashboards.labels" $monitoring.dashboards.labels -}}
+{{- $pods := list (list "gateway" $values.gateway "gateway") (list "redis" $values.redis "valkey") -}}
+{{- range .engines -}}{{- $pods = append $pods (list .path .engine "engine") -}}{{- end -}}
+{{- range $pods -}}{{- $_ := set $own (printf "%s.podLabels" (index . 0)) (index . 1).podLabels -}}{{- end -}}
+{{- range $path, $given := $own -}}
+{{- range $key, $_ := $given -}}
+{{- if or (has $key $labels) (hasPrefix "app.kubernetes.io/" $key) -}}{{- $texts = append $texts (printf "%s: %s is set by the chart; remove it" $path $key) -}}
+{{- else if hasKey $values.commonLabels $key -}}{{- $texts = append $texts (printf "%s: %s is in commonLabels too; give it once" $path $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $pods -}}
+{{- $path := index . 0 -}}{{- $section := index . 1 -}}
+{{- range $key := list "checksum/config" "spillway/secrets-revision" "kubectl.kubernetes.io/default-container" -}}
+{{- if hasKey $section.podAnnotations $key -}}{{- $texts = append $texts (printf "%s.podAnnotations: %s is set by the chart; remove it" $path $key) -}}{{- end -}}
+{{- end -}}
+{{- $names := dict (index . 2) "the chart's own container" -}}
+{{- range $kind := list "initContainers" "sidecars" -}}
+{{- range $index, $container := get $section $kind -}}
+{{- if hasKey $names $container.name -}}{{- $texts = append $texts (printf "%s.%s[%d].name: %s is %s; choose another name" $path $kind $index $container.name (get $names $container.name)) -}}{{- end -}}
+{{- $_ := set $names $container.name (printf "the name of %s[%d] too" $kind $index) -}}
+{{- end -}}
+{{- end -}}
+{{- $given := dict -}}
+{{- range $index, $volume := $section.extraVolumes -}}
+{{- if hasKey $given $volume.name -}}{{- $texts = append $texts (printf "%s.extraVolumes: %s is listed twice; give each volume its own name" $path $volume.name) -}}{{- end -}}
+{{- $_ := set $given $volume.name true -}}
+{{- if eq (len $volume) 1 -}}{{- $texts = append $texts (printf "%s.extraVolumes: %s has no source; add one, e.g. emptyDir: {} or hostPath: {path: /data}" $path $volume.name) -}}{{- end -}}
+{{- end -}}
+{{- $mounted := dict -}}
+{{- range $section.extraVolumeMounts -}}
+{{- $folder := trimSuffix "/" .mountPath -}}
+{{- if and (not (hasKey $given .name)) (not (has .name (list "config" "shared-memory" "scratch" "model" "hub" "kv" "secrets"))) -}}
+{{- $texts = append $texts (printf "%s.extraVolumeMounts: %s at %s is no volume of the pod; add it to extraVolumes, or correct the name" $path .name .mountPath) -}}
+{{- end -}}
+{{- if hasKey $mounted $folder -}}{{- $texts = append $texts (printf "%s.extraVolumeMounts: %s is given twice; mount each volume at a folder of its own" $path .mountPath) -}}{{- end -}}
+{{- $_ := set $mounted $folder true -}}
+{{- if has $folder (list "/etc/spillway" "/dev/shm" "/tmp" "/var/lib/spillway/home" "/var/lib/spillway/hub" "/var/lib/spillway/secrets" "/etc/valkey") -}}
+{{- $texts = append $texts (printf "%s.extraVolumeMounts: %s is a folder of the chart's own; mount %s elsewhere" $path .mountPath .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $cpus := list (list "gateway.resources" "requests.cpu" $values.gateway.resources.requests.cpu "limits.cpu" $values.gateway.resources.limits.cpu) (list "redis.cpu" "request" $values.redis.cpu.request "limit" $values.redis.cpu.limit) -}}
+{{- range .engines -}}{{- $cpus = append $cpus (list (printf "%s.cpu" .path) "request" .engine.cpu.request "limit" .engine.cpu.limit) -}}{{- end -}}
+{{- range $cpus -}}
+{{- $request := index . 2 -}}{{- $limit := index . 4 -}}
+{{- if and $request $limit -}}
+{{- if gt (include "spillway.milliCores" $request | float64) (include "spillway.milliCores" $limit | float64) -}}
+{{- $texts = append $texts (printf "%s: %s %v is more than %s %v; lower the first or raise the second" (index . 0) (index . 1) $request (index . 3) $limit) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $ports := list -}}
+{{- $gateway := $values.gateway -}}
+{{- if not (include "spillway.opensLowPorts" (dict "pod" $gateway.podSecurityContext "container" $gateway.securityContext)) -}}
+{{- $ports = append $ports (list "gateway.port" $gateway.port "gateway.service.port may stay below") -}}{{- $ports = append $ports (list "gateway.opsPort" (default 1024 $gateway.opsPort) "e.g. 8001") -}}
+{{- end -}}
+{{- if $values.redis.enabled -}}{{- $ports = append $ports (list "redis.port" $values.redis.port "e.g. 6379") -}}{{- end -}}
+{{- range .engines -}}
+{{- if not (include "spillway.opensLowPorts" (dict "pod" .accelerator.podSecurityContext "container" .accelerator.securityContext)) -}}
+{{- $ports = append $ports (list (printf "%s.port" .path) .engine.port "e.g. 8100") -}}
+{{- end -}}
+{{- end -}}
+{{- range $ports -}}
+{{- if lt (int64 (index . 1)) 1024 -}}
+{{- $texts = append $texts (printf "%s: %d is below 1024, which a process that is not root may not open on every node; set 1024 or more (%s)" (index . 0) (int64 (index . 1)) (index . 2)) -}}
+{{- end -}}
+{{- end -}}
+{{- $objects := dict -}}
+{{- range $index, $object := $values.extraObjects -}}
+{{- $name := printf "%s %s" $object.kind $object.metadata.name -}}
+{{- if hasKey $objects $name -}}{{- $texts = append $texts (printf "extraObjects[%d]: %s is there twice; rename or remove one" $index $name) -}}{{- end -}}
+{{- $_ := set $objects $name true -}}
+{{- end -}}
+{{- range $texts -}}{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}{{- end -}}
+{{- end -}}
+
+{{/* cores as Kubernetes writes them -> thousandths. */}}
+{{- define "spillway.milliCores" -}}
+{{- $text := toString . -}}
+{{- if hasSuffix "m" $text -}}{{ trimSuffix "m" $text }}{{- else -}}{{ mulf (float64 $text) 1000 }}{{- end -}}
+{{- end -}}
+
+{{/* (pod, container): their securityContexts -> may their user open ports below 1024? */}}
+{{- define "spillway.opensLowPorts" -}}
+{{- $pod := default dict .pod -}}{{- $container := default dict .container -}}
+{{- $added := list -}}{{- with $container.capabilities -}}{{- $added = default list .add -}}{{- end -}}
+{{- $user := default (default 0 $pod.runAsUser) $container.runAsUser -}}
+{{- if or (eq (int64 $user) 0) $pod.sysctls $container.privileged (has "NET_BIND_SERVICE" $added) -}}true{{- end -}}
+{{- end -}}

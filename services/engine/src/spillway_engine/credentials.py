@@ -1,0 +1,23 @@
+"""What looks like a credential, in settings that others may read. Pure.
+
+The chart goes by the same two expressions (charts/spillway/files/credentials.yaml);
+tests/chart/test_mistakes.py compares.
+"""
+
+from __future__ import annotations
+
+import re
+
+NAME = re.compile(
+    r"(?i)(token|password|passwd|passphrase|secret|api_?key|access_?key|private_?key|credentials?)(_json)?$"
+)
+VALUE = re.compile(
+    r"^(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA[0-9A-Z]{12}|eyJ[A-Za-z0-9_-]+\.eyJ)"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/@ ]*:[^/@ ]+@"
+    r"|(?i:password|secret|api_?key|access_?token|auth_?token|[?&]token)[\"']?[=:] *[\"']?[^&$ \"']"
+)
+
+
+def is_credential_argument(argument: str) -> bool:
+    """Of vLLM: `value`, `--flag=value`. By its value; names are those of extra_arguments.py."""
+    return bool(VALUE.search(argument) or VALUE.search(re.sub(r"^-[^=]*=", "", argument)))

@@ -1,0 +1,41 @@
+from dataclasses import replace
+
+import pytest
+
+from spillway_engine.model_shape import ModelShape
+from spillway_engine.platform_facts import fact_problems
+from spillway_engine.settings import EngineSettings
+from spillway_engine.settings_reader import read_settings
+
+SHAPE = ModelShape(36, 8, 128, None, "bfloat16", 40960, 0)
+
+
+def problems(shape: ModelShape = SHAPE, platform: str = "npu", **tree: object) -> list[str]:
+    base = {"model": {"path": "/m", "maxLength": 2048}, "offload": {"numCpuBlocks": 8}}
+    return fact_problems(read_settings(EngineSettings, base | tree), shape, platform)
+
+
+@pytest.mark.parametrize(("platform", "size", "fits"), [("npu", 128, True), ("npu", 64, False), ("cpu", 64, True)])
+def test_blocks_fit_the_platforms_kernels(platform: str, size: int, fits: bool) -> None:
+    found = problems(platform=platform, blockSize=size)
+
+    assert found == ([] if fits else ["blockSize: 64, a multiple of 128 needed on this platform (npu); set it to 128"])
+
+
+@pytest.mark.parametrize(("ranks", "better"), [(1, None), (4, None), (8, None), (16, None), (3, 2), (6, 4), (12, 8)])
+def test_ranks_share_kv_heads_evenly(ranks: int, better: int | None) -> None:
+    found = problems(tensorParallelSize=ranks)
+
+    assert [text.rpartition("set it to ")[2] for text in found] == ([] if better is None else [str(better)])
+
+
+def test_a_latent_is_on_every_rank() -> None:
+    assert problems(replace(SHAPE, kv_heads=128, latent_dim=576), tensorParallelSize=3) == []
+
+
+@pytest.mark.parametrize(("blocks", "fits"), [(16, True), (17, False)])
+def test_some_prompt_fills_a_chunk(blocks: int, fits: bool) -> None:
+    offload = {"numCpuBlocks": 8, "blocksPerChunk": blocks}
+
+    assert bool(problems(offload=offload)) is not fits
+    assert problems(offload=offload | {"enabled": False}) == []
