@@ -227,6 +227,7 @@ CHANGES: dict[str, Any] = {
     "gateway.limits.bodiesBytesMax": "128MiB",
     "gateway.limits.plainReplyBufferBytes": "1MiB",
     "gateway.index.bytesMax": "1MiB",
+    "gateway.continuation.bytesMax": "1MiB",
     "gateway.connections.headBytesMax": "1MiB",
     "gateway.connections.targetBytesMax": "1MiB",
     "gateway.connections.bodyBytesPerSecondMin": "1MiB",
@@ -361,6 +362,7 @@ def present(values: dict[str, Any], path: str, default: Any) -> Any:
 
 # Names that other parts of the values must agree with, or that have a form of their own.
 FORMED = (
+    "gateway.continuation.bytesMax",
     "engine.autoscaling.trigger",
     *("nameOverride", "fullnameOverride", "namespaceOverride", "engine.autoscaling.prometheusAddress"),
     *(
