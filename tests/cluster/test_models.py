@@ -46,11 +46,12 @@ def installed(release: Release, client: ClientPod) -> None:
     client.create()
 
 
-def three(**fields: Any) -> Values:
-    """The first model, one that will be away, and one that rolls."""
+def three(scaling: Values | None = None, **fields: Any) -> Values:
+    """The first model, one that is away, by its replicas or as its autoscaler decides, and one that rolls."""
+    count = {"replicas": 0} if scaling is None else {"autoscaling": scaling}
     base = {
         "default": {},
-        "away": {"model": {"servedName": "away"}, "replicas": 0},
+        "away": {"model": {"servedName": "away"}, **count},
         "rolling": {"model": {"servedName": "rolling"}, "replicas": 1},
     }
     return simulated(engines=over(base, fields))
@@ -100,7 +101,7 @@ def test_scale_to_zero(release: Release, namespace: Kubernetes, client: ClientPo
     scaling = {"enabled": True, "minReplicas": 0, "trigger": "gateway"}
     try:
         eventually("the API server serves ScaledObjects", lambda: served(namespace), 60.0)
-        release.upgrade(three(away={"autoscaling": scaling}))
+        release.upgrade(three(scaling))
         scale(namespace, 0)
         eventually("the model is at zero", lambda: not engines_of(namespace, "away"), 120.0)
         assert waiting_requests(namespace, client) == 0
