@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -11,7 +10,6 @@ import pytest
 from reference_answers.questions import CAPITAL
 from stack_driver.deadlines import eventually
 from stack_driver.engine_client import EngineClient
-from stack_driver.engine_metrics import Reading
 from stack_driver.running_stack import MAX_LENGTH, RunningStack
 
 pytestmark = pytest.mark.tiers("nvme")
@@ -172,12 +170,7 @@ def test_headers_name_the_engine_and_the_overhead(stack: RunningStack, client: o
 @pytest.mark.parametrize("index", [0, 1])
 def test_repeated_prefix_goes_to_the_engine_that_has_it(stack: RunningStack, client: openai.OpenAI, index: int) -> None:
     """The prefix is computed by a direct request, so only KV events can report it to the gateway."""
-    engine, name = stack.engines[index], f"engine-{index}"
-    # Blocks that an earlier test left on the devices must not decide.
-    prompt = stack.new_prompt()
-    begun = time.time()  # one clock: a later batch is of this prompt, or follows the one that is
-    engine.ask(prompt.tokens, 1)
-    eventually("the gateway receives the new blocks' events", lambda: _last_batch_at(stack, name) > begun)
+    name, prompt = f"engine-{index}", stack.compute_and_announce(index)
     raw = client.with_raw_response.completions.create(model=stack.model, prompt=list(prompt.tokens), max_tokens=1)
     assert raw.headers["x-spillway-engine"] == name
     assert raw.headers["x-spillway-route"] == "prefix"
@@ -188,24 +181,16 @@ def test_repeated_prefix_goes_to_the_engine_that_has_it(stack: RunningStack, cli
 def test_health_ready_and_metrics(stack: RunningStack) -> None:
     for path in ("/health", "/ready", "/metrics"):
         assert httpx.get(f"{stack.local.gateway_url}{path}", timeout=120).status_code == 200
-    assert _gateway(stack).total("spillway_gateway_requests_total") > 0 or _ask_once(stack)
+    assert stack.gateway_metrics().total("spillway_gateway_requests_total") > 0 or _ask_once(stack)
 
 
 def _ask_once(stack: RunningStack) -> bool:
     httpx.post(f"{stack.local.gateway_url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60)
-    return _gateway(stack).total("spillway_gateway_requests_total") == 1
-
-
-def _gateway(stack: RunningStack) -> Reading:
-    return Reading.parse(httpx.get(f"{stack.local.gateway_url}/metrics", timeout=120).text)
+    return stack.gateway_metrics().total("spillway_gateway_requests_total") == 1
 
 
 def _disconnects(stack: RunningStack) -> float:
-    return _gateway(stack).total("spillway_gateway_client_disconnects_total")
-
-
-def _last_batch_at(stack: RunningStack, engine: str) -> float:
-    return _gateway(stack).total("spillway_gateway_event_last_batch_timestamp_seconds", engine=engine)
+    return stack.gateway_metrics().total("spillway_gateway_client_disconnects_total")
 
 
 def test_engine_reports_readiness_and_configuration(stack: RunningStack) -> None:

@@ -98,6 +98,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/chart/test_redis.py": ("helm", "valkey"),
     "tests/cluster": ("cluster",),
     "tests/e2e": ("engines",),
+    "tests/e2e/test_metrics.py": ("other_vllm",),
+    "tests/e2e/test_upgrade.py": ("other_vllm",),
     "tests/engine_lives": ("vllm",),
     "tests/engine_matrix": ("engines",),
     "tests/engine_events": ("vllm",),
@@ -150,11 +152,13 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
 # test-generations` runs all of them.
 CELLS_TESTED = ("test_several_kv_groups", "test_two_ranks")
 # Tests over a whole stack that the lane `other-vllm` runs once more, with engines of that version (VLLM=), all else of
-# the local environment.
+# the local environment; test_metrics.py and test_upgrade.py with one engine of it and one of the local version.
 STACK_TESTS = (
     "tests/e2e/test_identity.py::test_identical_with_and_without_tiers[redis]",
     "tests/faults/test_engine_killed.py::test_whole_engine_killed[redis]",
     "tests/faults/test_valkey_faults.py::test_damaged_values_are_recomputed_and_never_served[redis]",
+    "tests/e2e/test_metrics.py",
+    "tests/e2e/test_upgrade.py",
 )
 STACK_PROMPTS = 10  # of its identity test
 

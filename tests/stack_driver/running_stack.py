@@ -9,8 +9,12 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from spillway_stack import make_variables
+from spillway_stack.engine_environments import VLLM_HERE, VLLM_VERSIONS
 from spillway_stack.local_stack import ComponentStatus, LocalStack
 from spillway_stack.ports import is_free
 from spillway_stack.processes import ProcessIdentity
@@ -18,6 +22,7 @@ from spillway_stack.settings import StackSettings, vllm_versions
 
 from .deadlines import eventually
 from .engine_client import Answer, EngineClient
+from .engine_metrics import Reading
 from .known_answers import KnownAnswers, compute_references
 from .prompts import BLOCK_TOKENS, Prompt, make_prompt
 from .shared_stores import NvmeStore, SharedStore, ValkeyStore
@@ -48,9 +53,15 @@ DEVELOPMENT_MODE = 'extraEnv.VLLM_SERVER_DEV_MODE="1"'
 
 
 def stack_settings(
-    tier: str, *, engines: int = 2, gateway: bool = True, overrides: tuple[str, ...] = ()
+    tier: str,
+    *,
+    engines: int = 2,
+    gateway: bool = True,
+    overrides: tuple[str, ...] = (),
+    vllm: tuple[str, ...] = (),
 ) -> StackSettings:
     """tier: "nvme", "redis", or "off" for engines without any offload. overrides: as StackSettings.engine_overrides.
+    vllm: as StackSettings.vllm; empty: as VLLM says.
 
     MODEL, VLLM, DTYPE, ENGINE_ARGS and ENGINE_SET, as `make up` takes them, run all stack tests on such engines, the
     references too.
@@ -67,7 +78,7 @@ def stack_settings(
         nvme_max_bytes=NVME_MAX_BYTES,
         gateway=gateway,
         dtype=os.environ.get("DTYPE", "auto"),
-        vllm=vllm_versions(os.environ.get("VLLM", "")),
+        vllm=vllm or vllm_versions(os.environ.get("VLLM", "")),
         engine_args=make_variables.arguments(os.environ),
         engine_overrides=(
             DEVELOPMENT_MODE,
@@ -77,6 +88,13 @@ def stack_settings(
             *overrides,
         ),
     )
+
+
+def upgrade() -> tuple[str, str]:
+    """(old, new) vLLM of a fleet in the middle of an upgrade: from this environment's to the one that VLLM names last,
+    or to the newest."""
+    asked = vllm_versions(os.environ.get("VLLM", ""))[-1]
+    return VLLM_HERE, asked if asked != VLLM_HERE else VLLM_VERSIONS[-1]
 
 
 def free_base_port() -> int:
@@ -100,10 +118,9 @@ class RunningStack:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     @classmethod
-    def start(
-        cls, tier: str, folder: Path, *, engines: int = 2, gateway: bool = True, overrides: tuple[str, ...] = ()
-    ) -> RunningStack:
-        local = LocalStack(stack_settings(tier, engines=engines, gateway=gateway, overrides=overrides), folder)
+    def start(cls, tier: str, folder: Path, **settings: Any) -> RunningStack:
+        """settings: as stack_settings takes them."""
+        local = LocalStack(stack_settings(tier, **settings), folder)
         local.__enter__()
         running = cls(tier, local)
         try:
@@ -137,6 +154,27 @@ class RunningStack:
         if self.tier == "nvme":
             return NvmeStore(self.local.folder.nvme, self.local.settings.nvme_max_bytes)
         return ValkeyStore(self.local.valkey_url)
+
+    def gateway_metrics(self) -> Reading:
+        return Reading.parse(httpx.get(f"{self.local.gateway_url}/metrics", timeout=120).text)
+
+    def compute_and_announce(self, index: int) -> Prompt:
+        """Have an engine compute a new prompt; returns it once the gateway has applied the events of its blocks.
+
+        Batches are applied in order, so one that was made later follows all of the prompt's. The first one behind the
+        start of the prompt may hold announcements of the shared tier alone.
+        """
+        engine, prompt = self.engines[index], self.new_prompt()
+        engine.ask(prompt.tokens, 1)
+        begun = time.time()  # of the clock that stamps batches
+        engine.ask(self.new_prompt(1).tokens, 1)
+        eventually("the gateway applies the new blocks' events", lambda: self._last_events_at(index) > begun)
+        return prompt
+
+    def _last_events_at(self, index: int) -> float:
+        """Seconds since the epoch, by the engine's clock, of its last KV events that the gateway has applied."""
+        name = f"engine-{index}"
+        return self.gateway_metrics().total("spillway_gateway_event_last_batch_timestamp_seconds", engine=name)
 
     @property
     def block_bytes(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import redis
 
@@ -16,6 +17,7 @@ from spillway_connector.tiers.disk.room import limit_bytes
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
 from spillway_connector.tiers.frame import PAGE_BYTES
 from spillway_connector.tiers.inspection import Gone, StoredFrame
+from spillway_connector.tiers.redis.names import RedisNames, parse_name
 
 
 class SharedStore(Protocol):
@@ -128,6 +130,11 @@ class ValkeyStore:
             return sum(key.count(b":") == 2 for key in self.keys())
         except redis.RedisError:
             return 0  # unreachable: nothing counts as stored
+
+    def documents(self) -> list[dict[str, Any]]:
+        """The namespace documents of the stored blocks, one for each namespace."""
+        namespaces = {name.namespace for key in self.keys() if (name := parse_name(key)) is not None}
+        return [json.loads(self.server.get(RedisNames(namespace).document) or b"{}") for namespace in namespaces]
 
     def clear(self) -> None:
         for key in self.keys():
