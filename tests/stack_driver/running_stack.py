@@ -164,12 +164,24 @@ class RunningStack:
         Batches are applied in order, so one that was made later follows all of the prompt's. The first one behind the
         start of the prompt may hold announcements of the shared tier alone.
         """
+        eventually("the gateway's slow start of engines is over", self._slow_start_is_over)
         engine, prompt = self.engines[index], self.new_prompt()
         engine.ask(prompt.tokens, 1)
         begun = time.time()  # of the clock that stamps batches
         engine.ask(self.new_prompt(1).tokens, 1)
         eventually("the gateway applies the new blocks' events", lambda: self._last_events_at(index) > begun)
         return prompt
+
+    def _slow_start_is_over(self) -> bool:
+        """Whether each engine counts at its full rate. Until then the longest prefix may be on the dearer engine, as
+        ALWAYS_LOAD makes the few tokens behind it cost as much as seconds."""
+        full, states = self.gateway_metrics(), httpx.get(f"{self.local.gateway_url}/ui/state", timeout=120).json()
+        return all(
+            engine["prefillTokensPerSecond"]
+            == full.total("spillway_gateway_prefill_tokens_per_second", engine=engine["name"])
+            for model in states["models"]
+            for engine in model["engines"]
+        )
 
     def _last_events_at(self, index: int) -> float:
         """Seconds since the epoch, by the engine's clock, of its last KV events that the gateway has applied."""

@@ -86,6 +86,18 @@ def test_the_holder_is_chosen_while_it_is_free() -> None:
     assert decision.uncached_tokens == 52
 
 
+@given(st.integers(0, 2**64 - 1), st.integers(1, 2_000), st.permutations(["device", "cpu", "shared"]))
+def test_of_equal_prefixes_the_nearest_is_chosen(spread_key: int, tokens: int, tiers: list[str]) -> None:
+    """Also a short one, whose load takes less than any difference between engines that would count."""
+    view = FleetView(tuple(engine(tier, HeldPrefix(**{f"{tier}_tokens": tokens})) for tier in tiers))
+
+    decision = plan_route(RouteRequest(tokens + 1, spread_key), view, FACTOR)
+    without_device = plan_route(RouteRequest(tokens + 1, spread_key, frozenset({"device"})), view, FACTOR)
+
+    assert decision is not None and without_device is not None
+    assert (decision.engine_name, without_device.engine_name) == ("device", "cpu")
+
+
 def test_a_queue_longer_than_the_recompute_outbids_the_prefix() -> None:
     view = FleetView((engine("a"), engine("b", HeldPrefix(256, 0, 0), running=3, queued=50_000)))
 

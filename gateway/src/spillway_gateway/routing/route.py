@@ -78,7 +78,10 @@ def score(request: RouteRequest, engines: list[EngineView]) -> tuple[Candidate, 
 def pick(
     request: RouteRequest, candidates: tuple[Candidate, ...], bounded_load_factor: float
 ) -> tuple[Candidate, RouteReason]:
-    """The cheapest candidate and the reason; ties by held tokens, load and rendezvous weight."""
+    """The cheapest candidate and the reason; ties by held tokens, the nearer tier, load and rendezvous weight.
+
+    A short prefix is loaded within TIE_MS, so without the tier it would leave the device that has it.
+    """
     if len(candidates) == 1:
         return candidates[0], RouteReason.ONLY
     most_held = max(candidate.engine.held.total_tokens for candidate in candidates)
@@ -90,6 +93,8 @@ def pick(
         tied,
         key=lambda candidate: (
             -candidate.engine.held.total_tokens,
+            -candidate.engine.held.device_tokens,
+            -candidate.engine.held.cpu_tokens,
             candidate.engine.running_requests,
             -weight(candidate.engine.name, request.spread_key),
             candidate.engine.name,
