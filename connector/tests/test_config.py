@@ -31,6 +31,12 @@ def test_defaults_and_vllm_keys_pass():
         ({"num_cpu_blocks": True}, "whole number of at least 1"),
         ({"num_cpu_blocks": 1, "blocks_per_chunk": 0}, "blocks_per_chunk"),
         ({"num_cpu_blocks": 1, "eviction_policy": "fifo"}, "eviction_policy: 'fifo' given, arc or lru needed"),
+        (
+            {"num_cpu_blocks": 1, "block_size": 128},
+            "block_size: a key of vLLM's own .* set blocks_per_chunk, which counts",
+        ),
+        ({"cpu_bytes_to_use_per_rank": 1}, "set cpu_bytes_to_use, which is of all ranks together"),
+        ({"num_cpu_blocks": 1, "lazy_offload": True}, "lazy_offload: a key of .* beside the computation; remove it"),
         ({"num_cpu_blocks": 1, "batch_memcpy": True}, "batch_memcpy: True given, auto, off or on needed"),
         ({"num_cpu_blocks": 1, "max_copy_descriptors": 0}, "max_copy_descriptors: 0"),
         ({"num_cpu_blocks": 1, "transport": "tpu"}, "transport: 'tpu' given, auto, cpu, cuda or npu needed"),

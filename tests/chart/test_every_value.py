@@ -101,6 +101,9 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "engine.accelerator.visibleDevices.value": nested(
         "engine.accelerator.visibleDevices", {"mode": "literal", "value": "0"}
     ),
+    "engine.accelerator.npuSmiPath": nested("engine.accelerator.driverMounts", True),
+    "engine.accelerator.memoryMiB": nested("engine.accelerator.preset", "hami"),
+    "engine.hugePages": nested("engine.hugePages.amount", "4GiB"),
     "engine.offload.cpuBytes": nested("engine.offload", {"numCpuBlocks": None, "cpuBytes": "20GiB"}),
     "engine.offload.enabled": laid_over(
         NO_REDIS, nested("engine.offload.sharedTier", {"type": "none", "encryption": UNSEALED})
@@ -169,6 +172,15 @@ CHANGES: dict[str, Any] = {
     "engine.accelerator.count": 4,
     "engine.accelerator.visibleDevices.mode": "unset",
     "engine.accelerator.extraResources": {"rdma/hca": 1},
+    "engine.accelerator.cpuBinding": "off",
+    "engine.accelerator.hccl.basePort": 50000,
+    "engine.accelerator.hccl.devicePorts": "16666-16697",
+    "engine.accelerator.hccl.connectTimeoutSeconds": 600,
+    "engine.accelerator.hccl.executeTimeoutSeconds": 600,
+    "engine.accelerator.hccl.bufferMiB": 400,
+    "engine.accelerator.memoryMiB": 16384,
+    "engine.hugePages.amount": "2GiB",
+    "engine.hugePages.pageSize": "1Gi",
     "engine.ephemeralStorage.request": "1GiB",
     "engine.ephemeralStorage.limit": "1GiB",
     "engine.dnsPolicy": "Default",
@@ -379,6 +391,7 @@ FORMED = (
         "engine.model.cache.type",
         "engine.accelerator.preset",
     ),
+    *("engine.accelerator.npuSmiPath", "engine.accelerator.cpuBinding", "engine.accelerator.hccl", "engine.hugePages"),
     *("engine.accelerator.visibleDevices.value", "engine.offload.generatedTokens"),
     *("engine.offload.evictionPolicy", "engine.offload.batchMemcpy"),
     "engine.offload.transport",

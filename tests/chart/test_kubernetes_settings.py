@@ -96,6 +96,65 @@ def test_further_resources_are_requested_and_limited(rendered: Render):
     assert [gateway[kind]["ephemeral-storage"] for kind in ("requests", "limits")] == ["1024Mi", "2048Mi"]
 
 
+def test_what_ascend_needs_beside_its_devices():
+    values = yaml.safe_load("""
+    engine:
+      tensorParallelSize: 2
+      hugePages: {amount: 4GiB, pageSize: 1Gi}
+      accelerator:
+        preset: hami
+        memoryMiB: 16384
+        driverMounts: true
+        npuSmiPath: /usr/local/sbin/npu-smi
+        cpuBinding: "off"
+        hccl: {basePort: 50000, devicePorts: 16666-16697, connectTimeoutSeconds: 600, executeTimeoutSeconds: 900,
+               bufferMiB: 400}
+    """)
+    rendered = render(values=values)
+    pod = pod_spec(rendered.one("StatefulSet", "engine"))
+    container = pod["containers"][0]
+    sources = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+
+    require_valid(rendered, "1.32")
+    assert sources["npu-smi"]["hostPath"] == {"path": "/usr/local/sbin/npu-smi", "type": "File"}
+    assert mounts["npu-smi"] == "/usr/local/bin/npu-smi"  # where vllm-ascend's PATH finds it
+    assert (sources["hugepages"]["emptyDir"], mounts["hugepages"]) == ({"medium": "HugePages-1Gi"}, "/dev/hugepages")
+    for kind in ("requests", "limits"):
+        assert container["resources"][kind]["hugepages-1Gi"] == "4096Mi"
+        assert container["resources"][kind]["huawei.com/Ascend910B3-memory"] == 16384
+    assert {name: value for name, value in environment.items() if name.startswith("HCCL_")} == {
+        "HCCL_IF_BASE_PORT": "50000",
+        "HCCL_NPU_SOCKET_PORT_RANGE": "16666-16697",
+        "HCCL_CONNECT_TIMEOUT": "600",
+        "HCCL_EXEC_TIMEOUT": "900",
+        "HCCL_BUFFSIZE": "400",
+    }
+    assert engine_configuration(rendered)["cpuBinding"] == "off"
+
+
+def test_without_them_nothing_of_ascend_is_there():
+    pod = pod_spec(render(values=nested("engine.accelerator", {"driverMounts": True, "npuSmiPath": ""})).one(
+        "StatefulSet", "engine"
+    ))  # fmt: skip
+    names = {volume["name"] for volume in pod["volumes"]}
+
+    assert "driver-lib64" in names and not names & {"npu-smi", "hugepages"}
+    assert "HCCL_" not in str(pod) and "hugepages" not in str(pod)
+
+
+@pytest.mark.parametrize(("limit", "binding"), [("9", "off"), ("10", None), (None, None)])
+def test_cpus_are_not_bound_where_there_are_too_few(limit, binding):
+    values = {"engine": {"tensorParallelSize": 2, "cpu": {"limit": limit}}}
+
+    assert engine_configuration(render(values=values)).get("cpuBinding") == binding
+
+
+def engine_configuration(rendered: Render) -> dict[str, object]:
+    return yaml.safe_load(rendered.one("ConfigMap", "engine")["data"]["engine.yaml"])
+
+
 def test_spread_constraints_select_these_pods_unless_they_say_otherwise(rendered: Render):
     engine = rendered.one("StatefulSet", "engine")
     own = {"matchLabels": engine["spec"]["selector"]["matchLabels"]}

@@ -16,7 +16,9 @@ import yaml
 from chart.helm_binaries import Helm, helms
 from chart.rendering import CHART, RenderRefused, laid_over, render
 
+from spillway_connector import native_keys
 from spillway_engine import credentials
+from spillway_engine.chart_keys import chart_key
 from spillway_engine.errors import BudgetError, SettingsError
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import ModelShape
@@ -100,6 +102,17 @@ def test_chart_and_engine_service_go_by_the_same_facts() -> None:
     assert looks["name"] == credentials.NAME.pattern
     assert looks["value"] == credentials.VALUE.pattern.replace('\\"', '"')
     assert {each["platform"]: each["blockTokensMultiple"] for each in presets.values()} == BLOCK_TOKENS_MULTIPLE
+
+
+def test_chart_and_connector_answer_keys_of_other_connectors_alike() -> None:
+    keys = yaml.safe_load((CHART / "files" / "native-keys.yaml").read_text())
+
+    assert keys["batchMemcpyVariable"] == native_keys.BATCH_MEMCPY_VARIABLE
+    assert keys["withoutCounterpart"] == native_keys.WITHOUT_COUNTERPART
+    assert {key: tuple(answer) for key, answer in keys["counterparts"].items()} == {
+        key: (chart_key(setting), difference) for key, (setting, difference) in native_keys.COUNTERPARTS.items()
+    }
+    assert {setting for setting, _ in keys["counterparts"].values()} < VALUES["engine"]["offload"].keys()
 
 
 def test_the_defaults_are_no_mistake(verdicts: dict[str, list[str]]) -> None:

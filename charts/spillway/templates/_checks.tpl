@@ -42,7 +42,7 @@
 {{- $resource := $item.accelerator.resourceName -}}
 {{- if $item.accelerator.needsCount -}}
 {{- if not $resource -}}
-{{- $texts = append $texts (printf "%s.accelerator.resourceName is empty; preset: custom needs the name that your device plugin advertises (kubectl describe node)" $path) -}}
+{{- $texts = append $texts (printf "%s.accelerator.resourceName is empty; preset: %s needs the name that your device plugin advertises (kubectl describe node)" $path $preset) -}}
 {{- end -}}
 {{- if lt (int64 $item.accelerator.count) (int64 $engine.tensorParallelSize) -}}
 {{- $texts = append $texts (printf "%s.accelerator.count: %d devices for tensorParallelSize: %d ranks; each rank needs one: set count >= %d or null" $path (int64 $item.accelerator.count) (int64 $engine.tensorParallelSize) (int64 $engine.tensorParallelSize)) -}}
@@ -147,7 +147,7 @@
 {{- $_ := set $seen .name true -}}
 {{- end -}}
 {{- range include "spillway.extraArgumentProblems" (dict "root" $root "item" $item) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
-{{- range include "spillway.volumeNameProblems" (dict "path" $path "section" $engine "own" (list "config" "shared-memory" "scratch" "model" "hub" "adapters" "kv" "secrets")) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
+{{- range include "spillway.volumeNameProblems" (dict "path" $path "section" $engine "own" (list "config" "shared-memory" "scratch" "model" "hub" "adapters" "kv" "secrets" "hugepages")) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}{{- end -}}
 {{- end -}}
 

@@ -83,6 +83,14 @@ memory: {{ include "spillway.quantity" .item.memory.memoryLimitBytes }}
 {{- if .item.accelerator.needsCount }}
 {{ .item.accelerator.resourceName }}: {{ .item.accelerator.count }}
 {{- end }}
+{{- with .item.engine.accelerator.memoryMiB }}
+{{ $.item.accelerator.resourceName }}-memory: {{ int64 . }}
+{{- end }}
+{{- with .item.engine.hugePages }}
+{{- if .amount }}
+hugepages-{{ .pageSize }}: {{ include "spillway.quantity" (include "spillway.bytes" (dict "value" .amount "path" (printf "%s.hugePages.amount" $.item.path))) }}
+{{- end }}
+{{- end }}
 {{- range $name, $amount := .item.engine.accelerator.extraResources }}
 {{ $name }}: {{ toString $amount | quote }}
 {{- end }}
@@ -138,6 +146,9 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
 {{- if .item.secretFiles }}
 - {name: secrets, mountPath: {{ include "spillway.secretFolder" . }}, readOnly: true}
 {{- end }}
+{{- if $engine.hugePages.amount }}
+- {name: hugepages, mountPath: {{ $engine.hugePages.mountPath | quote }}}
+{{- end }}
 {{- range (include "spillway.driverMounts" . | fromYamlArray) }}
 - {name: {{ .name }}, mountPath: {{ .path }}, readOnly: true}
 {{- end }}
@@ -150,7 +161,11 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
 {{- define "spillway.driverMounts" -}}
 {{- $known := .root.Files.Get "files/driver-mounts.yaml" | fromYaml -}}
 {{- $mounts := list -}}
-{{- if .item.engine.accelerator.driverMounts -}}{{- $mounts = concat $mounts $known.driver -}}{{- end -}}
+{{- if .item.engine.accelerator.driverMounts -}}
+{{- range $known.driver -}}
+{{- if or (ne .name "npu-smi") $.item.engine.accelerator.npuSmiPath -}}{{- $mounts = append $mounts . -}}{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if .item.engine.accelerator.roceMounts -}}{{- $mounts = concat $mounts $known.roce -}}{{- end -}}
 {{- toYaml $mounts -}}
 {{- end -}}
@@ -198,9 +213,13 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
 {{- with .item.secretFiles }}
 {{ include "spillway.secretsVolume" . }}
 {{- end }}
+{{- if $engine.hugePages.amount }}
+- name: hugepages
+  emptyDir: {medium: HugePages-{{ $engine.hugePages.pageSize }}}
+{{- end }}
 {{- range (include "spillway.driverMounts" . | fromYamlArray) }}
 - name: {{ .name }}
-  hostPath: {path: {{ .path }}, type: {{ .type }}}
+  hostPath: {path: {{ eq .name "npu-smi" | ternary $engine.accelerator.npuSmiPath .path }}, type: {{ .type }}}
 {{- end }}
 {{- with $engine.extraVolumes }}
 {{ toYaml . }}

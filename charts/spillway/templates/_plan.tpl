@@ -75,6 +75,7 @@ nothing can be concluded from such values. */}}
 {{- include "spillway.unreadChecks" (dict "root" $root "groups" $groups "problems" $problems) -}}
 {{- include "spillway.credentialChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- include "spillway.podChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
+{{- include "spillway.ascendChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- include "spillway.kubernetesChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- $_ := set $plan "engines" $engines -}}
 {{- end -}}
@@ -105,6 +106,7 @@ nothing can be concluded from such values. */}}
 {{- else -}}{{- $_ := set $chosen "count" (int64 .engine.tensorParallelSize) -}}
 {{- end -}}
 {{- if $given.visibleDevices.mode -}}{{- $_ := set $chosen "visibleDevices" $given.visibleDevices.mode -}}{{- end -}}
+{{- $_ := set $chosen "env" (merge (include "spillway.hcclEnvironment" $given.hccl | fromYaml) $chosen.env) -}}
 {{- if not (kindIs "invalid" .engine.schedulerName) -}}{{- $_ := set $chosen "schedulerName" .engine.schedulerName -}}{{- end -}}
 {{- if $given.lockMemory -}}
 {{- $capabilities := default dict $chosen.securityContext.capabilities -}}
@@ -139,6 +141,7 @@ nothing can be concluded from such values. */}}
 {{- with $engine.lora.maxInMemory -}}{{- $_ := set $lora "maxInMemory" . -}}{{- end -}}
 {{- $_ := set $settings "lora" $lora -}}
 {{- end -}}
+{{- with include "spillway.cpuBinding" .item -}}{{- $_ := set $settings "cpuBinding" . -}}{{- end -}}
 {{- with .item.memory.deviceBlocks -}}{{- $_ := set $settings "deviceBlocks" . -}}{{- end -}}
 {{- $rendered := dict "enabled" $offload.enabled -}}
 {{- if $offload.enabled -}}

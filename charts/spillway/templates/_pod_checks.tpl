@@ -45,7 +45,7 @@ limit, a port that its user may not open. */}}
 {{- $mounted := dict -}}
 {{- range $section.extraVolumeMounts -}}
 {{- $folder := trimSuffix "/" .mountPath -}}
-{{- if and (not (hasKey $given .name)) (not (has .name (list "config" "shared-memory" "scratch" "model" "hub" "kv" "secrets"))) -}}
+{{- if and (not (hasKey $given .name)) (not (has .name (list "config" "shared-memory" "scratch" "model" "hub" "kv" "secrets" "hugepages"))) -}}
 {{- $texts = append $texts (printf "%s.extraVolumeMounts: %s at %s is no volume of the pod; add it to extraVolumes, or correct the name" $path .name .mountPath) -}}
 {{- end -}}
 {{- if hasKey $mounted $folder -}}{{- $texts = append $texts (printf "%s.extraVolumeMounts: %s is given twice; mount each volume at a folder of its own" $path .mountPath) -}}{{- end -}}

@@ -12,6 +12,8 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- include "spillway.problem" (dict "problems" $.problems "text" (printf "global.%s: no setting of this chart is below global; image.registry and image.pullSecrets hold for all of its images: remove it" $key)) -}}
 {{- end -}}
 {{- end -}}
+{{- /* With the schema goes what belongs to no type: keys of others, for the message about an unknown one. */ -}}
+{{- $_ := set $schema "nativeKeys" (.root.Files.Get "files/native-keys.yaml" | fromYaml) -}}
 {{- include "spillway.schemaCheck" (dict "whole" $schema "schema" $schema "value" $values "path" "" "problems" .problems) -}}
 {{- end -}}
 
@@ -190,8 +192,15 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- if gt (int $common) $most -}}{{- $most = int $common -}}{{- $elsewhere = $own -}}{{- end -}}
 {{- end -}}
 {{- end -}}
+{{- $native := dict "counterparts" dict "withoutCounterpart" dict -}}
+{{- if regexMatch "^(engine|engines\\.[^.]+)\\.offload$" .path -}}{{- $native = .whole.nativeKeys -}}{{- end -}}
 {{- $near := default (include "spillway.nearestWord" (dict "word" .key "words" $known)) $here -}}
-{{- if $here -}}did you mean {{ include "spillway.below" (dict "path" .path "key" $here) }}?
+{{- if hasKey $native.counterparts .key -}}
+{{- $answer := get $native.counterparts .key -}}
+a key of vLLM's own offload connectors; set {{ .path }}.{{ index $answer 0 }}, {{ index $answer 1 }}
+{{- else if hasKey $native.withoutCounterpart .key -}}
+a key of vLLM's own offload connectors, without one here, as {{ get $native.withoutCounterpart .key }}; remove it
+{{- else if $here -}}did you mean {{ include "spillway.below" (dict "path" .path "key" $here) }}?
 {{- else if $elsewhere -}}did you mean {{ $elsewhere }}?
 {{- else if $near -}}did you mean {{ include "spillway.below" (dict "path" .path "key" $near) }}?
 {{- else -}}{{ ternary "the values" .path (eq .path "") }} may have {{ $known | join ", " }}: remove it, or choose one of them

@@ -103,6 +103,7 @@ cannot be read is reported alone, not with the contradictions that 0 bytes would
   "model.cache.sizeLimit" $engine.model.cache.sizeLimit
   "ephemeralStorage.limit" $engine.ephemeralStorage.limit
   "ephemeralStorage.request" $engine.ephemeralStorage.request
+  "hugePages.amount" $engine.hugePages.amount
   "memory.limit" $engine.memory.limit
   "memory.sharedMemory" $engine.memory.sharedMemory
   "memory.processPerRank" $engine.memory.processPerRank

@@ -19,6 +19,7 @@ from spillway_connector.limits import (
     TierLimits,
     TransferLimits,
 )
+from spillway_connector.native_keys import native_key_answer
 from spillway_connector.plan.copy_table import CopyTable
 from spillway_connector.setting_names import SettingNames
 from spillway_settings.byte_sizes import ByteCount, format_byte_count
@@ -131,6 +132,10 @@ class ConnectorConfig(Section, frozen=True):
         given = {key: value for key, value in extra_config.items() if key not in _VLLM_KEYS}
         if _PROMPT_ONLY in extra_config:
             given["generated_tokens"] = _in_our_words(extra_config[_PROMPT_ONLY], given.get("generated_tokens"))
+        for key in given.keys() - set(cls.__struct_fields__):
+            answer = native_key_answer(key, str)
+            if answer is not None:
+                raise ConfigError(f"kv_connector_extra_config: {key}: {answer}")
         config = _read(cls, given, "kv_connector_extra_config")
         if (config.num_cpu_blocks is None) == (config.cpu_bytes_to_use is None):
             raise ConfigError(

@@ -8,7 +8,7 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.plan.copy_table import CopyTable
 from spillway_connector.setting_names import PLAIN_NAMES
 from spillway_engine.errors import SettingsError
-from spillway_engine.extra_arguments import check_extra_arguments
+from spillway_engine.extra_arguments import argument_value, check_extra_arguments
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
@@ -54,6 +54,19 @@ def test_what_the_engine_writes_no_person_may_add(machine: Machine) -> None:
     for flag in written - added:
         with pytest.raises(SettingsError):
             check_extra_arguments([flag], PLAIN_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("machine", "binding", "given"),
+    [
+        (NPU, "on", '{"enable_cpu_binding":true}'),
+        (NPU, "off", '{"enable_cpu_binding":false}'),
+        (NPU, None, None),
+        (CPU, "off", None),
+    ],
+)
+def test_binding_of_cpus_is_vllm_ascends_own_argument(machine: Machine, binding: str | None, given: str | None) -> None:
+    assert argument_value(arguments({**TREE, "cpuBinding": binding}, machine), "--additional-config") == given
 
 
 def test_the_whole_command_line_of_a_cpu_engine() -> None:

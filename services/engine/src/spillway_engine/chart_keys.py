@@ -18,6 +18,11 @@ def camel_case(name: str) -> str:
     return head + "".join(part.capitalize() for part in tail)
 
 
+def chart_key(field: str) -> str:
+    """`cpu_bytes_to_use` -> `cpuBytes`: what a field of the connector is called in the chart."""
+    return _CHART_KEYS.get(field, camel_case(field))
+
+
 def camel_case_keys(section: type[Section]) -> type[Section]:
     """A class decorator: the same fields, inherited ones included, under camelCase keys; no other key is accepted.
 
@@ -29,7 +34,7 @@ def camel_case_keys(section: type[Section]) -> type[Section]:
         declared,
         bases=(section,),
         module=section.__module__,
-        rename=lambda name: _CHART_KEYS.get(name, camel_case(name)),
+        rename=chart_key,
         frozen=True,
         forbid_unknown_fields=True,
     )

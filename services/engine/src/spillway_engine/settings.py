@@ -11,10 +11,11 @@ import msgspec
 from msgspec import Meta
 
 from spillway_connector.config import ConnectorConfig
+from spillway_connector.native_keys import BATCH_MEMCPY_VARIABLE
 from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_engine.chart_keys import camel_case_keys
 from spillway_engine.errors import SettingsError
-from spillway_engine.extra_arguments import check_extra_arguments
+from spillway_engine.extra_arguments import argument_value, check_extra_arguments
 from spillway_engine.lora_settings import LoraSettings, check_lora
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
 from spillway_settings.typed import LARGEST, CamelSection, Count, NotNegative, Port
@@ -81,6 +82,7 @@ class EngineSettings(CamelSection, frozen=True):
     tensor_parallel_size: Count = 1
     lora: LoraSettings = LoraSettings()
     platform: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    cpu_binding: Literal["on", "off"] | None = None  # of vllm-ascend; None: it decides
     kv_events: KvEventsSettings = KvEventsSettings()
     offload: OffloadSettings = OffloadSettings()
     lifecycle: LifecycleSettings = LifecycleSettings()
@@ -110,6 +112,12 @@ def check_settings(settings: EngineSettings) -> EngineSettings:
     _check_text(settings)
     offload, names = settings.offload, settings.names
     check_extra_arguments(settings.extra_args, names)
+    _check_cpu_binding(settings)
+    if BATCH_MEMCPY_VARIABLE in settings.extra_env:
+        raise SettingsError(
+            f"{names.name('extraEnv')}: {BATCH_MEMCPY_VARIABLE} is read when vllm-ascend is built and does nothing "
+            f"here; remove it, and set {names.name('offload.batchMemcpy')}: auto, on or off"
+        )
     check_lora(settings.lora, settings.served_name, names)
     refuse_credentials(offload.shared_tier, offload.extra_tiers, names)
     if offload.enabled:
@@ -135,6 +143,16 @@ def _check_text(settings: EngineSettings) -> None:
         raise SettingsError(
             f"{names.name('lifecycle.selfCheckText')} has {len(text)} characters; give {TEXT_CHARACTERS_MIN} to "
             f"{TEXT_CHARACTERS_MAX}: one or two sentences that the model predicts well"
+        )
+
+
+def _check_cpu_binding(settings: EngineSettings) -> None:
+    if settings.cpu_binding is not None and argument_value(settings.extra_args, "--additional-config") is not None:
+        names, is_on = settings.names, settings.cpu_binding == "on"
+        raise SettingsError(
+            f"{names.given('cpuBinding', settings.cpu_binding)} is given to vLLM as --additional-config, which "
+            f"{names.name('extraArgs')} has too, and vLLM takes the last one; write "
+            f'"enable_cpu_binding": {str(is_on).lower()} there, and remove {names.name("cpuBinding")}'
         )
 
 

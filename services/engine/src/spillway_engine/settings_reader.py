@@ -10,7 +10,9 @@ import yaml
 from msgspec import inspect as types
 
 from spillway_connector.config import read_value
+from spillway_connector.native_keys import native_key_answer
 from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
+from spillway_engine.chart_keys import chart_key
 from spillway_engine.errors import SettingsError
 from spillway_engine.settings import EngineSettings, check_settings
 from spillway_settings import typed
@@ -54,7 +56,17 @@ def read_settings(kind: type[Settings], tree: object, names: SettingNames = PLAI
         return typed.read_settings(kind, _as_meant(types.type_info(kind), tree), read_value)
     except WrongSetting as wrong:
         name = names.name(wrong.path) if wrong.path else "the configuration"
-        raise SettingsError(f"{name}: {wrong.problem}") from wrong
+        raise SettingsError(f"{name}: {_native_key(wrong.path, names) or wrong.problem}") from wrong
+
+
+def _native_key(path: str, names: SettingNames) -> str | None:
+    """What to write instead of a key of vLLM's own offload connectors, where the one at `path` is such a key."""
+    section, _, key = path.rpartition(".")
+    return (
+        native_key_answer(key, lambda field: names.name(f"offload.{chart_key(field)}"))
+        if section == "offload"
+        else None
+    )
 
 
 def _with_override(tree: Mapping[str, Any], override: str) -> dict[str, Any]:

@@ -53,6 +53,8 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
         if budget.device_bytes is not None:
             # Otherwise vLLM demands that 92 % of the machine's memory is free, which a second engine never finds.
             arguments += ["--kv-cache-memory-bytes", str(budget.device_bytes)]
+    if machine.platform == "npu" and settings.cpu_binding is not None:
+        arguments += ["--additional-config", _compact({"enable_cpu_binding": settings.cpu_binding == "on"})]
     if settings.kv_events.enabled:
         arguments += ["--kv-events-config", _compact(kv_events_config(settings))]
     if settings.offload.enabled:
