@@ -107,6 +107,7 @@ def test_what_ascend_needs_beside_its_devices():
         driverMounts: true
         npuSmiPath: /usr/local/sbin/npu-smi
         cpuBinding: "off"
+        versionCheck: warn
         hccl: {basePort: 50000, devicePorts: 16666-16697, connectTimeoutSeconds: 600, executeTimeoutSeconds: 900,
                bufferMiB: 400}
     """)
@@ -131,7 +132,8 @@ def test_what_ascend_needs_beside_its_devices():
         "HCCL_EXEC_TIMEOUT": "900",
         "HCCL_BUFFSIZE": "400",
     }
-    assert engine_configuration(rendered)["cpuBinding"] == "off"
+    configuration = engine_configuration(rendered)
+    assert (configuration["cpuBinding"], configuration["versionCheck"]) == ("off", "warn")
 
 
 def test_without_them_nothing_of_ascend_is_there():

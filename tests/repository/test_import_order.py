@@ -21,7 +21,8 @@ LEVELS = {
         "__main__",
     ),
     "engine": (
-        "chart_keys credentials errors exit_report in_flight machine pod_channel",
+        "ascend_versions chart_keys credentials errors exit_report in_flight pod_channel",
+        "machine",
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
         "reference_likelihood settings tier_files watchdog",
         "launch likelihood memory_budget platform_facts settings_reader",

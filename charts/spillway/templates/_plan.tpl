@@ -141,6 +141,7 @@ nothing can be concluded from such values. */}}
 {{- with $engine.lora.maxInMemory -}}{{- $_ := set $lora "maxInMemory" . -}}{{- end -}}
 {{- $_ := set $settings "lora" $lora -}}
 {{- end -}}
+{{- if eq $engine.accelerator.versionCheck "warn" -}}{{- $_ := set $settings "versionCheck" "warn" -}}{{- end -}}
 {{- with include "spillway.cpuBinding" .item -}}{{- $_ := set $settings "cpuBinding" . -}}{{- end -}}
 {{- with .item.memory.deviceBlocks -}}{{- $_ := set $settings "deviceBlocks" . -}}{{- end -}}
 {{- $rendered := dict "enabled" $offload.enabled -}}

@@ -11,6 +11,7 @@ otherwise, and the form of all other names. */}}
 {{- $names := dict
   "host" "listenAddress"
   "platform" (printf "%s.accelerator.preset" $path)
+  "versionCheck" (printf "%s.accelerator.versionCheck" $path)
   "cpuBinding" (printf "%s.accelerator.cpuBinding" $path)
   "offload.sharedTier.redis.usernameEnv" $credentials
   "offload.sharedTier.redis.passwordEnv" $credentials

@@ -1,11 +1,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spillway_engine.ascend_versions import AscendVersions
 from spillway_engine.errors import BudgetError, SettingsError
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import ModelShape, load_model_shape
@@ -38,6 +40,23 @@ def test_the_table_shows_the_arithmetic() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(BudgetError, match=r"set offload\.numCpuBlocks <="):
         resolve_engine(settings(offload={"numCpuBlocks": 9000}), SHAPE, MACHINE).require_fit()
+
+
+@pytest.mark.parametrize("check", ["refuse", "warn"])
+def test_an_ascend_driver_that_is_too_old_is_told_before_the_start(check: str) -> None:
+    machine = replace(
+        MACHINE, platform="npu", ascend=AscendVersions("0.23.0", "25.0.3", "9.1.0", "2.10.0.post4", "2.10.0.post4")
+    )
+    engine = resolve_engine(settings(offload={"numCpuBlocks": 96}, versionCheck=check), SHAPE, machine)
+
+    if check == "refuse":
+        with pytest.raises(
+            BudgetError, match=r"needs driver 25\.2 .* driver 25\.0\.3, .*; or .* by versionCheck: warn"
+        ):
+            engine.require_fit()
+    else:
+        engine.require_fit()
+    assert any("driver 25.0.3" in text for text in engine.warnings())
 
 
 def test_a_file_that_this_pod_lacks_is_told_before_the_start() -> None:

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from spillway_engine.ascend_versions import AscendVersions, read_ascend_versions
+
 SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108  vLLM 0.23 puts its shared region there, without a setting
 
 
@@ -19,6 +21,7 @@ class Machine:
     memory_limit_source: str  # where memory_available_bytes comes from
     shared_memory_free_bytes: int
     shared_memory_total_bytes: int
+    ascend: AscendVersions | None = None  # on an NPU alone
 
 
 def probe_machine(platform: str = "auto") -> Machine:
@@ -29,14 +32,16 @@ def probe_machine(platform: str = "auto") -> Machine:
     if cgroup_free_bytes is not None and cgroup_free_bytes < available_bytes:
         available_bytes, source = cgroup_free_bytes, "cgroup limit"
     shared = os.statvfs(SHARED_MEMORY_FOLDER)
+    platform = _detect_platform() if platform == "auto" else platform
     return Machine(
-        platform=_detect_platform() if platform == "auto" else platform,
+        platform=platform,
         cpu_flags=cpu_flags(Path("/proc/cpuinfo").read_text()),
         cores=tuple(sorted(os.sched_getaffinity(0))),
         memory_available_bytes=available_bytes,
         memory_limit_source=source,
         shared_memory_free_bytes=shared.f_bavail * shared.f_frsize,
         shared_memory_total_bytes=shared.f_blocks * shared.f_frsize,
+        ascend=read_ascend_versions(os.environ) if platform == "npu" else None,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spillway_engine.ascend_versions import version_problem
 from spillway_engine.errors import BudgetError
 from spillway_engine.extra_arguments import argument_value
 from spillway_engine.launch import EngineCommand, python_module
@@ -38,6 +39,10 @@ class ResolvedEngine:
     def require_fit(self) -> None:
         """Raises BudgetError with every reason at once, SettingsError for a file or variable that this pod lacks."""
         problems = [*fact_problems(self.settings, self.shape, self.machine.platform), *self.budget.problems]
+        versions = self._version_problem()
+        if versions is not None and self.settings.version_check == "refuse":
+            names = self.settings.names
+            problems.append(f"{versions}; or start all the same by {names.given('versionCheck', 'warn')}")
         if problems:
             raise BudgetError("\n".join(problems))
         if self.settings.offload.enabled:
@@ -47,7 +52,10 @@ class ResolvedEngine:
         """What is wrong and no reason not to serve."""
         offload = self.settings.offload
         misplaced = misplaced_tier(offload.shared_tier, self.settings.names) if offload.enabled else None
-        return [] if misplaced is None else [misplaced]
+        return [text for text in (self._version_problem(), misplaced) if text is not None]
+
+    def _version_problem(self) -> str | None:
+        return None if self.machine.ascend is None else version_problem(self.machine.ascend)
 
     def public(self) -> dict[str, Any]:
         return {

@@ -82,6 +82,8 @@ class EngineSettings(CamelSection, frozen=True):
     tensor_parallel_size: Count = 1
     lora: LoraSettings = LoraSettings()
     platform: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    # Where driver, CANN or torch_npu do not fit the image's vllm-ascend.
+    version_check: Literal["refuse", "warn"] = "refuse"
     cpu_binding: Literal["on", "off"] | None = None  # of vllm-ascend; None: it decides
     kv_events: KvEventsSettings = KvEventsSettings()
     offload: OffloadSettings = OffloadSettings()
