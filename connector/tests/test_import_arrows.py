@@ -14,7 +14,7 @@ import spillway_connector
 PACKAGE = "spillway_connector"
 ROOT = Path(spillway_connector.__file__).parent
 
-SETTINGS = frozenset({"setting_names", "limits", "config"})
+SETTINGS = frozenset({"setting_names", "native_keys", "limits", "config"})
 BOTTOM = SETTINGS | {"errors", "metrics", "namespace", "identity", "plan"}
 TIERS = frozenset({"tiers", "tiers.disk", "tiers.disk.files", "tiers.disk.slab"}) | {
     "tiers.redis",
@@ -29,6 +29,7 @@ ALLOWED: Mapping[str, Set[str]] = {
     "errors": frozenset(),
     "metrics": frozenset(),
     "setting_names": frozenset(),
+    "native_keys": frozenset(),
     "limits": frozenset(),
     "namespace": frozenset({"errors"}),
     "plan": frozenset({"errors"}),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import mmap
 import multiprocessing
 import os
 import signal
@@ -9,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from spillway_connector.device import host_region
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.errors import HostMemoryError
+from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.testing.memory import mapped_bytes
+
+PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture
@@ -38,6 +44,67 @@ def test_the_name_goes_and_the_memory_stays(path: Path):
     assert not path.exists()
     second.create_kv_memoryview().cast("B")[:4] = b"kept"
     assert bytes(first.create_kv_memoryview().cast("B")[:4]) == b"kept"
+
+
+def test_each_rank_takes_the_pages_of_its_own_cells(path: Path):
+    """The opener that makes the file decides nothing for the others."""
+    geometry = ChunkGeometry(3 * PAGE + 100, 1, 3)
+    regions = [HostRegion(path, 5, geometry.row_bytes) for _ in range(3)]
+    assert regions[0].taken_bytes == 0
+    for rank, region in enumerate(regions):
+        before = region.taken_bytes
+        region.claim(*geometry.own_pages(rank))
+        assert region.taken_bytes - before == 5 * geometry.own_pages(rank)[1] > 0
+    assert regions[0].taken_bytes == regions[0].size_bytes
+    for region in regions:
+        region.claim_rest(patience_seconds=0)
+        region.cleanup()
+
+
+def test_what_no_rank_takes_is_taken_by_the_others(path: Path):
+    first, second = HostRegion(path, 4, 2 * PAGE), HostRegion(path, 4, 2 * PAGE)
+    first.claim(0, PAGE)
+    assert first.taken_bytes == 4 * PAGE
+    first.claim_rest(patience_seconds=0.01)
+    assert second.taken_bytes == second.size_bytes
+    second.cleanup()
+
+
+def test_a_rank_waits_for_the_pages_of_the_others(path: Path, monkeypatch: pytest.MonkeyPatch):
+    first, second = HostRegion(path, 4, 2 * PAGE), HostRegion(path, 4, 2 * PAGE)
+    first.claim(0, PAGE)
+    taken_by_first: list[tuple[int, int]] = []
+    monkeypatch.setattr(first, "_take", lambda *piece: taken_by_first.append((first.taken_bytes, *piece)))
+    other = threading.Timer(0.05, second.claim, (PAGE, PAGE))
+    other.start()
+    first.claim_rest(patience_seconds=60)
+    other.join()
+    assert taken_by_first == [(first.size_bytes, 0, first.size_bytes)]
+    first.cleanup()
+
+
+def test_shared_memory_that_fills_up_meanwhile_is_an_error_and_no_signal(path: Path, monkeypatch: pytest.MonkeyPatch):
+    region = HostRegion(path, 4, 2 * PAGE)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(HostMemoryError, match=r"needs \d+ bytes .*\(No space left on device\); lower num_cpu_blocks"):
+        region.claim(0, PAGE)
+    assert not path.exists()
+    region.cleanup()
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 65_536])
+def test_page_faults_are_taken_in_whole_pages(path: Path, monkeypatch: pytest.MonkeyPatch, page_bytes: int):
+    region = HostRegion(path, 3, ChunkGeometry((3 << 20) + 1, 1, 1, page_bytes=page_bytes).row_bytes)
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(host_region, "_madvise", lambda at, size, _: asked.append((at - region.address, size)) or 0)
+    region.populate(0, region.size_bytes)
+    assert sum(size for _, size in asked) == region.size_bytes
+    assert all((offset % page_bytes, size % page_bytes) == (0, 0) for offset, size in asked)
+    region.cleanup()
 
 
 def test_each_process_takes_its_page_faults_ahead(path: Path):

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from spillway_connector.device import pinned
 from spillway_connector.device.npu.acl import HOST_REGISTER_PINNED, Acl
 from spillway_connector.device.npu.registrars import acl_registrar, torch_npu_registrar
-from spillway_connector.device.pinned import PinMethod, pin_host_memory, row_chunks
+from spillway_connector.device.pinned import PinMethod, Registrar, pin_host_memory, row_chunks
+from spillway_connector.plan.geometry import ChunkGeometry
 
 ROW = 8192
 ROWS = 10
@@ -43,6 +45,19 @@ def test_chunks_are_whole_rows():
         (9 * ROW, ROW),
     ]
     assert len(row_chunks(0, 4, ROW, 1)) == 4  # a row larger than the chunk is a chunk
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 65_536])
+def test_chunks_lock_and_registration_are_whole_pages(address, monkeypatch, page_bytes):
+    """Of any kernel: rows are, and a chunk is rows, whatever the largest chunk is."""
+    row_bytes = ChunkGeometry(100, 1, 3, page_bytes=page_bytes).row_bytes
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(pinned._libc, "mlock", lambda at, size: asked.append((at, size)) or 0)
+    monkeypatch.setattr(pinned._libc, "munlock", lambda at, size: asked.append((at, size)) or 0)
+    registrar = Registrar(PinMethod.ACL, lambda at, size: asked.append((at, size)), lambda at: asked.append((at, 0)))
+    pin_host_memory(address, 7, row_bytes, [registrar], chunk_bytes=2 * row_bytes + 100).release()
+    assert len(asked) == 4 * 4  # register, lock, unregister, unlock of four chunks
+    assert all(((at - address) % page_bytes, size % page_bytes) == (0, 0) for at, size in asked)
 
 
 def test_the_runtime_registers_every_chunk_and_unregisters_it(emulator, acl, address):

@@ -10,9 +10,11 @@ from vllm.v1.kv_offload.base import RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine import spec_base
 from spillway_connector.engine.kv_layout import write_layout
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.errors import ConfigError
+from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.testing.memory import mapped_bytes
 
 ROWS, ROW_BYTES = 3, 3 << 20
@@ -117,3 +119,20 @@ def test_tiers_that_are_no_list_are_refused_by_name():
     spec.extra_config = {"num_cpu_blocks": ROWS, "secondary_tiers": {"type": "nvme"}}
     with pytest.raises(ConfigError, match=r"secondary_tiers: .* is not a list of tiers"):
         spec._begin(**SHAPE)
+
+
+@pytest.mark.parametrize("several_nodes", [True, False])
+def test_a_worker_takes_its_own_pages_first_where_there_are_several_memory_nodes(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch, several_nodes: bool
+):
+    spec = make_spec(region, tiers=0)
+    spec.geometry = ChunkGeometry(ROW_BYTES // 3, 1, 3)
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(spec_base, "has_several_memory_nodes", lambda: several_nodes)
+    monkeypatch.setattr(spec_base, "copy_layout", lambda *_: None)
+    monkeypatch.setattr(spec, "_open_transport", lambda _: None)
+    monkeypatch.setattr(region, "claim", lambda *piece: taken.append(piece))
+    monkeypatch.setattr(region, "claim_rest", lambda patience_seconds=5.0: taken.append((-1, patience_seconds)))
+    spec._open_worker(None, rank=1)
+    own = [(ROW_BYTES // 3, ROW_BYTES // 3), (-1, 5.0)]
+    assert taken == (own if several_nodes else [(-1, 0)])

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import mmap
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_connector.errors import ConfigError
-from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_connector.plan.geometry import ROW_ALIGNMENT_BYTES, ChunkGeometry
 
 
 def test_the_bundled_model_in_bfloat16():
@@ -20,9 +22,37 @@ def test_the_bundled_model_in_bfloat16():
 def test_a_row_holds_every_rank_and_less_than_a_page_of_padding(block_bytes, per_chunk, ranks):
     geometry = ChunkGeometry(block_bytes, per_chunk, ranks)
     assert geometry.payload_bytes == block_bytes * per_chunk * ranks
-    assert 0 <= geometry.row_bytes - geometry.payload_bytes < 4096
-    assert geometry.row_bytes % 4096 == 0
+    assert 0 <= geometry.row_bytes - geometry.payload_bytes < ROW_ALIGNMENT_BYTES
+    assert geometry.row_bytes % ROW_ALIGNMENT_BYTES == 0
     assert geometry.rows_in(geometry.row_bytes * 7 + 1) == 7
+
+
+@given(
+    st.integers(1, 1 << 22),
+    st.integers(1, 4),
+    st.integers(1, 16),
+    st.booleans(),
+    st.sampled_from([4096, 16_384, 65_536]),
+)
+def test_the_pages_of_all_ranks_are_the_row(block_bytes, per_chunk, ranks, one_cell, page_bytes):
+    """With the pages of any kernel, whatever this one's are."""
+    geometry = ChunkGeometry(block_bytes, per_chunk, ranks, one_cell, page_bytes)
+    assert geometry.row_bytes % page_bytes == 0
+    assert 0 <= geometry.row_bytes - geometry.payload_bytes < page_bytes
+    at = 0
+    for rank in range(ranks):
+        offset, length = geometry.own_pages(rank)
+        assert (offset, offset % page_bytes, length % page_bytes) == (at, 0, 0)
+        at += length
+        if not one_cell and geometry.rank_cell_bytes >= 2 * page_bytes:
+            cell = geometry.cell_of(rank)
+            assert offset <= cell < offset + length and at > cell + geometry.rank_cell_bytes - page_bytes
+    assert at == geometry.row_bytes
+
+
+def test_rows_are_whole_pages_of_this_kernel():
+    assert ROW_ALIGNMENT_BYTES % mmap.PAGESIZE == 0
+    assert ChunkGeometry(1, 1, 1).row_bytes == ROW_ALIGNMENT_BYTES
 
 
 def test_ranks_that_hold_the_same_fill_one_cell():
@@ -42,5 +72,5 @@ def test_ranks_with_heads_of_their_own_fill_a_cell_each():
 
 
 def test_a_budget_below_one_chunk_names_the_remedy():
-    with pytest.raises(ConfigError, match="set cpu_bytes_to_use >= 4096"):
+    with pytest.raises(ConfigError, match=f"set cpu_bytes_to_use >= {ROW_ALIGNMENT_BYTES}"):
         ChunkGeometry(100, 1, 1).rows_in(4095)

@@ -3,6 +3,9 @@
 The file in /dev/shm exists only from the first opener until `unlink_name`, which the last opener calls: afterwards
 the memory lives exactly as long as the processes that map it, so a killed engine leaves nothing behind
 (upstream's file survives it: vllm#54002, #57303).
+
+A page lies on the memory node of the process that takes it first. So the opener that makes the file takes none; each
+rank takes those of its own cells (`claim`), then whatever is left (`claim_rest`), before anything touches them.
 """
 
 from __future__ import annotations
@@ -45,12 +48,13 @@ class HostRegion:
         self.num_rows = num_rows
         self.row_bytes = row_bytes
         self.size_bytes = num_rows * row_bytes
-        descriptor = self._open_or_create()
+        self._descriptor = self._open_or_create()
         try:
-            self._inode = os.fstat(descriptor).st_ino
-            self._mapping: mmap.mmap | None = mmap.mmap(descriptor, self.size_bytes, mmap.MAP_SHARED)
-        finally:
-            os.close(descriptor)
+            self._inode = os.fstat(self._descriptor).st_ino
+            self._mapping: mmap.mmap | None = mmap.mmap(self._descriptor, self.size_bytes, mmap.MAP_SHARED)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         self._bytes: npt.NDArray[np.int8] | None = np.frombuffer(self._mapping, dtype=np.int8)
         self._populating: threading.Thread | None = None
         self._closing = False
@@ -61,18 +65,23 @@ class HostRegion:
         except FileExistsError:
             return self._open_created_by_another()
         try:
-            # posix_fallocate takes the pages now: without it a full /dev/shm shows up later, as SIGBUS.
-            os.posix_fallocate(descriptor, 0, self.size_bytes)
+            room = os.statvfs(self.path.parent)
+            if room.f_blocks and room.f_bavail * room.f_frsize < self.size_bytes:  # no blocks: a tmpfs without a limit
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.ftruncate(descriptor, self.size_bytes)
         except OSError as error:
             os.close(descriptor)
-            self.path.unlink(missing_ok=True)
-            free = os.statvfs(self.path.parent)
-            raise HostMemoryError(
-                f"the CPU tier needs {self.size_bytes} bytes in {self.path.parent}, "
-                f"{free.f_bavail * free.f_frsize} are free ({error.strerror}); "
-                "lower num_cpu_blocks or enlarge the pod's shared memory"
-            ) from error
+            raise self._no_room(error) from error
         return descriptor
+
+    def _no_room(self, error: OSError) -> HostMemoryError:
+        self.path.unlink(missing_ok=True)
+        free = os.statvfs(self.path.parent)
+        return HostMemoryError(
+            f"the CPU tier needs {self.size_bytes} bytes in {self.path.parent}, "
+            f"{free.f_bavail * free.f_frsize} are free ({error.strerror}); "
+            "lower num_cpu_blocks or enlarge the pod's shared memory"
+        )
 
     def _open_created_by_another(self) -> int:
         descriptor = os.open(self.path, os.O_RDWR)
@@ -88,6 +97,41 @@ class HostRegion:
         return descriptor
 
     @property
+    def taken_bytes(self) -> int:
+        """Of all processes, in memory by now."""
+        return os.fstat(self._descriptor).st_blocks * 512
+
+    def claim(self, offset_bytes: int, length_bytes: int) -> None:
+        """Take these bytes of every row, whole pages, from the memory node that this thread runs on.
+
+        Raises HostMemoryError: without it a full /dev/shm would show up later, as SIGBUS.
+        """
+        if length_bytes == self.row_bytes:
+            self._take(0, self.size_bytes)
+            return
+        for row in range(self.num_rows if length_bytes else 0):
+            self._take(row * self.row_bytes + offset_bytes, length_bytes)
+
+    def claim_rest(self, patience_seconds: float = 5.0) -> None:
+        """Wait while other processes take theirs, then take what is left: all of a rank that takes none.
+
+        patience_seconds: without a page taken by anyone. Raises HostMemoryError.
+        """
+        taken, since = self.taken_bytes, time.monotonic()
+        while taken < self.size_bytes and time.monotonic() - since < patience_seconds:
+            time.sleep(0.005)
+            now = self.taken_bytes
+            if now != taken:
+                taken, since = now, time.monotonic()
+        self._take(0, self.size_bytes)
+
+    def _take(self, offset_bytes: int, length_bytes: int) -> None:
+        try:
+            os.posix_fallocate(self._descriptor, offset_bytes, length_bytes)
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    @property
     def address(self) -> int:
         """Of row 0, in this process."""
         assert self._bytes is not None
@@ -96,7 +140,7 @@ class HostRegion:
     def populate(self, offset_bytes: int, length_bytes: int) -> None:
         """Take page faults now instead of in the first copies; a hint, so failure only costs time.
 
-        Every process takes its page faults itself, even for pages that another one, or posix_fallocate, has touched.
+        Every process takes its page faults itself, even for pages that another one, or `claim`, has taken.
         Raises OSError.
         """
         address, end = self.address, offset_bytes + length_bytes
@@ -106,7 +150,7 @@ class HostRegion:
             if _madvise(address + start, min(_POPULATED_AT_ONCE_BYTES, end - start), _MADV_POPULATE_WRITE):
                 code = ctypes.get_errno()
                 if code == errno.EINVAL:
-                    return  # a kernel before 5.14. The pages themselves were taken when the file was made.
+                    return  # a kernel before 5.14. The pages themselves are taken by `claim_rest`.
                 raise OSError(code, os.strerror(code))
 
     def populate_behind(self) -> None:
@@ -142,6 +186,7 @@ class HostRegion:
             self._populating.join()  # at most one call
         self._bytes = None
         if self._mapping is not None:
+            os.close(self._descriptor)
             try:
                 self._mapping.close()
             except BufferError:

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.device.memory_nodes import has_several_memory_nodes
 from spillway_connector.engine.copy_layout import copy_layout
 from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.kv_layout import read_layouts, write_layout
@@ -156,6 +157,11 @@ class SpecBase(OffloadingSpec):
         Raises ConfigError where the platform's transport cannot be opened.
         """
         region = self._open_region()
+        if has_several_memory_nodes():
+            region.claim(*self.geometry.own_pages(rank))
+            region.claim_rest()
+        else:
+            region.claim_rest(patience_seconds=0)
         region.populate(0, region.size_bytes)
         if self.registered_layout is not None and self.secondary_tier_configs:
             layout_bytes = self.geometry.layout_bytes

@@ -7,11 +7,14 @@ ranks hold the same KV (MLA's latents), a row has one cell: each rank fills its 
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
 from spillway_connector.errors import ConfigError
 
-ROW_ALIGNMENT_BYTES = 4096
+# A page of the kernel, which mlock, madvise and registration with a device work in (64 KiB on some of Arm), and at
+# least what direct I/O needs.
+ROW_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class ChunkGeometry:
     blocks_per_chunk: int
     num_ranks: int
     one_cell: bool = False  # all ranks hold the same KV, and a row holds it once
+    page_bytes: int = ROW_ALIGNMENT_BYTES
 
     @property
     def rank_cell_bytes(self) -> int:
@@ -53,7 +57,20 @@ class ChunkGeometry:
     @property
     def row_bytes(self) -> int:
         """Distance between rows: the payload rounded up to a page."""
-        return -(-self.payload_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+        return -(-self.payload_bytes // self.page_bytes) * self.page_bytes
+
+    def own_pages(self, rank: int) -> tuple[int, int]:
+        """The whole pages of each row that lie on this rank's memory node: (offset, length) in bytes.
+
+        Those of all ranks are the row. A page with the end of one cell and the start of the next is the latter's.
+        """
+        return self._first_page(rank), self._first_page(rank + 1) - self._first_page(rank)
+
+    def _first_page(self, rank: int) -> int:
+        if rank == self.num_ranks:
+            return self.row_bytes
+        start = rank * self.row_bytes // self.num_ranks if self.one_cell else self.cell_of(rank)
+        return start // self.page_bytes * self.page_bytes
 
     def rows_in(self, cpu_bytes: int) -> int:
         """Rows that fit into a byte budget of the whole replica. Raises ConfigError when none does."""
