@@ -39,6 +39,7 @@ class Emulator:
         self.path = path
         self._lib = ctypes.CDLL(str(path))
         self._lib.emu_stream_gate.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self._lib.emu_capture.argtypes = [ctypes.c_void_p, ctypes.c_int]
         self._lib.emu_stream_fill.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
         self._lib.emu_stream_copy_out.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
         self._lib.emu_device_range.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -101,6 +102,10 @@ class Emulator:
 
     def destroy_stream(self, stream: int) -> None:
         assert self._lib.aclrtDestroyStreamForce(stream) == 0
+
+    def capture(self, stream: int, captured: bool) -> None:
+        """Whether what is recorded on the stream from here on becomes part of a graph."""
+        assert self._lib.emu_capture(stream, int(captured)) == 0
 
     def gate(self, stream: int, gate: int) -> None:
         """What is queued on the stream from here on waits for `open_gate`."""

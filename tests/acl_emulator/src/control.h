@@ -35,6 +35,8 @@ int emu_stream_gate(aclrtStream stream, int gate);
 void emu_open_gate(int gate);
 int emu_stream_fill(aclrtStream stream, void *pointer, int value, size_t size);
 int emu_stream_copy_out(aclrtStream stream, void *host, const void *device, size_t size);
+/* What is recorded on the stream from now on becomes part of a graph, or no longer does. */
+int emu_capture(aclrtStream stream, int captured);
 /* Wait until at most this many tasks are unfinished on all streams together; 0 when the time passed first. */
 int emu_wait_tasks(int64_t at_most, int32_t timeout_ms);
 

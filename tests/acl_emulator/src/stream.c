@@ -25,7 +25,7 @@ struct emu_stream {
     pthread_t thread;
     task *first, *last;
     int device;
-    bool busy, closing, aborting;
+    bool busy, closing, aborting, captured;
     aclError error;
 };
 
@@ -389,4 +389,31 @@ void emu_reset(void) {
     pthread_mutex_unlock(&emu_lock);
     emu_reset_memory();
     emu_reset_calls();
+}
+
+int emu_capture(aclrtStream handle, int captured) {
+    pthread_mutex_lock(&emu_lock);
+    emu_stream *stream = NULL;
+    aclError code = emu_find_stream(handle, &stream);
+    if (code == ACL_SUCCESS) {
+        stream->captured = captured != 0;
+    }
+    pthread_mutex_unlock(&emu_lock);
+    return code;
+}
+
+aclError aclmdlRICaptureGetInfo(aclrtStream handle, aclmdlRICaptureStatus *status, aclmdlRI *graph) {
+    EMU_ENTER("aclmdlRICaptureGetInfo");
+    pthread_mutex_lock(&emu_lock);
+    emu_stream *stream = NULL;
+    aclError code = emu_find_stream(handle, &stream);
+    if (code == ACL_SUCCESS && (status == NULL || graph == NULL)) {
+        code = emu_error(ACL_ERROR_RT_PARAM_INVALID, "no place for the answer");
+    }
+    if (code == ACL_SUCCESS) {
+        *status = stream->captured ? ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE : ACL_MODEL_RI_CAPTURE_STATUS_NONE;
+        *graph = stream->captured ? (aclmdlRI)stream : NULL;
+    }
+    pthread_mutex_unlock(&emu_lock);
+    return emu_done("aclmdlRICaptureGetInfo", code, "stream=%p", handle);
 }

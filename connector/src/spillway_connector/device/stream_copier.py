@@ -135,6 +135,10 @@ class StreamCopier(abc.ABC):
         """Why a task of the stream has failed, for runtimes whose events do not report it."""
         return None
 
+    def _is_captured(self, stream: int) -> bool:
+        """Whether what is recorded on `stream` now becomes part of a graph, for runtimes that have such."""
+        return False
+
     def _job_ended(self, job: StreamJob) -> None:  # noqa: B027 - optional
         """Called when the job has ended: its resources may be used again."""
 
@@ -159,7 +163,11 @@ class StreamCopier(abc.ABC):
         if len(plan) == 0:
             self._ended.append(CopyResult(job_id, 0, 0.0))
             return
-        job = self._open_job(job_id, split_at(plan, self._host_boundaries), stream)
+        compute_stream = self._compute_stream()
+        if self._is_captured(compute_stream):
+            # The barrier would tie the copy stream to the graph, whose every replay would repeat the copies.
+            raise DeviceCopyError(f"{self._direction.value} job {job_id} came while a graph is captured")
+        job = self._open_job(job_id, split_at(plan, self._host_boundaries), stream, compute_stream)
         try:
             self._enqueue(job, stream)
         except DeviceCopyError as error:
@@ -228,14 +236,14 @@ class StreamCopier(abc.ABC):
                 raise DeviceCopyError(f"no new {self._direction.value} stream after a failure: {error}") from error
         return self._stream
 
-    def _open_job(self, job_id: int, plan: CopyPlan, stream: int) -> StreamJob:
+    def _open_job(self, job_id: int, plan: CopyPlan, stream: int, compute_stream: int) -> StreamJob:
         """Everything before the first copy. A job that fails here has touched no memory."""
         taken: list[tuple[Events, int]] = []
         try:
             for pool in (self._barriers, self._timers, self._timers):
                 taken.append((pool, pool.take()))
             barrier, start, end = (event for _, event in taken)
-            self._runtime.record_event(barrier, self._compute_stream())
+            self._runtime.record_event(barrier, compute_stream)
             self._runtime.stream_wait_event(stream, barrier)
             self._runtime.record_event(start, stream)
         except Exception:

@@ -487,3 +487,29 @@ def test_an_old_runtime_loops(emulator_8_3):
         copier.submit(1, npu.plan([(0, 0, 65_536)]))
         assert finish(copier)[0].error is None
         assert (npu.host == npu.device).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("direction", BOTH)
+def test_nothing_is_enqueued_while_a_graph_is_captured(npu, direction, mode):
+    """Its barrier would become part of the graph. The job is refused, and the next one after the capture runs."""
+    copier = npu.copier(direction, mode)
+    npu.emulator.capture(npu.compute, True)
+    before = len(npu.emulator.log())
+    with pytest.raises(DeviceCopyError, match=rf"{direction.value} job 1 came while a graph is captured"):
+        copier.submit(1, npu.plan(SPANS))
+    assert copier.finished() == []
+    during = npu.emulator.log()[before:]
+    assert len(during) == 1 and " aclmdlRICaptureGetInfo " in during[0]
+    npu.emulator.capture(npu.compute, False)
+    copier.submit(1, npu.plan(SPANS))
+    copier.wait({1})
+    assert [(result.job_id, result.error) for result in copier.finished()] == [(1, None)]
+
+
+def test_a_runtime_that_cannot_tell_captures_is_taken_for_one_without(npu):
+    copier = npu.copier(Direction.STORE)
+    npu.emulator.fail("aclmdlRICaptureGetInfo", 1, 207000)
+    copier.submit(1, npu.plan(SPANS))
+    copier.wait({1})
+    assert [result.error for result in copier.finished()] == [None]

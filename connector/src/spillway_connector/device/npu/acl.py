@@ -110,6 +110,7 @@ _FUNCTIONS = {
     "aclrtQueryEventStatus": _Function((_pointer, _pointer), holds_gil=True),
     "aclrtSynchronizeEventWithTimeout": _Function((_pointer, _i32), required=False),
     "aclrtEventElapsedTime": _Function((_pointer, _pointer, _pointer), holds_gil=True),
+    "aclmdlRICaptureGetInfo": _Function((_pointer, _pointer, _pointer), required=False, holds_gil=True),
     "aclrtMemcpyAsync": _Function((_pointer, _size, _pointer, _size, ctypes.c_int, _pointer)),
     "aclrtMemcpyBatchAsync": _Function(
         (_pointer, _pointer, _pointer, _pointer, _size, _pointer, _pointer, _size, _pointer, _pointer), required=False
@@ -293,6 +294,17 @@ class Acl:
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         self._call("aclrtStreamWaitEvent", stream, event)
+
+    def is_captured(self, stream: int) -> bool:
+        """Whether the stream's work is being recorded into a graph. False where the runtime cannot tell."""
+        if not self.has("aclmdlRICaptureGetInfo"):
+            return False
+        status, graph = ctypes.c_int(0), ctypes.c_void_p()
+        try:
+            self._call("aclmdlRICaptureGetInfo", stream, ctypes.byref(status), ctypes.byref(graph))
+        except AclError:
+            return False
+        return status.value != 0  # active, or invalidated by a call that may not be captured
 
     def create_event(self, flag: int) -> int:
         name = "aclrtCreateEventExWithFlag" if self.events_are_reusable else "aclrtCreateEventWithFlag"

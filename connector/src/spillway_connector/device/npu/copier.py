@@ -87,6 +87,9 @@ class NpuCopier(StreamCopier):
             # Spans of a refused batch that went out after all are copied twice, the same bytes to the same place.
             self._acl.memcpy_each(spans, self._kind, stream, hold_gil=self._host_pinned)
 
+    def _is_captured(self, stream: int) -> bool:
+        return self._acl.is_captured(stream)
+
     def _stream_failure(self, stream: int) -> DeviceCopyError | None:
         """An event does not report that its task failed; synchronising the stream with timeout 0 does."""
         try:
