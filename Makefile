@@ -132,8 +132,9 @@ bench-continued: $(STAMP) ## 100 streams on two engines, one of which is killed:
 	@PYTHONPATH=tests $(BIN)/python bench/continued_streams.py
 
 .PHONY: bench-first-token
-bench-first-token: $(STAMP) ## Time to first token by tier, beside recomputing and upstream's fs tier. About ten minutes
-	@$(BIN)/python bench/first_token.py
+bench-first-token: $(STAMP) $(ENGINE_STAMP) ## Time to first token by tier, beside recomputing and upstream's fs tier. About ten minutes
+##+ VLLM=0.23,0.32 measures both, and 0.32's own tiering with fs and with Spillway's tiers. About twenty minutes
+	@$(BIN)/python bench/first_token.py $(if $(VLLM),--vllm $(subst $(COMMA), ,$(VLLM))) $(BENCH)
 
 .PHONY: bench-tiers
 bench-tiers: $(STAMP) ## Shared tiers beside fio, vLLM's fs tier and redis-py. BENCH="--only disk" narrows it

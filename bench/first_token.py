@@ -1,15 +1,17 @@
 """Time to the first token of a long prompt, by where its KV comes from, on this machine and in one run.
 
-    python bench/first_token.py [--runs 5] [--tokens 4096] [--tiers nvme redis fs]
+    python bench/first_token.py [--runs 5] [--tokens 4096] [--tiers nvme redis fs] [--vllm 0.23 0.32]
 
-One pair of engines per shared tier, one pair after the other. Engine A computes each prompt (recompute), asks it again
-(device hit), and once more after the others have evicted it from the device (CPU tier). Engine B, which never computed
-any of them, then asks each of them once: its first hit comes from the shared tier. `fs` is vLLM's own file-system tier
-under the same connector and CPU tier, for comparison.
+One pair of engines per vLLM and shared tier, one pair after the other. Engine A computes each prompt (recompute), asks
+it again (device hit), and once more after the others have evicted it from the device (CPU tier). Engine B, which never
+computed any of them, then asks each of them once: its first hit comes from the shared tier. `fs` is vLLM's own file-
+system tier under the same connector and CPU tier, for comparison. A vLLM that has tiering of its own (0.30 and newer)
+is measured with that too, without Spillway's connector: with `fs`, and with Spillway's NVMe and Redis tiers as its
+secondary tiers.
 
 Each figure is the median over `--runs` prompts after a warm-up prompt. Every hit must cover all whole
 blocks of its prompt and give the same tokens as the device hit, or the run fails. Prints a table, writes
-build/bench/first_token.json (flat; units are in the keys).
+build/bench/first_token.json (flat; units are in the keys; those of other engines than 0.23's begin with their vLLM).
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import redis
+from stock_engines import stock_stack
 
 from spillway_connector.tiers.disk.files.inspect import FileInspector
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
+from spillway_stack.engine_environments import VLLM_HERE, VLLM_VERSIONS, environment_problems
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.ports import is_free
 from spillway_stack.settings import StackSettings
@@ -51,6 +55,25 @@ OUTPUT = Path("build/bench/first_token.json")
 
 
 @dataclass(frozen=True, slots=True)
+class Engines:
+    """A kind of engine that is measured."""
+
+    vllm: str
+    stock: bool = False  # vLLM's own tiering instead of Spillway's connector
+
+    @property
+    def title(self) -> str:
+        return f"vLLM {self.vllm}, " + ("its own tiering" if self.stock else "Spillway's connector")
+
+    @property
+    def prefix(self) -> str:
+        """Of keys in the report."""
+        if self == Engines(VLLM_HERE):
+            return ""
+        return f"vllm_{self.vllm.replace('.', '_')}_" + ("stock_" if self.stock else "")
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     first_token_seconds: float
     tokens: tuple[int, ...]
@@ -66,53 +89,86 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=5, help="prompts per figure (default 5)")
     parser.add_argument("--tokens", type=int, default=0, help="prompt length; default 4096, 2048 without AVX-512")
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=TIERS)
+    parser.add_argument("--vllm", nargs="+", choices=VLLM_VERSIONS, default=[VLLM_HERE])
     given = parser.parse_args(arguments)
+    if problems := environment_problems(given.vllm):
+        raise BenchError("; ".join(problems))
     tokens = given.tokens or (LONG_TOKENS if "avx512f" in Path("/proc/cpuinfo").read_text() else SHORT_TOKENS)
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for tier in given.tiers:
-        for row, measured in measure(tier, tokens, given.runs).items():
-            seconds[row] += measured
-    report = make_report(seconds, tokens, given.runs)
-    print(render(report))
+    measured = {
+        engines: measure_all(engines, given.tiers, tokens, given.runs)
+        for vllm in given.vllm
+        for engines in (Engines(vllm), *([] if vllm == VLLM_HERE else [Engines(vllm, stock=True)]))
+    }
+    report: dict[str, float | int | str] = {
+        "processor": processor(),
+        "avx512": int("avx512f" in Path("/proc/cpuinfo").read_text()),
+        "prompt_tokens": tokens,
+        "runs_per_figure": given.runs,
+    }
+    for engines, seconds in measured.items():
+        report |= figures(engines.prefix, seconds)
+    print(render(report, list(measured)))
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     OUTPUT.write_text(json.dumps(report, indent=2) + "\n")
     print(f"\nwritten to {OUTPUT}")
     return 0
 
 
-def measure(tier: str, tokens: int, runs: int) -> dict[str, list[float]]:
+def measure_all(engines: Engines, tiers: Sequence[str], tokens: int, runs: int) -> dict[str, list[float]]:
+    """Seconds per row, of all tiers' pairs together."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for tier in tiers:
+        for row, measured in measure(engines, tier, tokens, runs).items():
+            seconds[row] += measured
+    return seconds
+
+
+def measure(engines: Engines, tier: str, tokens: int, runs: int) -> dict[str, list[float]]:
     """Seconds per row for one pair of engines. Raises BenchError on a partial hit or a different answer."""
     blocks = tokens // BLOCK_TOKENS
     prompts = [make_prompt(f"{tier} {number}", tokens + TAIL_TOKENS) for number in range(runs + 1)]
-    print(f"{tier}: starting two engines", flush=True)
-    with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder:
-        stack = LocalStack(settings_for(tier, blocks, runs + 1, Path(folder)), folder)
-        with stack:
-            first, second = (int(engine.url.rsplit(":", 1)[1]) for engine in stack.engines)
-            model = stack.model.served_name
-            seconds: dict[str, list[float]] = defaultdict(list)
-            known: list[tuple[int, ...]] = []
-            for prompt in prompts:
-                cold = ask(first, model, prompt)
-                if cold.cached_tokens:
-                    raise BenchError(f"{tier}: a new prompt had {cold.cached_tokens} cached tokens")
-                hit = full_hit(f"{tier}: device", ask(first, model, prompt), tokens, None)
-                known.append(hit.tokens)
-                seconds["recompute"].append(cold.first_token_seconds)
-                seconds["device_hit"].append(hit.first_token_seconds)
-            for prompt, expected in zip(prompts, known, strict=True):
-                answer = full_hit(f"{tier}: CPU tier", ask(first, model, prompt), tokens, expected)
-                seconds["cpu_tier"].append(answer.first_token_seconds)
-            wait_stored(stored_counter(tier, stack, Path(folder)), blocks * len(prompts))
-            for prompt, expected in zip(prompts, known, strict=True):
-                answer = full_hit(f"{tier}: shared tier", ask(second, model, prompt), tokens, expected)
-                seconds[SHARED_ROW[tier]].append(answer.first_token_seconds)
+    print(f"{engines.title}, {tier}: starting two engines", flush=True)
+    with tempfile.TemporaryDirectory(prefix="spillway-bench-") as name:
+        folder = Path(name)
+        settings = settings_for(engines, tier, blocks, runs + 1, folder)
+        if engines.stock:
+            started = stock_stack(settings, folder, tier)
+            with started.stack as stack:
+                seconds = ask_all(stack, started.model, tier, prompts, tokens)
+        else:
+            with LocalStack(settings, folder) as stack:
+                seconds = ask_all(stack, stack.model.served_name, tier, prompts, tokens)
     for row, measured in seconds.items():
         print(f"  {row}: {', '.join(f'{value:.3f}' for value in measured[1:])} s", flush=True)
     return {row: measured[1:] for row, measured in seconds.items()}
 
 
-def settings_for(tier: str, blocks: int, prompts: int, folder: Path) -> StackSettings:
+def ask_all(
+    stack: LocalStack, model: str, tier: str, prompts: Sequence[list[int]], tokens: int
+) -> dict[str, list[float]]:
+    """Seconds per row, the warm-up prompt's first."""
+    first, second = (int(engine.url.rsplit(":", 1)[1]) for engine in stack.engines)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    known: list[tuple[int, ...]] = []
+    for prompt in prompts:
+        cold = ask(first, model, prompt)
+        if cold.cached_tokens:
+            raise BenchError(f"{tier}: a new prompt had {cold.cached_tokens} cached tokens")
+        hit = full_hit(f"{tier}: device", ask(first, model, prompt), tokens, None)
+        known.append(hit.tokens)
+        seconds["recompute"].append(cold.first_token_seconds)
+        seconds["device_hit"].append(hit.first_token_seconds)
+    for prompt, expected in zip(prompts, known, strict=True):
+        answer = full_hit(f"{tier}: CPU tier", ask(first, model, prompt), tokens, expected)
+        seconds["cpu_tier"].append(answer.first_token_seconds)
+    wait_stored(stored_counter(tier, stack), tokens // BLOCK_TOKENS * len(prompts))
+    for prompt, expected in zip(prompts, known, strict=True):
+        answer = full_hit(f"{tier}: shared tier", ask(second, model, prompt), tokens, expected)
+        seconds[SHARED_ROW[tier]].append(answer.first_token_seconds)
+    return seconds
+
+
+def settings_for(engines: Engines, tier: str, blocks: int, prompts: int, folder: Path) -> StackSettings:
     """The CPU tier holds every prompt, the device one of them."""
     overrides = ALWAYS_LOAD
     if tier == "fs":
@@ -125,6 +181,7 @@ def settings_for(tier: str, blocks: int, prompts: int, folder: Path) -> StackSet
         device_blocks=blocks + 1 + DEVICE_SPARE_BLOCKS,
         max_length=(blocks + DEVICE_SPARE_BLOCKS) * BLOCK_TOKENS,
         gateway=False,
+        vllm=(engines.vllm,),
         engine_overrides=overrides,
     )
 
@@ -188,7 +245,7 @@ def full_hit(what: str, answer: Answer, tokens: int, expected: tuple[int, ...] |
     return answer
 
 
-def stored_counter(tier: str, stack: LocalStack, folder: Path) -> Callable[[], int]:
+def stored_counter(tier: str, stack: LocalStack) -> Callable[[], int]:
     """Count of whole blocks in the shared tier, read from the store."""
     if tier == "redis":
         server = redis.Redis.from_url(stack.valkey_url)
@@ -196,7 +253,7 @@ def stored_counter(tier: str, stack: LocalStack, folder: Path) -> Callable[[], i
     if tier == "nvme":
         parts = FileInspector(stack.folder.nvme), SlabInspector(stack.folder.nvme)
         return lambda: sum(1 for part in parts for _ in part.frames(headers=False))
-    return lambda: sum(1 for file in (folder / "fs").rglob("*.bin"))
+    return lambda: sum(1 for file in (stack.folder.root / "fs").rglob("*.bin"))
 
 
 def whole_blocks(server: redis.Redis) -> int:
@@ -215,41 +272,43 @@ def wait_stored(stored: Callable[[], int], blocks: int) -> None:
         time.sleep(0.1)
 
 
-def make_report(seconds: dict[str, list[float]], tokens: int, runs: int) -> dict[str, float | int | str]:
+def figures(prefix: str, seconds: dict[str, list[float]]) -> dict[str, float]:
+    """The part of the report of one kind of engine."""
     medians = {row: statistics.median(seconds[row]) for row in ROWS if seconds.get(row)}
-    report: dict[str, float | int | str] = {
-        "processor": processor(),
-        "avx512": int("avx512f" in Path("/proc/cpuinfo").read_text()),
-        "prompt_tokens": tokens,
-        "runs_per_figure": runs,
-    }
+    part: dict[str, float] = {}
     for row, median in medians.items():
-        report[f"{row}_seconds"] = round(median, 4)
-        report[f"{row}_fastest_seconds"] = round(min(seconds[row]), 4)
-        report[f"{row}_slowest_seconds"] = round(max(seconds[row]), 4)
+        part[f"{prefix}{row}_seconds"] = round(median, 4)
+        part[f"{prefix}{row}_fastest_seconds"] = round(min(seconds[row]), 4)
+        part[f"{prefix}{row}_slowest_seconds"] = round(max(seconds[row]), 4)
         if row != "recompute":
-            report[f"recompute_over_{row}_ratio"] = round(medians["recompute"] / median, 2)
+            part[f"{prefix}recompute_over_{row}_ratio"] = round(medians["recompute"] / median, 2)
         if row in SHARED_ROW.values():
-            report[f"{row}_over_cpu_tier_ratio"] = round(median / medians["cpu_tier"], 2)
-    return report
+            part[f"{prefix}{row}_over_cpu_tier_ratio"] = round(median / medians["cpu_tier"], 2)
+    return part
 
 
-def render(report: dict[str, float | int | str]) -> str:
+def render(report: dict[str, float | int | str], measured: Sequence[Engines]) -> str:
     lines = [
         f"first token of a prompt of {report['prompt_tokens']} tokens, medians of {report['runs_per_figure']} "
         f"(recompute, device, CPU tier: of all pairs of engines), {report['processor']}",
-        "",
-        f"{'':18}{'median':>10}{'fastest':>10}{'slowest':>10}{'speed-up':>10}{'of CPU tier':>13}",
     ]
-    for row in ROWS:
-        if f"{row}_seconds" in report:
-            figures = [report[f"{row}{kind}_seconds"] for kind in ("", "_fastest", "_slowest")]
-            ratio = report.get(f"recompute_over_{row}_ratio", 1.0)
-            cells = "".join(f"{float(figure):>8.3f} s" for figure in figures)
-            shared = row in SHARED_ROW.values()
-            share = f"{float(report[f'{row}_over_cpu_tier_ratio']):>12.2f}x" if shared else ""
-            lines.append(f"{row.replace('_', ' '):18}{cells}{float(ratio):>9.1f}x{share}")
+    for engines in measured:
+        header = f"{'median':>10}{'fastest':>10}{'slowest':>10}{'speed-up':>10}{'of CPU tier':>13}"
+        lines += ["", f"{engines.title:36}{header}", *_rows(report, engines.prefix)]
     return "\n".join(lines)
+
+
+def _rows(report: dict[str, float | int | str], prefix: str) -> list[str]:
+    lines = []
+    for row in ROWS:
+        if f"{prefix}{row}_seconds" in report:
+            times = [report[f"{prefix}{row}{kind}_seconds"] for kind in ("", "_fastest", "_slowest")]
+            ratio = report.get(f"{prefix}recompute_over_{row}_ratio", 1.0)
+            cells = "".join(f"{float(seconds):>8.3f} s" for seconds in times)
+            shared = row in SHARED_ROW.values()
+            share = f"{float(report[f'{prefix}{row}_over_cpu_tier_ratio']):>12.2f}x" if shared else ""
+            lines.append(f"  {row.replace('_', ' '):34}{cells}{float(ratio):>9.1f}x{share}")
+    return lines
 
 
 def processor() -> str:

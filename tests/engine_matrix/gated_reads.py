@@ -1,6 +1,8 @@
 """Reads of an NVMe tier that wait for a load to begin early, so that one certainly does where loads can.
 
-The first reads pass, enough for a load to begin; the others wait until a part of that load has been sent.
+The first prompt's are as fast as the tier, as loads begin early only where the tier's measured rate promises the rest
+soon. Then they are made one at a time and with pauses, so that the engine takes steps in which a part of a load is
+ready and the rest is not. The first part that is sent ends that.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_PASSING = 6  # of the twelve chunks of a prompt; a load begins with a quarter of them
-_GATE_SECONDS = 20.0  # where no load begins early the reads then pass, and nothing is counted
+_FAST_READS = 12  # chunks of a prompt
+_PAUSE_SECONDS = 0.2
 
 
 @contextmanager
@@ -23,7 +25,8 @@ def gated_reads() -> Iterator[Callable[[], int]]:
     from spillway_connector.tiers.disk.files.tier import FileTier
     from spillway_connector.tiers.disk.slab.tier import SlabTier
 
-    gate = threading.Event()
+    sent = threading.Event()
+    turn = threading.Lock()
     reads = itertools.count()
     parts = 0
     due, file_load, slab_load = EarlyLoad.due, FileTier.load, SlabTier.load
@@ -33,13 +36,14 @@ def gated_reads() -> Iterator[Callable[[], int]]:
         found = due(load, ready, resident)
         if found is not None and found.ready and not found.last:
             parts += 1
-            gate.set()
+            sent.set()
         return found
 
     def gated(read: Callable[..., None]) -> Callable[..., None]:
         def load(*arguments: Any) -> None:
-            if next(reads) >= _PASSING:
-                gate.wait(_GATE_SECONDS)
+            if next(reads) >= _FAST_READS and not sent.is_set():
+                with turn:
+                    sent.wait(_PAUSE_SECONDS)
             read(*arguments)
 
         return load
