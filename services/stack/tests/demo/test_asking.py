@@ -9,7 +9,7 @@ import pytest
 from spillway_gateway.testing.fake_engine import FakeEngine, Scripted
 from spillway_gateway.testing.fake_engine_host import served_in_thread
 from spillway_gateway.testing.faults import Status
-from spillway_stack.demo.asking import ask, ask_one_token, count_prompt_tokens
+from spillway_stack.demo.asking import ask, ask_one_token, count_prompt_tokens, take_blocks
 from spillway_stack.errors import StackError
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 32}}}
@@ -95,6 +95,8 @@ def test_a_refusal_is_passed_on_with_its_status(engine: Engine) -> None:
         ask(engine.port, "m", [])
     with pytest.raises(StackError, match="status 503"):
         ask_one_token(engine.port, "m")
+    with pytest.raises(StackError, match="status 503"):
+        take_blocks(engine.port, "m", 3)
 
 
 def test_a_closed_port_is_an_error() -> None:
@@ -108,3 +110,10 @@ def test_prompt_tokens_are_counted_with_the_chat_template(engine: Engine) -> Non
     messages = [{"role": "user", "content": "?"}]
     assert count_prompt_tokens(engine.port, "m", messages) == 12
     assert engine.bodies == [{"model": "m", "messages": messages}]
+
+
+def test_blocks_are_taken_by_answers_of_one_request(engine: Engine) -> None:
+    """Of several requests the first could have ended when the last arrives."""
+    take_blocks(engine.port, "m", 40)
+    (body,) = engine.bodies
+    assert (body["n"], body["max_tokens"] > 1) == (40, True)

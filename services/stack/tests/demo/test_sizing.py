@@ -1,4 +1,5 @@
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from spillway_stack.demo.sizing import (
     EngineLimits,
     choose_document_tokens,
     prompt_tokens_max,
-    short_requests_to_evict,
+    short_answers_to_evict,
 )
 from spillway_stack.errors import StackError
 
@@ -73,10 +74,14 @@ def test_a_prompt_just_below_its_limit_reuses_the_documents_length(tokens: int) 
 
 
 class _DeviceCache:
-    """The order in which an engine's block pool reuses blocks: oldest free one first, of a request its tail first."""
+    """The order in which an engine's block pool reuses blocks: oldest free one first, of a request its tail first.
 
-    def __init__(self, blocks: int) -> None:
+    uncached_first: blocks that cache nothing before all others, as of vLLM 0.30.
+    """
+
+    def __init__(self, blocks: int, *, uncached_first: bool = False) -> None:
         self.free: OrderedDict[int, str] = OrderedDict((block, "") for block in range(blocks))
+        self._uncached_first = uncached_first
 
     def held(self, name: str) -> int:
         return sum(content.startswith(f"{name}:") for content in self.free.values())
@@ -94,26 +99,50 @@ class _DeviceCache:
         for index in range(found, whole_blocks + 1):
             block, _ = self.free.popitem(last=False)
             used.append((block, f"{name}:{index}" if index < whole_blocks else ""))
-        self.free.update(reversed(used))
+        self._release(reversed(used))
         return found
 
+    def take(self, count: int) -> None:
+        """Blocks that cache nothing, all at the same time; no more than there are."""
+        self._release([(self.free.popitem(last=False)[0], "") for _ in range(min(count, len(self.free)))])
 
-@given(device_blocks=st.integers(5, 400), document_blocks=st.integers(2, 64), document=st.integers(0, DOCUMENTS - 1))
-def test_enough_short_requests_push_a_document_off_the_device(
-    device_blocks: int, document_blocks: int, document: int
+    def _release(self, used: Iterable[tuple[int, str]]) -> None:
+        for block, content in used:
+            self.free[block] = content
+            if self._uncached_first and not content:
+                self.free.move_to_end(block, last=False)
+
+
+@given(
+    device_blocks=st.integers(5, 400),
+    document_blocks=st.integers(2, 64),
+    document=st.integers(0, DOCUMENTS - 1),
+    uncached_first=st.booleans(),
+)
+def test_enough_short_answers_push_a_document_off_the_device(
+    device_blocks: int, document_blocks: int, document: int, uncached_first: bool
 ) -> None:
     if document_blocks + 2 > device_blocks - 1:
         return
-    cache = _DeviceCache(device_blocks - 1)
+    cache = _DeviceCache(device_blocks - 1, uncached_first=uncached_first)
     for name in range(DOCUMENTS):
         cache.ask(str(name), document_blocks)
         assert cache.ask(str(name), document_blocks) == document_blocks
     for other in range(DOCUMENTS):
         if other != document:
             cache.ask(str(other), document_blocks)
-    for _ in range(short_requests_to_evict(document_blocks, replace(DEFAULT, device_blocks=device_blocks))):
-        cache.ask("short", 0)
+    cache.take(short_answers_to_evict(document_blocks, replace(DEFAULT, device_blocks=device_blocks)))
     assert cache.held(str(document)) == 0
+
+
+def test_one_short_answer_after_the_other_takes_the_same_block() -> None:
+    """Why they have to be at the same time."""
+    cache = _DeviceCache(DEFAULT.device_blocks - 1, uncached_first=True)
+    for name in ("0", "1", "2", "1", "2"):
+        cache.ask(name, 16)
+    for _ in range(short_answers_to_evict(16, DEFAULT)):
+        cache.take(1)
+    assert cache.held("0") == 16
 
 
 def test_other_documents_alone_would_not_evict_with_the_default_sizes() -> None:

@@ -80,6 +80,16 @@ def ask_one_token(port: int, model: str) -> None:
     _post(port, "/v1/completions", {"model": model, "prompt": "Ship", "max_tokens": 1, "temperature": 0})
 
 
+def take_blocks(port: int, model: str, blocks: int) -> None:
+    """As many short answers at the same time, each in a device block of its own; caches nothing.
+
+    At the same time, as vLLM 0.30 and newer reuse a block that caches nothing before any other: one such request after
+    the other would always get the same block. Several tokens each, so that the last has begun before the first ends.
+    """
+    body = {"model": model, "prompt": "Ship", "max_tokens": 4, "ignore_eos": True, "temperature": 1, "n": blocks}
+    _post(port, "/v1/completions", body)
+
+
 def count_prompt_tokens(port: int, model: str, messages: list[dict[str, str]]) -> int:
     """Chat template included, as the engine counts them."""
     return int(_post(port, "/tokenize", {"model": model, "messages": messages})["count"])

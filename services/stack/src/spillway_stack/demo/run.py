@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from spillway_stack.demo.asking import Answer, ask, ask_one_token, count_prompt_tokens
+from spillway_stack.demo.asking import Answer, ask, ask_one_token, count_prompt_tokens, take_blocks
 from spillway_stack.demo.console import Console
 from spillway_stack.demo.document import ENTRIES_MAX, LogBook, conversation, longest_book, write_log_book
 from spillway_stack.demo.engine_counters import EngineCounters, read_counters
 from spillway_stack.demo.phases import Phase, Sample, attribute
 from spillway_stack.demo.report import Row, summarise
 from spillway_stack.demo.running_stack import RunningStack
-from spillway_stack.demo.sizing import DOCUMENTS, choose_document_tokens, prompt_tokens_max, short_requests_to_evict
+from spillway_stack.demo.sizing import DOCUMENTS, choose_document_tokens, prompt_tokens_max, short_answers_to_evict
 from spillway_stack.errors import StackError
 
 FIRST, OTHER = 0, 1  # engines: one computes, the other never does
@@ -182,13 +182,13 @@ class Demo:
             time.sleep(POLL_SECONDS)
 
     def _evict(self, document: int) -> None:
-        """Other documents first, then as many one-block requests as the device cache has older blocks."""
+        """Other documents first, then as many one-block answers as the device cache has older blocks."""
         for other in range(DOCUMENTS):
             if other != document:
                 self._question(self._running.engine_port(FIRST), other)
         document_blocks = self.document_tokens // self._running.limits.block_size
-        for _ in range(short_requests_to_evict(document_blocks, self._running.limits)):
-            ask_one_token(self._running.engine_port(FIRST), self._running.model)
+        blocks = short_answers_to_evict(document_blocks, self._running.limits)
+        take_blocks(self._running.engine_port(FIRST), self._running.model, blocks)
 
     def _warm_up(self, engine: int) -> None:
         """The first requests of a process load libraries; that time is not a tier's."""

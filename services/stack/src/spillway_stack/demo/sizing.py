@@ -11,7 +11,7 @@ LENGTHS = (8192, 4096, 2048, 1024, 512, 256)  # tokens of a document's prefix
 # One cold prefill: long enough for the ratios to mean something, short enough for a demo of a few minutes.
 COLD_SECONDS_MAX = 8.0
 ANSWER_TOKENS = 16
-SPARE_SHORT_REQUESTS = 6
+SPARE_SHORT_ANSWERS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,15 @@ def prompt_tokens_max(document_tokens: int, limits: EngineLimits) -> int:
     return document_tokens + limits.chunk_tokens
 
 
-def short_requests_to_evict(document_blocks: int, limits: EngineLimits) -> int:
-    """One-block requests needed beside the other documents to evict a document's last block from the device.
+def short_answers_to_evict(document_blocks: int, limits: EngineLimits) -> int:
+    """One-block answers, at the same time, that evict a document from the device beside the other documents.
 
     The device cache evicts in least-recently-used order. Asking about the other documents makes them the most recent;
-    each short request then evicts one older block, those of the document included. Such a request fills no whole
-    block, so it stores nothing in the CPU tier.
+    each short answer then takes one older block, those of the document included. It fills no whole block, so it stores
+    nothing in the CPU tier. vLLM must run that many at once (max_num_seqs).
     """
     others = (DOCUMENTS - 1) * document_blocks
-    return max(0, limits.device_blocks - 1 - others) + SPARE_SHORT_REQUESTS
+    return max(0, limits.device_blocks - 1 - others) + SPARE_SHORT_ANSWERS
 
 
 def _fits(tokens: int, limits: EngineLimits, shared_tier_bytes: int | None) -> bool:
