@@ -38,7 +38,7 @@ NEEDS_INSTALL := { [ -x $(BIN)/python ] || { echo "nothing is installed here, so
 # Engines of another vLLM have an environment of their own: VLLM=0.30 or 0.32; 0.23 is in the local one.
 VLLM_ENVIRONMENTS := 0.30 0.32
 # Of these, what make test runs too.
-TESTED_VLLM :=
+TESTED_VLLM := 0.32
 installed = .venv/vllm-$(1)/installed-$(shell cat requirements/vllm-$(1).txt $(ENGINE_DISTRIBUTIONS:%=%/pyproject.toml) | sha256sum | cut -c1-16)
 COMMA := ,
 ENGINE_STAMP := $(foreach version,$(filter $(VLLM_ENVIRONMENTS),$(subst $(COMMA), ,$(VLLM))),$(call installed,$(version)))
