@@ -155,7 +155,7 @@ CELLS_TESTED = ("test_several_kv_groups", "test_two_ranks")
 # the local environment; test_metrics.py and test_upgrade.py with one engine of it and one of the local version.
 STACK_TESTS = (
     "tests/e2e/test_identity.py::test_identical_with_and_without_tiers[redis]",
-    "tests/faults/test_engine_killed.py::test_whole_engine_killed[redis]",
+    "tests/e2e/test_demo.py",
     "tests/faults/test_valkey_faults.py::test_damaged_values_are_recomputed_and_never_served[redis]",
     "tests/e2e/test_metrics.py",
     "tests/e2e/test_upgrade.py",

@@ -175,13 +175,8 @@ class RunningStack:
     def _slow_start_is_over(self) -> bool:
         """Whether each engine counts at its full rate. Until then the longest prefix may be on the dearer engine, as
         ALWAYS_LOAD makes the few tokens behind it cost as much as seconds."""
-        full, states = self.gateway_metrics(), httpx.get(f"{self.local.gateway_url}/ui/state", timeout=120).json()
-        return all(
-            engine["prefillTokensPerSecond"]
-            == full.total("spillway_gateway_prefill_tokens_per_second", engine=engine["name"])
-            for model in states["models"]
-            for engine in model["engines"]
-        )
+        state = httpx.get(f"{self.local.gateway_url}/ui/state", timeout=120).json()
+        return not any(engine["slowStart"] for model in state["models"] for engine in model["engines"])
 
     def _last_events_at(self, index: int) -> float:
         """Seconds since the epoch, by the engine's clock, of its last KV events that the gateway has applied."""

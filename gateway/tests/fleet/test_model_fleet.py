@@ -176,6 +176,7 @@ def test_an_engine_that_came_back_is_taken_for_slow_at_first() -> None:
     engine.set_state(EngineState.READY, "ready")
     rates = [engine.current_rates(at).prefill_tokens_per_second for at in (0.0, 5.0, 10.0)]
     assert rates == [500, 2500, 5000]
+    assert [engine.is_warming(at) for at in (0.0, 5.0, 10.0)] == [True, True, False]
 
 
 def test_an_open_breaker_keeps_requests_away_unless_no_other_engine_is_left() -> None:

@@ -203,11 +203,15 @@ class Engine:
         self.foreign = NO_FOREIGN_WORK
         self._kv_capacity_tokens = 0
 
+    def is_warming(self, now: float) -> bool:
+        """Whether it is in its slow start. now: monotonic seconds."""
+        return now < self._warm_at
+
     def current_rates(self, now: float) -> EngineRates:
         """Slow start: an engine that has just become ready compiles and fills its caches. Until it is warm its prefill
         counts as slower than measured, so its share of requests grows gradually."""
         rates = self.rates
-        if now >= self._warm_at:
+        if not self.is_warming(now):
             return rates
         warm = max(SLOW_START_SHARE, 1.0 - (self._warm_at - now) / self._slow_start_seconds)
         return structs.replace(rates, prefill_tokens_per_second=warm * rates.prefill_tokens_per_second)

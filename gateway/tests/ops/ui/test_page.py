@@ -56,6 +56,7 @@ async def test_the_state_shows_engines_waits_and_decisions_and_no_prompt(start_e
     (model,) = state["models"]
     assert [engine["name"] for engine in model["engines"]] == ["fake-0", "fake-1"]
     assert all(engine["routable"] and engine["says"] == "ready" for engine in model["engines"])
+    assert not any(engine["slowStart"] for engine in model["engines"])
     assert model["firstByte"]["samples"] == 1
     assert sum(engine["firstByte"]["samples"] for engine in model["engines"]) == 1
     assert sum(model["promptTokens"].values()) == sum(each["promptTokens"] for each in state["decisions"])

@@ -9,7 +9,7 @@ import pytest
 from spillway_gateway.testing.fake_engine import FakeEngine, Scripted
 from spillway_gateway.testing.fake_engine_host import served_in_thread
 from spillway_gateway.testing.faults import Status
-from spillway_stack.demo.asking import ask, ask_one_token, count_prompt_tokens, take_blocks
+from spillway_stack.demo.asking import ask, ask_one_token, count_prompt_tokens, is_in_slow_start, take_blocks
 from spillway_stack.errors import StackError
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 32}}}
@@ -117,3 +117,9 @@ def test_blocks_are_taken_by_answers_of_one_request(engine: Engine) -> None:
     take_blocks(engine.port, "m", 40)
     (body,) = engine.bodies
     assert (body["n"], body["max_tokens"] > 1) == (40, True)
+
+
+def test_a_gateway_that_does_not_say_so_is_an_error(engine: Engine) -> None:
+    """Of an older release, or behind a key."""
+    with pytest.raises(StackError, match="status 404"):
+        is_in_slow_start(engine.port)

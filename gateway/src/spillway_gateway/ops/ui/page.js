@@ -132,7 +132,7 @@ function makeEngine(engine) {
 function updateEngine(row, engine) {
   const [, state, running, queued, busy, kv, prefill, first, tiers] = row.children;
   state.dataset.good = String(engine.routable);
-  text(state, engine.says + (engine.eventsLive ? ", KV events" : ""));
+  text(state, engine.says + (engine.slowStart ? ", slow start" : "") + (engine.eventsLive ? ", KV events" : ""));
   const others = engine.foreignRequests ? ` + ${whole.format(engine.foreignRequests)} of others` : "";
   text(running, whole.format(engine.runningRequests) + others);
   text(queued, whole.format(engine.queuedTokens));

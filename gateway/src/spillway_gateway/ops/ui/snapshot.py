@@ -75,6 +75,7 @@ def _engine(engine: Engine, first_bytes: Sequence[NotedFirstByte], monotonic: fl
         "routable": view.routable,
         "says": "kept away by its breaker" if engine.routable and not view.routable else engine.reason,
         "eventsLive": engine.events_live,
+        "slowStart": engine.is_warming(monotonic),
         "runningRequests": engine.running_requests,
         "foreignRequests": engine.foreign.requests,
         "queuedTokens": view.queued_tokens,

@@ -95,6 +95,12 @@ def count_prompt_tokens(port: int, model: str, messages: list[dict[str, str]]) -
     return int(_post(port, "/tokenize", {"model": model, "messages": messages})["count"])
 
 
+def is_in_slow_start(gateway_port: int) -> bool:
+    """Whether the gateway still keeps requests from an engine that has just become ready."""
+    state = _request("GET", gateway_port, "/ui/state")
+    return any(engine["slowStart"] for model in state["models"] for engine in model["engines"])
+
+
 def _lead(position: Mapping[str, Any]) -> float:
     best, *others = (float(token["logprob"]) for token in position["top_logprobs"])
     return best - max(others, default=-math.inf)
@@ -119,9 +125,13 @@ def _events(port: int, path: str, body: dict[str, Any], headers: dict[str, str])
 
 
 def _post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    return _request("POST", port, path, json.dumps(body))
+
+
+def _request(method: str, port: int, path: str, body: str | None = None) -> dict[str, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
     try:
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        connection.request(method, path, body, {"content-type": "application/json"})
         response = connection.getresponse()
         content = response.read()
         if response.status != 200:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from spillway_stack.demo.asking import Answer, ask, ask_one_token, count_prompt_tokens, take_blocks
+from spillway_stack.demo.asking import Answer, ask, ask_one_token, count_prompt_tokens, is_in_slow_start, take_blocks
 from spillway_stack.demo.console import Console
 from spillway_stack.demo.document import ENTRIES_MAX, LogBook, conversation, longest_book, write_log_book
 from spillway_stack.demo.engine_counters import EngineCounters, read_counters
@@ -21,6 +21,7 @@ PROBE_SEEDS = (100, 101)  # the first request warms the engine up, the second is
 PROBE_TOKENS = 768
 COUNTERS_TIMEOUT_SECONDS = 10.0
 STORED_TIMEOUT_SECONDS = 60.0
+SLOW_START_TIMEOUT_SECONDS = 60.0
 POLL_SECONDS = 0.05
 
 assert len(DOCUMENT_SEEDS) == DOCUMENTS
@@ -85,6 +86,8 @@ class Demo:
         self._finish(Phase.RESTARTED)
 
         # Last, because the gateway may send a document to either engine.
+        with self._console.status("waiting until the gateway's slow start of engine-0 is over"):
+            self._wait_slow_start()
         for document in range(DOCUMENTS):
             self._ask_through_gateway(document)
         self._finish(Phase.GATEWAY)
@@ -189,6 +192,12 @@ class Demo:
         document_blocks = self.document_tokens // self._running.limits.block_size
         blocks = short_answers_to_evict(document_blocks, self._running.limits)
         take_blocks(self._running.engine_port(FIRST), self._running.model, blocks)
+
+    def _wait_slow_start(self) -> None:
+        """Until then the gateway may prefer the other engine to one that has a document on its device."""
+        deadline = time.monotonic() + SLOW_START_TIMEOUT_SECONDS
+        while time.monotonic() < deadline and is_in_slow_start(self._running.gateway_port):
+            time.sleep(POLL_SECONDS)
 
     def _warm_up(self, engine: int) -> None:
         """The first requests of a process load libraries; that time is not a tier's."""
