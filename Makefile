@@ -152,6 +152,10 @@ bench-gpu: ## Time to first token on one CUDA device by tier, beside upstream. P
 bench-gpu-no-hit: ## Throughput where nothing is ever hit on one CUDA device, beside upstream. PYTHON_CUDA= as above. About five minutes
 	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/gpu_no_hit.py $(BENCH)
 
+.PHONY: bench-gpu-burst
+bench-gpu-burst: ## Requests that share a prefix, all at once, on one CUDA device, beside upstream. PYTHON_CUDA= as above. About six minutes
+	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/gpu_burst.py $(BENCH)
+
 .PHONY: bench-turns
 bench-turns: ## Multi-turn load on one CUDA device, by offload. PYTHON_CUDA= one with vLLM 0.23.0 for CUDA. About eight minutes
 	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/multi_turn.py $(BENCH)

@@ -119,6 +119,7 @@ class Engine:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - not for the phases without an engine
 
         self._sampling = SamplingParams
+        self._asked = 0
         config = transfer_config(phase, folder)
         settings = {
             "block_size": BLOCK_TOKENS,
@@ -151,6 +152,20 @@ class Engine:
         started = time.perf_counter()
         outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return time.perf_counter() - started, sum(output.num_cached_tokens or 0 for output in outputs)
+
+    def ask_timed(self, prompts: Sequence[list[int]], answer_tokens: int) -> tuple[list[float], float, int]:
+        """(seconds from the first submission to each first token, to the last answer, tokens found in a cache)"""
+        sampling = self._sampling(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
+        engine, first, cached = self._llm.llm_engine, {}, 0
+        self._asked += len(prompts)
+        started = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"{self._asked} {number}", {"prompt_token_ids": prompt}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                first.setdefault(output.request_id, time.perf_counter() - started)
+                cached += (output.num_cached_tokens or 0) if output.finished else 0
+        return list(first.values()), time.perf_counter() - started, cached
 
     def tick(self) -> None:
         """Run a few engine steps without a whole block: a step collects finished transfers."""
