@@ -17,6 +17,7 @@ from spillway_simulator.model.tiers import SharedTier
 from spillway_simulator.server.faults import (
     Clear,
     DieInStream,
+    Drain,
     DropEvents,
     Fault,
     FaultState,
@@ -40,6 +41,8 @@ class Reply(Protocol):
     """The receiver of a request's tokens."""
 
     def progressed(self, progress: Progress) -> None: ...
+    def drained(self) -> None:
+        """The engine had no time left for it."""
 
 
 class CannotNow(SimulatorError):
@@ -98,6 +101,7 @@ class EngineHost:
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._revival: asyncio.TimerHandle | None = None
+        self._drain_end: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -150,10 +154,10 @@ class EngineHost:
             self.publisher.close()
 
     def _stop_timers(self) -> None:
-        for timer in (self._timer, self._revival):
+        for timer in (self._timer, self._revival, self._drain_end):
             if timer is not None:
                 timer.cancel()
-        self._timer = self._revival = None
+        self._timer = self._revival = self._drain_end = None
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -221,6 +225,10 @@ class EngineHost:
             faults.refuse, faults.refusals_left = fault, fault.requests
         elif isinstance(fault, NotReady):
             faults.not_ready = fault.reason
+        elif isinstance(fault, Drain):
+            faults.not_ready, faults.refuse, faults.refusals_left = "draining", Refuse(503), None
+            loop = asyncio.get_running_loop()
+            self._drain_end = loop.call_later(fault.timeout_seconds, self._end_drain)
         elif isinstance(fault, DropEvents):
             if self.publisher is None:
                 raise CannotNow(f"{self.name} publishes no events; set kvEvents: true")
@@ -234,7 +242,16 @@ class EngineHost:
         else:
             self._clear(fault)
 
+    def _end_drain(self) -> None:
+        self._drain_end = None
+        for request_id, reply in list(self._replies.items()):
+            self.cancel(request_id)
+            reply.drained()
+
     def _clear(self, _: Clear) -> None:
+        if self._drain_end is not None:
+            self._drain_end.cancel()
+            self._drain_end = None
         was_hanging = self.faults.hanging
         self.faults = FaultState()
         self.model.slowdown = 1.0

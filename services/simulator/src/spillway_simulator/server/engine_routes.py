@@ -131,13 +131,17 @@ class EngineRoutes:
         asked = self._asked(connection, body, chat=True)
         if asked is not None:
             name = f"chatcmpl-{self._name(connection)}"
-            self._generate(connection, OpenAiEnvelope(name, self._model, True, int(time.time())), asked)
+            self._generate(connection, self._envelope(name, asked, chat=True), asked)
 
     def _completion(self, connection: HttpConnection, body: dict[str, Any]) -> None:
         asked = self._asked(connection, body, chat=False)
         if asked is not None:
             name = f"cmpl-{self._name(connection)}"
-            self._generate(connection, OpenAiEnvelope(name, self._model, False, int(time.time())), asked)
+            self._generate(connection, self._envelope(name, asked, chat=False), asked)
+
+    def _envelope(self, name: str, asked: Asked, *, chat: bool) -> OpenAiEnvelope:
+        prompt = asked.prompt.tolist() if asked.token_ids else None
+        return OpenAiEnvelope(name, self._model, chat, int(time.time()), prompt)
 
     def _response(self, connection: HttpConnection, body: dict[str, Any]) -> None:
         given = body.get("input")

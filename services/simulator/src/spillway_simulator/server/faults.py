@@ -43,6 +43,13 @@ class NotReady(msgspec.Struct, frozen=True, tag="not_ready", tag_field="fault", 
     reason: str = "draining"
 
 
+class Drain(msgspec.Struct, frozen=True, tag="drain", tag_field="fault", forbid_unknown_fields=True):
+    """Not ready, and new requests get 503; what runs has this long. Then it ends with the engine service's error. Until
+    cleared."""
+
+    timeout_seconds: Annotated[float, msgspec.Meta(ge=0)] = 60.0
+
+
 class DropEvents(msgspec.Struct, frozen=True, tag="drop_events", tag_field="fault", forbid_unknown_fields=True):
     """The next event batches never arrive. replayable: a replay still has them."""
 
@@ -68,7 +75,7 @@ class Clear(msgspec.Struct, frozen=True, tag="clear", tag_field="fault", forbid_
     """No fault any more; a killed engine starts again."""
 
 
-Fault = Kill | Restart | Hang | Slow | Refuse | NotReady | DropEvents | DieInStream | ResetPrefixCache | Clear
+Fault = Kill | Restart | Hang | Slow | Refuse | NotReady | Drain | DropEvents | DieInStream | ResetPrefixCache | Clear
 decode_fault = msgspec.json.Decoder(Fault).decode
 
 

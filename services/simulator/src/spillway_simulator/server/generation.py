@@ -12,7 +12,7 @@ from spillway_simulator.model.request import EngineRequest, Progress
 from spillway_simulator.server.engine_host import EngineHost
 from spillway_simulator.server.faults import DieInStream
 from spillway_simulator.server.http_connection import HttpConnection
-from spillway_simulator.wire.openai_documents import Completed, Envelope, error, usage
+from spillway_simulator.wire.openai_documents import Completed, Envelope, OpenAiEnvelope, error, usage
 from spillway_simulator.wire.tokens import Tokens
 
 _HOLE = "\x00"  # stands for a token's text in a prepared chunk; JSON escapes it
@@ -33,6 +33,7 @@ class Asked:
     stream: bool
     include_usage: bool
     salt: str | None
+    token_ids: bool
 
 
 def read_prompt(body: dict[str, Any], tokens: Tokens, *, chat: bool) -> array[int]:
@@ -79,7 +80,8 @@ def read_asked(body: dict[str, Any], tokens: Tokens, host: EngineHost, *, chat: 
     salt = body.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise BadBody("'cache_salt': a non-empty text needed")
-    return Asked(prompt, count, reason, bool(body.get("stream")), include_usage, salt)
+    stream = bool(body.get("stream"))
+    return Asked(prompt, count, reason, stream, include_usage, salt, stream and bool(body.get("return_token_ids")))
 
 
 class Generation:
@@ -122,11 +124,23 @@ class Generation:
             begin = self._envelope.begin()
             if begin:
                 connection.stream(begin)
-        text = self._tokens.decode(self._answer[before : self._sent])
-        if not progress.finished:
+        tokens = self._answer[before : self._sent]
+        text = self._tokens.decode(tokens)
+        if progress.finished:
+            connection.end_stream(self._envelope.end(text, tokens, self._completed(progress)))
+        elif self._asked.token_ids and isinstance(self._envelope, OpenAiEnvelope):
+            connection.stream(self._envelope.piece_with_ids(text, tokens, first=progress.first))
+        else:
             connection.stream(self._before + _encode(text)[1:-1] + self._after)
-            return
-        connection.end_stream(self._envelope.end(text, self._completed(progress)))
+
+    def drained(self) -> None:
+        """As the engine service ends what a drain leaves no time for."""
+        self._connection.on_gone = None
+        reason = error("the engine is shutting down and had no time left to finish this request", 503)
+        if self._asked.stream and self._sent:
+            self._connection.end_stream(b"data: " + reason + b"\n\n")
+        else:
+            self._connection.reply(503, reason)
 
     def _completed(self, progress: Progress) -> Completed:
         asked = self._asked

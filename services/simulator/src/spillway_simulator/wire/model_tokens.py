@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from tokenizers import Tokenizer
 
 from spillway_gateway.tokens.chat_template import CannotRender
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
+from spillway_simulator.wire.tokens import follow
 
 _BLANK = "\u0120"  # how byte-level vocabularies write a blank
 _WORDS_MAX = 4096
@@ -58,7 +58,5 @@ class ModelTokens:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def answer(self, prompt: array[int], count: int) -> array[int]:
-        seed = xxhash.xxh3_64_intdigest(prompt.tobytes())
-        total = len(self._words)
-        numbers = (xxhash.xxh3_64_intdigest(at.to_bytes(4, "little"), seed) for at in range(count))
-        return array("I", [self._words[number % total] for number in numbers])
+        words = self._words
+        return follow(prompt, count, lambda number: words[number % len(words)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ class Envelope(Protocol):
     def piece(self, text: str) -> bytes:
         """The event of one token: the same bytes for every token but for its text."""
 
-    def end(self, text: str, completed: Completed) -> bytes:
+    def end(self, text: str, tokens: Sequence[int], completed: Completed) -> bytes:
         """The last token's event and all that follows it."""
 
     def whole(self, text: str, completed: Completed) -> bytes:
@@ -44,12 +45,14 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class OpenAiEnvelope:
-    """Chat and completions."""
+    """Chat and completions. prompt: where the client asked for token ids (`return_token_ids`, of streams alone); its
+    events hold them as vLLM's do."""
 
     id: str
     model: str
     chat: bool
     created: int
+    prompt: Sequence[int] | None = None
 
     def document(self, *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
@@ -67,20 +70,36 @@ class OpenAiEnvelope:
     def piece(self, text: str) -> bytes:
         return self.chunk(text, None)
 
-    def end(self, text: str, completed: Completed) -> bytes:
-        usage = self.usage_chunk(completed.usage) if completed.include_usage else b""
-        return self.chunk(text, completed.finish_reason) + usage + b"data: [DONE]\n\n"
+    def piece_with_ids(self, text: str, tokens: Sequence[int], *, first: bool) -> bytes:
+        """piece() for a client that asked for ids."""
+        return self.chunk(text, None, tokens=tokens, first=first)
 
-    def chunk(self, text: str, finish_reason: str | None, *, role: bool = False) -> bytes:
-        """One data line. role: the first chunk of a chat stream, which names the speaker."""
+    def end(self, text: str, tokens: Sequence[int], completed: Completed) -> bytes:
+        usage = self.usage_chunk(completed.usage) if completed.include_usage else b""
+        return self.chunk(text, completed.finish_reason, tokens=tokens) + usage + b"data: [DONE]\n\n"
+
+    def chunk(
+        self,
+        text: str,
+        finish_reason: str | None,
+        *,
+        role: bool = False,
+        tokens: Sequence[int] = (),
+        first: bool = False,
+    ) -> bytes:
+        """One data line. role: the first chunk of a chat stream, which names the speaker. first: of a completion."""
+        document = self.document(chunk=True)
         choice: dict[str, Any] = {"index": 0}
-        if self.chat:
-            choice["delta"] = {"role": "assistant", "content": text} if role else {"content": text}
-        else:
-            choice["text"] = text
-        choice["logprobs"] = None
-        choice["finish_reason"] = finish_reason
-        return b"data: " + encode({**self.document(chunk=True), "choices": [choice]}) + b"\n\n"
+        if role:
+            document["prompt_token_ids"] = self.prompt
+            choice |= {"delta": {"role": "assistant", "content": text}, "logprobs": None, "finish_reason": None}
+            return b"data: " + encode({**document, "choices": [choice]}) + b"\n\n"
+        choice |= {"delta": {"content": text}} if self.chat else {"text": text}
+        choice |= {"logprobs": None, "finish_reason": finish_reason}
+        if not self.chat:
+            choice |= {"stop_reason": None, "prompt_token_ids": self.prompt if first else None}
+        choice["token_ids"] = None if self.prompt is None else list(tokens)
+        return b"data: " + encode({**document, "choices": [choice]}) + b"\n\n"
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         return b"data: " + encode({**self.document(chunk=True), "choices": [], "usage": usage}) + b"\n\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class ResponsesEnvelope:
         document = {"type": "response.output_text.delta", "item_id": "msg", "output_index": 0, "content_index": 0}
         return typed_event({**document, "delta": text})
 
-    def end(self, text: str, completed: Completed) -> bytes:
+    def end(self, text: str, tokens: Sequence[int], completed: Completed) -> bytes:
         done = self._document(completed)
         return self.piece(text) + typed_event({"type": "response.completed", "sequence_number": 1, "response": done})
 
@@ -81,7 +82,7 @@ class MessagesEnvelope:
         delta = {"type": "text_delta", "text": text}
         return typed_event({"type": "content_block_delta", "index": 0, "delta": delta})
 
-    def end(self, text: str, completed: Completed) -> bytes:
+    def end(self, text: str, tokens: Sequence[int], completed: Completed) -> bytes:
         delta = {"stop_reason": _stop_reason(completed), "stop_sequence": None}
         return (
             self.piece(text)

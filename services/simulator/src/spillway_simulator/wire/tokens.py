@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import xxhash
@@ -28,7 +28,8 @@ class Tokens(Protocol):
     def text(self, text: str) -> array[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
     def answer(self, prompt: array[int], count: int) -> array[int]:
-        """The `count` tokens that follow this prompt, always the same."""
+        """The `count` tokens that follow this prompt, always the same: each depends on all before it, so a prompt that
+        ends with the beginning of an answer is followed by the rest of it, as by a greedy model."""
 
 
 class BuiltInTokens:
@@ -63,13 +64,22 @@ class BuiltInTokens:
         return b"".join(pieces).decode("utf-8", "replace")
 
     def answer(self, prompt: array[int], count: int) -> array[int]:
-        seed = xxhash.xxh3_64_intdigest(prompt.tobytes())
-        made = array("I")
-        for at in range(count):
-            number = xxhash.xxh3_64_intdigest(at.to_bytes(4, "little"), seed)
-            first, second = _LETTERS[number % 26], _LETTERS[number // 26 % 26]
-            made.append(3 << _LENGTH_SHIFT | 0x20 | first << 8 | second << 16)
-        return made
+        return follow(prompt, count, _word)
+
+
+def follow(prompt: array[int], count: int, token_of: Callable[[int], int]) -> array[int]:
+    """`count` tokens, each made of a 64-bit hash of all before it."""
+    before = xxhash.xxh3_64(prompt.tobytes())
+    made = array("I")
+    for _ in range(count):
+        made.append(token_of(before.intdigest()))
+        before.update(made[-1:].tobytes())
+    return made
+
+
+def _word(number: int) -> int:
+    first, second = _LETTERS[number % 26], _LETTERS[number // 26 % 26]
+    return 3 << _LENGTH_SHIFT | 0x20 | first << 8 | second << 16
 
 
 def _role(name: str) -> int:
