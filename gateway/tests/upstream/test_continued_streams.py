@@ -206,6 +206,17 @@ async def test_an_engine_that_halts_is_left(start_engine: Any, client: aiohttp.C
         assert_idle(running)
 
 
+async def test_a_first_silence_is_as_long_as_configured(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    _, engines = await engines_with(start_engine, CHAT)
+    document = config(engines, stallSeconds=0.05) | {"timeouts": {"idleSeconds": 100_000}}
+    async with running_gateway(document) as running:
+        chosen = await first_choice(client, running, CHAT, engines)
+        chosen.fault = HoldInStream(3, asyncio.Event())
+        assert contents(await stream(client, running, CHAT))[0] == b"".join(PIECES).decode()
+        assert await counted(client, running, "continued_answers_total") == {"idle_timeout": 1.0}
+        assert_idle(running)
+
+
 class _waits:
     """The one request of an engine."""
 

@@ -149,6 +149,7 @@ class Reply:
         if continuing is not None and connection.status == 200:
             waits.movable = lambda: continuing.possible(lease.engine.name)
             waits.stall_seconds = idle_seconds = min(idle_seconds, continuing.stall_seconds)
+            waits.expect_within(idle_seconds)  # sooner than the timer would look at a deadline
         while chunk:
             waits.bytes_sent = True
             if continuing is not None:
@@ -236,6 +237,7 @@ class Reply:
         failure, continuing.failed_at = continuing.failure, None
         assert failure is not None
         self._waits.joining_seconds = 0.0
+        self._waits.expect_within(self._waits.stall_seconds)
         self._waits.movable = lambda: continuing.possible(lease.engine.name)
         services = self._services
         services.metrics.continued(self._model, failure.reason).inc()
