@@ -72,6 +72,7 @@ class Replica:
         self._config = folder / f"{name}.yaml"
         self._config.write_text(yaml.safe_dump(document), encoding="utf-8")
         self._folder = folder
+        self._engines = sum(len(model["engines"]) for model in document["models"])
         self._process: subprocess.Popen[bytes] | None = None
         self.lives = 0
         self.url = self.ops_url = ""
@@ -96,7 +97,7 @@ class Replica:
         self.taking = True
 
     def _all_up(self) -> bool:
-        return self.sum_of("spillway_gateway_engine_up") == ENGINES
+        return self.sum_of("spillway_gateway_engine_up") == self._engines
 
     def kill(self) -> None:
         self._end(signal.SIGKILL)

@@ -97,6 +97,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/chart/test_processes.py": ("helm", "servers"),
     "tests/chart/test_redis.py": ("helm", "valkey"),
     "tests/cluster": ("cluster",),
+    "tests/continuation": ("servers",),
     "tests/e2e": ("engines",),
     "tests/e2e/test_metrics.py": ("other_vllm",),
     "tests/e2e/test_upgrade.py": ("other_vllm",),

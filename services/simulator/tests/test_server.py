@@ -253,6 +253,44 @@ async def test_a_reply_can_end_early(simulator, stream):
         assert (await client.post(url, json=CHAT)).status_code == 200
 
 
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+async def test_an_answer_goes_on_behind_its_own_beginning(simulator, route):
+    body = CHAT if route.startswith("chat") else {"prompt": "once upon a time", "max_tokens": 5}
+    body = {**body, "max_tokens": 12, "ignore_eos": True, "stream": True}
+    async with simulator() as running, httpx.AsyncClient(timeout=120) as client:
+        url = f"{running.hosts[0].url}/v1/"
+        plain = (await client.post(url + route, json=body)).text
+        asked = (await client.post(url + route, json={**body, "return_token_ids": True})).text
+        lines = [line for line in asked.split("\n\n") if line.startswith("data: {")]
+        documents = [json.loads(line.removeprefix("data: ")) for line in lines]
+        first = documents[0] if route.startswith("chat") else documents[0]["choices"][0]
+        answer = [token for document in documents for token in document["choices"][0].get("token_ids") or []]
+        assert len(answer) == 12
+        assert '"token_ids":[' not in plain and '"prompt_token_ids":[' not in plain
+        body = {"prompt": first["prompt_token_ids"] + answer[:7], "max_tokens": 5, "ignore_eos": True}
+        rest = (await client.post(url + "completions", json=body)).json()["choices"][0]["text"]
+        assert rest == (await client.post(url + "../detokenize", json={"tokens": answer[7:]})).json()["prompt"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_drain_ends_what_it_leaves_no_time_for(simulator, stream):
+    async with simulator(answerTokens=3000, deviceBlocks=1000) as running, httpx.AsyncClient() as client:
+        host = running.hosts[0]
+        url = f"{host.url}/v1/chat/completions"
+        body = {"messages": CHAT["messages"], "stream": stream}
+        answer = asyncio.create_task(client.post(url, json=body, timeout=120))
+        while not host.model.running_requests:
+            await client.get(f"{host.url}/health")
+        await fault(client, running, fault="drain", timeout_seconds=0)
+        reply = await answer
+        assert "shutting down" in reply.text and "[DONE]" not in reply.text
+        assert (await client.get(f"{host.url}/ready")).status_code == 503
+        assert (await client.post(url, json=CHAT)).status_code == 503
+        assert host.model.device.used_blocks == 0
+        await fault(client, running, fault="clear")
+        assert (await client.post(url, json=CHAT)).status_code == 200
+
+
 async def test_a_killed_engine_refuses_and_comes_back_empty_when_cleared(simulator):
     async with simulator(engines=2) as running, httpx.AsyncClient(timeout=120) as client:
         host = running.hosts[0]
