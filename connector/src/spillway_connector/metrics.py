@@ -46,6 +46,12 @@ CPU_TIER_RESETS = Metric(
     "Resets of the CPU tier that were asked for: done, or refused because requests held device blocks.",
     ("outcome",),
 )
+PROCESS_SETTING = Metric(
+    "spillway_process_setting",
+    Kind.GAUGE,
+    "1 for each setting and version as the process that obeys it holds it: EngineCore, or a worker.",
+    ("process", "setting", "value"),
+)
 TIER_LOOKUPS = Metric(
     "spillway_tier_lookups", Kind.COUNTER, "Chunks asked of a shared tier, by answer.", ("tier", "outcome")
 )
@@ -146,6 +152,7 @@ ALL = (
     HOST_MEMORY_PINNED,
     CPU_TIER_BLOCKS,
     CPU_TIER_RESETS,
+    PROCESS_SETTING,
     TIER_LOOKUPS,
     TIER_READ_BYTES,
     TIER_READ_SECONDS,

@@ -130,9 +130,14 @@ def test_a_worker_takes_its_own_pages_first_where_there_are_several_memory_nodes
     taken: list[tuple[int, int]] = []
     monkeypatch.setattr(spec_base, "has_several_memory_nodes", lambda: several_nodes)
     monkeypatch.setattr(spec_base, "copy_layout", lambda *_: None)
-    monkeypatch.setattr(spec, "_open_transport", lambda _: None)
+    monkeypatch.setattr(spec, "_open_transport", lambda _: OpenTransport(HostCopier))
     monkeypatch.setattr(region, "claim", lambda *piece: taken.append(piece))
     monkeypatch.setattr(region, "claim_rest", lambda patience_seconds=5.0: taken.append((-1, patience_seconds)))
     spec._open_worker(None, rank=1)
     own = [(ROW_BYTES // 3, ROW_BYTES // 3), (-1, 5.0)]
     assert taken == (own if several_nodes else [(-1, 0)])
+    said = Samples()
+    assert spec.process_settings is not None
+    spec.process_settings.add_to(said)
+    rows = sample_key(metrics.PROCESS_SETTING, "worker-1", "cpu_blocks", str(region.num_rows))
+    assert said.samples()[rows] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ async def test_the_configuration_is_resolved_and_without_secrets(start_engine: A
         status, body = await get(client, url, OPERATOR)
 
     assert status == 200
-    settings = yaml.safe_load(body)["settings"]
+    document = yaml.safe_load(body)
+    settings = document["settings"]
+    assert document["version"] == version("spillway-gateway")
     assert settings["timeouts"]["idleSeconds"] == 7
     assert settings["limits"]["attemptsMax"] == 3
     assert settings["auth"]["saltSecretFile"] == str(tmp_path / "salt")

@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -127,7 +128,7 @@ async def test_the_configuration_is_shown(serving: Serving) -> None:
     async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
         shown = await client.get("/spillway/config")
 
-    assert shown.json() == {"settings": {"name": "engine-0"}}
+    assert shown.json() == {"settings": {"name": "engine-0"}, "version": version("spillway-engine")}
 
 
 async def test_a_drain_waits_for_running_requests(serving: Serving) -> None:

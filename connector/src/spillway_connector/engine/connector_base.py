@@ -16,6 +16,7 @@ from spillway_connector.engine.adapters import AdapterRegistry, install_adapter_
 from spillway_connector.engine.engine_logging import join_engine_logging
 from spillway_connector.engine.generation import Seams, require
 from spillway_connector.engine.kv_layout import LayerCache, layout_facts
+from spillway_connector.engine.process_settings import ENGINE_CORE, ProcessSettings
 from spillway_connector.engine.scheduler import SchedulerHalf
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.weights import install_weight_change_hook
@@ -43,7 +44,18 @@ class ConnectorBase(OffloadingConnector):
 
     def _watch_the_engine(self) -> None:
         """Of the scheduler's process, once its half is built."""
-        self.adapters = self._half.adapters
+        half = self._half
+        self.adapters = half.adapters
+        cache_config = self._vllm_config.cache_config
+        half.manager.process_settings = ProcessSettings(
+            ENGINE_CORE,
+            {
+                **half.settings(),
+                "max_model_len": self._vllm_config.model_config.max_model_len,
+                "device_blocks": self._kv_cache_config.num_blocks,
+                "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",
+            },
+        )
         install_adapter_hooks()
         install_weight_change_hook()
 

@@ -29,8 +29,14 @@ from spillway_connector.engine.namespace_fields import (
     require_shareable_hashes,
     require_shareable_scales,
 )
+from spillway_connector.engine.process_settings import (
+    ProcessSettings,
+    device_name,
+    memory_lock_limit,
+    worker_process,
+)
 from spillway_connector.engine.tiering import TieringManager
-from spillway_connector.engine.transports import OpenTransport, open_transport
+from spillway_connector.engine.transports import OpenTransport, copy_path, open_transport, transport_name
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.copies import CopyLayout
@@ -42,8 +48,8 @@ logger = logging.getLogger(__name__)
 class SpecBase(OffloadingSpec):
     """Device -> CPU tier -> shared tiers.
 
-    registered_layout: in a worker, before its caches are registered: how they lie in memory. transport: in a worker,
-    once they are.
+    registered_layout: in a worker, before its caches are registered: how they lie in memory. transport and
+    process_settings: in a worker, once they are.
     """
 
     BLOCK_SIZE_ALIGNMENT = ROW_ALIGNMENT_BYTES
@@ -52,6 +58,7 @@ class SpecBase(OffloadingSpec):
 
     registered_layout: Mapping[str, Any] | None = None
     transport: OpenTransport | None = None
+    process_settings: ProcessSettings | None = None
 
     def _begin(
         self,
@@ -171,6 +178,17 @@ class SpecBase(OffloadingSpec):
         layout = copy_layout(kv_caches, region, self.geometry, rank)
         self.transport = self._open_transport(region)
         self._region = region  # keeps the mapping for the life of the worker
+        self.process_settings = ProcessSettings(
+            worker_process(rank),
+            {
+                "cpu_blocks": region.num_rows,
+                "chunk_bytes": region.row_bytes,
+                "transport": transport_name(self.transport),
+                "copy_path": copy_path(self.transport),
+                "device": device_name(),
+                "memory_lock_bytes": memory_lock_limit(),
+            },
+        )
         return layout, self.transport
 
     def _open_transport(self, region: HostRegion) -> OpenTransport:

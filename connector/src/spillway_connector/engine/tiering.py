@@ -24,6 +24,7 @@ from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.early_loads import PendingRows
 from spillway_connector.engine.prefix_lookup import PrefixLookupManager, Promotion
 from spillway_connector.engine.prefix_tier import SharedTierBase, TierJobResult
+from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import Samples
 from spillway_connector.transfer.announcements import Announcement
 
@@ -46,6 +47,8 @@ class TieringManager(PrefixLookupManager):
 
     EngineCore process, scheduler thread; no method blocks.
     """
+
+    process_settings: ProcessSettings | None = None  # of this process, to be reported; set by the connector
 
     def __init__(
         self,
@@ -80,6 +83,13 @@ class TieringManager(PrefixLookupManager):
         self._failed_stores: set[OffloadKey] = set()  # to be completed as failed
         self._early_chunks: dict[int, int] = {}  # by promotion under way: chunks that were completed before its end
         self._reset_rows: dict[int, list[int]] = {}  # by job under way: rows of chunks that a reset has dropped
+
+    def settings(self) -> dict[str, object]:
+        """What this manager obeys, by name."""
+        return {
+            "cpu_blocks": self._num_rows,
+            "shared_tiers": ",".join(tier.tier_type for tier in self.secondary_tiers) or "none",
+        }
 
     def count_request(self, keys: Sequence[OffloadKey]) -> None:
         """Record the chunks of a new request, once: a full shared tier admits what is requested repeatedly."""
@@ -289,6 +299,8 @@ class TieringManager(PrefixLookupManager):
         if (rate := self.prefill_rate.per_second) is not None and rate != self._reported_rates.get(""):
             self._reported_rates[""] = rate
             stats.add(metrics.PREFILL_RATE, rate)
+        if self.process_settings is not None:
+            self.process_settings.add_to(stats)
         for outcome, count in self._resets.items():
             if count:
                 stats.add(metrics.CPU_TIER_RESETS, count, outcome)

@@ -66,6 +66,18 @@ def open_transport(config: ConnectorConfig, region: HostRegion) -> OpenTransport
     return OpenTransport(HostCopier)
 
 
+def transport_name(transport: OpenTransport) -> str:
+    """As the setting `transport` names it."""
+    if transport.device is None:
+        return "cpu"
+    return "npu" if isinstance(transport.device, NpuTransport) else "cuda"
+
+
+def copy_path(transport: OpenTransport) -> str:
+    """How the blocks of one job are copied: by `batch`ed calls, in a `loop`, or by the CPU (`none`)."""
+    return "none" if transport.device is None else str(transport.device.path.name)
+
+
 def device_state(transport: OpenTransport | None) -> Samples:
     """Which way device copies go, and whether the CPU tier is page-locked; nothing on the CPU platform."""
     state = Samples()

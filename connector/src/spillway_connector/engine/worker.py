@@ -16,6 +16,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
 from spillway_connector.engine.adapters import AdapterLoads
 from spillway_connector.engine.copy_jobs import CopyJobs, EndedCopy, Submit
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata
+from spillway_connector.engine.process_settings import ProcessSettings
+from spillway_connector.engine.samples import Samples
 
 
 class WorkerHalf(OffloadingConnectorWorker):
@@ -28,6 +30,14 @@ class WorkerHalf(OffloadingConnectorWorker):
         """The constructor's second half, behind that of vLLM's class."""
         self._jobs = CopyJobs()
         self._adapter_loads = AdapterLoads(lora_config)
+
+    def _take_samples(self) -> Samples:
+        """What is to be counted since the last call, and now and then the settings of this process."""
+        samples = self._jobs.take_samples()
+        settings: ProcessSettings | None = getattr(self.spec, "process_settings", None)
+        if settings is not None:
+            settings.add_to(samples)
+        return samples
 
     @abstractmethod
     def _sides_of(self, job: Any) -> tuple[LoadStoreSpec, LoadStoreSpec]:

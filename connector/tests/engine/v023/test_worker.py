@@ -13,8 +13,11 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult
 
+from spillway_connector import metrics
 from spillway_connector.engine.kv_parts import PlacedKVCaches
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.process_settings import ProcessSettings
+from spillway_connector.engine.samples import sample_key
 from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
 
 
@@ -199,3 +202,18 @@ def test_stats_are_always_there_and_count_copies(worker_and_handler):
     assert reduced["CPU_to_GPU_total_bytes"] == 100
     assert reduced["device_copy_bytes|load"] == 100
     assert reduced["device_copy_failures|load"] == 1
+
+
+def test_the_settings_of_the_process_go_with_the_statistics_and_not_into_the_log_line(worker_and_handler):
+    worker, handler = worker_and_handler
+    worker.spec.process_settings = ProcessSettings("worker-0", {"transport": "cpu"})
+    worker.start_kv_transfers(metadata(loads={1: load_job("a", [5])}))
+    handler.ending = [(1, True)]
+    worker.get_finished(set())
+    key = sample_key(metrics.PROCESS_SETTING, "worker-0", "transport", "cpu")
+    stats = worker.get_kv_connector_stats()
+    assert stats.samples()[key] == 1
+    assert stats.reduce()["device_copy_bytes|load"] == 100
+    assert not any("process_setting" in name for name in stats.reduce())
+    assert key not in worker.get_kv_connector_stats().samples()
+    assert worker.build_connector_worker_meta().completed_jobs == {1: 1}

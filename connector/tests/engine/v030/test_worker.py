@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from spillway_connector import metrics
 from spillway_connector.device.npu.acl_batch import BATCH
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import sample_key
 from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
 
@@ -217,4 +218,24 @@ def test_the_state_of_the_device_is_reported_once():
     worker.spec.transport = SimpleNamespace(device=device)
     reported = worker.build_connector_worker_meta()
     assert reported.samples.samples()[sample_key(metrics.HOST_MEMORY_PINNED, "any")] == 1
+    assert worker.build_connector_worker_meta() is None
+
+
+def test_the_settings_of_the_process_go_with_the_reports_of_jobs_and_replace_none():
+    worker, scripted = make(FULL)
+    worker.spec.process_settings = ProcessSettings("worker-0", {"transport": "cpu"})
+    key = sample_key(metrics.PROCESS_SETTING, "worker-0", "transport", "cpu")
+    worker.start_kv_transfers(metadata(loads={1: load_job("a", [5])}))
+    scripted.ending = [(1, True)]
+    worker.get_transfer_results()
+    first = worker.build_connector_worker_meta()
+    assert (first.completed_jobs, first.failed_jobs) == ({1: 1}, set())
+    assert first.samples.samples()[key] == 1
+    assert first.samples.samples()[sample_key(metrics.DEVICE_COPY_BYTES, "load")] == 100
+    worker.start_kv_transfers(metadata(loads={2: load_job("b", [6])}))
+    scripted.ending = [(2, False)]
+    worker.get_transfer_results()
+    second = worker.build_connector_worker_meta()
+    assert (second.completed_jobs, second.failed_jobs) == ({2: 1}, {2})
+    assert key not in second.samples.samples()
     assert worker.build_connector_worker_meta() is None

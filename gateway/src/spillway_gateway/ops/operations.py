@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.metrics import GatewayMetrics
 
+VERSION = version("spillway-gateway")  # of the process that runs, whatever is installed later
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -103,9 +105,9 @@ class Operations:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _show_config(self, request: Request) -> Response:
-        """`{"settings": ..., "discovered": ...}`: the file's keys with every default filled in, and the discovered
-        engines."""
-        document = {"settings": shown_config(self._config()), "discovered": self._discovered()}
+        """`{"settings": ..., "discovered": ..., "version": ...}`: the file's keys with every default filled in, the
+        discovered engines, and the version of this process."""
+        document = {"settings": shown_config(self._config()), "discovered": self._discovered(), "version": VERSION}
         return Response(msgspec.json.encode(document), media_type="application/json")
 
     def _operators_only(self, answer: Endpoint) -> Endpoint:

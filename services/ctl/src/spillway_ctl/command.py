@@ -9,10 +9,12 @@ from collections.abc import Sequence
 
 from spillway_connector.errors import ConfigError, TierError
 from spillway_connector.tiers.inspection import CheckPayload
+from spillway_ctl.doctor import doctor
+from spillway_ctl.doctor_options import patient_of, questions_of
 from spillway_ctl.errors import CommandError
 from spillway_ctl.interruption import Interruption
 from spillway_ctl.listing import listing
-from spillway_ctl.options import choice_of, filter_of, parser
+from spillway_ctl.options import filter_of, parser
 from spillway_ctl.plan import plan
 from spillway_ctl.plan_options import planned_engines, rates_of
 from spillway_ctl.purge import asker, purge
@@ -20,6 +22,7 @@ from spillway_ctl.run import INTERRUPTED, OK, WRONG, Run
 from spillway_ctl.status import status
 from spillway_ctl.store import Store
 from spillway_ctl.store_choice import StoreChoice
+from spillway_ctl.store_options import choice_of
 from spillway_ctl.tenant_id import print_tenant
 from spillway_ctl.verify import verify
 from spillway_engine.errors import SettingsError
@@ -33,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with interruption.watching():
             if given.area == "plan":
                 return plan(planned_engines(given), rates_of(given), given.prompt_tokens, as_json=given.json)
+            if given.area == "doctor":
+                return doctor(patient_of(given), questions_of(given), as_json=given.json)
             return print_tenant(given) if given.command == "tenant" else _on_store(given, interruption)
     except (CommandError, ConfigError, SettingsError, TierError) as error:
         print(f"spillway: {error}", file=sys.stderr, flush=True)

@@ -39,11 +39,18 @@ class StoreChoice:
         """Nothing is read or connected yet. Raises ConfigError, CommandError."""
         if self.nvme is not None:
             return NvmeStore(self.nvme, max_bytes=self.max_bytes)
+        endpoint = self.endpoint()
+        from spillway_ctl.redis_store import RedisStore  # noqa: PLC0415 - redis-py takes half a second to import
+
+        return RedisStore(endpoint, answer_seconds=timeout_seconds)
+
+    def endpoint(self) -> RedisEndpoint:
+        """Raises ConfigError, CommandError."""
         if self.redis is None:
             raise CommandError(NO_STORE)
         if self.password_env is not None and self.password_file is not None:
             raise CommandError("--password-env and --password-file both name the password; leave one out")
-        endpoint = RedisEndpoint.from_url(
+        return RedisEndpoint.from_url(
             self.redis,
             username=_secret("--username-env", self.username_env),
             password=_secret("--password-env", self.password_env),
@@ -52,9 +59,6 @@ class StoreChoice:
             tls_certificate_file=self.tls_certificate_file,
             tls_key_file=self.tls_key_file,
         )
-        from spillway_ctl.redis_store import RedisStore  # noqa: PLC0415 - redis-py takes half a second to import
-
-        return RedisStore(endpoint, answer_seconds=timeout_seconds)
 
 
 def choice_from_config(path: Path) -> StoreChoice:

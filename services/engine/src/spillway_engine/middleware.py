@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+from importlib.metadata import version
 from typing import Any
 
 from spillway_engine.in_flight import AsgiApp, InFlightRequests, Message, Receive, Scope, Send, error_body, send_json
@@ -24,6 +25,7 @@ logger = logging.getLogger("vllm.spillway_engine")
 # Answered at any time and never counted: probes and scrapes must work while draining.
 UNCOUNTED_PATHS = ("/health", "/ping", "/metrics", "/version", "/load")
 ORPHAN_SECONDS = 15.0
+VERSION = version("spillway-engine")  # of the process that runs, whatever is installed later
 ABORT_SECONDS = 5.0  # from cancelling the last requests to their tasks having ended
 
 
@@ -48,7 +50,7 @@ class ReadinessMiddleware:
         elif scope["path"] == "/ready":
             await self._answer_ready(send)
         elif scope["path"] == "/spillway/config":
-            await send_json(send, 200, json.dumps(self._brief.configuration).encode())
+            await send_json(send, 200, json.dumps({**self._brief.configuration, "version": VERSION}).encode())
         elif self._refusing:
             body = error_body("the engine is draining and takes no new requests", 503)
             await send_json(send, 503, json.dumps(body).encode())

@@ -32,11 +32,11 @@ class SpillwayStats(SampledStats, OffloadingConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """vLLM's totals and Spillway's counters that changed, for its periodic log line."""
+        """vLLM's totals and Spillway's counters that changed, for its periodic log line; settings are no news."""
         upstream = {key: value for key, value in self.data.items() if key != SAMPLES_KEY}
         reduced = OffloadingConnectorStats(data=upstream).reduce() if upstream else {}
         for key, amount in self.data.get(SAMPLES_KEY, {}).items():
-            if amount:
+            if amount and metric_of(key)[0] is not metrics.PROCESS_SETTING:
                 reduced[key.removeprefix("spillway_")] = round(amount, 4)
         return reduced
 

@@ -95,6 +95,6 @@ class SpillwayConnectorWorker(WorkerHalf):
         """Upstream returns None where nothing was copied; vLLM then drops the scheduler's statistics, so here never."""
         stats, self.kv_connector_stats = self.kv_connector_stats, SpillwayStats()
         assert isinstance(stats, SpillwayStats)
-        stats.merge(self._jobs.take_samples().samples())
+        stats.merge(self._take_samples().samples())
         stats.merge(device_state(getattr(self.spec, "transport", None)).samples())
         return stats

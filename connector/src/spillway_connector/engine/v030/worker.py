@@ -119,7 +119,7 @@ class SpillwayConnectorWorker(WorkerHalf):
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """Upstream's contract: the report of this step, or None; here with failed jobs, loaded adapters and samples."""
         adapters, report = self._adapter_loads.take(), self._jobs.take_report()
-        samples = self._jobs.take_samples()
+        samples = self._take_samples()
         state = device_state(getattr(self.spec, "transport", None)).samples()
         if state != self._reported_state:
             self._reported_state = state

@@ -1,0 +1,134 @@
+"""The command line of `spillway doctor`, and what it means."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spillway_ctl.doctor import Patient
+from spillway_ctl.errors import CommandError
+from spillway_ctl.quantities import parse_age_seconds
+from spillway_ctl.readings import Questions
+from spillway_ctl.store_choice import StoreChoice, choice_from_config
+from spillway_ctl.store_options import checked, choice_of, with_store
+
+STACK = Path(".run")
+_GATEWAY_PORT = 8000  # of a configuration that names none
+
+_DESCRIPTION = """\
+What is wrong with a gateway, its engines and their shared tier, as each process says it, and what to change. One line
+for each check: ok, warning, failed or not checked (with the reason).
+
+Each engine is asked for one completion of two blocks (--no-requests leaves it out). Measuring a tier writes and reads
+32 MiB, which do not stay.
+"""
+_EPILOG = """\
+exit status:
+  0    no check failed
+  1    a check failed
+  2    the command or a setting is wrong
+
+examples:
+  spillway doctor                                          the stack of `make up`, in this folder
+  spillway doctor --gateway http://127.0.0.1:8001 --engine http://127.0.0.1:8100 --engine http://127.0.0.1:8101
+  spillway doctor --engine http://127.0.0.1:8100 --config /etc/spillway/engine.yaml     in an engine's pod
+"""
+
+
+def add_doctor(areas: Any) -> None:
+    parser = areas.add_parser(
+        "doctor",
+        help="what is wrong with a running gateway, its engines and their tier",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--stack", type=Path, metavar="FOLDER", help="of `make up` (default: .run, where nothing else is named)"
+    )
+    parser.add_argument("--gateway", metavar="URL", help="its operations port, or the clients' where it has none")
+    parser.add_argument(
+        "--engine", metavar="URL", action="append", default=[], help="of one engine; default: those the gateway names"
+    )
+    parser.add_argument("--gateway-key-env", metavar="NAME", help="variable with an operator's key of the gateway")
+    parser.add_argument("--engine-key-env", metavar="NAME", help="variable with the engines' key")
+    parser.add_argument("--no-requests", action="store_true", help="ask no engine for a completion")
+    parser.add_argument(
+        "--window",
+        metavar="AGE",
+        type=checked(parse_age_seconds),
+        default=5.0,
+        help="over which counters are judged (default 5s)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    with_store(parser)
+
+
+def patient_of(given: argparse.Namespace) -> Patient:
+    """Raises CommandError, SettingsError, ConfigError."""
+    named = given.gateway is not None or given.engine
+    if named and given.stack is not None:
+        raise CommandError("--stack names gateway and engines itself; leave out --gateway and --engine, or --stack")
+    for url in (*([given.gateway] if given.gateway is not None else []), *given.engine):
+        if not url.startswith(("http://", "https://")):
+            raise CommandError(f"{url}: not an address; write for example http://127.0.0.1:8001")
+    tier = _tier(given)
+    if named:
+        return _patient(given.gateway, tuple(given.engine), tier)
+    folder = (given.stack if given.stack is not None else STACK) / "config"
+    try:
+        listen = (yaml.safe_load((folder / "gateway.yaml").read_text(encoding="utf-8")) or {}).get("listen", {})
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
+        raise CommandError(
+            f"{folder / 'gateway.yaml'}: cannot be read ({getattr(error, 'strerror', None) or error}); run it where "
+            "`make up` ran, or give --gateway and --engine"
+        ) from error
+    gateway = f"http://{listen.get('host', '127.0.0.1')}:{listen.get('port', _GATEWAY_PORT)}"
+    engine = folder / "engine-0.yaml"
+    if tier is None and engine.exists():
+        tier = _tier_of(engine)
+    return _patient(gateway, (), tier)
+
+
+def questions_of(given: argparse.Namespace) -> Questions:
+    """Raises CommandError."""
+    return Questions(
+        answer_seconds=given.timeout,
+        window_seconds=given.window,
+        gateway_key=_key("--gateway-key-env", given.gateway_key_env),
+        engine_key=_key("--engine-key-env", given.engine_key_env),
+        makes_requests=not given.no_requests,
+    )
+
+
+def _patient(gateway: str | None, engines: tuple[str, ...], tier: StoreChoice | str | None) -> Patient:
+    if tier is None:
+        return Patient(gateway, engines)
+    return Patient(gateway, engines, no_tier=tier) if isinstance(tier, str) else Patient(gateway, engines, tier)
+
+
+def _tier(given: argparse.Namespace) -> StoreChoice | str | None:
+    """None: none is named."""
+    if given.config is not None:
+        return _tier_of(given.config)
+    return choice_of(given) if given.nvme is not None or given.redis is not None else None
+
+
+def _tier_of(config: Path) -> StoreChoice | str:
+    """Why there is nothing to measure, where there is not."""
+    try:
+        return choice_from_config(config)
+    except CommandError as none:
+        return str(none)
+
+
+def _key(option: str, variable: str | None) -> str:
+    if variable is None:
+        return ""
+    if not os.environ.get(variable):
+        raise CommandError(f"{option} {variable}: the environment variable is not set or empty; set it to the key")
+    return os.environ[variable]

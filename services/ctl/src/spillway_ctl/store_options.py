@@ -1,0 +1,76 @@
+"""Options that name a shared tier and its login, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from spillway_ctl.errors import CommandError
+from spillway_ctl.quantities import parse_age_seconds
+from spillway_ctl.store_choice import NO_STORE, StoreChoice, choice_from_config
+
+_Value = TypeVar("_Value")
+
+_STORE_NOTE = """\
+The tier is a directory, a Redis or Valkey URL, or the one in an engine's configuration file. A login comes from
+environment variables or a file, never from the command line. It needs SCAN and reading; see docs/operations.md.
+"""
+_LOGIN = {
+    "username_env": ("NAME", "environment variable with the user"),
+    "password_env": ("NAME", "environment variable with the password"),
+    "password_file": ("FILE", "file with the password"),
+    "tls_ca_file": ("FILE", "authorities to trust, where not the system's"),
+    "tls_certificate_file": ("FILE", "this client's certificate, with --tls-key-file"),
+    "tls_key_file": ("FILE", "its key"),
+}
+
+
+def with_store(command: argparse.ArgumentParser) -> None:
+    where = command.add_argument_group("tier", _STORE_NOTE)
+    one = where.add_mutually_exclusive_group()
+    one.add_argument("--nvme", metavar="DIR", type=Path, help="directory of an NVMe tier, of either layout")
+    one.add_argument("--redis", metavar="URL", help="redis://, redis-sentinel:// or redis-cluster://, rediss for TLS")
+    one.add_argument("--config", metavar="FILE", type=Path, help="engine.yaml: its offload.sharedTier is the tier")
+    for name, (metavar, purpose) in _LOGIN.items():
+        where.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=purpose)
+    where.add_argument(
+        "--timeout",
+        metavar="AGE",
+        type=checked(parse_age_seconds),
+        default=5.0,
+        help="for one answer of a server (default 5s)",
+    )
+
+
+def choice_of(given: argparse.Namespace) -> StoreChoice:
+    """Raises CommandError, SettingsError."""
+    if given.config is not None:
+        choice = choice_from_config(given.config)
+    elif given.nvme is not None or given.redis is not None:
+        choice = StoreChoice(nvme=given.nvme, redis=given.redis)
+    else:
+        raise CommandError(NO_STORE)
+    login = {name: getattr(given, name) for name in _LOGIN if getattr(given, name) is not None}
+    if login and choice.redis is None:
+        raise CommandError(f"--{next(iter(login)).replace('_', '-')} is for Redis; this tier is a directory")
+    if "password_env" in login or "password_file" in login:
+        choice = replace(choice, password_env=None, password_file=None)
+    key_file = getattr(given, "encryption_key_file", None)
+    if key_file is not None:
+        choice = replace(choice, encryption_key_file=key_file, encryption_key_env=None)
+    return replace(choice, **login)
+
+
+def checked(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """argparse hides the message of a ValueError; this shows it."""
+
+    def parsed(text: str) -> _Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
