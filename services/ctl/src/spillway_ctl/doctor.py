@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from spillway_connector.errors import ConfigError, TierError
+from spillway_ctl.errors import CommandError
 from spillway_ctl.findings import EngineReading, Finding, Verdict, judge
 from spillway_ctl.plan_arithmetic import break_even_bytes_per_second
 from spillway_ctl.quantities import format_bytes
@@ -21,7 +22,6 @@ FAILED = 1
 CHECK = "tier rates"
 _COLUMNS = ("CHECK", "WHERE", "VERDICT", "FOUND", "CHANGE")
 _CELL_MAX = 40  # of CHECK and WHERE
-_Measure = Callable[[], TierRates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,9 @@ def _tier(patient: Patient, engines: Sequence[EngineReading], answer_seconds: fl
         return Finding(CHECK, "here", Verdict.NOT_CHECKED, patient.no_tier)
     where, change = _place(tier)
     try:
-        rates = _measure(tier, answer_seconds)()
+        rates = _measure(tier, answer_seconds)
+    except CommandError as error:  # a login that is not here
+        return Finding(CHECK, where, Verdict.NOT_CHECKED, str(error))
     except (OSError, TierError, ConfigError) as error:
         return Finding(CHECK, where, Verdict.FAILED, str(error), change)
     write, read = rates.write_bytes_per_second, rates.read_bytes_per_second
@@ -125,10 +127,8 @@ def _place(tier: StoreChoice) -> tuple[str, str]:
     )
 
 
-def _measure(tier: StoreChoice, answer_seconds: float) -> _Measure:
-    """Raises ConfigError, CommandError."""
+def _measure(tier: StoreChoice, answer_seconds: float) -> TierRates:
+    """Raises CommandError, ConfigError, OSError, TierError."""
     if tier.nvme is not None:
-        root = tier.nvme
-        return lambda: measure_directory(root)
-    endpoint = tier.endpoint()
-    return lambda: measure_redis(endpoint, answer_seconds)
+        return measure_directory(tier.nvme)
+    return measure_redis(tier.endpoint(), answer_seconds)

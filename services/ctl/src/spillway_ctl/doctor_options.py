@@ -90,7 +90,10 @@ def patient_of(given: argparse.Namespace) -> Patient:
     gateway = f"http://{listen.get('host', '127.0.0.1')}:{listen.get('port', _GATEWAY_PORT)}"
     engine = folder / "engine-0.yaml"
     if tier is None and engine.exists():
-        tier = _tier_of(engine)
+        try:
+            tier = choice_from_config(engine)
+        except CommandError as none:
+            tier = str(none)
     return _patient(gateway, (), tier)
 
 
@@ -112,16 +115,11 @@ def _patient(gateway: str | None, engines: tuple[str, ...], tier: StoreChoice | 
 
 
 def _tier(given: argparse.Namespace) -> StoreChoice | str | None:
-    """None: none is named."""
-    if given.config is not None:
-        return _tier_of(given.config)
-    return choice_of(given) if given.nvme is not None or given.redis is not None else None
-
-
-def _tier_of(config: Path) -> StoreChoice | str:
-    """Why there is nothing to measure, where there is not."""
+    """None: none is named; text: why there is none to measure."""
+    if given.config is None:
+        return choice_of(given) if given.nvme is not None or given.redis is not None else None
     try:
-        return choice_from_config(config)
+        return choice_of(given)
     except CommandError as none:
         return str(none)
 
