@@ -61,6 +61,10 @@ demo: $(STAMP) ## Show what offload is for: a table, build/demo/report.json and 
 status: ## What runs; fails unless all of it is ready
 	@$(NEEDS_INSTALL) && $(BIN)/python -m spillway_stack status
 
+.PHONY: doctor
+doctor: ## What is wrong with the running stack, as its processes say it, and what to change
+	@$(NEEDS_INSTALL) && $(BIN)/python -m spillway_ctl doctor
+
 .PHONY: logs
 logs: ## The ends of the logs. COMPONENT=engine-0 for one of them
 	@$(NEEDS_INSTALL) && $(BIN)/python -m spillway_stack logs $(COMPONENT)

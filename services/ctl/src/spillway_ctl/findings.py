@@ -6,6 +6,7 @@ earlier release does not say is `not checked`, with the reason. Counters are jud
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class EngineReading:
     skew_seconds: float | None = None
     tokens: Sequence[int] | None = None
     request_problem: str | None = None  # why no request was made of it, or why it failed
-    event_lag_seconds: float | None = None  # from that request's answer until the gateway had its events
+    event_lag_seconds: float | None = None  # from that request's answer until the gateway had its events; inf: never
 
     @property
     def model(self) -> str:
@@ -210,7 +211,7 @@ def _memory_lock(engine: EngineReading) -> Finding:
     limits, transports = engine.held("memory_lock_bytes"), engine.held("transport")
     if not limits:
         return Finding("memory lock", engine.name, Verdict.NOT_CHECKED, NO_REPORT)
-    found = f"limit {_by_process(limits)}"
+    found = f"limit in bytes {_by_process(limits)}"
     if set(transports.values()) <= {"cpu"}:
         return Finding("memory lock", engine.name, Verdict.OK, f"{found}; not needed on the CPU platform")
     pinned = (engine.after or Exposition("")).series("spillway_host_memory_pinned")
@@ -416,7 +417,9 @@ def _events(engine: EngineReading, gateway: GatewayReading | None, window_second
     gaps, gaps_ever = growth("spillway_gateway_event_gaps_total")
     broken, broken_ever = growth("spillway_gateway_events_undecodable_total")
     lag = engine.event_lag_seconds
-    late = f"lag {lag:.2f} s" if lag is not None else f"lag not measured ({engine.request_problem or 'no request'})"
+    late = f"lag not measured ({engine.request_problem or 'no request'})"
+    if lag is not None:
+        late = f"lag {lag:.2f} s" if math.isfinite(lag) else "no event of a request came"
     found = (
         f"connected, {late}; within {window_seconds:.0f} s {gaps:.0f} gaps and {broken:.0f} undecodable "
         f"({gaps_ever:.0f} and {broken_ever:.0f} since the start)"

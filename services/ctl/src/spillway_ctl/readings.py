@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +94,9 @@ def _begin_engine(name: str, url: str, questions: Questions) -> EngineReading:
         reading.name = reading.setting("name")
     vllm = (_document(f"{reading.url}/version", questions) or {}).get("version")
     reading.vllm_version = str(vllm) if vllm else None
+    if questions.makes_requests:
+        # An engine that was idle reports what happened meanwhile with its next step: it belongs before the window.
+        _document(f"{reading.url}/v1/completions", questions, {"model": reading.model, "prompt": "a", "max_tokens": 1})
     reading.before = _page(reading.url, questions.engine_key, seconds)
     body = {"model": reading.model, "prompt": TEXT}
     tokens = (_document(f"{reading.url}/tokenize", questions, body) or {}).get("tokens")
@@ -135,7 +139,7 @@ def _request(engine: EngineReading, gateway: GatewayReading | None, questions: Q
             engine.event_lag_seconds = waited
             return
         time.sleep(POLL_SECONDS)
-    engine.event_lag_seconds = EVENT_SECONDS_MAX
+    engine.event_lag_seconds = math.inf
 
 
 def _batches(gateway: GatewayReading | None, engine: EngineReading, questions: Questions) -> float | None:
