@@ -12,11 +12,12 @@ from lanes.rules import ROOT
 
 LEVELS = {
     "ctl": (
-        "census errors interruption pace plan_arithmetic quantities store",
-        "frame_filter namespace_summary nvme_store plan_input progress redis_store seal_check",
+        "census errors evidence interruption pace plan_arithmetic quantities store tier_rates",
+        "findings frame_filter namespace_summary nvme_store plan_input progress readings redis_store seal_check",
         "plan_options run store_choice",
-        "listing options plan purge status tenant_id",
-        "verify",
+        "doctor listing plan purge status store_options tenant_id",
+        "doctor_options verify",
+        "options",
         "command",
         "__main__",
     ),

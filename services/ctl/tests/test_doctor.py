@@ -209,13 +209,13 @@ def test_why_there_is_no_answer_is_said(serve) -> None:
 
 
 def test_skew_is_what_a_whole_second_and_the_way_cannot_explain() -> None:
-    def told(at: float) -> str:
+    def said(at: float) -> str:
         return formatdate(at, usegmt=True)
 
-    assert _skew(told(1000), 1000.2, 1000.4) == 0
-    assert _skew(told(1000), 1000.9, 1001.1) == 0
-    assert _skew(told(1010), 1000.2, 1000.4) == pytest.approx(9.6)
-    assert _skew(told(990), 1000.2, 1000.4) == pytest.approx(-9.2)
+    assert _skew(said(1000), 1000.2, 1000.4) == 0
+    assert _skew(said(1000), 1000.9, 1001.1) == 0
+    assert _skew(said(1010), 1000.2, 1000.4) == pytest.approx(9.6)
+    assert _skew(said(990), 1000.2, 1000.4) == pytest.approx(-9.2)
     assert _skew(None, 1.0, 2.0) is None and _skew("yesterday", 1.0, 2.0) is None
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from spillway_ctl.findings import EngineReading, Exposition, Finding, GatewayReading, Verdict, judge
+from spillway_ctl.evidence import EngineReading, Exposition, Finding, GatewayReading, Verdict
+from spillway_ctl.findings import judge
 
 CONFIG: dict[str, Any] = {
     "settings": {
@@ -97,8 +98,8 @@ def engine(page: str = "", before: str | None = None, settings: str | None = Non
 
 def gateway(page: str = GATEWAY_PAGE, before: str = GATEWAY_PAGE, **fields: Any) -> GatewayReading:
     config = {"settings": {"models": [{"name": "m", "tokenizer": "/m"}]}, "version": "0.1.0"}
-    told = {"config": config, "before": Exposition(before), "after": Exposition(page), "skew_seconds": 0.0}
-    return GatewayReading("http://127.0.0.1:8001", **{**told, **fields})
+    said = {"config": config, "before": Exposition(before), "after": Exposition(page), "skew_seconds": 0.0}
+    return GatewayReading("http://127.0.0.1:8001", **{**said, **fields})
 
 
 def found(check: str, *engines: EngineReading, front: GatewayReading | None = None) -> Finding:

@@ -50,7 +50,9 @@ class ConnectorBase(OffloadingConnector):
         half.manager.process_settings = ProcessSettings(
             ENGINE_CORE,
             {
-                **half.settings(),
+                **half.manager.settings(),
+                "generated_tokens": "off" if half.config.offload_prompt_only else "on",
+                "block_tokens": cache_config.block_size,
                 "max_model_len": self._vllm_config.model_config.max_model_len,
                 "device_blocks": self._kv_cache_config.num_blocks,
                 "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",

@@ -90,15 +90,6 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
         self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
 
-    def settings(self) -> dict[str, object]:
-        """What this half and its manager obey, by name."""
-        return {
-            **self.manager.settings(),
-            "block_tokens": self._block_tokens,
-            "chunk_tokens": self._chunk_tokens,
-            "generated_tokens": "off" if self.config.offload_prompt_only else "on",
-        }
-
     @abstractmethod
     def _state_of(self, request: Request, tenant: bytes) -> RequestFields:
         """A new request's, of this generation's class, with its context; the manager knows the request."""

@@ -71,6 +71,7 @@ class TieringManager(PrefixLookupManager):
             clock=clock,
         )
         self._num_rows = num_rows
+        self._chunk_tokens = chunk_tokens
         self._transfer_jobs: dict[int, TierJob] = {}  # under way
         self._last_job_id = -1
         # By request: tiers of vLLM's that want all of its chunks, not only those it computes.
@@ -88,6 +89,7 @@ class TieringManager(PrefixLookupManager):
         """What this manager obeys, by name."""
         return {
             "cpu_blocks": self._num_rows,
+            "chunk_tokens": self._chunk_tokens,
             "shared_tiers": ",".join(tier.tier_type for tier in self.secondary_tiers) or "none",
         }
 

@@ -10,7 +10,8 @@ from typing import Any, TextIO
 
 from spillway_connector.errors import ConfigError, TierError
 from spillway_ctl.errors import CommandError
-from spillway_ctl.findings import EngineReading, Finding, Verdict, judge
+from spillway_ctl.evidence import EngineReading, Finding, Verdict
+from spillway_ctl.findings import judge
 from spillway_ctl.plan_arithmetic import break_even_bytes_per_second
 from spillway_ctl.quantities import format_bytes
 from spillway_ctl.readings import Questions, read_all

@@ -7,126 +7,16 @@ earlier release does not say is `not checked`, with the reason. Counters are jud
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
+
+from spillway_ctl.evidence import EngineReading, Exposition, Finding, GatewayReading, Verdict, at, by_process, mappings
 
 SKEW_SECONDS_MAX = 2.0  # HTTP tells whole seconds
 EVENT_LAG_SECONDS_MAX = 2.0
 ENGINE_CORE = "EngineCore"
 NO_REPORT = "the engine's processes have not said it: an earlier release, offload is off, or no request since the start"
-
-_SERIES = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: -?\d+)?")
-_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
-
-
-class Verdict(Enum):
-    OK = "ok"
-    WARNING = "warning"
-    FAILED = "failed"
-    NOT_CHECKED = "not checked"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """found: the value, or why it is unknown. change: what to do; empty where nothing is."""
-
-    check: str
-    where: str
-    verdict: Verdict
-    found: str
-    change: str = ""
-
-
-class Exposition:
-    """One reading of a /metrics page, in the text format of Prometheus. Lines of another form are passed by."""
-
-    def __init__(self, text: str) -> None:
-        self._series: dict[str, list[tuple[dict[str, str], float]]] = {}
-        for line in text.splitlines():
-            match = _SERIES.fullmatch(line)
-            if match is None:
-                continue
-            name, labels, amount = match.groups()
-            try:
-                value = float(amount)
-            except ValueError:
-                continue
-            found = {label: re.sub(r"\\(.)", r"\1", text) for label, text in _LABEL.findall(labels or "")}
-            self._series.setdefault(name, []).append((found, value))
-
-    def series(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
-        """(all labels, value) of those that carry `labels`."""
-        return [
-            (found, value)
-            for found, value in self._series.get(name, [])
-            if all(found.get(label) == wanted for label, wanted in labels.items())
-        ]
-
-    def total(self, name: str, **labels: str) -> float | None:
-        """None: there is no such series."""
-        found = self.series(name, **labels)
-        return sum(value for _, value in found) if found else None
-
-
-@dataclass
-class GatewayReading:
-    """before, after: its /metrics at both ends of the window. problem: why it could not be asked."""
-
-    url: str
-    problem: str | None = None
-    config: Mapping[str, Any] | None = None  # of /spillway/config
-    before: Exposition | None = None
-    after: Exposition | None = None
-    skew_seconds: float | None = None  # its clock ahead of this one
-
-    def engines(self) -> Iterator[tuple[str, str, str]]:
-        """(model, name, url) of those that it knows."""
-        config = self.config or {}
-        for model in _list(_at(config, "settings", "models")):
-            for engine in _list(model.get("engines")):
-                yield str(model.get("name")), str(engine.get("name")), str(engine.get("url"))
-        discovered = config.get("discovered")
-        for name, found in discovered.items() if isinstance(discovered, Mapping) else ():
-            for engine in _list(_at(found, "engines")):
-                yield str(name), str(engine.get("name")), str(engine.get("url"))
-
-
-@dataclass
-class EngineReading:
-    """name: as the gateway knows it. tokens: of one text that all engines were asked about."""
-
-    name: str
-    url: str
-    problem: str | None = None
-    config: Mapping[str, Any] | None = None
-    vllm_version: str | None = None  # of the API server's process
-    before: Exposition | None = None
-    after: Exposition | None = None
-    skew_seconds: float | None = None
-    tokens: Sequence[int] | None = None
-    request_problem: str | None = None  # why no request was made of it, or why it failed
-    event_lag_seconds: float | None = None  # from that request's answer until the gateway had its events; inf: never
-
-    @property
-    def model(self) -> str:
-        return str((self.config or {}).get("servedName", "?"))
-
-    def setting(self, *path: str) -> Any:
-        """As it was started with; None: it does not say."""
-        return _at(self.config or {}, "settings", *path)
-
-    def held(self, setting: str) -> dict[str, str]:
-        """By process: the value of a setting as that process holds it."""
-        found = (self.after or Exposition("")).series("spillway_process_setting", setting=setting)
-        return {labels["process"]: labels["value"] for labels, _ in found if {"process", "value"} <= labels.keys()}
-
-    def growth(self, name: str, **labels: str) -> tuple[float, float]:
-        """(within the window, since the start) of a counter."""
-        now = (self.after or Exposition("")).total(name, **labels) or 0.0
-        return max(0.0, now - ((self.before or Exposition("")).total(name, **labels) or 0.0)), now
 
 
 def judge(gateway: GatewayReading | None, engines: Sequence[EngineReading], window_seconds: float) -> list[Finding]:
@@ -183,7 +73,7 @@ def _versions(engine: EngineReading, gateway: GatewayReading | None) -> Finding:
     found = f"vLLM {served or '?'}, spillway-engine {own or '?'}"
     if not vllm and not connector:
         return Finding("version", engine.name, Verdict.NOT_CHECKED, f"{found} in the API server; {NO_REPORT}")
-    found += f"; {_by_process(vllm, 'vLLM ')}; {_by_process(connector, 'connector ')}"
+    found += f"; {by_process(vllm, 'vLLM ')}; {by_process(connector, 'connector ')}"
     different = {*vllm.values(), *([served] if served else [])}
     if len(different) > 1 or len(set(connector.values())) > 1:
         return Finding("version", engine.name, Verdict.FAILED, found, "its processes differ: restart the engine")
@@ -198,7 +88,7 @@ def _devices(engine: EngineReading) -> Finding:
     devices, asked = engine.held("device"), engine.setting("tensorParallelSize")
     if not devices:
         return Finding("devices", engine.name, Verdict.NOT_CHECKED, NO_REPORT)
-    found = _by_process(devices)
+    found = by_process(devices)
     if len(set(devices.values())) > 1:
         return Finding("devices", engine.name, Verdict.WARNING, found, "ranks wait for the slowest: give equal devices")
     if isinstance(asked, int) and asked != len(devices):
@@ -211,7 +101,7 @@ def _memory_lock(engine: EngineReading) -> Finding:
     limits, transports = engine.held("memory_lock_bytes"), engine.held("transport")
     if not limits:
         return Finding("memory lock", engine.name, Verdict.NOT_CHECKED, NO_REPORT)
-    found = f"limit in bytes {_by_process(limits)}"
+    found = f"limit in bytes {by_process(limits)}"
     if set(transports.values()) <= {"cpu"}:
         return Finding("memory lock", engine.name, Verdict.OK, f"{found}; not needed on the CPU platform")
     pinned = (engine.after or Exposition("")).series("spillway_host_memory_pinned")
@@ -245,7 +135,7 @@ def _plain(*path: str) -> Callable[[EngineReading], str | None]:
 
 
 def _cpu_chunks(engine: EngineReading) -> str | None:
-    chunks = _at(engine.config or {}, "memory", "cpu_chunks")
+    chunks = at(engine.config or {}, "memory", "cpu_chunks")
     return None if chunks is None else str(chunks)
 
 
@@ -258,7 +148,7 @@ def _tiers(engine: EngineReading) -> str | None:
     own = engine.setting("offload", "sharedTier", "type")
     if own is None:
         return None
-    others = [str(tier.get("type")) for tier in _list(engine.setting("offload", "extraTiers"))]
+    others = [str(tier.get("type")) for tier in mappings(engine.setting("offload", "extraTiers"))]
     return ",".join([*([] if own == "none" else [str(own)]), *others]) or "none"
 
 
@@ -310,7 +200,7 @@ def _settings(engine: EngineReading) -> Iterator[Finding]:
         if not held:
             yield Finding(setting.name, engine.name, Verdict.NOT_CHECKED, "this release of the engine does not say it")
             continue
-        expected, found = setting.expected(engine), _by_process(held)
+        expected, found = setting.expected(engine), by_process(held)
         if expected is not None and any(value != expected for value in held.values()):
             found = f"{found}; started with {expected}"
             yield Finding(setting.name, engine.name, setting.on_difference, found, setting.change)
@@ -444,7 +334,7 @@ def _together(gateway: GatewayReading | None, engines: Sequence[EngineReading]) 
                 "vLLM of all engines",
                 model,
                 Verdict.WARNING,
-                _by_process(versions),
+                by_process(versions),
                 "engines of two versions share no blocks: finish the upgrade",
             )
         yield _tokenizers(model, of_model)
@@ -468,7 +358,7 @@ def _gateway_tokenizer(model: str, gateway: GatewayReading | None) -> Finding:
     if gateway is None or gateway.after is None:
         return Finding(name, model, Verdict.NOT_CHECKED, "no gateway could be asked")
     usable = gateway.after.total("spillway_gateway_tokenizer_usable", model=model)
-    models = {str(each.get("name")): each for each in _list(_at(gateway.config or {}, "settings", "models"))}
+    models = {str(each.get("name")): each for each in mappings(at(gateway.config or {}, "settings", "models"))}
     if usable is None:
         why = "none is configured: prompts are matched as text"
         if models.get(model, {}).get("tokenizer"):
@@ -478,25 +368,3 @@ def _gateway_tokenizer(model: str, gateway: GatewayReading | None) -> Finding:
         change = "let model.tokenizer be the folder that the engines serve; see SpillwayTokenizerUnusable"
         return Finding(name, model, Verdict.WARNING, "it does not load, or splits text unlike the engines", change)
     return Finding(name, model, Verdict.OK, "it agrees with every engine that the gateway has asked")
-
-
-def _by_process(values: Mapping[str, str | None], prefix: str = "") -> str:
-    """`EngineCore 40, worker-0 40`; one value for all of them is said once."""
-    if not values:
-        return f"{prefix}?"
-    if len(set(values.values())) == 1:
-        return f"{prefix}{next(iter(values.values()))} ({', '.join(sorted(values))})"
-    return ", ".join(f"{process} {prefix}{value}" for process, value in sorted(values.items()))
-
-
-def _at(tree: Any, *path: str) -> Any:
-    """None where the tree lacks it."""
-    for name in path:
-        if not isinstance(tree, Mapping):
-            return None
-        tree = tree.get(name)
-    return tree
-
-
-def _list(value: Any) -> list[Mapping[str, Any]]:
-    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, Sequence) else []

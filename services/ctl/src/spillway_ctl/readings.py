@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from spillway_ctl.findings import EngineReading, Exposition, GatewayReading
+from spillway_ctl.evidence import EngineReading, Exposition, GatewayReading
 
 EVENT_SECONDS_MAX = 5.0  # until the gateway has the events of a request
 POLL_SECONDS = 0.05
@@ -204,9 +204,9 @@ def ask(url: str, key: str, answer_seconds: float, body: Mapping[str, Any] | Non
 def _skew(date: str | None, sent: float, received: float) -> float | None:
     """0 where both clocks may agree: a date is cut to a whole second, and was written at some time in between."""
     try:
-        told = parsedate_to_datetime(date or "").timestamp()
+        theirs = parsedate_to_datetime(date or "").timestamp()
     except (TypeError, ValueError):
         return None
-    if told > received:
-        return told - received
-    return min(0.0, told + 1.0 - sent)
+    if theirs > received:
+        return theirs - received
+    return min(0.0, theirs + 1.0 - sent)
