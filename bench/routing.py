@@ -35,7 +35,7 @@ from routing_policies.rivals import (
 from routing_policies.spillway import Spillway
 from traces.mooncake import generate_mooncake, mooncake_trace, read_mooncake
 from traces.session import Session, Trace
-from traces.synthetic import hot_group, multi_turn, shared_prompts, unique_prompts
+from traces.synthetic import agents, hot_group, multi_turn, shared_prompts, unique_prompts
 
 from spillway_gateway.config.settings import RoutingConfig
 from spillway_simulator.fast_forward import FastForward
@@ -67,6 +67,9 @@ _TIERED = EngineShape(BLOCK_TOKENS, DEVICE_BLOCKS, 2 * DEVICE_BLOCKS)
 FLEETS = {
     "tiers": FleetShape(_TIERED, 100_000),
     "device": FleetShape(EngineShape(BLOCK_TOKENS, DEVICE_BLOCKS, 0)),
+    # Device and CPU tier of all engines together hold half of what the agents of the trace `agents` have at their end:
+    # 272 times 69,400 tokens, and 20,000 common ones.
+    "half": FleetShape(EngineShape(BLOCK_TOKENS, DEVICE_BLOCKS // 2, DEVICE_BLOCKS + DEVICE_BLOCKS // 2)),
     "one_link": FleetShape(
         EngineShape(BLOCK_TOKENS, DEVICE_BLOCKS, DEVICE_BLOCKS // 4, announce_shared=True), 100_000, one_link=True
     ),
@@ -77,6 +80,8 @@ def _policies() -> dict[str, Callable[[], Policy]]:
     return {
         "spillway": lambda: Spillway(BLOCK_TOKENS),
         "spillway_without_events": lambda: Spillway(BLOCK_TOKENS, events=False),
+        "spillway_sessions": lambda: Spillway(BLOCK_TOKENS, sessions=True),
+        "spillway_without_events_sessions": lambda: Spillway(BLOCK_TOKENS, events=False, sessions=True),
         # Operators can configure the store's rate; it matters only in the fleet with one link.
         "spillway_store_rate": lambda: Spillway(
             BLOCK_TOKENS,
@@ -121,6 +126,16 @@ def _traces(scale: float, mooncake: Path | None, engines: int, seed: int) -> dic
         "hot_group": lambda: hot_group(seed=3 + seed, requests=count(3_600), requests_per_second=100.0 * size),
         "unique": lambda: unique_prompts(seed=4 + seed, requests=count(2_400), requests_per_second=50.0 * size),
         "mooncake": from_mooncake,
+        "agents": lambda: agents(seed=6 + seed, sessions=count(272), sessions_per_second=2.0 * size),
+        # Pauses longer than routing.approximateSeconds.
+        "agents_idle": lambda: agents(
+            seed=7 + seed,
+            name="agents_idle",
+            sessions=count(272),
+            sessions_per_second=2.0 * size,
+            turns=6,
+            pause_seconds=1_800.0,
+        ),
     }
 
 
@@ -218,7 +233,7 @@ class Experiment:
         for segment in said.added:
             prompt.extend(segment.ids())
         answer = said.answer.ids()
-        request = RoutedRequest(f"{session.name}/{turn}", prompt)
+        request = RoutedRequest(f"{session.name}/{turn}", prompt, session.name)
         self._ask_oracle(request)
         began = time.perf_counter()
         engine = self._policy.choose(request)

@@ -19,6 +19,7 @@ class RoutedRequest:
 
     id: str
     tokens: array[int]
+    session: str = ""  # the conversation that it belongs to
     _keys: dict[int, list[int]] = field(default_factory=dict)
 
     def keys(self, block_tokens: int) -> list[int]:

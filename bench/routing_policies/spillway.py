@@ -9,6 +9,7 @@ from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.routing.prefix import PromptBlocks, short_prompt_key, token_block_keys, token_bytes
 from spillway_simulator.model.events import BlocksRemoved, BlocksStored, KvEvent, Medium
 
@@ -24,7 +25,7 @@ _TIERS = {
 class Spillway(Policy):
     """events: follow KV events; without them prompts count as held where they were sent, as for engines without.
     engine_rates: engines report their measured rates, as those with Spillway's connector do; without, rates are
-    measured from replies."""
+    measured from replies. sessions: requests name theirs, as with x-session-id."""
 
     name = "spillway"
 
@@ -34,9 +35,11 @@ class Spillway(Policy):
         *,
         events: bool = True,
         engine_rates: bool = True,
+        sessions: bool = False,
         routing: RoutingConfig | None = None,
     ) -> None:
         self._engine_rates = engine_rates
+        self._sessions = sessions
         self._block_tokens = block_tokens
         self._events = events
         self._routing = routing or RoutingConfig()
@@ -74,7 +77,8 @@ class Spillway(Policy):
         keys = token_block_keys(namespace, request.tokens, self.index.block_tokens)
         spread = keys[0] if keys else short_prompt_key(namespace, token_bytes(request.tokens))
         blocks = PromptBlocks(keys, self.index.block_tokens, len(request.tokens), spread)
-        lease = self.model.choose(blocks, frozenset())
+        session = SessionKey.of("", request.session.encode()) if self._sessions else None
+        lease = self.model.choose(blocks, frozenset(), session=session)
         self._leases[request.id] = lease
         reason = lease.decision.reason.value
         self.reasons[reason] = self.reasons.get(reason, 0) + 1

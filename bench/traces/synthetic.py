@@ -55,6 +55,41 @@ def multi_turn(
     return Trace("multi_turn", about, tuple(made))
 
 
+def agents(
+    *,
+    seed: int = 6,
+    name: str = "agents",
+    sessions: int = 272,
+    sessions_per_second: float = 2.0,
+    common_tokens: int = 20_000,
+    opening_tokens: int = 10_000,
+    turn_tokens: int = 2_048,
+    answer_tokens: int = 256,
+    turns: int = 30,
+    pause_seconds: float = 30.0,
+) -> Trace:
+    """Agents behind one long common prompt; each turn adds what a tool returned. turn_tokens: the answer included."""
+    rng = random.Random(seed)
+    starts = _poisson(rng, sessions_per_second)
+    common = Segment(f"common-{seed}", common_tokens)
+    made = []
+    for number in range(sessions):
+        agent = f"agent-{seed}-{number}"
+        steps = [
+            Turn(
+                (common, Segment(f"{agent}-0", opening_tokens))
+                if at == 0
+                else (Segment(f"{agent}-{at}", turn_tokens - answer_tokens),),
+                Segment(f"{agent}-answer-{at}", answer_tokens),
+                rng.expovariate(1 / pause_seconds) if at else 0.0,
+            )
+            for at in range(turns)
+        ]
+        made.append(Session(agent, next(starts), tuple(steps)))
+    about = f"{sessions} agents, {turns} turns of {turn_tokens} on {opening_tokens} tokens, {common_tokens} common"
+    return Trace(name, about, tuple(made))
+
+
 def shared_prompts(
     *,
     seed: int = 2,

@@ -73,6 +73,12 @@ class GatewayMetrics:
             ("model", "why"),
             registry=self.registry,
         )
+        self._sessions = Counter(
+            "spillway_gateway_session_choices",
+            "Choices of an engine for a request that names a session, by whether it stayed with the last one.",
+            ("model", "outcome"),
+            registry=self.registry,
+        )
         self._pause = Histogram(
             "spillway_gateway_continuation_pause_seconds",
             "From an engine's failure to the first event of the engine that continues the answer.",
@@ -141,6 +147,7 @@ class GatewayMetrics:
         self.broken = cache(self._broken.labels)
         self.continued = cache(self._continued.labels)
         self.not_continued = cache(self._not_continued.labels)
+        self.session = cache(self._sessions.labels)
         self.pause = cache(self._pause.labels)
         self.predicted_tokens = cache(self._predicted_tokens.labels)
         self.actual_tokens = cache(self._actual_tokens.labels)

@@ -12,6 +12,7 @@ from spillway_gateway.api.parsed_body import (
     StreamFields,
     is_plain_stream,
     salt_text,
+    session_text,
     stream_reports_usage,
 )
 from spillway_gateway.tokens.estimates import value_tokens
@@ -26,6 +27,7 @@ class _ChatFields(StreamFields, kw_only=True):
     tools: Any = None
     tool_choice: Any = None
     cache_salt: Any = msgspec.UNSET
+    prompt_cache_key: Any = None
     add_generation_prompt: Any = True
     add_special_tokens: Any = False
     continue_final_message: Any = False
@@ -97,6 +99,7 @@ def _parsed(
         other_tokens=other_tokens,
         reports_usage=stream_reports_usage(fields.stream, fields.stream_options),
         plain_stream=plain_stream,
+        session=session_text(fields.prompt_cache_key),
     )
 
 

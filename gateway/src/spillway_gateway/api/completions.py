@@ -13,6 +13,7 @@ from spillway_gateway.api.parsed_body import (
     first_of,
     is_plain_stream,
     salt_text,
+    session_text,
     stream_reports_usage,
 )
 from spillway_gateway.tokens.prompt import CompletionPrompt
@@ -25,6 +26,7 @@ class CompletionBody(StreamFields, kw_only=True):
     stream: bool | None = None
     stream_options: Any = None
     cache_salt: Any = msgspec.UNSET
+    prompt_cache_key: Any = None
     add_special_tokens: Any = True
     prompt_embeds: Any = None
 
@@ -47,4 +49,5 @@ def parse_completion(body: Body) -> ParsedBody:
         reports_usage=reports_usage,
         counts_prompt=reports_usage or fields.prompt_embeds is None,
         plain_stream=is_plain_stream(fields.stream, fields) and not other_tokens and fields.prompt_embeds is None,
+        session=session_text(fields.prompt_cache_key),
     )

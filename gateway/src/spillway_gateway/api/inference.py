@@ -27,6 +27,7 @@ from spillway_gateway.api.stored_responses import Owner, ResponseOwners
 from spillway_gateway.client.connection import EXTENSION, ClientRequest
 from spillway_gateway.error_bodies import Dialect, body_of, headers_of
 from spillway_gateway.errors import GatewayDraining, GatewayError, ResponseNotFound
+from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.roster.served import ServedModel, named_model
 from spillway_gateway.tokens.estimates import holds_media
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # OpenTelemetry is imported only where traces are exported
     from spillway_gateway.tracing.request_trace import RequestTrace
 
 logger = logging.getLogger(__name__)
+SESSION_HEADER = b"x-session-id"
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -163,8 +165,17 @@ class InferenceEndpoint:
             charged_tokens=charged_tokens,
             on_end=stored.on_end if stored is not None else None,
             asks_ids=asks_ids,
+            session=_session(tenant.name, headers, parsed.session),
         )
         return outbound, served
+
+
+def _session(tenant: str, headers: Headers, in_body: str | None) -> SessionKey | None:
+    """The session that a request names; the header goes before the body."""
+    named = header(headers, SESSION_HEADER)
+    if named:
+        return SessionKey.of(tenant, named)
+    return None if in_body is None else SessionKey.of(tenant, in_body.encode("utf-8", "surrogatepass"))
 
 
 class _StoredResponse:

@@ -18,7 +18,8 @@ class ParsedBody(msgspec.Struct, frozen=True):
     estimate for the other prompts of a batch, which count as work and not as prefix. charged_tokens: charged to the
     tenant, though no engine computes them. reports_usage: the reply will report its usage. counts_prompt, counts_reply:
     False where their tokens are never reported. previous_response: the id of a stored response that this one
-    continues. plain_stream: a stream that another engine may be able to continue, see upstream/continuation.py."""
+    continues. plain_stream: a stream that another engine may be able to continue, see upstream/continuation.py.
+    session: OpenAI's prompt_cache_key."""
 
     model: str | None
     names_salt: bool
@@ -31,9 +32,15 @@ class ParsedBody(msgspec.Struct, frozen=True):
     counts_reply: bool = True
     previous_response: str | None = None
     plain_stream: bool = False
+    session: str | None = None
 
 
 ParseBody = Callable[[Body], ParsedBody]  # raises ClientBadRequest
+
+
+def session_text(value: object) -> str | None:
+    """A prompt_cache_key that names something."""
+    return value if isinstance(value, str) and value else None
 
 
 def salt_text(value: object) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
-from spillway_gateway.api.parsed_body import ParsedBody, salt_text
+from spillway_gateway.api.parsed_body import ParsedBody, salt_text, session_text
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
 
@@ -25,6 +25,7 @@ class ResponsesBody(msgspec.Struct):
     reasoning: Any = None
     previous_response_id: str | None = None
     cache_salt: Any = msgspec.UNSET
+    prompt_cache_key: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
     truncation: Any = None
@@ -63,6 +64,7 @@ def parse_responses(body: Body) -> ParsedBody:
             exact=exact,
         ),
         previous_response=fields.previous_response_id,
+        session=session_text(fields.prompt_cache_key),
     )
 
 

@@ -150,6 +150,8 @@ class RoutingConfig(CamelSection, frozen=True):
     default_block_tokens: Count = 128  # until the first event names the engine's own
     speculative_seconds: Positive = 60.0  # engines with events: a routed prefix counts as held until one comes
     approximate_seconds: Positive = 900.0  # engines without events: a routed prefix counts as held
+    tenant_sessions_max: Count = 10_000  # of a model, whose last engines are remembered; about 200 bytes each
+    sessions_max: Count = 100_000  # of all tenants together
 
 
 class BreakerConfig(CamelSection, frozen=True):

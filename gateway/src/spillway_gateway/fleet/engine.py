@@ -241,4 +241,5 @@ class Engine:
             kv_usage,
             kv_token_ms,
             self.means.device_share,
+            self.events_live,
         )

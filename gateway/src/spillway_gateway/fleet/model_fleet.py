@@ -16,6 +16,7 @@ from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, RateSamples
 from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.fleet.sessions import SessionKey, Sessions
 from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPrefix, RouteRequest
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision, plan_route
@@ -126,6 +127,7 @@ class ModelFleet:
         self._samples = RateSamples(FLEET_SAMPLES)
         self._means = RequestMeans()
         self._store_busy = BusyShare()
+        self.sessions = Sessions(routing.tenant_sessions_max, routing.sessions_max)
         self.engines: dict[str, Engine] = {}
         for engine in config.engines:
             self.add_engine(engine)
@@ -159,7 +161,13 @@ class ModelFleet:
         entries in the index: index.retire_engine()."""
         return self.engines.pop(name)
 
-    def choose(self, prompt: PromptBlocks, tried: frozenset[str], only: str | None = None) -> Lease:
+    def choose(
+        self,
+        prompt: PromptBlocks,
+        tried: frozenset[str],
+        only: str | None = None,
+        session: SessionKey | None = None,
+    ) -> Lease:
         """Decide and count in one step. Raises NoEngineReady, naming the engines and what they answered."""
         held = self._match(prompt, prompt.keys, prompt.tokens_per_block)
         for tokens_per_block, keys in prompt.other_keys.items():
@@ -167,7 +175,8 @@ class ModelFleet:
                 if found.total_tokens > held.get(name, NOTHING_HELD).total_tokens:
                     held[name] = found
         now = self._clock()
-        request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried, only)
+        last = self.sessions.engine_of(session) if session is not None else None
+        request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried, only, session is not None, last)
         factor = self._routing.bounded_load_factor
         decision = plan_route(request, self._view(held, now, breakers=True), factor)
         if decision is None:  # every breaker is open: trying an engine is better than refusing
@@ -176,6 +185,8 @@ class ModelFleet:
             raise NoEngineReady(self.unavailable_message(tried))
         engine = self.engines[decision.engine_name]
         lease = Lease(engine, decision, now)
+        if session is not None:
+            self.sessions.served(session, engine.name)
         store_rate = self._routing.shared_store_tokens_per_second
         if store_rate is not None and decision.held.shared_tokens:
             self._store_busy.add(decision.held.shared_tokens / store_rate, now)

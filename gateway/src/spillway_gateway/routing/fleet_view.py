@@ -54,6 +54,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     kv_usage: float = 0.0  # share of the device's KV cache taken by running requests; an estimate, may be outside 0..1
     kv_token_ms: float = 0.0  # time for which an average request takes one token's share of that cache; 0: unknown
     device_share: float = 0.0  # of the tokens that requests of this model found cached lately, those on a device
+    events_live: bool = True  # `held` is what it announced; of another engine, what it may still hold is not all known
 
 
 class FleetView(msgspec.Struct, frozen=True, gc=False):
@@ -69,3 +70,5 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     spread_key: int  # key of the first block: requests that share it go to the same engine when none holds any of it
     tried: frozenset[str] = frozenset()
     only: str | None = None  # the one engine that can answer, because it stores what is requested
+    in_session: bool = False  # it names a session
+    session_engine: str | None = None  # which served that session last

@@ -9,7 +9,7 @@ on Networking, 1998. Bounded loads: V. Mirrokni, M. Thorup and M. Zadimoghaddam,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 import xxhash
@@ -26,13 +26,18 @@ def ranked(engine_names: Sequence[str], key: int) -> list[str]:
     return sorted(engine_names, key=lambda name: (-weight(name, key), name))
 
 
+def load_bound(running_requests: Collection[int], bounded_load_factor: float) -> int:
+    """Requests in flight that an engine may have, the one to be placed included. running_requests: of each engine."""
+    mean = (sum(running_requests) + 1) / len(running_requests)
+    return math.ceil(bounded_load_factor * mean)
+
+
 def pick_bounded(running_requests: Mapping[str, int], key: int, bounded_load_factor: float) -> str:
     """Best-ranked engine whose load stays within `bounded_load_factor` times the mean, this request included.
 
     running_requests: name -> requests in flight; not empty. Some engine always fits, as the bound is at least the mean.
     """
-    mean = (sum(running_requests.values()) + 1) / len(running_requests)
-    bound = math.ceil(bounded_load_factor * mean)
+    bound = load_bound(running_requests.values(), bounded_load_factor)
     for name in ranked(list(running_requests), key):
         if running_requests[name] + 1 <= bound:
             return name

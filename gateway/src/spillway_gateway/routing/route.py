@@ -12,7 +12,7 @@ import msgspec
 
 from spillway_gateway.routing.fleet_view import EngineView, FleetView, HeldPrefix, RouteRequest
 from spillway_gateway.routing.load import Cost, cost_of, uncached_tokens
-from spillway_gateway.routing.rendezvous import pick_bounded, weight
+from spillway_gateway.routing.rendezvous import load_bound, pick_bounded, weight
 
 TIE_MS = 1.0  # differences below are noise of the estimate
 
@@ -24,8 +24,17 @@ class RouteReason(StrEnum):
     PREFIX = "prefix"  # cheapest because it holds the longest prefix
     LOAD = "load"  # cheapest although another engine holds more of the prompt, or none holds any and loads differ
     RENDEZVOUS = "rendezvous"  # no engine holds any of it: by hash of the first block among equally cheap engines
+    SESSION = "session"  # it served the request's session last, and the index knows of no better one
     RETRY = "retry"  # another engine failed before the first byte
     PINNED = "pinned"  # it stores what the request asks for
+
+
+class SessionOutcome(StrEnum):
+    """What became of a request that names a session. Value of the metric's label."""
+
+    NEW = "new"  # no engine is known to have served it
+    KEPT = "kept"  # the engine that served it last
+    MOVED = "moved"  # another one
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -44,6 +53,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     uncached_tokens: int
     candidates: tuple[Candidate, ...]  # every engine that was considered, with its cost
+    session: SessionOutcome | None = None
 
 
 def plan_route(request: RouteRequest, view: FleetView, bounded_load_factor: float) -> Decision | None:
@@ -60,7 +70,16 @@ def plan_route(request: RouteRequest, view: FleetView, bounded_load_factor: floa
         prompt_tokens=request.prompt_tokens,
         uncached_tokens=uncached_tokens(held, request.prompt_tokens),
         candidates=candidates,
+        session=_session_outcome(request, chosen.engine.name),
     )
+
+
+def _session_outcome(request: RouteRequest, chosen: str) -> SessionOutcome | None:
+    if not request.in_session:
+        return None
+    if request.session_engine is None:
+        return SessionOutcome.NEW
+    return SessionOutcome.KEPT if request.session_engine == chosen else SessionOutcome.MOVED
 
 
 def usable_engines(request: RouteRequest, view: FleetView) -> list[EngineView]:
@@ -78,7 +97,8 @@ def score(request: RouteRequest, engines: list[EngineView]) -> tuple[Candidate, 
 def pick(
     request: RouteRequest, candidates: tuple[Candidate, ...], bounded_load_factor: float
 ) -> tuple[Candidate, RouteReason]:
-    """The cheapest candidate and the reason; ties by held tokens, the nearer tier, load and rendezvous weight.
+    """The cheapest candidate and the reason; ties by held tokens, the nearer tier, the session, load and rendezvous
+    weight.
 
     A short prefix is loaded within TIE_MS, so without the tier it would leave the device that has it.
     """
@@ -86,6 +106,9 @@ def pick(
         return candidates[0], RouteReason.ONLY
     most_held = max(candidate.engine.held.total_tokens for candidate in candidates)
     cheapest_ms = min(candidate.cost.total_ms for candidate in candidates)
+    own = _of_session(request, candidates, bounded_load_factor) if request.session_engine is not None else None
+    if own is not None and _index_is_silent(own, most_held) and own.cost.total_ms <= cheapest_ms + _margin_ms(own):
+        return own, RouteReason.SESSION
     if most_held == 0:
         return _pick_unknown(request, candidates, cheapest_ms, bounded_load_factor)
     tied = [candidate for candidate in candidates if candidate.cost.total_ms <= cheapest_ms + TIE_MS]
@@ -95,13 +118,39 @@ def pick(
             -candidate.engine.held.total_tokens,
             -candidate.engine.held.device_tokens,
             -candidate.engine.held.cpu_tokens,
+            candidate is not own,
             candidate.engine.running_requests,
             -weight(candidate.engine.name, request.spread_key),
             candidate.engine.name,
         ),
     )
-    held = chosen.engine.held.total_tokens
-    return chosen, RouteReason.PREFIX if held == most_held else RouteReason.LOAD
+    held = chosen.engine.held
+    if chosen is own and any(each.engine.held == held for each in tied if each is not own):
+        return chosen, RouteReason.SESSION
+    return chosen, RouteReason.PREFIX if held.total_tokens == most_held else RouteReason.LOAD
+
+
+def _of_session(
+    request: RouteRequest, candidates: tuple[Candidate, ...], bounded_load_factor: float
+) -> Candidate | None:
+    """The candidate that served the session last, while its load is within the bound of choices by hash."""
+    for candidate in candidates:
+        if candidate.engine.name == request.session_engine:
+            running = [each.engine.running_requests for each in candidates]
+            fits = candidate.engine.running_requests + 1 <= load_bound(running, bounded_load_factor)
+            return candidate if fits else None
+    return None
+
+
+def _index_is_silent(own: Candidate, most_held: int) -> bool:
+    """Whether the index names no better engine than the session's, and none as good for certain."""
+    return most_held == 0 or (not own.engine.events_live and own.engine.held.total_tokens == most_held)
+
+
+def _margin_ms(own: Candidate) -> float:
+    """What staying with the session's engine may cost more than the cheapest. One without events may hold all of the
+    session, whatever the index knows, which would save the prefill."""
+    return TIE_MS if own.engine.events_live else max(TIE_MS, own.cost.prefill_ms)
 
 
 def _pick_unknown(

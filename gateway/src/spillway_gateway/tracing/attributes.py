@@ -49,7 +49,9 @@ def operation_of(path: str) -> str:
 def route_attributes(decision: Decision) -> Attributes:
     """Attributes of a decision's span."""
     held = decision.held
+    session: Attributes = {} if decision.session is None else {"spillway.session": decision.session.value}
     return {
+        **session,
         ENGINE: decision.engine_name,
         "spillway.route.reason": decision.reason.value,
         "spillway.prompt_tokens": decision.prompt_tokens,

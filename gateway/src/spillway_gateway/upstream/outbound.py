@@ -14,6 +14,7 @@ from spillway_gateway.config.settings import ContinuationConfig, LimitsConfig, T
 from spillway_gateway.error_bodies import Dialect
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.recent import Recent
+from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.lifecycle import RunningRequest
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.routing.prefix import PromptBlocks
@@ -88,7 +89,7 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     may tick in milliseconds. only_engine: the one engine that holds what the request asks for. on_reply: called with
     the engine's name and the plain reply or its first events, for status 200. charged_tokens: counted against the
     tenant's quota besides the prompt's. on_end: called once with the reply's usage. asks_ids: the body asks the engine
-    for token ids, which the client did not.
+    for token ids, which the client did not. session: that it belongs to.
     """
 
     path: bytes
@@ -109,3 +110,4 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     charged_tokens: int = 0
     on_end: Callable[[Usage], None] | None = None
     asks_ids: bool = False
+    session: SessionKey | None = None

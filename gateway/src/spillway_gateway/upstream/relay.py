@@ -232,9 +232,11 @@ class Relay:
         asked_ns = time.time_ns() if trace is not None else 0
         joins = continuing is not None and continuing.failed_at is not None
         prompt = continuing.prompt() if continuing is not None and joins else request.prompt
-        lease = self._fleet.choose(prompt, tried, request.only_engine)
+        lease = self._fleet.choose(prompt, tried, request.only_engine, request.session)
         self.lease = lease
         self._services.recent.decided(self._fleet.name, request.request_id, lease.decision)
+        if lease.decision.session is not None:
+            self._services.metrics.session(self._fleet.name, lease.decision.session.value).inc()
         if trace is not None:
             trace.routed(asked_ns, lease.decision)
             self._attempt_status = 0

@@ -20,6 +20,8 @@ def explain(decision: Decision) -> str:
             return f"Another engine failed before the first byte; of the others the cheapest, {holds}."
         case RouteReason.RENDEZVOUS:
             return f"Nobody holds any of {tokens:,} tokens; by hash among engines that cost the same."
+        case RouteReason.SESSION:
+            return f"It served the session last; {holds}, and no other engine more{_against(chosen, others)}."
         case RouteReason.PREFIX:
             return f"Cheapest: {holds}{_against(chosen, others)}."
         case RouteReason.LOAD:

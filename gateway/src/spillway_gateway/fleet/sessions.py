@@ -1,0 +1,62 @@
+"""Which engine served each session last: bounded, least recently used first out, and apart for each tenant.
+
+A session is what a client names by `x-session-id` or `prompt_cache_key`. Names are kept as hashes: two names of one
+tenant that share a hash share an engine, which costs time at most.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import xxhash
+
+
+class SessionKey(NamedTuple):
+    """One session of one tenant."""
+
+    tenant: str
+    digest: int
+
+    @classmethod
+    def of(cls, tenant: str, name: bytes) -> SessionKey:
+        return cls(tenant, xxhash.xxh3_64_intdigest(name))
+
+
+class Sessions:
+    """Of one model. On the event loop.
+
+    An entry takes about 200 bytes. At a tenant's bound its own oldest session is forgotten; at the bound of all, the
+    oldest one of the tenant that has been idle longest.
+    """
+
+    def __init__(self, tenant_entries_max: int, entries_max: int) -> None:
+        self._tenant_entries_max = min(tenant_entries_max, entries_max)
+        self._entries_max = entries_max
+        self._tenants: OrderedDict[str, OrderedDict[int, str]] = OrderedDict()
+        self._entries = 0
+
+    def __len__(self) -> int:
+        return self._entries
+
+    def engine_of(self, key: SessionKey) -> str | None:
+        """The engine that served it last; None where it is not known."""
+        own = self._tenants.get(key.tenant)
+        return None if own is None else own.get(key.digest)
+
+    def served(self, key: SessionKey, engine: str) -> None:
+        """The session's request goes to this engine."""
+        own = self._tenants.setdefault(key.tenant, OrderedDict())
+        self._tenants.move_to_end(key.tenant)
+        self._entries += key.digest not in own
+        own[key.digest] = engine
+        own.move_to_end(key.digest)
+        if len(own) > self._tenant_entries_max:
+            own.popitem(last=False)
+            self._entries -= 1
+        elif self._entries > self._entries_max:
+            idlest, oldest = next(iter(self._tenants.items()))
+            oldest.popitem(last=False)
+            self._entries -= 1
+            if not oldest:
+                del self._tenants[idlest]

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_gateway.fleet.sessions import SessionKey, Sessions
+
+TENANTS = ("a", "b", "c")
+keys = st.builds(SessionKey, st.sampled_from(TENANTS), st.integers(0, 6))
+served = st.lists(st.tuples(keys, st.sampled_from(["e0", "e1"])), max_size=60)
+
+
+@given(served, st.integers(1, 4), st.integers(1, 8))
+def test_the_bounds_hold_and_what_is_remembered_is_the_last_engine(
+    steps: list[tuple[SessionKey, str]], tenant_max: int, entries_max: int
+) -> None:
+    sessions = Sessions(tenant_max, entries_max)
+    last: dict[SessionKey, str] = {}
+    for key, engine in steps:
+        sessions.served(key, engine)
+        last[key] = engine
+        assert sessions.engine_of(key) == engine  # the newest one is never the one that is forgotten
+        known = [each for each in last if sessions.engine_of(each) is not None]
+        assert len(known) == len(sessions) <= entries_max
+        assert all(sessions.engine_of(each) == last[each] for each in known)
+        for tenant in TENANTS:
+            assert sum(each.tenant == tenant for each in known) <= tenant_max
+
+
+@given(served)
+def test_a_tenant_at_its_bound_forgets_its_own_and_oldest(steps: list[tuple[SessionKey, str]]) -> None:
+    sessions = Sessions(2, 100)
+    for key, engine in steps:
+        sessions.served(key, engine)
+    for tenant in TENANTS:
+        newest = list(dict.fromkeys(key for key, _ in reversed(steps) if key.tenant == tenant))
+        assert [sessions.engine_of(key) is not None for key in newest] == [at < 2 for at in range(len(newest))]
+
+
+def test_the_same_name_of_two_tenants_is_two_sessions() -> None:
+    sessions = Sessions(10, 10)
+    sessions.served(SessionKey.of("a", b"name"), "e0")
+    assert sessions.engine_of(SessionKey.of("a", b"name")) == "e0"
+    assert sessions.engine_of(SessionKey.of("b", b"name")) is None
+    assert sessions.engine_of(SessionKey.of("a", b"other")) is None
