@@ -5,12 +5,15 @@ import http.server
 import importlib.util
 import json
 import ssl
+import subprocess
+import sys
 import threading
 import urllib.error
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from chart.helm_binaries import ROOT
 from chart.rendering import CHART, render
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -66,10 +69,14 @@ class GatewayServer:
         self.chat, self.stream = chat, streamed("He", "re.") if stream is None else stream
         self.authorizations: list[str | None] = []
 
+    page = 'spillway_gateway_tokenizer_usable{model="m"} 1.0\n'
+
     def get(self, path: str, authorization: str | None) -> Answer:
-        assert path == "/spillway/config"
+        assert path in {"/spillway/config", "/metrics"}
         if self.refuses(authorization):
             return 401, {"error": {"code": "invalid_api_key"}}
+        if path == "/metrics":
+            return 200, self.page
         return (200, {"settings": self.settings}) if self.operator else (403, {"error": {"code": "operator_only"}})
 
     def post(self, path: str, body: dict, authorization: str | None) -> Answer:
@@ -88,12 +95,20 @@ class EngineServer:
 
     def __init__(self, settings: dict, tier: Tier | None, spills: bool = True) -> None:
         self.settings, self.tier, self.spills = settings, tier, spills
+        self.more = ""  # of the page of metrics
         self.stored = self.written = self.hits = 0
         self.seen: set[str] = set()
         self.authorizations: list[str | None] = []
 
     def get(self, path: str, authorization: str | None) -> Answer:
-        return 200, {"/ready": {}, "/metrics": self.metrics(), "/spillway/config": {"settings": self.settings}}[path]
+        config = {"settings": self.settings, "servedName": "m"}
+        version = {"version": "0.23.0"}
+        return 200, {
+            "/ready": {},
+            "/version": version,
+            "/metrics": self.metrics() + self.more,
+            "/spillway/config": config,
+        }[path]
 
     def post(self, path: str, body: dict, authorization: str | None) -> Answer:
         self.authorizations.append(authorization)
@@ -195,6 +210,52 @@ def test_all_is_well(run, expected):
         "2 of 2 engines ready" in output and "1 chunks that" in output and "runs with the settings of these" in output
     )
     assert {*engines[0].authorizations, *gateway.authorizations} == {"Bearer sesame"}
+
+
+def test_what_processes_say_of_themselves_is_checked_too(run, expected):
+    """As far as they say it: here the CPU tier and the shared tier."""
+    tier, settings = Tier(), expected["models"][0]["settings"]
+    engines = EngineServer(settings, tier), EngineServer({**settings, "name": "engine-1"}, tier)
+    label = 'process="EngineCore",setting="generated_tokens"'
+    for engine in engines:
+        engine.more = f'spillway_process_setting{{{label},value="on"}} 1\nspillway_tier_ready{{tier="redis"}} 1\n'
+    status, output = run(*engines)
+    assert status == 0, output
+    assert "ok    generatedTokens, engine-1: on (EngineCore)" in output
+    assert "ok    tokenizer of the gateway, m: " in output
+    assert "not checked devices, engine-1: the engine's processes have not said it" in output
+
+    engines[1].more = f'spillway_process_setting{{{label},value="off"}} 1\nspillway_tier_ready{{tier="redis"}} 0\n'
+    status, output = run(*engines)
+    failed = [line for line in output.splitlines() if line.startswith("FAILED")]
+    assert status == 1 and len(failed) == 2
+    assert "generatedTokens, engine-1: off" in failed[0] and "cannot be used -> start the Redis" in failed[1]
+
+
+def test_the_pod_runs_the_checks_of_spillway_doctor():
+    for name in ("evidence.py", "findings.py"):
+        own, original = CHART / "files" / "spillway_ctl" / name, ROOT / "services/ctl/src/spillway_ctl" / name
+        assert own.read_text() == original.read_text(), f"cp {original.relative_to(ROOT)} {own.relative_to(ROOT)}"
+
+
+def test_the_files_of_the_pod_need_the_standard_library_alone(tmp_path):
+    """Laid out as the volume lays them out; -S keeps installed packages away."""
+    rendered = render(CHART / "values-cpu.yaml", values={"tests": {"timeoutSeconds": 30}})
+    data = rendered.named("ConfigMap", "chat-spillway-test")["data"]
+    (volume,) = (each for each in rendered.one("Pod", "test")["spec"]["volumes"] if each["name"] == "config")
+    assert {item["key"] for item in volume["configMap"]["items"]} == data.keys()
+    nobody = "http://127.0.0.1:1"
+    expected = json.loads(data["expected.json"])
+    expected["gateway"].update(url=nobody, operations=nobody)
+    expected["models"][0]["engines"] = [nobody]
+    for item in volume["configMap"]["items"]:
+        path = tmp_path / item["path"]
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(expected) if item["key"] == "expected.json" else data[item["key"]])
+    command = [sys.executable, "-S", str(tmp_path / "live_check.py"), str(tmp_path / "expected.json")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1 and ran.stderr == "", ran.stderr
+    assert "none of http://127.0.0.1:1 is ready" in ran.stdout
 
 
 def test_a_gateway_with_other_settings_is_named(run, expected):

@@ -2,7 +2,8 @@
 
 With the standard library alone: does the gateway obey the values, and for each model: does a chat through the gateway
 get a well-formed answer, plain and streamed (and, where keys are required, none without a key), does every engine obey
-the values, and is a prefix that one engine computed served from a tier.
+the values, and is a prefix that one engine computed served from a tier. At the end the checks of `spillway doctor`, as
+far as they can be made from here: what the processes of gateway and engines say of themselves.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from spillway_ctl.evidence import EngineReading, Exposition, Finding, GatewayReading, Verdict, clock_skew
+from spillway_ctl.findings import judge
+
 REQUEST_SECONDS = 120.0
 POLL_SECONDS = 1.0
+TEXT = "Once upon a time,  there were 3 tokenizers:\n\tλ, β and 🙂."
 QUESTION = "Name the capital of France."
 ANSWER_TOKENS = 16
 FINISH_REASONS = ("stop", "length")
@@ -40,7 +45,8 @@ class CheckFailed(Exception):
 
 def main(arguments: list[str]) -> int:
     expected = json.loads(Path(arguments[0]).read_text())
-    deadline = time.monotonic() + float(expected["timeoutSeconds"]) * 0.9
+    began = time.monotonic()
+    deadline = began + float(expected["timeoutSeconds"]) * 0.9
     gateway, auth = expected["gateway"], expected["auth"]
     checks = [("gateway, settings", partial(check_gateway, gateway, auth))]
     for model in expected["models"]:
@@ -50,6 +56,7 @@ def main(arguments: list[str]) -> int:
             (f"{model['name']}, settings", partial(check_settings, model, engine_key)),
             (f"{model['name']}, tier", partial(check_tier, model, engine_key, deadline)),
         ]
+    pages = {url: page(url) for model in expected["models"] for url in model["engines"]}
     failures = 0
     for name, check in checks:
         try:
@@ -57,7 +64,76 @@ def main(arguments: list[str]) -> int:
         except (CheckFailed, OSError, ValueError, KeyError) as error:
             failures += 1
             print(f"FAILED {name}: {error}", flush=True)
+    for finding in judge(
+        read_gateway(gateway, auth), read_engines(expected["models"], pages), time.monotonic() - began
+    ):
+        failures += finding.verdict is Verdict.FAILED
+        print(line_of(finding), flush=True)
     return 1 if failures else 0
+
+
+def line_of(finding: Finding) -> str:
+    label = {Verdict.OK: "ok   ", Verdict.FAILED: "FAILED"}.get(finding.verdict, finding.verdict.value)
+    remedy = f" -> {finding.change}" if finding.change and finding.verdict is not Verdict.NOT_CHECKED else ""
+    return f"{label} {finding.check}, {finding.where}: {' '.join(finding.found.split())}{remedy}"
+
+
+def read_gateway(gateway: Mapping[str, Any], auth: Mapping[str, Any]) -> GatewayReading | None:
+    """None where it may not be asked. One page serves as both ends of the window: the next may be another replica's."""
+    if auth["required"] and "keyEnv" not in auth and not gateway["open"]:
+        return None
+    reading, sent = GatewayReading(gateway["operations"]), time.time()
+    try:
+        reading.config, headers = ask(f"{reading.url}/spillway/config", client_key(auth))
+    except (CheckFailed, OSError, ValueError):
+        return None  # the check of its settings has said so
+    reading.skew_seconds = clock_skew(headers.get("date"), sent, time.time())
+    reading.before = reading.after = page(reading.url, client_key(auth))
+    return reading
+
+
+def read_engines(models: list[dict[str, Any]], pages: Mapping[str, Exposition | None]) -> list[EngineReading]:
+    """Of those that are ready: which are not, other checks have said."""
+    readings = []
+    for model in models:
+        key = os.environ.get(model.get("apiKeyEnv", ""), "")
+        for url in filter(is_ready, model["engines"]):
+            sent = time.time()
+            try:
+                config, headers = ask(f"{url}/spillway/config", key)
+                reading = EngineReading(str(config.get("settings", {}).get("name", url)), url, config=config)
+                reading.skew_seconds = clock_skew(headers.get("date"), sent, time.time())
+                reading.before, reading.after = pages.get(url), page(url)
+                reading.request_problem = "not measured by helm test"
+                reading.vllm_version = optional(f"{url}/version", key).get("version")
+                reading.tokens = optional(f"{url}/tokenize", key, {"model": model["name"], "prompt": TEXT}).get(
+                    "tokens"
+                )
+            except (CheckFailed, OSError, ValueError):
+                continue
+            readings.append(reading)
+    return readings
+
+
+def optional(url: str, key: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Empty where an engine has no such route."""
+    try:
+        return ask(url, key, body)[0]
+    except (CheckFailed, OSError, ValueError):
+        return {}
+
+
+def page(url: str, key: str = "") -> Exposition | None:
+    """/metrics; None where it is not shown."""
+    try:
+        with open_url(f"{url}/metrics", REQUEST_SECONDS, headers=bearer(key)) as reply:
+            return Exposition(reply.read().decode())
+    except (OSError, ValueError):
+        return None
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def check_gateway(gateway: Mapping[str, Any], auth: Mapping[str, Any]) -> str:
@@ -265,9 +341,7 @@ def series_sum(engine: str, name: str, **labels: str) -> float:
 
 
 def ask(url: str, key: str, body: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], Mapping[str, str]]:
-    headers = {"content-type": "application/json"}
-    if key:
-        headers["authorization"] = f"Bearer {key}"
+    headers = {"content-type": "application/json", **bearer(key)}
     try:
         with open_url(url, REQUEST_SECONDS, None if body is None else json.dumps(body).encode(), headers) as reply:
             return json.load(reply), reply.headers
@@ -277,9 +351,7 @@ def ask(url: str, key: str, body: Mapping[str, Any] | None = None) -> tuple[dict
 
 def ask_stream(url: str, key: str, body: Mapping[str, Any]) -> list[str]:
     """The data of each event."""
-    headers = {"content-type": "application/json"}
-    if key:
-        headers["authorization"] = f"Bearer {key}"
+    headers = {"content-type": "application/json", **bearer(key)}
     try:
         with open_url(url, REQUEST_SECONDS, json.dumps(body).encode(), headers) as reply:
             return [line[5:].strip().decode() for line in reply if line.startswith(b"data:")]

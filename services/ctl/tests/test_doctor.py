@@ -16,7 +16,8 @@ from test_findings import CONFIG, GATEWAY_PAGE, PAGE, held
 
 from spillway_ctl import readings
 from spillway_ctl.command import main
-from spillway_ctl.readings import NoAnswer, _skew, ask
+from spillway_ctl.evidence import clock_skew
+from spillway_ctl.readings import NoAnswer, ask
 
 Answers = dict[str, Any]  # by path: an object, text, or a status
 
@@ -212,11 +213,11 @@ def test_skew_is_what_a_whole_second_and_the_way_cannot_explain() -> None:
     def said(at: float) -> str:
         return formatdate(at, usegmt=True)
 
-    assert _skew(said(1000), 1000.2, 1000.4) == 0
-    assert _skew(said(1000), 1000.9, 1001.1) == 0
-    assert _skew(said(1010), 1000.2, 1000.4) == pytest.approx(9.6)
-    assert _skew(said(990), 1000.2, 1000.4) == pytest.approx(-9.2)
-    assert _skew(None, 1.0, 2.0) is None and _skew("yesterday", 1.0, 2.0) is None
+    assert clock_skew(said(1000), 1000.2, 1000.4) == 0
+    assert clock_skew(said(1000), 1000.9, 1001.1) == 0
+    assert clock_skew(said(1010), 1000.2, 1000.4) == pytest.approx(9.6)
+    assert clock_skew(said(990), 1000.2, 1000.4) == pytest.approx(-9.2)
+    assert clock_skew(None, 1.0, 2.0) is None and clock_skew("yesterday", 1.0, 2.0) is None
 
 
 def test_events_that_do_not_arrive_are_late(serve, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

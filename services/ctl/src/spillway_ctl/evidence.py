@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from enum import Enum
 from typing import Any
 
@@ -142,3 +143,17 @@ def at(tree: Any, *path: str) -> Any:
 
 def mappings(value: Any) -> list[Mapping[str, Any]]:
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, Sequence) else []
+
+
+def clock_skew(date: str | None, sent: float, received: float) -> float | None:
+    """Seconds that another clock is ahead, by the date of its answer; None: it carries none.
+
+    0 where both clocks may agree: a date is cut to a whole second, and was written at some time in between.
+    """
+    try:
+        theirs = parsedate_to_datetime(date or "").timestamp()
+    except (TypeError, ValueError):
+        return None
+    if theirs > received:
+        return theirs - received
+    return min(0.0, theirs + 1.0 - sent)

@@ -10,11 +10,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from spillway_ctl.evidence import EngineReading, Exposition, GatewayReading
+from spillway_ctl.evidence import EngineReading, Exposition, GatewayReading, clock_skew
 
 EVENT_SECONDS_MAX = 5.0  # until the gateway has the events of a request
 POLL_SECONDS = 0.05
@@ -198,15 +197,4 @@ def ask(url: str, key: str, answer_seconds: float, body: Mapping[str, Any] | Non
         raise NoAnswer(f"{url} answered {reply.status}: give an operator's key (--gateway-key-env, --engine-key-env)")
     if reply.status != 200:
         raise NoAnswer(f"{url} answered {reply.status}: {content[:200].decode(errors='replace')}")
-    return Answer(content, _skew(reply.getheader("date"), sent, time.time()))
-
-
-def _skew(date: str | None, sent: float, received: float) -> float | None:
-    """0 where both clocks may agree: a date is cut to a whole second, and was written at some time in between."""
-    try:
-        theirs = parsedate_to_datetime(date or "").timestamp()
-    except (TypeError, ValueError):
-        return None
-    if theirs > received:
-        return theirs - received
-    return min(0.0, theirs + 1.0 - sent)
+    return Answer(content, clock_skew(reply.getheader("date"), sent, time.time()))

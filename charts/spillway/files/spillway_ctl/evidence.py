@@ -1,0 +1,159 @@
+"""What a gateway and its engines say of themselves, as it was read. Findings are made of it.
+
+With the standard library alone: the chart carries a copy for `helm test` (tests/chart holds the two equal).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from enum import Enum
+from typing import Any
+
+_SERIES = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: -?\d+)?")
+_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+
+
+class Verdict(Enum):
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """found: the value, or why it is unknown. change: what to do; empty where nothing is."""
+
+    check: str
+    where: str
+    verdict: Verdict
+    found: str
+    change: str = ""
+
+
+class Exposition:
+    """One reading of a /metrics page, in the text format of Prometheus. Lines of another form are passed by."""
+
+    def __init__(self, text: str) -> None:
+        self._series: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for line in text.splitlines():
+            match = _SERIES.fullmatch(line)
+            if match is None:
+                continue
+            name, labels, amount = match.groups()
+            try:
+                value = float(amount)
+            except ValueError:
+                continue
+            found = {label: re.sub(r"\\(.)", r"\1", text) for label, text in _LABEL.findall(labels or "")}
+            self._series.setdefault(name, []).append((found, value))
+
+    def series(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
+        """(all labels, value) of those that carry `labels`."""
+        return [
+            (found, value)
+            for found, value in self._series.get(name, [])
+            if all(found.get(label) == wanted for label, wanted in labels.items())
+        ]
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """None: there is no such series."""
+        found = self.series(name, **labels)
+        return sum(value for _, value in found) if found else None
+
+
+@dataclass
+class GatewayReading:
+    """before, after: its /metrics at both ends of the window. problem: why it could not be asked."""
+
+    url: str
+    problem: str | None = None
+    config: Mapping[str, Any] | None = None  # of /spillway/config
+    before: Exposition | None = None
+    after: Exposition | None = None
+    skew_seconds: float | None = None  # its clock ahead of this one
+
+    def engines(self) -> Iterator[tuple[str, str, str]]:
+        """(model, name, url) of those that it knows."""
+        config = self.config or {}
+        for model in mappings(at(config, "settings", "models")):
+            for engine in mappings(model.get("engines")):
+                yield str(model.get("name")), str(engine.get("name")), str(engine.get("url"))
+        discovered = config.get("discovered")
+        for name, found in discovered.items() if isinstance(discovered, Mapping) else ():
+            for engine in mappings(at(found, "engines")):
+                yield str(name), str(engine.get("name")), str(engine.get("url"))
+
+
+@dataclass
+class EngineReading:
+    """name: as the gateway knows it. tokens: of one text that all engines were asked about."""
+
+    name: str
+    url: str
+    problem: str | None = None
+    config: Mapping[str, Any] | None = None
+    vllm_version: str | None = None  # of the API server's process
+    before: Exposition | None = None
+    after: Exposition | None = None
+    skew_seconds: float | None = None
+    tokens: Sequence[int] | None = None
+    request_problem: str | None = None  # why no request was made of it, or why it failed
+    event_lag_seconds: float | None = None  # from that request's answer until the gateway had its events; inf: never
+
+    @property
+    def model(self) -> str:
+        return str((self.config or {}).get("servedName", "?"))
+
+    def setting(self, *path: str) -> Any:
+        """As it was started with; None: it does not say."""
+        return at(self.config or {}, "settings", *path)
+
+    def held(self, setting: str) -> dict[str, str]:
+        """By process: the value of a setting as that process holds it."""
+        found = (self.after or Exposition("")).series("spillway_process_setting", setting=setting)
+        return {labels["process"]: labels["value"] for labels, _ in found if {"process", "value"} <= labels.keys()}
+
+    def growth(self, name: str, **labels: str) -> tuple[float, float]:
+        """(within the window, since the start) of a counter."""
+        now = (self.after or Exposition("")).total(name, **labels) or 0.0
+        return max(0.0, now - ((self.before or Exposition("")).total(name, **labels) or 0.0)), now
+
+
+def by_process(values: Mapping[str, str | None], prefix: str = "") -> str:
+    """`EngineCore 40, worker-0 40`; one value for all of them is said once."""
+    if not values:
+        return f"{prefix}?"
+    if len(set(values.values())) == 1:
+        return f"{prefix}{next(iter(values.values()))} ({', '.join(sorted(values))})"
+    return ", ".join(f"{process} {prefix}{value}" for process, value in sorted(values.items()))
+
+
+def at(tree: Any, *path: str) -> Any:
+    """None where the tree lacks it."""
+    for name in path:
+        if not isinstance(tree, Mapping):
+            return None
+        tree = tree.get(name)
+    return tree
+
+
+def mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, Sequence) else []
+
+
+def clock_skew(date: str | None, sent: float, received: float) -> float | None:
+    """Seconds that another clock is ahead, by the date of its answer; None: it carries none.
+
+    0 where both clocks may agree: a date is cut to a whole second, and was written at some time in between.
+    """
+    try:
+        theirs = parsedate_to_datetime(date or "").timestamp()
+    except (TypeError, ValueError):
+        return None
+    if theirs > received:
+        return theirs - received
+    return min(0.0, theirs + 1.0 - sent)
