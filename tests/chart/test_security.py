@@ -142,10 +142,10 @@ def test_secrets_of_a_tier_are_files_for_its_user_alone():
         "type": "redis",
         "redis": {
             "url": "rediss://r",
-            "existingSecret": {"name": "login"},
+            "existingSecret": {"name": "tier-login"},
             "tls": {"caSecret": {"name": "ca"}, "clientSecret": {"name": "client"}},
         },
-        "encryption": {"enabled": True, "keyId": "2026", "keySecretName": "seal"},
+        "encryption": {"enabled": True, "keyId": "2026", "keySecretName": "tier-seal"},
     }
     values = {"engine": {"accelerator": {"preset": "cpu"}, "offload": {"sharedTier": tier}}}
     rendered = render(values=values)
@@ -153,11 +153,11 @@ def test_secrets_of_a_tier_are_files_for_its_user_alone():
 
     (volume,) = (volume["projected"] for volume in pod["volumes"] if volume["name"] == "secrets")
     assert volume["defaultMode"] == 0o400
-    assert [source["secret"]["name"] for source in volume["sources"]] == ["login", "ca", "client", "seal"]
+    assert [source["secret"]["name"] for source in volume["sources"]] == ["tier-login", "ca", "client", "tier-seal"]
     # Kubernetes gives the files to root, and lets the group of fsGroup read them.
     assert pod["securityContext"]["runAsUser"] != 0 and pod["securityContext"]["fsGroup"]
     assert all(mount["readOnly"] for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "secrets")
-    assert not any(name in json.dumps(rendered.of_kind("ConfigMap")) for name in ("login", "seal"))
+    assert not any(name in json.dumps(rendered.of_kind("ConfigMap")) for name in ("tier-login", "tier-seal"))
 
 
 def test_secrets_of_the_gateway_are_files_for_its_user_alone():
