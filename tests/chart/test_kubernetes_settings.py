@@ -67,7 +67,7 @@ def test_they_are_valid_on_every_supported_version(rendered: Render):
 def test_everything_goes_to_the_namespace_of_the_values(rendered: Render):
     assert {item["metadata"]["namespace"] for item in rendered.objects} == {"models"}
     rest = rendered.text.replace("-spillway", "")
-    assert "llm" not in rest.replace("app: vllm", "").replace("vllm", "").replace("/llm", "")
+    assert "llm" not in rest.replace("app: vllm", "").replace("vllm", "").replace("/llm", "").replace("fullmatch", "")
 
 
 def test_engines_on_the_nodes_network(rendered: Render):
