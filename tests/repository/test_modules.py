@@ -17,6 +17,7 @@ SHORT: dict[str, str] = {
     "connector/src/spillway_connector/engine/connector.py": "a path that users' configurations of vLLM name",
     "connector/src/spillway_connector/engine/engine_logging.py": "called by the connector of every generation",
     "connector/src/spillway_connector/engine/spec.py": "a path that users' configurations of vLLM name",
+    "connector/src/spillway_connector/testing/cache_first.py": "loads as an engine's, for tests of three rooms",
     "connector/src/spillway_connector/testing/clock.py": "the stepped clock, for tests of every room",
     "connector/src/spillway_connector/testing/memory.py": "resident memory of a mapping, for tests of two rooms",
     "connector/src/spillway_connector/tiers/disk/room.py": "the bound of both layouts, which do not import each other",

@@ -32,6 +32,7 @@ def test_thousands_of_corruptions_serve_no_wrong_byte(tmp_path: Path) -> None:
     tried = {(shelf, kind) for shelf, kind, _ in outcomes}
     assert tried == {(shelf.name, kind) for shelf in on for kind in VANDALS} | {
         ("slab", STALE_INDEX),
+        ("page cache", STALE_INDEX),
         ("parts", "parts of two writers"),
     }
     for shelf, kind in tried:

@@ -35,7 +35,7 @@ from spillway_connector.testing.faults import (
 )
 from spillway_connector.testing.tier_contract import NAMESPACE, key_of, payload_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.tier import NO_TENANT, EvictionReason, StoreOutcome, Tier
+from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, EvictionReason, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import BreakerState
 from spillway_connector.transfer.open_jobs import ARRIVALS_REPORTED_SECONDS
 from spillway_connector.transfer.shared_tier import (
@@ -388,6 +388,110 @@ def test_a_load_that_hangs_is_reported_at_its_deadline_and_its_late_end_touches_
         if shared.snapshot().late_completions < 2:
             assert shared.wait_for_progress(REAL_SECONDS)
     assert (rig.rows[:, :PAYLOAD] == 77).all()
+
+
+class BlocksInMemory(TierWrapper):
+    """A tier that has all its blocks in memory. ``copying`` is called within each copy, with the target."""
+
+    def __init__(self, tier: Tier, copying: Callable[[memoryview], object] = lambda target: None) -> None:
+        super().__init__(tier)
+        self.copying = copying
+        self.verifies = True
+
+    def in_memory(self, key: bytes, deadline: float) -> BlockInMemory:
+        outer = self
+
+        class Block:
+            def copy_to(self, target: memoryview) -> bool:
+                outer.copying(target)
+                outer.tier.load(key, target, deadline)
+                if not outer.verifies:
+                    target[0] ^= 1
+                return outer.verifies
+
+        return Block()
+
+
+def test_blocks_in_memory_go_straight_to_their_rows(rig: Rig) -> None:
+    rig.fill(range(8))
+    targets: list[int] = []
+    tier = BlocksInMemory(rig.memory(), lambda target: targets.append(np.frombuffer(target, np.uint8).ctypes.data))
+    shared = rig.start(tier)
+    rig.clear_rows()
+    shared.submit_load(1, [key_of(row) for row in range(8)], range(8, 16))
+    assert rig.outcome(1).success
+    assert all(rig.holds(8 + row, row) for row in range(8))
+    assert tier.calls[Operation.LOAD] == 0
+    assert sorted(targets) == [rig.rows[row].ctypes.data for row in range(8, 16)]
+
+
+def test_a_block_in_memory_that_does_not_verify_is_loaded_instead(rig: Rig) -> None:
+    rig.fill([1])
+    tier = BlocksInMemory(rig.memory())
+    tier.verifies = False
+    shared = rig.start(tier)
+    rig.clear_rows()
+    shared.submit_load(1, [key_of(1)], [5])
+    assert rig.outcome(1).success
+    assert rig.holds(5, 1)
+    assert tier.calls[Operation.LOAD] == 1
+
+
+def test_damage_found_in_memory_counts_as_damage_and_the_row_is_not_published(rig: Rig) -> None:
+    rig.fill([1, 2])
+    frame = rig.medium.frames[NAMESPACE.digest16, key_of(1)]
+    frame[-1] ^= 1
+
+    class Damaged(BlocksInMemory):
+        def in_memory(self, key: bytes, deadline: float) -> BlockInMemory:
+            self.verifies = key != key_of(1)
+            self.tier = rig.memory() if self.verifies else UncheckedTier(rig.memory())
+            return super().in_memory(key, deadline)
+
+        def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+            rig.memory().load(key, target, deadline)
+
+    class UncheckedTier(TierWrapper):
+        def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+            target[:] = frame[-PAYLOAD:]
+
+    shared = rig.start(Damaged(rig.memory()), replace(LIMITS, io_threads=1))
+    rig.clear_rows()
+    shared.submit_load(1, [key_of(1), key_of(2)], [5, 6])
+    outcome = rig.outcome(1)
+    assert outcome.done == (key_of(2),)
+    assert outcome.failed[key_of(1)].reason == CorruptReason.PAYLOAD
+    assert rig.holds(6, 2)
+    assert (NAMESPACE.digest16, key_of(1)) not in rig.medium.frames  # discarded
+    assert shared.snapshot().failures[Operation.LOAD, CorruptReason.PAYLOAD] == 1
+
+
+def test_a_row_is_not_given_up_while_it_is_copied_to_and_never_touched_afterwards(rig: Rig) -> None:
+    rig.fill([1, 2])
+    copying, go_on = threading.Semaphore(0), threading.Event()
+
+    def hold(target: memoryview) -> None:
+        copying.release()
+        assert go_on.wait(REAL_SECONDS)
+
+    tier = BlocksInMemory(rig.memory(), hold)
+    shared = rig.start(tier, replace(LIMITS, io_threads=1))
+    rig.clear_rows()
+    shared.submit_load(1, [key_of(1), key_of(2)], [5, 6])
+    assert copying.acquire(timeout=REAL_SECONDS)
+    rig.clock.advance(LIMITS.load_timeout_seconds)
+    assert shared.finished() == []  # the second has been given up; the first is being copied
+    tier.verifies = False  # so that a copy after the deadline would show
+    go_on.set()
+    outcome = rig.outcome(1)
+    assert set(outcome.failed) == {key_of(1), key_of(2)}
+    assert all(isinstance(error, TierTimeout) for error in outcome.failed.values())
+    tier.verifies = True
+    before = rig.rows.copy()
+    assert shared.drain(1.0)
+    assert not copying.acquire(blocking=False)
+    assert (rig.rows == before).all()
+    assert not rig.rows[6, :PAYLOAD].any()
 
 
 def test_a_store_that_hangs_has_let_go_of_its_row_when_it_is_reported(

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from spillway_connector.errors import TierCorrupt, TierMiss
 from spillway_connector.namespace import Namespace
+from spillway_connector.testing.cache_first import CacheFirst
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.index import SlabIndex
@@ -229,12 +230,10 @@ class FileShelf(_TierShelf):
 
 
 class SlabShelf(_TierShelf):
-    def __init__(self, root: Path) -> None:
-        tier, foreign_tier = (
-            SlabTier(namespace, PAYLOAD_BYTES, root, max_bytes=1 << 20) for namespace in (OURS, THEIRS)
-        )
+    def __init__(self, root: Path, name: str = "slab", kind: type[SlabTier] = SlabTier) -> None:
+        tier, foreign_tier = (kind(namespace, PAYLOAD_BYTES, root, max_bytes=1 << 20) for namespace in (OURS, THEIRS))
         with closing(foreign_tier):
-            super().__init__("slab", tier, foreign_tier)
+            super().__init__(name, tier, foreign_tier)
         folder = next(root.glob("slab/*/index")).parent
         index = SlabIndex.open(folder, writable=True)
         assert index is not None
@@ -340,8 +339,9 @@ class PartsShelf:
 def shelves(folder: Path) -> Iterator[list[Shelf]]:
     """One of each kind; those on disk below ``folder``."""
     files, slab = FileShelf(folder / "files"), SlabShelf(folder / "slab")
-    with closing(files.tier), closing(slab.tier):
-        yield [MemoryShelf(), PartsShelf(), files, slab]
+    cached = SlabShelf(folder / "cached", "page cache", CacheFirst)
+    with closing(files.tier), closing(slab.tier), closing(cached.tier):
+        yield [MemoryShelf(), PartsShelf(), files, slab, cached]
 
 
 # --- trials -----------------------------------------------------------------------------------------------------------

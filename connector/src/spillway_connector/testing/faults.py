@@ -10,7 +10,7 @@ from spillway_connector.errors import RefusedReason, TierError, TierRefused
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, Tier
+from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, Tier
 from spillway_connector.transfer.stats import Operation
 
 ALL_OPERATIONS = frozenset(Operation)
@@ -67,6 +67,10 @@ class TierWrapper:
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
         self._enter(Operation.LOAD)
         self.tier.load(key, target, deadline)
+
+    def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
+        """None, so that loads go through :meth:`load`, where faults are injected."""
+        return None
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         self._enter(Operation.STORE)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from spillway_connector.errors import RefusedReason, TierMiss, TierRefused, TierTimeout
 from spillway_connector.namespace import Namespace, explain_difference, store_id_of
 from spillway_connector.tiers.frame import HEADER_BYTES, build_header, verify
-from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, WallClock
+from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
 
 PRESSURE_SECONDS = 5.0  # how long an eviction or a refusal for want of room counts as pressure
 
@@ -106,6 +106,10 @@ class MemoryTier:
             payload_bytes=self.payload_bytes,
         )
         target[:] = payload
+
+    def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
+        """None: the medium stands in for something slower."""
+        return None
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         self.prepare(deadline)

@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from spillway_connector.errors import ConfigError, CorruptReason, TierCorrupt
 from spillway_connector.namespace import NAMESPACE_DIGEST_BYTES, Namespace
 from spillway_connector.tiers.buffers import transfer_buffer
-from spillway_connector.tiers.tier import NO_TENANT, EvictionReason, StoreOutcome, Tier
+from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, EvictionReason, StoreOutcome, Tier
 
 TAG_BYTES = 16
 NONCE_BYTES = 12
@@ -159,6 +159,20 @@ class PayloadSeal:
             raise TierCorrupt(CorruptReason.SEAL, "the block does not open: it was changed, moved or forged") from None
 
 
+class _SealedInMemory:
+    """See tier.BlockInMemory."""
+
+    __slots__ = ("_key", "_sealed", "_tier")
+
+    def __init__(self, tier: SealedTier, key: bytes, sealed: BlockInMemory) -> None:
+        self._tier = tier
+        self._key = key
+        self._sealed = sealed
+
+    def copy_to(self, target: memoryview) -> bool:
+        return self._tier._copy_opened(self._key, self._sealed, target)
+
+
 class SealedTier:
     """Seals payloads before they are stored in ``tier`` and opens them after loading. See tier.Tier for the contract.
 
@@ -219,6 +233,22 @@ class SealedTier:
         try:
             self.tier.load(key, buffer, deadline)
             self._seal.open(key, buffer, target)
+        finally:
+            self._return_buffer(buffer)
+
+    def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
+        sealed = self.tier.in_memory(key, deadline)
+        return None if sealed is None else _SealedInMemory(self, key, sealed)
+
+    def _copy_opened(self, key: bytes, sealed: BlockInMemory, target: memoryview) -> bool:
+        buffer = self._take_buffer()
+        try:
+            if not sealed.copy_to(buffer):
+                return False
+            self._seal.open(key, buffer, target)
+            return True
+        except TierCorrupt:
+            return False
         finally:
             self._return_buffer(buffer)
 

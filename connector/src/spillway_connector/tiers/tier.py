@@ -37,6 +37,17 @@ class EvictionReason(StrEnum):
     TTL = "ttl"  # it had not been used for ttl_seconds
 
 
+class BlockInMemory(Protocol):
+    """A block of a tier whose bytes are in this node's memory, so that loading it waits for nothing."""
+
+    def copy_to(self, target: memoryview) -> bool:
+        """Copy the payload into ``target`` (see :meth:`Tier.load`) and verify it there, in a few milliseconds.
+
+        False: it is not in memory any more, or does not verify; ``target`` is undefined and load has to say why.
+        """
+        ...
+
+
 class Tier(Protocol):
     """A blocking store of fixed-size payloads by key, within one namespace.
 
@@ -114,6 +125,13 @@ class Tier(Protocol):
         target: writable, flat, exactly ``payload_bytes`` long; page aligned if it is to be fast. Its contents are
         undefined when this raises, so no other thread may read it meanwhile.
         Raises TierMiss, TierCorrupt (the caller then discards), TierRefused, TierUnreachable, TierTimeout.
+        """
+        ...
+
+    def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
+        """The block, where it can be copied from memory now; None: :meth:`load` it. Renews the entry's age. May block.
+
+        Raises what load raises, but TierCorrupt.
         """
         ...
 

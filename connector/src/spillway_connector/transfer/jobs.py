@@ -5,6 +5,7 @@ The invariant: once a job has been given up, no worker reads or writes its rows.
 milliseconds) is under way, and then it succeeds at the next attempt. I/O never happens between the two calls.
 
     load:   QUEUED -> (tier to bounce buffer, verified) -> COPYING -> COPIED -> SETTLED
+            QUEUED -> COPYING (from memory, verified in the row) -> COPIED -> SETTLED, or back to QUEUED
     store:  QUEUED -> COPYING -> COPIED -> (bounce buffer to tier) -> SETTLED
     both:   QUEUED or COPIED -> VOID when the job is given up
 
@@ -89,6 +90,11 @@ class TransferItem:
         """Worker: the row will not be touched again."""
         with self.job.lock:
             self.job.states[self.index] = ItemState.COPIED
+
+    def undo_copy(self) -> None:
+        """Worker: the row has not got its bytes, and will not be touched before begin_copy is called again."""
+        with self.job.lock:
+            self.job.states[self.index] = ItemState.QUEUED
 
     @property
     def void(self) -> bool:

@@ -1,9 +1,9 @@
 """The threads that move items between rows of the CPU tier and a shared tier, through bounce buffers (buffers.py).
 
 A load lands in the bounce buffer, is verified there by the tier, and is copied to its row only while its job still
-stands. A store copies its row to the bounce buffer first. So a job can be reported at its deadline whatever its
-threads are stuck in. Ended jobs, not items, go back through a deque; all counting happens in the scheduler
-thread.
+stands. What a tier has in memory (the page cache) is copied straight to the row and verified there. A store copies its
+row to the bounce buffer first. So a job can be reported at its deadline whatever its threads are stuck in. Ended jobs,
+not items, go back through a deque; all counting happens in the scheduler thread.
 
 xxhash, numpy.copyto and socket and file calls release the GIL on large buffers (slice assignment between memoryviews
 does not: 24 ms for 1 GB), so these threads do not hold up the scheduler.
@@ -31,7 +31,7 @@ from spillway_connector.errors import (
     without_frames,
 )
 from spillway_connector.tiers.buffers import transfer_buffer
-from spillway_connector.tiers.tier import Clock, StoreOutcome, Tier
+from spillway_connector.tiers.tier import BlockInMemory, Clock, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.jobs import Settled, TransferItem, TransferJob
 from spillway_connector.transfer.lookups import unexpected
@@ -208,6 +208,9 @@ class Movers:
     def _load(self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview, now: float) -> None:
         self._pass_breaker(Operation.LOAD)
         try:
+            block = self._tier.in_memory(item.key, item.job.deadline)
+            if block is not None and self._copy(item, block):
+                return
             self._tier.load(item.key, view, item.job.deadline)
         except TierCorrupt as corrupt:
             self._answered_at[Operation.LOAD] = self._clock()
@@ -226,6 +229,20 @@ class Movers:
             np.copyto(self._row(item.row), bounce)
             item.end_copy()
             self._breakers[Operation.LOAD].record_success()
+
+    def _copy(self, item: TransferItem, block: BlockInMemory) -> bool:
+        """Copy a block from memory straight into the row; False: it was not copied. No I/O while the row is held."""
+        if not item.begin_copy():
+            return True  # given up
+        copied = False
+        try:
+            copied = block.copy_to(self._row(item.row).data)
+        finally:
+            (item.end_copy if copied else item.undo_copy)()
+        if copied:
+            self._answered_at[Operation.LOAD] = self._clock()
+            self._breakers[Operation.LOAD].record_success()
+        return copied
 
     def _store(
         self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview, now: float

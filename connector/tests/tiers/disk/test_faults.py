@@ -22,6 +22,7 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
+from spillway_connector.testing.cache_first import CacheFirst
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     PAYLOAD_BYTES,
@@ -36,7 +37,7 @@ from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.tier import StoreOutcome
 
 DiskTier = FileTier | SlabTier
-LAYOUTS: dict[str, type[DiskTier]] = {"files": FileTier, "slab": SlabTier}
+LAYOUTS: dict[str, type[DiskTier]] = {"files": FileTier, "slab": SlabTier, "slab, page cache first": CacheFirst}
 MAX_BYTES = 2 << 20
 
 
@@ -59,10 +60,10 @@ def failing(call: str, number: int, *, after_bytes: int = 0) -> Iterator[list[st
     real = getattr(os, call)
     failed: list[str] = []
 
-    def sick(descriptor: int, views: list[memoryview], offset: int) -> int:
+    def sick(descriptor: int, views: list[memoryview], offset: int, *flags: int) -> int:
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         if not any(name in path for name in (".kv", "partial", ".slab")):
-            return int(real(descriptor, views, offset))
+            return int(real(descriptor, views, offset, *flags))
         if after_bytes and not failed:
             failed.append(path)
             return int(real(descriptor, [memoryview(views[0])[:after_bytes]], offset))

@@ -1,4 +1,4 @@
-"""Moving one frame between page-aligned memory and a file, past the page cache where the file system allows it."""
+"""Moving one frame between page-aligned memory and a file, past the page cache or through it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
+from spillway_connector.tiers.disk.idle_memory import IdleMemory
+from spillway_connector.tiers.disk.page_cache import is_cached, read_cached, write_through
 from spillway_connector.tiers.frame import PAGE_BYTES
 from spillway_connector.tiers.tier import Clock, WallClock
 
@@ -105,8 +107,9 @@ class FrameFiles:
     """Reads and writes files of the form: header page, payload, zero padding to a whole page.
 
     payload_bytes: of every frame. direct: use O_DIRECT; set by the tier where supports_direct is true, and cleared for
-    good by the first EINVAL. wall_clock: of the frames' ages. transfers_at_once: of each direction, for any number of
-    threads. Safe from several threads.
+    good by the first EINVAL. page_cache: beside it, leave frames in the page cache while memory is idle, and read those
+    that lie there; set by the tier where supports_page_cache is true. wall_clock: of the frames' ages.
+    transfers_at_once: of each direction, for any number of threads. Safe from several threads.
     """
 
     def __init__(
@@ -118,6 +121,8 @@ class FrameFiles:
         wall_clock: WallClock,
     ) -> None:
         self.direct = False
+        self.page_cache = False
+        self._idle_memory = IdleMemory(clock)
         # One each: a request waits for reads, so they must not queue behind writes.
         self._reading = threading.Semaphore(transfers_at_once)
         self._writing = threading.Semaphore(transfers_at_once)
@@ -159,11 +164,23 @@ class FrameFiles:
         verified.
         """
         header, tail = self._thread_pages()
-        views = [header, target[: self._whole_bytes]]
-        if self._tail_bytes:
-            views.append(tail)
+        views = self._views(header, target, tail)
         with self._turn(self._reading, deadline):
             self._move(os.preadv, descriptor, views, deadline, offset)
+        if self._tail_bytes:
+            target[self._whole_bytes :] = tail[: self._tail_bytes]
+        return header
+
+    def read_cached_at(self, descriptor: int, offset: int, target: memoryview) -> memoryview | None:
+        """The same from the page cache alone, without waiting: None where not all of the frame lies there.
+
+        descriptor: without O_DIRECT. ``target`` is then undefined.
+        """
+        header, tail = self._thread_pages()
+        if not is_cached(descriptor, offset, self.frame_bytes):
+            return None
+        if not read_cached(descriptor, offset, self._views(header, target, tail)):
+            return None
         if self._tail_bytes:
             target[self._whole_bytes :] = tail[: self._tail_bytes]
         return header
@@ -190,13 +207,32 @@ class FrameFiles:
         """Write a frame at ``offset`` in one call of the kernel. Raises as :meth:`write` does."""
         page, tail = self._thread_pages()
         page[:] = header
-        views = [page, source[: self._whole_bytes]]
         if self._tail_bytes:
             tail[: self._tail_bytes] = source[self._whole_bytes :]
             tail[self._tail_bytes :] = bytes(PAGE_BYTES - self._tail_bytes)
-            views.append(tail)
         with self._turn(self._writing, deadline):
-            self._move(os.pwritev, descriptor, views, deadline, offset)
+            self._move(os.pwritev, descriptor, self._views(page, source, tail), deadline, offset)
+
+    def write_through_at(
+        self, descriptor: int, offset: int, header: bytes, source: memoryview, deadline: float
+    ) -> None:
+        """The same through the page cache, where the frame then stays. descriptor: without O_DIRECT.
+
+        It ends when the disk has taken the frame, so a slow or failing disk shows as it does without the page cache,
+        and no more than the transfers under way waits in memory to be written.
+        """
+        self.write_at(descriptor, offset, header, source, deadline)
+        with self._turn(self._writing, deadline):
+            write_through(descriptor, offset, self.frame_bytes)
+
+    @property
+    def keeps_cached(self) -> bool:
+        """Whether a frame that is written now should stay in the page cache."""
+        return self.page_cache and self._idle_memory.enough
+
+    def _views(self, header: memoryview, payload: memoryview, tail: memoryview) -> list[memoryview]:
+        views = [header, payload[: self._whole_bytes]]
+        return [*views, tail] if self._tail_bytes else views
 
     @contextmanager
     def _turn(self, transfers: threading.Semaphore, deadline: float) -> Iterator[None]:

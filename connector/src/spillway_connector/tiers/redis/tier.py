@@ -40,7 +40,7 @@ from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.redis.pressure import Pressure
 from spillway_connector.tiers.redis.quota import TenantQuotas
 from spillway_connector.tiers.redis.stripes import STRIPE_BYTES_MAX, StripePlan
-from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, WallClock
+from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
 
 STRIPE_GRACE_MS = 60_000  # the commit record expires first; stripes without it are only garbage, never a torn block
 DOCUMENT_SECONDS = 60.0  # how often a storing engine checks that the document still exists
@@ -195,6 +195,10 @@ class RedisTier:
         self._plan.check_together(found)
         if self._quotas is not None:
             self._quotas.use(key, found[commit].tenant)
+
+    def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
+        """None: blocks are on servers."""
+        return None
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         if self._prepared_at is not None and self._clock() - self._prepared_at > DOCUMENT_SECONDS:

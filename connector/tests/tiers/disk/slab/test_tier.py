@@ -20,6 +20,7 @@ from spillway_connector.errors import (
     UnreachableReason,
 )
 from spillway_connector.namespace import Namespace
+from spillway_connector.testing.cache_first import CacheFirst
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
@@ -33,6 +34,7 @@ from spillway_connector.testing.tier_contract import (
     soon,
 )
 from spillway_connector.tiers.disk.clock import boot_tag
+from spillway_connector.tiers.disk.slab.chunks import CachedFrame
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.index import SlabIndex, tenant_place
 from spillway_connector.tiers.disk.slab.layout import COLUMNS, chunk_name
@@ -92,13 +94,15 @@ def medium(tmp_path: Path) -> SlabMedium:
     return SlabMedium(tmp_path / "kv")
 
 
-@pytest.fixture
-def make_tier(medium: SlabMedium) -> Iterator[MakeTier]:
+@pytest.fixture(params=[False, True], ids=["direct", "page-cache"])
+def make_tier(request: pytest.FixtureRequest, medium: SlabMedium) -> Iterator[MakeTier]:
     tiers: list[SlabTier] = []
+    kind = CacheFirst if request.param else SlabTier
 
     def make(namespace: Namespace = NAMESPACE, payload_bytes: int = PAYLOAD_BYTES, **options: Any) -> SlabTier:
         options.setdefault("max_bytes", 64 << 20)
-        tier = SlabTier(namespace, payload_bytes, options.pop("root", medium.root), **options)
+        options.setdefault("page_cache", request.param)
+        tier = kind(namespace, payload_bytes, options.pop("root", medium.root), **options)
         tiers.append(tier)
         return tier
 
@@ -524,15 +528,24 @@ def test_a_slot_overwritten_while_it_is_read_is_a_miss(make_tier: MakeTier) -> N
     tier = make_tier(max_bytes=12 * SLOT_BYTES)
     tier.store(key_of(1), payload_of(1), soon())
     pool = tier._pool.writable(soon())
-    read = pool.chunks.read
+    read, cached = pool.chunks.read, pool.chunks.cached
+
+    def overwrite() -> None:
+        for seed in range(100, 200):  # every slot changes hands between the lookup and the read
+            other.store(key_of(seed), payload_of(seed), soon())
 
     def read_after_others(*arguments: Any) -> memoryview:
-        for seed in range(100, 200):  # every slot changes hands between the lookup and the read
-            make_other.store(key_of(seed), payload_of(seed), soon())
+        overwrite()
         return read(*arguments)
 
-    make_other = make_tier(max_bytes=12 * SLOT_BYTES)
+    def cached_before_others(*arguments: Any) -> CachedFrame | None:
+        frame = cached(*arguments)
+        overwrite()
+        return frame
+
+    other = make_tier(max_bytes=12 * SLOT_BYTES)
     pool.chunks.read = read_after_others  # type: ignore[method-assign]
+    pool.chunks.cached = cached_before_others  # type: ignore[method-assign]
     assert isinstance(error_of(lambda: load(tier, key_of(1))), TierMiss)
 
 

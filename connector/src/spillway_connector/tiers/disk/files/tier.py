@@ -42,7 +42,7 @@ from spillway_connector.tiers.disk.maintenance import MaintenanceThread
 from spillway_connector.tiers.disk.root import PARTIAL_NAME, NamespaceDocument, make_root
 from spillway_connector.tiers.disk.store_mark import StoreMark
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
-from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, WallClock
+from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
 
 SCAN_SECONDS = 300.0  # between scans that correct the ledger and measure the file system again
 SCAN_SECONDS_MIN = 30.0  # scans come sooner where frames expire sooner, but not sooner than this
@@ -163,6 +163,10 @@ class FileTier:
         except OSError as error:
             raise tier_error(error, f"{self._root}: reading a frame") from error
         verify(header, target, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
+
+    def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
+        """None: files may lie on another node, whose changes the page cache sees late."""
+        return None
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         self.prepare(deadline)

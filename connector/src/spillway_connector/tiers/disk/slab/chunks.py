@@ -13,6 +13,7 @@ from pathlib import Path
 
 from spillway_connector.errors import CorruptReason, TierCorrupt
 from spillway_connector.tiers.disk.io import FrameFiles
+from spillway_connector.tiers.disk.page_cache import is_cached
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
 from spillway_connector.tiers.disk.slab.layout import PoolShape, chunk_name, parse_chunk_name
 from spillway_connector.tiers.frame import PAGE_BYTES
@@ -30,6 +31,24 @@ class _OpenFile:
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
+
+
+class CachedFrame:
+    """A frame that lay in the page cache a moment ago."""
+
+    __slots__ = ("_file", "_files", "_offset")
+
+    def __init__(self, files: FrameFiles, file: _OpenFile, offset: int) -> None:
+        self._files = files
+        self._file = file
+        self._offset = offset
+
+    def read(self, target: memoryview) -> memoryview | None:
+        """The payload into ``target``, and the header page, as of :meth:`Chunks.read`; None where pages have gone.
+
+        A copy from memory to memory. Not verified.
+        """
+        return self._files.read_cached_at(self._file.descriptor, self._offset, target)
 
 
 class Chunks:
@@ -51,24 +70,43 @@ class Chunks:
         Raises TierCorrupt (SHORT, LENGTH) where the file has another size, OSError (FileNotFoundError: the chunk has
         gone), TierTimeout.
         """
-        file = self._file(self._shape.chunk_of(slot), epoch, target)
+        file = self._file(self._shape.chunk_of(slot), epoch, self._files.direct_flag(target))
+        offset = self._shape.offset_of(slot)
+        self._check_size(file, slot)
+        return self._files.read_at(file.descriptor, offset, target, deadline)
+
+    def cached(self, slot: int, epoch: int) -> CachedFrame | None:
+        """The frame in a slot, where all of it lies in the page cache now. Raises as :meth:`read` does."""
+        file = self._file(self._shape.chunk_of(slot), epoch, 0)
+        self._check_size(file, slot)
+        offset = self._shape.offset_of(slot)
+        if not is_cached(file.descriptor, offset, self._files.frame_bytes):
+            return None
+        return CachedFrame(self._files, file, offset)
+
+    def _check_size(self, file: _OpenFile, slot: int) -> None:
         offset = self._shape.offset_of(slot)
         size = os.fstat(file.descriptor).st_size
         if size < offset + self._files.frame_bytes:
             raise TierCorrupt(CorruptReason.SHORT, f"chunk {self._shape.chunk_of(slot)} ends after {size} bytes")
         if size > self._shape.chunk_bytes:
             raise TierCorrupt(CorruptReason.LENGTH, f"a chunk of {size} bytes; {self._shape.chunk_bytes} is its size")
-        return self._files.read_at(file.descriptor, offset, target, deadline)
 
     def write(self, slot: int, epoch: int, header: bytes, source: memoryview, deadline: float) -> None:
         """One frame from ``source``. Raises OSError (FileNotFoundError: the chunk has gone), TierTimeout."""
-        file = self._file(self._shape.chunk_of(slot), epoch, source)
-        self._files.write_at(file.descriptor, self._shape.offset_of(slot), header, source, deadline)
+        chunk, offset, files = self._shape.chunk_of(slot), self._shape.offset_of(slot), self._files
+        if files.keeps_cached:
+            file = self._file(chunk, epoch, 0)
+            files.write_through_at(file.descriptor, offset, header, source, deadline)
+        else:
+            file = self._file(chunk, epoch, files.direct_flag(source))
+            files.write_at(file.descriptor, offset, header, source, deadline)
 
     def blank(self, slot: int, epoch: int) -> None:
         """Overwrite a slot's header, so that a rebuilt index does not find a frame that was proven wrong."""
         self.headers.clear(slot)
-        file = self._file(self._shape.chunk_of(slot), epoch, _ZEROS)  # directly: a dirty page would stall later writes
+        # Directly: a dirty page would stall later writes.
+        file = self._file(self._shape.chunk_of(slot), epoch, self._files.direct_flag(_ZEROS))
         os.pwritev(file.descriptor, [_ZEROS], self._shape.offset_of(slot))
 
     def make(self, chunk: int, epoch: int) -> None:
@@ -103,8 +141,8 @@ class Chunks:
                 if epochs.get(chunk) != epoch:
                     del self._open[chunk, epoch, direct]
 
-    def _file(self, chunk: int, epoch: int, payload: memoryview) -> _OpenFile:
-        direct = self._files.direct_flag(payload)
+    def _file(self, chunk: int, epoch: int, direct: int) -> _OpenFile:
+        """direct: O_DIRECT or 0."""
         place = (chunk, epoch, direct)
         with self._lock:
             file = self._open.get(place)

@@ -21,6 +21,7 @@ from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.disk.clock import AgeClock
 from spillway_connector.tiers.disk.file_lock import FileLock
 from spillway_connector.tiers.disk.io import FrameFiles, supports_direct, tier_error
+from spillway_connector.tiers.disk.page_cache import supports_page_cache
 from spillway_connector.tiers.disk.root import DOCUMENT_NAME, SLAB_FOLDER, NamespaceDocument, make_root
 from spillway_connector.tiers.disk.slab.chunks import Chunks, chunks_on_disk
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
@@ -58,7 +59,9 @@ class SlabPool:
         space: SlabSpace,
         ages: AgeClock,
         clock: Clock,
+        page_cache: bool,
     ) -> None:
+        self._page_cache = page_cache
         self.space = space
         self.lease = WriterLease(root / SLAB_FOLDER / WRITERS_FOLDER)
         self.document = NamespaceDocument(root / namespace.hex, namespace)
@@ -160,6 +163,7 @@ class SlabPool:
                 self.lease.acquire()
                 self.lease.sweep()
                 self._files.direct = supports_direct(self._folder)
+                self._files.page_cache = self._page_cache and self._files.direct and supports_page_cache(self._folder)
                 pool = self._open_chunks(self._open_or_rebuild())
                 self._repair(pool)
         except FileExistsError as error:

@@ -10,9 +10,11 @@
     ROOT/slab/<slot bytes>/<chunk>-<epoch>.slab  slots (layout.py)
 
 Store: claim a slot under the lock, write header and payload without it in one call, publish under the lock. Load: look
-up without a lock, read header and payload in one call, verify. Writers do not wait for readers: a slot may be
-overwritten during a read, and then the key or a checksum in the frame does not match. The slot's generation tells this
-miss from damage.
+up without a lock, read header and payload in one call, verify. Transfers are direct, but while memory is idle a store
+goes through the page cache and leaves its frame there; a load takes from there what it finds (page_cache.py).
+
+Writers do not wait for readers: a slot may be overwritten during a read, and then the key or a checksum in the frame
+does not match. The slot's generation tells this miss from damage.
 
 No journal and no fsync. After a crash or power failure the index may be wrong, but a frame is served only if its key
 and both checksums match.
@@ -23,6 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,17 +44,41 @@ from spillway_connector.tiers.disk.clock import AgeClock
 from spillway_connector.tiers.disk.io import TRANSFERS_AT_ONCE, FrameFiles, tier_error
 from spillway_connector.tiers.disk.maintenance import MaintenanceThread
 from spillway_connector.tiers.disk.root import SLAB_FOLDER
+from spillway_connector.tiers.disk.slab.chunks import CachedFrame
 from spillway_connector.tiers.disk.slab.claims import SlotClaims
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprint_of, fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.layout import slot_bytes_of
 from spillway_connector.tiers.disk.slab.policy import LIVE
 from spillway_connector.tiers.disk.slab.pool import SlabPool
-from spillway_connector.tiers.disk.slab.space import UPKEEP_SECONDS, SlabSpace, resident_bytes
+from spillway_connector.tiers.disk.slab.space import UPKEEP_SECONDS, Pool, SlabSpace, resident_bytes
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
-from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome, WallClock
+from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
 
 MAINTENANCE_DEADLINE_SECONDS = 10.0  # for the maintenance thread to get the lock
+
+
+class _Entry(NamedTuple):
+    """What the index says of a key: its slot, the slot's generation then, and the epoch of the slot's chunk."""
+
+    pool: Pool
+    slot: int
+    generation: int
+    epoch: int
+
+
+class _CachedBlock:
+    """See tier.BlockInMemory."""
+
+    __slots__ = ("_frame", "_key", "_tier")
+
+    def __init__(self, tier: SlabTier, key: bytes, frame: CachedFrame) -> None:
+        self._tier = tier
+        self._key = key
+        self._frame = frame
+
+    def copy_to(self, target: memoryview) -> bool:
+        return self._tier._copy_cached(self._key, self._frame, target)
 
 
 class SlabTier:
@@ -61,7 +88,8 @@ class SlabTier:
     file system can give. ttl_seconds: how long an entry stays without being used, by the node's clock (clock.py); None
     for ever. tenant_max_bytes: the quota of each tenant, all without a cache salt being one tenant; beyond it the
     tenant's oldest entries are evicted. transfers_at_once: concurrent reads, and as many writes, for any number of
-    threads. The directory is not touched before the first operation.
+    threads. page_cache: leave frames in the page cache while memory is idle, where the kernel can tell what lies there
+    (Linux 6.5); without, all transfers are direct. The directory is not touched before the first operation.
     """
 
     name = "nvme"
@@ -77,6 +105,7 @@ class SlabTier:
         ttl_seconds: float | None = None,
         tenant_max_bytes: int | None = None,
         transfers_at_once: int = TRANSFERS_AT_ONCE,
+        page_cache: bool = True,
         clock: Clock = time.monotonic,
         wall_clock: WallClock = time.time,
     ) -> None:
@@ -103,7 +132,14 @@ class SlabTier:
             now_s=self._now_s,
         )
         self._pool = SlabPool(
-            namespace, self._slot_bytes, root, files=self._files, space=self._space, ages=self._ages, clock=clock
+            namespace,
+            self._slot_bytes,
+            root,
+            files=self._files,
+            space=self._space,
+            ages=self._ages,
+            clock=clock,
+            page_cache=page_cache,
         )
         self._claims = SlotClaims(
             root,
@@ -163,6 +199,47 @@ class SlabTier:
         return self._live(pool.index, keys) if len(keys) != 1 else [self._live_one(pool.index, keys[0])]
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        entry = self._entry(key, deadline)
+        try:
+            header = entry.pool.chunks.read(entry.slot, entry.epoch, target, deadline)
+            verify(header, target, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
+        except TierCorrupt:
+            if self._changed_hands(entry):
+                raise TierMiss("the entry was evicted while it was read") from None
+            raise
+        except FileNotFoundError:
+            self._pool.suspect()
+            raise TierMiss("the chunk has been dropped") from None
+        except OSError as error:
+            raise tier_error(error, f"{self._folder}: reading a frame") from error
+        self._note_hit(entry)
+
+    def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
+        """From the page cache."""
+        if not self._files.page_cache:
+            return None
+        entry = self._entry(key, deadline)
+        try:
+            frame = entry.pool.chunks.cached(entry.slot, entry.epoch)
+        except (TierCorrupt, OSError):
+            return None  # load finds out whose fault it is
+        if frame is None:
+            return None
+        self._note_hit(entry)  # not after the copy, when its job can no longer be given up
+        return _CachedBlock(self, key, frame)
+
+    def _copy_cached(self, key: bytes, frame: CachedFrame, target: memoryview) -> bool:
+        header = frame.read(target)
+        if header is None:
+            return False
+        try:
+            verify(header, target, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
+        except TierCorrupt:
+            return False  # overwritten meanwhile, or damaged in memory or on the disk: load finds out
+        return True
+
+    def _entry(self, key: bytes, deadline: float) -> _Entry:
+        """Where the index has a key. Raises TierMiss, TierError."""
         self._check(deadline)
         pool = self._pool.readable(deadline)
         if pool is None:
@@ -173,24 +250,19 @@ class SlabTier:
         generation = int(index.generation[slot])
         if slot < 0 or not index.holds(slot, fingerprint):  # read after the generation, which then is this entry's
             raise TierMiss
-        now_s = self._now_s()
-        if self._ttl_seconds is not None and int(index.used_s[slot]) < now_s - self._ttl_seconds:
+        if self._ttl_seconds is not None and int(index.used_s[slot]) < self._now_s() - self._ttl_seconds:
             raise TierMiss("the entry has expired")
-        epoch = int(index.chunk_epoch[index.shape.chunk_of(slot)])
+        return _Entry(pool, slot, generation, int(index.chunk_epoch[index.shape.chunk_of(slot)]))
+
+    def _changed_hands(self, entry: _Entry) -> bool:
+        index, slot = entry.pool.index, entry.slot
+        return (
+            int(index.generation[slot]) != entry.generation or index.state[slot] != LIVE or self._pool.replaced(index)
+        )
+
+    def _note_hit(self, entry: _Entry) -> None:
         try:
-            header = pool.chunks.read(slot, epoch, target, deadline)
-            verify(header, target, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
-        except TierCorrupt:
-            if int(index.generation[slot]) != generation or index.state[slot] != LIVE or self._pool.replaced(index):
-                raise TierMiss("the entry was evicted while it was read") from None
-            raise
-        except FileNotFoundError:
-            self._pool.suspect()
-            raise TierMiss("the chunk has been dropped") from None
-        except OSError as error:
-            raise tier_error(error, f"{self._folder}: reading a frame") from error
-        try:
-            index.note_hit(slot, now_s)
+            entry.pool.index.note_hit(entry.slot, self._now_s())
         except OSError:
             pass  # a disk that no longer takes writes keeps its order
 
