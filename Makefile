@@ -144,6 +144,10 @@ bench-first-token: $(STAMP) $(ENGINE_STAMP) ## Time to first token by tier, besi
 bench-tiers: $(STAMP) ## Shared tiers beside fio, vLLM's fs tier and redis-py. BENCH="--only disk" narrows it
 	@$(BIN)/python bench/tiers.py $(BENCH)
 
+.PHONY: bench-load-cpu
+bench-load-cpu: $(STAMP) ## Processor time of one load from NVMe and Redis, beside vLLM's fs tier and the least it can take
+	@$(BIN)/python bench/load_cpu.py $(BENCH)
+
 .PHONY: bench-copy
 bench-copy: ## KV copies on one CUDA device by size of piece, direction and path. PYTHON_CUDA= an interpreter with CUDA's PyTorch
 	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/copies.py $(BENCH)

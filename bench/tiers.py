@@ -426,6 +426,10 @@ class LoopbackPeer:
                 views[0] = views[0][sent:]
         _whole(len(connected.recv(1)))
 
+    def buffer(self, thread: int) -> memoryview:
+        """What the last block was received into."""
+        return self._buffers[thread]
+
     def close(self) -> None:
         for connected in self._sockets:
             connected.close()
