@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import zmq.asyncio
@@ -19,7 +19,6 @@ from starlette.exceptions import HTTPException
 from spillway_gateway import logs
 from spillway_gateway.access.audit import AuditLog
 from spillway_gateway.access.gatekeeper import Gatekeeper
-from spillway_gateway.access.keys import Tenant
 from spillway_gateway.api.application import client_application, http_error
 from spillway_gateway.api.dispatch import InferenceDispatch
 from spillway_gateway.api.inference import InferenceContext
@@ -161,10 +160,7 @@ class Gateway:
         routes = operations.probe_routes()
         if self.config.listen.ops_port is None:
             routes += [*operations.operator_routes(require_key=True), *page.routes(require_key=True)]
-        return client_application(context, self._read_models, routes, self._lifespan)
-
-    async def _read_models(self, tenant: Tenant) -> dict[str, dict[str, Any]]:
-        return await self.model_list.read(tenant)
+        return client_application(context, ModelList(self.fleets).read, routes, self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -180,8 +176,7 @@ class Gateway:
             session = await stack.enter_async_context(
                 aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
             )
-            self.model_list = ModelList(self.fleets, session)
-            self.roster.start(Clients(session, context))
+            self.roster.start(Clients(session, context, self.gatekeeper.engine_key))
             stack.push_async_callback(self.roster.stop)
             if self.gatekeeper.shared is not None:
                 stack.push_async_callback(self.gatekeeper.shared.close)

@@ -204,6 +204,16 @@ class EngineEnding(UpstreamError):
     reason = "ending"
 
 
+class AdapterNotServed(UpstreamError):
+    """The engine has no such LoRA adapter, or could not load it; another one may."""
+
+    status = 404
+    kind = "invalid_request_error"
+    code = "model_not_found"
+    param = "model"
+    reason = "adapter"
+
+
 class EngineBadReply(UpstreamError):
     """The reply is not HTTP."""
 

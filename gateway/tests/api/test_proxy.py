@@ -141,19 +141,6 @@ async def test_an_alias_is_spliced(start_engine: Any, client: aiohttp.ClientSess
     assert [(card["id"], card["max_model_len"]) for card in listed["data"]] == [("fake", 100_000), ("nick", 100_000)]
 
 
-async def test_an_adapter_is_listed_and_named_to_the_engine(start_engine: Any, client: aiohttp.ClientSession) -> None:
-    engine = await start_engine(adapters=["support"])
-    async with running_gateway(gateway_config([engine], aliases=["nick"], adapters=["support", "sql"])) as running:
-        status, _, _ = await post(client, running.url + CHAT, chat(model="support"))
-        async with client.get(running.url + "/v1/models") as reply:
-            listed = await reply.json()
-
-    assert status == 200
-    assert engine.seen[-1].body == chat(model="support")
-    parents = {card["id"]: card.get("parent") for card in listed["data"]}
-    assert parents == {"fake": None, "support": "fake", "sql": "fake", "nick": "fake"}
-
-
 async def test_completions_with_text_and_token_ids(start_engine: Any, client: aiohttp.ClientSession) -> None:
     engine = await start_engine()
     async with running_gateway(gateway_config([engine])) as running:

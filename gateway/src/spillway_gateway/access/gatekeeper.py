@@ -69,6 +69,11 @@ class Gatekeeper:
         """Whether requests need an API key."""
         return self._ring is not None
 
+    @property
+    def engine_key(self) -> str | None:
+        """The engines' own API key."""
+        return self._engine_key.decode("latin-1") if self._engine_key is not None else None
+
     def tenant_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
         """The tenant of the request's API key. Raises KeyMissing or KeyUnknown; no message repeats the key."""
         if self._ring is None:

@@ -35,7 +35,7 @@ from spillway_gateway.error_bodies import INTERNAL_ERROR, body_of, error_body
 from spillway_gateway.errors import GatewayError
 from spillway_gateway.roster.served import model_not_found
 
-ReadModels = Callable[[Tenant], Awaitable[dict[str, dict[str, Any]]]]  # cards by name, of what the tenant may use
+ReadModels = Callable[[Tenant], dict[str, dict[str, Any]]]  # cards by name, of what the tenant may use
 
 
 class RawResponse(Response):
@@ -98,12 +98,12 @@ def _raw_by_id(application: AsgiApp) -> Callable[[str], Awaitable[Response]]:
 def _add_models(api: FastAPI, gatekeeper: Gatekeeper, read_models: ReadModels) -> None:
     @api.get("/v1/models", summary="The models served here", responses=responses_of(401, answer=ModelCards))
     async def models(request: Request) -> Response:
-        cards = await read_models(gatekeeper.tenant_of(request.headers.raw))
+        cards = read_models(gatekeeper.tenant_of(request.headers.raw))
         return JSONResponse({"object": "list", "data": list(cards.values())})
 
     @api.get("/v1/models/{model:path}", summary="One of them", responses=responses_of(401, 404, answer=ModelCard))
     async def model(request: Request, model: str) -> Response:
-        cards = await read_models(gatekeeper.tenant_of(request.headers.raw))
+        cards = read_models(gatekeeper.tenant_of(request.headers.raw))
         if model not in cards:
             raise model_not_found(model, cards)
         return JSONResponse(cards[model])

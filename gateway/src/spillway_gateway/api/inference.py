@@ -98,16 +98,15 @@ class InferenceEndpoint:
         received_at = perf_counter()
         large = len(body) > SHORT_BODY_BYTES_MAX
         parsed = await context.large_bodies.parse(route, body, limits.text_chars_max) if large else route.parse(body)
-        served = named_model(context.models, parsed.model, tenant)
+        served, adapter = named_model(context.models, parsed.model, tenant)
         model = served.fleet.name
         gatekeeper = context.gatekeeper
         gatekeeper.allow_model(tenant, parsed.model or model, model)
         source = parsed.prompt
         replaced: dict[str, str] = {}
         inserted: dict[str, str | bool] = {}
-        adapter = parsed.model if parsed.model in served.fleet.config.adapters else None
-        if parsed.model is not None and parsed.model != model and adapter is None:
-            replaced["model"] = model
+        if parsed.model is not None and parsed.model != (adapter or model):
+            replaced["model"] = adapter or model
         if tenant.counts_prompts:
             media = not parsed.reports_usage and isinstance(source, ChatPrompt) and holds_media(source.messages)
             gatekeeper.allow_uncounted(
@@ -166,6 +165,7 @@ class InferenceEndpoint:
             on_end=stored.on_end if stored is not None else None,
             asks_ids=asks_ids,
             session=_session(tenant.name, headers, parsed.session),
+            adapter=adapter,
         )
         return outbound, served
 

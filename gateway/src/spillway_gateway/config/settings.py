@@ -7,6 +7,8 @@ by name, because a misspelt timeout that is silently ignored is found only in an
 from __future__ import annotations
 
 import math
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -34,6 +36,7 @@ from spillway_settings.typed import (
 
 ListenPort = Annotated[int, Meta(ge=0, le=65_535, description="0 to 65535 (0 lets the system choose)")]
 LoadFactor = Annotated[float, Meta(ge=1, le=LARGEST)]
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 LONG_BODY_SHARE = 0.75  # of limits.bodiesBytesMax for bodies above 1 MiB; the rest stays free for short ones
 
 
@@ -98,7 +101,10 @@ class ModelConfig(CamelSection, frozen=True):
     engines: tuple[EngineConfig, ...] = ()
     discovery: DiscoveryConfig | None = None  # where engines are found that come and go; see discovery/
     aliases: tuple[Text, ...] = ()
-    adapters: tuple[Text, ...] = ()  # LoRA adapters that the engines serve under these names
+    adapters: tuple[Text, ...] = ()  # LoRA adapters that the engines load at their start
+    # Names (shell patterns) of adapters that engines load when a request names them: vLLM's LoRA resolvers.
+    loadable_adapters: tuple[Text, ...] = ()
+    adapter_aliases: dict[Text, Text] = msgspec.field(default_factory=dict)  # alias -> adapter
     tokenizer: Text | None = None  # folder with tokenizer.json; without it prompts are matched by text blocks
     # While no engine is ready, requests wait so long for one, and are counted: for a model that is scaled to zero.
     # None: they are refused at once.
@@ -106,8 +112,22 @@ class ModelConfig(CamelSection, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything that a request may name."""
-        return (self.name, *self.aliases, *self.adapters)
+        """Everything that a request may name, besides adapters that engines load and unload while they run."""
+        return (self.name, *self.aliases, *self.adapters, *self.adapter_aliases)
+
+    def adapter_named(self, name: str) -> str | None:
+        """The adapter of this configured name, as engines know it; None: the name is the model's own or an alias."""
+        return self.adapter_aliases.get(name) or (name if name in self.adapters else None)
+
+    def loads(self, adapter: str) -> bool:
+        """Whether an engine loads this adapter when a request names it. vLLM's resolvers join a name to a folder's
+        path, so a name with a slash would let a client choose any folder of the engine's machine."""
+        patterns = self.loadable_adapters
+        return (
+            bool(patterns)
+            and _ADAPTER_NAME.fullmatch(adapter) is not None
+            and (any(fnmatchcase(adapter, pattern) for pattern in patterns))
+        )
 
 
 class TimeoutsConfig(CamelSection, frozen=True):
@@ -146,6 +166,7 @@ class RoutingConfig(CamelSection, frozen=True):
     shared_store_tokens_per_second: Positive | None = None  # what the shared tier gives all engines together
     running_request_ms: NotNegative = 10.0  # what each request already on an engine adds for the next one
     bounded_load_factor: LoadFactor = 1.25  # by hash alone an engine never takes more than this multiple of the mean
+    adapter_load_seconds: NotNegative = 2.0  # what an engine takes to load a LoRA adapter that it does not have
     slow_start_seconds: NotNegative = 10.0  # after an engine has become ready again, until it counts at its full rate
     default_block_tokens: Count = 128  # until the first event names the engine's own
     speculative_seconds: Positive = 60.0  # engines with events: a routed prefix counts as held until one comes

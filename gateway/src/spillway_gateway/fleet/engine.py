@@ -15,6 +15,7 @@ from spillway_gateway.config.settings import BreakerConfig, EngineConfig, Routin
 from spillway_gateway.fleet.breaker import Breaker
 from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.foreign_work import NO_FOREIGN_WORK, ForeignWork, OwnWork, foreign_work
+from spillway_gateway.fleet.listed_models import ListedModels
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, PrefillRate, RateSamples
 from spillway_gateway.fleet.tier_traffic import TierTraffic
@@ -87,6 +88,9 @@ class Engine:
         self.host_header = (host if default_port else f"{host}:{self.port}").encode()
         self.state = EngineState.UNKNOWN
         self.prompt_tokens_max: int | None = None  # max_model_len as the engine reports it
+        self.listed: ListedModels | None = None  # as last read; None: it never gave a list
+        self.adapters: frozenset[str] | None = None  # LoRA adapters loaded there; None: unknown
+        self._expected_adapters: set[str] = set()  # that a request has the engine load, until its next list
         self.answer = "no answer yet"  # the engine's last answer, for error messages
         self.breaker = Breaker(breaker or BreakerConfig())
         self._clock = clock
@@ -150,6 +154,27 @@ class Engine:
             self._warm_at = self._clock() + self._slow_start_seconds
         self.state = state
         self._notify()
+
+    def models_listed(self, listed: ListedModels | None) -> None:
+        """A reading of /v1/models. None: a page without a list, so that nothing is known of what the engine serves."""
+        self.listed = listed
+        self.adapters = listed.adapters if listed is not None else None
+        self.prompt_tokens_max = listed.prompt_tokens_max(self.model) if listed is not None else None
+        self._expected_adapters.clear()
+
+    def expect_adapter(self, name: str) -> None:
+        """A request that was sent has the engine load it: further ones for it had better follow than load elsewhere."""
+        self._expected_adapters.add(name)
+
+    def expects_adapter(self, name: str) -> bool:
+        return name in self._expected_adapters
+
+    def lacks_adapter(self, name: str) -> None:
+        """The engine answered that it has no such adapter, whatever it listed last."""
+        self._expected_adapters.discard(name)
+        if self.adapters is not None:
+            self.adapters -= {name}
+        self.poll_soon()
 
     def _notify(self) -> None:
         for listener in list(self.on_state):

@@ -3,9 +3,9 @@
 A refused connection takes an engine down at once; polls that time out do so only after several in a row, since a busy
 machine answers late. One good answer makes it ready again. A request that failed to connect triggers a poll.
 
-A ready engine's /metrics is read in the same round, over the same connection: requests of other senders and the rates
-it measured. Readiness never depends on it: without a page, or with one that is late or too long, routing uses only what
-this gateway sent.
+A ready engine's /metrics and /v1/models are read in the same round, over the same connection: requests of other
+senders and the rates it measured, and the LoRA adapters that it has loaded by now. Readiness never depends on them:
+without a page, or with one that is late or too long, routing uses only what this gateway sent, and the last list.
 """
 
 from __future__ import annotations
@@ -20,32 +20,24 @@ import msgspec
 from spillway_gateway.config.settings import HealthConfig
 from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX, read_metrics
+from spillway_gateway.fleet.listed_models import MODELS_BYTES_MAX, ListedModels, read_listed_models
 from spillway_gateway.fleet.tier_traffic import moved_bytes
 
 logger = logging.getLogger(__name__)
 
 DRAINING = "not ready: draining"  # answer of an engine pod while it shuts down
-MODELS_BYTES_MAX = 1024 * 1024
+ADAPTERS_LOGGED_MAX = 10  # names in one line
 METRICS_STALE_PERIODS = 5  # without a reading, after which the last one is stale
 
 
-class _Card(msgspec.Struct):
-    id: str = ""
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card] = []
-
-
-_cards = msgspec.json.Decoder(_Cards)
-
-
 class HealthPoller:
-    """Polls one engine until cancelled. On the event loop."""
+    """Polls one engine until cancelled. On the event loop. engine_key: the engine's own, which /v1/models may need."""
 
-    def __init__(self, engine: Engine, session: aiohttp.ClientSession, config: HealthConfig) -> None:
+    def __init__(
+        self, engine: Engine, session: aiohttp.ClientSession, config: HealthConfig, engine_key: str | None = None
+    ) -> None:
         self._engine = engine
+        self._headers = {"authorization": f"Bearer {engine_key}"} if engine_key is not None else {}
         self._session = session
         self._config = config
         self._path = "/ready"
@@ -100,21 +92,22 @@ class HealthPoller:
         engine.set_state(state or EngineState.NOT_READY, answer)
 
     async def observe_once(self) -> None:
-        """Read a ready engine's /metrics, at most once per metricsPeriodSeconds; never raises but on cancellation."""
+        """Read a ready engine's /metrics and /v1/models, at most once per metricsPeriodSeconds; never raises but on
+        cancellation."""
         engine, config = self._engine, self._config
         now = asyncio.get_running_loop().time()
         if engine.state is EngineState.READY and now - self._asked_at >= config.metrics_period_seconds:
             self._asked_at = now
             before = engine.own_work()
-            try:
-                page = await self._metrics_page()
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                logger.debug("engine %s: /metrics not read (%s)", engine.name, error.__class__.__name__)
-                page = None
+            page = await self._optional_page("/metrics", PAGE_BYTES_MAX)
             if page is not None:
                 self._observed_at = asyncio.get_running_loop().time()
                 engine.observed(read_metrics(page), before)
                 engine.traffic.observed(moved_bytes(page), time.monotonic())
+            body = await self._optional_page("/v1/models", MODELS_BYTES_MAX)
+            listed = read_listed_models(body) if body is not None else None
+            if listed is not None:
+                self._models_listed(listed)
         if now - self._observed_at > METRICS_STALE_PERIODS * config.metrics_period_seconds:
             engine.unobserved()
 
@@ -132,34 +125,52 @@ class HealthPoller:
     async def _serves_model(self) -> tuple[EngineState, str]:
         """An engine is ready once it also lists the model: its address may belong to another model's engine by now. An
         engine that requires a key or has no such route is accepted."""
-        timeout = aiohttp.ClientTimeout(total=self._config.timeout_seconds)
-        url = self._engine.config.url.rstrip("/") + "/v1/models"
-        async with self._session.get(url, timeout=timeout, allow_redirects=False) as reply:
-            if reply.status >= 500:
-                return EngineState.NOT_READY, f"/v1/models answers status {reply.status}"
-            body = await reply.content.read(MODELS_BYTES_MAX) if reply.status == 200 else b""
-        names = _model_names(body)
-        self._engine.prompt_tokens_max = _prompt_tokens_max(body, self._engine.model)
-        if names is None or self._engine.model in names:
+        status, body = await self._page("/v1/models", MODELS_BYTES_MAX)
+        if status >= 500:
+            return EngineState.NOT_READY, f"/v1/models answers status {status}"
+        listed = read_listed_models(body) if status == 200 and body is not None else None
+        self._models_listed(listed)
+        if listed is None or self._engine.model in listed.names:
             return EngineState.READY, "ready"
-        shown = ", ".join(sorted(names)[:5]) or "no model"
+        shown = ", ".join(sorted(listed.names)[:5]) or "no model"
         return EngineState.NOT_READY, f"serves {shown[:200]}, not {self._engine.model}"
 
-    async def _metrics_page(self) -> bytes | None:
+    def _models_listed(self, listed: ListedModels | None) -> None:
+        engine = self._engine
+        before = engine.adapters or frozenset()
+        engine.models_listed(listed)
+        now = engine.adapters or frozenset()
+        for change, names in (("loaded", now - before), ("unloaded", before - now)):
+            if names:
+                shown = ", ".join(sorted(names)[:ADAPTERS_LOGGED_MAX])
+                logger.info("engine %s: %d adapters %s: %s", engine.name, len(names), change, shown)
+
+    async def _optional_page(self, path: str, bytes_max: int) -> bytes | None:
+        """The page, or None where there is none to be had."""
+        try:
+            status, body = await self._page(path, bytes_max)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            logger.debug("engine %s: %s not read (%s)", self._engine.name, path, error.__class__.__name__)
+            return None
+        return body if status == 200 else None
+
+    async def _page(self, path: str, bytes_max: int) -> tuple[int, bytes | None]:
+        """Status and body; no body of a status other than 200, nor one that is longer than bytes_max."""
         timeout = aiohttp.ClientTimeout(total=self._config.timeout_seconds)
-        url = self._engine.config.url.rstrip("/") + "/metrics"
-        async with self._session.get(url, timeout=timeout, allow_redirects=False) as reply:
+        url = self._engine.config.url.rstrip("/") + path
+        headers = self._headers
+        async with self._session.get(url, timeout=timeout, allow_redirects=False, headers=headers) as reply:
             if reply.status != 200:
-                return None
+                return reply.status, None
             parts: list[bytes] = []
             size = 0
             async for part in reply.content.iter_any():
                 size += len(part)
-                if size > PAGE_BYTES_MAX:
+                if size > bytes_max:
                     reply.close()
-                    return None
+                    return reply.status, None
                 parts.append(part)
-            return b"".join(parts)
+            return reply.status, b"".join(parts)
 
     async def _ask(self, path: str) -> tuple[EngineState | None, str]:
         timeout = aiohttp.ClientTimeout(total=self._config.timeout_seconds)
@@ -170,27 +181,6 @@ class HealthPoller:
             if reply.status == 404:
                 return None, "no readiness route"
             return EngineState.NOT_READY, _reason(reply.status, await reply.content.read(4096))
-
-
-def _model_names(body: bytes) -> set[str] | None:
-    """None where the page has no list of models."""
-    try:
-        document = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return None
-    cards = document.get("data") if isinstance(document, dict) else None
-    if not isinstance(cards, list):
-        return None
-    return {card["id"] for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)}
-
-
-def _prompt_tokens_max(body: bytes, model: str) -> int | None:
-    """max_model_len of the model's card, as vLLM reports it; None where the page has none."""
-    try:
-        cards = _cards.decode(body).data
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return None
-    return next((card.max_model_len for card in cards if card.id == model and card.max_model_len), None)
 
 
 def _reason(status: int, body: bytes) -> str:

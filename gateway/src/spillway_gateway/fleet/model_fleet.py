@@ -10,8 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from msgspec import structs
+
 from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
-from spillway_gateway.errors import NoEngineReady
+from spillway_gateway.errors import ModelNotFound, NoEngineReady
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, RateSamples
@@ -161,14 +163,44 @@ class ModelFleet:
         entries in the index: index.retire_engine()."""
         return self.engines.pop(name)
 
+    def lists_adapter(self, name: str) -> bool:
+        """Whether an engine has this LoRA adapter, as last read."""
+        return any(engine.adapters is not None and name in engine.adapters for engine in self.engines.values())
+
+    def loaded_adapters(self) -> frozenset[str]:
+        """Of all engines, as last read."""
+        return frozenset().union(*(engine.adapters or () for engine in self.engines.values()))
+
+    def offers_adapter(self, name: str) -> bool:
+        """Whether an engine has this adapter or would load it, or may yet turn out to: one that is configured is
+        unknown while an engine has not listed what it serves."""
+        if self.config.loads(name) or self.lists_adapter(name):
+            return True
+        unknown = not self.engines or any(engine.adapters is None for engine in self.engines.values())
+        return name in self.config.adapters and unknown
+
+    def _adapter_load_ms(self, engine: Engine, name: str) -> float | None:
+        """Until the engine can use the adapter; None: it cannot."""
+        listed = engine.adapters
+        if (name in self.config.adapters) if listed is None else (name in listed):
+            return 0.0
+        if not self.config.loads(name):
+            return None
+        return 0.0 if engine.expects_adapter(name) else 1000.0 * self._routing.adapter_load_seconds
+
     def choose(
         self,
         prompt: PromptBlocks,
         tried: frozenset[str],
         only: str | None = None,
         session: SessionKey | None = None,
+        adapter: str | None = None,
     ) -> Lease:
-        """Decide and count in one step. Raises NoEngineReady, naming the engines and what they answered."""
+        """Decide and count in one step. adapter: the LoRA adapter that the engine must have, or be able to load.
+
+        Raises NoEngineReady, naming the engines and what they answered, and ModelNotFound where none has the adapter
+        any more.
+        """
         held = self._match(prompt, prompt.keys, prompt.tokens_per_block)
         for tokens_per_block, keys in prompt.other_keys.items():
             for name, found in self._match(prompt, keys, tokens_per_block).items():
@@ -178,15 +210,19 @@ class ModelFleet:
         last = self.sessions.engine_of(session) if session is not None else None
         request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried, only, session is not None, last)
         factor = self._routing.bounded_load_factor
-        decision = plan_route(request, self._view(held, now, breakers=True), factor)
+        decision = plan_route(request, self._view(held, now, adapter, breakers=True), factor)
         if decision is None:  # every breaker is open: trying an engine is better than refusing
-            decision = plan_route(request, self._view(held, now, breakers=False), factor)
+            decision = plan_route(request, self._view(held, now, adapter, breakers=False), factor)
+        if decision is None and adapter is not None and not self.offers_adapter(adapter):
+            raise ModelNotFound(f"The adapter {adapter!r} of the model {self.name!r} is loaded on no engine")
         if decision is None:
             raise NoEngineReady(self.unavailable_message(tried))
         engine = self.engines[decision.engine_name]
         lease = Lease(engine, decision, now)
         if session is not None:
             self.sessions.served(session, engine.name)
+        if adapter is not None and (engine.adapters is None or adapter not in engine.adapters):
+            engine.expect_adapter(adapter)
         store_rate = self._routing.shared_store_tokens_per_second
         if store_rate is not None and decision.held.shared_tokens:
             self._store_busy.add(decision.held.shared_tokens / store_rate, now)
@@ -208,7 +244,7 @@ class ModelFleet:
                     held[name] = HeldPrefix(device_tokens=before_last)
         return held
 
-    def _view(self, held: Mapping[str, HeldPrefix], now: float, *, breakers: bool) -> FleetView:
+    def _view(self, held: Mapping[str, HeldPrefix], now: float, adapter: str | None, *, breakers: bool) -> FleetView:
         engines = self.engines.values()
         store = NO_STORE
         store_rate = self._routing.shared_store_tokens_per_second
@@ -218,7 +254,14 @@ class ModelFleet:
         views = []
         for engine in engines:
             ejected = breakers and not engine.breaker.closed and not engine.breaker.allows(now)
-            views.append(engine.view(held.get(engine.name, NOTHING_HELD), now, ejected=ejected, store=store))
+            view = engine.view(held.get(engine.name, NOTHING_HELD), now, ejected=ejected, store=store)
+            if adapter is not None:
+                load_ms = self._adapter_load_ms(engine, adapter)
+                if load_ms is None:
+                    continue
+                if load_ms:
+                    view = structs.replace(view, adapter_load_ms=load_ms)
+            views.append(view)
         return FleetView(tuple(views))
 
     def unavailable_message(self, tried: frozenset[str]) -> str:

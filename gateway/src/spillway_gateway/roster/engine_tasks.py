@@ -24,10 +24,11 @@ METRICS_KEPT_SECONDS = 300.0  # after an engine's last request, so that every sc
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """The clients that the tasks share; the application closes them."""
+    """The clients that the tasks share; the application closes them. engine_key: the engines' own API key."""
 
     session: aiohttp.ClientSession
     zmq: zmq.asyncio.Context
+    engine_key: str | None = None
 
 
 class EngineTasks:
@@ -43,7 +44,7 @@ class EngineTasks:
 
     def follow(self, engine: Engine, index: PrefixIndex, health: HealthConfig) -> None:
         """Start the tasks of an engine."""
-        poller = HealthPoller(engine, self._clients.session, health)
+        poller = HealthPoller(engine, self._clients.session, health, self._clients.engine_key)
         self._polls[engine] = asyncio.create_task(guarded(poller.run(), f"health of {engine.name}"))
         if engine.config.kv_events is not None:
             follower = EventFollower(engine, index, self._metrics, self._clients.zmq)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from spillway_gateway.access.keys import Tenant
 from spillway_gateway.errors import ClientBadRequest, ModelNotFound
@@ -11,6 +12,7 @@ from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.tokens.prompt import PromptReader
 
 _SHOWN_CHARS_MAX = 200  # of a name that a client made up
+_SHOWN_NAMES_MAX = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,26 +23,53 @@ class ServedModel:
     reader: PromptReader
 
 
-def named_model(models: Mapping[str, ServedModel], model: str | None, tenant: Tenant) -> ServedModel:
-    """The model that a request names. models: by name and by alias.
+class Named(NamedTuple):
+    """What a request names. adapter: the LoRA adapter, by the name that engines know; None: the model itself."""
 
-    A request without a name gets the only model that the tenant may use, as an engine with one model does. Raises
-    ModelNotFound, and ClientBadRequest for a missing name; both list what the tenant may use.
+    served: ServedModel
+    adapter: str | None = None
+
+
+def named_model(models: Mapping[str, ServedModel], model: str | None, tenant: Tenant) -> Named:
+    """The model or adapter that a request names. models: by every name in the configuration.
+
+    Those names come first; then an adapter that an engine has loaded, then one that engines would load for a tenant
+    that may use it, in the order of the configuration. A request without a name gets the only model that the tenant may
+    use, as an engine with one model does. Raises ModelNotFound, and ClientBadRequest for a missing name; both list what
+    the tenant may use.
     """
     served = models.get(model) if model is not None else None
     if served is not None:
-        return served
+        assert model is not None
+        return Named(served, served.fleet.config.adapter_named(model))
+    distinct = {id(served): served for served in models.values()}.values()
+    if model is not None:
+        for served in distinct:
+            if served.fleet.lists_adapter(model):
+                return Named(served, model)
+        for served in distinct:
+            if served.fleet.config.loads(model) and (tenant.may_use(model) or tenant.may_use(served.fleet.name)):
+                return Named(served, model)
     usable = {
         name: served for name, served in models.items() if tenant.may_use(name) or tenant.may_use(served.fleet.name)
     }
     if model is None:
         if len({id(served) for served in usable.values()}) == 1:
-            return next(iter(usable.values()))
+            return Named(next(iter(usable.values())))
         raise ClientBadRequest("'model' is missing; name one of: " + ", ".join(sorted(usable)), "model")
-    raise model_not_found(model, usable)
+    adapters = {
+        name
+        for served in distinct
+        for name in served.fleet.loaded_adapters()
+        if tenant.may_use(name) or tenant.may_use(served.fleet.name)
+    }
+    raise model_not_found(model, usable.keys() | adapters)
 
 
 def model_not_found(model: str, usable: Iterable[str]) -> ModelNotFound:
     """usable: the names that the tenant may use instead."""
     shown = model if len(model) <= _SHOWN_CHARS_MAX else model[:_SHOWN_CHARS_MAX] + "..."
-    return ModelNotFound(f"The model {shown!r} does not exist; served here: {', '.join(sorted(usable))}")
+    names = sorted(usable)
+    more = [f"{len(names) - _SHOWN_NAMES_MAX} more"] if len(names) > _SHOWN_NAMES_MAX else []
+    served_here = ", ".join(names[:_SHOWN_NAMES_MAX] + more)
+    return ModelNotFound(f"The model {shown!r} does not exist; served here: {served_here}")

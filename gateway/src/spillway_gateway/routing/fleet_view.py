@@ -55,6 +55,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     kv_token_ms: float = 0.0  # time for which an average request takes one token's share of that cache; 0: unknown
     device_share: float = 0.0  # of the tokens that requests of this model found cached lately, those on a device
     events_live: bool = True  # `held` is what it announced; of another engine, what it may still hold is not all known
+    adapter_load_ms: float = 0.0  # until it can begin with the request's LoRA adapter; 0: it has it, or there is none
 
 
 class FleetView(msgspec.Struct, frozen=True, gc=False):

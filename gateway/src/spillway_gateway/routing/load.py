@@ -1,6 +1,6 @@
 """The cost of sending a request to an engine, in milliseconds until its first token.
 
-    cost = max(queue, link) + load from tiers + prefill of the rest + displaced
+    cost = max(queue, link) + load from tiers + prefill of the rest + displaced + adapter
 
 queue: uncached tokens already sent and not answered, at the engine's prefill rate, plus a share per running request.
 link: tokens that other requests are loading from the same tier, at that tier's rate: on the engine's link, and at the
@@ -19,6 +19,8 @@ probability of about h; then it is loaded again, which evicts another one, and s
 further loads of the same size, the factor from above again. Without this term small differences of the queues scatter
 a prefix over all engines that can load it, and each one's device holds less that is of use (docs/benchmarks.md, many
 prompt groups).
+adapter: what the engine takes to load the request's LoRA adapter, where it does not have it. So an engine that has it
+is preferred until its queue is longer than such a load.
 Every term is a time, so there are no weights to tune.
 """
 
@@ -41,6 +43,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     prefill_ms: float
     displaced_ms: float
     total_ms: float
+    adapter_ms: float = 0.0
 
 
 def cost_of(engine: EngineView, prompt_tokens: int) -> Cost:
@@ -66,8 +69,9 @@ def cost_of(engine: EngineView, prompt_tokens: int) -> Cost:
     displaced_ms += prefill_ms * crowding(engine.busy_share)
     if engine.kv_token_ms:
         displaced_ms += uncached * engine.kv_token_ms * crowding(engine.kv_usage)
-    total_ms = (queue_ms if queue_ms > link_ms else link_ms) + load_ms + prefill_ms + displaced_ms
-    return Cost(queue_ms, link_ms, load_ms, prefill_ms, displaced_ms, total_ms)
+    adapter_ms = engine.adapter_load_ms
+    total_ms = (queue_ms if queue_ms > link_ms else link_ms) + load_ms + prefill_ms + displaced_ms + adapter_ms
+    return Cost(queue_ms, link_ms, load_ms, prefill_ms, displaced_ms, total_ms, adapter_ms)
 
 
 def crowding(rho: float) -> float:

@@ -87,7 +87,8 @@ Script = Callable[[str, dict[str, Any]], Scripted | None]  # of path and body; N
 class FakeEngine:
     """Serves from start() to stop(). Attributes may be changed while it runs.
 
-    name_header: the header of each reply that holds the name.
+    name_header: the header of each reply that holds the name. resolvable: adapters that it loads when a request names
+    them, with whether the load succeeds. models_key: the key that /v1/models needs.
     """
 
     def __init__(
@@ -110,6 +111,8 @@ class FakeEngine:
     ) -> None:
         self.model = model
         self.adapters = tuple(adapters)
+        self.resolvable: dict[str, bool] = {}
+        self.models_key: str | None = None
         self.name = name
         self.max_model_len = max_model_len
         self.block_tokens = block_tokens
@@ -161,9 +164,11 @@ class FakeEngine:
     def response_id(self, tokens: list[int]) -> str:
         return f"resp_{self.name}_{hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]}"
 
-    def prefill(self, tokens: list[int], salt: str | None = None) -> int:
-        """Keep and announce the prompt's full blocks; returns how many tokens were found."""
-        digest = hashlib.sha256(repr(salt).encode()).digest()
+    def prefill(self, tokens: list[int], salt: str | None = None, model: str | None = None) -> int:
+        """Keep and announce the prompt's full blocks; returns how many tokens were found. model: as the request names
+        it; an adapter has blocks of its own."""
+        adapter = model if model in self.adapters else None
+        digest = hashlib.sha256(repr((adapter, salt)).encode()).digest()
         found = 0
         parent: int | None = None
         still_cached = True
@@ -177,8 +182,9 @@ class FakeEngine:
                 still_cached = False
                 self.cached[digest] = known = int.from_bytes(digest[-8:], "big")
                 if self.publisher is not None:
-                    extra = [[salt]] if salt is not None and start == 0 else [None]
-                    self.publisher.stored([known], parent, block, self.block_tokens, extra_keys=extra)
+                    extra = [name for name in (adapter, salt if start == 0 else None) if name is not None]
+                    keys = [extra or None]
+                    self.publisher.stored([known], parent, block, self.block_tokens, lora_name=adapter, extra_keys=keys)
             parent = known
         return min(found, max(0, len(tokens) - 1))
 
@@ -277,6 +283,8 @@ class _Connection(asyncio.Protocol):
             self._write(200, b"", b"application/json")
         elif path == "/ready" and self.engine.ready_route:
             self._json(*self.engine.ready)
+        elif path == "/v1/models" and not self._may_list():
+            self._json(401, {"error": "Unauthorized"})
         elif path == "/v1/models":
             card = {"id": self.engine.model, "object": "model", "created": 1, "owned_by": "fake"}
             adapters = [{**card, "id": name, "parent": self.engine.model} for name in self.engine.adapters]
@@ -286,6 +294,10 @@ class _Connection(asyncio.Protocol):
             self._stored(path.partition("?")[0])
         else:
             self._json(404, {"detail": "Not Found"})
+
+    def _may_list(self) -> bool:
+        key = self.engine.models_key
+        return key is None or (b"authorization", f"Bearer {key}".encode()) in self._headers
 
     def _stored(self, path: str) -> None:
         stored = self.engine.responses.get(path.rpartition("/")[2])
@@ -308,7 +320,12 @@ class _Connection(asyncio.Protocol):
         )
 
     def _refusal(self, body: dict[str, Any], tokens: list[int]) -> tuple[int, object] | None:
-        if body.get("model") not in (None, self.engine.model, *self.engine.adapters):
+        name = body.get("model")
+        if name in self.engine.resolvable and name not in self.engine.adapters:
+            if not self.engine.resolvable[name]:
+                return 400, error_document(f"LoRA adapter '{name}' was found but could not be loaded.", 400)
+            self.engine.adapters += (name,)
+        if name not in (None, self.engine.model, *self.engine.adapters):
             return 404, error_document(f"The model `{body.get('model')}` does not exist.", 404)
         if len(tokens) > self.engine.max_model_len:
             return 400, error_document(f"maximum context length is {self.engine.max_model_len} tokens", 400)
@@ -324,7 +341,7 @@ class _Connection(asyncio.Protocol):
         if refusal is not None:
             self._json(*refusal)
             return
-        cached = self.engine.prefill(tokens, body.get("cache_salt"))
+        cached = self.engine.prefill(tokens, body.get("cache_salt"), body.get("model"))
         text = "".join(self.engine.words_for(tokens))
         if path in POOLING_PATHS:
             self._json(200, pooling_reply(path, body, self.engine.model, len(tokens)))
@@ -404,7 +421,7 @@ class _Connection(asyncio.Protocol):
         scripted = self.engine.script(path, body) if self.engine.script is not None else None
         if scripted is not None:
             return [untyped_event(document) for document in scripted.events]
-        cached = self.engine.prefill(tokens, body.get("cache_salt"))
+        cached = self.engine.prefill(tokens, body.get("cache_salt"), body.get("model"))
         if path == "/v1/messages":
             return messages_events(self.engine.words_for(tokens), self.engine.model, self._typed_usage(tokens))
         if path == "/v1/responses":

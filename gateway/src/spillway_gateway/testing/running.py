@@ -15,6 +15,7 @@ from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.listeners.server import GatewayServer, bind
 from spillway_gateway.testing.fake_engine import FakeEngine
 
+MODEL_KEYS = ("aliases", "adapters", "loadableAdapters", "adapterAliases", "tokenizer", "wakeSeconds")
 UNTIL_SECONDS_MAX = 120.0  # a busy machine, not a slow gateway
 
 
@@ -56,11 +57,11 @@ class RunningGateway:
 
 
 def gateway_config(engines: Iterable[FakeEngine], **sections: Any) -> dict[str, Any]:
-    """A configuration document for fake engines of one model. sections: further top-level settings; the keys
-    aliases, adapters, tokenizer and wakeSeconds go to the model."""
+    """A configuration document for fake engines of one model. sections: further top-level settings; those of
+    MODEL_KEYS go to the model."""
     fakes = list(engines)
     model: dict[str, Any] = {"name": fakes[0].model, "engines": []}
-    for key in ("aliases", "adapters", "tokenizer", "wakeSeconds"):
+    for key in MODEL_KEYS:
         if key in sections:
             model[key] = sections.pop(key)
     for fake in fakes:

@@ -89,7 +89,7 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     may tick in milliseconds. only_engine: the one engine that holds what the request asks for. on_reply: called with
     the engine's name and the plain reply or its first events, for status 200. charged_tokens: counted against the
     tenant's quota besides the prompt's. on_end: called once with the reply's usage. asks_ids: the body asks the engine
-    for token ids, which the client did not. session: that it belongs to.
+    for token ids, which the client did not. session: that it belongs to. adapter: the LoRA adapter that the body names.
     """
 
     path: bytes
@@ -111,3 +111,4 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     on_end: Callable[[Usage], None] | None = None
     asks_ids: bool = False
     session: SessionKey | None = None
+    adapter: str | None = None

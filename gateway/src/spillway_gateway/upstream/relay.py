@@ -15,6 +15,7 @@ import msgspec
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.errors import (
+    AdapterNotServed,
     EngineBadReply,
     EngineDisconnected,
     EngineEnding,
@@ -196,7 +197,9 @@ class Relay:
                 continue
             tried |= {lease.engine.name}
             attempts += is_attempt(failure)
-            movable = request.retryable and request.only_engine is None
+            # An engine that lacks the adapter has done nothing that must not be done twice.
+            movable = request.retryable or isinstance(failure, AdapterNotServed)
+            movable = movable and request.only_engine is None
             engines_left = any(engine.routable and name not in tried for name, engine in self._fleet.engines.items())
             again = may_retry(
                 bytes_sent=self._waits.bytes_sent,
@@ -232,7 +235,7 @@ class Relay:
         asked_ns = time.time_ns() if trace is not None else 0
         joins = continuing is not None and continuing.failed_at is not None
         prompt = continuing.prompt() if continuing is not None and joins else request.prompt
-        lease = self._fleet.choose(prompt, tried, request.only_engine, request.session)
+        lease = self._fleet.choose(prompt, tried, request.only_engine, request.session, request.adapter)
         self.lease = lease
         self._services.recent.decided(self._fleet.name, request.request_id, lease.decision)
         if lease.decision.session is not None:
@@ -256,6 +259,11 @@ class Relay:
 
     def _engine_failed(self, lease: Lease, error: UpstreamError) -> None:
         engine = lease.engine
+        if isinstance(error, AdapterNotServed):  # a proper answer of an engine that works
+            assert self._request.adapter is not None
+            engine.lacks_adapter(self._request.adapter)
+            lease.succeeded()
+            return
         if not isinstance(error, EngineEnding):  # which is no fault of the engine
             lease.failed(time.monotonic())
         if isinstance(error, EngineRefused):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from spillway_gateway.errors import (
+    AdapterNotServed,
     EngineConnectTimeout,
     EngineDisconnected,
     EngineEnding,
@@ -23,6 +24,8 @@ _ANTHROPIC_ERROR_EVENT = b"event: error\ndata: "
 # The engine is gone or terminates, and its part of the work is lost. A retry is then no extra load: it does work that
 # was admitted and that no engine does any more. All requests of the engine move at once.
 _ENGINE_GONE = (EngineRefused, EngineDisconnected, EngineWentDown, EngineEnding, EngineFailed)
+# The engine refused before it computed anything, and it is not overload.
+_NOTHING_DONE = (AdapterNotServed,)
 # The request was never sent, so it cannot be the cause, and trying the next engine costs nothing.
 _NEVER_SENT = (EngineRefused, EngineConnectTimeout)
 _DEAD_CORE = "EngineCore encountered an issue"  # vLLM 0.23's EngineDeadError, whatever status it comes with
@@ -67,6 +70,16 @@ def plain_failure(status: int, body: bytes) -> str | None:
     return error.message if error is not None and _DEAD_CORE in error.message else None
 
 
+def adapter_refusal(status: int, body: bytes, adapter: str) -> str | None:
+    """The engine's message where it does not serve the request's LoRA adapter: it is not loaded, no resolver finds it
+    (404), or it was found and could not be loaded (400)."""
+    error = _error_of(body) if status in (400, 404) else None
+    if error is None or adapter not in error.message:
+        return None
+    refused = "does not exist" if status == 404 else "could not be loaded"
+    return error.message if refused in error.message else None
+
+
 def _error_of(body: bytes) -> _Error | None:
     try:
         return _decoder.decode(body).error
@@ -93,7 +106,7 @@ class RetryBudget:
 
     def spend(self, failure: UpstreamError) -> bool:
         """Take one retry after this failure; False when none is left."""
-        if isinstance(failure, _ENGINE_GONE):
+        if isinstance(failure, (*_ENGINE_GONE, *_NOTHING_DONE)):
             return True
         if self._available < 1:
             return False

@@ -1,0 +1,59 @@
+"""What an engine's /v1/models lists: the model, its limit, and the LoRA adapters that are loaded now. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+MODELS_BYTES_MAX = 4 * 1024 * 1024  # of the page; a longer one is not read
+
+
+class _Card(msgspec.Struct):
+    id: str = ""
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Documents(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+_cards = msgspec.json.Decoder(_Cards)
+_documents = msgspec.json.Decoder(_Documents)
+
+
+class ListedModels:
+    """One reading of the page. names: all that it lists. adapters: those that another one of them is the parent of."""
+
+    __slots__ = ("_body", "_cards", "_documents", "adapters", "names")
+
+    def __init__(self, body: bytes, cards: list[_Card]) -> None:
+        self._body = body
+        self._cards = cards
+        self._documents: list[dict[str, Any]] | None = None
+        self.names = frozenset(card.id for card in cards if card.id)
+        self.adapters = frozenset(card.id for card in cards if card.id and card.parent is not None)
+
+    def prompt_tokens_max(self, model: str) -> int | None:
+        """max_model_len of the model's card, as vLLM reports it; None where the page has none."""
+        return next((card.max_model_len for card in self._cards if card.id == model and card.max_model_len), None)
+
+    @property
+    def documents(self) -> list[dict[str, Any]]:
+        """The cards as the engine sent them. Decoded at the first call: the page is read far more often than shown."""
+        if self._documents is None:
+            self._documents = _documents.decode(self._body).data
+        return self._documents
+
+
+def read_listed_models(body: bytes) -> ListedModels | None:
+    """None where the page has no list of models."""
+    try:
+        return ListedModels(body, _cards.decode(body).data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
