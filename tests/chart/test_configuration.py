@@ -392,7 +392,8 @@ def test_every_setting_of_the_gateway_is_a_value():
     assert fields_of(own.listen) == {"host", "port", "ops_port", "ops_host", "tls"}  # listenAddress is both hosts'
     assert {camel(name) for name in fields_of(TlsConfig)} == {"certFile", "keyFile", "reloadSeconds"}
     assert fields_of(ModelConfig) == {
-        *("name", "engines", "discovery", "aliases", "adapters", "tokenizer", "wake_seconds")
+        *("name", "engines", "discovery", "aliases", "adapters", "loadable_adapters", "adapter_aliases"),
+        *("tokenizer", "wake_seconds"),
     }  # of `engine`
     limits = {camel(name) for name in fields_of(SharedLimitsConfig)} - {"usernameEnv", "passwordEnv", "tlsCaFile"}
     assert limits | {"existingSecret", "caSecret"} == set(values["gateway"]["auth"]["sharedLimits"])

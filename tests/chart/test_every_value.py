@@ -95,6 +95,12 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "engine.lora.volume.hostPath": laid_over(
         LORA, nested("engine.lora.volume", {"type": "hostPath", "hostPath": "/a"})
     ),
+    "engine.lora.aliases": {},
+    "engine.lora.resolver": laid_over(
+        LORA,
+        nested("engine.lora", {"runtimeUpdating": True, "resolver": {"folder": "/adapters"}}),
+        nested("engine.lora.volume", {"type": "existingClaim", "claimName": "c"}),
+    ),
     "engine.lora.volume.nfs": laid_over(
         LORA, nested("engine.lora.volume", {"type": "nfs", "nfs": {"server": "s", "path": "/p"}})
     ),
@@ -151,6 +157,9 @@ CHANGES: dict[str, Any] = {
     "engine.model.kvCacheDtype": "fp8",
     "engine.model.quantization": "awq",
     "engine.lora.adapters": [{"name": "a", "path": "owner/a"}],
+    "engine.lora.aliases": {"latest": "a"},
+    "engine.lora.resolver.folder": "/adapters/deeper",
+    "engine.lora.resolver.names": ["team-*"],
     "engine.lora.maxRank": 8,
     "engine.lora.maxInMemory": 3,
     "engine.lora.volume.type": "image",

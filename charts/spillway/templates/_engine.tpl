@@ -108,7 +108,7 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
 
 {{/* engine -> do adapters come from a volume of their own? */}}
 {{- define "spillway.adapterVolume" -}}
-{{- if and .lora.adapters (has .lora.volume.type (list "existingClaim" "hostPath" "nfs")) -}}true{{- end -}}
+{{- if and (or .lora.adapters .lora.runtimeUpdating) (has .lora.volume.type (list "existingClaim" "hostPath" "nfs")) -}}true{{- end -}}
 {{- end -}}
 
 {{/* item -> is there a folder for the shared tier in the pod? */}}

@@ -134,6 +134,19 @@ def test_adapters_are_named_to_vllm() -> None:
     assert not any("lora" in word for word in arguments(TREE))
 
 
+def test_adapters_that_change_at_run_time_need_no_adapter_at_the_start() -> None:
+    lora = {"runtimeUpdating": True, "resolverFolder": "/adapters"}
+    given = arguments({**TREE, "lora": lora})
+    environment = server_environment(read_settings(EngineSettings, {**TREE, "lora": lora}), CPU, True)
+
+    assert given[given.index("--enable-lora") :][:5] == ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "1"]
+    assert "--lora-modules" not in given
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert environment["VLLM_LORA_RESOLVER_CACHE_DIR"] == "/adapters"
+    plain = server_environment(read_settings(EngineSettings, TREE), CPU, True)
+    assert not any("LORA" in name for name in plain)
+
+
 @pytest.mark.parametrize(("adapters", "offline"), [(ADAPTERS[:1], True), (ADAPTERS, False)])
 def test_an_adapter_from_a_hub_may_be_downloaded(adapters: list[dict[str, str]], offline: bool) -> None:
     given = read_settings(EngineSettings, {**TREE, "lora": {"adapters": adapters}})
@@ -151,6 +164,8 @@ def test_an_adapter_from_a_hub_may_be_downloaded(adapters: list[dict[str, str]],
             {"adapters": ADAPTERS, "maxActive": 4, "maxInMemory": 2},
             "maxInMemory: 2 is less than lora.maxActive: 4",
         ),
+        ({"resolverFolder": "/a"}, "set lora.runtimeUpdating: true"),
+        ({"resolverFolder": "a", "runtimeUpdating": True}, "lora.resolverFolder: a is no absolute folder"),
     ],
 )
 def test_adapters_that_cannot_be_served_are_refused(lora: dict[str, Any], message: str) -> None:

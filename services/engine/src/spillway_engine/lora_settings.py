@@ -1,4 +1,4 @@
-"""LoRA adapters: served under names of their own beside the model, loaded at the engine's start."""
+"""LoRA adapters: served under names of their own beside the model, loaded at the engine's start or while it runs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ class LoraAdapter(CamelSection, frozen=True):
 
 
 class LoraSettings(CamelSection, frozen=True):
-    adapters: tuple[LoraAdapter, ...] = ()
+    adapters: tuple[LoraAdapter, ...] = ()  # loaded at the start
+    runtime_updating: bool = False  # /v1/load_lora_adapter and /v1/unload_lora_adapter are open
+    resolver_folder: Text | None = None  # a request that names a folder in it has that adapter loaded
     max_rank: LoraRank = 16  # of all adapters
     max_active: Count = 1  # adapters in one batch; requests of further ones wait
     max_in_memory: Count | None = None  # adapters kept in host memory; None: as many as max_active
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.adapters) or self.runtime_updating
 
 
 def check_lora(lora: LoraSettings, served_name: str, names: SettingNames) -> None:
@@ -38,6 +44,15 @@ def check_lora(lora: LoraSettings, served_name: str, names: SettingNames) -> Non
         if not adapter.is_folder and adapter.path.count("/") != 1:
             raise SettingsError(
                 f"{where}.path: {adapter.path!r} is neither an absolute folder nor a hub name such as owner/adapter"
+            )
+    if lora.resolver_folder is not None:
+        if not lora.resolver_folder.startswith("/"):
+            given = names.given("lora.resolverFolder", lora.resolver_folder)
+            raise SettingsError(f"{given} is no absolute folder; give the folder in which adapters lie by their names")
+        if not lora.runtime_updating:
+            raise SettingsError(
+                f"{names.name('lora.resolverFolder')}: vLLM loads adapters by name only where adapters may change while "
+                f"it runs; set {names.name('lora.runtimeUpdating')}: true"
             )
     if lora.max_in_memory is not None and lora.max_in_memory < lora.max_active:
         raise SettingsError(

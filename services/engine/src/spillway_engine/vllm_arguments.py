@@ -65,7 +65,7 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
 def lora_arguments(settings: EngineSettings) -> list[str]:
     """Of no adapter none: vLLM's kernels for adapters cost memory and time."""
     lora = settings.lora
-    if not lora.adapters:
+    if not lora.enabled:
         return []
     limits = ["--max-lora-rank", str(lora.max_rank), "--max-loras", str(lora.max_active)]
     if lora.max_in_memory is not None:
@@ -74,7 +74,7 @@ def lora_arguments(settings: EngineSettings) -> list[str]:
         _compact({"name": adapter.name, "path": adapter.path, "base_model_name": settings.served_name})
         for adapter in lora.adapters
     ]
-    return ["--enable-lora", *limits, "--lora-modules", *modules]
+    return ["--enable-lora", *limits, *(["--lora-modules", *modules] if modules else [])]
 
 
 def server_environment(settings: EngineSettings, machine: Machine, model_is_folder: bool) -> dict[str, str]:
@@ -85,6 +85,10 @@ def server_environment(settings: EngineSettings, machine: Machine, model_is_fold
     }
     if model_is_folder and all(adapter.is_folder for adapter in settings.lora.adapters):
         environment["HF_HUB_OFFLINE"] = "1"
+    if settings.lora.runtime_updating:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if settings.lora.resolver_folder is not None:
+        environment["VLLM_LORA_RESOLVER_CACHE_DIR"] = settings.lora.resolver_folder
     if machine.platform == "cpu":
         environment |= cpu_thread_environment(machine)
         # Even with --enforce-eager some small functions are compiled at the first call, by a C++ compiler that a
