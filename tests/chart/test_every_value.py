@@ -55,6 +55,7 @@ tests: {apiKeySecret: {name: client}}
 """)
 
 LORA = nested("engine.lora.adapters", [{"name": "a", "path": "/adapters/deeper/a"}])
+RESOLVER = nested("engine.lora", {"runtimeUpdating": True, "volume": {"type": "existingClaim", "claimName": "c"}})
 HUB = nested("engine.model", {"path": "Qwen/Qwen3-8B", "volume": {"type": "none", "claimName": ""}})
 # What another choice of tier, volume or model would leave unread is refused, so it has to go.
 NO_REDIS = nested(
@@ -96,11 +97,8 @@ CONTEXTS: dict[str, dict[str, Any]] = {
         LORA, nested("engine.lora.volume", {"type": "hostPath", "hostPath": "/a"})
     ),
     "engine.lora.aliases": {},
-    "engine.lora.resolver": laid_over(
-        LORA,
-        nested("engine.lora", {"runtimeUpdating": True, "resolver": {"folder": "/adapters"}}),
-        nested("engine.lora.volume", {"type": "existingClaim", "claimName": "c"}),
-    ),
+    "engine.lora.resolverFolder": RESOLVER,
+    "engine.lora.resolverNames": laid_over(RESOLVER, nested("engine.lora.resolverFolder", "/adapters")),
     "engine.lora.volume.nfs": laid_over(
         LORA, nested("engine.lora.volume", {"type": "nfs", "nfs": {"server": "s", "path": "/p"}})
     ),
@@ -157,9 +155,9 @@ CHANGES: dict[str, Any] = {
     "engine.model.kvCacheDtype": "fp8",
     "engine.model.quantization": "awq",
     "engine.lora.adapters": [{"name": "a", "path": "owner/a"}],
-    "engine.lora.aliases": {"latest": "a"},
-    "engine.lora.resolver.folder": "/adapters/deeper",
-    "engine.lora.resolver.names": ["team-*"],
+    "engine.lora.aliases": [{"name": "latest", "adapter": "a"}],
+    "engine.lora.resolverFolder": "/adapters/deeper",
+    "engine.lora.resolverNames": ["team-*"],
     "engine.lora.maxRank": 8,
     "engine.lora.maxInMemory": 3,
     "engine.lora.volume.type": "image",

@@ -171,7 +171,7 @@
 {{- range $item := .engines -}}
 {{- $own := concat (list $item.servedName) (default list $item.engine.model.aliases) -}}
 {{- range $item.engine.lora.adapters -}}{{- $own = append $own .name -}}{{- end -}}
-{{- range $alias, $_ := $item.engine.lora.aliases -}}{{- $own = append $own $alias -}}{{- end -}}
+{{- range $item.engine.lora.aliases -}}{{- $own = append $own .name -}}{{- end -}}
 {{- range $name := $own -}}
 {{- if hasKey $served $name -}}
 {{- $texts = append $texts (printf "%s: the name %q is already served by %s; give one of them another model.servedName, alias or name of an adapter" $item.path $name (get $served $name)) -}}

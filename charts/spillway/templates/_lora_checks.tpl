@@ -25,17 +25,20 @@
 {{- if and (ne $volume.type "none") (not $folders) (not $lora.runtimeUpdating) -}}
 {{- $texts = append $texts (printf "%s.volume.type: %s, but no adapter has a path in it; name one in lora.adapters, set runtimeUpdating: true, or type: none" $path $volume.type) -}}
 {{- end -}}
-{{- with $lora.resolver.folder -}}
+{{- with $lora.resolverFolder -}}
 {{- if not $lora.runtimeUpdating -}}
-{{- $texts = append $texts (printf "%s.resolver.folder: vLLM loads adapters by name only where they may change at run time; set lora.runtimeUpdating: true" $path) -}}
+{{- $texts = append $texts (printf "%s.resolverFolder: vLLM loads adapters by name only where they may change at run time; set lora.runtimeUpdating: true" $path) -}}
+{{- end -}}
+{{- if not $lora.resolverNames -}}
+{{- $texts = append $texts (printf "%s.resolverNames: empty, so no request would load an adapter; write [\"*\"] for every name, or set resolverFolder: \"\"" $path) -}}
 {{- end -}}
 {{- $root := "" -}}
 {{- if has $volume.type (list "existingClaim" "hostPath" "nfs") -}}{{- $root = $volume.mountPath -}}{{- end -}}
 {{- if eq $volume.type "modelVolume" -}}{{- $root = $engine.model.volume.mountPath -}}{{- end -}}
 {{- if eq $volume.type "none" -}}
-{{- $texts = append $texts (printf "%s.resolver.folder: %s, but no volume brings it; set lora.volume.type to existingClaim, hostPath or nfs, to modelVolume when it lies in the model's, or to image" $path .) -}}
+{{- $texts = append $texts (printf "%s.resolverFolder: %s, but no volume brings it; set lora.volume.type to existingClaim, hostPath or nfs, to modelVolume when it lies in the model's, or to image" $path .) -}}
 {{- else if and $root (not (hasPrefix (printf "%s/" (trimSuffix "/" $root)) (printf "%s/" .))) -}}
-{{- $texts = append $texts (printf "%s.resolver.folder: %s does not lie in %s, where lora.volume.type: %s appears; correct one of the two" $path . $root $volume.type) -}}
+{{- $texts = append $texts (printf "%s.resolverFolder: %s does not lie in %s, where lora.volume.type: %s appears; correct one of the two" $path . $root $volume.type) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (eq $volume.type "modelVolume") (not (has $engine.model.volume.type (list "existingClaim" "hostPath" "nfs"))) -}}

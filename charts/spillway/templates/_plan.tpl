@@ -140,7 +140,7 @@ nothing can be concluded from such values. */}}
 {{- $lora := dict "maxRank" $engine.lora.maxRank "maxActive" $engine.lora.maxActive -}}
 {{- with $engine.lora.adapters -}}{{- $_ := set $lora "adapters" . -}}{{- end -}}
 {{- if $engine.lora.runtimeUpdating -}}{{- $_ := set $lora "runtimeUpdating" true -}}{{- end -}}
-{{- with $engine.lora.resolver.folder -}}{{- $_ := set $lora "resolverFolder" . -}}{{- end -}}
+{{- with $engine.lora.resolverFolder -}}{{- $_ := set $lora "resolverFolder" . -}}{{- end -}}
 {{- with $engine.lora.maxInMemory -}}{{- $_ := set $lora "maxInMemory" . -}}{{- end -}}
 {{- $_ := set $settings "lora" $lora -}}
 {{- end -}}
@@ -223,8 +223,11 @@ nothing can be concluded from such values. */}}
 {{- $names := list -}}{{- range . -}}{{- $names = append $names .name -}}{{- end -}}
 {{- $_ := set $model "adapters" $names -}}
 {{- end -}}
-{{- with $item.engine.lora.aliases -}}{{- $_ := set $model "adapterAliases" . -}}{{- end -}}
-{{- if $item.engine.lora.resolver.folder -}}{{- $_ := set $model "loadableAdapters" $item.engine.lora.resolver.names -}}{{- end -}}
+{{- with $item.engine.lora.aliases -}}
+{{- $aliases := dict -}}{{- range . -}}{{- $_ := set $aliases .name .adapter -}}{{- end -}}
+{{- $_ := set $model "adapterAliases" $aliases -}}
+{{- end -}}
+{{- if $item.engine.lora.resolverFolder -}}{{- $_ := set $model "loadableAdapters" $item.engine.lora.resolverNames -}}{{- end -}}
 {{- with $item.engine.autoscaling -}}
 {{- if and .enabled (eq (int64 .minReplicas) 0) -}}{{- $_ := set $model "wakeSeconds" (default $item.engine.lifecycle.startupTimeoutSeconds .wakeTimeoutSeconds) -}}{{- end -}}
 {{- end -}}
