@@ -14,21 +14,16 @@ import time
 from time import perf_counter
 
 from spillway_gateway.error_bodies import Dialect, body_of, event_of, headers_of
-from spillway_gateway.errors import AdapterNotServed, EngineDisconnected, EngineFailed, GatewayError, UpstreamError
+from spillway_gateway.errors import EngineDisconnected, EngineFailed, GatewayError, UpstreamError
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import Lease
+from spillway_gateway.upstream.adapter_refusals import REFUSED, require_adapter
 from spillway_gateway.upstream.connection import EngineConnection
 from spillway_gateway.upstream.continuing import Continuing
 from spillway_gateway.upstream.forward import Headers, header, reply_headers
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
 from spillway_gateway.upstream.reading import collect, next_events, read_to_end
-from spillway_gateway.upstream.retry import (
-    RETRYABLE_STATUSES,
-    adapter_refusal,
-    failure_within,
-    plain_failure,
-    stream_failure,
-)
+from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, failure_within, plain_failure, stream_failure
 from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, count_events, is_done, is_last_of_typed
 from spillway_gateway.upstream.usage import NO_USAGE, ReplyUsage, Usage, merged, usage_in_events, usage_in_reply
 from spillway_gateway.upstream.waits import RequestWaits
@@ -202,9 +197,9 @@ class Reply:
         assert continuing is not None and continuing.events is not None
         answer = continuing.events
         content_type = header(connection.headers, b"content-type") or b""
-        if self._request.adapter is not None and connection.status in (400, 404):
+        if self._request.adapter is not None and connection.status in REFUSED:
             body = await collect(connection, ERROR_REPLY_BYTES_MAX)
-            _require_adapter(lease.engine, connection.status, body, self._request.adapter)
+            require_adapter(lease.engine, self._request.adapter, connection.status, body)
         if connection.status != 200 or content_type[:17].lower() != b"text/event-stream":
             raise EngineFailed(f"Engine {name} answered {connection.status} to a continuation")
         framer = self._framer = EventFramer(EVENT_BYTES_MAX + IDS_BYTES_MAX * self._request.prompt.prompt_tokens)
@@ -319,8 +314,7 @@ class Reply:
         status = connection.status
         if (failure := plain_failure(status, body)) is not None:
             raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
-        if self._request.adapter is not None:
-            _require_adapter(lease.engine, status, body, self._request.adapter)
+        require_adapter(lease.engine, self._request.adapter, status, body)
         now = perf_counter()
         lease.first_byte(time.monotonic(), measures_prefill=False)
         headers = reply_headers(connection.headers)
@@ -446,17 +440,6 @@ class Reply:
         metrics.predicted_tokens(self._model, "shared").inc(held.shared_tokens)
         metrics.actual_tokens(self._model).inc(cached or 0)
         self._services.recent.reported(self._model, held.total_tokens, cached or 0)
-
-
-def _require_adapter(engine: Engine, status: int, body: bytes, adapter: str) -> None:
-    """Raises AdapterNotServed where the engine refused the request for the sake of its adapter."""
-    refusal = adapter_refusal(status, body, adapter)
-    if refusal is not None:
-        failure = AdapterNotServed(f"Engine {engine.name} does not serve the adapter {adapter!r}: {refusal[:500]}")
-        failure.status = status
-        if status != 404:
-            failure.code = "adapter_not_loaded"
-        raise failure
 
 
 def _plain_succeeded(lease: Lease, status: int) -> None:

@@ -50,11 +50,11 @@ def stream_failure(first_chunk: bytes) -> str | None:
     vLLM answers 200 before it computes, so an error event is all that its server can send when the engine core dies.
     """
     if first_chunk.startswith(_ANTHROPIC_ERROR_EVENT):
-        error = _error_of(first_chunk.removeprefix(_ANTHROPIC_ERROR_EVENT).partition(b"\n")[0])
+        error = error_in(first_chunk.removeprefix(_ANTHROPIC_ERROR_EVENT).partition(b"\n")[0])
         return error.message if error is not None and error.type == "internal_error" else None
     if not first_chunk.startswith(_ERROR_EVENT):
         return None
-    error = _error_of(first_chunk.partition(b"\n")[0].removeprefix(b"data: "))
+    error = error_in(first_chunk.partition(b"\n")[0].removeprefix(b"data: "))
     return error.message if error is not None and isinstance(error.code, int) and error.code >= 500 else None
 
 
@@ -66,21 +66,12 @@ def failure_within(events: bytes) -> bool:
 
 def plain_failure(status: int, body: bytes) -> str | None:
     """The same for a plain reply. A 500 alone may be the request's fault and is passed on."""
-    error = _error_of(body) if status == 500 else None
+    error = error_in(body) if status == 500 else None
     return error.message if error is not None and _DEAD_CORE in error.message else None
 
 
-def adapter_refusal(status: int, body: bytes, adapter: str) -> str | None:
-    """The engine's message where it does not serve the request's LoRA adapter: it is not loaded, no resolver finds it
-    (404), or it was found and could not be loaded (400)."""
-    error = _error_of(body) if status in (400, 404) else None
-    if error is None or adapter not in error.message:
-        return None
-    refused = "does not exist" if status == 404 else "could not be loaded"
-    return error.message if refused in error.message else None
-
-
-def _error_of(body: bytes) -> _Error | None:
+def error_in(body: bytes) -> _Error | None:
+    """The error that a reply's body is, in OpenAI's or Anthropic's shape."""
     try:
         return _decoder.decode(body).error
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
