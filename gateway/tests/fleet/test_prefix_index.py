@@ -119,7 +119,7 @@ def test_blocks_of_a_store_count_for_every_engine_that_loads_from_it() -> None:
     made.apply("a", BlockRemoved([1, 2], Tier.DEVICE, 0))
 
     assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 8), "b": HeldPrefix(0, 0, 8)}
-    assert [made.shared_stores_of(name) for name in "abc"] == [1, 1, 1]
+    assert [made.shared_reach_of(name) for name in "abc"] == [(1, 2), (1, 2), (1, 0)]
     assert made.shared_stores == 2
     made.apply("b", stored([1], None, PROMPT[:4]))
     assert made.match(keys(PROMPT), BLOCK)["b"] == HeldPrefix(4, 0, 4)

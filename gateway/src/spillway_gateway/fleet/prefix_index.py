@@ -24,7 +24,7 @@ from spillway_gateway.fleet.engine_blocks import (
 )
 from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
 from spillway_gateway.fleet.prefix_match import StoreReaders, match_blocks
-from spillway_gateway.fleet.shared_stores import SharedStores
+from spillway_gateway.fleet.shared_stores import SharedReach, SharedStores
 from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.prefix import TOKEN_BYTES, chain_key, namespace_key
 
@@ -109,9 +109,9 @@ class PrefixIndex:
         """Stores of shared tiers of which anything is known."""
         return len(self._stores)
 
-    def shared_stores_of(self, engine_name: str) -> int:
-        """From how many of them an engine loads."""
-        return self._stores.count_of(engine_name)
+    def shared_reach_of(self, engine_name: str) -> SharedReach:
+        """What an engine can load of them."""
+        return self._stores.reach_of(engine_name)
 
     def namespace(self, cache_salt: str | None = None, lora: str | None = None) -> int:
         """Start of the key chain for prompts with this salt and adapter."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from spillway_gateway.fleet.block_table import BITS_PER_ENGINE
 from spillway_gateway.fleet.engine_blocks import EngineBlocks
@@ -17,6 +18,13 @@ from spillway_gateway.fleet.prefix_match import StoreReaders
 
 STORES_MAX = 256  # of one model; those of more nodes, or of fleets gone within the hour, are not indexed
 UNUSED_SECONDS = 3600.0  # without any engine, after which what is known of a store is dropped
+
+
+class SharedReach(NamedTuple):
+    """From how many stores an engine loads, and how many blocks are known to lie there."""
+
+    stores: int
+    blocks: int
 
 
 @dataclass
@@ -70,9 +78,10 @@ class SharedStores:
         for store in self._stores.values():
             self._leave(store, engine_name)
 
-    def count_of(self, engine_name: str) -> int:
-        """From how many stores the engine loads."""
-        return sum([engine_name in store.engines for store in self._stores.values()])
+    def reach_of(self, engine_name: str) -> SharedReach:
+        """Of one engine."""
+        own = [store.blocks for store in self._stores.values() if engine_name in store.engines]
+        return SharedReach(len(own), sum([len(blocks.request_keys) for blocks in own]))
 
     def pop_unused(self) -> list[EngineBlocks]:
         """Forget the stores that no engine has used for UNUSED_SECONDS; their blocks are to be freed."""

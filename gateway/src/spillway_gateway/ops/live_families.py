@@ -43,6 +43,11 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
         "Stores of shared tiers from which the engine says it loads.",
         labels=by_engine,
     )
+    in_reach = GaugeMetricFamily(
+        "spillway_gateway_engine_shared_blocks",
+        "Blocks that are known to lie in the stores from which the engine loads.",
+        labels=by_engine,
+    )
     stores = GaugeMetricFamily(
         "spillway_gateway_index_shared_stores",
         "Stores of shared tiers of which the prefix index knows anything.",
@@ -69,7 +74,9 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
             ejected.add_metric(labels, float(not engine.breaker.closed))
             ejections.add_metric(labels, engine.breaker.opened_total)
             foreign.add_metric(labels, engine.foreign.requests)
-            loads_from.add_metric(labels, fleet.index.shared_stores_of(engine.name))
+            shared = fleet.index.shared_reach_of(engine.name)
+            loads_from.add_metric(labels, shared.stores)
+            in_reach.add_metric(labels, shared.blocks)
         index = fleet.index
         stores.add_metric((fleet.name,), index.shared_stores)
         blocks.add_metric((fleet.name,), index.blocks)
@@ -78,7 +85,7 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
         ignored.add_metric((fleet.name, "orphan"), index.orphans_dropped_total)
         ignored.add_metric((fleet.name, "unknown"), index.unknown_blocks_total)
         ignored.add_metric((fleet.name, "block_size"), index.mismatched_blocks_total)
-    by_engines = (up, running, queued, rate, live, ejected, ejections, foreign, loads_from)
+    by_engines = (up, running, queued, rate, live, ejected, ejections, foreign, loads_from, in_reach)
     return (*by_engines, blocks, size, evicted, ignored, stores)
 
 

@@ -13,6 +13,7 @@ import yaml
 
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.ops.ui.snapshot import percentiles
+from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
 
 OPERATOR, CLIENT = "sk-o" + "0" * 40, "sk-c" + "0" * 40
@@ -67,6 +68,25 @@ async def test_the_state_shows_engines_waits_and_decisions_and_no_prompt(start_e
     assert {each["engine"] for each in first["candidates"]} == {"fake-0", "fake-1"}
     assert first["engine"] in {"fake-0", "fake-1"} and first["why"].endswith(".")
     assert state["draining"] is False
+
+
+async def test_what_lies_in_a_shared_tier_is_shown_at_every_engine_that_loads_from_it(start_engine: Any) -> None:
+    engines = [await start_engine(f"fake-{at}", publisher=KvPublisher()) for at in range(3)]
+    store, tokens = "redis/00000000000000aa", list(range(8))
+    async with running_gateway(gateway_config(engines)) as running, aiohttp.ClientSession() as client:
+        first, second, _ = [engine.publisher for engine in engines]
+        first.stored([1, 2], None, tokens, 4)
+        first.stored([1, 2], None, [], 0, medium=store)
+        second.stored([], None, [], 0, medium=store)
+        index = running.gateway.fleets[0].index
+        await until(lambda: index.shared_reach_of("fake-1").blocks == 2)
+        async with client.get(running.url + "/ui/state") as reply:
+            (model,) = (await reply.json())["models"]
+        async with client.get(running.url + "/metrics") as reply:
+            page = await reply.text()
+    shown = [(engine["sharedStores"], engine["sharedBlocks"]) for engine in model["engines"]]
+    assert shown == [(1, 2), (1, 2), (0, 0)]
+    assert re.search(r'spillway_gateway_engine_shared_blocks\{[^}]*"fake-1"[^}]*\} 2\.0', page)
 
 
 async def test_an_engine_that_is_away_says_why(start_engine: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import ModelFleet
+from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.recent import NotedDecision, NotedFirstByte, PromptTokens, Recent
 from spillway_gateway.ops.ui.explain import explain
 from spillway_gateway.routing.fleet_view import HeldPrefix
@@ -63,13 +64,16 @@ def _model(
             [noted.seconds for noted in recent.continuations if noted.model == fleet.name]
         ),
         "index": {"blocks": index.blocks, "bytes": index.estimated_bytes, "bytesMax": index.bytes_max},
-        "engines": [_engine(engine, of_model, monotonic) for engine in fleet.engines.values()],
+        "engines": [_engine(engine, index, of_model, monotonic) for engine in fleet.engines.values()],
     }
 
 
-def _engine(engine: Engine, first_bytes: Sequence[NotedFirstByte], monotonic: float) -> dict[str, Any]:
+def _engine(
+    engine: Engine, index: PrefixIndex, first_bytes: Sequence[NotedFirstByte], monotonic: float
+) -> dict[str, Any]:
     view = engine.view(HeldPrefix(), monotonic, ejected=not engine.breaker.closed)
     rates = view.rates
+    shared = index.shared_reach_of(engine.name)
     return {
         "name": engine.name,
         "routable": view.routable,
@@ -84,6 +88,8 @@ def _engine(engine: Engine, first_bytes: Sequence[NotedFirstByte], monotonic: fl
         "prefillTokensPerSecond": rates.prefill_tokens_per_second,
         "cpuLoadTokensPerSecond": rates.cpu_load_tokens_per_second,
         "sharedLoadTokensPerSecond": rates.shared_load_tokens_per_second,
+        "sharedStores": shared.stores,
+        "sharedBlocks": shared.blocks,
         "firstByte": percentiles([noted.seconds for noted in first_bytes if noted.engine == engine.name]),
         "tiers": [
             {"tier": path.tier, "direction": path.direction, "bytesPerSecond": rate}
