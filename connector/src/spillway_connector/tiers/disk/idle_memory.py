@@ -1,7 +1,9 @@
-"""Whether enough memory is idle to leave frames in the page cache: of the node, and of the cgroups of this process.
+"""Whether enough memory is idle to use the page cache for frames: of the node, and of the cgroups of this process.
 
 The page cache takes memory that nobody uses and gives it back when somebody does, but taking it back costs processor
-time, and in a container it counts against the memory limit until then.
+time, and in a container it counts against the memory limit until then. Kubelet counts the part of it that was read
+twice as in use, and evicts pods when little else is left. So idle is what kubelet calls available: memory that is free,
+or holds pages of files that were not read twice.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from pathlib import Path
 
 from spillway_connector.tiers.tier import Clock
 
-IDLE_FRACTION = 1 / 8  # of the node's memory, and of a cgroup's limit; what the page cache holds counts as idle
+IDLE_FRACTION = 1 / 8  # of the node's memory, and of a cgroup's limit
 IDLE_BYTES_MAX = 1 << 30  # that a cgroup must have: its limit was set with the page cache in mind (memory.pageCache)
 CHECK_SECONDS = 2.0
-_MEMORY_FILES = {  # limit, in use, and the names of the page cache's parts in memory.stat
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+_MEMORY_FILES = {  # limit, in use, and what is idle of that in memory.stat
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
 }
 
 
@@ -44,7 +46,7 @@ class IdleMemory:
     def _read(self) -> bool:
         try:
             node = _fields(self._root / "proc/meminfo")
-            if node["MemAvailable:"] < IDLE_FRACTION * node["MemTotal:"]:
+            if node["MemFree:"] + node["Inactive(file):"] < IDLE_FRACTION * node["MemTotal:"]:
                 return False
             groups = self._groups(node["MemTotal:"] * 1024)
             return all(idle >= min(IDLE_FRACTION * limit, IDLE_BYTES_MAX) for idle, limit in groups)
@@ -68,16 +70,15 @@ class IdleMemory:
 
 
 def _idle_of(group: Path, version: int, node_bytes: int) -> Iterator[tuple[int, int]]:
-    limit_name, used_name, cached_names = _MEMORY_FILES[version]
+    limit_name, used_name, idle_name = _MEMORY_FILES[version]
     try:
         limit = (group / limit_name).read_text().strip()
     except FileNotFoundError:
         return  # the root group, or one whose memory is not controlled
     if limit == "max" or int(limit) >= node_bytes:
         return
-    cached = _fields(group / "memory.stat")
     used = int((group / used_name).read_text())
-    yield int(limit) - used + sum(cached[name] for name in cached_names), int(limit)
+    yield int(limit) - used + _fields(group / "memory.stat")[idle_name], int(limit)
 
 
 def _fields(path: Path) -> dict[str, int]:

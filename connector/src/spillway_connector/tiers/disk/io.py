@@ -226,8 +226,8 @@ class FrameFiles:
             write_through(descriptor, offset, self.frame_bytes)
 
     @property
-    def keeps_cached(self) -> bool:
-        """Whether a frame that is written now should stay in the page cache."""
+    def uses_page_cache(self) -> bool:
+        """Whether to use it now. Reading counts too: what was read twice is no longer idle memory."""
         return self.page_cache and self._idle_memory.enough
 
     def _views(self, header: memoryview, payload: memoryview, tail: memoryview) -> list[memoryview]:

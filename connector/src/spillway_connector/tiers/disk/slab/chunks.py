@@ -95,7 +95,7 @@ class Chunks:
     def write(self, slot: int, epoch: int, header: bytes, source: memoryview, deadline: float) -> None:
         """One frame from ``source``. Raises OSError (FileNotFoundError: the chunk has gone), TierTimeout."""
         chunk, offset, files = self._shape.chunk_of(slot), self._shape.offset_of(slot), self._files
-        if files.keeps_cached:
+        if files.uses_page_cache:
             file = self._file(chunk, epoch, 0)
             files.write_through_at(file.descriptor, offset, header, source, deadline)
         else:

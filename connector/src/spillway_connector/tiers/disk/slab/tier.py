@@ -216,7 +216,7 @@ class SlabTier:
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
         """From the page cache."""
-        if not self._files.page_cache:
+        if not self._files.uses_page_cache:
             return None
         entry = self._entry(key, deadline)
         try:
