@@ -49,11 +49,8 @@ class EngineProcess:
 
 
 @contextlib.contextmanager
-def running(
-    folder: Path, engines: int, stall_seconds: float = SECONDS_MAX
-) -> Iterator[tuple[list[EngineProcess], Replica]]:
-    """The gateway is ready and knows every engine as up. stall_seconds: short only where an engine hangs, as a busy
-    machine is silent too."""
+def running(folder: Path, engines: int) -> Iterator[tuple[list[EngineProcess], Replica]]:
+    """The gateway is ready and knows every engine as up."""
     with contextlib.ExitStack() as stack:
         processes = [EngineProcess(f"engine-{number}", folder) for number in range(engines)]
         for process in processes:
@@ -61,15 +58,10 @@ def running(
         document = {
             "listen": {"host": "127.0.0.1", "port": 0, "opsPort": 0},
             "models": [{"name": MODEL, "engines": [process.entry for process in processes]}],
-            # Silence alone tells of a hang here, not the polls.
+            # Silence alone tells of a hang here, not the polls, and a slow machine is not taken for one that often.
             "health": {"periodSeconds": 0.5, "timeoutSeconds": 5 * SECONDS_MAX},
             "timeouts": {"idleSeconds": 5 * SECONDS_MAX},
-            "continuation": {
-                "enabled": True,
-                "stallSeconds": stall_seconds,
-                "pauseSeconds": SECONDS_MAX,
-                "attemptsMax": 10,
-            },
+            "continuation": {"enabled": True, "stallSeconds": 2.0, "pauseSeconds": SECONDS_MAX, "attemptsMax": 10},
         }
         gateway = Replica("gateway", folder, document)
         stack.callback(gateway.close)

@@ -207,7 +207,8 @@ async def test_keys_tenants_limits_and_aliases_hold_for_loaded_adapters(
     (tmp_path / "engine").write_text("engine-key")
     auth = {"engineKeyFile": str(tmp_path / "engine")}
     auth |= {"keysFile": str(tmp_path / "keys.yaml"), "saltSecretFile": str(tmp_path / "salt")}
-    config = gateway_config([engine], auth=auth, adapterAliases={"latest": "sql-2"}, health=POLLED)
+    audit = {"enabled": True, "file": str(tmp_path / "audit")}
+    config = gateway_config([engine], auth=auth, audit=audit, adapterAliases={"latest": "sql-2"}, health=POLLED)
     async with running_gateway(config) as running:
         assert await listed(client, running) == {}
         engine.adapters = ("sql", "sql-2")
@@ -222,3 +223,5 @@ async def test_keys_tenants_limits_and_aliases_hold_for_loaded_adapters(
     assert (statuses, without_key) == ([200, 200, 200, 429], 401)
     assert names_asked(engine) == ["sql", "sql-2", "sql-2"]
     assert all(json.loads(seen.body)["cache_salt"] for seen in engine.seen)
+    lines = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
+    assert [line["model"] for line in lines if line["status"] == 200] == ["sql", "sql-2", "sql-2"]

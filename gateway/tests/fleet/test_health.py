@@ -3,6 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from spillway_gateway.config.settings import EngineConfig, HealthConfig, RoutingConfig
 from spillway_gateway.fleet.engine import Engine, EngineState
@@ -102,3 +104,42 @@ async def test_an_engine_joins_once_it_names_the_model(start_engine: Any) -> Non
         await poller.poll_once()
 
     assert engine.state is EngineState.READY
+
+
+async def test_adapters_are_read_in_the_rounds_and_kept_while_there_is_no_list(start_engine: Any) -> None:
+    fake = await start_engine(adapters=["sql"])
+    engine = watched(fake)
+    async with aiohttp.ClientSession() as session:
+        poller = HealthPoller(engine, session, HealthConfig(metrics_period_seconds=1e-9))
+        await poller.poll_once()
+        assert engine.adapters == {"sql"}  # before the first request can be sent
+        fake.adapters = ("law",)
+        await poller.observe_once()
+        assert engine.adapters == {"law"}
+        fake.models_key = "a key that the gateway does not have"
+        await poller.observe_once()
+
+    assert engine.adapters == {"law"} and engine.prompt_tokens_max == fake.max_model_len
+
+
+async def test_a_list_that_lies_elsewhere_is_not_followed_there() -> None:
+    async def ready(_: web.Request) -> web.Response:
+        return web.Response()
+
+    async def elsewhere(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "fake"}, {"id": "sql", "parent": "fake"}]})
+
+    async def models(_: web.Request) -> web.Response:
+        raise web.HTTPFound("/elsewhere")
+
+    application = web.Application()
+    application.router.add_get("/ready", ready)
+    application.router.add_get("/v1/models", models)
+    application.router.add_get("/elsewhere", elsewhere)
+    async with TestServer(application) as server, aiohttp.ClientSession() as session:
+        engine = Engine("fake", EngineConfig("e", str(server.make_url("/"))), RoutingConfig())
+        poller = HealthPoller(engine, session, HealthConfig())
+        await poller.poll_once()
+        await poller.observe_once()
+
+    assert engine.state is EngineState.READY and engine.adapters is None

@@ -332,7 +332,7 @@ def _audit_line(relay: Relay, outbound: OutboundRequest, headers: Headers, path:
         request_id=outbound.request_id.decode("latin-1"),
         trace_id=trace_id(headers),
         tenant=outbound.tenant or None,
-        model=relay.model,
+        model=outbound.adapter or relay.model,
         path=path,
         engine=lease.engine.name if lease is not None else None,
         route=lease.decision.reason.value if lease is not None else None,
