@@ -47,6 +47,7 @@ def answering_prefixes(manager: Any, hit: Any, miss: Any) -> Any:
     manager.fail_store = lambda keys: None
     manager.take_stats = lambda: None
     manager.take_announcements = lambda: iter(())
+    manager.settings = dict
     manager.primary_tier = SimpleNamespace(
         ready=frozenset(), resident=frozenset(), rows_of=lambda keys: [], release=lambda rows: None
     )
