@@ -223,6 +223,7 @@ def held(tier: Tier, hold: threading.Event) -> Tier:
 
     tier.contains = held_contains  # type: ignore[method-assign]
     tier.load = held_load  # type: ignore[method-assign]
+    tier.in_memory = lambda key, deadline: None  # type: ignore[method-assign]
     if tier.has_local_index:
         answer = tier.contains_now
         tier.contains_now = lambda keys: answer(keys) if hold.is_set() else None

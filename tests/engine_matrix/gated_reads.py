@@ -24,12 +24,13 @@ def gated_reads() -> Iterator[Callable[[], int]]:
     from spillway_connector.engine.early_loads import Due, EarlyLoad
     from spillway_connector.tiers.disk.files.tier import FileTier
     from spillway_connector.tiers.disk.slab.tier import SlabTier
+    from spillway_connector.tiers.tier import BlockInMemory
 
     sent = threading.Event()
     turn = threading.Lock()
     reads = itertools.count()
     parts = 0
-    due, file_load, slab_load = EarlyLoad.due, FileTier.load, SlabTier.load
+    due, file_load, slab_load, slab_in_memory = EarlyLoad.due, FileTier.load, SlabTier.load, SlabTier.in_memory
 
     def watched(load: EarlyLoad, ready: Any, resident: Any) -> Due | None:
         nonlocal parts
@@ -39,18 +40,29 @@ def gated_reads() -> Iterator[Callable[[], int]]:
             sent.set()
         return found
 
+    def wait_for_turn() -> None:
+        if next(reads) >= _FAST_READS and not sent.is_set():
+            with turn:
+                sent.wait(_PAUSE_SECONDS)
+
     def gated(read: Callable[..., None]) -> Callable[..., None]:
         def load(*arguments: Any) -> None:
-            if next(reads) >= _FAST_READS and not sent.is_set():
-                with turn:
-                    sent.wait(_PAUSE_SECONDS)
+            wait_for_turn()
             read(*arguments)
 
         return load
 
+    def gated_in_memory(tier: SlabTier, key: bytes, deadline: float) -> BlockInMemory | None:
+        block = slab_in_memory(tier, key, deadline)
+        if block is not None:
+            wait_for_turn()
+        return block
+
     EarlyLoad.due = watched  # type: ignore[method-assign]
     FileTier.load, SlabTier.load = gated(file_load), gated(slab_load)  # type: ignore[method-assign]
+    SlabTier.in_memory = gated_in_memory  # type: ignore[method-assign]
     try:
         yield lambda: parts
     finally:
         EarlyLoad.due, FileTier.load, SlabTier.load = due, file_load, slab_load  # type: ignore[method-assign]
+        SlabTier.in_memory = slab_in_memory  # type: ignore[method-assign]
