@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.config.settings import EngineConfig, ModelConfig, RoutingConfig
-from spillway_gateway.errors import NoEngineReady
-from spillway_gateway.fleet.engine import Engine, EngineState
+from spillway_gateway.errors import ModelNotFound, NoEngineReady
+from spillway_gateway.fleet.engine import EXPECTED_ADAPTERS_MAX, Engine, EngineState
 from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.event_decoder import BlockRemoved, BlockStored, Tier
+from spillway_gateway.fleet.listed_models import read_listed_models
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.fleet_view import NOTHING_HELD, EngineRates, HeldPrefix
@@ -18,11 +20,14 @@ from spillway_gateway.routing.prefix import PromptBlocks, token_block_keys
 
 
 def fleet_of(
-    names: list[str], clock: Callable[[], float] = lambda: 0.0, routing: RoutingConfig | None = None
+    names: list[str],
+    clock: Callable[[], float] = lambda: 0.0,
+    routing: RoutingConfig | None = None,
+    **settings: Any,
 ) -> ModelFleet:
     index = PrefixIndex("m", bytes_max=10_000_000, orphans_max=10, default_block_tokens=4, clock=lambda: 0.0)
     engines = tuple(EngineConfig(name, "http://127.0.0.1:1") for name in names)
-    fleet = ModelFleet(ModelConfig("m", engines), routing or RoutingConfig(), index, clock=clock)
+    fleet = ModelFleet(ModelConfig("m", engines, **settings), routing or RoutingConfig(), index, clock=clock)
     for engine in fleet.engines.values():
         engine.set_state(EngineState.READY, "ready")
     return fleet
@@ -228,3 +233,44 @@ def test_loads_at_one_store_count_for_every_engine_until_the_first_byte() -> Non
     first.close()
     third = fleet.choose(PromptBlocks([], 4, 5, 1), frozenset())
     assert [candidate.engine.store_wait_ms for candidate in third.decision.candidates] == [0.0, 0.0]
+
+
+def lists(engine: Engine, *adapters: str) -> None:
+    cards = ",".join(f'{{"id":"{name}","parent":"m"}}' for name in adapters)
+    engine.models_listed(read_listed_models(f'{{"data":[{{"id":"m"}},{cards}]}}'.replace(",]", "]").encode()))
+
+
+def test_an_adapter_is_loaded_elsewhere_once_a_queue_is_longer_than_the_load() -> None:
+    fleet = fleet_of(["a", "b"], loadable_adapters=("*",))
+    lists(fleet.engines["a"], "sql")
+    lists(fleet.engines["b"])
+
+    def chosen(tokens: int) -> str:
+        return fleet.choose(PromptBlocks([], 4, tokens, 1), frozenset(), adapter="sql").engine.name
+
+    # 5,000 tokens take a second and the load two: of what follows, "b" gets the first that would wait longer.
+    assert [chosen(5_000) for _ in range(3)] == ["a", "a", "b"]
+
+
+def test_an_adapter_that_no_engine_has_is_told_from_one_whose_engines_are_away() -> None:
+    fleet = fleet_of(["a", "b"], adapters=("sql", "law"))
+    prompt = PromptBlocks([], 4, 100, 1)
+    lists(fleet.engines["a"], "sql")
+    # What "b" has is not known: its list was refused. Configured adapters it has, others not.
+    assert fleet.choose(prompt, frozenset(), adapter="law").engine.name == "b"
+    with pytest.raises(ModelNotFound):
+        fleet.choose(prompt, frozenset(), adapter="other")
+    lists(fleet.engines["b"])
+    with pytest.raises(ModelNotFound):
+        fleet.choose(prompt, frozenset(), adapter="law")
+    fleet.engines["a"].set_state(EngineState.DOWN, "cannot connect")
+    with pytest.raises(NoEngineReady):
+        fleet.choose(prompt, frozenset(), adapter="sql")
+
+
+def test_names_that_clients_make_up_are_not_kept_without_bound() -> None:
+    fleet = fleet_of(["a"], loadable_adapters=("*",))
+    for number in range(2 * EXPECTED_ADAPTERS_MAX + 1):
+        fleet.choose(PromptBlocks([], 4, 1, 1), frozenset(), adapter=f"made-up-{number}").close()
+    expected = [fleet.engines["a"].expects_adapter(f"made-up-{at}") for at in range(2 * EXPECTED_ADAPTERS_MAX + 1)]
+    assert 0 < sum(expected) <= EXPECTED_ADAPTERS_MAX and expected[-1]

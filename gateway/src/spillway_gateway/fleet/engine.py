@@ -21,6 +21,7 @@ from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, PrefillRate, Rate
 from spillway_gateway.fleet.tier_traffic import TierTraffic
 from spillway_gateway.routing.fleet_view import EngineRates, EngineView, HeldPrefix
 
+EXPECTED_ADAPTERS_MAX = 1000
 SLOW_START_SHARE = 0.1  # of its prefill rate, at the first moment
 
 
@@ -164,6 +165,8 @@ class Engine:
 
     def expect_adapter(self, name: str) -> None:
         """A request that was sent has the engine load it: further ones for it had better follow than load elsewhere."""
+        if len(self._expected_adapters) >= EXPECTED_ADAPTERS_MAX:  # names are the clients', and lists may be missing
+            self._expected_adapters.clear()
         self._expected_adapters.add(name)
 
     def expects_adapter(self, name: str) -> bool:
