@@ -19,6 +19,7 @@ EXPECTED = {
     metrics.DEVICE_COPY_SECONDS: {"direction": {"store", "load"}},
     metrics.CPU_TIER_BLOCKS: {"state": {"used", "total"}},
     metrics.CPU_TIER_RESETS: {"outcome": {"done"}},
+    metrics.PROCESS_SETTING: {"process": {"EngineCore", "worker-0"}, "setting": {"cpu_blocks", "vllm_version"}},
     metrics.TIER_LOOKUPS: {"outcome": {"hit", "miss"}},
     metrics.TIER_READ_BYTES: {"tier": {"redis"}},
     metrics.TIER_READ_SECONDS: {"tier": {"redis"}},
