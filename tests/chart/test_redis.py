@@ -39,7 +39,7 @@ def running(folder: Path, secret: str) -> Iterator[int]:
     assert set(environment(server)) == ({"VALKEY_PASSWORD"} if secret else set())
     process = subprocess.Popen(
         [word.replace("/etc/valkey", str(folder)) for word in pod_spec(server)["containers"][0]["command"]],
-        env={"PATH": f"{folder}:{os.environ['PATH']}", **({"VALKEY_PASSWORD": PASSWORD} if secret else {})},
+        env={"PATH": f"{folder}:{os.environ['PATH']}", **({"VALKEY_PASSWORD": PASSWORD + "\r\n"} if secret else {})},
         stdout=subprocess.PIPE,
         text=True,
     )

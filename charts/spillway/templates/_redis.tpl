@@ -27,9 +27,12 @@ start.sh: |
 {{- if $redis.existingSecret.name }}
   # The password's hash goes from the environment into a file in memory, never into an argument.
   umask 077
-  hash=$(printf %s "$VALKEY_PASSWORD" | sha256sum)
+  # Without the newline that an editor leaves behind it: engines strip it too.
+  password=$(printf %s "$VALKEY_PASSWORD")
+  password=${password%"$(printf '\r')"}
+  hash=$(printf %s "$password" | sha256sum)
   printf 'user default on #%s %s\n' "${hash%% *}" '{{ include "spillway.redisRules" . }}' > /tmp/user.conf
-  unset VALKEY_PASSWORD hash
+  unset VALKEY_PASSWORD password hash
 {{- end }}
   exec valkey-server /etc/valkey/valkey.conf
 {{- end -}}

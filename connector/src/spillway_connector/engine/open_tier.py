@@ -92,9 +92,10 @@ def _layout_of(config: NvmeTierConfig) -> Mode:
 
 
 def _secret(variable: str | None) -> str | None:
-    """Raises ConfigError when the named environment variable is not set: an empty login is never meant."""
+    """Without line ends behind it, like a password file's. Raises ConfigError when the named environment variable is not
+    set: an empty login is never meant."""
     if variable is None:
         return None
     if variable not in os.environ:
         raise ConfigError(f"the environment variable {variable} is named for the Redis login, but it is not set")
-    return os.environ[variable]
+    return os.environ[variable].rstrip("\r\n")

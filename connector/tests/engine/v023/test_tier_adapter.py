@@ -69,6 +69,14 @@ def test_a_login_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPat
         open_tier(config, NAMESPACE, PAYLOAD_BYTES)
 
 
+def test_a_login_variable_counts_without_the_line_end_behind_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CACHE_PASSWORD", " secret \r\n")
+    monkeypatch.setattr("spillway_connector.engine.open_tier.RedisTier", lambda space, size, endpoint, **_: endpoint)
+    config = parse_tier("redis", {"url": "redis://127.0.0.1:1/0", "password_env": "CACHE_PASSWORD"})
+
+    assert open_tier(config, NAMESPACE, PAYLOAD_BYTES).password == " secret "
+
+
 def test_a_server_that_is_away_is_no_error_at_the_start():
     tier = open_tier(parse_tier("redis", {"url": "redis://127.0.0.1:1/0"}), NAMESPACE, PAYLOAD_BYTES)
     assert tier.name == "redis"
