@@ -108,6 +108,10 @@ else
 	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m engine_matrix $(if $(MODELS),--only $(MODELS))
 endif
 
+.PHONY: test-adapters
+test-adapters: $(STAMP) ## LoRA adapters that two engines load and unload at run time, behind a gateway. About 5 minutes
+	@TEST_ADAPTERS=1 $(BIN)/python -m pytest tests/e2e/test_adapters.py -n 0
+
 .PHONY: test-random
 test-random: $(STAMP) ## 100,000 random copies, and 10,000 random schedules of each shape
 	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m random_plans

@@ -182,6 +182,7 @@ BY_HAND: dict[str, str] = {
     "make bench-attack": "by hand",
     "make bench-corruption": "by hand",
     "make bench-soak": "by hand",
+    "make test-adapters": "by hand",
     "make test-chaos": "by hand",
     "make test-models": "by hand",
     "make test-random": "by hand",
