@@ -109,7 +109,7 @@ else
 endif
 
 .PHONY: test-adapters
-test-adapters: $(STAMP) ## LoRA adapters that two engines load and unload at run time, behind a gateway. About 5 minutes
+test-adapters: $(STAMP) ## LoRA adapters that two engines load and unload at run time, behind a gateway. About 3 minutes
 	@TEST_ADAPTERS=1 $(BIN)/python -m pytest tests/e2e/test_adapters.py -n 0
 
 .PHONY: test-random
