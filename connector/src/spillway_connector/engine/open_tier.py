@@ -92,8 +92,8 @@ def _layout_of(config: NvmeTierConfig) -> Mode:
 
 
 def _secret(variable: str | None) -> str | None:
-    """Without line ends behind it, like a password file's. Raises ConfigError when the named environment variable is not
-    set: an empty login is never meant."""
+    """Without line ends behind it, like a password file's. Raises ConfigError when the named environment variable is
+    not set: an empty login is never meant."""
     if variable is None:
         return None
     if variable not in os.environ:
