@@ -71,7 +71,7 @@ def test_a_login_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPat
 
 def test_a_login_variable_counts_without_the_line_end_behind_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CACHE_PASSWORD", " secret \r\n")
-    monkeypatch.setattr("spillway_connector.engine.open_tier.RedisTier", lambda space, size, endpoint, **_: endpoint)
+    monkeypatch.setattr("spillway_connector.tiers.redis.tier.RedisTier", lambda space, size, endpoint, **_: endpoint)
     config = parse_tier("redis", {"url": "redis://127.0.0.1:1/0", "password_env": "CACHE_PASSWORD"})
 
     assert open_tier(config, NAMESPACE, PAYLOAD_BYTES).password == " secret "
