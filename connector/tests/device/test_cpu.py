@@ -129,3 +129,16 @@ def test_waiting_for_unknown_jobs_returns():
     copier = HostCopier(Direction.LOAD)
     copier.wait({99})
     copier.close()
+
+
+def test_computation_waits_for_a_load_and_learns_of_its_failure(make_rig):
+    rig = make_rig(Direction.LOAD)
+    rig.host[:] = 9
+    rig.fail_next()
+    for job_id in (1, 2):
+        rig.copier.submit(job_id, plan_between(rig.device, rig.host, [(0, 0, 64)]), awaited=True)
+    assert isinstance(rig.copier.hold_computation(1), OSError)
+    assert rig.copier.hold_computation(2) is None
+    assert (rig.device[:64] == 9).all()
+    assert rig.copier.hold_computation(3) is None, "unknown jobs have ended"
+    assert [result.error is None for result in rig.copier.finished()] == [False, True]

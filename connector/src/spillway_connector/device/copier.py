@@ -37,9 +37,10 @@ class Copier(Protocol):
     contract.
     """
 
-    def submit(self, job_id: int, plan: CopyPlan) -> None:
+    def submit(self, job_id: int, plan: CopyPlan, *, awaited: bool = False) -> None:
         """Start a job; returns without waiting for any copy.
 
+        awaited: :meth:`hold_computation` will be called for it.
         Raises DeviceCopyError when the transport refuses the job (closed, too many jobs in flight, `job_id` in flight):
         then it touches no memory and has no result.
         """
@@ -54,6 +55,13 @@ class Copier(Protocol):
         """Block until these jobs no longer touch memory; unknown ids count as ended. Their results stay for `finished`.
 
         Raises nothing: a transport that fails ends its jobs with an error.
+        """
+
+    def hold_computation(self, job_id: int) -> Exception | None:
+        """Have what is computed from now on wait for an awaited job; unknown ids count as ended.
+
+        The device waits, not the host, except where the host computes, and on runtimes whose events serve only once.
+        Returns why the job has failed, as far as that is known by now; its result tells it too.
         """
 
     def close(self) -> None:

@@ -45,11 +45,12 @@ class HostCopier:
         self._jobs: queue.SimpleQueue[tuple[int, CopyPlan] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
         self._running: dict[int, threading.Event] = {}  # changed by the model thread only
+        self._errors: dict[int, Exception] = {}  # of failed jobs that `finished` has not reported
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"spillway-{direction.value}", daemon=True)
         self._thread.start()
 
-    def submit(self, job_id: int, plan: CopyPlan) -> None:
+    def submit(self, job_id: int, plan: CopyPlan, *, awaited: bool = False) -> None:
         if self._closed:
             raise DeviceCopyError(f"the {self._direction.value} transport is closed")
         if job_id in self._running:
@@ -65,6 +66,7 @@ class HostCopier:
             except queue.Empty:
                 return results
             del self._running[result.job_id]
+            self._errors.pop(result.job_id, None)
             results.append(result)
 
     def wait(self, job_ids: set[int]) -> None:
@@ -72,6 +74,10 @@ class HostCopier:
             done = self._running.get(job_id)
             if done is not None:
                 done.wait()
+
+    def hold_computation(self, job_id: int) -> Exception | None:
+        self.wait({job_id})
+        return self._errors.get(job_id)
 
     def close(self) -> None:
         if not self._closed:
@@ -89,6 +95,8 @@ class HostCopier:
                 copy_spans(self._direction, plan)
             except Exception as caught:  # of any kind: the job must still be reported
                 error = caught
+            if error is not None:
+                self._errors[job_id] = error
             self._results.put(CopyResult(job_id, plan.total_bytes, time.perf_counter() - started, error))
             done.set()
 

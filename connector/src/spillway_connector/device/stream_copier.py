@@ -45,6 +45,8 @@ class StreamRuntime(Protocol):
 class Events(Protocol):
     """Events of one sort, for reuse."""
 
+    @property
+    def reusable(self) -> bool: ...
     def take(self) -> int: ...
     def give_back(self, event: int) -> None: ...
     def retire(self, event: int) -> None: ...
@@ -71,6 +73,7 @@ class StreamJob:
     start: int
     end: int
     submitted_at: float
+    copied: int | None = None  # the event that computation waits for, of an awaited job
     keep: list[object] = field(default_factory=list)  # what else must live until the end event
     error: DeviceCopyError | None = None
     overdue: bool = False
@@ -151,7 +154,7 @@ class StreamCopier(abc.ABC):
 
     # -- the copier's contract
 
-    def submit(self, job_id: int, plan: CopyPlan) -> None:
+    def submit(self, job_id: int, plan: CopyPlan, *, awaited: bool = False) -> None:
         self._enter_device()
         stream = self._require_stream()
         if job_id in self._jobs:
@@ -167,7 +170,7 @@ class StreamCopier(abc.ABC):
         if self._is_captured(compute_stream):
             # The barrier would tie the copy stream to the graph, whose every replay would repeat the copies.
             raise DeviceCopyError(f"{self._direction.value} job {job_id} came while a graph is captured")
-        job = self._open_job(job_id, split_at(plan, self._host_boundaries), stream, compute_stream)
+        job = self._open_job(job_id, split_at(plan, self._host_boundaries), stream, compute_stream, awaited)
         try:
             self._enqueue(job, stream)
         except DeviceCopyError as error:
@@ -177,6 +180,8 @@ class StreamCopier(abc.ABC):
         try:
             # After a refused copy, too: those before it are in flight and use their memory until this event is
             # complete. Only then is the job reported as failed.
+            if job.copied is not None:
+                self._runtime.record_event(job.copied, stream)
             self._runtime.record_event(job.end, stream)
         except DeviceCopyError as error:
             self._jobs[job_id] = job
@@ -200,6 +205,21 @@ class StreamCopier(abc.ABC):
         while newest.job_id in self._jobs:
             in_time = self._await_event(newest.end)
             self._collect(suspect=not in_time)
+
+    def hold_computation(self, job_id: int) -> Exception | None:
+        job = self._jobs.get(job_id)
+        if job is None:
+            return next((result.error for result in self._ended if result.job_id == job_id), None)
+        self._enter_device()
+        if job.copied is None:
+            self.wait({job_id})
+            return job.error
+        try:
+            self._runtime.stream_wait_event(self._compute_stream(), job.copied)
+        except DeviceCopyError as error:
+            self.wait({job_id})  # its blocks may be given to another request
+            return job.error or error
+        return job.error
 
     def close(self) -> None:
         if self._closed:
@@ -236,13 +256,17 @@ class StreamCopier(abc.ABC):
                 raise DeviceCopyError(f"no new {self._direction.value} stream after a failure: {error}") from error
         return self._stream
 
-    def _open_job(self, job_id: int, plan: CopyPlan, stream: int, compute_stream: int) -> StreamJob:
+    def _open_job(self, job_id: int, plan: CopyPlan, stream: int, compute_stream: int, awaited: bool) -> StreamJob:
         """Everything before the first copy. A job that fails here has touched no memory."""
         taken: list[tuple[Events, int]] = []
         try:
             for pool in (self._barriers, self._timers, self._timers):
                 taken.append((pool, pool.take()))
             barrier, start, end = (event for _, event in taken)
+            copied = None
+            if awaited and self._barriers.reusable:
+                copied = self._barriers.take()
+                taken.append((self._barriers, copied))
             self._runtime.record_event(barrier, compute_stream)
             self._runtime.stream_wait_event(stream, barrier)
             self._runtime.record_event(start, stream)
@@ -250,7 +274,7 @@ class StreamCopier(abc.ABC):
             for pool, event in taken:
                 pool.retire(event)
             raise
-        return StreamJob(job_id, plan, barrier, start, end, self._clock())
+        return StreamJob(job_id, plan, barrier, start, end, self._clock(), copied)
 
     # -- ending
 
@@ -279,6 +303,8 @@ class StreamCopier(abc.ABC):
             seconds = self._last_end - job.submitted_at
         self._ended.append(CopyResult(job.job_id, job.plan.total_bytes, seconds, job.error))
         self._barriers.give_back(job.barrier)
+        if job.copied is not None:
+            self._barriers.retire(job.copied)
         self._timers.give_back(job.start)
         self._timers.give_back(job.end)
         self._job_ended(job)

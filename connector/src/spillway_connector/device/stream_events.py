@@ -25,6 +25,11 @@ class EventPool:
         self._idle: list[int] = []
         self._retired: list[int] = []
 
+    @property
+    def reusable(self) -> bool:
+        """Whether an event may be recorded again while a stream still waits for its record before."""
+        return self._runtime.events_are_reusable
+
     def take(self) -> int:
         """An idle event or a new one. Raises DeviceCopyError."""
         return self._idle.pop() if self._idle else self._runtime.create_event(self._flag)

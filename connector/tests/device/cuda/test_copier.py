@@ -388,3 +388,38 @@ def test_a_missing_function_names_the_driver_that_is_needed():
 def test_a_missing_driver_names_the_file():
     with pytest.raises(ConfigError, match=r"'/nowhere.so' cannot be loaded"):
         CudaDriver.load("/nowhere.so")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_computed_behind_an_awaited_load_reads_its_bytes(rig, path, seed):
+    cuda = rig(path, double=CudaDouble(seed))
+    cuda.randomize()
+    device, _ = cuda.expected(Direction.LOAD, SPANS)
+    copier, seen = cuda.copier(Direction.LOAD), np.zeros_like(cuda.device)
+    cuda.compute = cuda.driver.create_stream()
+    halves = SPANS[:16], SPANS[16:]
+    for job_id, spans in enumerate(halves):
+        copier.submit(job_id, cuda.plan(spans), awaited=True)
+
+    def read(spans) -> None:
+        for at, _, size in spans:
+            seen[at : at + size] = cuda.device[at : at + size]
+
+    for job_id, spans in enumerate(halves):
+        assert copier.hold_computation(job_id) is None
+        cuda.double.enqueue(cuda.compute, lambda spans=spans: read(spans))
+    cuda.double.drain()
+    for at, _, size in SPANS:
+        assert (seen[at : at + size] == device[at : at + size]).all()
+    finish(copier, 2)
+    cuda.driver.destroy_stream(cuda.compute)
+
+
+def test_computation_that_waits_learns_of_a_copy_that_was_not_submitted(rig):
+    cuda = rig("loop")
+    copier = cuda.copier(Direction.LOAD)
+    cuda.double.failures["cuMemcpyHtoDAsync"].extend([0, INVALID_VALUE])
+    copier.submit(1, cuda.plan(SPANS), awaited=True)
+    assert isinstance(copier.hold_computation(1), DeviceCopyError)
+    assert isinstance(finish(copier)[0].error, DeviceCopyError)

@@ -513,3 +513,48 @@ def test_a_runtime_that_cannot_tell_captures_is_taken_for_one_without(npu):
     copier.submit(1, npu.plan(SPANS))
     copier.wait({1})
     assert [result.error for result in copier.finished()] == [None]
+
+
+# -- computation that waits for a load
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_computed_behind_an_awaited_load_reads_its_bytes(npu, mode):
+    """The device waits; the model thread goes on while no copy has moved."""
+    npu.device[:], npu.host[:] = 1, 9
+    npu.emulator.gate(npu.compute, 3)  # the copies wait for what was computed before
+    copier = npu.copier(Direction.LOAD, mode)
+    half = npu.device.nbytes // 2
+    copier.submit(1, npu.plan([(0, 0, half)]), awaited=True)
+    copier.submit(2, npu.plan([(half, half, half)]), awaited=True)
+    seen = np.zeros_like(npu.device)
+    npu.emulator.delay_copies(20_000)
+    for job_id, part in ((1, slice(None, half)), (2, slice(half, None))):
+        assert copier.hold_computation(job_id) is None
+        npu.emulator.copy_out(npu.compute, seen[part], npu.device[part])
+    assert copier.finished() == []
+    npu.emulator.open_gate(3)
+    assert npu.emulator.wait_tasks(0, timeout_ms=30_000)
+    assert (seen == 9).all()
+    assert not [line for line in npu.emulator.log() if "Synchronize" in line]
+    assert [result.error for result in finish(copier, 2)] == [None, None]
+
+
+def test_computation_that_waits_learns_of_a_copy_that_was_not_submitted(npu):
+    copier = npu.copier(Direction.LOAD, "off")
+    npu.emulator.fail("aclrtMemcpyAsync", 2, 107000)
+    copier.submit(1, npu.plan(SPANS), awaited=True)
+    copier.submit(2, npu.plan(SPANS), awaited=True)
+    assert isinstance(copier.hold_computation(1), DeviceCopyError)
+    assert copier.hold_computation(2) is None
+    assert [result.error is None for result in finish(copier, 2)] == [False, True]
+
+
+def test_where_computation_cannot_wait_the_host_does(npu):
+    npu.device[:], npu.host[:] = 1, 9
+    copier = npu.copier(Direction.LOAD)
+    copier.submit(1, npu.plan([(0, 0, 65_536)]), awaited=True)
+    npu.emulator.fail("aclrtStreamWaitEvent", 1, 207001)
+    assert isinstance(copier.hold_computation(1), DeviceCopyError)
+    assert (npu.device == 9).all(), "no copy may write to blocks that were given to another request"
+    assert finish(copier)[0].error is None
