@@ -7,17 +7,19 @@ that its attention reads has been found in its blocks, byte for byte.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -43,12 +45,15 @@ from engine_lives.random_tier import RANDOM, RandomTier
 from spillway_connector.device.copier import Direction
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.prefix_tier import SharedTierBase
+from spillway_connector.plan.load_cost import RateMeter
 
 SINCE_0_30 = generation() is not Generation.V023
 BLOCK_TOKENS = 32 if SINCE_0_30 else 16  # the smallest block of vLLM's CPU platform
 TOKEN_BYTES = 8
 LAYERS = 2  # a group
 _NO_TOKEN = 0  # one that is never sampled
+_WRONG_TOKEN = 511  # sampled from KV that is not what was computed; no request may keep it
+_WRONG_DIGEST = 0xA5
 MAX_TOKENS = 12 * BLOCK_TOKENS
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -77,6 +82,7 @@ class Shape:
     generated_tokens: str = "on"
     drafts: int = 0  # tokens of a draft that a step verifies; many are rejected
     asynchronous: bool = False  # the scheduler does not know the tokens of the step before
+    layerwise: bool = False  # every load that a step can read itself goes layer by layer
 
 
 SHAPES = {
@@ -91,6 +97,13 @@ SHAPES = {
     "async": Shape((None,), device_blocks=22, cpu_rows=20, blocks_per_chunk=2, asynchronous=True),
     "async-drafts": Shape((None, 3 * BLOCK_TOKENS), device_blocks=40, cpu_rows=80, drafts=3, asynchronous=True),
 }
+if not SINCE_0_30:
+    SHAPES |= {
+        "layers": Shape((None,), device_blocks=22, cpu_rows=40, layerwise=True),
+        "layers-chunks": Shape((None,), device_blocks=22, cpu_rows=20, blocks_per_chunk=2, layerwise=True),
+        "layers-shared": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, layerwise=True),
+        "layers-async": Shape((None,), device_blocks=22, cpu_rows=40, asynchronous=True, layerwise=True),
+    }
 RANDOM_SHAPES = [name for name, shape in SHAPES.items() if not shape.nvme_tier]  # every byte moves at a random time
 
 
@@ -104,6 +117,18 @@ class _Row:
 
 
 @dataclass
+class _Work:
+    """What a step computes of one request."""
+
+    row: _Row
+    digests: list[int]  # of all its tokens; none where they are unknown
+    written: list[int]  # digests of the tokens up to the last new one
+    draft: list[int]
+    real: int  # new tokens, without the draft
+    tokens: int  # that it has
+
+
+@dataclass
 class Figures:
     steps: int = 0
     loaded_blocks: int = 0
@@ -113,6 +138,8 @@ class Figures:
     accepted: int = 0
     rejected: int = 0
     early_loads: int = 0
+    step_loads: int = 0
+    steps_taken_back: int = 0
     resets: int = 0
     resets_refused: int = 0
     resets_forced: int = 0
@@ -153,6 +180,11 @@ class Engine:
         self.tier: RandomTier | None = manager.secondary_tiers[0] if shape.shared_tier else None
         for tier in manager.secondary_tiers:  # so near that a load may begin whenever half of it is there
             manager._gates[tier].load_rate.add(1e15, 1.0, 0.0)
+        if shape.layerwise:  # whatever it costs the other requests
+            half = self._scheduler_half
+            half.others_wait_ms_max, half._load_rate = math.inf, RateMeter(1.0, pinned=1.0)
+        self._stale: set[str] = set()  # computed with what was not loaded, and not begun again since
+        self._excused: set[str] = set()  # those of them that earlier steps have reported
         self._rows: dict[str, _Row] = {}
         self.scheduled: deque[SchedulerOutput] = deque()  # steps that the workers have not run
         self._requests: dict[str, Request] = {}  # requests of a running step may have been aborted since
@@ -225,8 +257,10 @@ class Engine:
     def step(self, meanwhile: Callable[[], None] = lambda: None, *, steps_ahead: int = 0) -> None:
         """meanwhile: called after the step is scheduled and before the workers receive it.
         steps_ahead: how many steps are scheduled beyond the one that runs, as with vLLM's batch queue."""
-        if self.shape.drafts and not self.shape.asynchronous:
-            steps_ahead = 0  # vLLM would schedule a negative number of tokens
+        if not self.shape.asynchronous and (self.shape.drafts or self.shape.layerwise):
+            # vLLM would schedule a negative number of tokens; and without asynchronous scheduling it runs ahead of a
+            # step only with pipeline parallelism, which has no loads within steps.
+            steps_ahead = 0
         while len(self.scheduled) <= steps_ahead:
             self._schedule()
             meanwhile()
@@ -238,14 +272,18 @@ class Engine:
         self.figures.steps += 1
         self._record_step(output, output.kv_connector_metadata)
         self.figures.early_loads += sum(piece.last for piece in getattr(output.kv_connector_metadata, "pieces", ()))
+        self.figures.step_loads += len(getattr(output.kv_connector_metadata, "step_loads", ()))
 
     def _run(self, output: SchedulerOutput) -> None:
         meta: Any = output.kv_connector_metadata
         self._worker.handle_preemptions(meta)
         self._apply_to_worker(output)
         self._worker.bind_connector_metadata(meta)
-        self._worker.start_load_kv(None)
-        sampled = self._compute(output)
+        replayed = self.shape.layerwise and self.rng.random() < 0.1
+        mode = CUDAGraphMode.FULL if replayed else CUDAGraphMode.NONE
+        metadata = {} if output.num_scheduled_tokens else None
+        self._worker.start_load_kv(SimpleNamespace(attn_metadata=metadata, cudagraph_runtime_mode=mode))
+        sampled = self._compute(output, replayed)
         self._worker.wait_for_save()
         done = KVConnectorOutput()
         if SINCE_0_30:
@@ -258,6 +296,7 @@ class Engine:
         done.kv_connector_stats = self._worker.get_kv_connector_stats()
         done.kv_connector_worker_meta = self._worker.build_connector_worker_meta()
         self._worker.clear_connector_metadata()
+        self._require_reported(output, done.invalid_block_ids)
         failed = getattr(done, "failed_recving", set())
         self.figures.failures += bool(done.invalid_block_ids or failed)
         if done.finished_recving or done.invalid_block_ids:
@@ -273,6 +312,7 @@ class Engine:
                 kv_connector_output=done,
             ),
         )
+        self._require_taken_back(done.invalid_block_ids)
         if self.shape.drafts and not self.shape.asynchronous:
             drafts = {name: self._rows[name].draft for name in names if sampled[name]}
             self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
@@ -286,6 +326,11 @@ class Engine:
             f"step: {dict(output.num_scheduled_tokens)}, resumed {resumed}, preempted {output.preempted_req_ids}, "
             f"finished {output.finished_req_ids}, flush {meta.jobs_to_flush}"
         )
+        for load in getattr(meta, "step_loads", ()):
+            offered_again = load.request_id in self._scheduler_half._recompute_only
+            assert not offered_again, f"{load.request_id} loads again what it should recompute"
+            sides = " -> ".join(_ids(side) for side in load.transfer_spec)
+            self.trace.append(f"  load {load.job_id} of {load.request_id} within the step: {sides}")
         for kind, jobs in (("load", meta.load_jobs), ("store", meta.store_jobs)):
             for job_id, job in jobs.items():
                 source, target = (job.src_spec, job.dst_spec) if SINCE_0_30 else job.transfer_spec
@@ -304,12 +349,14 @@ class Engine:
             self._rows.pop(name, None)
             self.figures.preemptions += 1
         for new in output.scheduled_new_reqs:
+            self._stale.discard(new.req_id)
             self._rows[new.req_id] = _Row([list(blocks) for blocks in new.block_ids], new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for at, name in enumerate(cached.req_ids):
             blocks = cached.new_block_ids[at]
             if name in cached.resumed_req_ids:
                 assert blocks is not None
+                self._stale.discard(name)
                 self._rows[name] = _Row([list(group) for group in blocks])
             elif blocks is not None:
                 for known, more in zip(self._rows[name].blocks, blocks, strict=True):
@@ -319,49 +366,97 @@ class Engine:
             elif not self.shape.asynchronous:  # else it counts drafts that were rejected since
                 assert self._rows[name].computed == cached.num_computed_tokens[at]
 
-    def _compute(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        sampled: dict[str, list[int]] = {}
+    def _compute(self, output: SchedulerOutput, replayed: bool) -> dict[str, list[int]]:
+        """replayed: as one graph, which calls no hook."""
+        works: dict[str, _Work] = {}
         for name, count in output.num_scheduled_tokens.items():
-            request, row = self._requests[name], self._rows[name]
-            tokens = list(request.all_token_ids)
-            # vLLM 0.30 and later want a step's tokens from some requests that have no draft yet.
-            drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
-            draft = (row.draft + [_NO_TOKEN] * drafted)[:drafted]
-            real = count - len(draft)
-            if row.computed + real > len(tokens):  # it has ended since it was scheduled: this step's tokens are unknown
-                assert request.is_finished() and self.shape.asynchronous, name
-                self._write(name, row, [0xA5] * (row.computed + count))
-                sampled[name] = []
-                continue
-            digests = self._digests_of(name, tokens)[: len(tokens)]
-            for group, window in enumerate(self.shape.windows):
-                self._check(name, row, group, window, digests)
-            guessed = _continued(digests[: row.computed + real], draft)
-            self._write(name, row, guessed)
-            row.computed += real
-            if row.computed < len(tokens):
-                sampled[name] = []
-                continue
-            answer = [_next_token(guessed[row.computed - 1])]
-            for token in draft:
-                if token != answer[-1]:
-                    break
-                answer.append(_next_token(guessed[row.computed]))
-                row.computed += 1
-            self.figures.accepted += len(answer) - 1
-            self.figures.rejected += len(draft) - len(answer) + 1
-            sampled[name] = answer
-            row.draft = self._draft(_continued(digests, answer))
-        return sampled
+            works[name] = self._work(name, count, len(output.scheduled_spec_decode_tokens.get(name, ())))
+        for layer in range(LAYERS):
+            if not replayed:
+                for group in self.groups:
+                    self._worker.wait_for_layer_load(f"{group}.{layer}")
+            for name, work in works.items():
+                self._attend(name, work, layer)
+        return {name: self._sample(name, work) for name, work in works.items()}
 
-    def _write(self, name: str, row: _Row, digests: list[int]) -> None:
-        """The KV of the tokens behind those computed."""
+    def _work(self, name: str, count: int, drafted: int) -> _Work:
+        request, row = self._requests[name], self._rows[name]
+        tokens = list(request.all_token_ids)
+        # vLLM 0.30 and later want a step's tokens from some requests that have no draft yet.
+        draft = (row.draft + [_NO_TOKEN] * drafted)[:drafted]
+        real = count - len(draft)
+        unknown = row.computed + real > len(tokens)
+        if name in self._stale:
+            unknown = True
+        elif unknown:  # it has ended since it was scheduled: this step's tokens are unknown
+            assert request.is_finished() and self.shape.asynchronous, name
+        if unknown:
+            return _Work(row, [], [_WRONG_DIGEST] * (row.computed + count), draft, count, len(tokens))
+        digests = self._digests_of(name, tokens)[: len(tokens)]
+        guessed = _continued(digests[: row.computed + real], draft)
+        return _Work(row, digests, guessed, draft, real, len(tokens))
+
+    def _attend(self, name: str, work: _Work, layer: int) -> None:
+        """Read the KV of one layer that the new tokens need, then write theirs."""
+        if work.digests and name not in self._stale:
+            for group, window in enumerate(self.shape.windows):
+                wrong = self._wrong_token(work.row, group, window, work.digests, layer)
+                if wrong is not None:
+                    where = f"{name}: group {group}, layer {layer}: token {wrong} of {work.row.computed}"
+                    assert self.shape.layerwise, where
+                    self.trace.append(f"  wrong: {where}")
+                    self._stale.add(name)
+        self._write(name, work, layer)
+
+    def _sample(self, name: str, work: _Work) -> list[int]:
+        row = work.row
+        if name in self._stale:
+            row.computed += work.real
+            return [_WRONG_TOKEN] if row.computed >= work.tokens else []
+        if not work.digests:
+            return []
+        row.computed += work.real
+        if row.computed < work.tokens:
+            return []
+        answer = [_next_token(work.written[row.computed - 1])]
+        for token in work.draft:
+            if token != answer[-1]:
+                break
+            answer.append(_next_token(work.written[row.computed]))
+            row.computed += 1
+        self.figures.accepted += len(answer) - 1
+        self.figures.rejected += len(work.draft) - len(answer) + 1
+        row.draft = self._draft(_continued(work.digests, answer))
+        return answer
+
+    def _require_reported(self, output: SchedulerOutput, invalid_blocks: set[int]) -> None:
+        """Whatever was computed with KV that had not been loaded is known as such in the same step."""
+        for name in self._stale & output.num_scheduled_tokens.keys() - self._excused:
+            blocks = {block for group in self._rows[name].blocks for block in group}
+            assert not blocks.isdisjoint(invalid_blocks), f"{name} computed with blocks that nobody reported"
+
+    def _require_taken_back(self, invalid_blocks: set[int]) -> None:
+        """vLLM has taken none of the tokens that follow from such KV."""
+        if invalid_blocks:
+            self.figures.steps_taken_back += bool(self._stale)
+            for output in self.scheduled:  # sent before this step's failure was known
+                for name in output.num_scheduled_tokens:
+                    request = self.scheduler.requests.get(name)
+                    if request is None or request.status is RequestStatus.PREEMPTED:
+                        self._stale.add(name)
+        self._excused = set(self._stale)
+        for name in self._stale:
+            assert _WRONG_TOKEN not in self._requests[name].output_token_ids, f"{name} kept a wrong token"
+
+    def _write(self, name: str, work: _Work, layer: int) -> None:
+        """The KV of one layer of the tokens behind those computed."""
+        row = work.row
         for group in range(len(self.shape.windows)):
-            for position in range(row.computed, len(digests)):
+            for position in range(row.computed, len(work.written)):
                 block = row.blocks[group][position // BLOCK_TOKENS]
                 assert block, f"{name}: token {position} has no block of group {group}"
-                for layer, cache in enumerate(self.kv):
-                    cache[block, position % BLOCK_TOKENS] = digests[position] + 10 * group + layer
+                digest = _WRONG_DIGEST if name in self._stale else work.written[position]
+                self.kv[layer][block, position % BLOCK_TOKENS] = digest + 10 * group + layer
 
     def _draft(self, digests: list[int]) -> list[int]:
         """Tokens that the model would sample behind these, up to a wrong one."""
@@ -372,16 +467,15 @@ class Engine:
             digests = _continued(digests[-1:], draft[-1:])
         return draft
 
-    def _check(self, name: str, row: _Row, group: int, window: int | None, digests: list[int]) -> None:
-        """Every block that the first new token reads holds what was computed."""
+    def _wrong_token(self, row: _Row, group: int, window: int | None, digests: list[int], layer: int) -> int | None:
+        """The first token that the new ones read whose KV is not what was computed."""
         first = 0 if window is None else max(0, row.computed - window + 1)
         for position in range(first, row.computed):
             block = row.blocks[group][position // BLOCK_TOKENS]
-            for layer, cache in enumerate(self.kv):
-                found = int(cache[block, position % BLOCK_TOKENS])
-                expected = digests[position] + 10 * group + layer
-                assert found == expected, f"{name}: group {group}, layer {layer}: token {position} of {row.computed}"
-        self.figures.checked_tokens += row.computed - first
+            if int(self.kv[layer][block, position % BLOCK_TOKENS]) != digests[position] + 10 * group + layer:
+                return position
+        self.figures.checked_tokens += (row.computed - first) * (layer == 0)
+        return None
 
     def _digests_of(self, name: str, tokens: list[int]) -> list[int]:
         self._digests[name] = _continued(self._digests[name], tokens[len(self._digests[name]) :])
@@ -413,6 +507,7 @@ class Engine:
             raise AssertionError(f"after {steps_max} steps there are still {waiting}, jobs {list(connector._jobs)}")
         self._requests.clear()
         self._digests.clear()
+        self._stale.clear()
         self.trace.clear()
 
     def require_nothing_left(self) -> None:
@@ -430,6 +525,8 @@ class Engine:
         for held in (*held_by_scheduler, "_early_loads"):
             assert not getattr(half, held), f"the scheduler's {held}: {getattr(half, held)}"
         assert not half._recompute_only
+        if self.shape.layerwise:
+            assert not half._step_loads and not half._step_requests and not half._planned
         tier = half.manager.primary_tier
         assert not tier._readers, "rows are still pinned"
         assert tier.ready == set(tier.resident), "rows are still being written"
@@ -504,6 +601,7 @@ def _engine_config(shape: Shape, folder: Path) -> VllmConfig:
                 "num_cpu_blocks": shape.cpu_rows,
                 "blocks_per_chunk": shape.blocks_per_chunk,
                 "generated_tokens": shape.generated_tokens,
+                "layerwise_loads": "on" if shape.layerwise else "off",
                 "prefill_tokens_per_second": 1.0,
                 "secondary_tiers": _tiers(shape, folder),
             },

@@ -30,7 +30,7 @@ class ManualCopier:
         self._queue: list[tuple[int, CopyPlan]] = []
         self._ended: list[CopyResult] = []
 
-    def submit(self, job_id: int, plan: CopyPlan) -> None:
+    def submit(self, job_id: int, plan: CopyPlan, *, awaited: bool = False) -> None:
         assert job_id not in self.submitted_ids, f"job {job_id} was submitted twice"
         self.submitted_ids.add(job_id)
         if self.rng.random() < self.refused_share:
@@ -63,6 +63,10 @@ class ManualCopier:
     def wait(self, job_ids: set[int]) -> None:
         last = max((at for at, (job_id, _) in enumerate(self._queue) if job_id in job_ids), default=-1)
         self.advance(last + 1)
+
+    def hold_computation(self, job_id: int) -> Exception | None:
+        self.wait({job_id})
+        return next((result.error for result in self._ended if result.job_id == job_id), None)
 
     def close(self) -> None:
         self.advance(len(self._queue))

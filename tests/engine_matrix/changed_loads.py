@@ -17,8 +17,8 @@ class ChangedLoads:
         self._value = value
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def submit(self, job_id: int, plan: CopyPlan) -> None:
-        self._inner.submit(job_id, self.changed(plan))
+    def submit(self, job_id: int, plan: CopyPlan, *, awaited: bool = False) -> None:
+        self._inner.submit(job_id, self.changed(plan), awaited=awaited)
 
     def changed(self, plan: CopyPlan) -> CopyPlan:
         """The plan with the same targets and another source."""
@@ -42,6 +42,9 @@ class ChangedLoads:
 
     def wait(self, job_ids: set[int]) -> None:
         self._inner.wait(job_ids)
+
+    def hold_computation(self, job_id: int) -> Exception | None:
+        return self._inner.hold_computation(job_id)
 
     def close(self) -> None:
         self._inner.close()

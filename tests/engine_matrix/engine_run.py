@@ -13,6 +13,9 @@ Prints `RUN {json}` with the model for each case:
     early        the same as nvme, with reads that wait until a load has begun with part of its chunks
     lossy        loads of zeroes: the answers must differ, or the comparison proves nothing
     failing      every second load fails after overwriting its blocks
+    layers       the same as cpu, loads layer by layer under the step that reads them
+    layers-failing, layers-refused, layers-lossy
+                 the same, with copies that fail, that cannot be submitted, and that are zeroes
     npu, npu-off the NPU transport on the ACL emulator, with batched copies and without
 
 or `REFUSED {json}` with the error when the engine does not start. Scheduler and worker are in this one process (the
@@ -64,9 +67,13 @@ def transfer_config(case: str, wanted: Model, folder: Path, redis_url: str = "")
     }
     if case == "chunks":
         extra["blocks_per_chunk"] = 2
-    if case == "lossy":
+    if case.startswith("layers"):
+        extra["layerwise_loads"] = "on"
+    if case in ("lossy", "layers-lossy"):
         extra |= {"spec_name": "LossySpec", "spec_module_path": "engine_matrix.lossy_spec"}
-    if case == "failing":
+    if case == "layers-refused":
+        extra |= {"spec_name": "RefusingSpec", "spec_module_path": "engine_matrix.failing_spec"}
+    if case in ("failing", "layers-failing"):
         extra |= {"spec_name": "FailingSpec", "spec_module_path": "engine_matrix.failing_spec"}
     if case in ("nvme", "redis", "early"):
         tier: dict[str, Any] = {"type": "nvme", "path": str(folder / f"{case}-{wanted.name}"), "max_bytes": 1 << 30}
@@ -131,13 +138,13 @@ class Tally:
     """What the scheduler's half receives and reports, of all ranks and tiers, since `take`."""
 
     def __init__(self) -> None:
-        from spillway_connector.engine.generation import generation
+        from spillway_connector.engine.generation import Generation, generation
         from spillway_connector.transfer.shared_tier import SharedTier
 
         room = f"spillway_connector.engine.{generation().value}"
         half_class: Any = importlib.import_module(f"{room}.scheduler").SpillwayConnectorScheduler
         self._tiers: list[SharedTier] = []
-        self._counts = dict.fromkeys(("loads", "failed_loads"), 0)
+        self._counts = dict.fromkeys(("loads", "failed_loads", "step_loads", "failed_step_loads"), 0)
         update, open_tier = half_class.update_connector_output, SharedTier.__init__
 
         def collect(half: Any, output: Any) -> None:
@@ -153,7 +160,23 @@ class Tally:
             self._tiers.append(tier)
 
         half_class.update_connector_output = collect
+        if generation() is Generation.V023:
+            self._count_step_loads()
         SharedTier.__init__ = remember  # type: ignore[method-assign]
+
+    def _count_step_loads(self) -> None:
+        from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
+
+        update = LayerwiseConnectorScheduler.update_connector_output
+
+        def collect(half: Any, output: Any) -> None:
+            meta = output.kv_connector_worker_meta
+            if meta is not None:
+                self._counts["step_loads"] += len(meta.completed_jobs.keys() & half._step_loads.keys())
+                self._counts["failed_step_loads"] += len(meta.failed_jobs & half._step_loads.keys())
+            update(half, output)
+
+        LayerwiseConnectorScheduler.update_connector_output = collect  # type: ignore[method-assign]
 
     def take(self) -> dict[str, float]:
         counts = {**self._counts, "tier_read_bytes": sum(tier.counters.read_bytes for tier in self._tiers)}

@@ -1,4 +1,4 @@
-"""A connector whose device copies sometimes fail, after they have overwritten their target."""
+"""Connectors whose device copies sometimes fail after they have overwritten their target, or are refused midway."""
 
 from __future__ import annotations
 
@@ -21,18 +21,36 @@ class _EverySecondLoadFails(ChangedLoads):
         self._failing: set[int] = set()
         self._loads = 0
 
-    def submit(self, job_id: int, plan: CopyPlan) -> None:
+    def submit(self, job_id: int, plan: CopyPlan, *, awaited: bool = False) -> None:
         self._loads += 1
         if self._loads % 2:
             self._failing.add(job_id)
             plan = self.changed(plan)
-        self._inner.submit(job_id, plan)
+        self._inner.submit(job_id, plan, awaited=awaited)
+
+    def hold_computation(self, job_id: int) -> Exception | None:
+        error = super().hold_computation(job_id)
+        return DeviceCopyError("injected by the test") if job_id in self._failing else error
 
     def finished(self) -> list[CopyResult]:
         return [
             replace(result, error=DeviceCopyError("injected by the test")) if result.job_id in self._failing else result
             for result in super().finished()
         ]
+
+
+class _EverySeventhCopyIsRefused(ChangedLoads):
+    """Of a load that goes layer by layer in several copies: one in the middle of it."""
+
+    def __init__(self, inner: Copier) -> None:
+        super().__init__(inner, _SPOILT)
+        self._copies = 0
+
+    def submit(self, job_id: int, plan: CopyPlan, *, awaited: bool = False) -> None:
+        self._copies += 1
+        if self._copies % 7 == 3:
+            raise DeviceCopyError("refused by the test")
+        self._inner.submit(job_id, plan, awaited=awaited)
 
 
 class FailingSpec(SpillwayOffloadingSpec):
@@ -43,5 +61,17 @@ class FailingSpec(SpillwayOffloadingSpec):
             transport,
             copier=lambda direction: (
                 _EverySecondLoadFails(copier(direction)) if direction is Direction.LOAD else copier(direction)
+            ),
+        )
+
+
+class RefusingSpec(SpillwayOffloadingSpec):
+    def _open_transport(self, region: HostRegion) -> OpenTransport:
+        transport = super()._open_transport(region)
+        copier = transport.copier
+        return replace(
+            transport,
+            copier=lambda direction: (
+                _EverySeventhCopyIsRefused(copier(direction)) if direction is Direction.LOAD else copier(direction)
             ),
         )

@@ -107,6 +107,8 @@ class ConnectorConfig(Section, frozen=True):
     blocks_per_chunk: Count = 1  # device blocks moved and keyed together
     # on: the KV of generated tokens is stored too, so a chat's next turn loads the whole conversation. off: of prompts.
     generated_tokens: OnOff = "on"
+    # on: where a step itself can use what it loads, the load goes layer by layer under its forward (vLLM 0.23).
+    layerwise_loads: OnOff = "off"
     eviction_policy: EvictionPolicy = "lru"
     batch_memcpy: BatchMemcpy = "auto"
     transport: Transport = "auto"  # by platform; naming one is for tests on the ACL emulator

@@ -88,6 +88,10 @@ def test_overlapping_steps_are_timed_from_end_to_end():
     timer.end_step(now=9.0)
     timer.end_step(now=9.0)  # of no step
     assert rate.per_second == pytest.approx(1000)
+    timer.begin_step(4000, now=9.0)
+    timer.leave_out_step()
+    timer.end_step(now=10.0)
+    assert rate.per_second == pytest.approx(1000)
     timer.begin_step(6000, now=10.0)  # the engine was idle before
     timer.end_step(now=13.0)
     assert rate.per_second == pytest.approx((3000 + 6000) / (3 + 3))

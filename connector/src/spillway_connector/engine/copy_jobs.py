@@ -18,6 +18,7 @@ import numpy.typing as npt
 from spillway_connector import metrics
 from spillway_connector.device.copier import Direction
 from spillway_connector.engine.samples import Samples
+from spillway_connector.errors import DeviceCopyError
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +46,13 @@ class Received:
 
 @dataclass(slots=True)
 class StepReport:
-    """For the scheduler. failed: those of the completed jobs that moved nothing, or only part of it."""
+    """For the scheduler. failed: completed jobs that moved nothing, or only part of it, and loads that failed within
+    their step, whose other copies may still be moving."""
 
     completed: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
+    loaded_blocks: int = field(default=0, compare=False)  # whole device blocks, all layers
+    loading_seconds: float = field(default=0.0, compare=False)  # that their copies took
 
 
 @dataclass(slots=True)
@@ -69,6 +73,11 @@ class _LoadInPieces:
     moving: set[int] = field(default_factory=set)  # pieces
     last_seen: bool = False
     invalid_blocks: set[int] = field(default_factory=set)
+    in_step: bool = False  # the step that brought it reads its blocks
+    blocks: int = 0  # of a load within a step, the same ones in each piece
+    seconds: float = 0.0  # that its copies took
+    step_ended: bool = False
+    failed: bool = False  # and reported as such
 
 
 class CopyJobs:
@@ -99,21 +108,34 @@ class CopyJobs:
         *,
         last: bool,
         lost_blocks: Iterable[int],
-    ) -> None:
+        in_step: bool = False,
+    ) -> bool:
         """A part of load `job_id`, which ends when `last` has been seen and every piece has ended.
 
+        in_step: the step that runs reads what is loaded. Its request is not reported as received, and a failure must be
+        known by the next :meth:`finish`.
         copy: None where there is nothing (more) to copy. lost_blocks: device blocks of the job that will not be filled.
+        Returns whether the transport took the copy.
         """
-        load = self._in_pieces.setdefault(job_id, _LoadInPieces(request_id))
+        load = self._in_pieces.setdefault(job_id, _LoadInPieces(request_id, in_step=in_step))
         load.last_seen |= last
         load.invalid_blocks.update(lost_blocks)
         if copy is None:
-            return
+            return True
         device_blocks, submit = copy
         load.moving.add(piece_id)
+        load.blocks = len(device_blocks)
         self._pieces[piece_id] = _Piece(job_id, device_blocks)
         if not submit():
             self._end_piece(piece_id, success=False)
+            return False
+        return True
+
+    def fail_piece(self, piece_id: int) -> None:
+        """The blocks of a piece do not hold what they should, although it may still be moving."""
+        piece = self._pieces.get(piece_id)
+        if piece is not None:
+            self._in_pieces[piece.job_id].invalid_blocks.update(int(block) for block in piece.device_blocks)
 
     def queue_store(self, job_id: int, submit: Submit) -> None:
         """To be submitted by the next :meth:`submit_stores`."""
@@ -133,7 +155,11 @@ class CopyJobs:
         return copies
 
     def finish(self, ended: Iterable[EndedCopy]) -> Received:
-        """Take in what the transport has ended since the last call."""
+        """Take in what the transport has ended since the last call; once a step, behind its computation.
+
+        Raises DeviceCopyError when a copy has failed that an earlier step computed with: nothing tells which tokens
+        are wrong.
+        """
         received = Received()
         refused, self._refused_loads = self._refused_loads, []
         for copy in (*(EndedCopy(job_id, success=False) for job_id in refused), *ended):
@@ -142,6 +168,7 @@ class CopyJobs:
             if copy.success and copy.size_bytes is not None and copy.seconds is not None:
                 self._samples.add(metrics.DEVICE_COPY_BYTES, copy.size_bytes, direction.value)
                 self._samples.add(metrics.DEVICE_COPY_SECONDS, copy.seconds, direction.value)
+                self._measure(copy.job_id, copy.seconds)
             if is_piece:
                 self._end_piece(copy.job_id, copy.success)
                 continue
@@ -152,6 +179,19 @@ class CopyJobs:
             self._complete(copy.job_id, failed=None if copy.success else direction)
         self._end_loads_in_pieces(received)
         return received
+
+    def _measure(self, copy_id: int, seconds: float) -> None:
+        piece, load = self._pieces.get(copy_id), self._loads.get(copy_id)
+        if piece is not None:
+            whole = self._in_pieces[piece.job_id]
+            if whole.in_step:  # each of its pieces has the same blocks
+                whole.seconds += seconds
+            else:
+                self._report.loaded_blocks += len(piece.device_blocks)
+                self._report.loading_seconds += seconds
+        elif load is not None:
+            self._report.loaded_blocks += len(load.device_blocks)
+            self._report.loading_seconds += seconds
 
     @property
     def idle(self) -> bool:
@@ -173,6 +213,9 @@ class CopyJobs:
 
     def _end_loads_in_pieces(self, received: Received) -> None:
         for job_id, load in list(self._in_pieces.items()):
+            if load.in_step:
+                self._end_step_of(job_id, load)
+                continue
             if load.moving or not load.last_seen:
                 continue
             del self._in_pieces[job_id]
@@ -183,6 +226,25 @@ class CopyJobs:
                 self._report.failed.add(job_id)
                 self._invalid_blocks |= load.invalid_blocks
                 logger.warning("KV load job %d is incomplete; its request recomputes the rest", job_id)
+
+    def _end_step_of(self, job_id: int, load: _LoadInPieces) -> None:
+        if load.invalid_blocks and not load.failed:
+            if load.step_ended:
+                raise DeviceCopyError(
+                    f"KV load job {job_id} failed after request {load.request_id} had computed with it; "
+                    "the engine must start again"
+                )
+            load.failed = True
+            self._report.failed.add(job_id)
+            self._invalid_blocks |= load.invalid_blocks
+            logger.warning("KV load job %d failed within its step; its request recomputes", job_id)
+        load.step_ended = True
+        if not load.moving:
+            del self._in_pieces[job_id]
+            self._report.completed.add(job_id)
+            if not load.failed:
+                self._report.loaded_blocks += load.blocks
+                self._report.loading_seconds += load.seconds
 
     def _complete(self, job_id: int, failed: Direction | None) -> None:
         """Report a job for the scheduler, exactly once, and drop it here."""

@@ -8,7 +8,7 @@ its blocks; it has more blocks than vLLM manages, and kernel blocks that are a f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec
@@ -28,6 +28,7 @@ class PlacedKVCaches(CanonicalKVCaches):
     """
 
     row_offsets: list[int]  # of each tensor, in bytes from the start of one block's bytes
+    parts_of: dict[str, int] = field(default_factory=dict)  # how many of a group's references a layer has
 
 
 @dataclass(frozen=True, slots=True)

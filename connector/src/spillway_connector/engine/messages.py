@@ -33,21 +33,36 @@ class LoadPiece:
     lost_blocks: list[int]
 
 
+@dataclass(slots=True)
+class StepLoad:
+    """A load that the step itself reads, layer by layer. transfer_spec: (source, destination)."""
+
+    job_id: int
+    request_id: str
+    transfer_spec: tuple[LoadStoreSpec, LoadStoreSpec]
+
+
 @dataclass
 class SpillwayConnectorMetadata(OffloadingConnectorMetadata):
-    """Scheduler to workers: metadata of a step that sends pieces."""
+    """Scheduler to workers: metadata of a step that sends pieces, or loads what it reads."""
 
     pieces: list[LoadPiece] = field(default_factory=list)
+    step_loads: list[StepLoad] = field(default_factory=list)
 
 
 @dataclass
 class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
-    """The ranks' report to the scheduler: jobs that ended, and those of them that failed."""
+    """The ranks' report to the scheduler: jobs that ended, and those of them that failed.
+
+    A load within a step is reported as failed in that step, even while some of its copies still move.
+    """
 
     failed_jobs: set[int] = field(default_factory=set)
     # LoRA adapters that were loaded within the step, by id: the state of their files, several where ranks disagree.
     adapters: dict[int, frozenset[bytes | None]] = field(default_factory=dict)
     samples: Samples = field(default_factory=Samples)  # since 0.30, which takes no statistics from workers
+    loaded_blocks: int = 0  # of the device, added up over the ranks
+    loading_seconds: float = 0.0  # that copying them took, added up likewise
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """A job has failed when any rank's part of it has."""
@@ -61,4 +76,11 @@ class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
         # vLLM's own fields, of which later versions have more, are added up by vLLM.
         added_up = vars(super().aggregate(other))
         failed_jobs = self.failed_jobs | other.failed_jobs
-        return SpillwayWorkerMetadata(**added_up, failed_jobs=failed_jobs, adapters=adapters, samples=samples)
+        return SpillwayWorkerMetadata(
+            **added_up,
+            failed_jobs=failed_jobs,
+            adapters=adapters,
+            samples=samples,
+            loaded_blocks=self.loaded_blocks + other.loaded_blocks,
+            loading_seconds=self.loading_seconds + other.loading_seconds,
+        )

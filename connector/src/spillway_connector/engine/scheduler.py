@@ -43,7 +43,7 @@ _TOUCH_SECONDS = 1.0  # between two renewals of a request's chunks in the CPU ti
 
 
 @dataclass(slots=True)
-class _ResetJob:
+class ResetJob:
     """A job that was under way at a reset, until every rank has reported it."""
 
     ranks_pending: int
@@ -77,7 +77,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         self._block_tokens = chunk_tokens[0] // blocks_per_chunk
         self._one_prefix = one_prefix
         self._being_loaded = loading
-        self._reset_jobs: dict[int, _ResetJob] = {}
+        self._reset_jobs: dict[int, ResetJob] = {}
         self._failed_jobs: set[int] = set()  # failed on some rank, not yet reported by all
         self._recompute_only: set[str] = set()  # requests whose load failed once: never offered a load again
         self.device_blocks: BlockPool | None = None  # vLLM's; bound before the first request
@@ -434,7 +434,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         job are released when all ranks have reported it."""
         for job_id, job in self._jobs.items():
             rows = self.manager.primary_tier.rows_of(job.keys)
-            self._reset_jobs[job_id] = _ResetJob(job.pending_count, rows)
+            self._reset_jobs[job_id] = ResetJob(job.pending_count, rows)
         # Upstream asserts that there are none; those of an earlier reset wait here for the next step.
         jobs_to_flush, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
         super().reset_cache()

@@ -75,6 +75,10 @@ class PrefillTimer:
         """The scheduler hands a step of so many tokens to the workers."""
         self._steps.append(_Step(now, tokens))
 
+    def leave_out_step(self) -> None:
+        """The step begun last does more than compute: no measure of the prefill rate."""
+        self._steps[-1] = self._steps[-1]._replace(tokens=0)
+
     def end_step(self, now: float) -> None:
         """The workers have reported the oldest step; under async scheduling it ran from the end of the one before."""
         if not self._steps:

@@ -46,9 +46,12 @@ match generation():
 
 
 def scheduler_half(
-    manager: TieringManager, groups: Sequence[KVCacheSpec], num_ranks: int = 1
+    manager: TieringManager,
+    groups: Sequence[KVCacheSpec],
+    num_ranks: int = 1,
+    half: type[SpillwayConnectorScheduler] = SpillwayConnectorScheduler,
 ) -> SpillwayConnectorScheduler:
-    """For KV groups of equal block size, one device block to a chunk."""
+    """For KV groups of equal block size, one device block to a chunk. half: a class of this generation's."""
     block_tokens = groups[0].block_size
     kv_cache_groups = [SimpleNamespace(kv_cache_spec=group, is_eagle_group=False) for group in groups]
     kv_cache_config: Any = SimpleNamespace(kv_cache_groups=kv_cache_groups)
@@ -68,7 +71,7 @@ def scheduler_half(
             vllm_config=vllm_config,
             get_manager=lambda: manager,
         )
-        return SpillwayConnectorScheduler(spec)
+        return half(spec)
     spec = SimpleNamespace(
         config=SimpleNamespace(
             groups=[SimpleNamespace(group_id=at, tokens_per_block=block_tokens) for at in range(len(groups))]
@@ -80,7 +83,7 @@ def scheduler_half(
         kv_events_config=SimpleNamespace(enable_kv_cache_events=False, self_describing_kv_events=False),
         get_manager=lambda: manager,
     )
-    return SpillwayConnectorScheduler(*(spec, vllm_config, kv_cache_config))
+    return half(*(spec, vllm_config, kv_cache_config))
 
 
 def step_output(

@@ -61,7 +61,7 @@ def canonical_kv_caches(kv_caches: Mapping[str, LayerCache], config: KVCacheConf
     if without_memory:
         raise ConfigError(f"no KV cache tensor holds the layers {sorted(without_memory)}; they cannot be offloaded")
     groups = [[ref for layer in group.layer_names for ref in refs[layer]] for group in config.kv_cache_groups]
-    return PlacedKVCaches(tensors, groups, row_offsets)
+    return PlacedKVCaches(tensors, groups, row_offsets, {layer: len(parts) for layer, parts in refs.items()})
 
 
 def _layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,11 +16,16 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.connector_base import ConnectorBase
 from spillway_connector.engine.v023.failed_loads import install_full_recompute
+from spillway_connector.engine.v023.failed_step_loads import install_step_retreat
 from spillway_connector.engine.v023.group_hits import install_group_hit_hold
+from spillway_connector.engine.v023.layerwise import loads_within_steps, why_not_within_steps
+from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v023.seams import SEAMS
 from spillway_connector.engine.v023.stats import SpillwayPromMetrics, SpillwayStats
 from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
+
+logger = logging.getLogger(__name__)
 
 
 class SpillwayConnector(ConnectorBase):
@@ -33,12 +39,37 @@ class SpillwayConnector(ConnectorBase):
         # Not upstream's constructor, which builds upstream's halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self._spec = spec = OffloadingSpecFactory.create_spec(vllm_config, kv_cache_config)
-        self.connector_scheduler = SpillwayConnectorScheduler(spec) if role == KVConnectorRole.SCHEDULER else None
+        settings = getattr(spec, "settings", None)
+        self._layerwise = settings is not None and loads_within_steps(settings, vllm_config, kv_cache_config)
+        half = LayerwiseConnectorScheduler if self._layerwise else SpillwayConnectorScheduler
+        self.connector_scheduler = half(spec) if role == KVConnectorRole.SCHEDULER else None
         if self.connector_scheduler is not None:
             self._watch_the_engine()
             install_full_recompute()
             install_group_hit_hold()
+            if self._layerwise:
+                install_step_retreat()
+            elif settings is not None and settings.layerwise_loads == "on":
+                reason = why_not_within_steps(vllm_config, kv_cache_config)
+                logger.warning("layerwise_loads: on changes nothing for this engine: %s", reason)
         self.connector_worker = SpillwayConnectorWorker(spec) if role == KVConnectorRole.WORKER else None
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """As upstream, except that a layer's blocks lie together where it is loaded on its own."""
+        return not self._layerwise
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        if self._layerwise:
+            assert isinstance(self.connector_worker, SpillwayConnectorWorker)
+            assert isinstance(self._connector_metadata, OffloadingConnectorMetadata)
+            self.connector_worker.start_step_loads(self._connector_metadata, forward_context)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._layerwise:
+            assert isinstance(self.connector_worker, SpillwayConnectorWorker)
+            self.connector_worker.wait_for_layer_load(layer_name)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]) -> None:
         self._note_layout({f"all layers, {attn_backend.get_name()}": kv_cache})

@@ -7,7 +7,8 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
 
 from spillway_connector.device.copier import Copier, Direction
-from spillway_connector.plan.copies import CopyLayout, plan_copies
+from spillway_connector.plan.copies import CopyLayout, CopyPlan, plan_copies
+from spillway_connector.plan.layer_groups import LayerGroups
 
 _TRANSFER_TYPE = {Direction.STORE: ("GPU", "CPU"), Direction.LOAD: ("CPU", "GPU")}  # vLLM's words for its metrics
 
@@ -16,28 +17,49 @@ class CopyHandler(OffloadingHandler):
     """vLLM's OffloadingHandler for one direction: plans jobs and reports results. Each rank's process, model thread."""
 
     def __init__(
-        self, direction: Direction, layout: CopyLayout, copier: Copier, share: tuple[int, int] = (0, 1)
+        self,
+        direction: Direction,
+        layout: CopyLayout,
+        copier: Copier,
+        share: tuple[int, int] = (0, 1),
+        layers: LayerGroups | None = None,
     ) -> None:
-        """share: the part of each job that this rank copies (ChunkGeometry.store_share)."""
+        """share: the part of each job that this rank copies (ChunkGeometry.store_share). layers: where loads may go
+        layer by layer."""
         self._direction = direction
         self._layout = layout
         self._copier = copier
         self._share = share
+        self.layers = layers
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Raises PlanError or DeviceCopyError; vLLM's worker turns either into a refused job."""
+        self._copier.submit(job_id, self._plan(self._layout, spec).share(*self._share))
+        return True
+
+    def load_layers(self, copy_id: int, group: int, spec: TransferSpec) -> None:
+        """Start the copies of one group of layers, which `hold_computation` is then called for.
+
+        Raises PlanError or DeviceCopyError.
+        """
+        assert self.layers is not None
+        self._copier.submit(copy_id, self._plan(self.layers.layouts[group], spec), awaited=True)
+
+    def hold_computation(self, copy_id: int) -> Exception | None:
+        """See Copier."""
+        return self._copier.hold_computation(copy_id)
+
+    def _plan(self, layout: CopyLayout, spec: TransferSpec) -> CopyPlan:
         device, host = spec if self._direction is Direction.STORE else spec[::-1]
         assert isinstance(device, GPULoadStoreSpec)
         assert isinstance(host, BlockIDsLoadStoreSpec)
-        plan = plan_copies(
-            self._layout,
+        return plan_copies(
+            layout,
             device.block_ids.astype(np.int64, copy=False),
             device.group_sizes,
             device.block_indices,
             host.block_ids.astype(np.int64, copy=False),
         )
-        self._copier.submit(job_id, plan.share(*self._share))
-        return True
 
     def get_finished(self) -> list[TransferResult]:
         return [

@@ -55,6 +55,7 @@ SEAMS = Seams(
                     "num_scheduled_tokens",
                     "evict_blocks",
                 ),
+                "_preempt_request": ("self", "request", "timestamp"),
             },
         ),
         Methods(
@@ -63,6 +64,8 @@ SEAMS = Seams(
             {
                 "bind_gpu_block_pool": ("self", "gpu_block_pool"),
                 "reset_cache": ("self",),
+                "start_load_kv": ("self", "forward_context", "kwargs"),
+                "wait_for_layer_load": ("self", "layer_name"),
             },
         ),
         Methods(
@@ -70,6 +73,7 @@ SEAMS = Seams(
             "BlockPool",
             {
                 "get_num_free_blocks": ("self",),
+                "evict_blocks": ("self", "block_ids"),
             },
         ),
         Methods(

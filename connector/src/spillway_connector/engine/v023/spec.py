@@ -19,7 +19,9 @@ from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
 from spillway_connector.engine.v023.equal_ranks import ranks_hold_the_same
 from spillway_connector.engine.v023.handlers import CopyHandler
+from spillway_connector.engine.v023.layerwise import loads_within_steps, segments_of_layers
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
+from spillway_connector.plan.layer_groups import group_layers
 
 for _tier_type in TIER_TYPES:
     if _tier_type not in SecondaryTierFactory._registry:
@@ -51,6 +53,7 @@ class SpillwayOffloadingSpec(SpecBase):
         self.num_blocks = self.num_rows
         self.kv_bytes_per_offloaded_block = self.geometry.row_bytes
         self._handlers: list[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]] = []
+        self.load_handler: CopyHandler | None = None  # in a worker, once the caches are registered
 
     def _engine(self) -> tuple[VllmConfig, KVCacheConfig]:
         return self.vllm_config, self.kv_cache_config
@@ -70,6 +73,11 @@ class SpillwayOffloadingSpec(SpecBase):
             layout, transport = self._open_worker(kv_caches, rank)
             share = self.geometry.store_share(rank)
             store = CopyHandler(Direction.STORE, layout, transport.copier(Direction.STORE), share)
-            load = CopyHandler(Direction.LOAD, layout, transport.copier(Direction.LOAD))
+            layers = None
+            if loads_within_steps(self.settings, self.vllm_config, self.kv_cache_config):
+                (group,) = self.kv_cache_config.kv_cache_groups
+                layers = group_layers(layout, group.layer_names, segments_of_layers(kv_caches, self.kv_cache_config))
+            load = CopyHandler(Direction.LOAD, layout, transport.copier(Direction.LOAD), layers=layers)
+            self.load_handler = load
             self._handlers = [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
         yield from self._handlers

@@ -9,13 +9,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
 from vllm.v1.kv_offload.worker.worker import TransferSpec
 
 from spillway_connector.engine.copy_jobs import Submit
-from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.messages import SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.transports import device_state
 from spillway_connector.engine.v023.ascend import canonical_kv_caches, has_ascend_layout
+from spillway_connector.engine.v023.layerwise import LayerwiseLoads
 from spillway_connector.engine.v023.stats import SpillwayStats
 from spillway_connector.engine.worker import WorkerHalf, ended_copy
 
@@ -30,6 +31,7 @@ class SpillwayConnectorWorker(WorkerHalf):
         self.kv_connector_stats = SpillwayStats()
         vllm_config = getattr(spec, "vllm_config", None)
         self._begin(getattr(vllm_config, "lora_config", None))
+        self._layerwise: LayerwiseLoads | None = None  # where a step may read what it loads
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
         """Upstream's contract, and the layouts of vLLM-Ascend, which upstream refuses.
@@ -41,6 +43,12 @@ class SpillwayConnectorWorker(WorkerHalf):
         else:
             super().register_kv_caches(kv_caches)
 
+    def _register_handlers(self, kv_caches: CanonicalKVCaches) -> None:
+        super()._register_handlers(kv_caches)
+        handler = getattr(self.spec, "load_handler", None)
+        if handler is not None and handler.layers is not None:
+            self._layerwise = LayerwiseLoads(handler, self._jobs)
+
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Upstream's contract: blocks until the jobs to flush no longer touch device blocks; here pieces as well."""
         self._jobs.submit_stores()
@@ -51,6 +59,16 @@ class SpillwayConnectorWorker(WorkerHalf):
         """Upstream's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
         self._jobs.submit_stores()
         self._start_loads(metadata)
+
+    def start_step_loads(self, metadata: OffloadingConnectorMetadata, forward_context: Any) -> None:
+        """Loads that the forward itself reads; behind :meth:`start_kv_transfers`, before the forward."""
+        if self._layerwise is not None and isinstance(metadata, SpillwayConnectorMetadata):
+            loads, metadata.step_loads = metadata.step_loads, []
+            self._layerwise.start(loads, forward_context)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._layerwise is not None:
+            self._layerwise.wait_for_layer(layer_name)
 
     def _sides_of(self, job: Any) -> TransferSpec:
         spec: TransferSpec = job.transfer_spec
@@ -75,6 +93,8 @@ class SpillwayConnectorWorker(WorkerHalf):
 
         Upstream asserts that copies succeed; here failed loads count as ended, with their blocks marked invalid.
         """
+        if self._layerwise is not None:
+            self._layerwise.end_step()
         results = self.worker.get_finished()
         for result in results:
             if result.success and result.transfer_size is not None and result.transfer_time is not None:
@@ -87,9 +107,15 @@ class SpillwayConnectorWorker(WorkerHalf):
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """Upstream's contract: the report of this step, or None; here with failed jobs and loaded adapters."""
         adapters, report = self._adapter_loads.take(), self._jobs.take_report()
-        if not report.completed and not adapters:
+        if not report.completed and not report.failed and not adapters:
             return None
-        return SpillwayWorkerMetadata(dict.fromkeys(report.completed, 1), report.failed, adapters)
+        return SpillwayWorkerMetadata(
+            dict.fromkeys(report.completed, 1),
+            report.failed,
+            adapters,
+            loaded_blocks=report.loaded_blocks,
+            loading_seconds=report.loading_seconds,
+        )
 
     def get_kv_connector_stats(self) -> SpillwayStats:
         """Upstream returns None where nothing was copied; vLLM then drops the scheduler's statistics, so here never."""

@@ -47,6 +47,8 @@ class SpillwayOffloadingSpec(SpecBase):
             tokens_per_hash=self.tokens_per_hash,
             enable_events=self.kv_events_config.enable_kv_cache_events,
         )
+        if self.settings.layerwise_loads == "on":
+            raise ConfigError("layerwise_loads: 'on' needs vLLM 0.23; set it to 'off'")
         self.num_chunks = self.num_rows
         self.kv_bytes_per_chunk = self.geometry.row_bytes
         self._attached: tuple[VllmConfig, KVCacheConfig] | None = None

@@ -1,0 +1,149 @@
+"""Loads that go layer by layer under the forward that reads them: where they may, and a worker's part of one.
+
+vLLM 0.23 calls `wait_for_layer_load` before the attention of each layer, except in a step that replays one graph of the
+whole forward, and except for layers that no hook was written for. So a worker waits for all layers before a forward
+that calls no hooks, and a load whose layers were not all waited for has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
+from vllm.v1.kv_offload.worker.worker import TransferSpec
+
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.engine.copy_jobs import CopyJobs
+from spillway_connector.engine.kv_parts import PlacedKVCaches
+from spillway_connector.engine.messages import StepLoad
+from spillway_connector.engine.v023.handlers import CopyHandler
+
+logger = logging.getLogger(__name__)
+
+
+def loads_within_steps(settings: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """The same answer in every process of an engine."""
+    return settings.layerwise_loads == "on" and why_not_within_steps(vllm_config, kv_cache_config) is None
+
+
+def why_not_within_steps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Of what this model and engine cannot load within a step; None where nothing is in the way."""
+    groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        return "its layers are not one group that attention reads whole"
+    if vllm_config.speculative_config is not None:
+        return "a drafter's layers run behind the step's end"
+    if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
+        return "engines with pipeline or data parallelism run steps that cannot be taken back alone"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "a block's tokens are spread over ranks"
+    return None
+
+
+def segments_of_layers(kv_caches: CanonicalKVCaches, config: KVCacheConfig) -> list[int]:
+    """How many of the group's references each of its layers has, in the order of their names."""
+    (group,) = config.kv_cache_groups
+    if isinstance(kv_caches, PlacedKVCaches):
+        return [kv_caches.parts_of.get(layer, 0) for layer in group.layer_names]
+    with_memory = {layer for tensor in config.kv_cache_tensors for layer in tensor.shared_by}
+    return [int(layer in with_memory) for layer in group.layer_names]
+
+
+class LayerwiseLoads:
+    """The loads of the step that runs. Each rank's process, model-runner thread."""
+
+    def __init__(self, handler: CopyHandler, jobs: CopyJobs) -> None:
+        assert handler.layers is not None
+        self._handler, self._jobs = handler, jobs
+        self._group_of = handler.layers.group_of
+        self._copies: list[list[int]] = [[] for _ in handler.layers.layouts]  # by group of layers, of this step
+        self._held: set[int] = set()  # groups that the computation waits for
+        self._copy_id = 0  # negative, as the scheduler's job ids are not
+        self._hooks_missing = False  # known from an earlier step
+
+    def start(self, loads: Sequence[StepLoad], forward_context: Any) -> None:
+        """Submit every copy, those of the first layers first. Before the forward."""
+        refused: set[int] = set()
+        for group, copies in enumerate(self._copies):
+            for load in loads:
+                if load.job_id in refused:
+                    continue
+                device = load.transfer_spec[1]
+                assert isinstance(device, GPULoadStoreSpec)
+                self._copy_id -= 1
+                submit = partial(self._submit, self._copy_id, group, load.transfer_spec)
+                accepted = self._jobs.start_piece(
+                    self._copy_id,
+                    load.job_id,
+                    load.request_id,
+                    (device.block_ids, submit),
+                    last=True,
+                    lost_blocks=(),
+                    in_step=True,
+                )
+                if accepted:
+                    copies.append(self._copy_id)
+                else:
+                    refused.add(load.job_id)
+        if loads and (self._hooks_missing or not _calls_hooks(forward_context)):
+            self._hold_all()
+
+    def _submit(self, copy_id: int, group: int, spec: TransferSpec) -> bool:
+        try:
+            self._handler.load_layers(copy_id, group, spec)
+        except Exception as error:  # of any kind: the request recomputes
+            logger.warning("Spillway: a load within a step was refused: %r", error)
+            return False
+        return True
+
+    def wait_for_layer(self, layer: str) -> None:
+        """Before the attention of a layer, on the thread and stream that it runs on."""
+        group = self._group_of.get(layer)
+        if group is not None:
+            self._hold(group)
+        elif any(self._copies):
+            self._hold_all()
+
+    def end_step(self) -> None:
+        """Behind the forward, before the jobs' ends are taken in."""
+        missed = [group for group, copies in enumerate(self._copies) if copies and group not in self._held]
+        for group in missed:
+            self._hold(group)
+            for copy_id in self._copies[group]:
+                self._jobs.fail_piece(copy_id)
+        if missed and not self._hooks_missing:
+            self._hooks_missing = True
+            logger.warning(
+                "Spillway: the forward did not wait for %d of %d groups of layers; their requests recompute, and from "
+                "now on every forward waits for its loads before it begins",
+                len(missed),
+                len(self._copies),
+            )
+        self._held.clear()
+        for copies in self._copies:
+            copies.clear()
+
+    def _hold_all(self) -> None:
+        for group in range(len(self._copies)):
+            self._hold(group)
+
+    def _hold(self, group: int) -> None:
+        self._held.add(group)
+        for copy_id in self._copies[group]:
+            # Again for each of the group's layers: parts of a batch may run on streams of their own.
+            if self._handler.hold_computation(copy_id) is not None:
+                self._jobs.fail_piece(copy_id)
+
+
+def _calls_hooks(forward_context: Any) -> bool:
+    """Whether the forward that follows runs attention as a call of its own, with metadata."""
+    return (
+        forward_context is not None
+        and forward_context.attn_metadata is not None
+        and forward_context.cudagraph_runtime_mode is not CUDAGraphMode.FULL
+    )

@@ -1,0 +1,211 @@
+"""When a load goes under its request's own step, and what the scheduler keeps of it. Requests of four blocks, two
+ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
+from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+
+BLOCKS, BLOCK_TOKENS, ROWS = 4, 16, 12
+TOKENS = BLOCKS * BLOCK_TOKENS
+
+
+class FakeRequest(SimpleNamespace):
+    """As much of vLLM's Request as the connector reads. The prompt ends one token behind its blocks."""
+
+    def __init__(self, request_id: str, prompt: int = 0) -> None:
+        super().__init__(
+            request_id=request_id,
+            kv_transfer_params=None,
+            cache_salt=None,
+            pooling_params=None,
+            block_hashes=[bytes([number, prompt]) * 16 for number in range(BLOCKS)],
+            num_tokens=TOKENS + 1,
+            num_prompt_tokens=TOKENS + 1,
+            num_computed_tokens=0,
+            skip_reading_prefix_cache=False,
+            status=RequestStatus.WAITING,
+        )
+
+    def is_finished(self) -> bool:
+        return RequestStatus.is_finished(self.status)
+
+
+@pytest.fixture
+def half() -> Iterator[LayerwiseConnectorScheduler]:
+    region = HostRegion(region_path(f"test-layerwise-{os.getpid()}"), ROWS, 4096)
+    region.unlink_name()
+    manager = SpillwayTieringManager(
+        make_cpu_tier(ROWS, region, "lru", enable_events=False),
+        [],
+        ROWS,
+        ConnectorConfig.parse({"num_cpu_blocks": ROWS}),
+        chunk_tokens=BLOCK_TOKENS,
+        chunk_bytes=4096,
+    )
+    attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    yield scheduler_half(manager, [attention], num_ranks=2, half=LayerwiseConnectorScheduler)
+    region.cleanup()
+
+
+def report(half, completed: dict[int, int], failed: set[int] = frozenset(), blocks: int = 0, seconds: float = 0.0):
+    meta = SpillwayWorkerMetadata(
+        completed_jobs=dict(completed), failed_jobs=set(failed), loaded_blocks=blocks, loading_seconds=seconds
+    )
+    half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
+
+
+def step(half, *requests: tuple[FakeRequest, list[int], int]):
+    """The metadata of a step. requests: (request, device blocks, tokens computed before)."""
+    new = [
+        SimpleNamespace(req_id=request.request_id, block_ids=(list(blocks),), num_computed_tokens=computed)
+        for request, blocks, computed in requests
+    ]
+    scheduled = {}
+    for request, _, computed in requests:
+        request.status, request.num_computed_tokens = RequestStatus.RUNNING, computed
+        scheduled[request.request_id] = request.num_tokens - computed
+    return half.build_connector_meta(step_output(scheduled, new))
+
+
+def store(half, prompt: int = 0) -> None:
+    """Bring a prompt to the CPU tier; its request has finished."""
+    request = FakeRequest(f"writer {prompt}", prompt)
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    (job,) = step(half, (request, [1, 2, 3, 4, 5], 0)).store_jobs
+    report(half, {job: 2})
+    request.status = RequestStatus.FINISHED_STOPPED
+    half.request_finished(request)
+
+
+def ask(half, name: str, prompt: int = 0) -> tuple[FakeRequest, tuple[int | None, bool]]:
+    request = FakeRequest(name, prompt)
+    half.on_new_request(request)
+    return request, half.get_num_new_matched_tokens(request, 0)
+
+
+def begin(half, request: FakeRequest, tokens: int, blocks: list[int]) -> None:
+    # vLLM has entered the blocks in its prefix cache by now, as if they had been computed.
+    given = [SimpleNamespace(block_id=block, is_null=False, block_hash=object()) for block in blocks]
+    half.update_state_after_alloc(request, SimpleNamespace(blocks=(given,)), tokens)
+
+
+def test_a_prefix_in_the_cpu_tier_is_loaded_by_the_step_of_its_request(half):
+    store(half)
+    request, answer = ask(half, "reader")
+    assert answer == (TOKENS, False)
+    begin(half, request, TOKENS, [11, 12, 13, 14, 15])
+    meta = step(half, (request, [11, 12, 13, 14, 15], TOKENS))
+    (load,) = meta.step_loads
+    assert (load.request_id, load.transfer_spec[1].block_ids.tolist()) == ("reader", [11, 12, 13, 14])
+    assert (list(load.transfer_spec[1].group_sizes), list(load.transfer_spec[1].block_indices)) == ([4], [0])
+    assert not meta.load_jobs and not half._jobs, "nothing waits for it"
+    assert len(half.manager.primary_tier._readers) == BLOCKS
+    report(half, {load.job_id: 1})
+    assert len(half.manager.primary_tier._readers) == BLOCKS, "another rank still reads the rows"
+    report(half, {load.job_id: 1})
+    assert not half.manager.primary_tier._readers
+    assert not half._step_loads and not half._step_requests
+
+
+def test_a_prompt_of_whole_blocks_computes_its_last_one(half):
+    store(half)
+    request = FakeRequest("reader")
+    request.num_tokens = request.num_prompt_tokens = TOKENS
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 0) == (TOKENS - BLOCK_TOKENS, False)
+
+
+def test_an_answer_that_was_not_taken_leaves_nothing(half):
+    """vLLM found no blocks for the request."""
+    store(half)
+    request, answer = ask(half, "reader")
+    assert answer == (TOKENS, False)
+    half.build_connector_meta(step_output())
+    assert not half._step_loads and not half.manager.primary_tier._readers
+    assert half.get_num_new_matched_tokens(request, 0) == (TOKENS, False)
+
+
+def test_requests_beside_it_wait_no_longer_than_the_bound(half):
+    store(half)
+    other = FakeRequest("other", prompt=9)
+    half.on_new_request(other)
+    half.get_num_new_matched_tokens(other, 0)
+    (job,) = step(half, (other, [21, 22, 23, 24, 25], 0)).store_jobs
+    request, answer = ask(half, "reader")
+    assert answer == (TOKENS, True), "how long a load takes is not known yet"
+    report(half, {job: 2}, blocks=100, seconds=100 * 0.004)
+    assert half.get_num_new_matched_tokens(request, 0) == (TOKENS, False), "16 ms"
+    report(half, {}, blocks=10_000, seconds=10_000 * 0.006)
+    assert half.get_num_new_matched_tokens(request, 0) == (TOKENS, True), "24 ms"
+    other.status = RequestStatus.FINISHED_STOPPED
+    half.request_finished(other)
+    assert half.get_num_new_matched_tokens(request, 0) == (TOKENS, False), "nobody waits for it"
+
+
+def test_the_loads_of_a_step_add_up(half):
+    store(half, 1)
+    store(half, 2)
+    report(half, {}, blocks=100, seconds=100 * 0.004)
+    first, answer = ask(half, "first", 1)
+    assert answer == (TOKENS, False)
+    begin(half, first, TOKENS, [11, 12, 13, 14, 15])
+    _, answer = ask(half, "second", 2)
+    assert answer == (TOKENS, True), "32 ms for both"
+    step(half, (first, [11, 12, 13, 14, 15], TOKENS))
+
+
+def test_what_was_computed_with_a_failed_load_is_stored_nowhere(half):
+    store(half)
+    request, _ = ask(half, "reader")
+    request.num_tokens = request.num_prompt_tokens = TOKENS + BLOCK_TOKENS + 1
+    request.block_hashes.append(bytes([77]) * 32)
+    begin(half, request, TOKENS, [11, 12, 13, 14, 15, 16])
+    meta = step(half, (request, [11, 12, 13, 14, 15, 16], TOKENS))
+    (load,), (written,) = meta.step_loads, meta.store_jobs
+    report(half, {load.job_id: 1}, failed={load.job_id})
+    report(half, {load.job_id: 1, written: 2})
+    assert len(half.manager.primary_tier.ready) == BLOCKS, "the block that followed is no hit"
+    request.status = RequestStatus.PREEMPTED
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False), "it recomputes"
+    assert not half._failed_jobs
+
+
+def test_a_request_whose_load_failed_is_not_offered_it_again(half):
+    """Nothing else changes in between, so an answer that was kept would still be current."""
+    store(half)
+    request, _ = ask(half, "reader")
+    begin(half, request, TOKENS, [11, 12, 13, 14, 15])
+    (load,) = step(half, (request, [11, 12, 13, 14, 15], TOKENS)).step_loads
+    report(half, {load.job_id: 2}, failed={load.job_id})
+    request.status = RequestStatus.PREEMPTED
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_a_reset_keeps_the_rows_until_every_rank_has_read_them(half):
+    store(half)
+    request, _ = ask(half, "reader")
+    begin(half, request, TOKENS, [11, 12, 13, 14, 15])
+    (load,) = step(half, (request, [11, 12, 13, 14, 15], TOKENS)).step_loads
+    half.weights_changing("the test")
+    assert len(half.manager.primary_tier.quarantine) == BLOCKS
+    assert load.job_id in half.build_connector_meta(step_output()).jobs_to_flush
+    report(half, {load.job_id: 1})
+    assert len(half.manager.primary_tier.quarantine) == BLOCKS
+    report(half, {load.job_id: 1})
+    assert not half.manager.primary_tier.quarantine
+    assert not half._step_requests
