@@ -7,8 +7,10 @@ request at a time. Each phase runs in a separate process and writes build/bench/
 run without --phase) merges what is there into build/bench/gpu.json and prints the table. Times are from the call to the
 first token, medians over `--runs` prompts after a warm-up prompt.
 
-    none, *-cpu    each prompt is computed, asked again (device hit), and, behind a reset of the device's prefix cache,
-                   asked once more (CPU tier)
+    none, *-cpu, *-cpu-layerwise
+                   each prompt is computed, asked again (device hit), and, behind a reset of the device's prefix cache,
+                   asked once more (CPU tier: loaded ahead of its step, or with
+                   layerwise_loads: on under it)
     *-fs, *-nvme   all prompts are computed until the CPU tier has dropped the first; then each is asked again, with the
                    device's prefix cache reset and the page cache dropped (needs root, noted in the report)
     *-nvme-auto    the same, but the tier may recompute where it measured that to be faster (the default)
@@ -45,7 +47,11 @@ IO_THREADS = 8
 SETTLE_SECONDS = 90.0
 OUTPUT = Path("build/bench/gpu.json")
 PARTS = Path("build/bench/gpu")
-PHASES = ("disk", "none", "upstream-cpu", "spillway-cpu", "upstream-fs", "spillway-nvme", "spillway-nvme-auto")
+LAYERWISE = "spillway-cpu-layerwise"
+PHASES = (
+    *("disk", "none", "upstream-cpu", "spillway-cpu", LAYERWISE),
+    *("upstream-fs", "spillway-nvme", "spillway-nvme-auto"),
+)
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -91,6 +97,8 @@ def transfer_config(phase: str, folder: Path) -> dict[str, Any] | None:
     if not ours:
         return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     extra |= {"spec_name": "SpillwayOffloadingSpec", "spec_module_path": "spillway_connector.engine.spec"}
+    if phase == LAYERWISE:
+        extra["layerwise_loads"] = "on"
     if phase == "spillway-nvme":
         # This measures the cost of a load, so a slow one may not be declined.
         extra |= {"prefill_tokens_per_second": 1.0, "request_wait_seconds": 20.0}
@@ -344,6 +352,7 @@ def render(report: dict[str, Any]) -> str:
         ("device hit, Spillway", "spillway-cpu_device_hit"),
         ("CPU tier, upstream", "upstream-cpu_cpu_tier"),
         ("CPU tier, Spillway", "spillway-cpu_cpu_tier"),
+        ("CPU tier, Spillway, layer by layer", f"{LAYERWISE}_cpu_tier"),
         ("disk tier, upstream fs", "upstream-fs_disk_tier"),
         ("disk tier, Spillway NVMe", "spillway-nvme_disk_tier"),
         ("disk tier or recompute, as Spillway decides", "spillway-nvme-auto_disk_tier"),

@@ -98,6 +98,7 @@ numCpuBlocks: null
 cpuBytes: 64GiB
 blocksPerChunk: 4
 generatedTokens: false
+layerwiseLoads: true
 evictionPolicy: arc
 batchMemcpy: true
 maxCopyDescriptors: 64
@@ -151,6 +152,7 @@ def test_offload_values_reach_the_connector(engine_of):
         cpu_bytes_to_use=64 * GIB,
         blocks_per_chunk=4,
         generated_tokens="off",
+        layerwise_loads="on",
         eviction_policy="arc",
         batch_memcpy="on",
         max_copy_descriptors=64,
