@@ -1,4 +1,4 @@
-"""Links, modules and make targets that the documentation names exist."""
+"""Links, modules and make targets that the documentation names exist, and its prose is as wide as the code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ PAGES = tuple(path for path in tracked_files() if path == "README.md" or re.full
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]*))?\)")
 MODULE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|sh|c|tpl|Dockerfile))(?:::\w+)?`")
 TARGET = re.compile(r"`make ([a-z][a-z-]*)")
+WIDTH = 120
 # Files of other projects, and files that Spillway writes.
 FOREIGN = {"platform.py", "set_env.sh"}
 
@@ -44,6 +45,16 @@ def missing_targets(text: str) -> list[str]:
     return sorted(set(TARGET.findall(text)) - targets)
 
 
+def wide_lines(text: str) -> list[int]:
+    """Numbers of the lines of prose beyond WIDTH columns; tables and code are as wide as they must be."""
+    code, wide = False, []
+    for number, line in enumerate(text.splitlines(), start=1):
+        code ^= line.lstrip().startswith("```")
+        if len(line) > WIDTH and not code and not line.lstrip().startswith("|") and not line.startswith("    "):
+            wide.append(number)
+    return wide
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_headings(page: str) -> None:
     assert missing_links(page, (ROOT / page).read_text()) == []
@@ -57,6 +68,16 @@ def test_modules_exist(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_make_targets_exist(page: str) -> None:
     assert missing_targets((ROOT / page).read_text()) == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_prose_is_no_wider_than_code(page: str) -> None:
+    assert wide_lines((ROOT / page).read_text()) == []
+
+
+def test_wide_prose_is_found() -> None:
+    wide = "word " * 25
+    assert wide_lines(f"{wide}\n| {wide}\n    {wide}\n```\n{wide}\n```\n- {wide}") == [1, 7]
 
 
 def test_what_does_not_exist_is_found() -> None:
