@@ -141,7 +141,7 @@ class SlabPool:
         if count != self._changes_seen:
             self._changes_seen = count
             epochs = pool.index.chunk_epoch
-            pool.chunks.close_all_but({int(chunk): int(epochs[chunk]) for chunk in np.flatnonzero(epochs)})
+            pool.chunks.close_all_but({int(chunk): int(epochs[chunk]) for chunk in np.flatnonzero(epochs != 0)})
 
     def _open_chunks(self, index: SlabIndex) -> Pool:
         return Pool(index, Chunks(self._folder, index.shape, self._files, writable=index.writable))
@@ -221,7 +221,7 @@ class SlabPool:
         for chunk, (epoch, _) in found.items():
             if chunk >= index.shape.chunks or int(index.chunk_epoch[chunk]) != epoch:
                 pool.chunks.unlink(chunk, epoch)  # its maker was killed before it was entered
-        for chunk in np.flatnonzero(index.chunk_epoch).tolist():
+        for chunk in np.flatnonzero(index.chunk_epoch != 0).tolist():
             if found.get(chunk, (0, 0))[0] != int(index.chunk_epoch[chunk]):
                 index.put("chunk_epoch", chunk, 0)
         index.recover()
