@@ -16,8 +16,6 @@ pytestmark = pytest.mark.tiers("nvme")
 
 QUESTION = [{"role": "user", "content": CAPITAL}]
 
-PREFIXES_MAX = 3
-
 
 @pytest.fixture
 def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
@@ -170,15 +168,14 @@ def test_headers_name_the_engine_and_the_overhead(stack: RunningStack, client: o
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_repeated_prefix_goes_to_the_engine_that_has_it(stack: RunningStack, client: openai.OpenAI, index: int) -> None:
-    """The prefix is computed by a direct request, so only KV events can report it to the gateway."""
-    name = f"engine-{index}"
-    for _ in range(PREFIXES_MAX):  # where a tier is shared, another engine may be cheaper while this one still works
-        prompt = stack.compute_and_announce(index)
-        raw = client.with_raw_response.completions.create(model=stack.model, prompt=list(prompt.tokens), max_tokens=1)
-        if raw.headers["x-spillway-engine"] == name:
-            break
-    assert raw.headers["x-spillway-engine"] == name
+def test_repeated_prefix_goes_to_an_engine_that_has_it(stack: RunningStack, client: openai.OpenAI, index: int) -> None:
+    """The prefix is computed by a direct request, so only KV events can report it to the gateway.
+
+    The other engine has it too, in the shared tier, and may be the cheaper one: the stack's ALWAYS_LOAD prices the tokens
+    behind a prefix at seconds, by rates that differ between engines. Which one an equal price prefers is a unit test's.
+    """
+    prompt = stack.compute_and_announce(index)
+    raw = client.with_raw_response.completions.create(model=stack.model, prompt=list(prompt.tokens), max_tokens=1)
     assert raw.headers["x-spillway-route"] == "prefix"
     assert int(raw.headers["x-spillway-prefix-tokens"]) == prompt.reusable_tokens
     assert raw.parse().usage.prompt_tokens_details.cached_tokens == prompt.reusable_tokens
