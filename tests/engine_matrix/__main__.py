@@ -62,7 +62,7 @@ def judge(outcome: Outcome, known_refusal: str | None) -> tuple[str, bool]:
     found = faults(outcome) + [f"{case}: {error}" for case, error in outcome.refusals.items()]
     if found:
         return "; ".join(found), False
-    return f"identical; {outcome.loaded_tokens:,} tokens from the CPU tier", known_refusal is None
+    return f"identical; {outcome.loaded_tokens:,} tokens from a tier", known_refusal is None
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine_matrix.changed_loads import ChangedLoads
-from spillway_connector.device.copier import Copier, CopyResult, Direction
-from spillway_connector.device.host_region import HostRegion
-from spillway_connector.engine.spec import SpillwayOffloadingSpec
-from spillway_connector.engine.transports import OpenTransport
+from engine_matrix.changed_loads_spec import ChangedLoadsSpec
+from spillway_connector.device.copier import Copier, CopyResult
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.plan.copies import CopyPlan
 
@@ -53,25 +51,13 @@ class _EverySeventhCopyIsRefused(ChangedLoads):
         self._inner.submit(job_id, plan, awaited=awaited)
 
 
-class FailingSpec(SpillwayOffloadingSpec):
-    def _open_transport(self, region: HostRegion) -> OpenTransport:
-        transport = super()._open_transport(region)
-        copier = transport.copier
-        return replace(
-            transport,
-            copier=lambda direction: (
-                _EverySecondLoadFails(copier(direction)) if direction is Direction.LOAD else copier(direction)
-            ),
-        )
+class FailingSpec(ChangedLoadsSpec):
+    @staticmethod
+    def _changed(copier: Copier) -> Copier:
+        return _EverySecondLoadFails(copier)
 
 
-class RefusingSpec(SpillwayOffloadingSpec):
-    def _open_transport(self, region: HostRegion) -> OpenTransport:
-        transport = super()._open_transport(region)
-        copier = transport.copier
-        return replace(
-            transport,
-            copier=lambda direction: (
-                _EverySeventhCopyIsRefused(copier(direction)) if direction is Direction.LOAD else copier(direction)
-            ),
-        )
+class RefusingSpec(ChangedLoadsSpec):
+    @staticmethod
+    def _changed(copier: Copier) -> Copier:
+        return _EverySeventhCopyIsRefused(copier)

@@ -31,8 +31,9 @@ class Outcome:
 
     @property
     def loaded_tokens(self) -> int:
-        """Tokens loaded from the CPU tier, in the run with a CPU tier alone."""
-        return sum(self.runs["cpu"]["cached"]) - sum(self.runs["none"]["cached"])
+        """Tokens that came from a tier, in the first of the cases that load some: with a CPU tier alone, if it ran."""
+        case = next((case for case in SAME if case in self.runs), "none")
+        return sum(self.runs[case]["cached"]) - sum(self.runs["none"]["cached"])
 
 
 def run_model(name: str, folder: Path, cases: list[str], timeout_seconds: float = 1800.0) -> Outcome:

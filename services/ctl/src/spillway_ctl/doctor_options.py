@@ -23,8 +23,8 @@ _DESCRIPTION = """\
 What is wrong with a gateway, its engines and their shared tier, as each process says it, and what to change. One line
 for each check: ok, warning, failed or not checked (with the reason).
 
-Each engine is asked for one completion of two blocks (--no-requests leaves it out). Measuring a tier writes and reads
-32 MiB, which do not stay.
+Each engine is asked for two completions, the longer one of two blocks (--no-requests leaves them out). Measuring a tier
+writes and reads 32 MiB, which do not stay.
 """
 _EPILOG = """\
 exit status:
