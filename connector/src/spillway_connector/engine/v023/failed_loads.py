@@ -9,20 +9,26 @@ from its first token, as vLLM does in later versions: a window or a state amid a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-_MARK = "_spillway_full_recompute"
+# (ids of the affected requests, tokens they lose, blocks to evict)
+Affected = tuple[set[str], int, set[int]]
 
 
-def install_full_recompute() -> None:
-    """Patch vLLM's schedulers of this process. Idempotent."""
+def patch_invalid_blocks(handle: Callable[[Any, Iterable[Request], set[int], bool], Affected | None]) -> None:
+    """Put ``handle`` before what vLLM's schedulers of this process do about blocks whose load has failed. Idempotent.
+
+    handle: (scheduler, requests, invalid block ids, evict_blocks) -> None where vLLM's own way is right. evict_blocks
+    is False for requests that wait for an asynchronous load, True for running ones.
+    """
     original = Scheduler._update_requests_with_invalid_blocks
-    if hasattr(original, _MARK):
+    mark = f"_spillway_{handle.__name__}"
+    if hasattr(original, mark):
         return
 
     @functools.wraps(original)
@@ -32,18 +38,33 @@ def install_full_recompute() -> None:
         invalid_block_ids: set[int],
         num_scheduled_tokens: dict[str, int],
         evict_blocks: bool = True,
-    ) -> tuple[set[str], int, set[int]]:
-        groups = self.kv_cache_config.kv_cache_groups
-        if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-            return original(self, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks)
-        if evict_blocks:
-            # For running requests. Loads here are asynchronous: until one has ended, its blocks belong to one
-            # request, and that request waits.
-            return set(), 0, set()
-        return recompute_from_start(self.kv_cache_manager, requests, invalid_block_ids)
+    ) -> Affected:
+        handled = handle(self, requests, invalid_block_ids, evict_blocks)
+        if handled is not None:
+            return handled
+        own: Affected = original(self, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks)
+        return own
 
-    setattr(update_requests, _MARK, True)
+    setattr(update_requests, mark, True)
     Scheduler._update_requests_with_invalid_blocks = update_requests  # type: ignore[method-assign]
+
+
+def install_full_recompute() -> None:
+    """Patch vLLM's schedulers of this process. Idempotent."""
+    patch_invalid_blocks(_full_recompute)
+
+
+def _full_recompute(
+    scheduler: Any, requests: Iterable[Request], invalid_block_ids: set[int], evict_blocks: bool
+) -> Affected | None:
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        return None
+    if evict_blocks:
+        # For running requests. Loads here are asynchronous: until one has ended, its blocks belong to one request, and
+        # that request waits.
+        return set(), 0, set()
+    return recompute_from_start(scheduler.kv_cache_manager, requests, invalid_block_ids)
 
 
 def recompute_from_start(

@@ -8,41 +8,28 @@ vLLM itself does for a reset of running requests, and the prefix cache forgets i
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-_MARK = "_spillway_step_taken_back"
+from spillway_connector.engine.v023.failed_loads import Affected, patch_invalid_blocks
 
 
 def install_step_retreat() -> None:
     """Patch vLLM's schedulers of this process. Idempotent."""
-    original = Scheduler._update_requests_with_invalid_blocks
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def update_requests(
-        self: Any,
-        requests: Iterable[Request],
-        invalid_block_ids: set[int],
-        num_scheduled_tokens: dict[str, int],
-        evict_blocks: bool = True,
-    ) -> tuple[set[str], int, set[int]]:
-        if not evict_blocks:  # those that wait for a load of their own
-            return original(self, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks)
-        return take_step_back(self, invalid_block_ids)
-
-    setattr(update_requests, _MARK, True)
-    Scheduler._update_requests_with_invalid_blocks = update_requests  # type: ignore[method-assign]
+    patch_invalid_blocks(_step_retreat)
 
 
-def take_step_back(scheduler: Any, invalid_block_ids: set[int]) -> tuple[set[str], int, set[int]]:
+def _step_retreat(
+    scheduler: Any, _: Iterable[Request], invalid_block_ids: set[int], evict_blocks: bool
+) -> Affected | None:
+    return take_step_back(scheduler, invalid_block_ids) if evict_blocks else None
+
+
+def take_step_back(scheduler: Any, invalid_block_ids: set[int]) -> Affected:
     """(ids of the requests whose tokens of this step vLLM must not take, tokens they lose, blocks to evict: none).
 
     The whole prefix cache is dropped: a request that was aborted since may have left blocks that it computed with bad
