@@ -172,7 +172,8 @@ def test_repeated_prefix_goes_to_an_engine_that_has_it(stack: RunningStack, clie
     """The prefix is computed by a direct request, so only KV events can report it to the gateway.
 
     The other engine has it too, in the shared tier, and may be the cheaper one: ALWAYS_LOAD makes computing so dear
-    that what one block displaces on a full device costs more than the load. What an equal price prefers is a unit test's.
+    that what one block displaces on a full device costs more than the load. What an equal price prefers is a unit
+    test's.
     """
     prompt = stack.compute_and_announce(index)
     raw = client.with_raw_response.completions.create(model=stack.model, prompt=list(prompt.tokens), max_tokens=1)
