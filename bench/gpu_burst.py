@@ -2,17 +2,19 @@
 
     python bench/gpu_burst.py [--requests 50] [--shared 10240] [--own 200] [--answer 64] [--rounds 5] [--graphs]
 
-A Qwen3-14B-shaped model with dummy weights, bfloat16, blocks of 128 tokens, vLLM's engine as in bench/gpu.py. Every
-request is the shared prefix and an own end. Each configuration runs in a process of its own; a round has a new prefix:
+Engines of a Qwen3-14B-shaped model with dummy weights, bfloat16, blocks of 128 tokens, as in bench/gpu.py, share the
+memory of one device and take turns, so that one of them computes while the others idle. Every request is the shared
+prefix and an own end; a round has a new prefix:
 
     cold       nobody has seen the prefix
-    device     the same prefix, other ends: it lies in the device's KV cache
+    device     the same prefix, other ends, three times: it lies in the device's KV cache
     one load   behind a reset of the device's prefix cache, one request alone (without a connector: one prefill)
     evicted    behind another reset, the burst again
 
 Times are from the first submission: the 90th percentile of the requests' first tokens, and the end of the last answer.
-Medians over the rounds behind a warm-up round. Goals: `device` at least as fast as without offload, and the first
-tokens (p90) of `evicted` within 1.3 times one load. Prints a table, writes build/bench/gpu_burst.json.
+Medians over the rounds behind a warm-up round; ratios within rounds, with a 95 % bootstrap interval. Goals: `device` at
+least as fast as without offload, and the first tokens (p90) of `evicted` within 1.3 times one load. Prints a table,
+writes build/bench/gpu_burst.json.
 """
 
 from __future__ import annotations
@@ -21,18 +23,19 @@ import argparse
 import json
 import math
 import os
+import random
 import statistics
-import subprocess
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import gpu
+from engine_turns import answer_rounds, engines_in_turn
+from paired_rounds import ordered, paired_ratio
 
 CONFIGURATIONS = ("none", "upstream-cpu", "spillway-cpu")
+DEVICE_TIMES = 3  # of each round, whose figure is their median: what the ratio is made of
+MEMORY_SHARE = 0.32  # of the device for each engine: 29.5 GB of weights, 13.4 of KV blocks
 FOLDER = Path("build/bench/gpu_burst").absolute()
 OUTPUT = Path("build/bench/gpu_burst.json")
 
@@ -43,36 +46,51 @@ def burst(name: str, given: argparse.Namespace, requests: int) -> list[list[int]
     return [prefix + gpu.make_prompt(f"{name} {number}", given.own) for number in range(requests)]
 
 
-def measure(configuration: str, given: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each round, the first one a warm-up."""
+def serve(configuration: str, given: argparse.Namespace) -> None:
+    """Runs in a separate process: one round for each line of the input, answered with seconds by row."""
     os.environ.update(gpu.ENVIRONMENT)
-    engine = gpu.Engine(configuration, FOLDER, max_num_seqs=given.requests, enforce_eager=not given.graphs)
-    figures: dict[str, list[float]] = defaultdict(list)
-
-    def ask(row: str, prompts: Sequence[list[int]], cached_least: int = 0) -> None:
-        first, total, cached = engine.ask_timed(prompts, given.answer)
-        if configuration != "none" and cached < cached_least:
-            raise gpu.BenchError(f"{row}: {cached} tokens were cached, {cached_least} expected")
-        figures[f"{row}_first_p90_s"].append(sorted(first)[math.ceil(0.9 * len(first)) - 1])
-        figures[f"{row}_total_s"].append(total)
-        figures[f"{row}_cached_tokens"].append(cached)
-
+    settings = {"max_num_seqs": given.requests, "enforce_eager": not given.graphs}
+    engine = gpu.Engine(configuration, FOLDER, gpu_memory_utilization=MEMORY_SHARE, **settings)
     whole = given.shared // gpu.BLOCK_TOKENS * gpu.BLOCK_TOKENS
-    for number in range(given.rounds + 1):
-        prefix = f"{configuration}-{number}"
-        ask("cold", burst(f"{prefix} cold", given, given.requests))
+
+    def ask(name: str, requests: int, cached_least: int = 0) -> dict[str, float]:
+        first, total, cached = engine.ask_timed(burst(name, given, requests), given.answer)
+        if configuration != "none" and cached < cached_least:
+            raise gpu.BenchError(f"{name}: {cached} tokens were cached, {cached_least} expected")
         engine.settle()
-        ask("device", burst(f"{prefix} device", given, given.requests), whole * given.requests)
+        last_of_90 = sorted(first)[math.ceil(0.9 * len(first)) - 1]
+        return {"first_p90_s": last_of_90, "total_s": total, "cached_tokens": cached}
+
+    def one_round(prefix: str) -> str:
+        rows = {"cold": ask(f"{prefix} cold", given.requests)}
+        times = [ask(f"{prefix} device {n}", given.requests, whole * given.requests) for n in range(DEVICE_TIMES)]
+        rows["device"] = {figure: statistics.median(one[figure] for one in times) for figure in times[0]}
         for row, requests in (("one_load", 1), ("evicted", given.requests)):
-            engine.settle()
             engine.reset_device_cache()
-            ask(row, burst(f"{prefix} {row}", given, requests), whole * requests)
-        engine.settle()
-        print(f"{configuration}: round {number} done", flush=True)
-    return figures
+            rows[row] = ask(f"{prefix} {row}", requests, whole * requests)
+        return json.dumps(
+            {f"{row}_{figure}": value for row, figures in rows.items() for figure, value in figures.items()}
+        )
+
+    answer_rounds(one_round)
 
 
-def make_report(parts: dict[str, dict[str, list[float]]], given: argparse.Namespace) -> dict[str, float | int]:
+def measure(given: argparse.Namespace, own_arguments: Sequence[str]) -> dict[str, list[dict[str, float]]]:
+    """Seconds by row, of each round of each configuration."""
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in given.configurations}
+    commands = {name: [__file__, *own_arguments, "--serve", name] for name in given.configurations}
+    with engines_in_turn(commands, FOLDER) as engines:
+        for name, engine in engines.items():
+            engine.round(f"{name}-warm-up")
+        for number in range(given.rounds):
+            for name in ordered(given.configurations, number):
+                rounds[name].append(json.loads(engines[name].round(f"{name}-{number}")))
+            device = (f"{name} {rounds[name][-1]['device_total_s']:.3f}" for name in rounds)
+            print(f"round {number + 1}: on the device {', '.join(device)} s", flush=True)
+    return rounds
+
+
+def make_report(rounds: dict[str, list[dict[str, float]]], given: argparse.Namespace) -> dict[str, float | int]:
     report: dict[str, float | int] = {
         "requests_count": given.requests,
         "shared_tokens": given.shared,
@@ -81,9 +99,16 @@ def make_report(parts: dict[str, dict[str, list[float]]], given: argparse.Namesp
         "rounds_count": given.rounds,
         "cuda_graphs": int(given.graphs),
     }
-    for configuration, figures in parts.items():
-        for row, values in figures.items():
-            report[f"{configuration}_{row}"] = round(statistics.median(values[1:]), 4)
+    chance = random.Random(0)
+    for configuration, measured in rounds.items():
+        for row in measured[0]:
+            report[f"{configuration}_{row}"] = round(statistics.median(one[row] for one in measured), 4)
+        if configuration == "none" or "none" not in rounds:
+            continue
+        speeds = ([1 / one["device_total_s"] for one in rounds[name]] for name in (configuration, "none"))
+        ratio = paired_ratio(*speeds, chance)
+        for end, value in (("", ratio.median), ("_low", ratio.low), ("_high", ratio.high)):
+            report[f"{configuration}_device_speed_ratio{end}"] = round(value, 4)
     return report
 
 
@@ -98,9 +123,9 @@ def render(report: dict[str, float | int], configurations: Sequence[str]) -> str
     for configuration in configurations:
         first, one = (report[f"{configuration}_{row}_first_p90_s"] for row in ("evicted", "one_load"))
         line = f"{configuration}: first tokens of the evicted burst {first / one:.2f} times one load"
-        if configuration != "none" and "none" in configurations:
-            line += f"; on the device {report['none_device_total_s'] / report[f'{configuration}_device_total_s']:.3f}"
-            line += " times the speed of no connector"
+        if (ratio := f"{configuration}_device_speed_ratio") in report:
+            line += f"; on the device {report[ratio]:.3f} ({report[f'{ratio}_low']:.3f} to "
+            line += f"{report[f'{ratio}_high']:.3f}) times the speed of no connector"
         lines.append(line)
     return "\n".join(lines)
 
@@ -114,19 +139,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs")
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=CONFIGURATIONS)
-    parser.add_argument("--one", choices=CONFIGURATIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=CONFIGURATIONS, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    if given.one:
-        (FOLDER / f"{given.one}.json").write_text(json.dumps(measure(given.one, given)))
+    if given.serve:
+        serve(given.serve, given)
         return 0
-    parts: dict[str, Any] = {}
-    for configuration in given.configurations:
-        started = time.perf_counter()
-        subprocess.run([sys.executable, __file__, *(arguments or sys.argv[1:]), "--one", configuration], check=True)
-        parts[configuration] = json.loads((FOLDER / f"{configuration}.json").read_text())
-        print(f"{configuration}: {time.perf_counter() - started:.0f} s", flush=True)
-    report = make_report(parts, given)
+    rounds = measure(given, sys.argv[1:] if arguments is None else arguments)
+    report = make_report(rounds, given)
     print(render(report, given.configurations))
     OUTPUT.write_text(json.dumps(report, indent=2) + "\n")
     return 0

@@ -22,14 +22,13 @@ import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import gpu
+from engine_turns import answer_rounds, engines_in_turn
 from paired_rounds import GOAL_RATIO, ROUNDS_LEAST, ordered, paired_ratio, promise_of
 
 CONFIGURATIONS = ("none", "upstream-cpu", "spillway-cpu", "spillway-nvme")
@@ -44,7 +43,6 @@ MEMORY_SHARE = 0.21  # of the device for each engine
 ANSWER_TOKENS = 1
 FOLDER = Path("build/bench/gpu_no_hit")
 OUTPUT = Path("build/bench/gpu_no_hit.json")
-ROUND = "ROUND "  # prefix of the result lines of an engine's process, among vLLM's log lines
 
 
 def serve(name: str, folder: Path, prompts: int, tokens: int) -> None:
@@ -58,15 +56,17 @@ def serve(name: str, folder: Path, prompts: int, tokens: int) -> None:
         gpu_memory_utilization=MEMORY_SHARE,
         **({"kv_transfer_config": config} if (config := transfer_config(name, folder)) else {}),
     )
-    print(f"{ROUND}ready", flush=True)
     stored = gpu.stable_folder(folder / "nvme") if name == "spillway-nvme" else lambda: True
-    for line in sys.stdin:
-        batch = [gpu.make_prompt(f"{line.strip()} {at}", tokens) for at in range(prompts)]
+
+    def one_round(line: str) -> str:
+        batch = [gpu.make_prompt(f"{line} {at}", tokens) for at in range(prompts)]
         seconds, cached = engine.ask_all(batch, ANSWER_TOKENS)
         if cached:
             raise gpu.BenchError(f"{cached} tokens of unseen prompts were found in a cache")
         engine.settle(stored)
-        print(f"{ROUND}{seconds}", flush=True)
+        return str(seconds)
+
+    answer_rounds(one_round)
 
 
 def transfer_config(name: str, folder: Path) -> dict[str, Any] | None:
@@ -78,59 +78,17 @@ def transfer_config(name: str, folder: Path) -> dict[str, Any] | None:
     return config
 
 
-class Turn:
-    """One engine's process, asked for rounds."""
-
-    def __init__(self, name: str, given: argparse.Namespace, log: TextIO) -> None:
-        self.name = name
-        command = [sys.executable, __file__, "--serve", name, "--prompts", str(given.prompts)]
-        self._process = subprocess.Popen(
-            [*command, "--tokens", str(given.tokens)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-        )  # fmt: skip
-
-    def wait_ready(self) -> None:
-        self._answer()
-
-    def round(self, number: int) -> float:
-        """Seconds."""
-        assert self._process.stdin is not None
-        print(f"{self.name} {number}", file=self._process.stdin, flush=True)
-        return float(self._answer())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(ROUND):
-                return line.removeprefix(ROUND).strip()
-        raise gpu.BenchError(f"the engine {self.name} ended; see {FOLDER / self.name}.log")
-
-
 def measure(given: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of each configuration's rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in given.configurations}
-    with ExitStack() as stack:
-        engines: dict[str, Turn] = {}
-        for name in given.configurations:  # one after the other: each measures the free memory at its start
-            log = stack.enter_context((FOLDER / f"{name}.log").open("w"))
-            engines[name] = Turn(name, given, log)
-            stack.callback(engines[name].close)
-            engines[name].wait_ready()
-            print(f"{name}: ready", flush=True)
-        for engine in engines.values():  # warm-up
-            engine.round(-1)
+    sizes = ["--prompts", str(given.prompts), "--tokens", str(given.tokens)]
+    commands = {name: [__file__, "--serve", name, *sizes] for name in given.configurations}
+    with engines_in_turn(commands, FOLDER) as engines:
+        for name, engine in engines.items():
+            engine.round(f"{name} warm-up")
         for number in range(max(given.rounds, ROUNDS_LEAST)):
             for name in ordered(given.configurations, number):
-                seconds[name].append(engines[name].round(number))
+                seconds[name].append(float(engines[name].round(f"{name} {number}")))
             print(
                 f"round {number + 1}: " + ", ".join(f"{name} {seconds[name][-1]:.3f}" for name in seconds) + " s",
                 flush=True,

@@ -35,6 +35,8 @@ class ManualCopier:
         self.submitted_ids.add(job_id)
         if self.rng.random() < self.refused_share:
             self.trace.append(f"  {self.direction.value} {job_id} refused")
+            if self.direction is Direction.STORE:
+                self.submitted_ids.discard(job_id)  # it may be part of a step's stores, of which each is tried alone
             raise DeviceCopyError("refused by the test")
         self._queue.append((job_id, plan))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cpu import HostCopier
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.copy_jobs import Sides
 from spillway_connector.engine.copy_layout import copy_layout
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.v023 import connector
@@ -25,6 +27,7 @@ from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v023.stats import SpillwayStats
 from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
+from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.geometry import ChunkGeometry
 from upstream.mock_manager import answering_prefixes
@@ -142,9 +145,17 @@ class StubbedScheduler(SpillwayConnectorScheduler):
         return super()._lookup(req_status, max_num_new_tokens)
 
 
+class SingleStores(SpillwayConnectorWorker):
+    """vLLM's tests end each store alone, and their handler takes no others."""
+
+    def _store(self, copy_id: int, stores: Sequence[Sides]) -> bool:
+        return len(stores) == 1 and bool(self.worker.transfer_async(copy_id, stores[0]))
+
+
 def spillway_connector(original: Any) -> Any:
     """For OffloadingConnector."""
     connector.SpillwayConnectorScheduler = StubbedScheduler  # type: ignore[misc]
+    connector.SpillwayConnectorWorker = SingleStores  # type: ignore[misc]
     return connector.SpillwayConnector
 
 

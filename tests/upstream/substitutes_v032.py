@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker
 from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, RequestOffloadingContext, ScheduleEndContext
 
 from spillway_connector.config import ConnectorConfig
+from spillway_connector.engine.copy_jobs import Sides
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.stock import tiers
 from spillway_connector.engine.stock.tiers import SpillwayNvmeTier
@@ -119,9 +121,18 @@ class StubbedScheduler(SpillwayConnectorScheduler):
         return super()._lookup(req_status, max_num_new_tokens)
 
 
+class SingleStores(SpillwayConnectorWorker):
+    """vLLM's tests end each store alone, and their worker takes no others."""
+
+    def _store(self, copy_id: int, stores: Sequence[Sides]) -> bool:
+        assert self.worker is not None
+        return len(stores) == 1 and self.worker.submit_store(copy_id, *stores[0])
+
+
 def spillway_connector(original: Any) -> Any:
     """For OffloadingConnector."""
     connector.SpillwayConnectorScheduler = StubbedScheduler  # type: ignore[misc]
+    connector.SpillwayConnectorWorker = SingleStores  # type: ignore[misc]
     return connector.SpillwayConnector
 
 
@@ -152,7 +163,7 @@ def make_worker(original: Any) -> Any:
     """The worker half that vLLM's tests import and build."""
 
     def make(*arguments: Any, **options: Any) -> Any:
-        with patch.object(worker, "OffloadingConnectorWorker", SpillwayConnectorWorker):
+        with patch.object(worker, "OffloadingConnectorWorker", SingleStores):
             return original(*arguments, **options)
 
     return make

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway_connector.errors import PlanError
-from spillway_connector.plan.copies import CopyLayout, CopyPlan, Segment, plan_copies
+from spillway_connector.plan.copies import CopyLayout, CopyPlan, Segment, join_plans, plan_copies
 
 
 @st.composite
@@ -156,3 +156,13 @@ def test_shares_do_not_depend_on_how_each_process_allocated():
             for plan in (together.share(part, 2), apart.share(part, 2))
         ]
         assert ends[0] == ends[1]
+
+
+def test_joined_plans_are_their_spans_one_after_another():
+    plans = [
+        CopyPlan(*(np.array(ends, np.int64) for ends in plan)) for plan in (([1, 9], [5, 7], [2, 3]), ([4], [0], [6]))
+    ]
+    whole = join_plans(plans)
+    assert [whole.device_addresses.tolist(), whole.host_addresses.tolist()] == [[1, 9, 4], [5, 7, 0]]
+    assert (whole.sizes_bytes.tolist(), whole.total_bytes) == ([2, 3, 6], 11)
+    assert join_plans(plans[:1]) is plans[0]

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 DeviceBlocks = Sequence[int] | npt.NDArray[Any]  # ids, of all KV groups
 Submit = Callable[[], bool]  # hands the copy to the transport; False where that refused it
+Sides = tuple[Any, Any]  # (source, destination) of a store, as the generation's vLLM describes them
+SubmitStores = Callable[[int, Sequence[Sides]], bool]  # the same for the stores of a step, as one copy with that id
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +83,21 @@ class _LoadInPieces:
 
 
 class CopyJobs:
-    """Called on the model-runner thread of one rank. Job ids are the scheduler's; pieces have ids of their own."""
+    """Called on the model-runner thread of one rank. Job ids are the scheduler's; pieces have ids of their own.
 
-    def __init__(self) -> None:
+    The stores of a step are one copy, which has the id of the first of them: each of the many requests of a batch fills
+    a block now and then, and a copy of its own for each costs the model thread more than the bytes do.
+    """
+
+    def __init__(self, submit_stores: SubmitStores) -> None:
+        self._submit_stores = submit_stores
         self._samples = Samples()
         # Kept until their completion, which may be some steps later.
         self._loads: dict[int, _Load] = {}
         self._in_pieces: dict[int, _LoadInPieces] = {}
         self._pieces: dict[int, _Piece] = {}  # being copied
-        self._waiting_stores: list[tuple[int, Submit]] = []
+        self._waiting_stores: list[tuple[int, Sides]] = []
+        self._stores: dict[int, list[int]] = {}  # jobs of each copy that moves
         self._refused_loads: list[int] = []  # never submitted; they end with the next finish()
         self._invalid_blocks: set[int] = set()
         self._report = StepReport()
@@ -137,21 +145,33 @@ class CopyJobs:
         if piece is not None:
             self._in_pieces[piece.job_id].invalid_blocks.update(int(block) for block in piece.device_blocks)
 
-    def queue_store(self, job_id: int, submit: Submit) -> None:
+    def queue_store(self, job_id: int, sides: Sides) -> None:
         """To be submitted by the next :meth:`submit_stores`."""
-        self._waiting_stores.append((job_id, submit))
+        self._waiting_stores.append((job_id, sides))
 
     def submit_stores(self) -> None:
         waiting, self._waiting_stores = self._waiting_stores, []
-        for job_id, submit in waiting:
-            if not submit():
-                self._complete(job_id, failed=Direction.STORE)
+        if self._submit_together(waiting):
+            return
+        for store in waiting:  # what one of them cannot do must not fail the others
+            if len(waiting) == 1 or not self._submit_together([store]):
+                self._complete(store[0], failed=Direction.STORE)
+
+    def _submit_together(self, stores: Sequence[tuple[int, Sides]]) -> bool:
+        if not stores:
+            return True
+        job_ids, sides = zip(*stores, strict=True)
+        if not self._submit_stores(job_ids[0], sides):
+            return False
+        self._stores[job_ids[0]] = list(job_ids)
+        return True
 
     def copies_of(self, job_ids: AbstractSet[int]) -> set[int]:
-        """The ids that the transport knows these jobs by: their own, and those of their pieces."""
+        """The ids that the transport knows these jobs by: their own, those of their pieces, or that of their step."""
         copies = set(job_ids)
         for job_id in job_ids & self._in_pieces.keys():
             copies |= self._in_pieces[job_id].moving
+        copies.update(copy_id for copy_id, jobs in self._stores.items() if not job_ids.isdisjoint(jobs))
         return copies
 
     def finish(self, ended: Iterable[EndedCopy]) -> Received:
@@ -176,7 +196,8 @@ class CopyJobs:
                 received.requests.add(load.request_id)
                 if not copy.success:
                     received.failed.add(load.request_id)
-            self._complete(copy.job_id, failed=None if copy.success else direction)
+            for job_id in self._stores.pop(copy.job_id, [copy.job_id]):
+                self._complete(job_id, failed=None if copy.success else direction)
         self._end_loads_in_pieces(received)
         return received
 
@@ -196,7 +217,7 @@ class CopyJobs:
     @property
     def idle(self) -> bool:
         """Whether every job has ended, and its end been asked for."""
-        held = self._loads, self._in_pieces, self._pieces, self._waiting_stores, self._refused_loads
+        held = self._loads, self._in_pieces, self._pieces, self._waiting_stores, self._stores, self._refused_loads
         return not any(held) and not self._invalid_blocks and self._report == StepReport()
 
     def is_load(self, job_id: int) -> bool:

@@ -7,6 +7,7 @@ reported); its room completes the class.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
@@ -14,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
 
 from spillway_connector.engine.adapters import AdapterLoads
-from spillway_connector.engine.copy_jobs import CopyJobs, EndedCopy, Submit
+from spillway_connector.engine.copy_jobs import CopyJobs, EndedCopy, Sides, Submit
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata
 from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import Samples
@@ -28,7 +29,7 @@ class WorkerHalf(OffloadingConnectorWorker):
 
     def _begin(self, lora_config: Any) -> None:
         """The constructor's second half, behind that of vLLM's class."""
-        self._jobs = CopyJobs()
+        self._jobs = CopyJobs(self._store)
         self._adapter_loads = AdapterLoads(lora_config)
 
     def _take_samples(self) -> Samples:
@@ -42,6 +43,10 @@ class WorkerHalf(OffloadingConnectorWorker):
     @abstractmethod
     def _sides_of(self, job: Any) -> tuple[LoadStoreSpec, LoadStoreSpec]:
         """(source, destination) of a job in the metadata."""
+
+    @abstractmethod
+    def _store(self, copy_id: int, stores: Sequence[Sides]) -> bool:
+        """Submit one copy of them all; False where the transport refused it, and nothing moves."""
 
     @abstractmethod
     def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit: ...

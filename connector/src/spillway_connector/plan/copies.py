@@ -77,6 +77,17 @@ class CopyPlan:
             yield CopyPlan(self.device_addresses[part], self.host_addresses[part], self.sizes_bytes[part])
 
 
+def join_plans(plans: Sequence[CopyPlan]) -> CopyPlan:
+    """One plan of several, which are not empty and whose spans do not overlap."""
+    if len(plans) == 1:
+        return plans[0]
+    return CopyPlan(
+        np.concatenate([plan.device_addresses for plan in plans]),
+        np.concatenate([plan.host_addresses for plan in plans]),
+        np.concatenate([plan.sizes_bytes for plan in plans]),
+    )
+
+
 def _place(total_bytes: int, part: int, parts: int) -> int:
     """Where a share begins, in bytes."""
     if part == parts:

@@ -47,7 +47,7 @@ class ScriptedHandler:
 
 class Worker:
     def __init__(self) -> None:
-        self.handler, self.jobs = ScriptedHandler(), CopyJobs()
+        self.handler, self.jobs = ScriptedHandler(), CopyJobs(lambda copy_id, stores: True)
         self.loads = LayerwiseLoads(self.handler, self.jobs)
 
     def start(self, *loads: StepLoad, context=EAGER) -> None:

@@ -11,21 +11,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult
+from vllm.v1.kv_offload.worker.worker import TransferResult
 
 from spillway_connector import metrics
 from spillway_connector.engine.kv_parts import PlacedKVCaches
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import sample_key
+from spillway_connector.engine.v023.handlers import StepHandler
 from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
 
 
-class ScriptedHandler(OffloadingHandler):
+class ScriptedHandler(StepHandler):
     """Takes jobs, and ends them when and how the test chooses."""
 
     def __init__(self) -> None:
         self.submitted: list[int] = []
+        self.together: list[int] = []
         self.refuse: set[int] = set()
         self.ending: list[tuple[int, bool]] = []
         self.waited: list[set[int]] = []
@@ -35,6 +37,11 @@ class ScriptedHandler(OffloadingHandler):
             raise RuntimeError("the transport is full")
         self.submitted.append(job_id)
         return True
+
+    def transfer_together(self, copy_id, specs):
+        assert all(isinstance(source, GPULoadStoreSpec) for source, _ in specs)
+        self.together.append(len(specs))
+        self.transfer_async(copy_id, specs[0])
 
     def get_finished(self):
         ended, self.ending = self.ending, []
@@ -164,6 +171,17 @@ def test_preemption_submits_waiting_stores_before_it_waits(worker_and_handler):
     worker.handle_preemptions(metadata(flush={4}))
     assert handler.submitted == [4]
     assert {4} in handler.waited
+
+
+def test_stores_of_a_step_go_together_and_a_flush_of_one_waits_for_their_copy(worker_and_handler):
+    worker, handler = worker_and_handler
+    worker.prepare_store_kv(metadata(stores={4: store_job("a", [5]), 5: store_job("b", [6])}))
+    worker.handle_preemptions(metadata(flush={5}))
+    assert (handler.submitted, handler.together) == ([4], [2])
+    assert 4 in handler.waited[-1]
+    handler.ending = [(4, True)]
+    worker.get_finished(set())
+    assert worker.build_connector_worker_meta().completed_jobs == {4: 1, 5: 1}
 
 
 def test_one_failing_rank_fails_the_job():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from spillway_connector import metrics
@@ -17,23 +17,29 @@ from spillway_connector.device.npu.acl_batch import BATCH
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import sample_key
+from spillway_connector.engine.v030.offload_worker import StepWorker
 from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
 WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=32)
 
 
-class ScriptedWorker(OffloadingWorker):
+class ScriptedWorker(StepWorker):
     """Takes jobs, and ends them when and how the test chooses."""
 
     def __init__(self) -> None:
         self.submitted: list[int] = []
+        self.together: list[int] = []
         self.refuse: set[int] = set()
         self.ending: list[tuple[int, bool]] = []
         self.waited: list[set[int]] = []
 
     def submit_store(self, job_id, src_spec, dst_spec):
         return self._submit(job_id, src_spec, dst_spec)
+
+    def submit_stores(self, copy_id, stores):
+        self.together.append(len(stores))
+        return self._submit(copy_id, *stores[0])
 
     def submit_load(self, job_id, src_spec, dst_spec):
         return self._submit(job_id, dst_spec, src_spec)
@@ -178,11 +184,11 @@ def test_a_flush_submits_waiting_stores_and_those_that_come_with_it():
     worker.prepare_store_kv(metadata(stores={4: store_job("a", [5])}))
     meta = metadata(stores={6: store_job("b", [6]), 7: store_job("c", [7])}, flush={4, 6})
     worker.handle_preemptions(meta)
-    assert sorted(scripted.submitted) == [4, 6]
+    assert (scripted.submitted, scripted.together) == ([4], [2])
     assert scripted.waited == [{4, 6}]
     worker.prepare_store_kv(meta)
     worker.handle_preemptions(metadata())
-    assert sorted(scripted.submitted) == [4, 6, 7]
+    assert (scripted.submitted, scripted.together) == ([4, 7], [2, 1])
 
 
 def test_one_failing_rank_fails_the_job_and_all_ranks_are_counted():

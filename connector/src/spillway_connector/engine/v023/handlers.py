@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
+
 import numpy as np
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
 
 from spillway_connector.device.copier import Copier, Direction
-from spillway_connector.plan.copies import CopyLayout, CopyPlan, plan_copies
+from spillway_connector.plan.copies import CopyLayout, CopyPlan, join_plans, plan_copies
 from spillway_connector.plan.layer_groups import LayerGroups
 
 _TRANSFER_TYPE = {Direction.STORE: ("GPU", "CPU"), Direction.LOAD: ("CPU", "GPU")}  # vLLM's words for its metrics
 
 
-class CopyHandler(OffloadingHandler):
+class StepHandler(OffloadingHandler):
+    """A handler that takes the jobs of a step as one copy."""
+
+    @abstractmethod
+    def transfer_together(self, copy_id: int, specs: Sequence[TransferSpec]) -> None:
+        """Start one copy of several jobs. Raises PlanError or DeviceCopyError; nothing moves then."""
+
+
+class CopyHandler(StepHandler):
     """vLLM's OffloadingHandler for one direction: plans jobs and reports results. Each rank's process, model thread."""
 
     def __init__(
@@ -34,8 +45,12 @@ class CopyHandler(OffloadingHandler):
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Raises PlanError or DeviceCopyError; vLLM's worker turns either into a refused job."""
-        self._copier.submit(job_id, self._plan(self._layout, spec).share(*self._share))
+        self.transfer_together(job_id, [spec])
         return True
+
+    def transfer_together(self, copy_id: int, specs: Sequence[TransferSpec]) -> None:
+        plans = [self._plan(self._layout, spec).share(*self._share) for spec in specs]
+        self._copier.submit(copy_id, join_plans(plans))
 
     def load_layers(self, copy_id: int, group: int, spec: TransferSpec) -> None:
         """Start the copies of one group of layers, which `hold_computation` is then called for.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,13 +14,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
 from vllm.v1.kv_offload.worker.worker import TransferSpec
 
-from spillway_connector.engine.copy_jobs import Submit
+from spillway_connector.engine.copy_jobs import Sides, Submit
 from spillway_connector.engine.messages import SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.transports import device_state
 from spillway_connector.engine.v023.ascend import canonical_kv_caches, has_ascend_layout
+from spillway_connector.engine.v023.handlers import StepHandler
 from spillway_connector.engine.v023.layerwise import LayerwiseLoads
 from spillway_connector.engine.v023.stats import SpillwayStats
 from spillway_connector.engine.worker import WorkerHalf, ended_copy
+
+logger = logging.getLogger(__name__)
 
 
 class SpillwayConnectorWorker(WorkerHalf):
@@ -75,18 +80,26 @@ class SpillwayConnectorWorker(WorkerHalf):
         return spec
 
     def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit:
-        return self._copy(job_id, (host, device))
+        # False where the handler raised: upstream's worker logs the exception.
+        return lambda: bool(self.worker.transfer_async(job_id, (host, device)))
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Upstream's contract: queue the step's stores."""
         store_jobs, metadata.store_jobs = metadata.store_jobs, {}
         for job_id, job in store_jobs.items():
             # Submitted at the start of the next step, behind the copies that sampling needs.
-            self._jobs.queue_store(job_id, self._copy(job_id, job.transfer_spec))
+            self._jobs.queue_store(job_id, job.transfer_spec)
 
-    def _copy(self, job_id: int, transfer_spec: TransferSpec) -> Submit:
-        """False where the handler raised: upstream's worker logs the exception."""
-        return lambda: bool(self.worker.transfer_async(job_id, transfer_spec))
+    def _store(self, copy_id: int, stores: Sequence[Sides]) -> bool:
+        source, destination = stores[0]
+        handler = self.worker.transfer_type_to_handler[source.medium(), destination.medium()]
+        assert isinstance(handler, StepHandler)
+        try:
+            handler.transfer_together(copy_id, stores)
+        except Exception as error:  # of any kind: the engine goes on without these copies
+            logger.warning("Spillway: KV store jobs %d and %d more: %r", copy_id, len(stores) - 1, error)
+            return False
+        return True
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Upstream's contract: (requests done sending: never any, requests whose load has ended).

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -14,12 +16,20 @@ from vllm.v1.kv_offload.base import (
 )
 
 from spillway_connector.device.copier import Copier, CopyResult
-from spillway_connector.plan.copies import CopyLayout, plan_copies
+from spillway_connector.plan.copies import CopyLayout, CopyPlan, join_plans, plan_copies
 
 logger = logging.getLogger(__name__)
 
 
-class CopyWorker(OffloadingWorker):
+class StepWorker(OffloadingWorker):
+    """A worker that takes the stores of a step as one copy."""
+
+    @abstractmethod
+    def submit_stores(self, copy_id: int, stores: Sequence[tuple[GPULoadStoreSpec, LoadStoreSpec]]) -> bool:
+        """False where they are refused; nothing moves then."""
+
+
+class CopyWorker(StepWorker):
     """One batched copy a job. Each rank's process, model-runner thread.
 
     A job that a copier refuses is answered with False, never with an exception: stock callers assert on it, and
@@ -33,28 +43,37 @@ class CopyWorker(OffloadingWorker):
         self._store, self._load = store, load
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        return self._submit(self._store, job_id, src_spec, dst_spec, self._share)
+        return self.submit_stores(job_id, [(src_spec, dst_spec)])
+
+    def submit_stores(self, copy_id: int, stores: Sequence[tuple[GPULoadStoreSpec, LoadStoreSpec]]) -> bool:
+        return self._submit(self._store, copy_id, stores, self._share)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        return self._submit(self._load, job_id, dst_spec, src_spec, (0, 1))
+        return self._submit(self._load, job_id, [(dst_spec, src_spec)], (0, 1))
 
     def _submit(
-        self, copier: Copier, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec, share: tuple[int, int]
+        self,
+        copier: Copier,
+        copy_id: int,
+        jobs: Sequence[tuple[GPULoadStoreSpec, LoadStoreSpec]],
+        share: tuple[int, int],
     ) -> bool:
         try:
-            assert isinstance(host, BlockIDsLoadStoreSpec)
-            plan = plan_copies(
-                self._layout,
-                device.block_ids.astype(np.int64, copy=False),
-                device.group_sizes,
-                device.block_indices,
-                host.block_ids.astype(np.int64, copy=False),
-            )
-            copier.submit(job_id, plan.share(*share))
+            copier.submit(copy_id, join_plans([self._plan(device, host).share(*share) for device, host in jobs]))
         except Exception:  # of any kind: the engine goes on without this copy
-            logger.exception("KV job %d cannot be copied", job_id)
+            logger.exception("KV job %d cannot be copied", copy_id)
             return False
         return True
+
+    def _plan(self, device: GPULoadStoreSpec, host: LoadStoreSpec) -> CopyPlan:
+        assert isinstance(host, BlockIDsLoadStoreSpec)
+        return plan_copies(
+            self._layout,
+            device.block_ids.astype(np.int64, copy=False),
+            device.group_sizes,
+            device.block_indices,
+            host.block_ids.astype(np.int64, copy=False),
+        )
 
     def get_finished(self) -> list[TransferResult]:
         return [_result(one) for copier in (self._store, self._load) for one in copier.finished()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_o
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
 
-from spillway_connector.engine.copy_jobs import CopyJobs, Received, Submit
+from spillway_connector.engine.copy_jobs import CopyJobs, Received, Sides, Submit
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.transports import device_state
 from spillway_connector.engine.v030.kv_blocks import place_kv_caches
+from spillway_connector.engine.v030.offload_worker import StepWorker
 from spillway_connector.engine.worker import WorkerHalf, ended_copy
 
 
@@ -76,15 +78,14 @@ class SpillwayConnectorWorker(WorkerHalf):
     def _queue_store(self, job_id: int, job: TransferJob) -> None:
         device = job.src_spec
         assert isinstance(device, GPULoadStoreSpec)
-        self._jobs.queue_store(job_id, self._store(job_id, device, job.dst_spec))
+        self._jobs.queue_store(job_id, (device, job.dst_spec))
 
     def _sides_of(self, job: Any) -> tuple[LoadStoreSpec, LoadStoreSpec]:
         return job.src_spec, job.dst_spec
 
-    def _store(self, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec) -> Submit:
-        worker = self.worker
-        assert worker is not None
-        return lambda: worker.submit_store(job_id, device, host)
+    def _store(self, copy_id: int, stores: Sequence[Sides]) -> bool:
+        assert isinstance(self.worker, StepWorker)
+        return self.worker.submit_stores(copy_id, stores)
 
     def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit:
         worker = self.worker
@@ -137,7 +138,7 @@ class SpillwayConnectorWorker(WorkerHalf):
         )
 
     def shutdown(self) -> None:
-        self._jobs = CopyJobs()
+        self._jobs = CopyJobs(self._store)
         super().shutdown()
 
 

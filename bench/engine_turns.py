@@ -1,0 +1,69 @@
+"""Engines that share one device and take turns: each is a process that answers rounds, one line in, one line out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import gpu
+
+_ROUND = "ROUND "  # prefix of the result lines of an engine's process, among vLLM's log lines
+
+
+def answer_rounds(answer: Callable[[str], str]) -> None:
+    """The engine's process, once its engine is ready: one result for each line of the input."""
+    print(f"{_ROUND}ready", flush=True)
+    for line in sys.stdin:
+        print(f"{_ROUND}{answer(line.strip())}", flush=True)
+
+
+class Turn:
+    """One engine's process, asked for rounds."""
+
+    def __init__(self, name: str, command: Sequence[str], log: TextIO) -> None:
+        self.name = name
+        self._log = log
+        self._process = subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+
+    def wait_ready(self) -> None:
+        self._answer()
+
+    def round(self, line: str) -> str:
+        assert self._process.stdin is not None
+        print(line, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(_ROUND):
+                return line.removeprefix(_ROUND).strip()
+        raise gpu.BenchError(f"the engine {self.name} ended; see {self._log.name}")
+
+
+@contextmanager
+def engines_in_turn(commands: Mapping[str, Sequence[str]], folder: Path) -> Iterator[dict[str, Turn]]:
+    """Started one after the other, since each measures the free memory at its start. Logs are <folder>/<name>.log."""
+    with ExitStack() as stack:
+        engines: dict[str, Turn] = {}
+        for name, command in commands.items():
+            engines[name] = Turn(name, command, stack.enter_context((folder / f"{name}.log").open("w")))
+            stack.callback(engines[name].close)
+            engines[name].wait_ready()
+            print(f"{name}: ready", flush=True)
+        yield engines
