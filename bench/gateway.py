@@ -1,19 +1,20 @@
 """The gateway beside other routers: requests/s, added time, CPU and memory, in one run over the same mock engines.
 
     python bench/gateway.py [--rounds 1] [--only spillway,vllm-router] [--tokenizer FOLDER] [--distinct 150000]
-                            [--other-python FILE] [--skip cells,streams,memory] [--output build/bench/gateway.json]
+                            [--python FILE ...] [--skip cells,streams,memory] [--output build/bench/gateway.json]
 
 Four mock engines are one process that costs some microseconds per request (gateway_load/engine.py); the load generator
 is this process (gateway_load/load_generator.py). Both without a router are the row `engines alone`, the limit of every
-other row. Each router is one process with its defaults and the same bodies, about 2.3 KB of chat in 32 groups of a
-common system prompt, with a question that is new each time. With more rounds the order of the routers alternates, and
-a figure is the median. Added times are a router's percentile minus that of the engines alone at the same concurrency.
-Streams send 32 events, one each 20 ms; CPU is the router's process tree alone.
+other row. Each router is one process with its defaults and the same requests: chats, questions about documents and
+prompts that share nothing, in English, code and Chinese, of 150 to 8,000 tokens (gateway_load/prompts.py). With more
+rounds the order of the routers alternates, and a figure is the median. Added times are a router's percentile minus that
+of the engines alone at the same concurrency. Streams send 32 events, one each 20 ms; CPU is the router's process tree
+alone.
 
 Then 1,000 streams at once, of 100 events each with 100 ms between two, and a probe each 100 ms beside them, from a
-separate process (gateway_load/probing.py); and prompts that share no block, over which memory must stay flat. By
-default 150,000 prompts with an index of 32 MiB, which reach its bound in a short time; the full run is
-`--distinct 1000000 --index-bytes 268435456`.
+separate process (gateway_load/probing.py); and prompts of about 300 tokens that share no block, over which memory must
+stay flat. By default 150,000 prompts with an index of 32 MiB, which reach its bound in a short time; the full run is
+`--only spillway --skip cells,streams --distinct 1000000 --index-bytes 134217728`, ten minutes and more.
 
 Other routers are installed on first use below ~/.cache/spillway/rivals (SPILLWAY_RIVALS); one that cannot be is left
 out with the reason. PRODUCTION_STACK=DIRECTORY takes that checkout instead of GitHub. About seven minutes.
@@ -26,15 +27,15 @@ import gc
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import uvloop
 from gateway_load.cells import CONCURRENT, Cell, Load, Memory, Probed, distinct_prompts, many_streams
 from gateway_load.processes import DidNotStart, free_ports, mock_engines, running
-from gateway_load.prompts import chat_bodies
 from gateway_load.report import LIMIT, Results, flat, goals, render
-from gateway_load.routers import CannotInstall, Router, routers
+from gateway_load.routers import CannotInstall, Router, chinese_words, routers
+from gateway_load.texts import Texts
 
 from spillway_stack.bundled_model import choose_model
 
@@ -52,10 +53,16 @@ OUTPUT = Path("build/bench/gateway.json")
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
     tokenizer = given.tokenizer or Path(choose_model("", _print).folder)
+    try:
+        _print("making the prompts")
+        load = Load(Texts(chinese_words(), tokenizer))
+    except CannotInstall as error:
+        _print(f"there are no Chinese words for the prompts: {error}")
+        return 1
     results = Results()
     chosen = [
         router
-        for router in routers(tokenizer, other_python=given.other_python)
+        for router in routers(tokenizer, pythons=given.python)
         if not given.only or any(router.name.startswith(name) for name in given.only)
     ]
     installed: list[tuple[Router, Path]] = []
@@ -67,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print(f"{router.name}: left out, {results.left_out[router.name]}")
     gc.disable()  # of this process: a pause here would look like one of the router
     try:
-        _run(given, tokenizer, installed, results)
+        _run(given, tokenizer, installed, results, load)
     except KeyboardInterrupt:
         _print("interrupted: what follows is what was measured until then")
     print(f"\n{render(results)}\n")
@@ -79,8 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(given: argparse.Namespace, tokenizer: Path, installed: list[tuple[Router, Path]], results: Results) -> None:
-    load = Load()
+def _run(
+    given: argparse.Namespace, tokenizer: Path, installed: list[tuple[Router, Path]], results: Results, load: Load
+) -> None:
     ports = free_ports(ENGINES)
     with mock_engines(ports, tokenizer, CHUNKS, CHUNK_SECONDS):
         for number in range(given.rounds if "cells" not in given.skip else 0):
@@ -90,15 +98,17 @@ def _run(given: argparse.Namespace, tokenizer: Path, installed: list[tuple[Route
                 _one(router, python, ports, results, load)
         if "memory" not in given.skip and any(router.name == "spillway" for router, _ in installed):
             spillway = next(router for router in routers(tokenizer, given.index_bytes) if router.name == "spillway")
-            results.memory = _memory(spillway, ports, given.distinct)
+            results.memory = _memory(spillway, ports, load.distinct(), given.distinct)
     if "streams" not in given.skip:
         with mock_engines(ports, tokenizer, STREAM_CHUNKS, STREAM_CHUNK_SECONDS):
             for router, python in installed:
-                _one(router, python, ports, results, None)
+                _one(router, python, ports, results, load, streams=True)
 
 
-def _one(router: Router, python: Path, engines: list[int], results: Results, load: Load | None) -> None:
-    """Its cells, or without a load its streams."""
+def _one(
+    router: Router, python: Path, engines: list[int], results: Results, load: Load, *, streams: bool = False
+) -> None:
+    """Its cells, or its streams."""
     if router.name in results.left_out:
         return
     port, other = free_ports(2)
@@ -106,10 +116,10 @@ def _one(router: Router, python: Path, engines: list[int], results: Results, loa
         start = router.start(python, Path(folder), port, other, engines)
         try:
             with running(router, start, Path(folder), port) as process:
-                if load is not None:
+                if not streams:
                     _measure(results, router.name, uvloop.run(_cells(load, [port], process, start.key)))
                 else:
-                    bodies = chat_bodies(256, stream=True, seed=1)
+                    bodies = load.bodies(stream=True, concurrent=STREAMS)
                     targets = {router.name: f"{port}{router.health}"}
                     if router.operations:
                         targets[f"{router.name}, operations port"] = f"{other}{router.health}"
@@ -122,7 +132,7 @@ def _one(router: Router, python: Path, engines: list[int], results: Results, loa
             _print(f"{router.name}: left out, {error}")
 
 
-async def _streams(bodies: list[bytes], port: int, targets: dict[str, str], key: str | None) -> dict[str, Probed]:
+async def _streams(bodies: Iterator[bytes], port: int, targets: dict[str, str], key: str | None) -> dict[str, Probed]:
     return await many_streams(bodies, port, targets, streams=STREAMS, seconds=STREAMS_SECONDS, key=key)
 
 
@@ -151,12 +161,12 @@ def _measure(results: Results, name: str, cells: dict[tuple[bool, int], Cell]) -
     gc.collect()
 
 
-def _memory(router: Router, engines: list[int], prompts: int) -> Memory | None:
+def _memory(router: Router, engines: list[int], bodies: Iterator[bytes], prompts: int) -> Memory:
     port, other = free_ports(2)
     with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder:
         start = router.start(router.install(), Path(folder), port, other, engines)
         with running(router, start, Path(folder), port) as process:
-            return uvloop.run(distinct_prompts(port, process, prompts=prompts))
+            return uvloop.run(distinct_prompts(port, process, bodies, prompts=prompts))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -165,10 +175,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="starts of routers' names")
     parser.add_argument("--skip", type=lambda text: text.split(","), default=[], help="cells,streams,memory")
     parser.add_argument(
-        "--other-python",
+        "--python",
         type=Path,
-        help="of an environment that has the gateway: Spillway on it is a row of its own. The images' interpreter is a "
-        "profile-guided build, which one that was compiled on the spot seldom is",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="another interpreter; Spillway on it is a row of its own. That of the images is a profile-guided build, "
+        "which one that was compiled on the spot seldom is",
     )
     parser.add_argument("--tokenizer", type=Path, help="folder of a model; the bundled one without it")
     parser.add_argument("--distinct", type=int, default=150_000, metavar="PROMPTS")

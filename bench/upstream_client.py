@@ -20,7 +20,7 @@ from pathlib import Path
 import aiohttp
 import uvloop
 from gateway_load.processes import free_ports, mock_engines
-from gateway_load.prompts import chat_bodies
+from gateway_load.prompts import chat_body
 
 from spillway_gateway.config.settings import EngineConfig, RoutingConfig
 from spillway_gateway.fleet.engine import Engine
@@ -31,6 +31,7 @@ from spillway_stack.bundled_model import choose_model
 CONCURRENT = 64
 REQUESTS = {False: 4_096, True: 1_024}  # of a round, plain and streamed
 EVENTS = 32
+BODY_BYTES = 2_300
 HEADERS = [(b"content-type", b"application/json"), (b"accept", b"*/*"), (b"user-agent", b"bench")]
 PATH = b"/v1/chat/completions"
 
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _measure(port: int, rounds: int) -> dict[tuple[str, bool], list[float]]:
     """CPU seconds of each round, per request or event, by client and by whether the reply streams."""
-    bodies = {stream: chat_bodies(count, stream=stream) for stream, count in REQUESTS.items()}
+    messages = [{"role": "user", "content": "word " * (BODY_BYTES // 5)}]  # a client reads none of it
+    bodies = {stream: [chat_body(messages, stream=stream)] * count for stream, count in REQUESTS.items()}
     engine = Engine("m", EngineConfig(name="engine", url=f"http://127.0.0.1:{port}"), RoutingConfig())
     pool = ConnectionPool(CONCURRENT, 5.0, time.monotonic)
     url = f"http://127.0.0.1:{port}{PATH.decode()}"

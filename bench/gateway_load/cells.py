@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from gateway_load.load_generator import Measured, generate_load, requests_of
 from gateway_load.processes import cost, end_probing, probed_by, start_probing
-from gateway_load.prompts import chat_bodies, unique_body
+from gateway_load.prompts import distinct_bodies, make_prompts, traffic
+from gateway_load.texts import Texts
 
 CONCURRENT = (1, 64, 512)
-BODIES = 4_096
-WARM_SECONDS = 0.7
+WARM_SECONDS = {1: 0.7, 64: 1.0, 512: 2.0}  # by requests at once; then most chats have begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,21 @@ class Cell:
 
 
 class Load:
-    """Bodies made once. The rounds take turns through them, so every router sees the same."""
+    """Prompts made once, so every router sees the same but for their numbers."""
 
-    def __init__(self) -> None:
-        self._bodies = {stream: chat_bodies(BODIES, stream=stream) for stream in (False, True)}
+    def __init__(self, texts: Texts) -> None:
+        prompts = make_prompts(texts)
+        self._texts = texts
+        self._prompts = {False: prompts, True: prompts.streamed()}
+        self._numbers = itertools.count(1)  # never repeated in a run, so no round finds prompts of another one cached
+
+    def bodies(self, *, stream: bool, concurrent: int) -> Iterator[bytes]:
+        """Endless."""
+        return traffic(self._prompts[stream], self._numbers, concurrent=concurrent)
+
+    def distinct(self) -> Iterator[bytes]:
+        """Bodies that share no block, endless."""
+        return distinct_bodies(self._texts)
 
     async def cell(
         self,
@@ -54,7 +65,7 @@ class Load:
         key: str | None = None,
     ) -> Cell:
         """process: of the router; None measures the engines themselves."""
-        requests = requests_of(self._bodies[stream], ports[0], key)
+        requests = requests_of(self.bodies(stream=stream, concurrent=concurrent), ports[0], key)
         costs = []
 
         def note() -> None:
@@ -66,7 +77,7 @@ class Load:
             requests,
             stream=stream,
             concurrent=concurrent,
-            warm_seconds=WARM_SECONDS,
+            warm_seconds=WARM_SECONDS[concurrent],
             seconds=seconds,
             at_start=note,
             at_end=note,
@@ -114,7 +125,7 @@ class Probed:
 
 
 async def many_streams(
-    load_bodies: Sequence[bytes],
+    bodies: Iterator[bytes],
     port: int,
     targets: Mapping[str, str],
     *,
@@ -127,7 +138,7 @@ async def many_streams(
     try:
         measured = await generate_load(
             [port],
-            requests_of(load_bodies, port, key),
+            requests_of(bodies, port, key),
             stream=True,
             concurrent=streams,
             warm_seconds=0.5,
@@ -168,34 +179,28 @@ class Memory:
         return self.rss_mb[-1] / half - 1.0
 
 
-async def distinct_prompts(port: int, process: subprocess.Popen[bytes], *, prompts: int) -> Memory:
-    """Prompts that share no block, one after the other on 16 connections."""
+async def distinct_prompts(
+    port: int, process: subprocess.Popen[bytes], bodies: Iterator[bytes], *, prompts: int
+) -> Memory:
+    """Send `prompts` of the bodies, which share no block, on 16 connections."""
     rss: list[float] = []
     failures = 0
-    numbers = itertools.count()
     for tenth in range(10):
-        end = prompts * (tenth + 1) // 10
-        failures += await _send_all(port, _bodies_until(numbers, end))
+        count = prompts * (tenth + 1) // 10 - prompts * tenth // 10
+        failures += await _send_all(requests_of(itertools.islice(bodies, count), port), port)
         rss.append(cost(process).rss_bytes / 1e6)
     return Memory(prompts, rss, failures)
 
 
-def _bodies_until(numbers: Iterator[int], end: int) -> Iterator[bytes]:
-    for at in numbers:
-        yield unique_body(at)
-        if at + 1 >= end:
-            return
-
-
-async def _send_all(port: int, bodies: Iterator[bytes]) -> int:
+async def _send_all(requests: Iterator[bytes], port: int) -> int:
     """Number of failures."""
     failures = 0
 
     async def client() -> None:
         nonlocal failures
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for body in bodies:
-            writer.write(requests_of([body], port)[0])
+        for request in requests:
+            writer.write(request)
             head = await reader.readuntil(b"\r\n\r\n")
             lower = head.lower()
             at = lower.index(b"content-length:") + 15

@@ -3,8 +3,9 @@
     python -m gateway_load.engine --ports 8001,8002 --tokenizer FOLDER --chunks 32 --chunk-seconds 0.02
 
 Answers chat completions plain, and streamed with one event per token and a pause between two; /tokenize and
-.../render as vLLM does, with the same canned ids for each long prompt, so that tokenising is not measured here. Every
-other GET is a 200, as probes need it. It reads only what the routers under test send: one request at a time on a
+.../render as vLLM does, but with a made-up id for each BYTES_PER_TOKEN of a long body: prompts that begin alike have
+ids that begin alike, and tokenising, which a real engine would do on its own machine, is not measured here. Every other
+GET is a 200, as probes need it. It reads only what the routers under test send: one request at a time on a
 connection, its body with a length or in chunks. It stays apart from the gateway's fake engine, which takes 280 us of
 CPU time for a plain answer where this one takes 14, and would be the bottleneck.
 """
@@ -22,8 +23,10 @@ import uvloop
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt, render_and_encode
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
 
-LONG_BODY_BYTES = 1_500
-CANNED_TOKENS = 600
+LONG_BODY_BYTES = 700  # above the gateway's own probe, whose ids must be true
+BYTES_PER_TOKEN = 4
+PROMPT_TOKENS = 600  # as reported
+VOCABULARY = 49_152
 _PAGE = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
 
 
@@ -35,7 +38,7 @@ def _json(document: object) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-_USAGE = {"prompt_tokens": CANNED_TOKENS, "completion_tokens": 32, "total_tokens": CANNED_TOKENS + 32}
+_USAGE = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": 32, "total_tokens": PROMPT_TOKENS + 32}
 _ANSWER = {
     "id": "chatcmpl-0",
     "object": "chat.completion",
@@ -55,9 +58,6 @@ PLAIN = _reply(_json(_ANSWER))
 MODELS = _reply(_json({"object": "list", "data": [{"id": "m", "object": "model", "created": 1, "owned_by": "vllm"}]}))
 EMPTY = _reply(b"{}")
 PAGE = _reply(_PAGE, b"text/plain; version=0.0.4")
-_IDS = list(range(CANNED_TOKENS))
-TOKENS = _reply(_json({"count": CANNED_TOKENS, "max_model_len": 8192, "tokens": _IDS, "token_strs": None}))
-RENDERED = _reply(_json({"token_ids": _IDS, "model": "m"}))
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -127,7 +127,7 @@ class Engine(asyncio.Protocol):
         elif line == b"POST /tokenize":
             write(self._tokens(body))
         elif line.endswith(b"/render"):
-            write(RENDERED)
+            write(_reply(_json({"token_ids": _made_up(body), "model": "m"})))
         elif line == b"GET /v1/models":
             write(MODELS)
         elif line == b"GET /metrics":
@@ -147,11 +147,17 @@ class Engine(asyncio.Protocol):
 
     def _tokens(self, body: bytes) -> bytes:
         if len(body) > LONG_BODY_BYTES:
-            return TOKENS
-        asked = json.loads(body)
-        prompt = ChatPrompt(asked["messages"]) if "messages" in asked else CompletionPrompt(asked["prompt"])
-        tokens = list(render_and_encode(self._tokenizer, prompt))
+            tokens = _made_up(body)
+        else:
+            asked = json.loads(body)
+            prompt = ChatPrompt(asked["messages"]) if "messages" in asked else CompletionPrompt(asked["prompt"])
+            tokens = list(render_and_encode(self._tokenizer, prompt))
         return _reply(_json({"count": len(tokens), "max_model_len": 8192, "tokens": tokens, "token_strs": None}))
+
+
+def _made_up(body: bytes) -> list[int]:
+    whole = len(body) // BYTES_PER_TOKEN * BYTES_PER_TOKEN
+    return [word % VOCABULARY for word in memoryview(body)[:whole].cast("I")]
 
 
 async def _serve(given: argparse.Namespace) -> None:

@@ -7,18 +7,14 @@ than 200 or one that breaks off is a failure.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-
-from gateway_load.prompts import NUMBER
 
 CONNECT_SECONDS_MAX = 10.0
 DRAIN_SECONDS_MAX = 10.0
 _EVENT = b"data:"
-_numbers = itertools.count(1)  # never repeated in a run, so no round finds prompts of another one cached
 
 
 @dataclass(slots=True)
@@ -135,26 +131,20 @@ class Client(asyncio.Protocol):
             self._transport.abort()
 
 
-def requests_of(bodies: Sequence[bytes], port: int, key: str | None = None) -> list[bytes]:
+def requests_of(bodies: Iterable[bytes], port: int, key: str | None = None) -> Iterator[bytes]:
     """Whole requests: the bodies with a client's usual head."""
     authorization = f"authorization: Bearer {key}\r\n" if key else ""
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
         f"accept: */*\r\nuser-agent: bench\r\n{authorization}content-length: "
     ).encode()
-    return [head + str(len(body)).encode() + b"\r\n\r\n" + body for body in bodies]
-
-
-def numbered(requests: Sequence[bytes], numbers: Iterator[int]) -> Iterator[bytes]:
-    """The requests by turns, endlessly, with a new number for NUMBER in each that has it."""
-    cut = [request.partition(NUMBER.encode()) for request in requests]
-    for before, found, after in itertools.cycle(cut):
-        yield before + b"%08d" % next(numbers) + after if found else before
+    for body in bodies:
+        yield b"%b%d\r\n\r\n%b" % (head, len(body), body)
 
 
 async def generate_load(
     ports: Sequence[int],
-    requests: Sequence[bytes],
+    requests: Iterator[bytes],
     *,
     stream: bool,
     concurrent: int,
@@ -163,16 +153,15 @@ async def generate_load(
     at_start: Callable[[], None],
     at_end: Callable[[], None],
 ) -> Measured:
-    """Keep `concurrent` requests open for warm_seconds + seconds; only the latter count. at_start and
-    at_end are called when that window opens and closes."""
+    """Keep `concurrent` requests open for warm_seconds + seconds; only the latter count. requests: more than are sent.
+    at_start and at_end are called when that window opens and closes."""
     loop = asyncio.get_running_loop()
     measured = Measured()
-    source = numbered(requests, _numbers)
     clients: list[Client] = []
     for at in range(concurrent):
         async with asyncio.timeout(CONNECT_SECONDS_MAX):
             _, client = await loop.create_connection(
-                lambda: Client(source, stream, measured), "127.0.0.1", ports[at % len(ports)]
+                lambda: Client(requests, stream, measured), "127.0.0.1", ports[at % len(ports)]
             )
         clients.append(client)
     for client in clients:

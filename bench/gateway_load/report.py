@@ -112,8 +112,14 @@ def goals(results: Results) -> dict[str, str]:
             return "unmeasured"
         return "met" if (value >= limit if at_least else value <= limit) else "missed"
 
-    own, stack, cache_aware = (
-        rate(name) for name in ("spillway", "production-stack prefixaware", "vllm-router cache_aware")
+    own, stack, cache_aware, sglang = (
+        rate(name)
+        for name in (
+            "spillway",
+            "production-stack prefixaware",
+            "vllm-router cache_aware",
+            "sglang-router cache_aware",
+        )
     )
     p50, p99 = (results.added("spillway", False, 1, each) for each in ("p50_ms", "p99_ms"))
     probed, memory = results.probed.get("spillway"), results.memory
@@ -123,6 +129,9 @@ def goals(results: Results) -> dict[str, str]:
             own, 3 * stack if stack is not None else None, at_least=True
         ),
         "no fewer requests/s at 64 than vllm-router cache_aware": outcome(own, cache_aware, at_least=True),
+        "at least half of sglang-router cache_aware's requests/s at 64": outcome(
+            own, sglang / 2 if sglang is not None else None, at_least=True
+        ),
         "added p50 at most 0.5 ms at 1": outcome(p50, 0.5, at_least=False),
         "added p99 at most 5 ms at 1": outcome(p99, 5.0, at_least=False),
         "1,000 streams at once without a failed probe or stream": outcome(failed, 0, at_least=False),

@@ -6,6 +6,7 @@ installed is left out, with the reason.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -20,6 +22,7 @@ import yaml
 from gateway_load.prompts import MODEL
 
 HOME = Path(os.environ.get("SPILLWAY_RIVALS", "~/.cache/spillway/rivals")).expanduser()
+SOURCES = os.pathsep.join(str(Path(folder, "src").absolute()) for folder in ("gateway", "settings"))
 INSTALL_SECONDS_MAX = 900
 LITELLM_KEY = "sk-" + "bench" * 8  # not NUMBER, which is replaced in each request
 PRODUCTION_STACK_COMMIT = "a6c01db05f65f556235413ba8dbcfb0c01132fff"
@@ -51,9 +54,9 @@ class Router:
     operations: bool = False  # start() gives the other port to an operations listener
 
 
-def routers(tokenizer: Path | None, index_bytes: int | None = None, other_python: Path | None = None) -> list[Router]:
-    """All of them, Spillway first. tokenizer: a model folder; None leaves Spillway to match by text. other_python: on
-    which Spillway is a row of its own."""
+def routers(tokenizer: Path | None, index_bytes: int | None = None, pythons: Sequence[Path] = ()) -> list[Router]:
+    """All of them, Spillway first. tokenizer: a model folder; None leaves Spillway to match by text. pythons: other
+    interpreters, on each of which Spillway is a row of its own."""
 
     def spillway(python: Path, folder: Path, port: int, other: int, engines: Sequence[int]) -> Start:
         names = [{"name": f"engine-{at}", "url": f"http://127.0.0.1:{engine}"} for at, engine in enumerate(engines)]
@@ -66,19 +69,27 @@ def routers(tokenizer: Path | None, index_bytes: int | None = None, other_python
             document["index"] = {"bytesMax": index_bytes}
         path = folder / "gateway.yaml"
         command = [str(python), "-m", "spillway_gateway", "--config", str(path)]
-        return Start(command, {path.name: yaml.safe_dump(document)})
+        return Start(command, {path.name: yaml.safe_dump(document)}, {"PYTHONPATH": SOURCES})
 
-    pythons = {"spillway": Path(sys.executable)}
-    if other_python is not None:
-        pythons["spillway, other Python"] = other_python
+    own = Router("spillway", lambda: Path(sys.executable), spillway, "/ready", operations=True)
+    versions = {python: _version_of(python) for python in pythons}
     return [
-        *(Router(name, lambda at=at: at, spillway, "/ready", operations=True) for name, at in pythons.items()),
+        own,
+        *(
+            Router(f"spillway, Python {version}", partial(_spillway, python, version), spillway, "/ready", True)
+            for python, version in versions.items()
+        ),
         Router("vllm-router cache_aware", _vllm_router, _start_vllm_router("cache_aware")),
         Router("vllm-router round_robin", _vllm_router, _start_vllm_router("round_robin")),
         Router("sglang-router cache_aware", _sglang_router, _start_sglang_router),
         Router("production-stack prefixaware", _production_stack, _start_production_stack("prefixaware")),
         Router("litellm", _litellm, _start_litellm, "/health/liveliness"),
     ]
+
+
+def _version_of(python: Path) -> str:
+    ask = "import platform; print(platform.python_version())"
+    return subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
@@ -138,12 +149,27 @@ def _start_litellm(python: Path, folder: Path, port: int, other: int, engines: S
 # --- installing -------------------------------------------------------------------------------------------------------
 
 
+def _spillway(python: Path, version: str) -> Path:
+    """What the gateway imports, at the pinned versions. Its own code is that of SOURCES; it is installed for its
+    metadata alone."""
+    pinned = Path("requirements/gateway.txt")
+    name = f"gateway-{version}-{hashlib.sha256(pinned.read_bytes()).hexdigest()[:8]}"
+    own = ["--no-deps", "./settings", "./gateway"]
+    return _environment(name, ["-r", str(pinned)], own, python=lambda: str(python))
+
+
 def _vllm_router() -> Path:
     return _environment("vllm-router-0.1.17", ["vllm-router==0.1.17"])
 
 
 def _sglang_router() -> Path:
     return _environment("sglang-router-0.3.2", ["sglang-router==0.3.2"])
+
+
+def chinese_words() -> Path:
+    """jieba's dictionary: a word, its frequency and its kind per line. Raises CannotInstall."""
+    python = _environment("jieba-0.42.1", ["jieba==0.42.1"])
+    return next(python.parents[1].glob("lib/python*/site-packages/jieba/dict.txt"))
 
 
 def _litellm() -> Path:
@@ -170,13 +196,15 @@ def _production_stack() -> Path:
     return _environment(name, ["-r", str(requirements)], python=lambda: _python_from(3, 12))
 
 
-def _environment(name: str, packages: list[str], python: Callable[[], str] = lambda: sys.executable) -> Path:
-    """Interpreter of the environment `name`; made with uv where it is missing. Raises CannotInstall."""
+def _environment(name: str, *packages: list[str], python: Callable[[], str] = lambda: sys.executable) -> Path:
+    """Interpreter of the environment `name`; made with uv where it is missing. packages: what each call of it installs.
+    Raises CannotInstall."""
     folder = HOME / name
     interpreter, whole = folder / "bin" / "python", folder / "installed"
     if not whole.exists():
         _run([_uv(), "venv", "--quiet", "--allow-existing", "--python", python(), str(folder)])
-        _run([_uv(), "pip", "install", "--quiet", "--python", str(interpreter), *packages])
+        for each in packages:
+            _run([_uv(), "pip", "install", "--quiet", "--python", str(interpreter), *each])
         whole.touch()
     return interpreter
 

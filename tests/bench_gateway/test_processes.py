@@ -11,6 +11,8 @@ from gateway_load.processes import end_probing, free_ports, mock_engines, probed
 from gateway_load.prompts import chat_body
 from tokenizers import Tokenizer, models
 
+MESSAGES = [{"role": "user", "content": "q"}]
+
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
@@ -21,8 +23,8 @@ def tokenizer(tmp_path: Path) -> Path:
 def test_mock_engines_answer_plain_and_streamed_and_probes_count_them(tokenizer: Path) -> None:
     (port,) = free_ports(1)
     with mock_engines([port], tokenizer, chunks=3, chunk_seconds=0.0):
-        assert json.loads(posted(port, chat_body("s", "q", stream=False)))["usage"]["prompt_tokens"] > 0
-        streamed = posted(port, chat_body("s", "q", stream=True))
+        assert json.loads(posted(port, chat_body(MESSAGES, stream=False)))["usage"]["prompt_tokens"] > 0
+        streamed = posted(port, chat_body(MESSAGES, stream=True))
         assert streamed.count(b"data:") == 5 and streamed.endswith(b"data: [DONE]\n\n")
 
         (closed,) = free_ports(1)
