@@ -408,8 +408,8 @@ class LoopbackPeer:
         self._buffers = [aligned(block_bytes, seed) for seed in range(connections)]
         self._sockets = [_connected(address) for _ in range(connections)]
 
-    def receive(self, thread: int, number: int) -> None:
-        connected, buffer, at = self._sockets[thread], self._buffers[thread], 0
+    def receive(self, thread: int, number: int, target: memoryview | None = None) -> None:
+        connected, buffer, at = self._sockets[thread], target or self._buffers[thread], 0
         connected.sendall(self.ASK)
         while at < self._block_bytes:
             count = connected.recv_into(buffer[at:])
@@ -425,10 +425,6 @@ class LoopbackPeer:
             if sent:
                 views[0] = views[0][sent:]
         _whole(len(connected.recv(1)))
-
-    def buffer(self, thread: int) -> memoryview:
-        """What the last block was received into."""
-        return self._buffers[thread]
 
     def close(self) -> None:
         for connected in self._sockets:

@@ -34,6 +34,7 @@ from spillway_connector.testing.faults import (
     TierWrapper,
 )
 from spillway_connector.testing.tier_contract import NAMESPACE, key_of, payload_of
+from spillway_connector.tiers.lease import Lease
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, EvictionReason, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import BreakerState
@@ -492,6 +493,77 @@ def test_a_row_is_not_given_up_while_it_is_copied_to_and_never_touched_afterward
     assert not copying.acquire(blocking=False)
     assert (rig.rows == before).all()
     assert not rig.rows[6, :PAYLOAD].any()
+
+
+class PieceByPiece(TierWrapper):
+    """A tier whose blocks arrive in pieces; ``receiving`` does what its test is about."""
+
+    def __init__(self, tier: Tier, receiving: Callable[[Lease, bytes], object]) -> None:
+        super().__init__(tier)
+        self._receiving = receiving
+
+    def receive(self, key: bytes, lease: Lease, deadline: float) -> None:
+        payload = memoryview(bytearray(PAYLOAD))
+        self.tier.load(key, payload, deadline)
+        self._receiving(lease, bytes(payload))
+
+
+def test_a_row_is_not_given_up_while_one_of_two_threads_fills_it_and_is_gone_for_both_afterwards(rig: Rig) -> None:
+    rig.fill([1])
+    filling, one_ended, polled = threading.Event(), threading.Event(), threading.Event()
+    after: list[memoryview | None] = []
+
+    def receive(lease: Lease, payload: bytes) -> None:
+        one, other = lease.begin(), lease.begin()
+        assert one is not None and other is not None
+        lease.end()
+        filling.set()
+        assert polled.wait(REAL_SECONDS)
+        other[:PAYLOAD] = payload
+        lease.end()
+        one_ended.set()
+        while (row := lease.begin()) is not None:  # until the scheduler has polled again
+            del row
+            lease.end()
+        after.extend((lease.begin(), lease.begin()))
+
+    shared = rig.start(PieceByPiece(rig.memory(), receive))
+    rig.clear_rows()
+    shared.submit_load(1, [key_of(1)], [5])
+    assert filling.wait(REAL_SECONDS)
+    rig.clock.advance(LIMITS.load_timeout_seconds)
+    assert shared.finished() == []
+    polled.set()
+    assert one_ended.wait(REAL_SECONDS)
+    while not (finished := shared.finished()):
+        pass
+    assert isinstance(finished[0].failed[key_of(1)], TierTimeout)
+    rig.rows[5, :PAYLOAD] = 77
+    while not shared.snapshot().late_completions:
+        assert shared.finished() == []
+        shared.wait_for_progress(0.01)
+    assert after == [None, None]
+    assert (rig.rows[5, :PAYLOAD] == 77).all()
+
+
+def test_what_arrives_in_pieces_goes_straight_to_its_row(rig: Rig) -> None:
+    rig.fill(range(8))
+
+    def receive(lease: Lease, payload: bytes) -> None:
+        for start in range(0, PAYLOAD, 300):
+            row = lease.begin()
+            assert row is not None and row.nbytes == PAYLOAD
+            row[start : start + 300] = payload[start : start + 300]
+            del row
+            lease.end()
+
+    tier = PieceByPiece(rig.memory(), receive)
+    shared = rig.start(tier)
+    rig.clear_rows()
+    shared.submit_load(1, keys(range(8)), range(8, 16))
+    assert rig.outcome(1).success
+    assert all(rig.holds(8 + row, row) for row in range(8))
+    assert tier.calls[Operation.LOAD] == 0
 
 
 def test_a_store_that_hangs_has_let_go_of_its_row_when_it_is_reported(

@@ -193,15 +193,41 @@ def verify(
     payload_bytes: int,
     part_index: int = 0,
     part_count: int = 1,
-    payload_digest: bytes | None = None,
 ) -> FrameHeader:
     """Prove that header and payload are the whole, undamaged frame of ``key`` in ``namespace``.
 
     payload: what was read, to be compared with ``payload_bytes``, the size this engine expects. Of a block in parts
     each frame is proven separately; that they belong together is checked by the caller (see digest_of_parts).
-    payload_digest: of all of ``payload``, where the caller has computed it already.
     Raises TierCorrupt with the first reason found; returns the header otherwise.
     """
+    found = _verify_header(header, namespace, key, payload_bytes, (part_index, part_count))
+    given_bytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+    if given_bytes != payload_bytes:
+        raise TierCorrupt(CorruptReason.SHORT, f"{given_bytes} of {payload_bytes} payload bytes were read")
+    _compare(digest_of_payload(payload), found)
+    return found
+
+
+def verify_digest(
+    header: memoryview | bytes,
+    payload_digest: bytes,
+    *,
+    namespace: bytes,
+    key: bytes,
+    payload_bytes: int,
+    part_index: int = 0,
+    part_count: int = 1,
+) -> FrameHeader:
+    """The same of a payload of ``payload_bytes`` that arrived in pieces: ``payload_digest`` is of all that arrived."""
+    found = _verify_header(header, namespace, key, payload_bytes, (part_index, part_count))
+    _compare(payload_digest, found)
+    return found
+
+
+def _verify_header(
+    header: memoryview | bytes, namespace: bytes, key: bytes, payload_bytes: int, part: tuple[int, int]
+) -> FrameHeader:
+    """part: index and count."""
     _check_names(namespace, key)
     found = read_header(header)
     if found.namespace != namespace:
@@ -210,21 +236,21 @@ def verify(
         )
     if found.key != key:
         raise TierCorrupt(CorruptReason.KEY, f"the frame holds key {found.key.hex()}, not {key.hex()}")
-    if (found.part.index, found.part.count) != (part_index, part_count):
+    if (found.part.index, found.part.count) != part:
         raise TierCorrupt(
             CorruptReason.KEY,
-            f"the frame holds part {found.part.index + 1} of {found.part.count}, not {part_index + 1} of {part_count}",
+            f"the frame holds part {found.part.index + 1} of {found.part.count}, not {part[0] + 1} of {part[1]}",
         )
     if found.payload_bytes != payload_bytes:
         raise TierCorrupt(
             CorruptReason.LENGTH, f"the frame holds {found.payload_bytes} payload bytes, {payload_bytes} are needed"
         )
-    given_bytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
-    if given_bytes != payload_bytes:
-        raise TierCorrupt(CorruptReason.SHORT, f"{given_bytes} of {payload_bytes} payload bytes were read")
-    if (payload_digest or digest_of_payload(payload)) != found.payload_digest:
-        raise TierCorrupt(CorruptReason.PAYLOAD, "the payload's checksum does not match its bytes")
     return found
+
+
+def _compare(payload_digest: bytes, header: FrameHeader) -> None:
+    if payload_digest != header.payload_digest:
+        raise TierCorrupt(CorruptReason.PAYLOAD, "the payload's checksum does not match its bytes")
 
 
 def _check_names(namespace: bytes, key: bytes) -> None:

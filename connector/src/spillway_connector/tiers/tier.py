@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from spillway_connector.tiers.lease import Lease
 
 Clock = Callable[[], float]
 """Monotonic seconds. All deadlines are points on this clock."""
@@ -154,4 +156,14 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Release files, sockets and threads. Operations in other threads fail soon. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class ReceivingTier(Tier, Protocol):
+    """A tier whose blocks arrive in pieces, so that it needs the target only while a piece is put in place."""
+
+    def receive(self, key: bytes, lease: Lease, deadline: float) -> None:
+        """What :meth:`load` does, into leased memory of ``payload_bytes``. Raises TierRefused(CLOSED) where it was
+        taken back; what is in it counts only when this returns."""
         ...

@@ -2,10 +2,11 @@
 
 The invariant: once a job has been given up, no worker reads or writes its rows. A worker calls `begin_copy` before and
 `end_copy` after; giving up succeeds at once unless a copy (memory to memory, at most a few
-milliseconds) is under way, and then it succeeds at the next attempt. I/O never happens between the two calls.
+milliseconds) is under way, and then it succeeds at the next attempt. Nothing is waited for between the two calls.
 
     load:   QUEUED -> (tier to bounce buffer, verified) -> COPYING -> COPIED -> SETTLED
             QUEUED -> COPYING (from memory, verified in the row) -> COPIED -> SETTLED, or back to QUEUED
+            QUEUED -> COPYING (a piece that has arrived) -> QUEUED, for each piece; all verified -> COPIED -> SETTLED
     store:  QUEUED -> COPYING -> COPIED -> (bounce buffer to tier) -> SETTLED
     both:   QUEUED or COPIED -> VOID when the job is given up
 

@@ -1,9 +1,10 @@
 """The threads that move items between rows of the CPU tier and a shared tier, through bounce buffers (buffers.py).
 
 A load lands in the bounce buffer, is verified there by the tier, and is copied to its row only while its job still
-stands. What a tier has in memory (the page cache) is copied straight to the row and verified there. A store copies its
-row to the bounce buffer first. So a job can be reported at its deadline whatever its threads are stuck in. Ended jobs,
-not items, go back through a deque; all counting happens in the scheduler thread.
+stands. What a tier has in memory (the page cache) is copied straight to the row and verified there, and so is what
+arrives in pieces (from Redis), each once it is there. A store copies its row to the bounce buffer first. So a job can
+be reported at its deadline whatever its threads are stuck in. Ended jobs, not items, go back through a deque; all
+counting happens in the scheduler thread.
 
 xxhash, numpy.copyto and socket and file calls release the GIL on large buffers (slice assignment between memoryviews
 does not: 24 ms for 1 GB), so these threads do not hold up the scheduler.
@@ -31,7 +32,7 @@ from spillway_connector.errors import (
     without_frames,
 )
 from spillway_connector.tiers.buffers import transfer_buffer
-from spillway_connector.tiers.tier import BlockInMemory, Clock, StoreOutcome, Tier
+from spillway_connector.tiers.tier import BlockInMemory, Clock, ReceivingTier, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.jobs import Settled, TransferItem, TransferJob
 from spillway_connector.transfer.lookups import unexpected
@@ -49,6 +50,29 @@ class LateEnd(NamedTuple):
     error: TierError | None
     seconds: float
     pending: bool = False
+
+
+class _RowLease:
+    """The row of a load, until its item is given up. See lease.Lease."""
+
+    def __init__(self, item: TransferItem, row: Callable[[int], npt.NDArray[np.uint8]]) -> None:
+        self._item = item
+        self._row = row
+        self._lock = threading.Lock()
+        self._users = 0  # threads between begin and end: the stripes of a block may arrive side by side
+
+    def begin(self) -> memoryview | None:
+        with self._lock:
+            if not self._users and not self._item.begin_copy():
+                return None
+            self._users += 1
+        return self._row(self._item.row).data
+
+    def end(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._item.undo_copy()
 
 
 class Movers:
@@ -70,6 +94,7 @@ class Movers:
         self.ended: deque[TransferJob] = deque()  # whose last item a worker has settled
         self.late: deque[LateEnd] = deque()
         self._tier = tier
+        self._receiving = tier if isinstance(tier, ReceivingTier) else None
         self._rows: npt.NDArray[np.uint8] | None = rows
         self._row_bytes = row_bytes
         self._payload_bytes = payload_bytes
@@ -211,7 +236,10 @@ class Movers:
             block = self._tier.in_memory(item.key, item.job.deadline)
             if block is not None and self._copy(item, block):
                 return
-            self._tier.load(item.key, view, item.job.deadline)
+            if self._receiving is not None:
+                self._receiving.receive(item.key, _RowLease(item, self._row), item.job.deadline)
+            else:
+                self._tier.load(item.key, view, item.job.deadline)
         except TierCorrupt as corrupt:
             self._answered_at[Operation.LOAD] = self._clock()
             self._breakers[Operation.LOAD].record_success()
@@ -226,7 +254,8 @@ class Movers:
             raise
         self._answered_at[Operation.LOAD] = self._clock()
         if item.begin_copy():
-            np.copyto(self._row(item.row), bounce)
+            if self._receiving is None:
+                np.copyto(self._row(item.row), bounce)
             item.end_copy()
             self._breakers[Operation.LOAD].record_success()
 

@@ -200,6 +200,8 @@ class SharedTier:
         """The jobs that ended since the last call, each exactly once. A failed load's keys are known missing before."""
         if not self._lookups.idle:
             self._lookups.collect()
+        if self._weights_changed and self._jobs.loads:
+            self._give_up_loads()  # a row that a worker held when they changed
         return self._jobs.finished()
 
     def arrived(self) -> list[tuple[int, list[bytes]]]:
@@ -237,10 +239,7 @@ class SharedTier:
         """
         self._weights_changed = self.counters.moved = True
         self.counters.weights_changes += 1
-        changed = TierRefused(RefusedReason.CLOSED, "the model's weights have changed")
-        for job in list(self._jobs.loads.values()):
-            self._jobs.void(job, lambda _: changed)
-            self._jobs.end_if_done(job)
+        self._give_up_loads()
         self.reset()
 
     def snapshot(self) -> TierStats:
@@ -312,6 +311,12 @@ class SharedTier:
             key = keys[len(found) - 1]
             if self._presence.get(key, self._clock()) is False:
                 announcements.missed(key)
+
+    def _give_up_loads(self) -> None:
+        changed = TierRefused(RefusedReason.CLOSED, "the model's weights have changed")
+        for job in list(self._jobs.loads.values()):
+            self._jobs.void(job, lambda _: changed)
+            self._jobs.end_if_done(job)
 
     def _not_admitted(self, job: TransferJob, keys: list[bytes]) -> set[bytes]:
         """Those requested only once so far: a tier short of room does not admit them."""

