@@ -176,6 +176,10 @@ bench-turns: ## Multi-turn load on one CUDA device, by offload. PYTHON_CUDA= one
 bench-routing: $(STAMP) ## Routing policies over simulated engines, one run, virtual time. About four minutes
 	@$(BIN)/python bench/routing.py
 
+.PHONY: bench-retention
+bench-retention: $(STAMP) ## Hit ratio of a full tier on agents' sessions, by order of eviction, beside Belady's. About ten minutes
+	@$(BIN)/python bench/retention.py $(BENCH)
+
 .PHONY: bench-prediction
 bench-prediction: $(STAMP) ## Cached tokens that the gateway expects, by tier, beside what two real engines report. About eight minutes
 	@$(BIN)/python bench/prediction.py $(BENCH)

@@ -17,7 +17,7 @@ OF_VLLM = {"model_name", "engine"}
 EXPECTED = {
     metrics.DEVICE_COPY_BYTES: {"direction": {"store", "load"}},
     metrics.DEVICE_COPY_SECONDS: {"direction": {"store", "load"}},
-    metrics.CPU_TIER_BLOCKS: {"state": {"used", "total"}},
+    metrics.CPU_TIER_BLOCKS: {"state": {"used", "retained", "total"}},
     metrics.CPU_TIER_RESETS: {"outcome": {"done"}},
     metrics.PROCESS_SETTING: {"process": {"EngineCore", "worker-0"}, "setting": {"cpu_blocks", "vllm_version"}},
     metrics.TIER_LOOKUPS: {"outcome": {"hit", "miss"}},

@@ -38,7 +38,15 @@ HOST_MEMORY_PINNED = Metric(
     ("method",),
 )
 CPU_TIER_BLOCKS = Metric(
-    "spillway_cpu_tier_blocks", Kind.GAUGE, "Chunks of the CPU tier, used and in total.", ("state",)
+    "spillway_cpu_tier_blocks",
+    Kind.GAUGE,
+    "Chunks of the CPU tier: used, of these retained for sessions that go on, and in total.",
+    ("state",),
+)
+CPU_TIER_SESSIONS_ENDED = Metric(
+    "spillway_cpu_tier_sessions_ended",
+    Kind.COUNTER,
+    "Sessions whose last request ended, so that what they alone used leaves the CPU tier first.",
 )
 CPU_TIER_RESETS = Metric(
     "spillway_cpu_tier_resets",
@@ -151,6 +159,7 @@ ALL = (
     DEVICE_COPY_PATH,
     HOST_MEMORY_PINNED,
     CPU_TIER_BLOCKS,
+    CPU_TIER_SESSIONS_ENDED,
     CPU_TIER_RESETS,
     PROCESS_SETTING,
     TIER_LOOKUPS,

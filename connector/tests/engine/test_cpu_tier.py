@@ -14,6 +14,8 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.generation import Generation, generation
+from spillway_connector.engine.tenancy import TenantContext
+from spillway_connector.plan.retention import SessionHint
 from spillway_connector.testing.generation import HIT, MISS, make_cpu_tier
 
 ROWS = 6
@@ -137,3 +139,64 @@ def test_a_chunk_that_is_not_ready_cannot_be_read(region: HostRegion):
     tier.complete_load([key(1)], CONTEXT)
     with pytest.raises(AssertionError, match="more often"):
         tier.complete_load([key(1)], CONTEXT)
+
+
+class Sessions:
+    """An LRU tier that sessions use, on a clock that stands still unless it is set."""
+
+    def __init__(self, region: HostRegion) -> None:
+        self.now = 0.0
+        self.tier = make_cpu_tier(ROWS, region, "lru", enable_events=False)
+        self.tier._clock = lambda: self.now
+
+    def turn(self, name: str, numbers: list[int], returns: float | None = None, *, ended: bool = False) -> list[int]:
+        """The chunks that the turn's stores evicted."""
+        context = TenantContext(name, session=SessionHint(name.encode(), ended, returns))
+        self.tier.on_new_request(context)
+        stored = self.tier.prepare_store([key(number) for number in numbers], context)
+        assert stored is not None
+        self.tier.complete_store(stored.keys_to_store, context)
+        self.tier.on_request_finished(context)
+        self.now += 1.0
+        return [one[0] for one in stored.evicted_keys]
+
+
+def test_the_session_that_comes_back_last_gives_up_its_end(region: HostRegion):
+    sessions = Sessions(region)
+    sessions.turn("soon", [0, 1, 2], 5.0)
+    sessions.turn("late", [3, 4, 5], 500.0)
+
+    assert sessions.turn("new", [6, 7]) == [5, 4]
+    assert sessions.tier.retained_rows() == ROWS
+
+
+def test_what_an_ended_session_used_leaves_first(region: HostRegion):
+    sessions = Sessions(region)
+    sessions.turn("soon", [0, 1, 2], 5.0)
+    sessions.turn("over", [3, 4, 5], ended=True)
+
+    assert sessions.tier.retained_rows() == 3
+    assert sessions.tier.take_ended_sessions() == 1
+    assert sessions.tier.take_ended_sessions() == 0
+    assert sessions.turn("new", [6, 7]) == [5, 4]
+
+
+def test_a_chunk_that_is_read_is_never_given_up_in_place_of_another(region: HostRegion):
+    sessions = Sessions(region)
+    sessions.turn("soon", [0, 1, 2], 5.0)
+    sessions.turn("late", [3, 4, 5], 500.0)
+    sessions.tier.prepare_load([key(5)], CONTEXT)
+
+    assert sessions.turn("new", [6]) == [4]
+
+
+def test_a_store_that_failed_and_a_reset_leave_nothing_retained(region: HostRegion):
+    sessions = Sessions(region)
+    context = TenantContext("r", session=SessionHint(b"one", return_seconds=5.0))
+    sessions.tier.prepare_store([key(0), key(1)], context)
+    assert sessions.tier.retained_rows() == 2
+
+    sessions.tier.complete_store([key(0)], context, False)
+    assert sessions.tier.retained_rows() == 1
+    sessions.tier.reset_cache()
+    assert sessions.tier.retained_rows() == 0

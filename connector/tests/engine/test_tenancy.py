@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import ReqContext
 
-from spillway_connector.engine.tenancy import TenantContext, tenant_of, tenant_of_context
+from spillway_connector.engine.tenancy import (
+    RETURN_SECONDS_MAX,
+    TenantContext,
+    session_of,
+    session_of_context,
+    tenant_of,
+    tenant_of_context,
+)
+from spillway_connector.plan.retention import SessionHint
 from spillway_connector.tiers.tier import NO_TENANT
 
 
@@ -28,3 +36,37 @@ def test_other_salts_are_other_tenants(one: str, other: str):
 
 def test_a_salt_never_shows():
     assert "alice" not in repr(TenantContext(req_id="r", tenant=tenant_of("alice")))
+
+
+def test_the_session_is_what_the_gateway_wrote():
+    params = {"spillway_session": {"id": "8f0c", "ended": True, "return_seconds": 30}}
+
+    assert session_of(params) == SessionHint(b"8f0c", True, 30.0)
+    assert session_of({"spillway_session": {"id": "8f0c"}}) == SessionHint(b"8f0c")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=80),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["spillway_session", "id", "ended", "return_seconds"]), inner)
+    ),
+)
+
+
+@given(json_values)
+def test_anything_else_is_no_session_or_one_within_bounds(params: object):
+    hint = session_of(params)
+
+    assert hint is None or (
+        hint.session
+        and hint.ended in (True, False)
+        and (hint.return_seconds is None or 0 <= hint.return_seconds <= RETURN_SECONDS_MAX)
+    )
+
+
+def test_a_session_counts_within_its_tenant():
+    hint = SessionHint(b"one")
+
+    assert session_of_context(ReqContext(req_id="r")) is None
+    assert session_of_context(TenantContext("r", tenant=tenant_of("a"), session=hint)) == (tenant_of("a"), hint)

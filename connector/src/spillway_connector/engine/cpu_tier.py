@@ -10,9 +10,10 @@ classes.
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Set as AbstractSet
 from itertools import islice, repeat
 from typing import Any
@@ -30,7 +31,9 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from spillway_connector.device.host_region import HostRegion
+from spillway_connector.engine.tenancy import session_of_context
 from spillway_connector.plan.prefix_memo import ChangeLog
+from spillway_connector.plan.retention import Retention
 
 _EVICTION_LOOKAHEAD = 32  # rows looked at beyond those wanted, for the pinned ones among them
 
@@ -64,6 +67,14 @@ class CpuTier(OffloadingManager):
 
     def used_rows(self) -> int:
         return len(self.resident)
+
+    def retained_rows(self) -> int:
+        """Rows of sessions that are expected to go on; see plan/retention.py."""
+        return 0
+
+    def take_ended_sessions(self) -> int:
+        """How many sessions have ended since the last call."""
+        return 0
 
     @abstractmethod
     def free_rows(self) -> int: ...
@@ -125,10 +136,19 @@ class CpuTier(OffloadingManager):
 
 
 class LruRows(CpuTier):
-    """Evicts the least recently used ready chunk that no job reads."""
+    """Evicts the least recently used ready chunk that no job reads, or the one that a session gives in its place."""
 
-    def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        region: HostRegion,
+        *,
+        enable_events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(region, enable_events)
+        self._clock = clock
+        self._retention: Retention[OffloadKey] = Retention()
         self._num_rows = num_rows
         self._allocated_rows = 0  # rows 0 to that have been handed out, once or more often
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
@@ -138,10 +158,35 @@ class LruRows(CpuTier):
     def free_rows(self) -> int:
         return len(self._free_list) + self._num_rows - self._allocated_rows
 
+    def retained_rows(self) -> int:
+        return self._retention.retained_chunks
+
+    def take_ended_sessions(self) -> int:
+        ended, self._retention.sessions_ended = self._retention.sessions_ended, 0
+        return ended
+
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         ordered = keys if isinstance(keys, list | tuple) else list(keys)
         # The head of a prefix becomes the youngest: without its head a prefix is useless.
         deque(map(self._rows.move_to_end, filter(self._rows.__contains__, reversed(ordered))), maxlen=0)
+        self._use(ordered, req_context)
+
+    def _use(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        named = session_of_context(req_context)
+        if named is not None:
+            self._retention.use(*named, filter(self._rows.__contains__, keys), self._clock())
+        elif not self._retention.is_idle:
+            self._retention.use_without_session(keys)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if (named := session_of_context(req_context)) is not None:
+            self._retention.begin_request(*named, self._clock())
+        return super().on_new_request(req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        super().on_request_finished(req_context)
+        if (named := session_of_context(req_context)) is not None:
+            self._retention.end_request(*named, self._clock())
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pins the rows. Every key must be ready."""
@@ -166,15 +211,17 @@ class LruRows(CpuTier):
         none_here = self.resident.isdisjoint(keys)
         wanted = list(keys) if none_here else [key for key in keys if key not in self._rows]
         protected = () if none_here else keys
-        evicted = self._evict(len(wanted) - self.free_rows(), protected) if wanted else []
+        evicted = self._evict(len(wanted) - self.free_rows(), protected, req_context) if wanted else []
         if evicted is None:
             return None
         if evicted:
             self._free_list += map(self._rows.pop, evicted)
+            self._retention.forget(evicted)
             self.ready.difference_update(evicted)
             self._announce(evicted, removed=True)
         rows = self._allocate(len(wanted))
         self._rows.update(zip(wanted, rows, strict=True))
+        self._use(wanted, req_context)
         self.changed_chunks.add(evicted)
         self.changed_chunks.add(wanted)
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(rows), evicted)
@@ -189,6 +236,7 @@ class LruRows(CpuTier):
             self._announce(written, removed=False)
         else:
             self._free_list += [self._rows.pop(key) for key in written]
+            self._retention.forget(written)
         self.changed_chunks.add(written)
 
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
@@ -202,6 +250,7 @@ class LruRows(CpuTier):
     def _drop_all(self) -> int:
         self._rows.clear()
         self._readers.clear()
+        self._retention.clear()
         return self._allocated_rows
 
     def _allocate(self, count: int) -> list[int]:
@@ -214,13 +263,15 @@ class LruRows(CpuTier):
             del self._free_list[-reused:]
         return rows
 
-    def _evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        """The `count` oldest chunks that may be evicted; None when there are fewer."""
+    def _evict(self, count: int, protected: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey] | None:
+        """`count` chunks that may be evicted, the oldest unless sessions choose others; None when there are fewer."""
         if count <= 0:
             return []
         if len(self.ready) - len(self._readers) < count:
             return None  # without a search: in a full tier whose rows are all being read, this is every step
         kept = set(protected)
+        if not self._retention.is_idle:
+            return self._evict_with_sessions(count, kept, req_context)
         victims: list[OffloadKey] = []
         oldest_first = iter(self._rows)
         while len(victims) < count:
@@ -233,6 +284,21 @@ class LruRows(CpuTier):
                 continue
             victims += [key for key in batch if key not in self._readers and key in self.ready and key not in kept]
         return victims[:count]
+
+    def _evict_with_sessions(
+        self, count: int, kept: AbstractSet[OffloadKey], req_context: ReqContext
+    ) -> list[OffloadKey] | None:
+        def may_leave(key: OffloadKey) -> bool:
+            return key not in self._readers and key in self.ready and key not in kept
+
+        named = session_of_context(req_context)
+        asking = None if named is None else (named[0], named[1].session)
+        plan = self._retention.plan_eviction(count, self._rows, may_leave, self._clock(), asking)
+        if plan is None:
+            return None
+        victims, spared = plan
+        deque(map(self._rows.move_to_end, spared), maxlen=0)
+        return victims
 
 
 class ArcRows(CpuTier, CPUOffloadingManager):

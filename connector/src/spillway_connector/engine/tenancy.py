@@ -1,23 +1,33 @@
-"""The tenant of a request: from vLLM's cache salt to the eight bytes of a shared tier's accounting.
+"""The tenant and the session of a request, for the accounting of tiers and the order of eviction.
 
-The salt itself may be a secret of the tenant: it is hashed here, at the edge, and neither kept nor logged.
+The tenant is its cache salt, as eight bytes. The salt itself may be a secret of the tenant: it is hashed here, at the
+edge, and neither kept nor logged. The session is what the gateway writes into `kv_transfer_params`; its name counts
+within the tenant, so that nobody can name another's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from blake3 import blake3
 from vllm.v1.kv_offload.base import ReqContext
 
+from spillway_connector.plan.retention import SessionHint
 from spillway_connector.tiers.tier import NO_TENANT, TENANT_BYTES
+
+SESSION_MEMBER = "spillway_session"  # of kv_transfer_params
+RETURN_SECONDS_MAX = 7 * 86_400.0
+_SESSION_NAME_CHARS_MAX = 64
 
 
 @dataclass
 class TenantContext(ReqContext):
-    """vLLM's offloading context of a request, with its tenant."""
+    """vLLM's offloading context of a request, with its tenant and its session."""
 
     tenant: bytes = NO_TENANT
+    session: SessionHint | None = None
 
 
 def tenant_of(cache_salt: str | None) -> bytes:
@@ -27,3 +37,31 @@ def tenant_of(cache_salt: str | None) -> bytes:
 
 def tenant_of_context(context: ReqContext) -> bytes:
     return context.tenant if isinstance(context, TenantContext) else NO_TENANT
+
+
+def session_of(params: object) -> SessionHint | None:
+    """The session in a request's kv_transfer_params, `{"spillway_session": {"id", "ended", "return_seconds"}}`.
+
+    None without one, and for one that is not well-formed: a hint never fails a request.
+    """
+    given = params.get(SESSION_MEMBER) if isinstance(params, Mapping) else None
+    if not isinstance(given, Mapping):
+        return None
+    name = given.get("id")
+    if not isinstance(name, str) or not 0 < len(name) <= _SESSION_NAME_CHARS_MAX:
+        return None
+    return SessionHint(name.encode("utf-8", "surrogatepass"), given.get("ended") is True, _return_seconds(given))
+
+
+def _return_seconds(given: Mapping[str, Any]) -> float | None:
+    seconds = given.get("return_seconds")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= RETURN_SECONDS_MAX:
+        return None
+    return float(seconds)
+
+
+def session_of_context(context: ReqContext) -> tuple[bytes, SessionHint] | None:
+    """(tenant, session) of a request that names one."""
+    if isinstance(context, TenantContext) and context.session is not None:
+        return context.tenant, context.session
+    return None

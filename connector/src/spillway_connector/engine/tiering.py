@@ -26,6 +26,7 @@ from spillway_connector.engine.prefix_lookup import PrefixLookupManager, Promoti
 from spillway_connector.engine.prefix_tier import SharedTierBase, TierJobResult
 from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import Samples
+from spillway_connector.engine.tenancy import session_of_context
 from spillway_connector.transfer.announcements import Announcement
 
 
@@ -79,6 +80,7 @@ class TieringManager(PrefixLookupManager):
         self._shared_tiers = [tier for tier in secondary_tiers if isinstance(tier, SharedTierBase)]
         self._reported_state: tuple[int, float | None] | None = None
         self._reported_rows = -1
+        self._reported_retained = -1
         self._reported_rates: dict[str, float] = {}  # by tier; "" is the prefill's
         self._resets = {"done": 0, "refused": 0}
         self._failed_stores: set[OffloadKey] = set()  # to be completed as failed
@@ -255,6 +257,7 @@ class TieringManager(PrefixLookupManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._bounds.waits.pop(req_context.req_id, None)
         self.primary_tier.on_request_finished(req_context)
+        self._unreported |= session_of_context(req_context) is not None
         for tier in self.secondary_tiers:
             tier.on_request_finished(req_context)
         self._request_level_tiers.pop(req_context.req_id, None)
@@ -298,6 +301,11 @@ class TieringManager(PrefixLookupManager):
             self._reported_rows = used
             stats.add(metrics.CPU_TIER_BLOCKS, used, "used")
             stats.add(metrics.CPU_TIER_BLOCKS, self._num_rows, "total")
+        if (retained := self.primary_tier.retained_rows()) != self._reported_retained:
+            self._reported_retained = retained
+            stats.add(metrics.CPU_TIER_BLOCKS, retained, "retained")
+        if ended := self.primary_tier.take_ended_sessions():
+            stats.add(metrics.CPU_TIER_SESSIONS_ENDED, ended)
         if (rate := self.prefill_rate.per_second) is not None and rate != self._reported_rates.get(""):
             self._reported_rates[""] = rate
             stats.add(metrics.PREFILL_RATE, rate)

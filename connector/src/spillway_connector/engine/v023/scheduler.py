@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.scheduler import SchedulerHalf
-from spillway_connector.engine.tenancy import TenantContext
+from spillway_connector.engine.tenancy import TenantContext, session_of
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 
 
@@ -51,7 +51,10 @@ class SpillwayConnectorScheduler(SchedulerHalf):
         )
 
     def _state_of(self, request: Request, tenant: bytes) -> RequestFields:
-        context = TenantContext(req_id=request.request_id, kv_transfer_params=request.kv_transfer_params, tenant=tenant)
+        params = request.kv_transfer_params
+        context = TenantContext(
+            req_id=request.request_id, kv_transfer_params=params, tenant=tenant, session=session_of(params)
+        )
         return RequestState(
             config=self.config,
             req=request,

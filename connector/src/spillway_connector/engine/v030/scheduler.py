@@ -37,7 +37,7 @@ from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.scheduler import SchedulerHalf
 from spillway_connector.engine.shared_tier_events import shared_tier_events
-from spillway_connector.engine.tenancy import TenantContext
+from spillway_connector.engine.tenancy import TenantContext, session_of
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
 
 _GROUP_BYTES = 4  # at the end of a key (make_offload_key)
@@ -75,7 +75,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
     def _state_of(self, request: Request, tenant: bytes) -> RequestFields:
         upstream = _create_req_context(request)
         fields = {field.name: getattr(upstream, field.name) for field in dataclasses.fields(upstream) if field.init}
-        context = TenantContext(**fields, tenant=tenant)
+        context = TenantContext(**fields, tenant=tenant, session=session_of(request.kv_transfer_params))
         return RequestState(
             config=self.config,
             req=request,

@@ -1,0 +1,419 @@
+"""Hit ratio of one full tier on agents' sessions, by order of eviction and by what clients say of their sessions.
+
+    python bench/retention.py [--traces steady ...] [--policies lru ...] [--sessions 120] [--seed 0]
+
+Agents share 20,000 tokens; each has 10,000 of its own and 2,048 more a turn, 30 turns. The tier holds half the working
+set: the most tokens that unfinished sessions have at one time, the common ones counted once. An answer takes 8 seconds,
+whatever is hit, so every policy sees the same requests at the same times. Time is virtual, tokens are not computed.
+
+    steady      one agent starts every 10 seconds; pauses are exponential around 30 seconds
+    at_once     all agents start within two minutes; pauses the same
+    regular     as steady, but every pause is 30 seconds
+    one_shot    as steady, and as many tokens again of requests with a session name that never comes back
+
+Hit ratio: tokens in the leading run of a prompt's chunks that are in the tier, over tokens asked for.
+
+    lru, arc            the CPU tier's rows without sessions; ARC is vLLM's
+    fifo                first in, first out
+    s3fifo              the order of the slab tier
+    retained_*          the CPU tier's rows with sessions:
+      names             requests name their session, and nothing else
+      ends              and mark the last one
+      mean              and announce the mean pause
+      half              and announce the pause, wrong by up to half of it
+      announced         and announce the pause
+    limit               Belady's order: what is used again last leaves first, ends and pauses known
+
+Prints a table and writes build/bench/retention.json (flat; ratios are 0 to 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import os
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from traces.session import Segment, Session, Trace, Turn
+from traces.synthetic import agents
+from vllm.v1.kv_offload.base import OffloadKey
+
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.cpu_tier import CpuTier
+from spillway_connector.engine.tenancy import TenantContext
+from spillway_connector.plan.retention import SessionHint
+from spillway_connector.testing.generation import make_cpu_tier
+from spillway_connector.tiers.disk.slab.policy import LIVE, MAIN, SMALL, QueueArrays, S3Fifo, ghost_of, recently_evicted
+
+CHUNK_TOKENS = 128
+ROW_BYTES = 4096  # of the mapping behind the rows, which is never written
+ANSWER_SECONDS = 8.0
+PAUSE_SECONDS = 30.0
+STEP_CHUNKS = 16  # stored at a time, as a prefill of 2,048 tokens a step does
+OUTPUT = Path("build/bench/retention.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """pause_seconds: from the end of its answer to the session's next request; None: it is the last."""
+
+    session: str
+    start_seconds: float
+    prompt_tokens: int
+    total_tokens: int
+    common_tokens: int
+    pause_seconds: float | None
+
+    @property
+    def end_seconds(self) -> float:
+        return self.start_seconds + ANSWER_SECONDS
+
+    def chunks(self, tokens: int) -> list[OffloadKey]:
+        common = self.common_tokens // CHUNK_TOKENS
+        whose = ["common" if chunk < common else self.session for chunk in range(tokens // CHUNK_TOKENS)]
+        return [OffloadKey(f"{name}/{chunk}".encode()) for chunk, name in enumerate(whose)]
+
+
+def requests_of(trace: Trace) -> list[Request]:
+    """In the order of their starts."""
+    made: list[Request] = []
+    for session in trace.sessions:
+        at, context = session.start_seconds, 0
+        common = session.turns[0].added[0].tokens if session.turns[0].added[0].seed.startswith("common") else 0
+        for turn, following in zip(session.turns, [*session.turns[1:], None], strict=True):
+            context += sum(segment.tokens for segment in turn.added)
+            pause = None if following is None else following.pause_seconds
+            made.append(Request(session.name, at, context, context + turn.answer.tokens, common, pause))
+            context += turn.answer.tokens
+            at += ANSWER_SECONDS + (pause or 0.0)
+    return sorted(made, key=lambda request: request.start_seconds)
+
+
+def working_set_chunks(requests: Sequence[Request]) -> int:
+    """The most that sessions have at one time, each from its first request to the end of its last."""
+    changes: list[tuple[float, int]] = []
+    before: dict[str, int] = {}
+    for request in requests:
+        own = (request.total_tokens - request.common_tokens) // CHUNK_TOKENS
+        changes.append((request.start_seconds, own - before.get(request.session, 0)))
+        before[request.session] = own
+        if request.pause_seconds is None:
+            changes.append((request.end_seconds, -own))
+    most = now = 0
+    for _, change in sorted(changes):
+        now += change
+        most = max(most, now)
+    return most + max(request.common_tokens for request in requests) // CHUNK_TOKENS
+
+
+def one_shot_sessions(seed: int, count: int, per_second: float, tokens: int) -> tuple[Session, ...]:
+    rng = random.Random(seed)
+    at, made = 0.0, []
+    for number in range(count):
+        at += rng.expovariate(per_second)
+        turn = Turn((Segment(f"once-{seed}-{number}", tokens),), Segment(f"once-answer-{seed}-{number}", 256))
+        made.append(Session(f"once-{seed}-{number}", at, (turn,)))
+    return tuple(made)
+
+
+def traces(sessions: int, seed: int) -> dict[str, Callable[[], Trace]]:
+    def steady() -> Trace:
+        return agents(seed=6 + seed, sessions=sessions, sessions_per_second=0.1, pause_seconds=PAUSE_SECONDS)
+
+    def regular() -> Trace:
+        return replace(
+            steady(),
+            name="regular",
+            sessions=tuple(
+                replace(session, turns=tuple(replace(turn, pause_seconds=PAUSE_SECONDS) for turn in session.turns))
+                for session in steady().sessions
+            ),
+        )
+
+    def one_shot() -> Trace:
+        trace = steady()
+        added = sum(sum(s.tokens for s in turn.added) for one in trace.sessions for turn in one.turns)
+        once = one_shot_sessions(seed, added // 32_000, added / 32_000 / (sessions * 10.0), 32_000)
+        return replace(trace, name="one_shot", sessions=trace.sessions + once)
+
+    return {
+        "steady": steady,
+        "at_once": lambda: agents(seed=6 + seed, name="at_once", sessions=sessions, sessions_per_second=sessions / 120),
+        "regular": regular,
+        "one_shot": one_shot,
+    }
+
+
+class Cache(ABC):
+    """A tier under one policy. begin and end: of each request, in order of time."""
+
+    def __init__(self, chunks_max: int) -> None:
+        self.chunks_max = chunks_max
+
+    @abstractmethod
+    def begin(self, request: Request) -> int:
+        """The chunks hit; then the prompt's others are stored."""
+
+    @abstractmethod
+    def end(self, request: Request) -> None:
+        """The answer's chunks are stored."""
+
+
+class Rows(Cache):
+    """The CPU tier of this vLLM, driven as the scheduler drives it. hint: what a request says; None: no session."""
+
+    def __init__(self, chunks_max: int, tier: CpuTier, hint: Callable[[Request], SessionHint | None]) -> None:
+        super().__init__(chunks_max)
+        self._tier = tier
+        self._hint = hint
+        self._contexts: dict[Request, TenantContext] = {}
+        self.now = 0.0
+        if hasattr(tier, "_clock"):
+            tier._clock = lambda: self.now
+
+    def begin(self, request: Request) -> int:
+        self.now = request.start_seconds
+        name = f"{request.session}@{request.start_seconds}"
+        context = self._contexts[request] = TenantContext(name, session=self._hint(request))
+        tier, keys = self._tier, request.chunks(request.prompt_tokens)
+        tier.on_new_request(context)
+        hit = next((at for at, key in enumerate(keys) if key not in tier.ready), len(keys))
+        tier.touch(keys, context)
+        if hit:
+            tier.prepare_load(keys[:hit], context)
+            tier.complete_load(keys[:hit], context)
+        self._store(keys[hit:], context)
+        return hit
+
+    def end(self, request: Request) -> None:
+        self.now = request.end_seconds
+        context = self._contexts.pop(request)
+        keys = request.chunks(request.total_tokens)
+        self._store(keys[request.prompt_tokens // CHUNK_TOKENS :], context)
+        self._tier.on_request_finished(context)
+
+    def _store(self, keys: Sequence[OffloadKey], context: TenantContext) -> None:
+        for first in range(0, len(keys), STEP_CHUNKS):
+            stored = self._tier.prepare_store(keys[first : first + STEP_CHUNKS], context)
+            if stored is not None:
+                self._tier.complete_store(stored.keys_to_store, context)
+
+
+class Fifo(Cache):
+    def __init__(self, chunks_max: int) -> None:
+        super().__init__(chunks_max)
+        self._chunks: OrderedDict[OffloadKey, None] = OrderedDict()
+
+    def begin(self, request: Request) -> int:
+        keys = request.chunks(request.prompt_tokens)
+        hit = next((at for at, key in enumerate(keys) if key not in self._chunks), len(keys))
+        self._store(keys[hit:])
+        return hit
+
+    def end(self, request: Request) -> None:
+        self._store(request.chunks(request.total_tokens)[request.prompt_tokens // CHUNK_TOKENS :])
+
+    def _store(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            if key not in self._chunks:
+                self._chunks[key] = None
+                if len(self._chunks) > self.chunks_max:
+                    self._chunks.popitem(last=False)
+
+
+class Slab(Cache):
+    """The slab tier's own policy over arrays, without its files. Loads count as hits, as in the tier."""
+
+    def __init__(self, chunks_max: int) -> None:
+        super().__init__(chunks_max)
+        self._arrays = QueueArrays(
+            state=np.zeros(chunks_max, np.uint8),
+            queue=np.zeros(chunks_max, np.uint8),
+            frequency=np.zeros(chunks_max, np.uint8),
+            order=np.zeros(chunks_max, np.uint64),
+            next_order=np.zeros(1, np.uint64),
+            small_used=np.zeros(1, np.uint64),
+        )
+        self._policy = S3Fifo(self._arrays, self._put)
+        self._slots: dict[OffloadKey, int] = {}
+        self._keys: list[OffloadKey] = []  # by slot
+        self._ghosts = np.zeros(2 * chunks_max, np.uint64)
+        self._evictions = 1
+
+    def _put(self, name: str, at: int, value: int) -> None:
+        getattr(self._arrays, name)[at] = value
+
+    def begin(self, request: Request) -> int:
+        keys = request.chunks(request.prompt_tokens)
+        hit = next((at for at, key in enumerate(keys) if key not in self._slots), len(keys))
+        frequency = self._arrays.frequency
+        for key in keys[:hit]:
+            slot = self._slots[key]
+            frequency[slot] = min(int(frequency[slot]) + 1, 3)
+        self._store(keys[hit:])
+        return hit
+
+    def end(self, request: Request) -> None:
+        self._store(request.chunks(request.total_tokens)[request.prompt_tokens // CHUNK_TOKENS :])
+
+    def _store(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            if key in self._slots:
+                continue
+            fingerprint = hash(key) & (1 << 64) - 1
+            if len(self._keys) < self.chunks_max:
+                slot = len(self._keys)
+                self._keys.append(key)
+            else:
+                victim = self._policy.victim(self.chunks_max)
+                assert victim is not None
+                slot = victim
+                self._policy.remove(slot)
+                gone = hash(self._keys[slot]) & (1 << 64) - 1
+                self._ghosts[gone % len(self._ghosts)] = ghost_of(gone, self._evictions)
+                self._evictions += 1
+                del self._slots[self._keys[slot]]
+                self._keys[slot] = key
+            known = recently_evicted(self._ghosts, fingerprint, self._evictions, self.chunks_max)
+            self._arrays.state[slot] = LIVE
+            self._policy.enter(slot, MAIN if known else SMALL)
+            self._slots[key] = slot
+
+
+class Limit(Cache):
+    """Belady's order: of all sessions the one that is used again last gives up its end, the present one included. The
+    common tokens stay."""
+
+    def __init__(self, chunks_max: int) -> None:
+        super().__init__(chunks_max)
+        self._held: dict[str, int] = {}  # by session: its own chunks, from the first on
+        self._next: dict[str, float] = {}
+        self._common = 0
+
+    def begin(self, request: Request) -> int:
+        common, asked = request.common_tokens // CHUNK_TOKENS, request.prompt_tokens // CHUNK_TOKENS
+        seen = self._common >= common
+        hit = common + min(self._held.get(request.session, 0), asked - common) if seen else 0
+        self._keep(request, asked)
+        return hit
+
+    def end(self, request: Request) -> None:
+        self._keep(request, request.total_tokens // CHUNK_TOKENS)
+
+    def _keep(self, request: Request, chunks: int) -> None:
+        self._common = max(self._common, request.common_tokens // CHUNK_TOKENS)
+        self._held[request.session] = chunks - request.common_tokens // CHUNK_TOKENS
+        pause = request.pause_seconds
+        self._next[request.session] = math.inf if pause is None else request.end_seconds + pause
+        excess = sum(self._held.values()) + self._common - self.chunks_max
+        while excess > 0:
+            last = max(self._held, key=self._next.__getitem__)
+            given = min(excess, self._held[last])
+            self._held[last] -= given
+            excess -= given
+            if not self._held[last]:
+                del self._held[last]
+
+
+def _names(request: Request) -> SessionHint:
+    return SessionHint(request.session.encode())
+
+
+def _ends(request: Request) -> SessionHint:
+    return SessionHint(request.session.encode(), request.pause_seconds is None)
+
+
+def _announced(request: Request) -> SessionHint:
+    return _ends(request)._replace(return_seconds=request.pause_seconds)
+
+
+def _mean(request: Request) -> SessionHint:
+    return _ends(request)._replace(return_seconds=None if request.pause_seconds is None else PAUSE_SECONDS)
+
+
+def _half(request: Request) -> SessionHint:
+    if request.pause_seconds is None:
+        return _ends(request)
+    wrong = random.Random(f"{request.session}{request.start_seconds}").uniform(0.5, 1.5)
+    return _ends(request)._replace(return_seconds=request.pause_seconds * wrong)
+
+
+HINTS: dict[str, Callable[[Request], SessionHint | None]] = {
+    "lru": lambda request: None,
+    "retained_names": _names,
+    "retained_ends": _ends,
+    "retained_mean": _mean,
+    "retained_half": _half,
+    "retained_announced": _announced,
+}
+MODELS: dict[str, type[Cache]] = {"fifo": Fifo, "s3fifo": Slab, "limit": Limit}  # type: ignore[type-abstract]
+POLICIES = ("fifo", "s3fifo", "arc", *HINTS, "limit")
+
+
+@contextmanager
+def opened(policy: str, chunks_max: int) -> Iterator[Cache]:
+    if policy in MODELS:
+        yield MODELS[policy](chunks_max)
+        return
+    region = HostRegion(region_path(f"bench-retention-{os.getpid()}"), chunks_max, ROW_BYTES)
+    region.unlink_name()
+    tier = make_cpu_tier(chunks_max, region, "arc" if policy == "arc" else "lru", enable_events=False)
+    try:
+        yield Rows(chunks_max, tier, HINTS.get(policy, HINTS["lru"]))
+    finally:
+        tier.shutdown()
+
+
+def hit_ratio(cache: Cache, requests: Sequence[Request]) -> float:
+    """Of all requests; answers end in the order of time among the starts."""
+    running: list[tuple[float, int]] = []
+    hit_tokens = 0
+    for number, request in enumerate(requests):
+        while running and running[0][0] <= request.start_seconds:
+            cache.end(requests[heapq.heappop(running)[1]])
+        hit_tokens += min(cache.begin(request) * CHUNK_TOKENS, request.prompt_tokens - 1)
+        heapq.heappush(running, (request.end_seconds, number))
+    return hit_tokens / sum(request.prompt_tokens for request in requests)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=120)
+    parser.add_argument("--traces", nargs="+", choices=list(traces(1, 0)))
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    options = parser.parse_args(arguments)
+    figures: dict[str, float] = {"sessions": options.sessions, "seed": options.seed}
+    made = traces(options.sessions, options.seed)
+    chosen = options.traces or list(made)
+    print(f"hit ratio, %\n{'':>20}" + "".join(f"{name:>10}" for name in chosen), flush=True)
+    requests = {name: requests_of(made[name]()) for name in chosen}
+    for policy in options.policies:
+        cells = ""
+        for name in chosen:
+            chunks_max = working_set_chunks(requests[name]) // 2
+            with opened(policy, chunks_max) as cache:
+                ratio = hit_ratio(cache, requests[name])
+            figures[f"{name}_tier_tokens"] = chunks_max * CHUNK_TOKENS
+            figures[f"{name}_{policy}_hit_ratio"] = round(ratio, 4)
+            cells += f"{100 * ratio:>10.1f}"
+        print(f"{policy:>20}{cells}", flush=True)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

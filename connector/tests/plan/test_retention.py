@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_connector.plan.retention import LATE_SECONDS_MIN, Retention, SessionHint
+
+ALICE, BOB = b"alice", b"bob"
+
+
+class LruTier:
+    """A tier of `size` chunks in LRU's order, whose evictions Retention plans. Keys name their tenant."""
+
+    def __init__(self, size: int, sessions_max: int = 100) -> None:
+        self.size = size
+        self.order: OrderedDict[str, None] = OrderedDict()
+        self.pinned: set[str] = set()
+        self.retention: Retention[str] = Retention(sessions_max)
+
+    def touch(self, tenant: bytes, hint: SessionHint | None, keys: list[str], now: float) -> None:
+        here = [key for key in keys if key in self.order]
+        for key in reversed(here):
+            self.order.move_to_end(key)
+        self.use(tenant, hint, here, now)
+
+    def use(self, tenant: bytes, hint: SessionHint | None, keys: list[str], now: float) -> None:
+        if hint is None:
+            self.retention.use_without_session(keys)
+        else:
+            self.retention.use(tenant, hint, keys, now)
+
+    def store(self, tenant: bytes, hint: SessionHint | None, keys: list[str], now: float) -> list[str] | None:
+        """What was evicted; None, and nothing has changed, where too few chunks may leave."""
+        wanted = [key for key in dict.fromkeys(keys) if key not in self.order]
+        count = len(self.order) + len(wanted) - self.size
+        evicted: list[str] = []
+        if count > 0:
+            asking = None if hint is None else (tenant, hint.session)
+            kept = set(keys)
+            plan = self.retention.plan_eviction(
+                count, self.order, lambda key: key not in self.pinned and key not in kept, now, asking
+            )
+            if plan is None:
+                return None
+            evicted, spared = plan
+            for key in spared:
+                self.order.move_to_end(key)
+            for key in evicted:
+                del self.order[key]
+            self.retention.forget(evicted)
+        self.order.update(dict.fromkeys(wanted))
+        self.use(tenant, hint, wanted, now)
+        return evicted
+
+    def turn(self, tenant: bytes, hint: SessionHint, keys: list[str], begin: float, end: float) -> list[str] | None:
+        self.retention.begin_request(tenant, hint, begin)
+        self.touch(tenant, hint, keys, begin)
+        evicted = self.store(tenant, hint, keys, begin)
+        self.retention.end_request(tenant, hint, end)
+        return evicted
+
+
+def chunks(name: str, count: int, first: int = 0) -> list[str]:
+    return [f"{name}{number}" for number in range(first, first + count)]
+
+
+def hint(name: str, returns: float | None = None, *, ended: bool = False) -> SessionHint:
+    return SessionHint(name.encode(), ended, returns)
+
+
+def test_without_sessions_the_order_is_lrus():
+    tier = LruTier(4)
+    tier.store(ALICE, None, chunks("a", 4), 0.0)
+    tier.touch(ALICE, None, ["a0"], 1.0)
+
+    assert tier.store(ALICE, None, chunks("b", 2), 2.0) == ["a1", "a2"]
+
+
+def test_the_end_of_the_session_that_comes_back_last_leaves_first():
+    tier = LruTier(6)
+    tier.turn(ALICE, hint("soon", 10.0), chunks("s", 3), 0.0, 1.0)  # the least recently used
+    tier.turn(ALICE, hint("late", 500.0), chunks("l", 3), 2.0, 3.0)
+
+    assert tier.store(ALICE, None, chunks("x", 2), 4.0) == ["l2", "l1"]
+
+
+def test_what_only_an_ended_session_used_leaves_first_and_from_its_end():
+    tier = LruTier(6)
+    tier.turn(ALICE, hint("other"), ["common", *chunks("o", 2)], 0.0, 1.0)
+    tier.turn(ALICE, hint("over", ended=True), ["common", *chunks("e", 3)], 2.0, 3.0)
+
+    assert tier.store(BOB, None, chunks("x", 2), 4.0) == ["e2", "e1"]
+    assert tier.store(BOB, None, ["y"], 5.0) == ["e0"]
+    assert tier.retention.sessions_ended == 1
+
+
+def test_a_chunk_of_an_ended_session_that_is_used_again_is_not_left_over():
+    tier = LruTier(4)
+    tier.turn(ALICE, hint("over", ended=True), chunks("e", 2), 0.0, 1.0)
+    tier.store(ALICE, None, chunks("a", 2), 2.0)
+    tier.touch(ALICE, None, chunks("e", 2), 3.0)
+
+    assert tier.store(ALICE, None, ["x"], 4.0) == ["a0"]
+
+
+def test_chunks_stored_behind_the_end_of_a_session_leave_first():
+    tier = LruTier(4)
+    tier.turn(ALICE, hint("over", ended=True), chunks("e", 2), 0.0, 1.0)
+    tier.store(ALICE, hint("over", ended=True), ["e2"], 1.5)
+    tier.store(ALICE, None, ["a"], 2.0)
+
+    assert set(tier.store(ALICE, None, chunks("x", 3), 4.0) or ()) == {"e0", "e1", "e2"}
+
+
+def test_a_session_that_says_nothing_is_expected_after_its_own_pause():
+    tier = LruTier(6)
+    tier.turn(ALICE, hint("steady"), chunks("s", 3), 0.0, 1.0)
+    tier.turn(ALICE, hint("steady"), chunks("s", 3), 11.0, 12.0)  # expected back at 22
+    tier.turn(ALICE, hint("far", 300.0), chunks("f", 3), 13.0, 14.0)
+
+    assert tier.store(BOB, None, ["x"], 15.0) == ["f2"]
+
+
+def test_a_session_that_never_came_back_is_not_expected():
+    tier = LruTier(6)
+    tier.turn(ALICE, hint("once"), chunks("o", 3), 0.0, 1.0)
+    tier.turn(ALICE, hint("far", 300.0), chunks("f", 3), 2.0, 3.0)
+
+    assert tier.store(BOB, None, ["x"], 4.0) == ["o0"]  # its turn, and it gives none of `far` instead
+
+
+def test_a_session_that_is_far_too_late_has_ended():
+    tier = LruTier(6)
+    tier.turn(ALICE, hint("lost", 1.0), chunks("l", 3), 0.0, 1.0)
+    now = 3.0 + LATE_SECONDS_MIN
+    tier.turn(ALICE, hint("alive", 300.0), chunks("a", 3), now, now)
+
+    assert tier.store(BOB, None, ["x"], now) == ["l0"]  # its turn, unlike `alive`, which comes back last
+
+
+def test_a_request_never_pushes_out_the_chunks_before_those_that_it_stores():
+    tier = LruTier(6)
+    tier.turn(ALICE, hint("soon", 1.0), chunks("s", 3), 0.0, 1.0)
+    later = hint("late", 900.0)
+    tier.retention.begin_request(ALICE, later, 2.0)
+    tier.store(ALICE, later, chunks("l", 3), 2.0)
+
+    assert tier.store(ALICE, later, chunks("l", 1, first=3), 3.0) == ["s2"]
+
+
+def test_a_shared_chunk_outlives_each_of_its_sessions():
+    tier = LruTier(5)
+    tier.turn(ALICE, hint("one", 50.0), ["common", "a"], 0.0, 1.0)
+    tier.turn(ALICE, hint("two", 90.0), ["common", "b"], 2.0, 3.0)
+    tier.turn(ALICE, hint("one", ended=True), ["common"], 4.0, 5.0)
+    tier.store(BOB, None, ["x", "y"], 6.0)
+
+    assert tier.store(BOB, None, ["z"], 7.0) == ["a"]
+    assert tier.store(BOB, None, ["w"], 8.0) == ["b"]
+
+
+def test_at_the_bound_the_least_recently_used_session_is_followed_no_longer():
+    tier = LruTier(4, sessions_max=1)
+    tier.turn(ALICE, hint("one", 10.0), chunks("a", 2), 0.0, 1.0)
+    tier.turn(ALICE, hint("two", 500.0), chunks("b", 2), 2.0, 3.0)
+
+    assert tier.retention.retained_chunks == 2
+    assert tier.store(BOB, None, ["x"], 4.0) == ["a0"]  # by age: nothing is known of the session any more
+
+
+def test_none_where_too_few_may_leave():
+    tier = LruTier(3)
+    tier.turn(ALICE, hint("one", 10.0), chunks("a", 3), 0.0, 1.0)
+    tier.pinned = {"a0", "a2"}
+
+    assert tier.store(ALICE, None, chunks("x", 2), 2.0) is None
+    assert tier.store(ALICE, None, ["x"], 2.0) == ["a1"]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_seconds_that_are_no_time_announce_nothing(seconds: float):
+    tier = LruTier(4)
+    tier.turn(ALICE, hint("one", seconds), chunks("a", 2), 0.0, 1.0)
+    tier.turn(ALICE, hint("two", 500.0), chunks("b", 2), 2.0, 3.0)
+
+    assert tier.store(BOB, None, ["x"], 4.0) == ["a0"]
+
+
+def test_an_emptied_tier_retains_nothing():
+    tier = LruTier(4)
+    tier.turn(ALICE, hint("one", 5.0), chunks("a", 2), 0.0, 1.0)
+    tier.turn(ALICE, hint("two", ended=True), chunks("b", 2), 0.0, 1.0)
+    tier.retention.clear()
+
+    assert tier.retention.is_idle
+
+
+# Keys begin with their tenant's letter: no chunk belongs to two tenants, whose salts are in its hash.
+tenants = st.sampled_from([ALICE, BOB])
+hints = st.one_of(
+    st.none(),
+    st.builds(
+        SessionHint,
+        st.sampled_from([b"1", b"2", b"3"]),
+        st.booleans(),
+        st.one_of(st.none(), st.floats(0, 1e6), st.just(float("inf"))),
+    ),
+)
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "touch", "store", "end", "pin", "unpin"]),
+        tenants,
+        hints,
+        st.lists(st.integers(0, 9), unique=True, min_size=1, max_size=4),
+        st.floats(0, 100),
+    ),
+    max_size=60,
+)
+
+
+@given(actions)
+def test_a_tenant_gives_up_a_chunk_only_in_its_own_turn(
+    steps: list[tuple[str, bytes, SessionHint | None, list[int], float]],
+):
+    tier, now = LruTier(8, sessions_max=4), 0.0
+    for action, tenant, session, numbers, seconds in steps:
+        now += seconds
+        keys = [f"{tenant.decode()[0]}{number}" for number in numbers]
+        if action == "pin":
+            tier.pinned.update(keys)
+        elif action == "unpin":
+            tier.pinned.difference_update(keys)
+        elif action == "touch":
+            tier.touch(tenant, session, keys, now)
+        elif action == "store":
+            before = list(tier.order)
+            left_over = set(tier.retention._ended)
+            evicted = tier.store(tenant, session, keys, now)
+            free = [key for key in before if key not in tier.pinned and key not in keys]
+            wanted = [key for key in keys if key not in before]
+            needed = max(0, len(before) + len(wanted) - tier.size)
+            if evicted is None:
+                assert len(free) < needed
+                assert list(tier.order) == before
+                continue
+            assert len(evicted) == len(set(evicted)) == needed
+            assert set(evicted) <= set(free)
+            # Beyond what ended sessions left, each tenant gives up as many as LRU takes of it.
+            taken = [key for key in evicted if key not in left_over]
+            by_age = [key for key in free if key not in left_over][: len(taken)]
+            assert Counter(key[0] for key in taken) == Counter(key[0] for key in by_age)
+        elif session is not None and action == "begin":
+            tier.retention.begin_request(tenant, session, now)
+        elif session is not None:
+            tier.retention.end_request(tenant, session, now)
+        assert len(tier.order) <= tier.size
+        assert tier.retention.retained_chunks <= len(tier.order)
+
+
+@given(actions)
+def test_what_it_follows_is_in_the_tier(steps: list[tuple[str, bytes, SessionHint | None, list[int], float]]):
+    tier, now = LruTier(8, sessions_max=2), 0.0
+    for action, tenant, session, numbers, seconds in steps:
+        now += seconds
+        keys = [f"{tenant.decode()[0]}{number}" for number in numbers]
+        if action == "touch":
+            tier.touch(tenant, session, keys, now)
+        elif action == "store":
+            tier.store(tenant, session, keys, now)
+        elif session is not None and action == "begin":
+            tier.retention.begin_request(tenant, session, now)
+        elif session is not None and action == "end":
+            tier.retention.end_request(tenant, session, now)
+        retention = tier.retention
+        users = Counter(key for followed in retention._sessions.values() for key in followed.keys)
+        assert users == retention._users
+        assert retention._last_user.keys() == retention._users.keys()
+        assert retention._ended.keys().isdisjoint(users)
+        assert {*users, *retention._ended} <= tier.order.keys()
+        assert len(retention._sessions) <= 2
