@@ -101,17 +101,17 @@ def requests_of(trace: Trace) -> list[Request]:
 
 def working_set_chunks(requests: Sequence[Request]) -> int:
     """The most that sessions have at one time, each from its first request to the end of its last."""
-    changes: list[tuple[float, int]] = []
+    moves: list[tuple[float, int]] = []
     before: dict[str, int] = {}
     for request in requests:
         own = (request.total_tokens - request.common_tokens) // CHUNK_TOKENS
-        changes.append((request.start_seconds, own - before.get(request.session, 0)))
+        moves.append((request.start_seconds, own - before.get(request.session, 0)))
         before[request.session] = own
         if request.pause_seconds is None:
-            changes.append((request.end_seconds, -own))
+            moves.append((request.end_seconds, -own))
     most = now = 0
-    for _, change in sorted(changes):
-        now += change
+    for _, move in sorted(moves):
+        now += move
         most = max(most, now)
     return most + max(request.common_tokens for request in requests) // CHUNK_TOKENS
 
