@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.commands import CommandFailed
 from cluster.kube import Kubernetes, Object, is_ready
+from cluster.values import CLIENT_LABELS
 from stack_driver.deadlines import eventually
 
 SCRIPTS = Path(__file__).resolve().parent / "client"
@@ -161,4 +162,4 @@ class ClientPod:
         }
         if node is not None:
             spec["nodeSelector"] = {"kubernetes.io/hostname": node}
-        return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": NAME}, "spec": spec}
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": NAME, "labels": CLIENT_LABELS}, "spec": spec}

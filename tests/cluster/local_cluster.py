@@ -28,10 +28,11 @@ LOAD_SECONDS = 1200.0  # the engine image has gigabytes
 NODES = ("node1", "node2")
 REAL_ENGINES_NODE = NODES[0]  # all of them: their image is on this node alone, as it has gigabytes
 PACKAGES = (
-    "containernetworking-plugins iptables iproute2 conntrack openssl libseccomp-dev pkg-config gcc buildah debootstrap"
+    "containernetworking-plugins iptables ipset iproute2 conntrack openssl libseccomp-dev pkg-config gcc buildah "
+    "debootstrap"
 )
 FILES = (Path("/usr/lib/cni/bridge"), Path("/usr/include/seccomp.h"))
-PROGRAMS = ("go", "gcc", "pkg-config", "openssl", "ip", "iptables", "conntrack", "buildah", "debootstrap")
+PROGRAMS = ("go", "gcc", "pkg-config", "openssl", "ip", "iptables", "ipset", "conntrack", "buildah", "debootstrap")
 
 
 def require_machine() -> None:

@@ -22,7 +22,7 @@ from cluster.helm import CHART, VERSION, Release
 from cluster.kube import Kubernetes, name_of
 from cluster.local_cluster import REAL_ENGINES_NODE, LocalCluster
 from cluster.report import Row
-from cluster.values import MODEL, Values, over
+from cluster.values import CLIENT_READS_METRICS, MODEL, Values, over
 from reference_answers.margins import REQUEST, differences, scored
 from stack_driver.deadlines import eventually
 
@@ -63,7 +63,7 @@ def values(mode: str, resource: str = "huawei.com/Ascend910") -> Values:
         ],
     }
     gateway = {"replicas": 1, "resources": {"requests": {"cpu": "50m"}}}
-    return over(VALUES_CPU, {"engine": engine, "gateway": gateway, "redis": {"enabled": False}})
+    return over(VALUES_CPU, {"engine": engine, "gateway": gateway, "redis": {"enabled": False}, **CLIENT_READS_METRICS})
 
 
 def library(without: tuple[str, ...]) -> dict:

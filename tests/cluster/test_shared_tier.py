@@ -16,7 +16,7 @@ from cluster.helm import CHART, VERSION, Release
 from cluster.kube import Kubernetes
 from cluster.local_cluster import REAL_ENGINES_NODE
 from cluster.report import Row
-from cluster.values import MODEL, Values, over
+from cluster.values import CLIENT_READS_METRICS, MODEL, Values, over
 from reference_answers.margins import REQUEST, Scored, difference, scored
 
 from spillway_stack.chat_answers import plain_answer, require_agreement, streamed_answer
@@ -53,7 +53,7 @@ def values(tier: str, replicas: int) -> Values:
             "cpu": {"request": "50m"},
         },
     }
-    return over(VALUES_CPU, small)
+    return over(over(VALUES_CPU, small), CLIENT_READS_METRICS)
 
 
 @pytest.fixture(scope="module", params=["redis", "nvme"])

@@ -11,6 +11,9 @@ MODEL = "smollm2-135m-instruct"
 OPERATIONS_PORT = 8001  # the default of gateway.opsPort
 GATEWAY_DRAIN_SECONDS = 20
 ENGINE_DRAIN_SECONDS = 20
+CLIENT_LABELS = {"lane": "client"}
+# The lane's client also reads what Prometheus may read; the chart's policies are enforced.
+CLIENT_READS_METRICS: Values = {"networkPolicy": {"prometheusFrom": [{"podSelector": {"matchLabels": CLIENT_LABELS}}]}}
 
 _SIMULATED: Values = {
     "engine": {
@@ -47,6 +50,7 @@ _SIMULATED: Values = {
         "memory": "256MiB",
         "cpu": {"request": "50m"},
     },
+    **CLIENT_READS_METRICS,
 }
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A real Kubernetes cluster on one Linux machine, without a container engine: etcd, API server,
-# controllers, scheduler, and per node a network namespace with containerd, kubelet and kube-proxy.
+# controllers, scheduler, and per node a network namespace with containerd, kubelet, kube-proxy and kube-router's
+# controller of NetworkPolicies.
 #
 #   cluster.sh build            compile the binaries from their Go modules, unless they are there (15 minutes on 2 cores)
 #   cluster.sh up [NODES]       start a cluster (default 2 nodes) and wait until every node is Ready
@@ -13,7 +14,7 @@
 #   cluster.sh clean            remove those as well
 #
 # State lives in $SPILLWAY_CLUSTER (default: ~/.cache/spillway-cluster). Needs root, go, gcc, and from Debian:
-# containernetworking-plugins iptables iproute2 conntrack openssl libseccomp-dev pkg-config.
+# containernetworking-plugins iptables ipset iproute2 conntrack openssl libseccomp-dev pkg-config.
 # Control plane: 10.250.0.1 on bridge swbr0. Node i: 10.250.0.(10+i), pods 10.251.i.0/24. Services: 10.252.0.0/16.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -25,7 +26,7 @@ export PATH=$bin:$PATH
 kubernetes=$(awk '$1=="k8s.io/kubernetes"{print $2}' "$here/control-plane/go.mod")
 
 built() { # a file that exists once the binaries of exactly these modules are complete
-    echo "$bin/built-$(cat "$here"/*/go.{mod,sum} "$here"/dns/*.go "$here/pause.c" | sha256sum | cut -c1-16)"
+    echo "$bin/built-$(cat "$here"/*/go.{mod,sum} "$here"/dns/*.go "$here"/control-plane/*/*.go "$here/pause.c" | sha256sum | cut -c1-16)"
 }
 
 build() {
@@ -35,7 +36,7 @@ build() {
     [ ! -e "$(built)" ] || return 0
     local version="-X k8s.io/component-base/version.gitVersion=$kubernetes -X k8s.io/client-go/pkg/version.gitVersion=$kubernetes"
     version+=" -X k8s.io/component-base/version.gitMajor=1 -X k8s.io/component-base/version.gitMinor=$(cut -d. -f2 <<<"$kubernetes")"
-    (cd "$here/control-plane" && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w $version" -o "$bin/" tool)
+    (cd "$here/control-plane" && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w $version" -o "$bin/" tool ./network-policies)
     (cd "$here/runtime"
         CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$bin/" github.com/containerd/containerd/v2/cmd/{containerd,containerd-shim-runc-v2,ctr}
         CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$bin/etcd" go.etcd.io/etcd/server/v3
@@ -106,7 +107,7 @@ up() {
     mkdir -p "$run"; chmod 700 "$run"
     echo "$nodes" >"$run/nodes"
     { echo admin system:masters; echo system:kube-controller-manager system:kube-controller-manager
-      echo system:kube-scheduler system:kube-scheduler; echo system:kube-proxy system:node-proxier; echo dns system:masters
+      echo system:kube-scheduler system:kube-scheduler; echo system:kube-proxy system:node-proxier; echo dns system:masters; echo network-policies system:masters
       for i in $(seq "$nodes"); do echo "system:node:node$i system:nodes"; done; } | certificates
     ip link add swbr0 type bridge; ip addr add $host/24 dev swbr0; ip link set swbr0 up
     spawn etcd etcd --data-dir "$run/etcd" --listen-client-urls http://127.0.0.1:23790 --advertise-client-urls http://127.0.0.1:23790 \
@@ -161,7 +162,8 @@ start() { # NODE : its network, container runtime, kubelet, service proxy
     ip -n "sw-$node" addr add "10.250.0.$((10 + i))/24" dev eth0
     ip -n "sw-$node" link set eth0 up
     ip -n "sw-$node" route add default via $host
-    ip netns exec "sw-$node" sysctl -qw net.ipv4.ip_forward=1
+    # Pods of one node talk over its bridge: policies hold there too.
+    ip netns exec "sw-$node" sysctl -qw net.ipv4.ip_forward=1 net.bridge.bridge-nf-call-iptables=1
     ip route replace "10.251.$i.0/24" via "10.250.0.$((10 + i))"
     all=$(<"$run/nodes")
     for j in $(seq "$all"); do [ "$j" = "$i" ] || ip -n "sw-$node" route replace "10.251.$j.0/24" via "10.250.0.$((10 + j))"; done
@@ -242,6 +244,11 @@ K
         kubelet --config "$dir/kubelet.yaml" --kubeconfig "$run/$node.kubeconfig" --hostname-override "$node" --node-ip "$(hostname -I | cut -d" " -f1)" \
             --root-dir "$dir/kubelet" --cert-dir "$dir/kubelet-pki" >"$dir/kubelet.log" 2>&1 &
         kube-proxy --config "$dir/proxy.yaml" --hostname-override "$node" >"$dir/proxy.log" 2>&1 &
+        {
+            admin="--kubeconfig $run/network-policies.kubeconfig"
+            until kubectl $admin get node "$node" >/dev/null 2>&1; do sleep 1; done
+            exec network-policies $admin --hostname-override "$node" --service-cluster-ip-range 10.252.0.0/16
+        } >"$dir/network-policies.log" 2>&1 &
         wait' node "$dir" "$node" "$run"
 }
 
