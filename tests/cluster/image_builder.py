@@ -65,13 +65,13 @@ class ImageBuilder:
         self._images = images(version)
         self._keys: dict[str, str] = {}  # of what was found first: a file that is edited later changes no name midway
         self._temporary = folder / "temporary"
-        shutil.rmtree(self._temporary, ignore_errors=True)  # gigabytes, where an earlier build was interrupted
-        self._temporary.mkdir(parents=True)
 
     def archive(self, name: str) -> Path:
         """A docker archive of the image, built now unless nothing in it has changed."""
         path = self.folder / f"{name.replace(':', '_')}-{self._key(name)}.tar"
         if not path.exists():
+            shutil.rmtree(self._temporary, ignore_errors=True)  # gigabytes, where an earlier build was interrupted
+            self._temporary.mkdir(parents=True)
             self._build(self._images[name])
             for old in self.folder.glob(f"{name.replace(':', '_')}-*.tar"):
                 old.unlink()

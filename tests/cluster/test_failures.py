@@ -1,4 +1,5 @@
-"""Failures: pods killed, a node drained, a node lost, the API server away. The service goes on.
+"""Failures: pods killed, Valkey's password rotated, a node drained, a node lost, the API server away. The service goes
+on.
 
 A request that ran in a process which was killed without warning is lost with it. So after a kill at most the requests
 that ran there fail, and none that was asked later.
@@ -17,28 +18,19 @@ from cluster.helm import Release
 from cluster.kube import Kubernetes, Object, name_of
 from cluster.local_cluster import NODES, LocalCluster
 from cluster.report import Report, Row
-from cluster.values import OPERATIONS_PORT, simulated
+from cluster.valkey_password import SECRET, engines_log_in, passwords_held, takes_password, write_password
+from cluster.values import OPERATIONS_PORT, Values, simulated
 from stack_driver.deadlines import eventually
 
 ENGINES_SERVICE = "chat-spillway-engine-pods"
 WORKERS = 6
-PASSWORD = {
-    "apiVersion": "v1",
-    "kind": "Secret",
-    "metadata": {"name": "redis-password"},
-    "stringData": {"password": "a" * 32},
-}
+PASSWORDS = "a" * 32, "b" * 32
 
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(release: Release, client: ClientPod, namespace: Kubernetes, machine: LocalCluster) -> None:
-    namespace.apply(PASSWORD)
-    release.install(
-        simulated(
-            engine={"offload": {"sharedTier": {"type": "redis"}}},
-            redis={"enabled": True, "existingSecret": {"name": "redis-password"}, "nodeSelector": on_node(NODES[0])},
-        )
-    )
+    write_password(namespace, PASSWORDS[0])
+    release.install(values())
     client.create(node=NODES[0])
 
 
@@ -47,6 +39,13 @@ def everything_is_up(installed: None, namespace: Kubernetes) -> None:
     """A case that failed must not take the next ones with it."""
     namespace.wait_for_pods("engine", 2, 300.0)
     namespace.wait_for_pods("gateway", 2, 300.0)
+
+
+def values(secrets_revision: str = "") -> Values:
+    redis = {"enabled": True, "existingSecret": {"name": SECRET}, "nodeSelector": on_node(NODES[0])}
+    return simulated(
+        engine={"offload": {"sharedTier": {"type": "redis"}}}, redis={**redis, "secretsRevision": secrets_revision}
+    )
 
 
 def on_node(node: str) -> dict[str, str]:
@@ -97,6 +96,27 @@ def test_redis_killed(namespace: Kubernetes, client: ClientPod, case: Row) -> No
         kill(namespace, victim)
         eventually("Valkey is back", lambda: back(namespace, victim, "redis"), 180.0)
         client.wait_for_requests(client.progress() + 40)
+    case.requests, case.failed, case.note = result.requests, result.failed, result.words()
+    assert result.failed == 0, result.failures
+
+
+def test_password_rotated(namespace: Kubernetes, client: ClientPod, release: Release, case: Row) -> None:
+    """the embedded Valkey's password rotated as docs/operations.md has it: no request fails, engines stay and log in"""
+    old, new = PASSWORDS
+    engines = {pod["metadata"]["uid"]: name_of(pod) for pod in namespace.ready_pods("engine")}
+    (valkey,) = namespace.ready_pods("redis")
+    assert engines_log_in(namespace, engines.values())
+    with client.load(WORKERS) as result:
+        write_password(namespace, new)
+        eventually("the engines have it", lambda: passwords_held(namespace, engines.values()) == {new}, 180.0)
+        assert takes_password(namespace, valkey, old), "Valkey reads it when its pod starts"
+        release.upgrade(values(secrets_revision="2"))
+        eventually("Valkey is back", lambda: back(namespace, valkey, "redis"), 180.0)
+        eventually("the engines log in", lambda: engines_log_in(namespace, engines.values()), 60.0)
+        client.wait_for_requests(client.progress() + 40)
+    (valkey,) = namespace.ready_pods("redis")
+    assert takes_password(namespace, valkey, new) and not takes_password(namespace, valkey, old)
+    assert {pod["metadata"]["uid"] for pod in namespace.ready_pods("engine")} == set(engines)
     case.requests, case.failed, case.note = result.requests, result.failed, result.words()
     assert result.failed == 0, result.failures
 
