@@ -148,6 +148,10 @@ bench-first-token: $(STAMP) $(ENGINE_STAMP) ## Time to first token by tier, besi
 bench-tiers: $(STAMP) ## Shared tiers beside fio, vLLM's fs tier and redis-py. BENCH="--only disk" narrows it
 	@$(BIN)/python bench/tiers.py $(BENCH)
 
+.PHONY: bench-promotion
+bench-promotion: $(STAMP) ## First tokens of queued requests, promoted meanwhile or at their turn, and what useless promotions cost. About ten minutes
+	@$(BIN)/python bench/promotion.py $(BENCH)
+
 .PHONY: bench-load-cpu
 bench-load-cpu: $(STAMP) ## Processor time of one load from NVMe and Redis, beside vLLM's fs tier and the least it can take
 	@$(BIN)/python bench/load_cpu.py $(BENCH)

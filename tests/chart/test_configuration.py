@@ -109,6 +109,7 @@ prefillTokensPerSecond: 2500000
 requestWaitSeconds: 1.5
 promotionInFlightFraction: 0.25
 promotionPerRequestFraction: 1
+promotionAheadFraction: 0.125
 extraTiers: [{type: fs, root_dir: /x, size: 3000000000}]
 """)
 LIMITS = yaml.safe_load("""
@@ -163,6 +164,7 @@ def test_offload_values_reach_the_connector(engine_of):
         request_wait_seconds=1.5,
         promotion_in_flight_fraction=0.25,
         promotion_per_request_fraction=1,
+        promotion_ahead_fraction=0.125,
     )
     assert extra["secondary_tiers"] == [{"type": "fs", "root_dir": "/x", "size": 3_000_000_000}]
 

@@ -112,6 +112,7 @@ DIMENSIONS = {
                 "requestWaitSeconds": 1.5,
                 "promotionInFlightFraction": 0.3,
                 "promotionPerRequestFraction": 1,
+                "promotionAheadFraction": 0,
                 "sharedTier": {"loadQueueBytesMax": "20GiB", "nvme": {"ttlSeconds": 3600, "tenantMaxBytes": "50GiB"}},
             },
         ),

@@ -23,7 +23,7 @@ from spillway_connector.native_keys import native_key_answer
 from spillway_connector.plan.copy_table import CopyTable
 from spillway_connector.setting_names import SettingNames
 from spillway_settings.byte_sizes import ByteCount, format_byte_count
-from spillway_settings.typed import Count, Positive, Settings, Share, WrongSetting, read_settings
+from spillway_settings.typed import Count, Portion, Positive, Settings, Share, WrongSetting, read_settings
 
 # Keys of the extra config that vLLM itself reads; we pass them by.
 _PROMPT_ONLY = "offload_prompt_only"  # what vLLM calls generated_tokens: off
@@ -121,6 +121,8 @@ class ConnectorConfig(Section, frozen=True):
     # stores always find room (vllm#49902), and per request, so that one long prompt cannot evict its own head.
     promotion_in_flight_fraction: Share = 0.5
     promotion_per_request_fraction: Share = 0.75
+    # Rows for chunks that are promoted while their requests still wait for their turn; 0: none is promoted before.
+    promotion_ahead_fraction: Portion = 0.25
     request_wait_seconds: Positive = 3.0  # over all lookups and loads of one request; then it recomputes
     # Part of the namespace where it is set: another one after a change of weights in place, and no old block is hit.
     weights_version: str | None = None

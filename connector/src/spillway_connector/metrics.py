@@ -148,6 +148,13 @@ PREFILL_RATE = Metric(
 TIER_LOAD_RATE = Metric(
     "spillway_tier_load_bytes_per_second", Kind.GAUGE, "Measured rate of loads as requests see it.", ("tier",)
 )
+PROMOTED_AHEAD = Metric(
+    "spillway_promoted_ahead_blocks",
+    Kind.COUNTER,
+    "Chunks promoted for requests whose turn had not come, and what became of them: found there at the turn (used), "
+    "evicted before it, or their request ended without one (unused).",
+    ("outcome",),
+)
 TIER_NOT_WORTH = Metric(
     "spillway_tier_not_worth", Kind.COUNTER, "Chunks not asked of a tier because recomputing is faster.", ("tier",)
 )
@@ -182,6 +189,7 @@ ALL = (
     TIER_WEIGHTS_CHANGED,
     PREFILL_RATE,
     TIER_LOAD_RATE,
+    PROMOTED_AHEAD,
     TIER_NOT_WORTH,
 )
 BY_NAME = {metric.name: metric for metric in ALL}

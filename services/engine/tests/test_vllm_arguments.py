@@ -95,7 +95,7 @@ def test_the_whole_command_line_of_a_cpu_engine() -> None:
         '"kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{'
         '"spec_name":"SpillwayOffloadingSpec","spec_module_path":"spillway_connector.engine.spec","num_cpu_blocks":96,'
         '"blocks_per_chunk":1,"generated_tokens":"on","layerwise_loads":"off","eviction_policy":"lru","batch_memcpy":"auto","transport":"auto","max_copy_descriptors":4096,'
-        '"promotion_in_flight_fraction":0.5,"promotion_per_request_fraction":0.75,"request_wait_seconds":3.0,'
+        '"promotion_in_flight_fraction":0.5,"promotion_per_request_fraction":0.75,"promotion_ahead_fraction":0.25,"request_wait_seconds":3.0,'
         '"secondary_tiers":['
         '{"type":"nvme","path":"/kv","max_bytes":4294967296,"mode":"auto","io_threads":8,'
         '"lookup_timeout_seconds":0.2,"load_timeout_seconds":2.0,"store_timeout_seconds":10.0,'
@@ -198,6 +198,7 @@ def test_every_offload_setting_reaches_the_connector() -> None:
         "requestWaitSeconds": 1.5,
         "promotionInFlightFraction": 0.25,
         "promotionPerRequestFraction": 1,
+        "promotionAheadFraction": 0,
     }
     extra = kv_transfer_config(read_settings(EngineSettings, {**TREE, "offload": offload}))["kv_connector_extra_config"]
 
@@ -218,6 +219,7 @@ def test_every_offload_setting_reaches_the_connector() -> None:
         request_wait_seconds=1.5,
         promotion_in_flight_fraction=0.25,
         promotion_per_request_fraction=1.0,
+        promotion_ahead_fraction=0.0,
     )
 
 

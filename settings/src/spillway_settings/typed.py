@@ -25,6 +25,7 @@ Port = Annotated[int, Meta(ge=1, le=65_535)]
 Positive = Annotated[float, Meta(gt=0, le=LARGEST)]
 NotNegative = Annotated[float, Meta(ge=0, le=LARGEST)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+Portion = Annotated[float, Meta(ge=0, le=1)]  # a share, or none
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$((?:\.\w+|\[\d+\]|\[\.\.\.\])*)`$")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")

@@ -133,6 +133,7 @@ class PrefixLookupManager(OffloadingManager):
             request_rows_max=max(1, int(num_rows * config.promotion_per_request_fraction)),
         )
         self.loads_begin_early = False  # set by the scheduler half
+        self.ahead_rows_max = int(num_rows * config.promotion_ahead_fraction) if self._prefix_tier is not None else 0
 
     @abstractmethod
     def _process_finished_jobs(self) -> None:
@@ -313,6 +314,49 @@ class PrefixLookupManager(OffloadingManager):
         bounds.rows_in_flight += room
         wait.rows_promoted += room
         return room
+
+    def promote_ahead(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, asker: ReqContext, rows_max: int
+    ) -> tuple[list[OffloadKey], bool]:
+        """Begin to promote a prefix that no scheduler has asked about yet: at most `rows_max` chunks of it, in order.
+
+        asker: whom the shared tier counts the waiting to, so that the request has all of its own left. Returns the
+        chunks whose promotion begins now, and whether there may be more. Nothing is asked of a tier that does not pay.
+        """
+        self._maybe_process_finished_jobs()
+        tier = self._prefix_tier
+        if tier is None or not tier.open or not self._may_load(tier, req_context):
+            return [], False
+        if not self._gates[tier].pays(self.prefill_rate):
+            return [], False
+        resident = self.primary_tier.resident
+        missing = [key for key in keys if key not in resident]
+        if not missing:
+            return [], False
+        found, _ = tier.lookup_prefix(missing, asker)
+        there = [answer is Lookup.HIT for answer in found]
+        hits = there.index(False) if False in there else len(there)
+        if not hits:
+            return [], found[0] is Lookup.PENDING
+        self.primary_tier.touch(keys, req_context)  # they must not make room for the others
+        promoted = self._promote(tier, missing[: min(hits, rows_max)], req_context, _Wait())
+        self._flush_promotions()
+        return missing[:promoted], promoted > 0 and (hits > promoted or found[-1] is Lookup.PENDING)
+
+    def forget_ahead(self, asker: ReqContext) -> None:
+        """Nothing is asked for it any more."""
+        if self._prefix_tier is not None:
+            self._prefix_tier.on_request_finished(asker)
+
+    def rows_being_loaded(self) -> int:
+        """From shared tiers, by all promotions that have not ended yet."""
+        self._maybe_process_finished_jobs()
+        return self._bounds.rows_in_flight
+
+    def chunks_loaded_in(self, seconds: float) -> int:
+        """As the shared tier's loads are measured; 0 before the first."""
+        rate = None if self._prefix_tier is None else self._gates[self._prefix_tier].load_rate.per_second
+        return 0 if rate is None else int(rate * seconds / self._chunk_bytes)
 
     def _flush_promotions(self) -> None:
         """Submit one job for each tier and request."""

@@ -10,7 +10,6 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, cast
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
@@ -28,9 +27,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from spillway_connector.engine.adapters import AdapterRegistry, adapter_of
+from spillway_connector.engine.ahead import AheadPromotions
 from spillway_connector.engine.early_loads import EarlyLoad, PendingRows
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.request_state import RequestFields
+from spillway_connector.engine.resets import ResetJob, blocks_in_use
 from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.tenancy import tenant_of
 from spillway_connector.engine.tiering import TieringManager
@@ -40,14 +41,6 @@ from spillway_connector.plan.load_cost import PrefillTimer
 logger = logging.getLogger(__name__)
 
 _TOUCH_SECONDS = 1.0  # between two renewals of a request's chunks in the CPU tier
-
-
-@dataclass(slots=True)
-class ResetJob:
-    """A job that was under way at a reset, until every rank has reported it."""
-
-    ranks_pending: int
-    rows: list[int]  # of the CPU tier, which it may still read or write
 
 
 class SchedulerHalf(OffloadingConnectorScheduler):
@@ -89,6 +82,8 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         self.adapters = AdapterRegistry()
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
         self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
+        rows_max = self.manager.ahead_rows_max if one_prefix else 0
+        self._ahead = AheadPromotions(self.manager, self, rows_max=rows_max, blocks_per_chunk=blocks_per_chunk)
 
     @abstractmethod
     def _state_of(self, request: Request, tenant: bytes) -> RequestFields:
@@ -123,6 +118,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         self._req_status[request.request_id] = status
         if not self._hash_bytes and request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])
+        self._ahead.add(request.request_id, status)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
@@ -132,6 +128,8 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         Unlike upstream, nothing is offered to a request that asked to skip the prefix cache, whose adapter's digest is
         unknown, or whose load has failed before; and while a waiting request's answer is current it is not looked up.
         """
+        if request.request_id in self._ahead.waiting:
+            self._ahead.turn_came(request.request_id)
         if request.skip_reading_prefix_cache:
             # It needs a forward pass over the whole prompt (`prompt_logprobs`, pooling over all tokens). vLLM skips the
             # device's prefix cache for it, but asks the connector nevertheless.
@@ -268,6 +266,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         # Head-of-line blocking: vLLM stops at the first waiting request that finds no free blocks. When requests behind
         # it hold all blocks, loaded and ready to run, and nothing computes or copies, none of them would be scheduled.
         self._gridlock = bool(self._loaded and not scheduler_output.num_scheduled_tokens and not self._jobs)
+        self._ahead.end_step()
         metadata = super().build_connector_meta(scheduler_output)
         pieces = self._due_pieces() if self._early_loads else []
         if not pieces:
@@ -362,6 +361,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._recompute_only.discard(request.request_id)
         self._loaded.discard(request.request_id)
+        self._ahead.ended(request.request_id)
         if self._early_loads and (status := self._req_status.get(request.request_id)) is not None:
             for job_id in status.transfer_jobs & self._early_loads.keys():
                 self._early_loads[job_id].abandon(needed=False)
@@ -418,7 +418,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         nevertheless. Those blocks stay cached, and a load under way would add to them: with them, an empty CPU tier is
         no reset. So both caches are reset, or neither is.
         """
-        if self.device_blocks is not None and (in_use := _blocks_in_use(self.device_blocks)):
+        if self.device_blocks is not None and (in_use := blocks_in_use(self.device_blocks)):
             logger.warning(
                 "The CPU tier was not reset, like the device's prefix cache: %d blocks are in use; reset again when no "
                 "request runs, or with reset_running_requests",
@@ -442,8 +442,3 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         self._failed_jobs.clear()
         for load in self._early_loads.values():
             load.abandon(needed=True)
-
-
-def _blocks_in_use(device_blocks: BlockPool) -> int:
-    """The count that vLLM's own reset refuses on; the null block is always in use."""
-    return device_blocks.num_gpu_blocks - device_blocks.get_num_free_blocks() - 1

@@ -27,6 +27,7 @@ from spillway_connector.engine.prefix_tier import SharedTierBase, TierJobResult
 from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import Samples
 from spillway_connector.engine.tenancy import session_of_context
+from spillway_connector.plan.ahead import AheadOutcome
 from spillway_connector.transfer.announcements import Announcement
 
 
@@ -83,6 +84,7 @@ class TieringManager(PrefixLookupManager):
         self._reported_retained = -1
         self._reported_rates: dict[str, float] = {}  # by tier; "" is the prefill's
         self._resets = {"done": 0, "refused": 0}
+        self._ahead = dict.fromkeys(AheadOutcome, 0)
         self._failed_stores: set[OffloadKey] = set()  # to be completed as failed
         self._early_chunks: dict[int, int] = {}  # by promotion under way: chunks that were completed before its end
         self._reset_rows: dict[int, list[int]] = {}  # by job under way: rows of chunks that a reset has dropped
@@ -285,6 +287,12 @@ class TieringManager(PrefixLookupManager):
         self._resets["refused"] += 1
         self._unreported = True
 
+    def count_ahead(self, outcome: AheadOutcome, chunks: int) -> None:
+        """Chunks promoted ahead of their request's turn, and what became of them."""
+        if chunks:
+            self._ahead[outcome] += chunks
+            self._unreported = True
+
     def take_samples(self) -> Samples | None:
         """What happened since the last call; None where nothing did. Called once per engine step."""
         changed = self.primary_tier.changed_chunks.position, self.prefill_rate.updated_at
@@ -315,6 +323,10 @@ class TieringManager(PrefixLookupManager):
             if count:
                 stats.add(metrics.CPU_TIER_RESETS, count, outcome)
                 self._resets[outcome] = 0
+        for ahead, chunks in self._ahead.items():
+            if chunks:
+                stats.add(metrics.PROMOTED_AHEAD, chunks, ahead.value)
+                self._ahead[ahead] = 0
         for shared in self._shared_tiers:
             shared.report.add_to(stats)
         for tier, gate in self._gates.items():

@@ -72,6 +72,7 @@ SEAMS = Seams(
             "vllm.v1.core.block_pool",
             "BlockPool",
             {
+                "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
                 "get_num_free_blocks": ("self",),
                 "evict_blocks": ("self", "block_ids"),
             },

@@ -62,7 +62,14 @@ SEAMS = Seams(
         ),
         Methods(f"{_OFFLOADING}.scheduler", "RequestOffloadState", {"update_offload_keys": ("self",)}),
         Methods("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", {"reset_cache": ("self",)}),
-        Methods("vllm.v1.core.block_pool", "BlockPool", {"get_num_free_blocks": ("self",)}),
+        Methods(
+            "vllm.v1.core.block_pool",
+            "BlockPool",
+            {
+                "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
+                "get_num_free_blocks": ("self",),
+            },
+        ),
         Methods(
             "vllm.v1.engine.core",
             "EngineCore",
