@@ -22,7 +22,7 @@ from spillway_gateway.testing.small_tokenizer import write_tokenizer
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.prompt import (
-    INLINE_NEW_CHARS_MAX,
+    INLINE_CHARS_MAX,
     ChatPrompt,
     CompletionPrompt,
     PromptReader,
@@ -229,7 +229,7 @@ async def test_a_tenants_long_prompts_do_not_hold_up_anothers(folder: Path) -> N
         async with asyncio.TaskGroup() as group:
             for at in range(3):
                 group.create_task(read("long", f"{at} {WORDS}" * 4_000))
-            group.create_task(read("short", "other words " * INLINE_NEW_CHARS_MAX))
+            group.create_task(read("short", "other words " * INLINE_CHARS_MAX))
 
     assert order[0] == "short"
 
@@ -347,7 +347,7 @@ async def test_reader_uses_tokens_where_it_can_and_text_elsewhere(tokenizer: Pro
         ids = list(render_and_encode(tokenizer, ChatPrompt(messages)))
         short = await textual.read(CompletionPrompt("the fox"))
         as_ids = await textual.read(CompletionPrompt(array("I", ids), cache_salt="s"))
-        long = [{"role": "user", "content": "new words " * INLINE_NEW_CHARS_MAX}]
+        long = [{"role": "user", "content": "new words " * INLINE_CHARS_MAX}]
         by_thread = await exact.read(ChatPrompt(long, cache_salt="s"))
         long_ids = list(render_and_encode(tokenizer, ChatPrompt(long)))
 

@@ -31,7 +31,6 @@ from spillway_gateway.tokens.tokenizer import Encoded, PromptTokenizer, Tokenize
 logger = logging.getLogger(__name__)
 
 INLINE_CHARS_MAX = 16_384  # longer prompts are rendered and looked up on a thread, cached or not
-INLINE_NEW_CHARS_MAX = 1_024  # tokenising this much takes about as long as handing it to a thread and back
 INLINE_ITEMS_MAX = 256  # messages, tools and calls of tools
 TOKENIZE_SECONDS_MAX = 2.0  # then the tokens so far are used; waiting longer would cost more than a match saves
 WAIT_SECONDS_MAX = 2.5  # then the request is matched by text: its job was not scheduled in time
@@ -138,7 +137,7 @@ class PromptReader:
         """Without a thread; None where that would block the event loop for too long. Raises CannotRender."""
         text = render(tokenizer, prompt)
         ids = tokenizer.encode_inline(
-            text, add_special_tokens=prompt.add_special_tokens, new_chars_max=INLINE_NEW_CHARS_MAX
+            text, add_special_tokens=prompt.add_special_tokens, new_chars_max=tokenizer.inline_chars_max
         )
         return None if ids is None else self._of_tokens(namespace, ids)
 

@@ -19,16 +19,14 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from spillway_gateway.routing.prefix import TOKEN_BYTES, token_bytes
+from spillway_gateway.routing.prefix import TOKEN_BYTES
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
 from spillway_gateway.tokens.segment_cache import SegmentCache, segment_key
-from spillway_gateway.tokens.word_cache import WordCache
+from spillway_gateway.tokens.text_encoder import TextEncoder
 
 # Texts are tokenised one at a time, so the library's thread pool would only add latency.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Longer texts always take one pass of the library, which releases the interpreter lock; the word cache holds it.
-WORD_CACHE_CHARS_MAX = 1_024
 SEGMENT_CACHE_BYTES = 64 * 1024 * 1024
 _PROBES = (
     "Hello, world! 12345  two  spaces\n\nnew paragraph\ttab",
@@ -38,7 +36,9 @@ _PROBES = (
 )
 
 
-STEP_CHARS = 16_384  # of new text in one step of encode_in_steps(), about 8 ms
+INLINE_NEW_CHARS_MAX = 1_024  # of new text: tokenising it takes about as long as handing it to a thread and back
+FAST_INLINE_NEW_CHARS_MAX = 16_384  # the same with the fast encoder
+STEP_CHARS = 16_384  # of new text in one step of encode_in_steps(), about 8 ms at most
 SEARCH_CHARS = 256 * 1024  # in one search for a special token, under the interpreter's lock
 CUT_TRIES = 8
 CUT_REACH_CHARS = 256
@@ -70,10 +70,15 @@ class PromptTokenizer:
         self._special = _special_pattern(specials)  # None: texts are not cut before special tokens
         self._special_chars_max = max(map(len, specials), default=0)
         self._segments = SegmentCache(SEGMENT_CACHE_BYTES)
-        self._word_cache = WordCache.of(tokenizer)
+        self._encoder = TextEncoder(tokenizer)
         if self._special is not None and not self._segments_agree():
             self._special = None
         self._around = self._special_tokens_around()
+
+    @property
+    def inline_chars_max(self) -> int:
+        """New text that is tokenised sooner on the event loop than by handing it to a thread and back."""
+        return FAST_INLINE_NEW_CHARS_MAX if self._encoder.fast else INLINE_NEW_CHARS_MAX
 
     @classmethod
     def load(cls, folder: Path) -> PromptTokenizer:
@@ -91,7 +96,7 @@ class PromptTokenizer:
             raise TokenizerUnusable(f"{folder}: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """Token ids of `text`. Takes about a millisecond per 2,000 characters that are not cached."""
+        """Token ids of `text`."""
         data = self.encode_inline(text, add_special_tokens=add_special_tokens, new_chars_max=len(text))
         assert data is not None
         ids = array("I", data)
@@ -212,13 +217,7 @@ class PromptTokenizer:
         return found.pop() if len(found) == 1 else (b"", b"")
 
     def _encode(self, text: str, add_special_tokens: bool) -> bytes:
-        if self._word_cache is not None and not add_special_tokens and len(text) <= WORD_CACHE_CHARS_MAX:
-            ids = self._word_cache.encode(text)
-            if ids is not None:
-                return ids
-        # The batch form is the one that releases the lock; "fast" leaves out character offsets.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return token_bytes(encoding.ids)
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def _segments_agree(self) -> bool:
         specials = _special_texts(self._tokenizer)[:3] or [""]
