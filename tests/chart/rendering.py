@@ -125,6 +125,11 @@ def _definitions(version: str) -> Registry:
     return (Resource.from_contents(_schema_file("_definitions.json", version)) @ Registry()).crawl()
 
 
+def kubernetes_definitions(version: str) -> dict[str, Any]:
+    """Full name of a type -> its schema."""
+    return _schema_file("_definitions.json", version)["$defs"]
+
+
 def _schema_file(name: str, version: str) -> Any:
     full = next(known for known in kubernetes_schemas.all_versions() if known.startswith(f"{version}."))
     return kubernetes_schemas.schema_contents(f"kubernetes-json-schema/v{full}-local-strict/{name}", version)

@@ -236,6 +236,8 @@ CHANGES: dict[str, Any] = {
     "engine.schedulerName": "default-scheduler",
     "engine.podSecurityContext": {"fsGroup": 1},
     "engine.securityContext": {"privileged": False},
+    "gateway.securityContext": {"privileged": False},
+    "gateway.timeouts.plainSeconds": 800,
     "engine.extraArgs": ["--enforce-eager"],
     "engines": {"a": {"replicas": 1}},
     "gateway.service.type": "LoadBalancer",
@@ -287,6 +289,10 @@ LISTS = {
     "gatewayEgress": [{"to": [{"namespaceSelector": {}}]}],
     "extraEnvVars": [{"name": "A", "value": "b"}],
     "tolerations": [{"operator": "Exists"}],
+    "topologySpreadConstraints": [{"topologyKey": "rack", "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}],
+    "extraMetrics": [{"type": "Pods", "pods": {"metric": {"name": "m"}, "target": {"type": "AverageValue"}}}],
+    "relabelings": [{"action": "labeldrop", "regex": "pod"}],
+    "metricRelabelings": [{"action": "labeldrop", "regex": "pod"}],
     "extraVolumes": [{"name": "v", "emptyDir": {}}],
     "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
     "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}}],
@@ -318,6 +324,8 @@ def changed(path: str, value: Any) -> Any:
         return str(int(value) + 1) if value.isdigit() else f"{value}x"
     if isinstance(value, list):
         return LISTS.get(leaf, [OBJECT])
+    if leaf == "affinity":
+        return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
     if isinstance(value, dict):
         return {**value, "fsGroup": 7} if value else {"A": "b"}
     raise AssertionError(f"{path}: {value!r} needs an entry in CHANGES")
@@ -385,6 +393,8 @@ def present(values: dict[str, Any], path: str, default: Any) -> Any:
 FORMED = (
     "gateway.continuation.bytesMax",
     "engine.autoscaling.trigger",
+    *("gateway.serviceAccount.name", "redis.serviceAccount.name"),  # one account is made once
+    "gateway.tls.secret.privateKeyKey",
     *("nameOverride", "fullnameOverride", "namespaceOverride", "engine.autoscaling.prometheusAddress"),
     *(
         "engine.model.cache.claimName",

@@ -10,8 +10,11 @@ from typing import Any
 import jsonschema
 import yaml
 from chart.rendering import CHART, VALUES_FILES
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT202012
 
 SCHEMA = json.loads((CHART / "files" / "values.schema.json").read_text())
+KUBERNETES_TYPES = json.loads((CHART / "files" / "kubernetes-types.json").read_text())
 # Read by Kubernetes or by vLLM, not by the chart.
 OPEN = {
     *("affinity", "nodeSelector", "tolerations", "podSecurityContext", "securityContext", "sidecars", "initContainers"),
@@ -120,14 +123,16 @@ def test_every_template_begins_with_the_checks():
 
 def test_values_files_obey_the_schema():
     complete = yaml.safe_load((CHART / "values.yaml").read_text())
-    jsonschema.Draft202012Validator(SCHEMA).validate(complete)
+    types = Resource.from_contents(KUBERNETES_TYPES, default_specification=DRAFT202012)
+    registry = Registry().with_resource("kubernetes-types.json", types)
+    jsonschema.Draft202012Validator(SCHEMA, registry=registry).validate(complete)
     # Helm lays the others over these, so alone they only have to know no unknown key.
     partial = {**SCHEMA, "required": []}
     partial["properties"] = {**SCHEMA["properties"], "engine": {"$ref": "#/$defs/engine"}}
     for file in VALUES_FILES[1:]:
         errors = [
             error.message
-            for error in jsonschema.Draft202012Validator(partial).iter_errors(yaml.safe_load(file.read_text()))
+            for error in jsonschema.Draft202012Validator(partial, registry=registry).iter_errors(yaml.safe_load(file.read_text()))
             if error.validator != "required"
         ]
         assert not errors, file

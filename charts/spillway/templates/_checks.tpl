@@ -136,6 +136,14 @@
 {{- if hasKey (default dict $engine.extraEnv) "PYTHONHASHSEED" -}}
 {{- $texts = append $texts (printf "%s.extraEnv: PYTHONHASHSEED is the chart's own, equal on all engines; with another value no engine finds what others stored" $path) -}}
 {{- end -}}
+{{- $byPlugin := dict "npu" (dict "ASCEND_RT_VISIBLE_DEVICES" "set accelerator.visibleDevices in its place" "ASCEND_VISIBLE_DEVICES" "set accelerator.visibleDevices in its place") "cuda" (dict "CUDA_VISIBLE_DEVICES" "remove it" "NVIDIA_VISIBLE_DEVICES" "remove it") "cpu" dict -}}
+{{- $given := keys (default dict $engine.extraEnv) -}}
+{{- range $engine.extraEnvVars -}}{{- $given = append $given .name -}}{{- end -}}
+{{- range $name, $remedy := get $byPlugin $item.platform -}}
+{{- if has $name $given -}}
+{{- $texts = append $texts (printf "%s.extraEnv: %s chooses devices beside the device plugin, which gives each pod its own; %s" $path $name $remedy) -}}
+{{- end -}}
+{{- end -}}
 {{- /* What the chart sets without them, and what it sets with other values only. */ -}}
 {{- $seen := dict -}}
 {{- $reserved := list "HF_TOKEN" "VLLM_API_KEY" "SPILLWAY_REDIS_USERNAME" "SPILLWAY_REDIS_PASSWORD" "SPILLWAY_VISIBLE_DEVICES" -}}
@@ -170,11 +178,28 @@
 {{- $served := dict -}}
 {{- $names := dict -}}
 {{- $redisUsed := false -}}
+{{- $folders := dict -}}
 {{- include "spillway.secretReferenceChecks" (dict "path" "" "value" (omit $values "extraObjects") "problems" $problems) -}}
 {{- range $item := .engines -}}
 {{- $own := concat (list $item.servedName) (default list $item.engine.model.aliases) -}}
 {{- range $item.engine.lora.adapters -}}{{- $own = append $own .name -}}{{- end -}}
 {{- range $item.engine.lora.aliases -}}{{- $own = append $own .name -}}{{- end -}}
+{{- $tier := $item.engine.offload.sharedTier -}}
+{{- if and (include "spillway.usesNvme" $item) (has $tier.nvme.volume.type (list "hostPath" "existingClaim")) -}}
+{{- $at := printf "%s.offload.sharedTier.nvme" $item.path -}}
+{{- $folder := printf "%s %s" $tier.nvme.volume.type (ternary (trimSuffix "/" $tier.nvme.volume.hostPath) $tier.nvme.volume.claimName (eq $tier.nvme.volume.type "hostPath")) -}}
+{{- $other := get $folders $folder -}}
+{{- if $other -}}
+{{- if and (ne $tier.nvme.mode $other.mode) (ne $tier.nvme.mode "auto") (ne $other.mode "auto") -}}
+{{- $texts = append $texts (printf "%s.mode: %s given, but %s stores as %s in the same folder (%s); set one mode for both, or give each a folder of its own" $at $tier.nvme.mode $other.path $other.mode $folder) -}}
+{{- end -}}
+{{- if ne (toString $tier.nvme.maxBytes) $other.maxBytes -}}
+{{- $texts = append $texts (printf "%s.maxBytes: %v given, but %s has %s for the same folder (%s), and the bound is of all together; give both the same, or each a folder of its own" $at (default "null" $tier.nvme.maxBytes) $other.path (ternary "null" $other.maxBytes (eq $other.maxBytes "<nil>")) $folder) -}}
+{{- end -}}
+{{- else -}}
+{{- $_ := set $folders $folder (dict "path" $item.path "mode" $tier.nvme.mode "maxBytes" (toString $tier.nvme.maxBytes)) -}}
+{{- end -}}
+{{- end -}}
 {{- range $name := $own -}}
 {{- if hasKey $served $name -}}
 {{- $texts = append $texts (printf "%s: the name %q is already served by %s; give one of them another model.servedName, alias or name of an adapter" $item.path $name (get $served $name)) -}}

@@ -25,6 +25,8 @@ judges them; tests/chart holds the two to one list of cases. */}}
 {{- /* A letter may have its value attached: -n2. */ -}}
 {{- $letter := trunc 2 $name -}}
 {{- range $full := $known -}}{{- if and (eq $meant $name) (hasPrefix $name $full) -}}{{- $meant = $full -}}{{- end -}}{{- end -}}
+{{- $short := regexReplaceAll "^(-[a-z]{2,})[0-9]+$" $name "${1}" -}}
+{{- if and (eq $meant $name) (has $short $known) -}}{{- $meant = $short -}}{{- end -}}
 {{- if and (eq $meant $name) (ne $letter "--") (has $letter $known) -}}{{- $meant = $letter -}}{{- end -}}
 {{- end -}}
 {{- if or (hasKey $refused.secret $meant) (regexMatch $refused.secretName $name) -}}

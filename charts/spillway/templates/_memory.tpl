@@ -139,6 +139,10 @@ processes, staging, page cache and margin.
 {{- $arithmetic = printf "%s + %d %% margin = %s" $arithmetic (int64 $engine.memory.marginPercent) (include "spillway.bytesText" $needed) -}}
 {{- $limit := $needed -}}
 {{- if $engine.memory.limit -}}
+{{- $given := int64 (include "spillway.bytes" (dict "value" $engine.memory.limit "path" (printf "%s.memory.limit" $path))) -}}
+{{- if and $engine.memory.sharedMemory (gt $shared $given) (not $engine.memory.force) -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.memory.sharedMemory: %s is more than memory.limit: %s, which it counts against; lower the first or raise the second" $path (include "spillway.bytesText" $shared) (include "spillway.bytesText" $given))) -}}
+{{- end -}}
 {{- $limit = int64 (include "spillway.bytes" (dict "value" $engine.memory.limit "path" (printf "%s.memory.limit" $path))) -}}
 {{- if and (lt $limit $needed) (not $engine.memory.force) -}}
 {{- $rest := sub (div (mul $limit 100) (add 100 (int64 $engine.memory.marginPercent))) (sub $sum $tierBytes) -}}

@@ -75,6 +75,9 @@ nothing can be concluded from such values. */}}
 {{- include "spillway.unreadChecks" (dict "root" $root "groups" $groups "problems" $problems) -}}
 {{- include "spillway.credentialChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- include "spillway.podChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
+{{- include "spillway.containerChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
+{{- include "spillway.schedulingChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
+{{- include "spillway.routeChecks" (dict "root" $root "problems" $problems) -}}
 {{- include "spillway.ascendChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- include "spillway.kubernetesChecks" (dict "root" $root "engines" $engines "problems" $problems) -}}
 {{- $_ := set $plan "engines" $engines -}}

@@ -45,17 +45,23 @@ limit, a port that its user may not open. */}}
 {{- $mounted := dict -}}
 {{- range $section.extraVolumeMounts -}}
 {{- $folder := trimSuffix "/" .mountPath -}}
-{{- if and (not (hasKey $given .name)) (not (has .name (list "config" "shared-memory" "scratch" "model" "hub" "kv" "secrets" "hugepages"))) -}}
-{{- $texts = append $texts (printf "%s.extraVolumeMounts: %s at %s is no volume of the pod; add it to extraVolumes, or correct the name" $path .name .mountPath) -}}
-{{- end -}}
 {{- if hasKey $mounted $folder -}}{{- $texts = append $texts (printf "%s.extraVolumeMounts: %s is given twice; mount each volume at a folder of its own" $path .mountPath) -}}{{- end -}}
 {{- $_ := set $mounted $folder true -}}
-{{- if has $folder (list "/etc/spillway" "/dev/shm" "/tmp" "/var/lib/spillway/home" "/var/lib/spillway/hub" "/var/lib/spillway/secrets" "/etc/valkey") -}}
+{{- if has $folder (include "spillway.ownFolders" . | fromYamlArray) -}}
 {{- $texts = append $texts (printf "%s.extraVolumeMounts: %s is a folder of the chart's own; mount %s elsewhere" $path .mountPath .name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- $cpus := list (list "gateway.resources" "requests.cpu" $values.gateway.resources.requests.cpu "limits.cpu" $values.gateway.resources.limits.cpu) (list "redis.cpu" "request" $values.redis.cpu.request "limit" $values.redis.cpu.limit) -}}
+{{- range $item := .engines -}}
+{{- range $key, $given := pick $item.engine.cpu "request" "limit" -}}
+{{- if $given -}}
+{{- if lt (include "spillway.milliCores" $given | float64) 100.0 -}}
+{{- $texts = append $texts (printf "%s.cpu.%s: %v given, at least 100m needed, as vLLM does not start with less; whole cores have no unit: write \"8\"" $item.path $key $given) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range .engines -}}{{- $cpus = append $cpus (list (printf "%s.cpu" .path) "request" .engine.cpu.request "limit" .engine.cpu.limit) -}}{{- end -}}
 {{- range $cpus -}}
 {{- $request := index . 2 -}}{{- $limit := index . 4 -}}
@@ -82,10 +88,31 @@ limit, a port that its user may not open. */}}
 {{- end -}}
 {{- end -}}
 {{- $objects := dict -}}
+{{- $chartNames := list (include "spillway.fullname" $root) -}}
+{{- range $suffix := list "gateway" "redis" -}}{{- $chartNames = append $chartNames (include "spillway.name" (dict "root" $root "suffix" $suffix)) -}}{{- end -}}
+{{- range .engines -}}{{- $chartNames = concat $chartNames (list .name .headless) -}}{{- end -}}
 {{- range $index, $object := $values.extraObjects -}}
 {{- $name := printf "%s %s" $object.kind $object.metadata.name -}}
 {{- if hasKey $objects $name -}}{{- $texts = append $texts (printf "extraObjects[%d]: %s is there twice; rename or remove one" $index $name) -}}{{- end -}}
 {{- $_ := set $objects $name true -}}
+{{- if not (or (contains "{{" $object.metadata.name) (regexMatch "^[a-z0-9]([-a-z0-9.:]*[a-z0-9])?$" $object.metadata.name)) -}}
+{{- $texts = append $texts (printf "extraObjects[%d].metadata.name: %q given, the name of an object (small letters, digits, dashes and dots) needed; correct it" $index $object.metadata.name) -}}
+{{- end -}}
+{{- if has $object.metadata.name $chartNames -}}
+{{- $texts = append $texts (printf "extraObjects[%d].metadata.name: %s is a name of the chart's own objects; choose another" $index $object.metadata.name) -}}
+{{- end -}}
+{{- if eq $object.kind "ConfigMap" -}}
+{{- range $key, $value := default dict $object.data -}}
+{{- if not (kindIs "string" $value) -}}
+{{- $texts = append $texts (printf "extraObjects[%d].data.%s: %s given, text needed; write it in quotes" $index $key (include "spillway.given" (dict "value" $value "path" ""))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $pulled := dict -}}
+{{- range $values.image.pullSecrets -}}
+{{- if hasKey $pulled .name -}}{{- $texts = append $texts "image.pullSecrets: one Secret is listed twice; remove one" -}}{{- end -}}
+{{- $_ := set $pulled .name true -}}
 {{- end -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}{{- end -}}
 {{- end -}}

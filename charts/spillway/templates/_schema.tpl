@@ -14,13 +14,15 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- end -}}
 {{- /* With the schema goes what belongs to no type: keys of others, for the message about an unknown one. */ -}}
 {{- $_ := set $schema "nativeKeys" (.root.Files.Get "files/native-keys.yaml" | fromYaml) -}}
+{{- $types := get $schema "$defs" -}}
+{{- range $name, $type := get (.root.Files.Get "files/kubernetes-types.json" | fromJson) "$defs" -}}{{- $_ := set $types $name $type -}}{{- end -}}
 {{- include "spillway.schemaCheck" (dict "whole" $schema "schema" $schema "value" $values "path" "" "problems" .problems) -}}
 {{- end -}}
 
 {{/* (whole, schema, value, path, problems): one value against its part of the schema, and what is below it. */}}
 {{- define "spillway.schemaCheck" -}}
 {{- $whole := .whole -}}{{- $problems := .problems -}}{{- $path := .path -}}{{- $value := .value -}}{{- $schema := .schema -}}
-{{- with get $schema "$ref" -}}{{- $schema = get (get $whole "$defs") (trimPrefix "#/$defs/" .) -}}{{- end -}}
+{{- with get $schema "$ref" -}}{{- $schema = get (get $whole "$defs") (base .) -}}{{- end -}}
 {{- range $schema.allOf -}}{{- include "spillway.schemaCheck" (dict "whole" $whole "schema" . "value" $value "path" $path "problems" $problems) -}}{{- end -}}
 {{- $text := "" -}}
 {{- if not (and (kindIs "map" $value) (contains "object" (toString (default "object" $schema.type)))) -}}
@@ -34,8 +36,8 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- range $key := default list $schema.required -}}
 {{- if not (hasKey $value $key) -}}
 {{- $needed := default dict (get $known $key) -}}
-{{- with get $needed "$ref" -}}{{- $needed = get (get $whole "$defs") (trimPrefix "#/$defs/" .) -}}{{- end -}}
-{{- $missing := ternary (printf "nothing given, %s needed; add it" (include "spillway.schemaNeeded" $needed)) "null given, but nothing stands in for its default; remove the line" (contains "]" $path) -}}
+{{- with get $needed "$ref" -}}{{- $needed = get (get $whole "$defs") (base .) -}}{{- end -}}
+{{- $missing := ternary (printf "nothing given, %s needed; add it" (include "spillway.schemaNeeded" $needed)) "null given, but nothing stands in for its default; remove the line" (or (contains "]" $path) (and $path $schema.title | empty | not)) -}}
 {{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s: %s" (include "spillway.below" (dict "path" $path "key" $key)) $missing)) -}}
 {{- end -}}
 {{- end -}}
@@ -43,7 +45,7 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- if hasKey $known $key -}}
 {{- /* The common case without another include, which is dear: a single value that is right. */ -}}
 {{- $own := get $known $key -}}
-{{- with get $own "$ref" -}}{{- $own = get (get $whole "$defs") (trimPrefix "#/$defs/" .) -}}{{- end -}}
+{{- with get $own "$ref" -}}{{- $own = get (get $whole "$defs") (base .) -}}{{- end -}}
 {{- $kind := kindOf $below -}}{{- $types := toString $own.type -}}{{- $isRight := false -}}
 {{- if eq $kind "string" -}}
 {{- $isRight = and (contains "string" $types) (not $own.enum) (or (not $own.pattern) (regexMatch $own.pattern $below)) (not $own.minLength) (or (not $own.maxLength) (le (len $below) (int $own.maxLength))) -}}
@@ -59,14 +61,14 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- else if kindIs "map" $others -}}
 {{- with $schema.propertyNames -}}
 {{- $names := . -}}
-{{- with get . "$ref" -}}{{- $names = get (get $whole "$defs") (trimPrefix "#/$defs/" .) -}}{{- end -}}
+{{- with get . "$ref" -}}{{- $names = get (get $whole "$defs") (base .) -}}{{- end -}}
 {{- if not (regexMatch $names.pattern $key) -}}
 {{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s: the key %q given, %s needed; rename it" $path $key $names.description)) -}}
 {{- end -}}
 {{- end -}}
 {{- include "spillway.schemaCheck" (dict "whole" $whole "schema" $others "value" $below "path" (include "spillway.below" (dict "path" $path "key" $key)) "problems" $problems) -}}
 {{- else if and (kindIs "bool" $others) (not $others) -}}
-{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s: no such setting; %s" (include "spillway.below" (dict "path" $path "key" $key)) (include "spillway.nearestSetting" (dict "whole" $whole "path" $path "key" $key "known" (keys $known))))) -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s: no such setting; %s" (include "spillway.below" (dict "path" $path "key" $key)) (include "spillway.nearestSetting" (dict "whole" $whole "path" $path "key" $key "known" (keys $known) "isOfKubernetes" (and $path $schema.title))))) -}}
 {{- end -}}
 {{- end -}}
 {{- else if and (kindIs "slice" $value) $schema.items -}}
@@ -101,9 +103,9 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{ $given }} given, one of {{ join ", " $words }} needed; {{ if $near }}{{ $near }} is the nearest: write that, if it is meant{{ else }}write one of them{{ end }}
 {{- else if $isNumber -}}
 {{- $number := float64 $value -}}
-{{- if and (hasKey $schema "minimum") (lt $number (float64 $schema.minimum)) -}}{{ $given }} given, at least {{ $schema.minimum }} needed; raise it
+{{- if and (hasKey $schema "minimum") (lt $number (float64 $schema.minimum)) -}}{{ $given }} given, at least {{ include "spillway.number" $schema.minimum }} needed; raise it
 {{- else if and (hasKey $schema "exclusiveMinimum") (le $number (float64 $schema.exclusiveMinimum)) -}}{{ $given }} given, more than {{ $schema.exclusiveMinimum }} needed; raise it
-{{- else if and (hasKey $schema "maximum") (gt $number (float64 $schema.maximum)) -}}{{ $given }} given, at most {{ $schema.maximum }} needed; lower it
+{{- else if and (hasKey $schema "maximum") (gt $number (float64 $schema.maximum)) -}}{{ $given }} given, at most {{ include "spillway.number" $schema.maximum }} needed; lower it
 {{- else if $schema.multipleOf -}}
 {{- $step := int64 $schema.multipleOf -}}
 {{- if mod (int64 $value) $step -}}{{ $given }} given, a multiple of {{ $step }} needed; set it to {{ mul (div (add (int64 $value) (sub $step 1)) $step) $step }}{{- end -}}
@@ -165,18 +167,23 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- else if kindIs "string" .value -}}
 {{- if or (regexMatch "(?i)(secret|passw|token|key|credential|url|address|endpoint|env|args|value|annotation)" .path) (gt (len .value) 64) -}}text of {{ len .value }} characters
 {{- else -}}{{ printf "%q" .value }}{{- end -}}
-{{- else -}}{{ .value }}
+{{- else -}}{{ include "spillway.number" .value }}
 {{- end -}}
 {{- end -}}
 
-{{/* (whole, path, key, known) -> which setting is meant by a key that there is not. */}}
+{{/* number -> as a person writes it, not 1e+06. */}}
+{{- define "spillway.number" -}}
+{{- if and (kindIs "float64" .) (eq (toString (float64 (int64 .))) (toString .)) -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
+{{- end -}}
+
+{{/* (whole, path, key, known, isOfKubernetes) -> which setting is meant by a key that there is not. */}}
 {{- define "spillway.nearestSetting" -}}
 {{- $lower := lower .key -}}
 {{- $here := "" -}}
 {{- $known := .known | sortAlpha -}}
 {{- range $known -}}{{- if eq (lower .) $lower -}}{{- $here = . -}}{{- end -}}{{- end -}}
 {{- $elsewhere := "" -}}
-{{- if not $here -}}
+{{- if not (or $here .isOfKubernetes) -}}
 {{- /* The same key at another place: the one that shares most of its path. */ -}}
 {{- $found := dict -}}
 {{- include "spillway.settingsNamed" (dict "whole" .whole "schema" .whole "path" "" "name" $lower "found" $found) -}}
@@ -210,12 +217,15 @@ a key of vLLM's own offload connectors, without one here, as {{ get $native.with
 {{/* (whole, schema, path, name, found): puts into found the path of every setting of that name, in small letters. */}}
 {{- define "spillway.settingsNamed" -}}
 {{- $schema := .schema -}}
-{{- with get $schema "$ref" -}}{{- $schema = get (get $.whole "$defs") (trimPrefix "#/$defs/" .) -}}{{- end -}}
+{{- with get $schema "$ref" -}}{{- $schema = get (get $.whole "$defs") (base .) -}}{{- end -}}
 {{- with $schema.allOf -}}{{- include "spillway.settingsNamed" (set (omit $ "schema") "schema" (first .)) -}}{{- end -}}
+{{- /* Types of Kubernetes have a title, and no settings of the chart. */ -}}
+{{- if not (and .path $schema.title) -}}
 {{- range $key, $below := $schema.properties -}}
 {{- $at := include "spillway.below" (dict "path" $.path "key" $key) -}}
 {{- if eq (lower $key) $.name -}}{{- $_ := set $.found $at true -}}{{- end -}}
 {{- include "spillway.settingsNamed" (dict "whole" $.whole "schema" $below "path" $at "name" $.name "found" $.found) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

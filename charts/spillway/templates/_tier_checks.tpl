@@ -15,6 +15,13 @@
 {{- $texts = append $texts (printf "%s.offload.extraTiers[%d].%s would lie in a ConfigMap in plain text; give that tier its secret by a variable (extraEnvVars) or a file (extraVolumes)" $item.path $index $key) -}}
 {{- end -}}
 {{- end -}}
+{{- if not $extra.type -}}
+{{- $texts = append $texts (printf "%s.offload.extraTiers[%d].type: nothing given, vLLM's name of a tier needed; add it, e.g. type: fs" $item.path $index) -}}
+{{- end -}}
+{{- end -}}
+{{- $isKey := regexMatch "^([0-9a-fA-F]{32}|[0-9a-fA-F]{48}|[0-9a-fA-F]{64})$" $tier.encryption.keyId -}}
+{{- if $isKey -}}
+{{- $texts = append $texts (printf "%s.encryption.keyId: %d hexadecimal digits given, which look like the key itself and would lie in a ConfigMap; make another key, keep it in the Secret alone, and give it a public name such as \"2026-11\"" $at (len $tier.encryption.keyId)) -}}
 {{- end -}}
 
 {{- if and (ne $tier.type "none") (not $offload.enabled) -}}
@@ -50,7 +57,7 @@
 {{- /* A key that is named but not used would store blocks in the clear where the operator expects them sealed. */ -}}
 {{- with $tier.encryption -}}
 {{- if and (not .enabled) (or .keyId .keySecretName) -}}
-{{- $given := ternary (printf "keyId: %s" .keyId) (printf "keySecretName: %s" .keySecretName) (ne (default "" .keyId) "") -}}
+{{- $given := ternary (printf "keyId: %s" ($isKey | ternary "***" .keyId)) (printf "keySecretName: %s" .keySecretName) (ne (default "" .keyId) "") -}}
 {{- $texts = append $texts (printf "%s.encryption: %s is given, but enabled is false, so blocks would be stored unsealed; set encryption.enabled: true, or remove keyId and keySecretName" $at $given) -}}
 {{- end -}}
 {{- end -}}

@@ -48,6 +48,8 @@ FIXED = {
     "would turn off what routing and offload rest on; remove it": "--no-enable-prefix-caching",
     "would hide from the gateway how much of a prompt was cached; remove it": "--no-enable-prompt-tokens-details",
     "would bring arguments past this check; write them here one by one": "--config",
+    "would end the engine with vLLM's help; remove it": "--help -h",
+    "takes no value and is on already; remove it": "--enable-prefix-caching",
     "would make a pod a part of an engine, and a replica is one pod of tensorParallelSize ranks; remove it": """
         --pipeline-parallel-size -pp --prefill-context-parallel-size -pcp --decode-context-parallel-size
         -dcp --nnodes -n --node-rank -r --master-addr --master-port
@@ -157,4 +159,6 @@ def _meant(name: str) -> str:
     if name in known or len(name.lstrip("-")) == 0:
         return name
     letter = name[:2]
+    if (short := re.fullmatch(r"(-[a-z]{2,})[0-9]+", name)) and short[1] in known:
+        return short[1]
     return next((full for full in known if full.startswith(name)), letter if letter in known else name)

@@ -1,0 +1,157 @@
+"""Kubernetes' own types, as far as values hand them on: charts/spillway/files/kubernetes-types.json.
+
+Made from the newest schema that kubernetes_validate brings, with the words and bounds that a schema of Kubernetes leaves
+to its prose. `UPDATE_GOLDEN=1 pytest tests/chart/test_kubernetes_types.py` writes the file anew.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from chart.rendering import kubernetes_definitions
+
+NEWEST = "1.36"
+CORE = "io.k8s.api.core.v1."
+ROOTS = [
+    *(f"{CORE}{name}" for name in ("Affinity", "PodSecurityContext", "SecurityContext", "Volume", "VolumeMount")),
+    *(f"{CORE}{name}" for name in ("Container", "EnvVarSource", "Toleration", "TopologySpreadConstraint")),
+    *(f"io.k8s.api.networking.v1.{name}" for name in ("NetworkPolicyPeer", "NetworkPolicyPort")),
+    "io.k8s.api.autoscaling.v2.MetricSpec",
+]
+# Read no further: rare, or deep.
+OPEN = {
+    *("ObjectMeta", "PersistentVolumeClaimTemplate", "AWSElasticBlockStoreVolumeSource", "AzureDiskVolumeSource"),
+    *("AzureFileVolumeSource", "CephFSVolumeSource", "CinderVolumeSource", "FCVolumeSource", "FlexVolumeSource"),
+    *("FlockerVolumeSource", "GCEPersistentDiskVolumeSource", "GitRepoVolumeSource", "GlusterfsVolumeSource"),
+    *("ISCSIVolumeSource", "PhotonPersistentDiskVolumeSource", "PortworxVolumeSource", "QuobyteVolumeSource"),
+    *("RBDVolumeSource", "ScaleIOVolumeSource", "StorageOSVolumeSource", "VsphereVirtualDiskVolumeSource"),
+    *("WindowsSecurityContextOptions", "ClusterTrustBundleProjection", "PodCertificateProjection"),
+}
+_QUANTITY = r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$"
+_NETWORK = (
+    r"^(((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])/(3[0-2]|[12]?[0-9])"
+    r"|[0-9a-fA-F]*:[0-9a-fA-F:.]*/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))$"
+)
+_PORT = {"minimum": 1, "maximum": 65535}
+_MODE = {"minimum": 0, "maximum": 511}
+_PERIOD = {"minimum": 1}
+_USER = {"minimum": 0, "maximum": 2147483647}
+_OPERATORS = ["In", "NotIn", "Exists", "DoesNotExist"]
+_PORT_NAME = {"pattern": "^[a-z0-9-]*[a-z][a-z0-9-]*$", "maxLength": 15, "description": "a port's number or name"}
+_NAME = {"pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "description": "the name of an object (small letters, digits, dashes and dots)"}
+# Type.field, or a type -> what its prose says.
+PROSE: dict[str, dict[str, Any]] = {
+    "Quantity": {"pattern": _QUANTITY, "description": "a Kubernetes quantity, such as 10Gi or 500m,"},
+    "Container.imagePullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
+    "Container.restartPolicy": {"enum": ["Always", "OnFailure", "Never"]},
+    "Container.image": {"pattern": r"^[^\s]+$", "description": "an image without blanks"},
+    "Container.name": {"maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "description": "a name of small letters, digits and dashes"},
+    "Container.terminationMessagePolicy": {"enum": ["File", "FallbackToLogsOnError"]},
+    "ContainerPort.containerPort": _PORT,
+    "ContainerPort.hostPort": _PORT,
+    "ContainerPort.protocol": {"enum": ["TCP", "UDP", "SCTP"]},
+    "ContainerPort.name": _PORT_NAME,
+    "NetworkPolicyPort.protocol": {"enum": ["TCP", "UDP", "SCTP"]},
+    "NetworkPolicyPort.port": {**_PORT, **_PORT_NAME},
+    "NetworkPolicyPort.endPort": _PORT,
+    "IPBlock.cidr": {"pattern": _NETWORK, "description": "a network as address/bits, such as 10.0.0.0/8,"},
+    "HTTPGetAction.scheme": {"enum": ["HTTP", "HTTPS"]},
+    "HTTPGetAction.port": {**_PORT, **_PORT_NAME},
+    "TCPSocketAction.port": {**_PORT, **_PORT_NAME},
+    **{f"Probe.{field}": _PERIOD for field in ("periodSeconds", "timeoutSeconds", "failureThreshold", "successThreshold")},
+    "EnvVar.name": {"pattern": "^[-._a-zA-Z][-._a-zA-Z0-9]*$", "description": "the name of an environment variable (letters, digits and underscores, no digit first)"},
+    "VolumeMount.mountPath": {"pattern": r"^(/([^/.:][^/:]*|\.[^/.:][^/:]*|\.\.[^/:]+))+/?$", "description": "an absolute folder below / and without .. or a colon in it"},
+    "VolumeMount.subPath": {"pattern": r"^[^/].*$|^$", "description": "a path relative to the volume's root"},
+    "VolumeMount.mountPropagation": {"enum": ["None", "HostToContainer", "Bidirectional"]},
+    "VolumeMount.name": {"maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "description": "a name of small letters, digits and dashes"},
+    "Volume.name": {"maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "description": "a name of small letters, digits and dashes"},
+    "HostPathVolumeSource.path": {"pattern": "^/", "description": "an absolute path of the node"},
+    "HostPathVolumeSource.type": {"enum": ["", "DirectoryOrCreate", "Directory", "FileOrCreate", "File", "Socket", "CharDevice", "BlockDevice"]},
+    "EmptyDirVolumeSource.medium": {"pattern": "^(Memory|HugePages(-[0-9]+[KMG]i)?)?$", "description": "Memory, HugePages-2Mi or nothing"},
+    "SecretVolumeSource.secretName": _NAME,
+    "ConfigMapVolumeSource.name": _NAME,
+    "PersistentVolumeClaimVolumeSource.claimName": _NAME,
+    **{f"{source}.defaultMode": _MODE for source in ("SecretVolumeSource", "ConfigMapVolumeSource", "DownwardAPIVolumeSource", "ProjectedVolumeSource")},
+    "KeyToPath.mode": _MODE,
+    "NodeSelectorRequirement.operator": {"enum": [*_OPERATORS, "Gt", "Lt"]},
+    "LabelSelectorRequirement.operator": {"enum": _OPERATORS},
+    "WeightedPodAffinityTerm.weight": {"minimum": 1, "maximum": 100},
+    "PreferredSchedulingTerm.weight": {"minimum": 1, "maximum": 100},
+    "PodAffinityTerm.topologyKey": {"minLength": 1},
+    "TopologySpreadConstraint.topologyKey": {"minLength": 1},
+    "TopologySpreadConstraint.maxSkew": _PERIOD,
+    "TopologySpreadConstraint.minDomains": _PERIOD,
+    "TopologySpreadConstraint.whenUnsatisfiable": {"enum": ["DoNotSchedule", "ScheduleAnyway"]},
+    "TopologySpreadConstraint.nodeAffinityPolicy": {"enum": ["Honor", "Ignore"]},
+    "TopologySpreadConstraint.nodeTaintsPolicy": {"enum": ["Honor", "Ignore"]},
+    "Toleration.operator": {"enum": ["Exists", "Equal", "Lt", "Gt"]},
+    "Toleration.effect": {"enum": ["NoSchedule", "PreferNoSchedule", "NoExecute", ""]},
+    **{f"{context}.{field}": _USER for context in ("SecurityContext", "PodSecurityContext") for field in ("runAsUser", "runAsGroup")},
+    "PodSecurityContext.fsGroup": _USER,
+    "PodSecurityContext.fsGroupChangePolicy": {"enum": ["OnRootMismatch", "Always"]},
+    "SecurityContext.procMount": {"enum": ["Default", "Unmasked"]},
+    "SeccompProfile.type": {"enum": ["RuntimeDefault", "Unconfined", "Localhost"]},
+    "AppArmorProfile.type": {"enum": ["RuntimeDefault", "Unconfined", "Localhost"]},
+    "Capability": {"pattern": "^([ABD-Z][A-Z_]*|CH[A-Z_]*)$", "description": "a capability in capital letters and without CAP_, such as IPC_LOCK,"},
+    "MetricSpec.type": {"enum": ["Resource", "Pods", "Object", "External", "ContainerResource"]},
+    "MetricTarget.type": {"enum": ["Utilization", "Value", "AverageValue"]},
+}  # fmt: skip
+# values.yaml has null for these: as the preset needs it.
+NULLABLE = ("PodSecurityContext", "SecurityContext")
+# Where no text stands for nothing, or where a field with a default needs to be said.
+REQUIRED = {"Container": ["name", "image"], "IPBlock": ["cidr"], "SecretVolumeSource": ["secretName"]}
+
+
+def kubernetes_types() -> str:
+    """The file's text: one type per line, each with its fields, closed against fields that there are not."""
+    definitions = kubernetes_definitions(NEWEST)
+    types: dict[str, Any] = {}
+    todo = list(ROOTS)
+    while todo:
+        full = todo.pop()
+        name = full.rsplit(".", 1)[1]
+        if name not in types:
+            types[name] = {"type": "object"} if name in OPEN else _type(name, definitions[full], todo)
+    types["Capability"] = {"type": "string", **PROSE["Capability"]}
+    for field in ("add", "drop"):
+        types["Capabilities"]["properties"][field]["items"] = {"$ref": "#/$defs/Capability"}
+    for name in NULLABLE:
+        types[name]["type"] = ["object", "null"]
+    lines = [f"  {json.dumps(name)}: {json.dumps(types[name], sort_keys=True)}" for name in sorted(types)]
+    return '{"$id": "kubernetes-types.json", "$defs": {\n' + ",\n".join(lines) + "\n}}\n"
+
+
+def _type(name: str, definition: dict[str, Any], todo: list[str]) -> dict[str, Any]:
+    if "properties" not in definition:
+        return {**_field(name, definition, todo), **PROSE.get(name, {})}
+    fields = {
+        field: {**_field(name, schema, todo), **PROSE.get(f"{name}.{field}", {})}
+        for field, schema in definition["properties"].items()
+    }
+    for field, schema in fields.items():
+        if "enum" in schema and "null" in schema.get("type", []):
+            fields[field] = {**schema, "enum": [*schema["enum"], None]}
+    required = REQUIRED.get(name, definition.get("required", []))
+    for field in required:
+        if isinstance(fields[field].get("type"), list):
+            fields[field]["type"] = [kind for kind in fields[field]["type"] if kind != "null"]
+    made = {"title": name, "type": "object", "additionalProperties": False, "properties": fields}
+    return {**made, "required": required} if required else made
+
+
+def _field(name: str, schema: dict[str, Any], todo: list[str]) -> dict[str, Any]:
+    """Its type alone: what the chart's templates read of a schema."""
+    if "$ref" in schema:
+        full = schema["$ref"].rsplit("/", 1)[1]
+        if full.endswith("IntOrString"):
+            return {"type": ["integer", "string"]}
+        todo.append(full)
+        return {"$ref": f"#/$defs/{full.rsplit('.', 1)[1]}"}
+    if "oneOf" in schema:
+        return {"type": ["string", "number"]}
+    kept: dict[str, Any] = {"type": schema["type"]} if "type" in schema else {}
+    for inner in ("items", "additionalProperties"):
+        if isinstance(schema.get(inner), dict):
+            kept[inner] = _field(name, schema[inner], todo)
+    return kept
