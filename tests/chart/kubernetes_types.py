@@ -1,7 +1,7 @@
 """Kubernetes' own types, as far as values hand them on: charts/spillway/files/kubernetes-types.json.
 
-Made from the newest schema that kubernetes_validate brings, with the words and bounds that a schema of Kubernetes leaves
-to its prose. `UPDATE_GOLDEN=1 pytest tests/chart/test_kubernetes_types.py` writes the file anew.
+Made from the newest schema that kubernetes_validate brings, with the words and bounds that a schema of Kubernetes
+leaves to its prose. `UPDATE_GOLDEN=1 pytest tests/chart/test_kubernetes_types.py` writes the file anew.
 """
 
 from __future__ import annotations
@@ -38,15 +38,28 @@ _MODE = {"minimum": 0, "maximum": 511}
 _PERIOD = {"minimum": 1}
 _USER = {"minimum": 0, "maximum": 2147483647}
 _OPERATORS = ["In", "NotIn", "Exists", "DoesNotExist"]
-_PORT_NAME = {"pattern": "^[a-z0-9-]*[a-z][a-z0-9-]*$", "maxLength": 15, "description": "a port's number or name"}
-_NAME = {"pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "description": "the name of an object (small letters, digits, dashes and dots)"}
+_PORT_SHORT_NAME = {
+    "maxLength": 63,
+    "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+    "description": "a name of small letters, digits and dashes",
+}
+_NAME = {"pattern": "^[a-z0-9-]*[a-z][a-z0-9-]*$", "maxLength": 15, "description": "a port's number or name"}
+_SHORT_NAME = {
+    "maxLength": 63,
+    "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+    "description": "a name of small letters, digits and dashes",
+}
+_NAME = {
+    "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$",
+    "description": "the name of an object (small letters, digits, dashes and dots)",
+}
 # Type.field, or a type -> what its prose says.
 PROSE: dict[str, dict[str, Any]] = {
     "Quantity": {"pattern": _QUANTITY, "description": "a Kubernetes quantity, such as 10Gi or 500m,"},
     "Container.imagePullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "Container.restartPolicy": {"enum": ["Always", "OnFailure", "Never"]},
     "Container.image": {"pattern": r"^[^\s]+$", "description": "an image without blanks"},
-    "Container.name": {"maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "description": "a name of small letters, digits and dashes"},
+    "Container.name": _SHORT_NAME,
     "Container.terminationMessagePolicy": {"enum": ["File", "FallbackToLogsOnError"]},
     "ContainerPort.containerPort": _PORT,
     "ContainerPort.hostPort": _PORT,
@@ -59,20 +72,42 @@ PROSE: dict[str, dict[str, Any]] = {
     "HTTPGetAction.scheme": {"enum": ["HTTP", "HTTPS"]},
     "HTTPGetAction.port": {**_PORT, **_PORT_NAME},
     "TCPSocketAction.port": {**_PORT, **_PORT_NAME},
-    **{f"Probe.{field}": _PERIOD for field in ("periodSeconds", "timeoutSeconds", "failureThreshold", "successThreshold")},
-    "EnvVar.name": {"pattern": "^[-._a-zA-Z][-._a-zA-Z0-9]*$", "description": "the name of an environment variable (letters, digits and underscores, no digit first)"},
-    "VolumeMount.mountPath": {"pattern": r"^(/([^/.:][^/:]*|\.[^/.:][^/:]*|\.\.[^/:]+))+/?$", "description": "an absolute folder below / and without .. or a colon in it"},
+    **{
+        f"Probe.{field}": _PERIOD
+        for field in ("periodSeconds", "timeoutSeconds", "failureThreshold", "successThreshold")
+    },
+    "EnvVar.name": {
+        "pattern": "^[-._a-zA-Z][-._a-zA-Z0-9]*$",
+        "description": "the name of an environment variable (letters, digits and underscores, no digit first)",
+    },
+    "VolumeMount.mountPath": {
+        "pattern": r"^(/([^/.:][^/:]*|\.[^/.:][^/:]*|\.\.[^/:]+))+/?$",
+        "description": "an absolute folder below / and without .. or a colon in it",
+    },
     "VolumeMount.subPath": {"pattern": r"^[^/].*$|^$", "description": "a path relative to the volume's root"},
     "VolumeMount.mountPropagation": {"enum": ["None", "HostToContainer", "Bidirectional"]},
-    "VolumeMount.name": {"maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "description": "a name of small letters, digits and dashes"},
-    "Volume.name": {"maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "description": "a name of small letters, digits and dashes"},
+    "VolumeMount.name": _SHORT_NAME,
+    "Volume.name": _SHORT_NAME,
     "HostPathVolumeSource.path": {"pattern": "^/", "description": "an absolute path of the node"},
-    "HostPathVolumeSource.type": {"enum": ["", "DirectoryOrCreate", "Directory", "FileOrCreate", "File", "Socket", "CharDevice", "BlockDevice"]},
-    "EmptyDirVolumeSource.medium": {"pattern": "^(Memory|HugePages(-[0-9]+[KMG]i)?)?$", "description": "Memory, HugePages-2Mi or nothing"},
+    "HostPathVolumeSource.type": {
+        "enum": ["", "DirectoryOrCreate", "Directory", "FileOrCreate", "File", "Socket", "CharDevice", "BlockDevice"]
+    },
+    "EmptyDirVolumeSource.medium": {
+        "pattern": "^(Memory|HugePages(-[0-9]+[KMG]i)?)?$",
+        "description": "Memory, HugePages-2Mi or nothing",
+    },
     "SecretVolumeSource.secretName": _NAME,
     "ConfigMapVolumeSource.name": _NAME,
     "PersistentVolumeClaimVolumeSource.claimName": _NAME,
-    **{f"{source}.defaultMode": _MODE for source in ("SecretVolumeSource", "ConfigMapVolumeSource", "DownwardAPIVolumeSource", "ProjectedVolumeSource")},
+    **{
+        f"{source}.defaultMode": _MODE
+        for source in (
+            "SecretVolumeSource",
+            "ConfigMapVolumeSource",
+            "DownwardAPIVolumeSource",
+            "ProjectedVolumeSource",
+        )
+    },
     "KeyToPath.mode": _MODE,
     "NodeSelectorRequirement.operator": {"enum": [*_OPERATORS, "Gt", "Lt"]},
     "LabelSelectorRequirement.operator": {"enum": _OPERATORS},
@@ -87,16 +122,23 @@ PROSE: dict[str, dict[str, Any]] = {
     "TopologySpreadConstraint.nodeTaintsPolicy": {"enum": ["Honor", "Ignore"]},
     "Toleration.operator": {"enum": ["Exists", "Equal", "Lt", "Gt"]},
     "Toleration.effect": {"enum": ["NoSchedule", "PreferNoSchedule", "NoExecute", ""]},
-    **{f"{context}.{field}": _USER for context in ("SecurityContext", "PodSecurityContext") for field in ("runAsUser", "runAsGroup")},
+    **{
+        f"{context}.{field}": _USER
+        for context in ("SecurityContext", "PodSecurityContext")
+        for field in ("runAsUser", "runAsGroup")
+    },
     "PodSecurityContext.fsGroup": _USER,
     "PodSecurityContext.fsGroupChangePolicy": {"enum": ["OnRootMismatch", "Always"]},
     "SecurityContext.procMount": {"enum": ["Default", "Unmasked"]},
     "SeccompProfile.type": {"enum": ["RuntimeDefault", "Unconfined", "Localhost"]},
     "AppArmorProfile.type": {"enum": ["RuntimeDefault", "Unconfined", "Localhost"]},
-    "Capability": {"pattern": "^([ABD-Z][A-Z_]*|CH[A-Z_]*)$", "description": "a capability in capital letters and without CAP_, such as IPC_LOCK,"},
+    "Capability": {
+        "pattern": "^([ABD-Z][A-Z_]*|CH[A-Z_]*)$",
+        "description": "a capability in capital letters and without CAP_, such as IPC_LOCK,",
+    },
     "MetricSpec.type": {"enum": ["Resource", "Pods", "Object", "External", "ContainerResource"]},
     "MetricTarget.type": {"enum": ["Utilization", "Value", "AverageValue"]},
-}  # fmt: skip
+}
 # values.yaml has null for these: as the preset needs it.
 NULLABLE = ("PodSecurityContext", "SecurityContext")
 # Where no text stands for nothing, or where a field with a default needs to be said.
