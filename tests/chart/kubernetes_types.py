@@ -38,12 +38,7 @@ _MODE = {"minimum": 0, "maximum": 511}
 _PERIOD = {"minimum": 1}
 _USER = {"minimum": 0, "maximum": 2147483647}
 _OPERATORS = ["In", "NotIn", "Exists", "DoesNotExist"]
-_PORT_SHORT_NAME = {
-    "maxLength": 63,
-    "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
-    "description": "a name of small letters, digits and dashes",
-}
-_NAME = {"pattern": "^[a-z0-9-]*[a-z][a-z0-9-]*$", "maxLength": 15, "description": "a port's number or name"}
+_PORT_NAME = {"pattern": "^[a-z0-9-]*[a-z][a-z0-9-]*$", "maxLength": 15, "description": "a port's number or name"}
 _SHORT_NAME = {
     "maxLength": 63,
     "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
