@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -104,3 +105,47 @@ async def test_what_names_nothing_is_no_session(start_engine: Any, client: aioht
         assert outcomes(running) == {}
         await asked(client, running, prompt_cache_key="\u4e2d" * 1000)
         assert outcomes(running) == {"new": 1.0}
+
+
+FORMS = {**FIELDS, "/v1/messages": FIELDS["/v1/chat/completions"]}
+
+
+@pytest.mark.parametrize("path", FORMS)
+@pytest.mark.parametrize("padding", [0, 100_000])
+async def test_the_engine_learns_of_the_session(
+    start_engine: Any, client: aiohttp.ClientSession, path: str, padding: int
+) -> None:
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+
+        async def sent(headers: dict[str, str], **fields: Any) -> Any:
+            body = {"model": "fake", "max_tokens": 4, **FORMS[path]("hi" + "x" * padding), **fields}
+            async with client.post(running.url + path, json=body, headers=headers):
+                return json.loads(engine.seen[-1].body).get("kv_transfer_params")
+
+        ours = await sent({"x-session-id": "one"})
+        name = ours["spillway_session"]["id"]
+        said = {"x-session-id": "one", "x-session-end": "true", "x-session-return-seconds": "30"}
+        assert ours == {"spillway_session": {"id": name}}
+        assert await sent(said) == {"spillway_session": {"id": name, "ended": True, "return_seconds": 30.0}}
+        assert (await sent({"x-session-id": "two"}))["spillway_session"]["id"] != name
+        # The rest of a client's parameters passes, its own idea of the session does not.
+        client_params = {"max_offload_tokens": 5, "spillway_session": {"id": "mine"}}
+        assert await sent({}, kv_transfer_params=client_params) == {"max_offload_tokens": 5}
+        assert await sent({"x-session-id": "one"}, kv_transfer_params=client_params) == {
+            "max_offload_tokens": 5,
+            "spillway_session": {"id": name},
+        }
+        assert await sent({}) is None
+
+
+async def test_an_end_that_cannot_be_read_is_refused(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+        body = {"model": "fake", "prompt": "hi"}
+        async with client.post(
+            running.url + "/v1/completions", json=body, headers={"x-session-return-seconds": "soon"}
+        ) as reply:
+            assert reply.status == 400
+            assert "x-session-return-seconds" in (await reply.json())["error"]["message"]
+        assert not engine.seen

@@ -311,3 +311,13 @@ def test_what_precedes_a_failure_is_shown_and_the_failure_is_not(failure: bytes)
     assert sent.failure is not None
     assert sent.held == failure + DONE
     assert sent.tokens == array("I", [5])
+
+
+def test_a_session_goes_on_with_the_answer():
+    params = {"spillway_session": {"id": "8f0c"}}
+    body = {"model": "fake", "prompt": "p", "stream": True, "max_tokens": 9, "kv_transfer_params": params}
+    plan = plan_of(msgspec.json.encode(body), chat=False)
+
+    assert msgspec.json.decode(plan.members["kv_transfer_params"]) == params
+    with pytest.raises(NotContinuable, match="kv_transfer_params"):
+        plan_of(msgspec.json.encode(body | {"kv_transfer_params": params | {"max_offload_tokens": 1}}), chat=False)

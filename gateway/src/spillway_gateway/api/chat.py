@@ -27,6 +27,7 @@ class _ChatFields(StreamFields, kw_only=True):
     tools: Any = None
     tool_choice: Any = None
     cache_salt: Any = msgspec.UNSET
+    kv_transfer_params: Any = msgspec.UNSET
     prompt_cache_key: Any = None
     add_generation_prompt: Any = True
     add_special_tokens: Any = False
@@ -100,6 +101,7 @@ def _parsed(
         reports_usage=stream_reports_usage(fields.stream, fields.stream_options),
         plain_stream=plain_stream,
         session=session_text(fields.prompt_cache_key),
+        transfer_params=fields.kv_transfer_params,
     )
 
 

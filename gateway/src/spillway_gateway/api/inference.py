@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import structs
 
 from spillway_gateway.access.audit import AuditLine, AuditLog, now_text
@@ -23,11 +24,11 @@ from spillway_gateway.api.body_errors import too_deep
 from spillway_gateway.api.body_reading import read_body
 from spillway_gateway.api.large_bodies import SHORT_BODY_BYTES_MAX, LargeBodies
 from spillway_gateway.api.routes import ApiRoute, Salting
+from spillway_gateway.api.session_hints import TRANSFER_PARAMS, session_hint, transfer_params
 from spillway_gateway.api.stored_responses import Owner, ResponseOwners
 from spillway_gateway.client.connection import EXTENSION, ClientRequest
 from spillway_gateway.error_bodies import Dialect, body_of, headers_of
 from spillway_gateway.errors import GatewayDraining, GatewayError, ResponseNotFound
-from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.roster.served import ServedModel, named_model
 from spillway_gateway.tokens.estimates import holds_media
@@ -35,7 +36,7 @@ from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
 from spillway_gateway.upstream.forward import Headers, header
 from spillway_gateway.upstream.outbound import OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.relay import Relay
-from spillway_gateway.upstream.splice import insert_member
+from spillway_gateway.upstream.splice import MemberValue, insert_member
 from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
 from spillway_gateway.upstream.usage import Usage
 from spillway_gateway.upstream.waits import ClientDisconnected
@@ -45,7 +46,6 @@ if TYPE_CHECKING:  # OpenTelemetry is imported only where traces are exported
     from spillway_gateway.tracing.request_trace import RequestTrace
 
 logger = logging.getLogger(__name__)
-SESSION_HEADER = b"x-session-id"
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -103,8 +103,8 @@ class InferenceEndpoint:
         gatekeeper = context.gatekeeper
         gatekeeper.allow_model(tenant, parsed.model or model, model)
         source = parsed.prompt
-        replaced: dict[str, str] = {}
-        inserted: dict[str, str | bool] = {}
+        replaced: dict[str, MemberValue] = {}
+        inserted: dict[str, MemberValue] = {}
         if parsed.model is not None and parsed.model != (adapter or model):
             replaced["model"] = adapter or model
         if tenant.counts_prompts:
@@ -130,6 +130,12 @@ class InferenceEndpoint:
         asks_ids = parsed.plain_stream and continuation.enabled and prompt.prompt_tokens < continuation.tokens_max
         if asks_ids:
             inserted["return_token_ids"] = True
+        session = session_hint(tenant.name, headers, parsed.session)
+        if route.takes_transfer_params:
+            params = transfer_params(parsed.transfer_params, session)
+            if params is not None:
+                names_params = parsed.transfer_params is not msgspec.UNSET
+                (replaced if names_params else inserted)[TRANSFER_PARAMS] = params
         if large and (replaced or inserted):
             body = await context.large_bodies.set_texts(route, body, replaced, inserted)
         else:
@@ -164,18 +170,10 @@ class InferenceEndpoint:
             charged_tokens=charged_tokens,
             on_end=stored.on_end if stored is not None else None,
             asks_ids=asks_ids,
-            session=_session(tenant.name, headers, parsed.session),
+            session=session.key if session is not None else None,
             adapter=adapter,
         )
         return outbound, served
-
-
-def _session(tenant: str, headers: Headers, in_body: str | None) -> SessionKey | None:
-    """The session that a request names; the header goes before the body."""
-    named = header(headers, SESSION_HEADER)
-    if named:
-        return SessionKey.of(tenant, named)
-    return None if in_body is None else SessionKey.of(tenant, in_body.encode("utf-8", "surrogatepass"))
 
 
 class _StoredResponse:

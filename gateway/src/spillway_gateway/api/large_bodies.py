@@ -28,7 +28,7 @@ from spillway_gateway.tokens.prompt import CompletionPrompt, RawPrompt
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
 from spillway_gateway.upstream.forward import Body
 from spillway_gateway.upstream.json_walk import JsonWalk, Member, NotAnObject
-from spillway_gateway.upstream.splice import Edit, Opening, edited, insertion, opening_of, replacements
+from spillway_gateway.upstream.splice import Edit, MemberValue, Opening, edited, insertion, opening_of, replacements
 
 SHORT_BODY_BYTES_MAX = 64 * 1024  # 20 ms at 307 ms per MB
 PARSE_SECONDS_MAX = 0.020
@@ -73,13 +73,14 @@ class LargeBodies:
         return await self._parse_outline(route, body, walk, text_bytes_max)
 
     async def set_texts(
-        self, route: ApiRoute, body: Body, replaced: Mapping[str, str], inserted: Mapping[str, str | bool]
+        self, route: ApiRoute, body: Body, replaced: Mapping[str, MemberValue], inserted: Mapping[str, MemberValue]
     ) -> Body:
         """The body with other top-level members, or fields of a form. Raises ClientBadRequest and RequestTooLarge."""
         edits: list[Edit] = []
         if route.body is None:
             parts = await self._parts(body)
             for name, value in replaced.items():
+                assert isinstance(value, str), "a form has texts alone"
                 edits += field_edits(parts, name, value)
             return await self._edited(body, sorted(edits))
         opening = opening_of(body, _STEP_BYTES)

@@ -31,6 +31,7 @@ class MessagesBody(msgspec.Struct):
     output_config: Any = None
     chat_template_kwargs: Any = None
     cache_salt: Any = msgspec.UNSET
+    kv_transfer_params: Any = msgspec.UNSET
 
 
 _decoder = decoder_of(MessagesBody)
@@ -56,6 +57,7 @@ def parse_messages(body: Body) -> ParsedBody:
             cache_salt=salt_text(fields.cache_salt),
             exact=(tools is not None or not fields.tools) and fields.tool_choice in (None, {"type": "auto"}),
         ),
+        transfer_params=fields.kv_transfer_params,
     )
 
 

@@ -19,7 +19,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     tenant, though no engine computes them. reports_usage: the reply will report its usage. counts_prompt, counts_reply:
     False where their tokens are never reported. previous_response: the id of a stored response that this one
     continues. plain_stream: a stream that another engine may be able to continue, see upstream/continuation.py.
-    session: OpenAI's prompt_cache_key."""
+    session: OpenAI's prompt_cache_key. transfer_params: kv_transfer_params as the client sent it; UNSET: it did not."""
 
     model: str | None
     names_salt: bool
@@ -33,6 +33,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     previous_response: str | None = None
     plain_stream: bool = False
     session: str | None = None
+    transfer_params: Any = msgspec.UNSET
 
 
 ParseBody = Callable[[Body], ParsedBody]  # raises ClientBadRequest

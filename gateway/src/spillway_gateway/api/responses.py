@@ -25,6 +25,7 @@ class ResponsesBody(msgspec.Struct):
     reasoning: Any = None
     previous_response_id: str | None = None
     cache_salt: Any = msgspec.UNSET
+    kv_transfer_params: Any = msgspec.UNSET
     prompt_cache_key: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
@@ -65,6 +66,7 @@ def parse_responses(body: Body) -> ParsedBody:
         ),
         previous_response=fields.previous_response_id,
         session=session_text(fields.prompt_cache_key),
+        transfer_params=fields.kv_transfer_params,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from spillway_gateway.api.chat import ChatBatchBody, ChatBody, parse_chat, parse_chat_batch
 from spillway_gateway.api.completions import CompletionBody, parse_completion
@@ -36,28 +37,44 @@ class Salting(Enum):
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
     """body: the fields that are read of a JSON body; None for a form. parse: reads them. set_text: replaces the text
-    of a top-level field. keeps_responses: the engine stores replies, and serves them again by id."""
+    of a top-level field. keeps_responses: the engine stores replies, and serves them again by id.
+    takes_transfer_params: the engine reads kv_transfer_params of the body."""
 
     path: str
     body: type | None
     parse: ParseBody
     dialect: Dialect = Dialect.OPENAI
     salting: Salting = Salting.FIELD
-    set_text: Callable[[Body, str, str], Body] = replace_text
+    set_text: Callable[[Body, str, Any], Body] = replace_text
     retryable: bool = True
     keeps_responses: bool = False
+    takes_transfer_params: bool = False
 
 
 ROUTES = (
-    ApiRoute("/v1/chat/completions", ChatBody, parse_chat),
+    ApiRoute("/v1/chat/completions", ChatBody, parse_chat, takes_transfer_params=True),
     ApiRoute("/v1/chat/completions/batch", ChatBatchBody, parse_chat_batch),
     ApiRoute("/v1/chat/completions/render", AnyBody, parse_unrouted, salting=Salting.NEEDLESS),
-    ApiRoute("/v1/completions", CompletionBody, parse_completion),
+    ApiRoute("/v1/completions", CompletionBody, parse_completion, takes_transfer_params=True),
     ApiRoute("/v1/completions/render", AnyBody, parse_unrouted, salting=Salting.NEEDLESS),
-    ApiRoute("/v1/responses", ResponsesBody, parse_responses, Dialect.RESPONSES, keeps_responses=True),
-    ApiRoute("/v1/messages", MessagesBody, parse_messages, Dialect.ANTHROPIC, Salting.UNKNOWN),
+    ApiRoute(
+        "/v1/responses",
+        ResponsesBody,
+        parse_responses,
+        Dialect.RESPONSES,
+        keeps_responses=True,
+        takes_transfer_params=True,
+    ),
+    ApiRoute(
+        "/v1/messages",
+        MessagesBody,
+        parse_messages,
+        Dialect.ANTHROPIC,
+        Salting.UNKNOWN,
+        takes_transfer_params=True,
+    ),
     ApiRoute("/v1/messages/count_tokens", AnyBody, parse_unrouted, Dialect.ANTHROPIC, Salting.NEEDLESS),
-    ApiRoute("/inference/v1/generate", GenerateBody, parse_generate),
+    ApiRoute("/inference/v1/generate", GenerateBody, parse_generate, takes_transfer_params=True),
     ApiRoute("/v1/embeddings", PoolingBody, parse_pooling),
     ApiRoute("/v2/embed", PoolingBody, parse_pooling, salting=Salting.UNKNOWN),
     ApiRoute("/pooling", PoolingBody, parse_pooling),

@@ -23,6 +23,7 @@ class GenerateBody(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
     cache_salt: Any = msgspec.UNSET
+    kv_transfer_params: Any = msgspec.UNSET
 
 
 _any = decoder_of(AnyBody)
@@ -48,4 +49,5 @@ def parse_generate(body: Body) -> ParsedBody:
         prompt=CompletionPrompt(prompt if isinstance(prompt, array) else "", False, salt_text(fields.cache_salt)),
         other_tokens=other_tokens,
         counts_reply=bool(fields.stream),  # a stream is counted by its events; a plain reply reports no usage
+        transfer_params=fields.kv_transfer_params,
     )

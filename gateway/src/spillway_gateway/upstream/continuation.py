@@ -122,6 +122,8 @@ def plan_of(body: Body, *, chat: bool) -> Plan:
         for name, raw in members.items():
             if name not in _PASSED and name not in _SPENT:
                 value = _value(raw)
+                if name == "kv_transfer_params" and _is_session_alone(value):
+                    continue
                 harmless = value in (None, "", [], {}) or value is False or value == _HARMLESS.get(name)
                 if not harmless and not (name == "tools" and _value(members.get("tool_choice", b"null")) == "none"):
                     raise NotContinuable(name)
@@ -137,7 +139,7 @@ def plan_of(body: Body, *, chat: bool) -> Plan:
         elif tokens_max is None:  # which one version reads as the default and another as no bound
             raise NotContinuable("max_tokens")
         plan = Plan(
-            {name: raw for name, raw in members.items() if name in _PASSED},
+            {name: raw for name, raw in members.items() if name in _PASSED or name == "kv_transfer_params"},
             (stop,) if isinstance(stop, str) else tuple(stop),
             bool(_optional(members, "include_stop_str_in_output", bool)),
             tokens_max,
@@ -153,6 +155,11 @@ def plan_of(body: Body, *, chat: bool) -> Plan:
 def _optional(members: dict[str, msgspec.Raw], name: str, kind: Any) -> Any:
     raw = members.get(name)
     return None if raw is None else msgspec.json.decode(raw, type=kind | None)
+
+
+def _is_session_alone(params: object) -> bool:
+    """What the gateway itself puts there; a client's part may steer one engine's transfers."""
+    return isinstance(params, dict) and params.keys() == {"spillway_session"}
 
 
 def _is_one_prompt(prompt: object) -> bool:

@@ -1,14 +1,14 @@
-"""Sets top-level texts of a JSON body without touching any other byte.
+"""Sets top-level members of a JSON body without touching any other byte.
 
 Re-serialising would change number formats, escapes and key order, which clients and engines may rely on. Used for the
-model's name in place of an alias and for a tenant's salt; every other body passes unchanged.
+model's name in place of an alias, for a tenant's salt and for a session; every other body passes unchanged.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,6 +16,8 @@ from spillway_gateway.upstream.forward import Body
 from spillway_gateway.upstream.json_walk import JsonWalk, Member
 
 _opening = re.compile(rb"[ \t\r\n]*+\{[ \t\r\n]*+(?=([^ \t\r\n]))").match
+
+MemberValue = str | bool | Mapping[str, Any]
 
 
 class Opening(NamedTuple):
@@ -33,7 +35,7 @@ class Edit(NamedTuple):
     text: bytes
 
 
-def replace_text(body: Body, name: str, value: str) -> bytes:
+def replace_text(body: Body, name: str, value: MemberValue) -> bytes:
     """body: a JSON object. Every top-level `name` gets the value, as parsers differ on which of two counts. Raises
     NotAnObject."""
     walk = JsonWalk(body, [name])
@@ -41,7 +43,7 @@ def replace_text(body: Body, name: str, value: str) -> bytes:
     return edited(body, replacements(walk.members.get(name, ()), value))
 
 
-def insert_member(body: Body, name: str, value: str | bool) -> Body:
+def insert_member(body: Body, name: str, value: MemberValue) -> Body:
     """body: a valid JSON object without a top-level `name`. It becomes the first member."""
     opening = opening_of(body, len(body))
     assert opening is not None
@@ -49,7 +51,7 @@ def insert_member(body: Body, name: str, value: str | bool) -> Body:
     return body[:at] + text + body[at:]
 
 
-def replacements(members: Iterable[Member], value: str) -> list[Edit]:
+def replacements(members: Iterable[Member], value: MemberValue) -> list[Edit]:
     """Edits that give each of the members the value."""
     text = msgspec.json.encode(value)
     return [Edit(member.start, member.end, text) for member in members]
@@ -61,7 +63,7 @@ def opening_of(body: Body, bytes_max: int) -> Opening | None:
     return None if match is None else Opening(body.index(b"{") + 1, match[1] == b"}")
 
 
-def insertion(opening: Opening, name: str, value: str | bool) -> Edit:
+def insertion(opening: Opening, name: str, value: MemberValue) -> Edit:
     """An edit that adds the member as the object's first."""
     member = msgspec.json.encode(name) + b":" + msgspec.json.encode(value) + (b"" if opening.empty else b",")
     return Edit(opening.inside, opening.inside, member)
