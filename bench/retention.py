@@ -15,7 +15,7 @@ Hit ratio: tokens in the leading run of a prompt's chunks that are in the tier, 
 
     lru, arc            the CPU tier's rows without sessions; ARC is vLLM's
     fifo                first in, first out
-    s3fifo              the order of the slab tier
+    slab                S3-FIFO behind the slab tier's admission: when full, chunks that were requested twice
     retained_*          the CPU tier's rows with sessions:
       names             requests name their session, and nothing else
       ends              and mark the last one
@@ -51,9 +51,19 @@ from vllm.v1.kv_offload.base import OffloadKey
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.tenancy import TenantContext
+from spillway_connector.plan.request_frequency import FrequencySketch
 from spillway_connector.plan.retention import SessionHint
 from spillway_connector.testing.generation import make_cpu_tier
-from spillway_connector.tiers.disk.slab.policy import LIVE, MAIN, SMALL, QueueArrays, S3Fifo, ghost_of, recently_evicted
+from spillway_connector.tiers.disk.slab.policy import (
+    FREQUENCY_MAX,
+    LIVE,
+    MAIN,
+    SMALL,
+    QueueArrays,
+    S3Fifo,
+    ghost_of,
+    recently_evicted,
+)
 
 CHUNK_TOKENS = 128
 ROW_BYTES = 4096  # of the mapping behind the rows, which is never written
@@ -232,7 +242,8 @@ class Fifo(Cache):
 
 
 class Slab(Cache):
-    """The slab tier's own policy over arrays, without its files. Loads count as hits, as in the tier."""
+    """The slab tier's own policies over arrays, without its files. Loads count as hits, as in the tier; so does each
+    request's first mention of a chunk in the admission."""
 
     def __init__(self, chunks_max: int) -> None:
         super().__init__(chunks_max)
@@ -249,6 +260,7 @@ class Slab(Cache):
         self._keys: list[OffloadKey] = []  # by slot
         self._ghosts = np.zeros(2 * chunks_max, np.uint64)
         self._evictions = 1
+        self._frequency = FrequencySketch()
 
     def _put(self, name: str, at: int, value: int) -> None:
         getattr(self._arrays, name)[at] = value
@@ -259,16 +271,20 @@ class Slab(Cache):
         frequency = self._arrays.frequency
         for key in keys[:hit]:
             slot = self._slots[key]
-            frequency[slot] = min(int(frequency[slot]) + 1, 3)
+            frequency[slot] = min(int(frequency[slot]) + 1, FREQUENCY_MAX)
+        self._frequency.note(keys)
         self._store(keys[hit:])
         return hit
 
     def end(self, request: Request) -> None:
-        self._store(request.chunks(request.total_tokens)[request.prompt_tokens // CHUNK_TOKENS :])
+        keys = request.chunks(request.total_tokens)[request.prompt_tokens // CHUNK_TOKENS :]
+        self._frequency.note(keys)
+        self._store(keys)
 
     def _store(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            if key in self._slots:
+        full = len(self._keys) == self.chunks_max
+        for key, times in zip(keys, self._frequency.estimate(keys).tolist(), strict=True):
+            if key in self._slots or (full and times < 2):
                 continue
             fingerprint = hash(key) & (1 << 64) - 1
             if len(self._keys) < self.chunks_max:
@@ -356,8 +372,8 @@ HINTS: dict[str, Callable[[Request], SessionHint | None]] = {
     "retained_half": _half,
     "retained_announced": _announced,
 }
-MODELS: dict[str, type[Cache]] = {"fifo": Fifo, "s3fifo": Slab, "limit": Limit}  # type: ignore[type-abstract]
-POLICIES = ("fifo", "s3fifo", "arc", *HINTS, "limit")
+MODELS: dict[str, type[Cache]] = {"fifo": Fifo, "slab": Slab, "limit": Limit}  # type: ignore[type-abstract]
+POLICIES = ("fifo", "slab", "arc", *HINTS, "limit")
 
 
 @contextmanager
