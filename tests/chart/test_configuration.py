@@ -224,6 +224,7 @@ def test_nvme_values_reach_the_connector_and_lie_where_the_volume_is_mounted(eng
         "maxBytes": "1.5TiB",
         "ttlSeconds": 3600,
         "tenantMaxBytes": "100GiB",
+        "pageCache": False,
         "volume": {"type": "sharedClaim", "size": "2TiB"},
     }
     rendered = render(values=nested("engine.offload.sharedTier", {"type": "nvme", "nvme": nvme, **LIMITS}))
@@ -234,6 +235,7 @@ def test_nvme_values_reach_the_connector_and_lie_where_the_volume_is_mounted(eng
         max_bytes=3 * (1 << 39),
         ttl_seconds=3600,
         tenant_max_bytes=100 * GIB,
+        page_cache="off",
         encryption=EncryptionConfig("2026", f"{SECRETS}/tier-key"),
         limits=PARSED_LIMITS,
     )

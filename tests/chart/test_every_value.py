@@ -212,6 +212,7 @@ CHANGES: dict[str, Any] = {
     "engine.offload.sharedTier.nvme.mode": "slab",
     "engine.offload.sharedTier.nvme.ttlSeconds": 3600,
     "engine.offload.sharedTier.nvme.tenantMaxBytes": "10GiB",
+    "engine.offload.sharedTier.nvme.pageCache": "off",
     "engine.offload.sharedTier.redis.url": "rediss://other:6379/0",
     "engine.offload.sharedTier.redis.existingSecret.passwordAs": "env",
     "engine.offload.sharedTier.redis.tenantMaxBytes": "10GiB",

@@ -47,7 +47,7 @@ item.redisSecret. */}}
 {{- end -}}
 {{- end -}}
 {{- if eq $tier.type "nvme" -}}
-{{- $nvme := dict "path" $tier.nvme.path "mode" $tier.nvme.mode -}}
+{{- $nvme := dict "path" $tier.nvme.path "mode" $tier.nvme.mode "pageCache" (include "spillway.onOff" $tier.nvme.pageCache) -}}
 {{- with include "spillway.nvmeMaxBytes" (dict "item" $item "problems" $problems) -}}{{- $_ := set $nvme "maxBytes" (int64 .) -}}{{- end -}}
 {{- with $tier.nvme.ttlSeconds -}}{{- $_ := set $nvme "ttlSeconds" . -}}{{- end -}}
 {{- with $tier.nvme.tenantMaxBytes -}}

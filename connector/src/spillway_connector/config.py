@@ -32,6 +32,7 @@ EvictionPolicy = Literal["lru", "arc"]
 BatchMemcpy = Literal["auto", "on", "off"]
 OnOff = Literal["on", "off"]
 NvmeMode = Literal["files", "slab", "auto"]
+PageCache = Literal["auto", "off"]
 Transport = Literal["auto", "cpu", "npu", "cuda"]
 
 
@@ -57,6 +58,7 @@ class NvmeStore(Section, frozen=True):
     mode: NvmeMode = "auto"
     ttl_seconds: Count | None = None  # of a frame since it was last stored or loaded; None: only max_bytes ends it
     tenant_max_bytes: ByteCount | None = None  # of one tenant's frames; beyond it, its least recently used are evicted
+    page_cache: PageCache = "auto"  # auto: slabs use it while memory is idle, where the kernel can tell what lies there
 
 
 class NvmeTierConfig(NvmeStore, frozen=True):

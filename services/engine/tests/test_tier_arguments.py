@@ -34,7 +34,7 @@ def test_no_tier_is_no_entry() -> None:
 def test_every_setting_of_a_folder() -> None:
     assert parsed(f"""
     type: nvme
-    nvme: {{path: /kv, maxBytes: 1TiB, mode: slab, ttlSeconds: 3600, tenantMaxBytes: 100GiB}}
+    nvme: {{path: /kv, maxBytes: 1TiB, mode: slab, ttlSeconds: 3600, tenantMaxBytes: 100GiB, pageCache: "off"}}
     encryption: {{keyId: "2026", keyFile: /keys/kv}}
     {LIMITS}""") == NvmeTierConfig(
         path="/kv",
@@ -42,6 +42,7 @@ def test_every_setting_of_a_folder() -> None:
         mode="slab",
         ttl_seconds=3600,
         tenant_max_bytes=100 << 30,
+        page_cache="off",
         encryption=EncryptionConfig("2026", key_file="/keys/kv"),
         limits=PARSED_LIMITS,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from spillway_connector.config import NvmeTierConfig, RedisTierConfig
@@ -37,7 +39,9 @@ def open_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, pa
 
 def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, payload_bytes: int) -> Tier:
     if isinstance(config, NvmeTierConfig):
-        kind = SlabTier if _layout_of(config) == "slab" else FileTier
+        kind: Callable[..., Tier] = FileTier
+        if _layout_of(config) == "slab":
+            kind = partial(SlabTier, page_cache=config.page_cache == "auto")
         return kind(
             namespace,
             payload_bytes,

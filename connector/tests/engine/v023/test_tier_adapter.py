@@ -18,6 +18,8 @@ from spillway_connector.engine.v023.stats import SpillwayStats
 from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
+from spillway_connector.tiers.disk import io as disk_io
+from spillway_connector.tiers.disk.page_cache import supports_page_cache
 
 PAYLOAD_BYTES = 8192
 NAMESPACE = Namespace.of({"model": "test"})
@@ -37,6 +39,21 @@ def test_a_directory(tmp_path: Path, mode: str):
     tier = open_tier(parse_tier("nvme", {"path": str(tmp_path), "mode": mode}), NAMESPACE, PAYLOAD_BYTES)
     payload = os.urandom(PAYLOAD_BYTES)
     assert round_trip(tier, payload) == payload
+    tier.close()
+
+
+@pytest.mark.parametrize("page_cache", ["auto", "off"])
+def test_blocks_stay_in_the_page_cache_unless_that_is_off(
+    tmp_path: Path, page_cache: str, monkeypatch: pytest.MonkeyPatch
+):
+    if not (disk_io.supports_direct(tmp_path) and supports_page_cache(tmp_path)):
+        pytest.skip("needs Linux 6.5 and a file system with direct I/O")
+    monkeypatch.setattr(disk_io.IdleMemory, "enough", True)
+    config = parse_tier("nvme", {"path": str(tmp_path / "kv"), "mode": "slab", "page_cache": page_cache})
+    tier = open_tier(config, NAMESPACE, PAYLOAD_BYTES)
+    payload = os.urandom(PAYLOAD_BYTES)
+    assert round_trip(tier, payload) == payload
+    assert (tier.in_memory(KEY, time.monotonic() + 60) is not None) == (page_cache == "auto")
     tier.close()
 
 
