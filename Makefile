@@ -142,6 +142,7 @@ bench-continued: $(STAMP) ## 100 streams on two engines, one of which is killed:
 .PHONY: bench-first-token
 bench-first-token: $(STAMP) $(ENGINE_STAMP) ## Time to first token by tier, beside recomputing and upstream's fs tier. About ten minutes
 ##+ VLLM=0.23,0.32 measures both, and 0.32's own tiering with fs and with Spillway's tiers. About twenty minutes
+##+ BENCH="--busy-loops 2" lets two processes compute beside the engines
 	@$(BIN)/python bench/first_token.py $(if $(VLLM),--vllm $(subst $(COMMA), ,$(VLLM))) $(BENCH)
 
 .PHONY: bench-tiers

@@ -1,6 +1,6 @@
 """Time to the first token of a long prompt, by where its KV comes from, on this machine and in one run.
 
-    python bench/first_token.py [--runs 5] [--tokens 4096] [--tiers nvme redis fs] [--vllm 0.23 0.32]
+    python bench/first_token.py [--runs 5] [--tokens 4096] [--tiers nvme redis fs] [--vllm 0.23 0.32] [--busy-loops 2]
 
 One pair of engines per vLLM and shared tier, one pair after the other. Engine A computes each prompt (recompute), asks
 it again (device hit), and once more after the others have evicted it from the device (CPU tier). Engine B, which never
@@ -12,6 +12,9 @@ secondary tiers.
 Each figure is the median over `--runs` prompts after a warm-up prompt. Every hit must cover all whole
 blocks of its prompt and give the same tokens as the device hit, or the run fails. Prints a table, writes
 build/bench/first_token.json (flat; units are in the keys; those of other engines than 0.23's begin with their vLLM).
+
+--busy-loops: so many processes that only compute run beside the engines while these are asked, as on a node that others
+use too; the report is then build/bench/first_token_busy.json.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ import http.client
 import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +57,14 @@ TIERS = ("nvme", "redis", "fs")
 SHARED_ROW = {"nvme": "nvme_tier", "redis": "redis_tier", "fs": "upstream_fs_tier"}
 ROWS = ("recompute", "device_hit", "cpu_tier", *SHARED_ROW.values())
 OUTPUT = Path("build/bench/first_token.json")
+OUTPUT_BUSY = Path("build/bench/first_token_busy.json")
+BUSY_SECONDS = 900.0  # a busy loop ends by itself then, or when its parent has ended
+BUSY_LOOP = """
+import os, sys, time
+until, parent = time.monotonic() + float(sys.argv[1]), os.getppid()
+while time.monotonic() < until and os.getppid() == parent:
+    sum(range(100_000))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +102,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=5, help="prompts per figure (default 5)")
     parser.add_argument("--tokens", type=int, default=0, help="prompt length; default 4096, 2048 without AVX-512")
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=TIERS)
+    parser.add_argument("--busy-loops", type=int, default=0, help="processes that compute beside (default 0)")
     parser.add_argument("--vllm", nargs="+", choices=VLLM_VERSIONS, default=[VLLM_HERE])
     given = parser.parse_args(arguments)
     if problems := environment_problems(given.vllm):
         raise BenchError("; ".join(problems))
     tokens = given.tokens or (LONG_TOKENS if "avx512f" in Path("/proc/cpuinfo").read_text() else SHORT_TOKENS)
     measured = {
-        engines: measure_all(engines, given.tiers, tokens, given.runs)
+        engines: measure_all(engines, given.tiers, tokens, given.runs, given.busy_loops)
         for vllm in given.vllm
         for engines in (Engines(vllm), *([] if vllm == VLLM_HERE else [Engines(vllm, stock=True)]))
     }
@@ -104,26 +118,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "avx512": int("avx512f" in Path("/proc/cpuinfo").read_text()),
         "prompt_tokens": tokens,
         "runs_per_figure": given.runs,
+        "busy_loops": given.busy_loops,
     }
     for engines, seconds in measured.items():
         report |= figures(engines.prefix, seconds)
     print(render(report, list(measured)))
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nwritten to {OUTPUT}")
+    output = OUTPUT_BUSY if given.busy_loops else OUTPUT
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"\nwritten to {output}")
     return 0
 
 
-def measure_all(engines: Engines, tiers: Sequence[str], tokens: int, runs: int) -> dict[str, list[float]]:
+def measure_all(
+    engines: Engines, tiers: Sequence[str], tokens: int, runs: int, busy_loops: int
+) -> dict[str, list[float]]:
     """Seconds per row, of all tiers' pairs together."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for tier in tiers:
-        for row, measured in measure(engines, tier, tokens, runs).items():
+        for row, measured in measure(engines, tier, tokens, runs, busy_loops).items():
             seconds[row] += measured
     return seconds
 
 
-def measure(engines: Engines, tier: str, tokens: int, runs: int) -> dict[str, list[float]]:
+def measure(engines: Engines, tier: str, tokens: int, runs: int, busy_loops: int) -> dict[str, list[float]]:
     """Seconds per row for one pair of engines. Raises BenchError on a partial hit or a different answer."""
     blocks = tokens // BLOCK_TOKENS
     prompts = [make_prompt(f"{tier} {number}", tokens + TAIL_TOKENS) for number in range(runs + 1)]
@@ -133,14 +151,29 @@ def measure(engines: Engines, tier: str, tokens: int, runs: int) -> dict[str, li
         settings = settings_for(engines, tier, blocks, runs + 1, folder)
         if engines.stock:
             started = stock_stack(settings, folder, tier)
-            with started.stack as stack:
+            with started.stack as stack, beside(busy_loops):
                 seconds = ask_all(stack, started.model, tier, prompts, tokens)
         else:
-            with LocalStack(settings, folder) as stack:
+            with LocalStack(settings, folder) as stack, beside(busy_loops):
                 seconds = ask_all(stack, stack.model.served_name, tier, prompts, tokens)
     for row, measured in seconds.items():
         print(f"  {row}: {', '.join(f'{value:.3f}' for value in measured[1:])} s", flush=True)
     return {row: measured[1:] for row, measured in seconds.items()}
+
+
+@contextmanager
+def beside(busy_loops: int) -> Iterator[None]:
+    """Within it, ``busy_loops`` processes compute."""
+    command = [sys.executable, "-c", BUSY_LOOP, str(BUSY_SECONDS)]
+    loops = [subprocess.Popen(command) for _ in range(busy_loops)]
+    try:
+        yield
+        if any(loop.poll() is not None for loop in loops):
+            raise BenchError(f"a busy loop ended after {BUSY_SECONDS:g} s, before the last answer: fewer --runs")
+    finally:
+        for loop in loops:
+            loop.terminate()
+            loop.wait()
 
 
 def ask_all(
@@ -290,7 +323,8 @@ def figures(prefix: str, seconds: dict[str, list[float]]) -> dict[str, float]:
 def render(report: dict[str, float | int | str], measured: Sequence[Engines]) -> str:
     lines = [
         f"first token of a prompt of {report['prompt_tokens']} tokens, medians of {report['runs_per_figure']} "
-        f"(recompute, device, CPU tier: of all pairs of engines), {report['processor']}",
+        f"(recompute, device, CPU tier: of all pairs of engines), {report['processor']}"
+        + (f", beside {report['busy_loops']} busy loops" if report["busy_loops"] else ""),
     ]
     for engines in measured:
         header = f"{'median':>10}{'fastest':>10}{'slowest':>10}{'speed-up':>10}{'of CPU tier':>13}"
