@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{len(engine.copiers[next(iter(engine.copiers))].submitted_ids)} stores, "
             f"{len(list(engine.copiers.values())[1].submitted_ids)} loads or pieces of them, "
             f"{figures.early_loads} begun early, {figures.step_loads} within steps, "
-            f"{figures.steps_taken_back} steps taken back, {figures.resets} resets, {figures.resets_refused} refused, "
+            f"{figures.steps_taken_back} steps taken back, {engine.jumps} jumps to what was loaded meanwhile, "
+            f"{figures.resets} resets, {figures.resets_refused} refused, "
             f"{figures.resets_forced} for new weights, {figures.rows_kept_back} rows kept back; "
             f"{time.monotonic() - started:.0f} s",
             flush=True,

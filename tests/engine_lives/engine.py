@@ -83,6 +83,7 @@ class Shape:
     drafts: int = 0  # tokens of a draft that a step verifies; many are rejected
     asynchronous: bool = False  # the scheduler does not know the tokens of the step before
     layerwise: bool = False  # every load that a step can read itself goes layer by layer
+    meetings: bool = False  # what the shared tier holds is loaded from its end while the request is computed
 
 
 SHAPES = {
@@ -103,6 +104,22 @@ if not SINCE_0_30:
         "layers-chunks": Shape((None,), device_blocks=22, cpu_rows=20, blocks_per_chunk=2, layerwise=True),
         "layers-shared": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, layerwise=True),
         "layers-async": Shape((None,), device_blocks=22, cpu_rows=40, asynchronous=True, layerwise=True),
+        "meetings": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, meetings=True),
+        "meetings-async": Shape(
+            (None,), device_blocks=28, cpu_rows=24, shared_tier=True, asynchronous=True, meetings=True
+        ),
+        "meetings-chunks": Shape(
+            (None,), device_blocks=40, cpu_rows=12, blocks_per_chunk=2, shared_tier=True, meetings=True
+        ),
+        "meetings-layers": Shape(
+            (None,),
+            device_blocks=28,
+            cpu_rows=24,
+            shared_tier=True,
+            asynchronous=True,
+            layerwise=True,
+            meetings=True,
+        ),
     }
 RANDOM_SHAPES = [name for name, shape in SHAPES.items() if not shape.nvme_tier]  # every byte moves at a random time
 
@@ -180,6 +197,7 @@ class Engine:
         self.tier: RandomTier | None = manager.secondary_tiers[0] if shape.shared_tier else None
         for tier in manager.secondary_tiers:  # so near that a load may begin whenever half of it is there
             manager._gates[tier].load_rate.add(1e15, 1.0, 0.0)
+        self.pace(1.0)
         if shape.layerwise:  # whatever it costs the other requests
             half = self._scheduler_half
             half.others_wait_ms_max, half._load_rate = math.inf, RateMeter(1.0, pinned=1.0)
@@ -199,6 +217,22 @@ class Engine:
     def _view(self, cache: torch.Tensor) -> torch.Tensor:
         """A layer's cache as vLLM registers it; since 0.30 (blocks, heads, tokens, bytes of a token)."""
         return cache.view(self.shape.device_blocks, 1, BLOCK_TOKENS, TOKEN_BYTES) if SINCE_0_30 else cache
+
+    def pace(self, prefill_tokens_per_second: float) -> None:
+        """How fast the engine believes that it computes; a tier of prompts that are computed meanwhile is slower."""
+        if not self.shape.meetings:
+            return
+        manager = self._scheduler_half.manager
+        manager.prefill_rate = RateMeter(1.0, pinned=prefill_tokens_per_second)
+        loaded = 0.8 * prefill_tokens_per_second / manager._chunk_tokens * manager._chunk_bytes
+        for gate in manager._gates.values():
+            gate.load_rate = RateMeter(1.0, pinned=loaded)
+
+    @property
+    def jumps(self) -> int:
+        """Requests that have met their load."""
+        meetings = getattr(self._scheduler_half, "meetings", None)
+        return 0 if meetings is None else int(meetings.jumps)
 
     # -- actions of a random schedule
 
@@ -525,6 +559,8 @@ class Engine:
         for held in (*held_by_scheduler, "_early_loads"):
             assert not getattr(half, held), f"the scheduler's {held}: {getattr(half, held)}"
         assert not half._recompute_only
+        if self.shape.meetings:
+            assert half.meetings.idle, vars(half.meetings)
         if self.shape.layerwise:
             assert not half._step_loads and not half._step_requests and not half._planned
         tier = half.manager.primary_tier
@@ -602,6 +638,7 @@ def _engine_config(shape: Shape, folder: Path) -> VllmConfig:
                 "blocks_per_chunk": shape.blocks_per_chunk,
                 "generated_tokens": shape.generated_tokens,
                 "layerwise_loads": "on" if shape.layerwise else "off",
+                "compute_while_loading": "on" if shape.meetings else "off",
                 "prefill_tokens_per_second": 1.0,
                 "secondary_tiers": _tiers(shape, folder),
             },

@@ -21,6 +21,7 @@ def run(engine: Engine, seed: int) -> None:
     if tier is not None:
         tier.rng, tier.losing_share = rng, rng.choice([0.0, 0.0, 0.1])
     engine.rng = rng
+    engine.pace(rng.choice([1.0] * 9 + [1e3]))
     started = 0
     for _ in range(rng.randint(5, 40)):
         action = rng.random()

@@ -11,6 +11,9 @@ Prints `RUN {json}` with the model for each case:
     nvme         Spillway with a small CPU tier, so that chunks are loaded from files
     redis        the same, from a Valkey
     early        the same as nvme, with reads that wait until a load has begun with part of its chunks
+    meet, meet-async
+                 the same as nvme, each prompt computed from its front while the tier's end of it is loaded; with
+                 synchronous and with asynchronous scheduling
     lossy        loads of zeroes: the answers must differ, or the comparison proves nothing
     failing      every second load fails after overwriting its blocks
     layers       the same as cpu, loads layer by layer under the step that reads them
@@ -34,6 +37,7 @@ from typing import Any
 
 from engine_matrix.gated_reads import gated_reads
 from engine_matrix.greedy import greedy_answers
+from engine_matrix.met_loads import met_loads
 from engine_matrix.models import BLOCK_TOKENS, VOCABULARY, Model, build, model
 from engine_matrix.valkey_process import running_valkey
 
@@ -75,7 +79,9 @@ def transfer_config(case: str, wanted: Model, folder: Path, redis_url: str = "")
         extra |= {"spec_name": "RefusingSpec", "spec_module_path": "engine_matrix.failing_spec"}
     if case in ("failing", "layers-failing"):
         extra |= {"spec_name": "FailingSpec", "spec_module_path": "engine_matrix.failing_spec"}
-    if case in ("nvme", "redis", "early"):
+    if case.startswith("meet"):
+        extra["compute_while_loading"] = "on"
+    if case in ("nvme", "redis", "early", "meet", "meet-async"):
         tier: dict[str, Any] = {"type": "nvme", "path": str(folder / f"{case}-{wanted.name}"), "max_bytes": 1 << 30}
         if case == "redis":
             tier = {"type": "redis", "url": redis_url}
@@ -126,6 +132,8 @@ def answers(wanted: Model, folder: Path, case: str, redis_url: str = "") -> dict
         "kv_transfer_config": transfer_config(case, wanted, folder, redis_url),
         **wanted.engine,
     }
+    if case.startswith("meet"):
+        settings["async_scheduling"] = case == "meet-async"
 
     def asked(block_tokens: int) -> list[list[int]]:
         by_name = prompts(block_tokens)
@@ -258,6 +266,10 @@ def run_case(wanted: Model, folder: Path, case: str, tally: Tally) -> None:
             with gated_reads() as early_parts:
                 run = answers(wanted, folder, case)
             run["early_parts"] = early_parts()
+        elif case.startswith("meet"):
+            with met_loads() as jumps:
+                run = answers(wanted, folder, case)
+            run["jumps"] = jumps()
         else:
             run = answers(wanted, folder, case)
         run |= tally.take() | (_emulator_calls() if case.startswith("npu") else {})

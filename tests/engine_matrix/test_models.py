@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from engine_matrix.verdict import Outcome, faults, run_model, run_models
+from spillway_connector.engine.generation import Generation, generation
 
 pytestmark = pytest.mark.timeout(1800)  # of the first, which starts all engines
 CPU_FLAGS = set(Path("/proc/cpuinfo").read_text().split())
 HAS_FP8_CACHE = bool(CPU_FLAGS & {"avx512f", "amx_tile"})
 SMALL = ["none", "cpu", "lossy"]  # the reference answers, Spillway's, and the control with wrong bytes
+MEETS = ["none", "meet", "meet-async"] if generation() is Generation.V023 else []
 CASES = {
+    "llama": MEETS,
     "gemma3-window": [*SMALL, "failing", "npu", "npu-off"],
     "mistral-window": SMALL,
     "llama-fp8": SMALL if HAS_FP8_CACHE else [],
@@ -32,6 +35,13 @@ def require_same_answers(outcome: Outcome, cases: list[str]) -> None:
     assert not outcome.refusals, outcome.log
     assert list(outcome.runs) == cases
     assert faults(outcome) == []
+
+
+@pytest.mark.skipif(not MEETS, reason="vLLM 0.23 alone")
+def test_a_prompt_that_is_computed_while_its_end_is_loaded_answers_as_without_offload(
+    outcomes: dict[str, Outcome],
+) -> None:
+    require_same_answers(outcomes["llama"], MEETS)
 
 
 def test_several_kv_groups_answer_as_without_offload(outcomes: dict[str, Outcome]) -> None:

@@ -18,7 +18,8 @@ from engine_matrix.greedy import scored_answers
 _TESTS = Path(__file__).parents[1]
 # Cases that must answer like the engine without offload, and must have loaded something.
 _LAYERS = ("layers", "layers-failing", "layers-refused")
-SAME = ("cpu", "chunks", "nvme", "redis", "early", "failing", "npu", "npu-off", *_LAYERS)
+_MET = ("meet", "meet-async")
+SAME = ("cpu", "chunks", "nvme", "redis", "early", "failing", "npu", "npu-off", *_LAYERS, *_MET)
 
 
 @dataclass
@@ -93,9 +94,12 @@ def faults(outcome: Outcome) -> list[str]:
     for case in ("lossy", "layers-lossy"):
         if case in runs and not _differing(right, runs[case]):
             found.append(f"{case}: loads of zeroes change no answer, so the comparison proves nothing")
-    for case in ("nvme", "redis", "early"):
+    for case in ("nvme", "redis", "early", *_MET):
         if case in runs and not runs[case]["tier_read_bytes"]:
             found.append(f"{case}: nothing was read from the shared tier")
+    for case in _MET:
+        if case in runs and not runs[case]["jumps"]:
+            found.append(f"{case}: no prompt met its load")
     if "early" in runs and not runs["early"]["early_parts"]:
         found.append("early: no load began before all of it had been read")
     for case in ("npu", "npu-off"):

@@ -111,6 +111,9 @@ class ConnectorConfig(Section, frozen=True):
     generated_tokens: OnOff = "on"
     # on: where a step itself can use what it loads, the load goes layer by layer under its forward (vLLM 0.23).
     layerwise_loads: OnOff = "off"
+    # on: while the shared tier is measured to be slower than computing, a prompt is computed from its front while the
+    # end of its prefix is loaded, until both meet (vLLM 0.23).
+    compute_while_loading: OnOff = "off"
     eviction_policy: EvictionPolicy = "lru"
     batch_memcpy: BatchMemcpy = "auto"
     transport: Transport = "auto"  # by platform; naming one is for tests on the ACL emulator

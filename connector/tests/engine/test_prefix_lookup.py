@@ -294,3 +294,41 @@ def test_a_requests_own_chunks_make_no_room_for_its_others(stack: Stack):
     (job,) = stack.tier.loads
     assert job.keys == keys[3:]
     assert stack.manager.primary_tier.ready.issuperset(keys[:3])
+
+
+def test_what_is_stored_is_known_whatever_a_load_would_cost(stack: Stack):
+    keys, context = prompt_keys(1), stack.requests["r1"]
+    gate = stack.manager._gates[stack.tier]
+    assert stack.manager.rates() is None and not stack.manager.is_slower_than_computing()
+    gate.load_rate.add(4096, 0.2, now=0.0)  # a chunk in 200 ms, where it is computed in 100
+    assert stack.manager.rates() == pytest.approx((10.0, 5.0))
+    assert stack.manager.is_slower_than_computing()
+    stack.tier.set_held(keys[:3], None)
+    assert stack.manager.stored_chunks(keys, context) is None
+    stack.tier.set_held(keys[:3], True)
+    assert stack.manager.stored_chunks(keys, context) == 3
+    stack.tier.set_held(keys, True)
+    assert stack.manager.stored_chunks(keys, context) == CHUNKS
+    assert not stack.tier.loads, "asking is not loading"
+    stack.tier.resting = True
+    assert not stack.manager.is_slower_than_computing()
+
+
+def test_chunks_are_promoted_in_the_order_they_are_asked_for_as_far_as_rows_go(stack: Stack):
+    keys, context = prompt_keys(1), stack.requests["r1"]
+    stack.tier.set_held(keys, True)
+    backwards = keys[::-1]
+    assert stack.manager.promote_meanwhile(backwards[:2], context) == 2
+    assert stack.manager.promote_meanwhile(backwards, context) == 5, "one of six has no row: a quarter may be in flight"
+    assert [list(job.keys) for job in stack.tier.loads] == [backwards[:2], backwards[2:5]]
+    assert stack.manager.promote_meanwhile(backwards[:5], context) == 5, "they are on their way"
+
+
+def test_a_request_that_may_meet_its_load_is_no_probe(stack: Stack):
+    keys, context = prompt_keys(1), stack.requests["r1"]
+    stack.manager._gates[stack.tier].load_rate.add(4096, 0.2, now=0.0)
+    stack.tier.set_held(keys, True)
+    stack.manager.never_probing.add("r1")
+    assert stack.manager.lookup_prefix(keys, context) == 0
+    assert not stack.tier.loads
+    assert stack.manager.lookup_prefix(keys, stack.requests["r2"]) is None, "another one probes"

@@ -77,6 +77,24 @@ def test_a_slow_tier_is_closed_but_for_a_probe_and_opens_when_it_is_fast():
     assert gate.passes("c", prefill, now=31.3)
 
 
+def test_a_slow_tier_that_was_measured_otherwise_is_not_probed_soon():
+    gate = LoadGate(LoadPolicy(probe_seconds=30), 128, 1000, RateMeter(10.0))
+    prefill = RateMeter(10.0, pinned=1280.0)
+    gate.load_rate.add(1000, 0.2, now=0)
+    gate.measured(now=10)
+    assert not gate.passes("a", prefill, now=39.9)
+    assert gate.passes("b", prefill, now=40.1)
+
+
+def test_the_tokens_under_way_are_those_of_steps_that_have_not_ended():
+    timer = PrefillTimer(RateMeter(10.0))
+    timer.begin_step(500, now=0.0)
+    timer.begin_step(300, now=0.1)
+    assert timer.tokens_under_way == 800
+    timer.end_step(now=1.0)
+    assert timer.tokens_under_way == 300
+
+
 def test_overlapping_steps_are_timed_from_end_to_end():
     timer = PrefillTimer(rate := RateMeter(1e9))
     timer.begin_step(1000, now=0.0)

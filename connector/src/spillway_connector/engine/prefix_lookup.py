@@ -18,6 +18,7 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.prefix_tier import PrefixTier
 from spillway_connector.plan.load_cost import LoadGate, LoadPolicy, RateMeter
+from spillway_connector.plan.meeting import Rates
 from spillway_connector.plan.prefix_memo import ChangeLog, PrefixAnswer, PrefixMemo
 from spillway_connector.transfer.jobs import ARRIVALS_REPORTED_FROM
 from spillway_connector.transfer.lookups import Lookup
@@ -109,7 +110,7 @@ class PrefixLookupManager(OffloadingManager):
         self.secondary_tiers = secondary_tiers
         self._promotions: dict[SecondaryTierManager, dict[str, Promotion]] = {}  # not submitted yet; by request
         self._processed_jobs_this_step = False
-        self._chunk_bytes = chunk_bytes
+        self._chunk_tokens, self._chunk_bytes = chunk_tokens, chunk_bytes
         policy = LoadPolicy()
         self.prefill_rate = RateMeter(policy.half_life_seconds, config.prefill_tokens_per_second)
         self._gates = {
@@ -134,6 +135,8 @@ class PrefixLookupManager(OffloadingManager):
         )
         self.loads_begin_early = False  # set by the scheduler half
         self.ahead_rows_max = int(num_rows * config.promotion_ahead_fraction) if self._prefix_tier is not None else 0
+        # Requests whose prefix may be computed and loaded at the same time, which measures a slow tier as a probe does.
+        self.never_probing: set[str] = set()
 
     @abstractmethod
     def _process_finished_jobs(self) -> None:
@@ -220,6 +223,47 @@ class PrefixLookupManager(OffloadingManager):
             and missing * self._chunk_bytes <= rate * _EARLY_LOAD_SECONDS_MAX
         )
 
+    def rates(self) -> Rates | None:
+        """Of computing and of the shared tier; None where there is no single one, or a rate is not known yet."""
+        if self._prefix_tier is None:
+            return None
+        computed, loaded = self.prefill_rate.per_second, self._gates[self._prefix_tier].load_rate.per_second
+        if computed is None or loaded is None:
+            return None
+        return Rates(computed / self._chunk_tokens, loaded / self._chunk_bytes)
+
+    def is_slower_than_computing(self) -> bool:
+        """Whether the shared tier accepts lookups, and loads of whole prefixes do not pay by its measured rate."""
+        tier = self._prefix_tier
+        return tier is not None and tier.open and not self._gates[tier].pays(self.prefill_rate)
+
+    def stored_chunks(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
+        """How many of the keys are in the CPU tier or the shared one, from the first on, whatever a load would cost;
+        None: it is being looked up, ask again. Raises AssertionError without a single shared tier."""
+        tier = self._prefix_tier
+        assert tier is not None
+        resident = self.primary_tier.resident
+        missing = [key for key in keys if key not in resident]
+        if not missing or not self._may_load(tier, req_context):
+            return keys.index(missing[0]) if missing else len(keys)
+        found = tier.lookup_prefix(missing, req_context).found
+        if Lookup.PENDING in found:
+            return None
+        return keys.index(missing[len(found) - 1]) if found[-1] is Lookup.MISS else len(keys)
+
+    def promote_meanwhile(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
+        """Have the shared tier fill rows with those of `keys` that have none, in this order, for a request that goes on
+        meanwhile. Returns how many of the keys are in the CPU tier or on their way, from the first on: fewer where
+        rows are short. Raises AssertionError without a single shared tier."""
+        tier = self._prefix_tier
+        assert tier is not None
+        resident = self.primary_tier.resident
+        missing = [key for key in keys if key not in resident]
+        promoted = self._promote(tier, missing, req_context, self._wait_of(req_context)) if missing else 0
+        if promoted:
+            self._flush_promotions()
+        return len(keys) if promoted == len(missing) else keys.index(missing[promoted])
+
     @property
     def step_time(self) -> float:
         """The time that this step's answers rest on; before the first lookup of a step, the clock's."""
@@ -233,7 +277,7 @@ class PrefixLookupManager(OffloadingManager):
 
     def _condition_of(self, request_id: str) -> TierState:
         state = self._tier_state
-        if state.passes or self._prefix_tier is None:
+        if state.passes or self._prefix_tier is None or request_id in self.never_probing:
             return state
         passes = self._gates[self._prefix_tier].passes(request_id, self.prefill_rate, self.memo.now)
         return TierState(passes, state.open)

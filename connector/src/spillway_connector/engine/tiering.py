@@ -73,7 +73,6 @@ class TieringManager(PrefixLookupManager):
             clock=clock,
         )
         self._num_rows = num_rows
-        self._chunk_tokens = chunk_tokens
         self._transfer_jobs: dict[int, TierJob] = {}  # under way
         self._last_job_id = -1
         # By request: tiers of vLLM's that want all of its chunks, not only those it computes.
@@ -190,7 +189,10 @@ class TieringManager(PrefixLookupManager):
                 arrived = [key for key in job.keys if key not in result.failed_keys]
                 lost = [key for key in job.keys if key in result.failed_keys]
             chunks = len(arrived) + self._early_chunks.pop(result.job_id, 0)
-            self._gates[tier].load_rate.add(chunks * self._chunk_bytes, result.seconds, self._clock())
+            gate, now = self._gates[tier], self._clock()
+            gate.load_rate.add(chunks * self._chunk_bytes, result.seconds, now)
+            if job.req_context.req_id in self.never_probing:
+                gate.measured(now)
             self._unreported = True
         if reset_rows is not None:
             return

@@ -75,6 +75,11 @@ class PrefillTimer:
         """The scheduler hands a step of so many tokens to the workers."""
         self._steps.append(_Step(now, tokens))
 
+    @property
+    def tokens_under_way(self) -> int:
+        """Of steps begun and not ended."""
+        return sum(step.tokens for step in self._steps)
+
     def leave_out_step(self) -> None:
         """The step begun last does more than compute: no measure of the prefill rate."""
         self._steps[-1] = self._steps[-1]._replace(tokens=0)
@@ -122,6 +127,10 @@ class LoadGate:
         return loading_pays(
             self._tokens, self._bytes, prefill_rate.per_second, self.load_rate.per_second, self._policy.margin
         )
+
+    def measured(self, now: float) -> None:
+        """The rate was measured without a request that waited for all of its loads; the next probe can wait."""
+        self._probed_at = now
 
     def passes(self, request_id: str, prefill_rate: RateMeter, now: float) -> bool:
         """Whether this request may load from the tier now."""

@@ -20,6 +20,7 @@ from spillway_connector.engine.v023.failed_step_loads import install_step_retrea
 from spillway_connector.engine.v023.group_hits import install_group_hit_hold
 from spillway_connector.engine.v023.layerwise import loads_within_steps, why_not_within_steps
 from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
+from spillway_connector.engine.v023.meetings import install_meetings
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v023.seams import SEAMS
 from spillway_connector.engine.v023.stats import SpillwayPromMetrics, SpillwayStats
@@ -47,6 +48,9 @@ class SpillwayConnector(ConnectorBase):
             self._watch_the_engine()
             install_full_recompute()
             install_group_hit_hold()
+            if settings is not None and settings.compute_while_loading == "on":
+                install_meetings()
+                self.connector_scheduler.begin_meetings()
             if self._layerwise:
                 install_step_retreat()
             elif settings is not None and settings.layerwise_loads == "on":

@@ -56,6 +56,8 @@ SEAMS = Seams(
                     "evict_blocks",
                 ),
                 "_preempt_request": ("self", "request", "timestamp"),
+                "schedule": ("self",),
+                "_inflight_prefill_reserved_blocks": ("self",),
             },
         ),
         Methods(

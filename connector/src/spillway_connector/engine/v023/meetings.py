@@ -1,0 +1,312 @@
+"""Prompts that are computed from their front while the end of their prefix is loaded (compute_while_loading: on).
+
+vLLM takes loaded tokens only behind computed ones, and only when it admits a request. So the end of the prefix is first
+promoted from the shared tier to the CPU tier, from its last chunk backwards, while vLLM computes the prompt from its
+first. When everything behind the computed part is in the CPU tier, the request is preempted: its computed blocks stay
+in the device's prefix cache, and vLLM admits it again at once with those as its own hit and the rest as a load, on
+the same path as any other request. What is lost in between (a block of the device's cache, a row) is computed.
+
+A preemption in the middle of a prefill discards nothing else: no token has been sampled, and a step that was sent with
+the request writes to blocks that every later load waits for. A tier that stalls is never met, and computing goes on;
+what that costs is one wait of HOLD_SECONDS_MAX.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.request import Request, RequestStatus
+
+from spillway_connector.engine.tiering import TieringManager
+from spillway_connector.plan.load_cost import PrefillTimer
+from spillway_connector.plan.meeting import (
+    HOLD_SECONDS_MAX,
+    Rates,
+    job_chunks_max,
+    meeting_pays,
+    meeting_point,
+    step_tokens_max,
+)
+
+_LOOKUP_SECONDS_MAX = 0.05  # a request that could be computed at once waits no longer for what is stored of it
+_MARK = "_spillway_meetings"
+
+
+@dataclass(slots=True)
+class Meeting:
+    """keys: of the request's chunks up to the last one stored. begin: the first that is computed. loaded_from: chunks
+    from here on are in the CPU tier. asked_from: chunks from here on are, or are being read."""
+
+    request: Request
+    context: ReqContext
+    keys: list[OffloadKey]
+    begin: int
+    loaded_from: int
+    asked_from: int
+    job_chunks: int = 0  # of the last job
+    job_begun_at: float = 0.0
+    no_more: bool = False  # of the prefix is to be loaded: rows are short, or a chunk was lost
+    hold_until: float | None = None
+
+
+class _Jump(NamedTuple):
+    """A request that waits to be admitted again, and what vLLM had counted as cached before."""
+
+    request: Request
+    local_tokens: int
+    external_tokens: int
+
+
+class Meetings:
+    """Of one engine. EngineCore process, scheduler thread; no method blocks.
+
+    jumps: how many requests have met their load so far.
+    """
+
+    def __init__(
+        self,
+        manager: TieringManager,
+        timer: PrefillTimer,
+        chunk_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.jumps = 0
+        self._clock = clock
+        self._manager = manager
+        self._timer = timer
+        self._chunk_tokens = chunk_tokens
+        self._steered = False  # vLLM's scheduler asks before each step
+        self._asked_at: dict[str, float] = {}  # requests whose prefix is being looked up
+        self._judged: set[str] = set()
+        self._meetings: dict[str, Meeting] = {}
+        self._jumped: dict[str, _Jump] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not (self._asked_at or self._judged or self._meetings or self._jumped or self._manager.never_probing)
+
+    # -- a waiting request
+
+    def consider(self, request: Request) -> None:
+        """Before the request is looked up: whether it may meet its load instead of waiting for all of it."""
+        if request.request_id in self._judged or not self._steered or not _is_plain(request):
+            return
+        rates = self._manager.rates()
+        if rates is None or not self._manager.is_slower_than_computing():
+            return
+        if meeting_pays(0, request.num_tokens // self._chunk_tokens, rates):
+            self._manager.never_probing.add(request.request_id)
+
+    def keeps_waiting(
+        self, request: Request, context: ReqContext, keys: list[OffloadKey], computed_tokens: int
+    ) -> bool:
+        """After its lookup, which found `computed_tokens` on the device and in the CPU tier: whether vLLM is to ask
+        again before it computes the rest. keys: of all its whole chunks."""
+        request_id = request.request_id
+        if request_id not in self._manager.never_probing or request_id in self._judged:
+            return False
+        now = self._clock()
+        begin = computed_tokens // self._chunk_tokens
+        rates = self._manager.rates()
+        pays = rates is not None and self._manager.is_slower_than_computing() and meeting_pays(begin, len(keys), rates)
+        stored = self._manager.stored_chunks(keys[begin:], context) if pays else 0
+        if stored is None and now < self._asked_at.setdefault(request_id, now) + _LOOKUP_SECONDS_MAX:
+            return True
+        self._judged.add(request_id)
+        self._asked_at.pop(request_id, None)
+        end = begin + (stored or 0)
+        if rates is None or not meeting_pays(begin, end, rates):
+            return False
+        meeting = Meeting(request, context, keys[:end], begin, loaded_from=end, asked_from=end)
+        self._promote(meeting, meeting_point(begin, end, rates), rates)
+        if meeting.asked_from == end:
+            return False
+        self._meetings[request_id] = meeting
+        return True  # its first step must not go too far: `schedule` bounds it
+
+    def finished(self, request_id: str) -> None:
+        """What is being read for it may end in the CPU tier."""
+        self._meetings.pop(request_id, None)
+        self._jumped.pop(request_id, None)
+        self._asked_at.pop(request_id, None)
+        self._judged.discard(request_id)
+        self._manager.never_probing.discard(request_id)
+
+    def end_all(self) -> None:
+        """The CPU tier was reset: requests are computed to their end."""
+        self._meetings.clear()
+
+    # -- a step
+
+    def schedule(self, scheduler: Scheduler, original: Callable[[Scheduler], SchedulerOutput]) -> SchedulerOutput:
+        """vLLM's `schedule`, behind what is due of the meetings."""
+        self._steered = True
+        if not self._meetings and not self._jumped:
+            return original(scheduler)
+        limits = [self._steer(scheduler, meeting) for meeting in list(self._meetings.values())]
+        bounded = [tokens for tokens in limits if tokens is not None]
+        config = scheduler.scheduler_config
+        before = config.long_prefill_token_threshold  # 0: none
+        if bounded:
+            # It holds for every long prompt of this step. vLLM has no bound for a single one.
+            config.long_prefill_token_threshold = min(*bounded, before or bounded[0], bounded[0])
+        try:
+            output = original(scheduler)
+        finally:
+            config.long_prefill_token_threshold = before
+        if self._jumped:
+            self._count_computed_as_computed()
+        return output
+
+    def _steer(self, scheduler: Scheduler, meeting: Meeting) -> int | None:
+        """Let the request jump or wait, or return how many tokens its next step may compute; None: any number."""
+        request, chunk_tokens = meeting.request, self._chunk_tokens
+        running = request.status is RequestStatus.RUNNING
+        waiting = request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS)
+        position = max(request.num_computed_tokens, meeting.begin * chunk_tokens)
+        first, end = position // chunk_tokens, len(meeting.keys)
+        rates = self._manager.rates()
+        if rates is None or first >= end or not (running or waiting) or not _is_in_prefill(request):
+            del self._meetings[request.request_id]
+            return None
+        if not self._manager.memo.fresh:
+            self._manager.begin_step()
+        self._take_in(meeting, first)
+        if meeting.loaded_from <= first and running:
+            self._end(scheduler, meeting, first)
+            return None
+        busy = self._timer.tokens_under_way / (rates.computed * chunk_tokens)
+        coming = self._missing(meeting.keys[meeting.asked_from : meeting.loaded_from])
+        unseen = self._unseen_seconds(meeting, coming, rates)
+        meet = meeting_point(position / chunk_tokens, meeting.loaded_from, rates, busy + unseen)
+        if not meeting.no_more and coming * 4 <= meeting.job_chunks:
+            self._promote(meeting, meet, rates)
+        if meeting.no_more:
+            meet = max(meet, meeting.asked_from)
+        if running and meeting.asked_from <= first:
+            loading = self._missing(meeting.keys[first : meeting.loaded_from]) / rates.loaded
+            if self._holds(meeting, loading - unseen, busy):
+                request.next_decode_eligible_step = scheduler.current_step + 2  # not in the next step
+                return None
+        return step_tokens_max(meet * chunk_tokens - position, chunk_tokens, rates)
+
+    def _unseen_seconds(self, meeting: Meeting, coming: int, rates: Rates) -> float:
+        """How long the tier has loaded what it has not reported yet, at its rate; nothing once it was late."""
+        if meeting.hold_until is not None:
+            return 0.0
+        seen = (meeting.job_chunks - coming) / rates.loaded
+        return max(0.0, min(self._clock() - meeting.job_begun_at - max(0.0, seen), coming / rates.loaded))
+
+    def _missing(self, keys: list[OffloadKey]) -> int:
+        ready = self._manager.primary_tier.ready
+        return sum(key not in ready for key in keys)
+
+    def _take_in(self, meeting: Meeting, first: int) -> None:
+        """What was loaded since. first: chunks before it are computed."""
+        cpu_tier, keys = self._manager.primary_tier, meeting.keys
+        while meeting.loaded_from > first and keys[meeting.loaded_from - 1] in cpu_tier.ready:
+            meeting.loaded_from -= 1
+        meeting.asked_from = min(meeting.asked_from, meeting.loaded_from)
+        if meeting.asked_from < meeting.loaded_from and keys[meeting.loaded_from - 1] not in cpu_tier.resident:
+            # It failed to arrive. Computing will pass it, and what lies behind it can still be used.
+            meeting.no_more, meeting.asked_from = True, meeting.loaded_from
+
+    def _promote(self, meeting: Meeting, meet: int, rates: Rates) -> None:
+        """Have the next chunks loaded, the last of them first, as far as `meet`."""
+        begin = max(meet, meeting.asked_from - job_chunks_max(rates), 0)
+        wanted = meeting.keys[begin : meeting.asked_from][::-1]
+        if not wanted:
+            return
+        coming = self._manager.promote_meanwhile(wanted, meeting.context)
+        meeting.no_more = coming < len(wanted)
+        meeting.asked_from -= coming
+        meeting.job_chunks, meeting.job_begun_at = coming, self._clock()
+
+    def _holds(self, meeting: Meeting, loading_seconds: float, busy_seconds: float) -> bool:
+        """Whether the request waits for what is nearly loaded. Once, and not longer than was expected then."""
+        now = self._clock()
+        if meeting.hold_until is None:
+            if loading_seconds > busy_seconds + HOLD_SECONDS_MAX:
+                return False
+            meeting.hold_until = now + busy_seconds + HOLD_SECONDS_MAX
+        return now < meeting.hold_until
+
+    def _end(self, scheduler: Scheduler, meeting: Meeting, first: int) -> None:
+        """All of the prefix that is not computed is in the CPU tier."""
+        request = meeting.request
+        pool = scheduler.kv_cache_manager.block_pool
+        if not self._manager.primary_tier.ready.issuperset(meeting.keys[first:]):
+            del self._meetings[request.request_id]  # some of it was evicted since
+            return
+        # Where blocks are short, or nothing is admitted, vLLM would not take the request back at once.
+        if scheduler.pause_state is not PauseState.UNPAUSED:
+            return
+        if pool.get_num_free_blocks() < scheduler._inflight_prefill_reserved_blocks():
+            return
+        del self._meetings[request.request_id]
+        if (stats := request.prefill_stats) is not None:
+            jump = _Jump(request, stats.num_local_cached_tokens, stats.num_external_cached_tokens)
+            self._jumped[request.request_id] = jump
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic())
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)  # as in vLLM's own reset
+        self.jumps += 1
+
+    def _count_computed_as_computed(self) -> None:
+        """vLLM counts the blocks that the request finds on the device as cached: it has computed them itself."""
+        for request_id, jump in list(self._jumped.items()):
+            if jump.request.status is RequestStatus.PREEMPTED:
+                continue
+            del self._jumped[request_id]
+            stats = jump.request.prefill_stats
+            if stats is not None:
+                prompt = stats.num_prompt_tokens
+                local = min(jump.local_tokens, stats.num_local_cached_tokens)
+                external = jump.external_tokens + stats.num_external_cached_tokens
+                stats.set(prompt, local, min(external, prompt - local))  # less where some was loaded twice
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether nothing but the KV of its tokens would be lost by a preemption."""
+    return (
+        not request.has_encoder_inputs
+        and not request.resumable
+        and request.pooling_params is None
+        and _is_in_prefill(request)
+    )
+
+
+def _is_in_prefill(request: Request) -> bool:
+    """No token has been sampled, or is about to be by a step that was sent."""
+    return not request.num_output_tokens and not request.num_output_placeholders
+
+
+class _HasMeetings(Protocol):
+    meetings: Meetings | None
+
+
+def install_meetings() -> None:
+    """Patch vLLM's schedulers of this process to ask the connector's meetings before each step. Idempotent.
+
+    Not a scheduler class for `--scheduler-cls`: vLLM chooses between two of its own, and platforms bring others.
+    """
+    original = Scheduler.schedule
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def schedule(self: Any) -> SchedulerOutput:
+        half = getattr(self.connector, "connector_scheduler", None)
+        meetings = cast(_HasMeetings, half).meetings if hasattr(half, "meetings") else None
+        return original(self) if meetings is None else meetings.schedule(self, original)
+
+    setattr(schedule, _MARK, True)
+    Scheduler.schedule = schedule  # type: ignore[method-assign]
