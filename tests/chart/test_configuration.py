@@ -99,6 +99,7 @@ cpuBytes: 64GiB
 blocksPerChunk: 4
 generatedTokens: false
 layerwiseLoads: true
+computeWhileLoading: true
 evictionPolicy: arc
 batchMemcpy: true
 maxCopyDescriptors: 64
@@ -154,6 +155,7 @@ def test_offload_values_reach_the_connector(engine_of):
         blocks_per_chunk=4,
         generated_tokens="off",
         layerwise_loads="on",
+        compute_while_loading="on",
         eviction_policy="arc",
         batch_memcpy="on",
         max_copy_descriptors=64,
