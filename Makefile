@@ -145,6 +145,14 @@ bench-first-token: $(STAMP) $(ENGINE_STAMP) ## Time to first token by tier, besi
 ##+ BENCH="--busy-loops 2" lets two processes compute beside the engines
 	@$(BIN)/python bench/first_token.py $(if $(VLLM),--vllm $(subst $(COMMA), ,$(VLLM))) $(BENCH)
 
+.PHONY: bench-slow-tier
+bench-slow-tier: $(STAMP) ## First tokens where the shared tier is slower than computing: computed, loaded, both at once. About ten minutes
+	@$(BIN)/python bench/slow_tier.py $(BENCH)
+
+.PHONY: bench-gpu-slow-tier
+bench-gpu-slow-tier: ## The same on one CUDA device, with 32,000 tokens. PYTHON_CUDA= as below. About ten minutes
+	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/slow_tier.py --cuda $(BENCH)
+
 .PHONY: bench-tiers
 bench-tiers: $(STAMP) ## Shared tiers beside fio, vLLM's fs tier and redis-py. BENCH="--only disk" narrows it
 	@$(BIN)/python bench/tiers.py $(BENCH)

@@ -130,6 +130,7 @@ class Engine:
         self._asked = 0
         config = transfer_config(phase, folder)
         settings = {
+            "dtype": "bfloat16",
             "block_size": BLOCK_TOKENS,
             "max_model_len": LENGTHS[-1] + 2 * BLOCK_TOKENS,
             "max_num_batched_tokens": STEP_TOKENS,
@@ -144,7 +145,10 @@ class Engine:
         if config is not None:
             settings["kv_transfer_config"] = config
         self._llm = LLM(
-            model=str(model), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", **(settings | others)
+            model=str(model),
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            **({"dtype": "bfloat16"} | settings | others),
         )
 
     def ask(self, prompt: list[int], answer_tokens: int = 1) -> tuple[float, int, list[int]]:

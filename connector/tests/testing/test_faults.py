@@ -6,7 +6,15 @@ import pytest
 
 from spillway_connector.errors import RefusedReason, TierMiss, TierRefused, TierTimeout
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.faults import CorruptingTier, FlakyTier, HangingTier, RefusingTier, SlowTier
+from spillway_connector.testing.faults import (
+    CorruptingTier,
+    FlakyTier,
+    HangingTier,
+    RefusingTier,
+    SlowTier,
+    Throttle,
+    ThrottledTier,
+)
 from spillway_connector.testing.tier_contract import NAMESPACE, error_of, key_of, payload_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.transfer.stats import Operation
@@ -29,6 +37,17 @@ def test_a_slow_tier_passes_the_deadline_without_waiting(memory: MemoryTier, clo
     assert isinstance(error_of(lambda: tier.store(key_of(1), payload_of(1, SIZE), clock() + 2.0)), TierTimeout)
     tier.store(key_of(1), payload_of(1, SIZE), clock() + 2.1)
     assert tier.contains([key_of(1)], clock() + 0.1) == [True]
+
+
+def test_a_throttled_tier_moves_its_bytes_one_payload_after_the_other(memory: MemoryTier, clock: SteppedClock) -> None:
+    waits: list[float] = []
+    tier = ThrottledTier(memory, Throttle(10 * SIZE, clock=clock, sleep=waits.append), [Operation.LOAD])
+    tier.store(key_of(1), payload_of(1, SIZE), clock() + 1)
+    for _ in range(3):
+        tier.load(key_of(1), memoryview(bytearray(SIZE)), clock() + 1)
+    clock.advance(10.0)
+    tier.load(key_of(1), memoryview(bytearray(SIZE)), clock() + 1)
+    assert waits == pytest.approx([0.1, 0.2, 0.3, 0.1])
 
 
 def test_a_flaky_tier_draws_the_same_lots_for_the_same_seed(memory: MemoryTier, clock: SteppedClock) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused
@@ -104,6 +105,37 @@ class SlowTier(TierWrapper):
 
     def before(self, operation: Operation) -> None:
         self._clock.advance(self._seconds)
+
+
+class Throttle:
+    """Lets all threads together pass ``bytes_per_second``, one after the other."""
+
+    def __init__(
+        self, bytes_per_second: float, *, clock: Clock = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.bytes_per_second = bytes_per_second
+        self._clock, self._sleep = clock, sleep
+        self._free_at = clock()
+        self._turn = threading.Lock()
+
+    def wait(self, size_bytes: int) -> None:
+        """Until so many bytes have passed, behind those of earlier calls."""
+        with self._turn:
+            now = self._clock()
+            self._free_at = max(self._free_at, now) + size_bytes / self.bytes_per_second
+            seconds = self._free_at - now
+        self._sleep(seconds)
+
+
+class ThrottledTier(TierWrapper):
+    """The chosen operations of all threads together move no more payload than ``throttle`` lets pass."""
+
+    def __init__(self, tier: Tier, throttle: Throttle, operations: Collection[Operation] = ALL_OPERATIONS) -> None:
+        super().__init__(tier, operations)
+        self._throttle = throttle
+
+    def before(self, operation: Operation) -> None:
+        self._throttle.wait(self.payload_bytes)
 
 
 class HangingTier(TierWrapper):
