@@ -171,6 +171,58 @@ def test_at_the_bound_the_least_recently_used_session_is_followed_no_longer():
     assert tier.store(BOB, None, ["x"], 4.0) == ["a0"]  # by age: nothing is known of the session any more
 
 
+def test_a_tenant_with_many_sessions_displaces_none_of_another():
+    tier = LruTier(20, sessions_max=4)
+    tier.turn(BOB, hint("soon", 5.0), chunks("b", 2), 0.0, 1.0)
+    tier.turn(BOB, hint("late", 900.0), chunks("c", 2), 2.0, 3.0)
+    for number in range(8):
+        tier.turn(ALICE, hint(f"{number}", 5.0), chunks(f"a{number}-", 2), 4.0, 5.0)
+
+    assert tier.store(BOB, None, ["x"], 6.0) == ["c1"]
+
+
+def test_only_the_tenant_whose_turn_it_is_gives_up_a_chunk():
+    tier = LruTier(4)
+    tier.turn(ALICE, hint("soon", 5.0), chunks("a", 2), 0.0, 1.0)
+    tier.turn(BOB, hint("late", 900.0), chunks("b", 2), 2.0, 3.0)
+
+    assert tier.store(b"carol", None, ["x"], 4.0) == ["a1"]
+
+
+def test_a_spared_chunk_has_had_its_turn():
+    tier = LruTier(6)
+    tier.turn(ALICE, hint("soon", 10.0), chunks("s", 2), 0.0, 1.0)
+    tier.turn(ALICE, hint("late", 500.0), chunks("l", 2), 2.0, 3.0)
+    tier.store(BOB, None, chunks("x", 2), 4.0)
+
+    assert [tier.store(BOB, None, [new], 5.0) for new in ("y0", "y1", "y2")] == [["l1"], ["l0"], ["x0"]]
+
+
+def test_a_chunk_that_two_sessions_use_leaves_in_its_own_turn_alone():
+    tier = LruTier(3)
+    tier.turn(ALICE, hint("late", 900.0), ["c", "d"], 0.0, 1.0)
+    tier.turn(ALICE, hint("soon", 50.0), ["c", "d", "e"], 2.0, 3.0)
+
+    assert tier.store(BOB, None, ["x"], 4.0) == ["e"]
+
+
+def test_a_session_that_is_far_too_late_gives_up_its_chunks_for_others():
+    tier = LruTier(6)
+    tier.turn(ALICE, hint("soon", 500.0), chunks("s", 3), 0.0, 1.0)
+    tier.turn(ALICE, hint("lost", 1.0), chunks("l", 3), 2.0, 3.0)
+
+    assert tier.store(BOB, None, ["x"], 100.0) == ["l2"]
+
+
+def test_a_chunk_of_an_ended_session_that_another_uses_is_not_left_over():
+    tier = LruTier(4)
+    tier.turn(ALICE, hint("over", ended=True), chunks("e", 2), 0.0, 1.0)
+    tier.store(ALICE, None, chunks("a", 2), 2.0)
+    tier.turn(ALICE, hint("new", 5.0), chunks("e", 2), 3.0, 4.0)
+
+    assert tier.store(BOB, None, ["x"], 5.0) == ["a0"]
+
+
 def test_none_where_too_few_may_leave():
     tier = LruTier(3)
     tier.turn(ALICE, hint("one", 10.0), chunks("a", 3), 0.0, 1.0)
@@ -281,3 +333,4 @@ def test_what_it_follows_is_in_the_tier(steps: list[tuple[str, bytes, SessionHin
         assert retention._ended.keys().isdisjoint(users)
         assert {*users, *retention._ended} <= tier.order.keys()
         assert len(retention._sessions) <= 2
+        assert retention._tenant_sessions == Counter(name[0] for name in retention._sessions)

@@ -23,6 +23,7 @@ Pure: no clock, no lock; the time is an argument, in seconds. Everything here be
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop
@@ -76,7 +77,7 @@ class _Session(Generic[_Key]):
 
 
 class Retention(Generic[_Key]):
-    """The sessions of a tier and their chunks, least recently used session first out.
+    """The sessions of a tier and their chunks; at the bound the tenant with the most loses its least recently used.
 
     The tier reports every chunk that a session's request uses or stores, and every chunk that leaves.
     """
@@ -84,6 +85,7 @@ class Retention(Generic[_Key]):
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
         self._sessions_max = sessions_max
         self._sessions: dict[tuple[bytes, bytes], _Session[_Key]] = {}  # the least recently used first
+        self._tenant_sessions: Counter[bytes] = Counter()
         self._users: dict[_Key, int] = {}  # how many sessions a chunk has
         self._last_user: dict[_Key, _Session[_Key]] = {}
         self._ended: dict[_Key, None] = {}  # first to leave, in this order
@@ -232,13 +234,20 @@ class Retention(Generic[_Key]):
         if session is None:
             session = _Session(tenant, used_at=now)
             if len(self._sessions) >= self._sessions_max:
-                self._drop(next(iter(self._sessions)))
+                # Of the tenant with the most, or this one: one that names many does not displace another's few.
+                counts = self._tenant_sessions
+                crowded = max(counts, key=lambda one: (counts[one], one == tenant))
+                self._drop(next(other for other in self._sessions if other[0] == crowded))
+            self._tenant_sessions[tenant] += 1
         self._sessions[name] = session
         return session
 
     def _drop(self, name: tuple[bytes, bytes]) -> list[_Key]:
         """Follow a session no longer; the chunks that it alone used, the first of the prefix first."""
         session = self._sessions.pop(name)
+        self._tenant_sessions[name[0]] -= 1
+        if not self._tenant_sessions[name[0]]:
+            del self._tenant_sessions[name[0]]
         alone: list[_Key] = []
         for key in session.keys:
             if self._users[key] == 1:
