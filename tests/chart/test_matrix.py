@@ -369,11 +369,12 @@ def require_a_gateway_that_starts(rendered: Render, file: Path) -> None:
 
 def secret_files(workload: dict[str, Any]) -> set[str]:
     pod = pod_spec(workload)
-    assert all(volume["projected"]["defaultMode"] == 0o400 for volume in pod["volumes"] if "projected" in volume)
+    own = [volume for volume in pod["volumes"] if volume["name"] == "secrets"]  # not those of extraVolumes
+    assert all(volume["projected"]["defaultMode"] == 0o400 for volume in own)
     return {
         f"{mount['mountPath']}/{item['path']}"
-        for volume in pod["volumes"]
-        for source in volume.get("projected", {}).get("sources", [])
+        for volume in own
+        for source in volume["projected"]["sources"]
         for item in source["secret"]["items"]
         for mount in pod["containers"][0]["volumeMounts"]
         if mount["name"] == volume["name"] and mount["readOnly"]

@@ -56,8 +56,8 @@ limit, a port that its user may not open. */}}
 {{- range $item := .engines -}}
 {{- range $key, $given := pick $item.engine.cpu "request" "limit" -}}
 {{- if $given -}}
-{{- if lt (include "spillway.milliCores" $given | float64) 100.0 -}}
-{{- $texts = append $texts (printf "%s.cpu.%s: %v given, at least 100m needed, as vLLM does not start with less; whole cores have no unit: write \"8\"" $item.path $key $given) -}}
+{{- if lt (include "spillway.milliCores" $given | float64) 20.0 -}}
+{{- $texts = append $texts (printf "%s.cpu.%s: %v given, at least 20m needed; whole cores have no unit: write \"8\"" $item.path $key $given) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
