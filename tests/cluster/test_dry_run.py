@@ -17,7 +17,7 @@ from cluster.kube import Kubernetes, Object
 
 CONFIGURATIONS: dict[str, tuple[list[Path], dict[str, Any] | None]] = {
     **{file.stem: ([file], None) for file in VALUES_FILES},
-    "all that Kubernetes is told": ([], KUBERNETES_VALUES),
+    "everything that Kubernetes reads": ([], KUBERNETES_VALUES),
     **{name: ([], values) for name, values in UNUSUAL.items()},
 }
 _CUSTOM = {kind.rpartition("/")[2] for kind in CUSTOM_KINDS}
