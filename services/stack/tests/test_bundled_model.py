@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,11 @@ def test_hub_names_pass_and_missing_folders_do_not() -> None:
     assert choose_model("Owner/Some-Model", print).served_name == "some-model"
     with pytest.raises(StackError, match="is no folder"):
         choose_model("/no/such/model", print)
+
+
+def test_the_engine_image_prepares_it_with_no_other_distribution() -> None:
+    others = ("spillway_connector", "spillway_ctl", "spillway_engine", "spillway_gateway", "spillway_settings")
+    blocked = "".join(f"sys.modules[{name!r}] = None; " for name in others)
+    code = f"import sys; {blocked}import spillway_stack.bundled_model"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -6,7 +6,8 @@ from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.settings_reader import engine_settings
-from spillway_stack.components import PreparedModel, engine_configuration
+from spillway_stack.bundled_model import PreparedModel
+from spillway_stack.components import engine_configuration
 from spillway_stack.preflight import check_machine, disk_problems, memory_problems
 from spillway_stack.settings import StackSettings
 from spillway_stack.state_folder import StateFolder

