@@ -14,6 +14,7 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- end -}}
 {{- /* With the schema goes what belongs to no type: keys of others, for the message about an unknown one. */ -}}
 {{- $_ := set $schema "nativeKeys" (.root.Files.Get "files/native-keys.yaml" | fromYaml) -}}
+{{- $_ = set $schema "withoutSupport" (.root.Files.Get "files/settings-without-support.yaml" | fromYaml) -}}
 {{- $types := get $schema "$defs" -}}
 {{- range $name, $type := get (.root.Files.Get "files/kubernetes-types.json" | fromJson) "$defs" -}}{{- $_ := set $types $name $type -}}{{- end -}}
 {{- include "spillway.schemaCheck" (dict "whole" $schema "schema" $schema "value" $values "path" "" "problems" .problems) -}}
@@ -201,12 +202,15 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- end -}}
 {{- $native := dict "counterparts" dict "withoutCounterpart" dict -}}
 {{- if regexMatch "^(engine|engines\\.[^.]+)\\.offload$" .path -}}{{- $native = .whole.nativeKeys -}}{{- end -}}
+{{- $unsupported := regexMatch "^(engine|engines\\.[^.]+)$" .path | ternary .whole.withoutSupport dict -}}
 {{- $near := default (include "spillway.nearestWord" (dict "word" .key "words" $known)) $here -}}
 {{- if hasKey $native.counterparts .key -}}
 {{- $answer := get $native.counterparts .key -}}
 a key of vLLM's own offload connectors; set {{ .path }}.{{ index $answer 0 }}, {{ index $answer 1 }}
 {{- else if hasKey $native.withoutCounterpart .key -}}
 a key of vLLM's own offload connectors, without one here, as {{ get $native.withoutCounterpart .key }}; remove it
+{{- else if hasKey $unsupported .key -}}
+{{ get $unsupported .key }}
 {{- else if $here -}}did you mean {{ include "spillway.below" (dict "path" .path "key" $here) }}?
 {{- else if $elsewhere -}}did you mean {{ $elsewhere }}?
 {{- else if $near -}}did you mean {{ include "spillway.below" (dict "path" .path "key" $near) }}?
