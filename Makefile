@@ -163,6 +163,7 @@ bench-promotion: $(STAMP) ## First tokens of queued requests, promoted meanwhile
 
 .PHONY: bench-load-cpu
 bench-load-cpu: $(STAMP) ## Processor time of one load from NVMe and Redis, beside vLLM's fs tier and the least it can take
+##+ BENCH=--stores measures stores instead
 	@$(BIN)/python bench/load_cpu.py $(BENCH)
 
 .PHONY: bench-copy
