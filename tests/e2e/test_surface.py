@@ -71,6 +71,24 @@ def test_messages_equal_chat(stack: RunningStack, client: openai.OpenAI) -> None
     assert (refused.status_code, refused.json()["type"]) == (404, "error")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_an_engine_learns_that_a_session_ends(stack: RunningStack, path: str) -> None:
+    text = {"/v1/completions": {"prompt": CAPITAL}, "/v1/responses": {"input": QUESTION}}
+    bound = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {"model": stack.model, bound: 4, **text.get(path, {"messages": QUESTION})}
+    headers = {"x-session-id": f"session of {path}", "x-session-end": "true", "x-session-return-seconds": "5"}
+
+    def ended() -> float:
+        return sum(engine.metrics().total("spillway_cpu_tier_sessions_ended_total") for engine in stack.engines)
+
+    before = ended()
+    reply = httpx.post(f"{stack.local.gateway_url}{path}", json=body, headers=headers, timeout=120)
+    assert reply.status_code == 200, reply.text
+    for engine in stack.engines:
+        engine.nudge()  # statistics leave with a step
+    eventually("the end of the session is counted", lambda: ended() == before + 1)
+
+
 def test_tokenize_and_back(stack: RunningStack) -> None:
     text = "Detokenizing tokens of any text returns the text."
     url = stack.local.gateway_url
