@@ -26,7 +26,7 @@ LEVELS = {
         "machine",
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
         "reference_likelihood settings tier_files watchdog",
-        "launch likelihood memory_budget platform_facts settings_reader",
+        "launch likelihood memory_budget platform_facts promotion_hints settings_reader",
         "self_check vllm_arguments",
         "middleware resolve",
         "__main__",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import RequestOffloadingContext, make_offload_key
 from vllm.v1.request import RequestStatus
@@ -17,6 +18,8 @@ from vllm.v1.request import RequestStatus
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.ahead import HINT_SECONDS
+from spillway_connector.engine.hints import UTILITY, HintOutcome, install_hint_utility
 from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.engine.samples import sample_key
 from spillway_connector.plan.ahead import AheadOutcome
@@ -182,7 +185,7 @@ def test_a_waiting_request_finds_its_prefix_in_the_cpu_tier_when_its_turn_comes(
     assert rig.manager.primary_tier.ready >= set(keys("w"))
     assert rig.turn("w") == (BLOCK_TOKENS * BLOCKS, True), "loaded to the device at once"
     assert rig.counts() == {"promoted": BLOCKS, "used": BLOCKS}
-    assert not rig.half._ahead.waiting
+    assert not rig.half.ahead.waiting
 
 
 def test_a_request_whose_turn_is_at_once_is_looked_up_once(rig):
@@ -348,7 +351,7 @@ def test_rows_are_bounded_and_every_promoted_chunk_is_accounted_for(moves):
             rig.manager.reset_cache()
         else:
             rig.clock.advance(choice)
-        assert sum(len(one.promoted) for one in rig.half._ahead.waiting.values()) <= AHEAD_ROWS
+        assert sum(len(one.promoted) for one in rig.half.ahead.waiting.values()) <= AHEAD_ROWS
         for outcome, count in rig.counts().items():
             counted[outcome] += count
     for name in waiting:
@@ -356,7 +359,103 @@ def test_rows_are_bounded_and_every_promoted_chunk_is_accounted_for(moves):
     for outcome, count in rig.counts().items():
         counted[outcome] += count
     assert counted["promoted"] == counted["used"] + counted["evicted"] + counted["unused"]
-    assert rig.half._ahead._rows == 0
-    assert not rig.half._ahead.waiting
-    assert not rig.half._ahead._due
+    assert rig.half.ahead._rows == 0
+    assert not rig.half.ahead.waiting
+    assert not rig.half.ahead._due
     rig.close()
+
+
+def expected(rig: Rig, name: str, hashing_seconds: float = 0.0) -> None:
+    """A hint of the prefix that the request `name` would have."""
+    rig.arrive(f"template of {name}")
+    request = rig.requests.pop(f"template of {name}")
+    rig.half.request_finished(request)
+    hint = SimpleNamespace(**{**vars(request), "request_id": f"hint of {name}", "block_hashes": hashes(name)})
+    rig.half.prefix_expected(hint, hashing_seconds)
+
+
+def test_a_hint_promotes_before_its_request_comes_and_is_used_at_its_turn(rig):
+    expected(rig, "w")
+    rig.step()
+    assert list(rig.tier.loads[0].keys) == keys("w")
+    rig.tier.end_loads()
+    rig.step()
+    rig.arrive("w")
+
+    assert rig.turn("w") == (BLOCK_TOKENS * BLOCKS, True)
+    assert rig.counts() == {"promoted": BLOCKS, "used": BLOCKS}
+    assert not rig.half.ahead._hints
+
+
+def test_requests_that_have_come_go_before_hints(rig):
+    expected(rig, "later")
+    rig.arrive("now")
+    rig.step()
+
+    assert [job.req_context.req_id for job in rig.tier.loads] == ["now", "hint of later"]
+    assert len(rig.tier.loads[0].keys) == BLOCKS, "all of it, and of the hint what is left of a piece"
+
+
+def test_a_hint_that_nobody_comes_for_is_given_up_and_its_chunks_go_first(rig):
+    cpu = rig.manager.primary_tier
+    old = [make_offload_key(b"o" * 31 + bytes([number]), 0) for number in range(ROWS - BLOCKS)]
+    context = rig.half._req_status["user"].req_context if rig.arrive("user") else None
+    cpu.prepare_write(old, context)
+    cpu.complete_write(old, context, True)
+    rig.turn("user")
+    rig.tier.end_loads()
+    rig.step()
+    rig.abort("user")
+    expected(rig, "w")
+    rig.step()
+    rig.tier.end_loads()
+    rig.step()
+    promoted = set(keys("w")) & cpu.ready
+    assert promoted
+    rig.clock.advance(HINT_SECONDS)
+    rig.step()
+    cpu.prepare_write([make_offload_key(b"n" * 32, 0)], context)
+
+    assert len(promoted & cpu.ready) == len(promoted) - 1, "not one that was used, however long ago"
+    assert rig.half.ahead._rows == rig.half.ahead._hint_rows == 0
+
+
+def test_hints_are_refused_beyond_their_bounds():
+    rig = Rig(fraction=0)
+    assert rig.half.ahead.hint_refused() is HintOutcome.OFF
+    rig.close()
+    rig = Rig()
+    assert rig.half.ahead.hint_refused() is None
+    expected(rig, "slow", hashing_seconds=0.002)
+    assert rig.half.ahead.hint_refused() is HintOutcome.BUSY, "hashing has a hundredth of the time"
+    rig.clock.advance(0.21)
+    assert rig.half.ahead.hint_refused() is None
+    rig.step()  # a piece of it takes all rows that hints may have
+    assert rig.half.ahead._hint_rows == AHEAD_ROWS // 2
+    assert rig.half.ahead.hint_refused() is HintOutcome.BUSY
+    rig.close()
+
+
+def test_the_engine_core_gets_the_utility():
+    """Called as vLLM calls a utility; vLLM's own Request is hashed by the engine's own function."""
+    install_hint_utility()
+    install_hint_utility()
+    taken = []
+    connector = SimpleNamespace(
+        hint_refused=lambda: None, prefix_expected=lambda request, seconds: taken.append((request, seconds))
+    )
+    core = SimpleNamespace(
+        scheduler=SimpleNamespace(connector=connector),
+        request_block_hasher=lambda request: [bytes(request.prompt_token_ids)],
+    )
+    promote = getattr(EngineCore, UTILITY)
+
+    assert promote(core, [1, 2, 3], "salt") == "accepted"
+    [(request, seconds)] = taken
+    assert (request.block_hashes, request.cache_salt) == ([b"\1\2\3"], "salt")
+    assert seconds >= 0
+    connector.hint_refused = lambda: HintOutcome.BUSY
+    assert promote(core, [1], None) == "busy"
+    core.scheduler.connector = None
+    assert promote(core, [1], None) == "off"
+    assert len(taken) == 1

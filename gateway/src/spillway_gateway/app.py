@@ -41,6 +41,7 @@ from spillway_gateway.roster.roster import Roster
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.upstream.outbound import UpstreamServices
 from spillway_gateway.upstream.pool import ConnectionPool
+from spillway_gateway.upstream.promotion_hints import PromotionHints
 from spillway_gateway.upstream.retry import RetryBudget
 from spillway_gateway.upstream.sent_answer import KeptBytes
 
@@ -71,6 +72,7 @@ class Gateway:
         self.admissions = self.roster.admissions
         shares = self._descriptor_shares(config)
         self.open_connections = OpenConnections(config.connections, shares.clients)
+        self.promotion_hints = PromotionHints(self.metrics)
         self.services = UpstreamServices(
             pool=ConnectionPool(shares.upstream, config.timeouts.connect_seconds, time.monotonic),
             budget=RetryBudget(config.limits.retry_ratio, config.limits.retry_burst),
@@ -82,6 +84,7 @@ class Gateway:
             recent=Recent(),
             continuation=config.continuation,
             kept=KeptBytes(config.continuation.bytes_max),
+            promotion_hints=self.promotion_hints,
         )
         self.follower = ConfigFollower(config_path, config, self.apply) if config_path is not None else None
         self.metrics.collect_from(lambda: live_families(self.fleets))
@@ -176,6 +179,9 @@ class Gateway:
             session = await stack.enter_async_context(
                 aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
             )
+            self.promotion_hints.session = session
+            self.promotion_hints.engine_key = self.gatekeeper.engine_key
+            stack.push_async_callback(self.promotion_hints.close)
             self.roster.start(Clients(session, context, self.gatekeeper.engine_key))
             stack.push_async_callback(self.roster.stop)
             if self.gatekeeper.shared is not None:

@@ -73,6 +73,12 @@ class GatewayMetrics:
             ("model", "why"),
             registry=self.registry,
         )
+        self._promotion_hints = Counter(
+            "spillway_gateway_promotion_hints",
+            "Prefixes of waiting requests that engines were sent, by what they answered; dropped: too many at once.",
+            ("model", "outcome"),
+            registry=self.registry,
+        )
         self._sessions = Counter(
             "spillway_gateway_session_choices",
             "Choices of an engine for a request that names a session, by whether it stayed with the last one.",
@@ -147,6 +153,7 @@ class GatewayMetrics:
         self.broken = cache(self._broken.labels)
         self.continued = cache(self._continued.labels)
         self.not_continued = cache(self._not_continued.labels)
+        self.promotion_hint = cache(self._promotion_hints.labels)
         self.session = cache(self._sessions.labels)
         self.pause = cache(self._pause.labels)
         self.predicted_tokens = cache(self._predicted_tokens.labels)

@@ -9,21 +9,26 @@ It never holds up others for long: one piece is loaded at a time, of _PIECE_SECO
 turn has come loads. It keeps at most a fraction of the CPU tier's rows, the least recently used of the others being
 evicted for them as at the turn itself. Loads that turn out to be useless have a budget (plan/ahead.py).
 
+A hint (engine/hints.py) is a request that may come: it is looked at after those that have, keeps at most half of the
+rows, and is used when the turn of a request with its beginning comes. After HINT_SECONDS it is given up, and what it
+brought is the first to be evicted.
+
 EngineCore process, scheduler thread; no method blocks.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from spillway_connector.engine.hints import HintOutcome
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.plan.ahead import AheadOutcome, WasteBudget
@@ -32,6 +37,9 @@ _PIECE_SECONDS = 0.1  # of loading: so long may a request whose turn comes wait 
 _PIECE_CHUNKS_MIN = 8  # as many as threads load at once
 _REQUESTS_PER_STEP = 4  # looked up in one step
 _FULL_ATTENTION_GROUP = 0
+HINT_SECONDS = 60.0  # as long as the gateway lets a request wait by default
+HINTS_MAX = 64
+_HASHING_SHARE_MAX = 0.01  # of the scheduler's time, for hints' hashes
 
 
 class Owner(Protocol):
@@ -46,6 +54,7 @@ class _Waiting:
     asker: ReqContext
     promoted: list[OffloadKey] = field(default_factory=list)
     keys: list[OffloadKey] | None = None  # None: not looked at yet
+    expires_at: float = math.inf  # of a hint
 
 
 class AheadPromotions:
@@ -61,16 +70,18 @@ class AheadPromotions:
         *,
         rows_max: int,
         blocks_per_chunk: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.waiting: dict[str, _Waiting] = {}
         self._manager = manager
         self._owner = owner
         self._rows_max = rows_max
         self._blocks_per_chunk = blocks_per_chunk
-        self._clock = clock
         self._due: dict[str, _Waiting] = {}  # those that may have more to promote
-        self._rows = 0  # promoted for requests that still wait
+        self._rows = 0  # promoted for requests that still wait, hints included
+        self._hints: dict[str, _Waiting] = {}  # by id, the oldest first
+        self._due_hints: dict[str, _Waiting] = {}
+        self._hint_rows = 0
+        self._hashes_due_at = -math.inf  # when hashes of another hint may be computed
         self._budget = WasteBudget()
 
     def add(self, request_id: str, status: RequestFields) -> None:
@@ -79,15 +90,59 @@ class AheadPromotions:
             waiting = _Waiting(status, ReqContext(req_id=f"ahead of {request_id}"))
             self.waiting[request_id] = self._due[request_id] = waiting
 
-    def turn_came(self, request_id: str) -> None:
-        """vLLM asks about the request."""
+    def turn_came(self, status: RequestFields) -> None:
+        """vLLM asks about the request, for the first time."""
+        request_id = status.req.request_id
         waiting = self.waiting.pop(request_id)
+        if self._hints:
+            self._use_hints(status)
         self._due.pop(request_id, None)
         if waiting.keys is None:
             return  # the usual request: it never waited
         resident = self._manager.primary_tier.resident
         used = sum(key in resident for key in waiting.promoted)
         self._close(waiting, used, AheadOutcome.EVICTED)
+
+    def hint_refused(self) -> HintOutcome | None:
+        """Why no hint is taken now; None: one is."""
+        if not self._rows_max:
+            return HintOutcome.OFF
+        now = self._manager.now()
+        full = len(self._hints) >= HINTS_MAX or self._hint_rows >= self._rows_max // 2
+        return HintOutcome.BUSY if full or now < self._hashes_due_at or not self._budget.allows(now) else None
+
+    def expect(self, status: RequestFields, hashing_seconds: float) -> None:
+        """A request with this prefix may come."""
+        now = self._manager.now()
+        self._hashes_due_at = now + hashing_seconds / _HASHING_SHARE_MAX
+        name = status.req.request_id
+        hint = _Waiting(status, ReqContext(req_id=f"ahead of {name}"), expires_at=now + HINT_SECONDS)
+        self._hints[name] = self._due_hints[name] = hint
+
+    def _use_hints(self, status: RequestFields) -> None:
+        """Hints of the prefix of a request whose turn has come were right."""
+        status.update_offload_keys()
+        asked = frozenset(status.group_states[0].offload_keys)
+        resident = self._manager.primary_tier.resident
+        for name, hint in list(self._hints.items()):
+            if hint.keys and hint.keys[0] in asked:
+                self._drop_hint(name)
+                self._close(hint, sum(key in resident for key in hint.promoted), AheadOutcome.EVICTED)
+
+    def _give_up_old_hints(self) -> None:
+        now = self._manager.now()
+        for name, hint in list(self._hints.items()):
+            if now < hint.expires_at:
+                return
+            self._drop_hint(name)
+            self._manager.primary_tier.retire(hint.promoted)
+            self._close(hint, 0, AheadOutcome.UNUSED)
+
+    def _drop_hint(self, name: str) -> None:
+        hint = self._hints.pop(name)
+        self._due_hints.pop(name, None)
+        self._manager.on_request_finished(hint.status.req_context)
+        self._hint_rows -= len(hint.promoted)
 
     def ended(self, request_id: str) -> None:
         """The request is over; where it never had a turn, what was promoted for it was of no use."""
@@ -98,13 +153,23 @@ class AheadPromotions:
 
     def end_step(self) -> None:
         """Promote the next piece for those that this step left waiting."""
-        if not self._due or self._manager.rows_being_loaded() or not self._budget.allows(self._clock()):
+        if self._hints:
+            self._give_up_old_hints()
+        if (
+            not (self._due or self._due_hints)
+            or self._manager.rows_being_loaded()
+            or not self._budget.allows(self._manager.now())
+        ):
             return
         piece = max(_PIECE_CHUNKS_MIN, self._manager.chunks_loaded_in(_PIECE_SECONDS))
-        for request_id, waiting in list(islice(self._due.items(), _REQUESTS_PER_STEP)):
+        asked = chain(self._due.items(), self._due_hints.items())
+        for request_id, waiting in list(islice(asked, _REQUESTS_PER_STEP)):
+            is_hint = request_id in self._due_hints
             if waiting.keys is None:
                 waiting.keys = self._keys_of(waiting.status)
             room = min(piece, self._rows_max - self._rows)
+            if is_hint:
+                room = min(room, self._rows_max // 2 - self._hint_rows)
             if room <= 0:
                 return
             begun: list[OffloadKey] = []
@@ -114,9 +179,10 @@ class AheadPromotions:
             waiting.promoted += begun
             piece -= len(begun)
             self._rows += len(begun)
+            self._hint_rows += len(begun) * is_hint
             self._manager.count_ahead(AheadOutcome.PROMOTED, len(begun))
             if not more:
-                del self._due[request_id]
+                del (self._due_hints if is_hint else self._due)[request_id]
 
     def _keys_of(self, status: RequestFields) -> list[OffloadKey]:
         """The request's chunks behind those that the device has; none where it would load none."""
@@ -150,4 +216,4 @@ class AheadPromotions:
         if wasted := chunks - used:
             self._manager.count_ahead(otherwise, wasted)
             if loaded_in_a_second := self._manager.chunks_loaded_in(1.0):
-                self._budget.waste(wasted / loaded_in_a_second, self._clock())
+                self._budget.waste(wasted / loaded_in_a_second, self._manager.now())

@@ -11,10 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_offload.base import OffloadingSpec
+from vllm.v1.request import Request
 
 from spillway_connector.engine.adapters import AdapterRegistry, install_adapter_hooks
 from spillway_connector.engine.engine_logging import join_engine_logging
 from spillway_connector.engine.generation import Seams, require
+from spillway_connector.engine.hints import HintOutcome, install_hint_utility
 from spillway_connector.engine.kv_layout import LayerCache, layout_facts
 from spillway_connector.engine.process_settings import ENGINE_CORE, ProcessSettings
 from spillway_connector.engine.scheduler import SchedulerHalf
@@ -60,6 +62,7 @@ class ConnectorBase(OffloadingConnector):
         )
         install_adapter_hooks()
         install_weight_change_hook()
+        install_hint_utility()
 
     @property
     def _half(self) -> SchedulerHalf:
@@ -76,6 +79,14 @@ class ConnectorBase(OffloadingConnector):
         with self.adapters.loading(request):
             yield
         self._half.fail_stores_of_replaced_adapters()
+
+    def hint_refused(self) -> HintOutcome | None:
+        """See engine/hints.py. EngineCore process, scheduler thread, between steps, as the next one."""
+        return self._half.ahead.hint_refused()
+
+    def prefix_expected(self, request: Request, hashing_seconds: float) -> None:
+        """See engine/hints.py."""
+        self._half.prefix_expected(request, hashing_seconds)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._note_layout(kv_caches)

@@ -76,6 +76,9 @@ class CpuTier(OffloadingManager):
         """How many sessions have ended since the last call."""
         return 0
 
+    def retire(self, keys: Iterable[OffloadKey]) -> None:
+        """Nobody came for these chunks: they go first. A policy that tells chunks used once from others ignores it."""
+
     @abstractmethod
     def free_rows(self) -> int: ...
 
@@ -154,6 +157,11 @@ class LruRows(CpuTier):
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
         self._readers: dict[OffloadKey, int] = {}  # of the chunks that are being read
         self.resident = self._rows.keys()
+
+    def retire(self, keys: Iterable[OffloadKey]) -> None:
+        for key in keys:
+            if key in self._rows:
+                self._rows.move_to_end(key, last=False)
 
     def free_rows(self) -> int:
         return len(self._free_list) + self._num_rows - self._allocated_rows

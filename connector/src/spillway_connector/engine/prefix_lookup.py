@@ -264,6 +264,10 @@ class PrefixLookupManager(OffloadingManager):
             self._flush_promotions()
         return len(keys) if promoted == len(missing) else keys.index(missing[promoted])
 
+    def now(self) -> float:
+        """Of the clock that everything here goes by."""
+        return self._clock()
+
     @property
     def step_time(self) -> float:
         """The time that this step's answers rest on; before the first lookup of a step, the clock's."""

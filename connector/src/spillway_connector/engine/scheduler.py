@@ -83,7 +83,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
         self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
         rows_max = self.manager.ahead_rows_max if one_prefix else 0
-        self._ahead = AheadPromotions(self.manager, self, rows_max=rows_max, blocks_per_chunk=blocks_per_chunk)
+        self.ahead = AheadPromotions(self.manager, self, rows_max=rows_max, blocks_per_chunk=blocks_per_chunk)
 
     @abstractmethod
     def _state_of(self, request: Request, tenant: bytes) -> RequestFields:
@@ -118,7 +118,11 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         self._req_status[request.request_id] = status
         if not self._hash_bytes and request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])
-        self._ahead.add(request.request_id, status)
+        self.ahead.add(request.request_id, status)
+
+    def prefix_expected(self, request: Request, hashing_seconds: float) -> None:
+        """See engine/hints.py. The request is in no queue, and perhaps never will be."""
+        self.ahead.expect(self._state_of(request, tenant_of(request.cache_salt)), hashing_seconds)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
@@ -128,8 +132,8 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         Unlike upstream, nothing is offered to a request that asked to skip the prefix cache, whose adapter's digest is
         unknown, or whose load has failed before; and while a waiting request's answer is current it is not looked up.
         """
-        if request.request_id in self._ahead.waiting:
-            self._ahead.turn_came(request.request_id)
+        if request.request_id in self.ahead.waiting:
+            self.ahead.turn_came(cast(RequestFields, self._req_status[request.request_id]))
         if request.skip_reading_prefix_cache:
             # It needs a forward pass over the whole prompt (`prompt_logprobs`, pooling over all tokens). vLLM skips the
             # device's prefix cache for it, but asks the connector nevertheless.
@@ -266,7 +270,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         # Head-of-line blocking: vLLM stops at the first waiting request that finds no free blocks. When requests behind
         # it hold all blocks, loaded and ready to run, and nothing computes or copies, none of them would be scheduled.
         self._gridlock = bool(self._loaded and not scheduler_output.num_scheduled_tokens and not self._jobs)
-        self._ahead.end_step()
+        self.ahead.end_step()
         metadata = super().build_connector_meta(scheduler_output)
         pieces = self._due_pieces() if self._early_loads else []
         if not pieces:
@@ -361,7 +365,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._recompute_only.discard(request.request_id)
         self._loaded.discard(request.request_id)
-        self._ahead.ended(request.request_id)
+        self.ahead.ended(request.request_id)
         if self._early_loads and (status := self._req_status.get(request.request_id)) is not None:
             for job_id in status.transfer_jobs & self._early_loads.keys():
                 self._early_loads[job_id].abandon(needed=False)

@@ -44,6 +44,12 @@ class Admission:
         self.waiting_requests = 0
         self.refused_total = 0
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a request that asks now waits for engines that are there."""
+        capacity = self._capacity()
+        return capacity > 0 and (self.waiting_requests > 0 or self.admitted_requests >= capacity)
+
     async def enter(self, tenant: str, priority: Priority) -> None:
         """Returns when the request may be sent; leave() must follow. Raises GatewayOverloaded when the queue is full
         or the priority's deadline passes, NoEngineReady when no engine came in time."""

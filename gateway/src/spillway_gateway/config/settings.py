@@ -205,6 +205,7 @@ class AdmissionConfig(CamelSection, frozen=True):
     high_wait_seconds: Positive = 60.0
     normal_wait_seconds: Positive = 30.0
     low_wait_seconds: Positive = 10.0
+    promotion_hints: bool = True  # engines are sent prefixes of waiting requests; see upstream/promotion_hints.py
 
 
 class IndexConfig(CamelSection, frozen=True):

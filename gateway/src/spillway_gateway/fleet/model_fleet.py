@@ -201,18 +201,8 @@ class ModelFleet:
         Raises NoEngineReady, naming the engines and what they answered, and ModelNotFound where none has the adapter
         any more.
         """
-        held = self._match(prompt, prompt.keys, prompt.tokens_per_block)
-        for tokens_per_block, keys in prompt.other_keys.items():
-            for name, found in self._match(prompt, keys, tokens_per_block).items():
-                if found.total_tokens > held.get(name, NOTHING_HELD).total_tokens:
-                    held[name] = found
         now = self._clock()
-        last = self.sessions.engine_of(session) if session is not None else None
-        request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried, only, session is not None, last)
-        factor = self._routing.bounded_load_factor
-        decision = plan_route(request, self._view(held, now, adapter, breakers=True), factor)
-        if decision is None:  # every breaker is open: trying an engine is better than refusing
-            decision = plan_route(request, self._view(held, now, adapter, breakers=False), factor)
+        decision = self._decide(prompt, tried, only, session, now=now, adapter=adapter)
         if decision is None and adapter is not None and not self.offers_adapter(adapter):
             raise ModelNotFound(f"The adapter {adapter!r} of the model {self.name!r} is loaded on no engine")
         if decision is None:
@@ -232,6 +222,35 @@ class ModelFleet:
             keys = prompt.keys_for(self.index.block_tokens_of(engine.name)) if prompt.other_keys else prompt.keys
             self.index.speculate(engine.name, keys, now + seconds)
         return lease
+
+    def expected_choice(
+        self, prompt: PromptBlocks, only: str | None = None, session: SessionKey | None = None
+    ) -> Decision | None:
+        """What `choose` would decide now; counts nothing. None: no engine could take the request."""
+        return self._decide(prompt, frozenset(), only, session, now=self._clock(), adapter=None)
+
+    def _decide(
+        self,
+        prompt: PromptBlocks,
+        tried: frozenset[str],
+        only: str | None,
+        session: SessionKey | None,
+        *,
+        now: float,
+        adapter: str | None,
+    ) -> Decision | None:
+        held = self._match(prompt, prompt.keys, prompt.tokens_per_block)
+        for tokens_per_block, keys in prompt.other_keys.items():
+            for name, found in self._match(prompt, keys, tokens_per_block).items():
+                if found.total_tokens > held.get(name, NOTHING_HELD).total_tokens:
+                    held[name] = found
+        last = self.sessions.engine_of(session) if session is not None else None
+        request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried, only, session is not None, last)
+        factor = self._routing.bounded_load_factor
+        decision = plan_route(request, self._view(held, now, adapter, breakers=True), factor)
+        if decision is None:  # every breaker is open: trying an engine is better than refusing
+            decision = plan_route(request, self._view(held, now, adapter, breakers=False), factor)
+        return decision
 
     def _match(self, prompt: PromptBlocks, keys: Sequence[int], tokens_per_block: int) -> dict[str, HeldPrefix]:
         """What engines would use of what they hold: an engine computes a prompt's last token in any case, and behind a

@@ -153,7 +153,13 @@ class Roster:
         if model.tokenizer is not None:
             self._metrics.tokenizer_usable.labels(model.name).set(tokenizer is not None)
         reader = PromptReader(
-            model.name, index, tokenizer, self._threads, config.limits, tokens_max=lambda: fleet.prompt_tokens_max
+            model.name,
+            index,
+            tokenizer,
+            self._threads,
+            config.limits,
+            tokens_max=lambda: fleet.prompt_tokens_max,
+            keeps_tokens=lambda: self._config.admission.promotion_hints and admission.is_full,
         )
         served = ServedModel(fleet, reader)
         self.fleets.append(fleet)

@@ -24,10 +24,18 @@ TOKEN_BYTES = 4  # of a token id in the form that is hashed
 assert array(_UINT32).itemsize == TOKEN_BYTES
 
 
+class PromptTokens(msgspec.Struct, frozen=True, gc=False):
+    """What an engine needs to know of a prompt to find its blocks. ids: as token_bytes() gives them."""
+
+    ids: bytes
+    cache_salt: str | None = None
+
+
 class PromptBlocks(msgspec.Struct, frozen=True, gc=False):
     """A prompt as routing sees it: keys of its full blocks, in order, and its size in tokens.
 
     spread_key: for rendezvous hashing. other_keys: by tokens per block, keys for engines with another block size.
+    tokens: kept where an engine may be sent them (upstream/promotion_hints.py).
     """
 
     keys: Sequence[int]
@@ -35,6 +43,7 @@ class PromptBlocks(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     spread_key: int
     other_keys: Mapping[int, Sequence[int]] = msgspec.field(default_factory=dict)
+    tokens: PromptTokens | None = None
 
     def keys_for(self, tokens_per_block: int) -> Sequence[int]:
         """The keys for an engine with blocks of that size."""

@@ -16,6 +16,7 @@ from spillway_gateway.config.settings import LimitsConfig
 from spillway_gateway.routing.prefix import (
     TOKEN_BYTES,
     PromptBlocks,
+    PromptTokens,
     chain_blocks,
     namespace_key,
     short_prompt_key,
@@ -80,6 +81,7 @@ class PromptReader:
 
     tokenizer: owned, and replaced when the configuration changes or an engine disagrees with it. threads: shared,
     closed by the application. tokens_max: the longest prompt that the model's engines take, where that is known.
+    keeps_tokens: whether a prompt that is read now may have to wait, so that an engine is sent its tokens.
     """
 
     def __init__(
@@ -91,12 +93,14 @@ class PromptReader:
         limits: LimitsConfig,
         *,
         tokens_max: Callable[[], int | None] = lambda: None,
+        keeps_tokens: Callable[[], bool] = lambda: False,
     ) -> None:
         self._model = model
         self._engines = engines
         self.tokenizer = tokenizer
         self._threads = threads
         self._tokens_max = tokens_max
+        self._keeps_tokens = keeps_tokens
         self.limits = limits
 
     async def read(
@@ -110,7 +114,7 @@ class PromptReader:
             blocks = self._of_text(namespace, prompt.text)
             return msgspec.structs.replace(blocks, prompt_tokens=prompt.prompt_tokens)
         if isinstance(prompt, CompletionPrompt) and not isinstance(prompt.prompt, str):
-            return self._of_tokens(namespace, token_bytes(prompt.prompt))
+            return self._of_tokens(namespace, token_bytes(prompt.prompt), prompt.cache_salt)
         tokenizer = self.tokenizer
         if tokenizer is not None and (
             isinstance(prompt, CompletionPrompt) or (tokenizer.template is not None and prompt.exact)
@@ -122,7 +126,7 @@ class PromptReader:
                 async with asyncio.timeout(WAIT_SECONDS_MAX):
                     encoded = await self._threads.run(tenant, self._in_steps(tokenizer, prompt))
                 return msgspec.structs.replace(
-                    self._of_tokens(namespace, encoded.ids), prompt_tokens=max(1, encoded.tokens)
+                    self._of_tokens(namespace, encoded.ids, prompt.cache_salt), prompt_tokens=max(1, encoded.tokens)
                 )
             except (CannotRender, UnicodeEncodeError, OverflowError):
                 pass
@@ -139,7 +143,7 @@ class PromptReader:
         ids = tokenizer.encode_inline(
             text, add_special_tokens=prompt.add_special_tokens, new_chars_max=tokenizer.inline_chars_max
         )
-        return None if ids is None else self._of_tokens(namespace, ids)
+        return None if ids is None else self._of_tokens(namespace, ids, prompt.cache_salt)
 
     def _in_steps(
         self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt
@@ -160,13 +164,14 @@ class PromptReader:
 
         return steps()
 
-    def _of_tokens(self, namespace: int, data: bytes) -> PromptBlocks:
+    def _of_tokens(self, namespace: int, data: bytes, cache_salt: str | None) -> PromptBlocks:
         """data: token ids as token_bytes() gives them."""
         block_tokens, *others = self._engines.block_sizes
         keys = chain_blocks(namespace, data, block_tokens * TOKEN_BYTES)
         spread_key = keys[0] if keys else short_prompt_key(namespace, data)
         other_keys = {size: chain_blocks(namespace, data, size * TOKEN_BYTES) for size in others}
-        return PromptBlocks(keys, block_tokens, max(1, len(data) // TOKEN_BYTES), spread_key, other_keys)
+        tokens = PromptTokens(bytes(data), cache_salt) if self._keeps_tokens() else None
+        return PromptBlocks(keys, block_tokens, max(1, len(data) // TOKEN_BYTES), spread_key, other_keys, tokens)
 
     def _of_text(self, namespace: int, text: bytes) -> PromptBlocks:
         namespace ^= TEXT_NAMESPACE_MARK

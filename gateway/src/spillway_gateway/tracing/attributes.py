@@ -22,6 +22,7 @@ FIRST_CHUNK_SECONDS = "gen_ai.response.time_to_first_chunk"
 REQUEST_ID = "spillway.request_id"
 ENGINE = "spillway.engine"
 RETRY = "spillway.retry"
+PROMOTION_ENGINE = "spillway.promotion_engine"
 CONTINUED_TOKENS = "spillway.continued_tokens"
 
 _OPERATIONS = {

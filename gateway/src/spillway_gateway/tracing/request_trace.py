@@ -62,10 +62,12 @@ class RequestTrace:
                 }
             )
 
-    def admitted(self, asked_ns: int) -> None:
-        """asked_ns: time_ns() at which the request asked for admission."""
+    def admitted(self, asked_ns: int, hinted: str | None = None) -> None:
+        """asked_ns: time_ns() at which the request asked for admission. hinted: the engine that was sent its prefix
+        while it waited."""
         if self.sampled:
-            self._tracer.start_span("admission", self._context, start_time=asked_ns).end()
+            attributes = {names.PROMOTION_ENGINE: hinted} if hinted is not None else None
+            self._tracer.start_span("admission", self._context, attributes=attributes, start_time=asked_ns).end()
 
     def routed(self, asked_ns: int, decision: Decision) -> None:
         """A decision was taken. asked_ns: time_ns() at which it began."""

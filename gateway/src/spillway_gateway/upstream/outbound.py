@@ -13,6 +13,7 @@ from spillway_gateway.access.keys import Priority
 from spillway_gateway.config.settings import ContinuationConfig, LimitsConfig, TimeoutsConfig
 from spillway_gateway.error_bodies import Dialect
 from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.lifecycle import RunningRequest
@@ -52,7 +53,7 @@ class AttemptTrace(Protocol):
 class RequestTrace(Protocol):
     """The trace of one request (tracing/request_trace.py, which is imported only where traces are exported)."""
 
-    def admitted(self, asked_ns: int) -> None: ...
+    def admitted(self, asked_ns: int, hinted: str | None = None) -> None: ...
 
     def routed(self, asked_ns: int, decision: Decision) -> None: ...
 
@@ -61,13 +62,19 @@ class RequestTrace(Protocol):
     ) -> AttemptTrace | None: ...
 
 
+class Hints(Protocol):
+    """Tells engines the prefixes of requests that wait (upstream/promotion_hints.py)."""
+
+    def expect(self, fleet: ModelFleet, request: OutboundRequest) -> str | None: ...
+
+
 @dataclass(slots=True)
 class UpstreamServices:
     """Shared by all requests of a process. A new configuration replaces budget, timeouts, limits and continuation in
     place.
 
     running: the requests in progress, which a shutdown may end. admissions: by model. kept: token ids of answers that
-    may be continued.
+    may be continued. promotion_hints: None: no engine is sent any.
     """
 
     pool: ConnectionPool
@@ -80,6 +87,7 @@ class UpstreamServices:
     recent: Recent
     continuation: ContinuationConfig
     kept: KeptBytes
+    promotion_hints: Hints | None = None
 
 
 class OutboundRequest(msgspec.Struct, frozen=True):

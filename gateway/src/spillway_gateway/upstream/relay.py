@@ -138,6 +138,9 @@ class Relay:
         waits.abortable = True
         trace = self._request.trace
         asked_ns = time.time_ns() if trace is not None else 0
+        hints, hinted = self._services.promotion_hints, None
+        if self._request.prompt.tokens is not None and hints is not None and admission.is_full:
+            hinted = hints.expect(self._fleet, self._request)
         try:
             await admission.enter(self._request.tenant, self._request.priority)
         except asyncio.CancelledError:
@@ -148,7 +151,7 @@ class Relay:
         finally:
             waits.abortable = False
             if trace is not None:
-                trace.admitted(asked_ns)
+                trace.admitted(asked_ns, hinted)
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 

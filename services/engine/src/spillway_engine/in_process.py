@@ -64,7 +64,7 @@ def _request_scope(path: str, length: int, lifespan_scope: Mapping[str, Any]) ->
         (b"content-type", b"application/json"),
         (b"content-length", str(length).encode()),
     ]
-    api_key = _own_api_key(sys.argv, os.environ)
+    api_key = own_api_key(sys.argv, os.environ)
     if api_key:
         headers.append((b"authorization", f"Bearer {api_key}".encode()))
     return {
@@ -84,7 +84,8 @@ def _request_scope(path: str, length: int, lifespan_scope: Mapping[str, Any]) ->
     }
 
 
-def _own_api_key(arguments: list[str], environment: Mapping[str, str]) -> str | None:
+def own_api_key(arguments: list[str], environment: Mapping[str, str]) -> str | None:
+    """The key that this server demands of its callers."""
     for index, argument in enumerate(arguments):
         if argument == "--api-key" and index + 1 < len(arguments):
             return arguments[index + 1]

@@ -1,4 +1,4 @@
-"""What Spillway adds to vLLM's HTTP server, as plain ASGI: /ready, /spillway/config, the self-check and the drain.
+"""What Spillway adds to vLLM's HTTP server, as plain ASGI: /ready, /spillway/config, hints, self-check and drain.
 
 Loaded by vLLM through `--middleware spillway_engine.middleware.ReadinessMiddleware`, so it runs in the API-server
 process, outermost, on that process's event loop.
@@ -15,6 +15,7 @@ import socket
 from importlib.metadata import version
 from typing import Any
 
+from spillway_engine import promotion_hints
 from spillway_engine.in_flight import AsgiApp, InFlightRequests, Message, Receive, Scope, Send, error_body, send_json
 from spillway_engine.in_process import Ask, ask_through
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
@@ -37,6 +38,7 @@ class ReadinessMiddleware:
         self._brief = brief if brief is not None else PodBrief.from_environment(os.environ)
         self._reason: str | None = "starting"  # None: ready
         self._requests = InFlightRequests()
+        self._hints = promotion_hints.PromotionHints()
         self._refusing = False
         self._hurry = asyncio.Event()
         self._parent: asyncio.StreamWriter | None = None
@@ -51,6 +53,8 @@ class ReadinessMiddleware:
             await self._answer_ready(send)
         elif scope["path"] == "/spillway/config":
             await send_json(send, 200, json.dumps({**self._brief.configuration, "version": VERSION}).encode())
+        elif scope["path"] == promotion_hints.PATH and not self._refusing:
+            await self._hints.answer(scope, receive, send)
         elif self._refusing:
             body = error_body("the engine is draining and takes no new requests", 503)
             await send_json(send, 503, json.dumps(body).encode())

@@ -1,0 +1,85 @@
+"""Tells an engine which prefix is coming, while its request waits here for room.
+
+An engine that holds a request in its own queue loads the prefix from the shared tier meanwhile. A request that waits in
+front of full engines is in no engine's queue, so the engine that would get it now is sent its first tokens: those that
+it would load from the shared tier, and those before them. It may refuse, and the request may go elsewhere in the end;
+either costs time alone. On the event loop; nothing waits for an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+
+import aiohttp
+import msgspec
+
+from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.model_fleet import ModelFleet
+from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.routing.prefix import PromptTokens
+from spillway_gateway.upstream.outbound import OutboundRequest
+
+logger = logging.getLogger(__name__)
+
+PATH = "/spillway/promote"
+HINTS_MAX = 8  # on their way at once; further ones are dropped
+ANSWER_SECONDS = 10.0
+_OUTCOMES = {202: "accepted", 429: "busy", 503: "busy", 404: "off"}
+
+
+class PromotionHints:
+    """Of one gateway process. session, engine_key: as health polls use them; without a session nothing is sent."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self.session: aiohttp.ClientSession | None = None
+        self.engine_key: str | None = None
+        self._metrics = metrics
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    def expect(self, fleet: ModelFleet, request: OutboundRequest) -> str | None:
+        """Hint at a request's prefix; the name of the engine that is sent it, None: none is."""
+        tokens = request.prompt.tokens
+        if tokens is None or self.session is None or request.adapter is not None:
+            return None
+        decision = fleet.expected_choice(request.prompt, request.only_engine, request.session)
+        if decision is None or not decision.held.shared_tokens:
+            return None
+        if len(self._under_way) >= HINTS_MAX:
+            self._metrics.promotion_hint(fleet.name, "dropped").inc()
+            return None
+        engine = fleet.engines[decision.engine_name]
+        body = hint_body(tokens, decision.held.total_tokens)
+        task = asyncio.create_task(self._send(self.session, engine, fleet.name, body))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return engine.name
+
+    async def _send(self, session: aiohttp.ClientSession, engine: Engine, model: str, body: bytes) -> None:
+        headers = {"content-type": "application/json"}
+        if self.engine_key is not None:
+            headers["authorization"] = f"Bearer {self.engine_key}"
+        timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+        try:
+            async with session.post(
+                engine.config.url + PATH, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as reply:
+                outcome = _OUTCOMES.get(reply.status, "failed")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            logger.debug("engine %s: a promotion hint failed: %s", engine.name, error)
+            outcome = "failed"
+        self._metrics.promotion_hint(model, outcome).inc()
+
+    async def close(self) -> None:
+        """Cancel what is under way."""
+        tasks = list(self._under_way)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def hint_body(tokens: PromptTokens, first: int) -> bytes:
+    """The body of a hint of the first so many tokens. Pure."""
+    ids = array("I", tokens.ids[: first * array("I").itemsize])
+    return msgspec.json.encode({"token_ids": ids.tolist(), "cache_salt": tokens.cache_salt})

@@ -1,0 +1,107 @@
+"""POST /spillway/promote: the gateway names a prefix whose request waits there, so that this engine promotes it.
+
+    {"token_ids": [1, 2, 3], "cache_salt": null}     the prefix as the engine would see it
+    -> 202 {"outcome": "accepted"}                   promoted while nothing else needs the shared tier, or not at all
+    -> 429 {"outcome": "busy"}                       too many hints, or too many that nobody came for
+    -> 404 {"outcome": "off"}                        this engine promotes nothing ahead
+
+Asked with the engine's own API key where it has one. The hint goes to EngineCore over vLLM's own line for utilities,
+where the scheduler half of the connector hashes the tokens and takes it (connector, engine/hints.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import sys
+from typing import Annotated, Any
+
+import msgspec
+
+from spillway_engine.in_flight import Receive, Scope, Send, error_body, send_json
+from spillway_engine.in_process import own_api_key
+
+logger = logging.getLogger("vllm.spillway_engine")
+
+PATH = "/spillway/promote"
+UTILITY = "spillway_promote"  # of EngineCore, as the connector names it
+BODY_BYTES_MAX = 4 << 20
+TOKENS_MAX = 262_144
+HINTS_MAX = 8  # on their way to EngineCore at once
+ANSWER_SECONDS = 10.0  # EngineCore answers between two steps
+_STATUS = {"accepted": 202, "busy": 429, "off": 404}
+
+
+class Hint(msgspec.Struct, frozen=True):
+    token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]], msgspec.Meta(max_length=TOKENS_MAX)]
+    cache_salt: str | None = None
+
+
+_read_hint = msgspec.json.Decoder(Hint).decode
+
+
+class PromotionHints:
+    """Of one API-server process, on its event loop."""
+
+    def __init__(self) -> None:
+        key = own_api_key(sys.argv, os.environ)
+        self._authorization = f"Bearer {key}".encode() if key else None
+        self._under_way = 0
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status, reply = await self._answer(scope, receive)
+        await send_json(send, status, json.dumps(reply).encode())
+
+    async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
+        if scope["method"] != "POST":
+            return 405, error_body(f"{PATH} takes POST", 405)
+        if self._authorization is not None:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._authorization):
+                return 401, error_body("the engine's API key is needed", 401)
+        if self._under_way >= HINTS_MAX:
+            return _STATUS["busy"], {"outcome": "busy"}
+        self._under_way += 1
+        try:
+            body = await _body_of(receive)
+            if body is None:
+                return 413, error_body(f"a hint has at most {BODY_BYTES_MAX} bytes", 413)
+            try:
+                hint = _read_hint(body)
+            except msgspec.MsgspecError as error:
+                return 400, error_body(f"not a hint: {error}", 400)
+            return await self._pass_on(scope, hint)
+        finally:
+            self._under_way -= 1
+
+    async def _pass_on(self, scope: Scope, hint: Hint) -> tuple[int, dict[str, Any]]:
+        core = getattr(getattr(scope["app"].state, "engine_client", None), "engine_core", None)
+        if core is None:
+            return _STATUS["off"], {"outcome": "off"}
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                outcome = await core.call_utility_async(UTILITY, hint.token_ids, hint.cache_salt)
+        except TimeoutError:
+            return _STATUS["busy"], {"outcome": "busy"}
+        except Exception as error:  # an engine without the connector, or one that is ending
+            logger.warning("a promotion hint was not taken: %s", error)
+            return _STATUS["off"], {"outcome": "off"}
+        return _STATUS.get(outcome, 429), {"outcome": outcome}
+
+
+async def _body_of(receive: Receive) -> bytes | None:
+    """None: too long."""
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return b""
+        parts.append(bytes(message.get("body", b"")))
+        size += len(parts[-1])
+        if size > BODY_BYTES_MAX:
+            return None
+        if not message.get("more_body", False):
+            return b"".join(parts)

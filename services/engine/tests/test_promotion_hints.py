@@ -1,0 +1,110 @@
+"""Hints over HTTP, through the middleware, to a double of vLLM's line to EngineCore."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from spillway_engine import promotion_hints
+from spillway_engine.middleware import ReadinessMiddleware
+from spillway_engine.pod_channel import PodBrief
+
+HINT = {"token_ids": [1, 2, 3], "cache_salt": "s"}
+
+
+class Core:
+    """Answers utilities, or raises, as the test chooses."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.outcome: str | Exception = "accepted"
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.full = asyncio.Event()
+
+    async def call_utility_async(self, *call: Any) -> str:
+        self.calls.append(call)
+        if len(self.calls) == promotion_hints.HINTS_MAX:
+            self.full.set()
+        await self.may_answer.wait()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+def client_of(core: Core | None) -> httpx.AsyncClient:
+    app = FastAPI()
+    app.add_middleware(ReadinessMiddleware, brief=PodBrief())
+    if core is not None:
+        app.state.engine_client = SimpleNamespace(engine_core=core)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine")
+
+
+@pytest.mark.parametrize(("outcome", "status"), [("accepted", 202), ("busy", 429), ("off", 404)])
+async def test_a_hint_reaches_the_core_and_its_answer_the_gateway(outcome: str, status: int) -> None:
+    core = Core()
+    core.outcome = outcome
+    async with client_of(core) as client:
+        reply = await client.post(promotion_hints.PATH, json=HINT)
+
+    assert (reply.status_code, reply.json()) == (status, {"outcome": outcome})
+    assert core.calls == [("spillway_promote", [1, 2, 3], "s")]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'{"token_ids": [-1]}',
+        b'{"token_ids": ["a"]}',
+        b'{"token_ids": [1], "cache_salt": 7}',
+        b'{"token_ids": [%s]}' % b",".join([b"1"] * (promotion_hints.TOKENS_MAX + 1)),
+    ],
+)
+async def test_what_is_no_hint_is_refused(body: bytes) -> None:
+    core = Core()
+    async with client_of(core) as client:
+        assert (await client.post(promotion_hints.PATH, content=body)).status_code == 400
+        assert (await client.get(promotion_hints.PATH)).status_code == 405
+        too_long = b" " * (promotion_hints.BODY_BYTES_MAX + 1)
+        assert (await client.post(promotion_hints.PATH, content=too_long)).status_code == 413
+    assert not core.calls
+
+
+async def test_only_who_has_the_engines_key_may_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "sk-1")
+    core = Core()
+    async with client_of(core) as client:
+        for headers in ({}, {"authorization": "Bearer sk-2"}):
+            assert (await client.post(promotion_hints.PATH, json=HINT, headers=headers)).status_code == 401
+        assert not core.calls
+        headers = {"authorization": "Bearer sk-1"}
+        assert (await client.post(promotion_hints.PATH, json=HINT, headers=headers)).status_code == 202
+
+
+async def test_more_hints_than_the_bound_are_refused_at_once() -> None:
+    core = Core()
+    core.may_answer.clear()
+    async with client_of(core) as client:
+        first = [
+            asyncio.create_task(client.post(promotion_hints.PATH, json=HINT)) for _ in range(promotion_hints.HINTS_MAX)
+        ]
+        await core.full.wait()
+        assert (await client.post(promotion_hints.PATH, json=HINT)).status_code == 429
+        core.may_answer.set()
+        assert {(await one).status_code for one in first} == {202}
+
+
+async def test_an_engine_without_the_utility_answers_that_it_is_off() -> None:
+    core = Core()
+    core.outcome = RuntimeError("no such utility")
+    async with client_of(core) as client:
+        assert (await client.post(promotion_hints.PATH, json=HINT)).status_code == 404
+    async with client_of(None) as client:
+        assert (await client.post(promotion_hints.PATH, json=HINT)).status_code == 404
