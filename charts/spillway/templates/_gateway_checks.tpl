@@ -34,6 +34,18 @@
 {{- $texts = append $texts (printf "gateway.health.endingSeconds: %v is not before the engines' own limit, drainDelaySeconds and drainTimeoutSeconds of engine.lifecycle, %v s together; lower it, or leave it null" $gateway.health.endingSeconds (float64 .)) -}}
 {{- end -}}
 {{- end -}}
+{{- /* Bodies above 1 MiB get three quarters of it. */ -}}
+{{- $longest := int64 (include "spillway.bytes" (dict "value" $gateway.limits.bodyBytesMax "path" "gateway.limits.bodyBytesMax")) -}}
+{{- $together := int64 (include "spillway.bytes" (dict "value" $gateway.limits.bodiesBytesMax "path" "gateway.limits.bodiesBytesMax")) -}}
+{{- $least := div (add (mul $longest 4) 2) 3 -}}
+{{- if lt $together $least -}}
+{{- $texts = append $texts (printf "gateway.limits.bodiesBytesMax: %v given, at least %s needed for one body of bodyBytesMax: %v, as long bodies get three quarters of it; raise it, or lower bodyBytesMax" $gateway.limits.bodiesBytesMax (include "spillway.quantity" $least) $gateway.limits.bodyBytesMax) -}}
+{{- end -}}
+{{- with $gateway.auth.sharedLimits -}}
+{{- if and .url (lt (float64 .leaseSeconds) (mulf 10 .reportSeconds)) -}}
+{{- $texts = append $texts (printf "gateway.auth.sharedLimits.leaseSeconds: %v given, at least ten times reportSeconds: %v needed; raise it" .leaseSeconds .reportSeconds) -}}
+{{- end -}}
+{{- end -}}
 {{- with $gateway.breaker -}}
 {{- if lt (float64 .openSecondsMax) (float64 .openSeconds) -}}
 {{- $texts = append $texts (printf "gateway.breaker.openSecondsMax: %v is less than openSeconds: %v, where it begins; raise openSecondsMax or lower openSeconds" .openSecondsMax .openSeconds) -}}
