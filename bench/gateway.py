@@ -1,7 +1,8 @@
 """The gateway beside other routers: requests/s, added time, CPU and memory, in one run over the same mock engines.
 
     python bench/gateway.py [--rounds 1] [--only spillway,vllm-router] [--tokenizer FOLDER] [--distinct 150000]
-                            [--python FILE ...] [--skip cells,streams,memory] [--output build/bench/gateway.json]
+                            [--python FILE ...] [--concurrent 1,64] [--skip cells,streamed,streams,memory]
+                            [--output build/bench/gateway.json]
 
 Four mock engines are one process that costs some microseconds per request (gateway_load/engine.py); the load generator
 is this process (gateway_load/load_generator.py). Both without a router are the row `engines alone`, the limit of every
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import sys
 import tempfile
@@ -55,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokenizer = given.tokenizer or Path(choose_model("", _print).folder)
     try:
         _print("making the prompts")
-        load = Load(Texts(chinese_words(), tokenizer))
+        streams = (False,) if "streamed" in given.skip else (False, True)
+        load = Load(Texts(chinese_words(), tokenizer), given.concurrent, streams)
     except CannotInstall as error:
         _print(f"there are no Chinese words for the prompts: {error}")
         return 1
@@ -138,16 +141,15 @@ async def _streams(bodies: Iterator[bytes], port: int, targets: dict[str, str], 
 
 async def _cells(load: Load, ports: list[int], process: object, key: str | None) -> dict[tuple[bool, int], Cell]:
     cells = {}
-    for concurrent in CONCURRENT:
-        for stream in (False, True):
-            cells[stream, concurrent] = await load.cell(
-                ports,
-                process,  # type: ignore[arg-type]
-                stream=stream,
-                concurrent=concurrent,
-                seconds=SECONDS[concurrent],
-                key=key,
-            )
+    for concurrent, stream in itertools.product(load.concurrent, load.streams):
+        cells[stream, concurrent] = await load.cell(
+            ports,
+            process,  # type: ignore[arg-type]
+            stream=stream,
+            concurrent=concurrent,
+            seconds=SECONDS[concurrent],
+            key=key,
+        )
     return cells
 
 
@@ -156,8 +158,9 @@ def _measure(results: Results, name: str, cells: dict[tuple[bool, int], Cell]) -
         results.cells.setdefault((name, *key), []).append(cell)
         if cell.failures:
             _print(f"{name}: {cell.failures} failures at {key[1]}: {cell.first_failure[:160]!r}")
-    at64 = cells[False, 64]
-    _print(f"{name}: {at64.requests_per_second:,.0f} requests/s at 64, p50 {cells[False, 1].p50_ms:.2f} ms at 1")
+    for (stream, concurrent), cell in cells.items():
+        if not stream:
+            _print(f"{name}: {cell.requests_per_second:,.0f} requests/s at {concurrent}, p50 {cell.p50_ms:.2f} ms")
     gc.collect()
 
 
@@ -173,7 +176,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="starts of routers' names")
-    parser.add_argument("--skip", type=lambda text: text.split(","), default=[], help="cells,streams,memory")
+    parser.add_argument("--skip", type=lambda text: text.split(","), default=[], help="cells,streamed,streams,memory")
+    parser.add_argument(
+        "--concurrent",
+        type=lambda text: [int(each) for each in text.split(",")],
+        default=list(CONCURRENT),
+        metavar="NUMBERS",
+        help=f"requests at once, of {', '.join(map(str, CONCURRENT))}",
+    )
     parser.add_argument(
         "--python",
         type=Path,

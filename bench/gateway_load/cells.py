@@ -38,9 +38,12 @@ class Cell:
 
 
 class Load:
-    """Prompts made once, so every router sees the same but for their numbers."""
+    """Prompts made once, so every router sees the same but for their numbers. concurrent, streams: the cells, by
+    requests at once and by whether they stream."""
 
-    def __init__(self, texts: Texts) -> None:
+    def __init__(self, texts: Texts, concurrent: Sequence[int], streams: Sequence[bool]) -> None:
+        self.concurrent = concurrent
+        self.streams = streams
         prompts = make_prompts(texts)
         self._texts = texts
         self._prompts = {False: prompts, True: prompts.streamed()}

@@ -40,7 +40,7 @@ def render(results: Results) -> str:
     parts = []
     for concurrent in CONCURRENT:
         for stream in (False, True):
-            if results.names:
+            if any(key[1:] == (stream, concurrent) for key in results.cells):
                 parts.append(_table(results, stream, concurrent))
     if results.probed:
         parts.append(_probes(results))

@@ -56,7 +56,7 @@ class Texts:
     def _of_library(self, language: Language, chars: int, draw: random.Random) -> str:
         text = self._long[language]
         begin = draw.randrange(len(text) - chars)
-        begin = text.index("\n", begin) + 1 if "\n" in text[begin:-chars] else begin
+        begin = text.find("\n", begin, len(text) - chars) + 1 or begin  # at the start of a line
         return text[begin : begin + chars]
 
     def _of_words(self, chars: int, draw: random.Random) -> str:
