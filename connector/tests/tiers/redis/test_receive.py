@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from spillway_connector.transfer.jobs import JobOutcome
 from spillway_connector.transfer.shared_tier import SharedTier
 
 REAL_SECONDS = 30.0  # bounds a wait for a thread that works; never waited out
-LOAD_SECONDS = 2.0
+LOAD_SECONDS = 60.0  # of the stepped clock; a socket waits as long for real
 LIMITS = TransferLimits(io_threads=2, load_timeout_seconds=LOAD_SECONDS, store_timeout_seconds=REAL_SECONDS)
 OTHERS = 77  # what the row's next owner writes into it
 FRAME = build_header(NAMESPACE.digest16, key_of(1), payload_of(1), created_ms=1) + payload_of(1)
@@ -179,7 +180,7 @@ def test_a_value_that_trickles_ends_at_the_deadline_and_its_row_is_not_published
     begun = clock()
 
     def after_each_byte() -> None:
-        clock.advance(0.01)
+        clock.advance(LOAD_SECONDS / 200)
         if clock() > begun + LOAD_SECONDS:
             time.sleep(0.001)  # else a thread that waits for its turn could find the whole value in one read
 
@@ -226,8 +227,10 @@ def test_a_load_given_up_within_a_value_never_touches_its_row_again(rows_on: Cal
         error: TierError = outcome.failed[key_of(1)]
         assert error.reason == (UnreachableReason.TIMEOUT if how == "deadline" else RefusedReason.CLOSED)
         rows.bytes[3, :size] = OTHERS
-        server.send_to_all(frame[half:] + b"\r\n")
-        rows.await_late_end()
+        if "not done within" in str(error) or how != "deadline":  # else the worker saw the deadline itself, and ended
+            with suppress(OSError):  # the worker may have seen the deadline a moment later, and closed the connection
+                server.send_to_all(frame[half:] + b"\r\n")
+            rows.await_late_end()
         assert (rows.bytes[3, :size] == OTHERS).all()
 
 
