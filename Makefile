@@ -96,7 +96,7 @@ test-quick: $(STAMP) ## Everything but engines and the cluster: vLLM's modules, 
 	@PYTHONPATH=tests $(BIN)/python -m lanes unit quick
 
 .PHONY: test-cluster
-test-cluster: $(STAMP) ## The chart on a real Kubernetes on this machine: root, Go; compiles it once. KUBECONFIG= another one, KEEP_CLUSTER=1, TESTS=
+test-cluster: $(STAMP) ## The chart on a real Kubernetes on this machine: root, Go; compiles it once. KUBECONFIG= another one, KEEP_CLUSTER=1, WITH_KEDA=1, TESTS=
 	@$(BIN)/python -m pytest $(or $(TESTS),tests/cluster)
 
 .PHONY: test-models

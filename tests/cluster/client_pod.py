@@ -17,6 +17,7 @@ from stack_driver.deadlines import eventually
 
 SCRIPTS = Path(__file__).resolve().parent / "client"
 NAME = "client"
+START_SECONDS = 180.0  # of an engine that a request waits for
 SETTLED_REQUESTS = 20  # before anything is done to the service
 
 
@@ -78,6 +79,22 @@ class ClientPod:
     def chat(self) -> dict[str, Any]:
         """status, headers, body of one chat through the Service; under `streamed` those of the same one streamed."""
         return json.loads(self._kubernetes.execute(NAME, "python3", "/lane/load.py", "once", self.url, self.model))
+
+    def status_of(self, model: str) -> int:
+        """Of one chat with this model; it may have to wait until an engine has started."""
+        body = {
+            "model": model,
+            "max_tokens": 4,
+            "messages": [{"role": "user", "content": "Name the capital of France."}],
+        }
+        code = (
+            "import urllib.request as u, urllib.error as e\n"
+            f"r = u.Request({self.url + '/v1/chat/completions'!r}, data={json.dumps(body).encode()!r},\n"
+            "              headers={'content-type': 'application/json'})\n"
+            f"try: print(u.urlopen(r, timeout={START_SECONDS}).status)\n"
+            "except e.HTTPError as x: print(x.code)"
+        )
+        return int(self.python(code, seconds=START_SECONDS + 20))
 
     @contextmanager
     def load(self, workers: int = 6) -> Iterator[LoadResult]:

@@ -3,7 +3,7 @@
 Not part of the default tests: `make test-cluster` names this folder. KUBECONFIG= runs the same cases on another
 cluster, whose nodes have the images already; those that need this machine's own are then left out and named.
 KEEP_CLUSTER=1 leaves this machine's cluster up, and takes it as it is the next time, images included: for work on a
-case.
+case. WITH_KEDA=1 adds the cases that need KEDA, which is compiled for them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ SMALL_IMAGES = (
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "own_cluster: needs the cluster that runs on this machine")
+    config.addinivalue_line("markers", "keda: needs KEDA, left out unless WITH_KEDA=1")
     config.addinivalue_line("markers", "real_engines: vLLM itself, from an image of gigabytes")
 
 
@@ -58,11 +59,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item in real)
     mine.sort(key=lambda item: item in real)
     for index, item in enumerate(mine):
-        item.add_marker(pytest.mark.timeout(BUILD_SECONDS if item in real or index == 0 else CASE_SECONDS))
+        builds = item in real or index == 0 or item.get_closest_marker("keda")
+        item.add_marker(pytest.mark.timeout(BUILD_SECONDS if builds else CASE_SECONDS))
         if item in real:
             item.add_marker(pytest.mark.real_engines)
-    if os.environ.get("KUBECONFIG"):
-        left_out = [item for item in mine if item.get_closest_marker("own_cluster")]
+    impossible = {"own_cluster"} if os.environ.get("KUBECONFIG") else set()
+    impossible |= set() if os.environ.get("WITH_KEDA") else {"keda"}
+    left_out = [item for item in mine if any(item.get_closest_marker(name) for name in impossible)]
+    if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
 

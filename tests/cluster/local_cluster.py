@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -25,6 +26,7 @@ CONTROLLERS = ("cpu", "memory", "pids")  # of cgroup v1, with which alone cluste
 BUILD_SECONDS = 5400.0
 STEP_SECONDS = 300.0
 LOAD_SECONDS = 1200.0  # the engine image has gigabytes
+HOST = "10.250.0.1"  # this machine, as nodes and pods see it
 NODES = ("node1", "node2")
 REAL_ENGINES_NODE = NODES[0]  # all of them: their image is on this node alone, as it has gigabytes
 PACKAGES = (
@@ -123,6 +125,19 @@ class LocalCluster:
 
     def restart_api_server(self) -> None:
         self._do("restart-apiserver")
+
+    def run_keda(self) -> str:
+        """KEDA's operator, and a Prometheus that scrapes what `scrape` names; returns the latter's url."""
+        self._do("keda", seconds=BUILD_SECONDS)
+        return f"http://{HOST}:9090"
+
+    def stop_keda(self) -> None:
+        self._do("keda-down")
+
+    def scrape(self, namespace: str, targets: list[str]) -> None:
+        """From now on; targets: ADDRESS:PORT of the namespace's gateways."""
+        groups = [{"targets": targets, "labels": {"namespace": namespace}}]
+        (self.folder / "run" / "gateways" / f"{namespace}.json").write_text(json.dumps(groups))
 
     def _do(self, *words: str, seconds: float = STEP_SECONDS) -> str:
         return run(str(SCRIPT), *words, environment=self._environment, seconds=seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +13,6 @@ from cluster.report import Row
 from cluster.values import OPERATIONS_PORT, Values, over, simulated
 from stack_driver.deadlines import eventually
 
-ANSWER_SECONDS = 180.0  # an engine may have to start for it
 WAITING = "spillway_gateway_admission_waiting_requests"
 # What KEDA's own definition declares, as far as the API server needs it: nobody acts on it here.
 SCALED_OBJECTS = {
@@ -75,7 +73,7 @@ def test_further_models(release: Release, namespace: Kubernetes, client: ClientP
     before = uids(engines_of(namespace, "default"))
     with client.load() as result:
         release.upgrade(three())
-        eventually("the further model is served", lambda: status_of(client, "rolling") == 200, 180.0)
+        eventually("the further model is served", lambda: client.status_of("rolling") == 200, 180.0)
         client.wait_for_requests(client.progress() + 40)
     no_failure(result, case)
     assert uids(engines_of(namespace, "default")) == before, "no engine of the first model had a reason to restart"
@@ -91,8 +89,8 @@ def test_one_model_away(release: Release, namespace: Kubernetes, client: ClientP
         assert not engines_of(namespace, "away")
         assert len(namespace.ready_pods("gateway")) == 2, "a model that is away makes no gateway unready"
     no_failure(result, case)
-    eventually("the rolling model is back", lambda: status_of(client, "rolling") == 200, 180.0)
-    assert status_of(client, "away") == 503
+    eventually("the rolling model is back", lambda: client.status_of("rolling") == 200, 180.0)
+    assert client.status_of("away") == 503
 
 
 def test_scale_to_zero(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
@@ -106,7 +104,7 @@ def test_scale_to_zero(release: Release, namespace: Kubernetes, client: ClientPo
         eventually("the model is at zero", lambda: not engines_of(namespace, "away"), 120.0)
         assert waiting_requests(namespace, client) == 0
         with client.load() as result, ThreadPoolExecutor(1) as background:
-            answer = background.submit(status_of, client, "away")
+            answer = background.submit(client.status_of, "away")
             eventually("the request is counted", lambda: waiting_requests(namespace, client) == 1, 60.0)
             scale(namespace, 1)
             assert answer.result() == 200
@@ -124,19 +122,6 @@ def served(namespace: Kubernetes) -> bool:
 def scale(namespace: Kubernetes, replicas: int) -> None:
     """What KEDA does."""
     namespace.kubectl("scale", "statefulset", "chat-spillway-engine-away", f"--replicas={replicas}")
-
-
-def status_of(client: ClientPod, model: str) -> int:
-    """Of one chat with another model than the load's; it may have to wait for an engine."""
-    body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Name the capital of France."}]}
-    code = (
-        "import urllib.request as u, urllib.error as e\n"
-        f"r = u.Request({client.url + '/v1/chat/completions'!r}, data={json.dumps(body).encode()!r},\n"
-        "              headers={'content-type': 'application/json'})\n"
-        f"try: print(u.urlopen(r, timeout={ANSWER_SECONDS}).status)\n"
-        "except e.HTTPError as x: print(x.code)"
-    )
-    return int(client.python(code, seconds=ANSWER_SECONDS + 20))
 
 
 def waiting_requests(namespace: Kubernetes, client: ClientPod) -> int:

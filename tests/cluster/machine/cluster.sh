@@ -9,6 +9,9 @@
 #   cluster.sh npus NODE N      give a node N pretended huawei.com/Ascend910 devices
 #   cluster.sh stop NODE | start NODE   lose a node, bring it back
 #   cluster.sh restart-apiserver        end the API server and start it again, over the same store
+#   cluster.sh keda             run KEDA's operator and Prometheus beside it; compiles the first
+#                               (a few minutes more), and takes the second from Debian
+#   cluster.sh keda-down        stop both
 #   cluster.sh env              print the exports for kubectl and helm
 #   cluster.sh down             stop everything and remove what it made, imported images aside
 #   cluster.sh clean            remove those as well
@@ -306,12 +309,61 @@ npus() {
         -p "[{\"op\":\"add\",\"path\":\"/status/capacity/huawei.com~1Ascend910\",\"value\":\"$2\"}]"
 }
 
+keda=v2.21.0
+
+build_keda() { # the operator with its Prometheus scaler, whose fellows double what there is to compile; Prometheus from Debian
+    [ ! -e "$bin/keda-$keda" ] || return 0
+    local module partial=$bin/keda.partial
+    module=$(cd / && go mod download -json "github.com/kedacore/keda/v2@$keda" | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')
+    rm -rf "$partial"; mkdir -p "$partial/source" "$partial/debian"
+    cp -r --no-preserve=mode "$module"/{go.mod,go.sum,cmd,apis,controllers,pkg,version} "$partial/source/"
+    cp -r --no-preserve=mode "$module/config/crd/bases" "$partial/definitions"
+    find "$partial/source/pkg/scalers" -maxdepth 1 -name '*.go' ! -name scaler.go ! -name prometheus_scaler.go -delete
+    echo 'package scalers; const externalMetricType = "External"' >"$partial/source/pkg/scalers/constants.go" # of a fellow's file
+    # Of the trigger types, `prometheus` and the error for all others stay.
+    awk '/TRIGGERS-START/ { cut = 1 } cut && /^\tcase / { skip = !/"prometheus"/ } cut && /^\tdefault:/ { skip = 0; cut = 0 } !skip' \
+        "$module/pkg/scaling/scalers_builder.go" >"$partial/source/pkg/scaling/scalers_builder.go"
+    (cd "$partial/source" && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o ../operator ./cmd/operator)
+    (cd "$partial/debian" && apt-get -qq download prometheus && dpkg -x prometheus_*.deb . && mv usr/bin/prometheus ..)
+    rm -rf "$partial/debian" "$partial/source"
+    mv "$partial" "$bin/keda-$keda"
+}
+
+run_keda() { # without its metrics adapter: between no pod and one the operator alone decides
+    local programs=$bin/keda-$keda certificates=$run/keda
+    mkdir -p "$certificates"
+    openssl req -x509 -newkey rsa:2048 -nodes -days 30 -keyout "$certificates/tls.key" -out "$certificates/tls.crt" -subj /CN=keda 2>/dev/null
+    cp "$certificates/tls.crt" "$certificates/ca.crt"
+    kubectl_ create namespace keda
+    kubectl_ apply --server-side -f "$programs/definitions"
+    # Debian's Prometheus cannot ask Kubernetes: whoever installs gateways writes down where they are.
+    mkdir -p "$run/gateways"
+    cat >"$run/prometheus.yaml" <<K
+global: {scrape_interval: 2s, scrape_timeout: 2s}
+scrape_configs: [{job_name: gateways, file_sd_configs: [{files: ["$run/gateways/*.json"], refresh_interval: 2s}]}]
+K
+    spawn prometheus "$programs/prometheus" --config.file "$run/prometheus.yaml" --storage.tsdb.path "$run/prometheus" \
+        --web.listen-address $host:9090
+    spawn keda env WATCH_NAMESPACE= KEDA_CLUSTER_OBJECT_NAMESPACE=keda POD_NAMESPACE=keda "$programs/operator" \
+        --kubeconfig "$run/admin.kubeconfig" --cert-dir "$certificates" --metrics-bind-address 127.0.0.1:18080 \
+        --health-probe-bind-address 127.0.0.1:18081 --metrics-service-bind-address 127.0.0.1:19666
+    wait_for 60 "Prometheus" curl -sf "http://$host:9090/-/ready"
+    wait_for 60 "KEDA" curl -sf http://127.0.0.1:18081/readyz
+    wait_for 60 "ScaledObjects" kubectl_ get scaledobjects.keda.sh --all-namespaces
+}
+
+stop_keda() { # once no ScaledObject is left, whose end KEDA has to confirm
+    halt keda; halt prometheus
+    kubectl_ delete -f "$bin/keda-$keda/definitions"
+    kubectl_ delete namespace keda --wait
+}
+
 env_() { echo "export KUBECONFIG=$run/admin.kubeconfig PATH=$bin:\$PATH"; }
 
 down() {
     local i
     if [ -f "$run/nodes" ]; then for i in $(seq "$(<"$run/nodes")"); do stop "node$i"; ip route del "10.251.$i.0/24" 2>/dev/null || true; done; fi
-    for name in dns scheduler controllers apiserver etcd; do halt "$name"; done
+    for name in keda prometheus dns scheduler controllers apiserver etcd; do halt "$name"; done
     ip link del swbr0 2>/dev/null || true
     # A build of an image that was killed leaves its root mounted.
     awk -v base="$(realpath -m "$base")/" 'index($2, base) == 1 { print $2 }' /proc/mounts | tac | xargs -r umount --lazy
@@ -326,6 +378,8 @@ case ${1:-} in
     stop) stop "$2" ;;
     start) start "$2" ;;
     restart-apiserver) halt apiserver; api_server ;;
+    keda) build_keda; run_keda ;;
+    keda-down) stop_keda ;;
     env) env_ ;;
     down) down ;;
     clean) down; rm -rf "$base/images" ;;
