@@ -40,7 +40,7 @@ def values(tier: str, replicas: int) -> Values:
         "engine": {
             "replicas": replicas,
             "cpu": {"request": "100m"},
-            "memory": {"pageCache": "256MiB"},
+            **({"memory": {"pageCache": "256MiB"}} if tier == "nvme" else {}),
             "nodeSelector": {"kubernetes.io/hostname": REAL_ENGINES_NODE},
             # At this rate of prefill any load takes less time than prefill.
             "offload": {"sharedTier": {**shared, **patient}, "requestWaitSeconds": 60, "prefillTokensPerSecond": 10},
