@@ -97,12 +97,16 @@ class ClientPod:
         return int(self.python(code, seconds=START_SECONDS + 20))
 
     @contextmanager
-    def load(self, workers: int = 6) -> Iterator[LoadResult]:
-        """Requests run while the block does; afterwards the result holds what became of all of them."""
+    def load(self, workers: int = 6, same_answers: bool = True) -> Iterator[LoadResult]:
+        """Requests run while the block does; afterwards the result holds what became of all of them.
+
+        same_answers: another answer to the same prompt is a failure; not where engines may decide near ties either way.
+        """
         self._runs += 1
         self._folder = folder = f"/tmp/run-{self._runs}"
         result = LoadResult()
         words = ["python3", "/lane/load.py", "run", folder, self.url, self.model, str(workers)]
+        words += [] if same_answers else ["any"]
         self._shell(f"nohup {shlex.join(words)} </dev/null >{folder}.log 2>&1 &")
         try:
             self.wait_for_requests(SETTLED_REQUESTS)

@@ -1,4 +1,5 @@
-"""Real engines from the real image: a prefix that one pod computed is served to another from the shared tier."""
+"""Real engines from the real image: a prefix that one pod computed is served to another from the shared tier, after its
+password was changed too."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ import yaml
 from chart.helm_binaries import helms
 from cluster.client_pod import ClientPod
 from cluster.helm import CHART, VERSION, Release
-from cluster.kube import Kubernetes
+from cluster.kube import Kubernetes, name_of
 from cluster.local_cluster import REAL_ENGINES_NODE
 from cluster.report import Row
+from cluster.valkey_password import SECRET, engines_log_in, passwords_held, write_password
 from cluster.values import CLIENT_READS_METRICS, MODEL, Values, over
 from reference_answers.margins import REQUEST, Scored, difference, scored
+from stack_driver.deadlines import eventually
 
 from spillway_stack.chat_answers import plain_answer, require_agreement, streamed_answer
 from spillway_stack.first_answer import ANSWER_TOKENS
@@ -29,7 +32,7 @@ PROMPT_WORDS = 700
 VALUES_CPU: Values = yaml.safe_load((CHART / "values-cpu.yaml").read_text())
 
 
-def values(tier: str, replicas: int) -> Values:
+def values(tier: str, replicas: int, secrets_revision: str = "") -> Values:
     """values-cpu.yaml but for the tier, requests that a small machine holds, and deadlines that a slow one meets."""
     shared = {
         "redis": {"type": "redis"},
@@ -49,6 +52,8 @@ def values(tier: str, replicas: int) -> Values:
         "gateway": {"resources": {"requests": {"cpu": "50m"}}},
         "redis": {
             "enabled": tier == "redis",
+            "existingSecret": {"name": SECRET if tier == "redis" else ""},
+            "secretsRevision": secrets_revision,
             "image": {"registry": "", "repository": "valkey", "tag": "lane"},
             "cpu": {"request": "50m"},
         },
@@ -75,6 +80,7 @@ def served(tier: str, real_engine_image: None, new_namespace) -> Iterator[tuple[
     FOLDER.mkdir(parents=True, exist_ok=True)
     shutil.chown(FOLDER, USER, USER)
     try:
+        write_password(namespace, "a" * 32)
         for replicas in (1, 2):  # one after the other: each then has the machine's cores to itself while it loads
             release.upgrade(values(tier, replicas), False, "--install")
             namespace.wait_for_pods("engine", replicas, START_SECONDS)
@@ -91,8 +97,14 @@ def served(tier: str, real_engine_image: None, new_namespace) -> Iterator[tuple[
 def test_served_from_the_tier(served: tuple[Release, ClientPod], tier: str, case: Row) -> None:
     """real engines: a prefix computed by one pod served from the shared tier by another, with the same answer"""
     release, client = served
+    cached = require_shared(release, client, "houses by the river")
+    case.requests, case.note = 3, f"{cached} tokens of the prompt were loaded by the second pod"
+
+
+def require_shared(release: Release, client: ClientPod, words: str) -> int:
+    """A new prompt of these words is computed by one pod and loaded by the other; returns the tokens loaded."""
     first, second = (pod["status"]["podIP"] for pod in release.kubernetes.ready_pods("engine"))
-    text = " ".join(f"{number} houses by the river" for number in range(PROMPT_WORDS // 5))
+    text = " ".join(f"{number} {words}" for number in range(PROMPT_WORDS // 5))
 
     def ask(address: str) -> tuple[Scored, int]:
         body = {"model": MODEL, "prompt": text, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **REQUEST}
@@ -106,14 +118,15 @@ def test_served_from_the_tier(served: tuple[Release, ClientPod], tier: str, case
         details = answer["usage"].get("prompt_tokens_details") or {}
         return scored(answer["choices"][0]), int(details.get("cached_tokens") or 0)
 
+    before = written_bytes(client, first)
     _, cached_before = ask(first)
     assert cached_before == 0
-    wait_until_stored(client, first)
+    wait_until_stored(client, first, before)
     hit, _ = ask(first)  # rounds as a hit elsewhere does
     loaded, cached = ask(second)
     assert cached >= 128, "whole blocks came from the tier"
     assert difference(hit, loaded) is None
-    case.requests, case.note = 3, f"{cached} tokens of the prompt were loaded by the second pod"
+    return cached
 
 
 @pytest.mark.own_cluster
@@ -142,22 +155,46 @@ def test_real_chat(served: tuple[Release, ClientPod], tier: str, case: Row) -> N
     case.requests, case.note = 2, f"{plain.text!r} from {answer['headers'].get('x-spillway-engine')}"
 
 
-def wait_until_stored(client: ClientPod, address: str) -> None:
-    """Small requests until the engine has written what it computed, and nothing is on its way."""
+@pytest.mark.own_cluster
+@pytest.mark.parametrize("tier", ["redis"], indirect=True)
+def test_password_rotated(served: tuple[Release, ClientPod], tier: str, case: Row) -> None:
+    """real engines: the embedded Valkey's password rotated: no request fails, and the tier is used again"""
+    release, client = served
+    namespace, new = release.kubernetes, "b" * 32
+    engines = {pod["metadata"]["uid"]: name_of(pod) for pod in namespace.ready_pods("engine")}
+    with client.load(workers=2, same_answers=False) as result:
+        write_password(namespace, new)
+        eventually("the engines have it", lambda: passwords_held(namespace, engines.values()) == {new}, 180.0)
+        release.upgrade(values(tier, len(engines), secrets_revision="2"))
+        eventually("the engines log in", lambda: engines_log_in(namespace, engines.values()), 120.0)
+        client.wait_for_requests(client.progress() + 10)
+    assert {pod["metadata"]["uid"] for pod in namespace.ready_pods("engine")} == set(engines)
+    cached = require_shared(release, client, "boats upon the lake")
+    case.requests, case.failed = result.requests, result.failed
+    case.note = f"{cached} tokens were loaded afterwards; {result.words()}"
+    assert result.failed == 0, result.failures
+
+
+def written_bytes(client: ClientPod, address: str) -> float:
+    """To the shared tier, since this engine started."""
+    page = client.get_text(f"http://{address}:8100/metrics")
+    return sum(map(float, re.findall(r"^spillway_tier_written_bytes_total\S* (\S+)", page, re.MULTILINE)))
+
+
+def wait_until_stored(client: ClientPod, address: str, before: float) -> None:
+    """Small requests until the engine has written more than `before`, and nothing is on its way."""
+    body = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 1}).encode()
+    url = f"http://{address}:8100/v1/completions"
     code = (
-        "import json, re, time, urllib.request as u\n"
-        f"base = 'http://{address}:8100'\n"
-        "def written():\n"
-        "  text = u.urlopen(base + '/metrics', timeout=30).read().decode()\n"
-        "  return sum(float(x) for x in re.findall(r'^spillway_tier_written_bytes_total\\S* (\\S+)', text, re.M))\n"
-        f"body = json.dumps(dict(model='{MODEL}', prompt='Hi', max_tokens=1)).encode()\n"
-        "last, end = -1.0, time.monotonic() + 120\n"
-        "while time.monotonic() < end:\n"
-        "  r = u.Request(base + '/v1/completions', body, {'content-type': 'application/json'})\n"
-        "  u.urlopen(r, timeout=60).read()\n"
-        "  now = written()\n"
-        "  if now and now == last: break\n"
-        "  last = now; time.sleep(0.5)\n"
-        "else: raise SystemExit('nothing was written')\n"
+        "import urllib.request as u\n"
+        f"r = u.Request({url!r}, {body!r}, {{'content-type': 'application/json'}})\n"
+        "u.urlopen(r, timeout=60).read()"
     )
-    client.python(code, seconds=180)
+    last = [before]
+
+    def settled() -> bool:
+        client.python(code, seconds=90)
+        last.append(written_bytes(client, address))
+        return last[-1] > before and last[-1] == last[-2]
+
+    eventually("what was computed is stored", settled, 180.0)
