@@ -47,6 +47,7 @@ ANSWER_TOKENS = 8
 _TAILS = (5, 0, 1)
 # What is asked, one after the other: each evicts the one before, and the last two go beyond what was asked before.
 _ORDER = ("a", "b", "c", "a", "b", "c", "a", "b+", "c+")
+_LATENT_BLOCK_TOKENS = 16
 _TORCH_MLA = "ENGINE_MATRIX_TORCH_MLA"  # set for the processes of ranks
 _PROMPTS = len(_TAILS) + 1  # as many as fit a device without eviction
 
@@ -115,6 +116,7 @@ def transfer_config(case: str, wanted: Model, folder: Path, redis_url: str = "")
 def answers(wanted: Model, folder: Path, case: str, redis_url: str = "") -> dict[str, Any]:
     """As greedy_answers: tokens of each answer with log-probabilities, and the cached tokens of each prompt."""
     on_gpu = wanted.platform == "cuda"
+    device_blocks = wanted.device_blocks * (_PROMPTS if case == "device" else 1)
     settings: dict[str, Any] = {
         "model": str(build(wanted, folder)),
         "skip_tokenizer_init": True,
@@ -123,7 +125,7 @@ def answers(wanted: Model, folder: Path, case: str, redis_url: str = "") -> dict
         "block_size": BLOCK_TOKENS,
         "max_model_len": wanted.max_length,
         "max_num_seqs": 4,
-        "num_gpu_blocks_override": wanted.device_blocks * (_PROMPTS if case == "device" else 1),
+        "num_gpu_blocks_override": device_blocks,
         **({"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30} if on_gpu else {}),
         "enable_prefix_caching": True,
         "prefix_caching_hash_algo": "sha256_cbor",
@@ -134,6 +136,9 @@ def answers(wanted: Model, folder: Path, case: str, redis_url: str = "") -> dict
     }
     if case.startswith("meet"):
         settings["async_scheduling"] = case == "meet-async"
+    if wanted.torch_mla and _has_latent_attention():
+        # Its blocks are of 16 tokens whatever is asked for, and no length may exceed what the device holds.
+        settings["max_model_len"] = (wanted.device_blocks - 1) * _LATENT_BLOCK_TOKENS
 
     def asked(block_tokens: int) -> list[list[int]]:
         by_name = prompts(block_tokens)
@@ -246,11 +251,15 @@ def prepare(wanted: list[Model]) -> None:
         _install_torch_mla()
 
 
-def _install_torch_mla() -> None:
-    """Where this vLLM has no kernels of its own for latent attention on a CPU."""
+def _has_latent_attention() -> bool:
+    """Whether this vLLM has kernels of its own for it on a CPU."""
     from spillway_connector.engine.generation import Generation, generation
 
-    if generation() is Generation.V023:
+    return generation() is not Generation.V023
+
+
+def _install_torch_mla() -> None:
+    if not _has_latent_attention():
         from engine_matrix import torch_mla
 
         torch_mla.install()
