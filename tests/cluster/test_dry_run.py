@@ -24,17 +24,27 @@ _CUSTOM = {kind.rpartition("/")[2] for kind in CUSTOM_KINDS}
 
 
 def objects(rendered: Render, namespace: str) -> list[Object]:
-    """In one namespace that there is; without kinds whose definitions this cluster lacks."""
+    """In one namespace that there is; without kinds whose definitions this cluster lacks, and without IPv6, which its
+    API server takes from no one."""
     return [
-        {**item, "metadata": {**item["metadata"], "namespace": namespace}}
+        {**item, "metadata": {**item["metadata"], "namespace": namespace}, **_of_ipv4(item)}
         for item in rendered.objects
         if item["kind"] not in _CUSTOM
     ]
 
 
+def _of_ipv4(item: Object) -> Object:
+    """The spec of a Service that asks for another family, without that."""
+    spec = item.get("spec", {})
+    if item["kind"] != "Service" or "IPv6" not in spec.get("ipFamilies", []):
+        return {}
+    return {"spec": {key: value for key, value in spec.items() if not key.startswith("ipFamil")}}
+
+
 def dry_run(namespace: Kubernetes, items: list[Object]) -> str:
     """Raises CommandFailed with the server's words."""
-    given = "\n---\n".join(json.dumps(item) for item in items)
+    # Not ASCII alone: kubectl reads several documents as YAML, which has no escapes of surrogates.
+    given = "\n---\n".join(json.dumps(item, ensure_ascii=False) for item in items)
     return namespace.kubectl("create", "--dry-run=server", "-o", "name", "-f", "-", given=given, seconds=120)
 
 
