@@ -131,6 +131,7 @@ class _Row:
     blocks: list[list[int]]  # by group
     computed: int = 0  # tokens whose KV is final
     draft: list[int] = field(default_factory=list)  # of the tokens behind the last one
+    believed: int = 0  # the most that the scheduler has ever taken for computed, drafts that were rejected included
 
 
 @dataclass
@@ -395,6 +396,7 @@ class Engine:
             elif blocks is not None:
                 for known, more in zip(self._rows[name].blocks, blocks, strict=True):
                     known.extend(more)
+            self._rows[name].believed = max(self._rows[name].believed, cached.num_computed_tokens[at])
             if name in cached.resumed_req_ids:
                 self._rows[name].computed = cached.num_computed_tokens[at]
             elif not self.shape.asynchronous:  # else it counts drafts that were rejected since
@@ -502,8 +504,12 @@ class Engine:
         return draft
 
     def _wrong_token(self, row: _Row, group: int, window: int | None, digests: list[int], layer: int) -> int | None:
-        """The first token that the new ones read whose KV is not what was computed."""
-        first = 0 if window is None else max(0, row.computed - window + 1)
+        """The first token that the new ones read whose KV is not what was computed.
+
+        vLLM's asynchronous scheduler frees what lies before the window of the tokens that it believes to be computed.
+        Where drafts are rejected then, that is up to a draft's length too much, with any connector and with none.
+        """
+        first = 0 if window is None else max(0, max(row.computed, row.believed) - window + 1)
         for position in range(first, row.computed):
             block = row.blocks[group][position // BLOCK_TOKENS]
             if int(self.kv[layer][block, position % BLOCK_TOKENS]) != digests[position] + 10 * group + layer:
