@@ -259,6 +259,11 @@ def _has_latent_attention() -> bool:
 
 
 def _install_torch_mla() -> None:
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    # vLLM's CPU kernel takes the rows of all tokens for one after another; here they are parts of longer ones, and an
+    # answer would depend on how many tokens a step computes.
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
     if not _has_latent_attention():
         from engine_matrix import torch_mla
 

@@ -45,12 +45,12 @@ _DEEPSEEK = _SIZES | {
     "n_group": 1,
     "topk_group": 1,
 }
-_CPU_LATENTS = {
-    "kv_lora_rank": 64,
+_CPU_LATENTS = {  # the width of DeepSeek's own: the CPU kernels of vLLM 0.32 know no other
+    "kv_lora_rank": 512,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 32,
-    "head_dim": 16,
+    "head_dim": 64,
 }
 _QWEN3_NEXT = _SIZES | {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -99,7 +99,7 @@ class Model:
     more_cases: tuple[str, ...] = ()
     leaves_out: tuple[str, ...] = ()
     refuses: str | None = None  # vLLM's error where it cannot run this model on a CPU at all
-    torch_mla: bool = False  # install engine_matrix.torch_mla first: vLLM's CPU platform has no MLA kernels
+    torch_mla: bool = False  # install engine_matrix.torch_mla first where vLLM's CPU platform has no MLA kernels
     platform: str = "cpu"  # or "cuda"
 
 
@@ -125,7 +125,7 @@ CPU_MODELS = (
     ),
     Model(
         "deepseek-v2",
-        "multi-head latent attention, one latent of 80 numbers a token and layer",
+        "multi-head latent attention, one latent of 576 numbers a token and layer",
         "deepseek_v2",
         _DEEPSEEK | _CPU_LATENTS,
         more_cases=("npu", "npu-off"),

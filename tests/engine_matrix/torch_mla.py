@@ -14,7 +14,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.attention import mla_attention
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata, SparseMLAAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -135,8 +134,6 @@ def install() -> None:
         """vLLM packs weights for the CPU and drops them; latent attention needs those of one projection once more."""
         pack(layer, remove_weight=False)
 
-    # vLLM's CPU kernel takes the rows of all tokens for one after another; here they are parts of longer ones.
-    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
     utils.dispatch_cpu_unquantized_gemm = pack_and_keep
     CpuPlatform.get_attn_backend_cls = classmethod(choose)
     mla_attention.get_mla_prefill_backend = prefill_backend
