@@ -498,6 +498,8 @@ def test_a_row_is_not_given_up_while_it_is_copied_to_and_never_touched_afterward
 class PieceByPiece(TierWrapper):
     """A tier whose blocks arrive in pieces; ``receiving`` does what its test is about."""
 
+    transfers_at_once = None
+
     def __init__(self, tier: Tier, receiving: Callable[[Lease, bytes], object]) -> None:
         super().__init__(tier)
         self._receiving = receiving

@@ -163,6 +163,13 @@ class Tier(Protocol):
 class ReceivingTier(Tier, Protocol):
     """A tier whose blocks arrive in pieces, so that it needs the target only while a piece is put in place."""
 
+    @property
+    def transfers_at_once(self) -> int | None:
+        """How many blocks it moves at a time; a further thread would only wait. None: as many as there are threads.
+
+        Constant."""
+        ...
+
     def receive(self, key: bytes, lease: Lease, deadline: float) -> None:
         """What :meth:`load` does, into leased memory of ``payload_bytes``. Raises TierRefused(CLOSED) where it was
         taken back; what is in it counts only when this returns."""

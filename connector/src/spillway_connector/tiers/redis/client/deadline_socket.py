@@ -19,10 +19,12 @@ from spillway_connector.tiers.lease import Span, taken_back
 from spillway_connector.tiers.tier import Clock
 
 REPLY_BYTES_MAX = 4 * 1024 * 1024  # that redis-py's parser may take in for one exchange; values do not pass through it
-STRETCH_BYTES = 512 * 1024  # of one read within a value: who gets it then finds it in the processor's caches
-_STEP_BYTES = 4096  # of one read while the length of a value is expected: the start of the value in it is copied
+STRETCH_BYTES = 1024 * 1024  # of one read within a value: who gets it then finds it in the processor's caches
+BULK_BYTES = 512 * 1024  # where at least so many are missing from a value, a wait ends once they are there
+_STEP_BYTES = 512  # of one read while the length of a value is expected: the start of the value in it is copied
 _LINE_BYTES_MAX = 64 * 1024
 _POLL_SECONDS_MAX = 86_400.0  # poll(2) takes milliseconds in 31 bits
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _CONNECT_DEADLINE: ContextVar[float] = ContextVar("connect_deadline")
 
 
@@ -51,25 +53,30 @@ def connect_deadline() -> float:
 class DeadlineSocket:
     """Not for several threads at once, but for ``shutdown``, which ends a wait in progress. Raises OSError.
 
+    It takes what there is and waits only where there is nothing; the socket itself never blocks.
     ``unread``: bytes that were received with the line before them; the next read gets them, also one of redis-py's.
     ``answered``: whether anything was received since :meth:`begin`; on a stale connection nothing is.
     """
 
     def __init__(self, plain: socket.socket, clock: Clock, deadline: float) -> None:
+        plain.setblocking(False)
         self._plain = plain
         self._clock = clock
         self._encrypted = False
         self._step = memoryview(bytearray(_STEP_BYTES))
+        self._in_bulk = False  # the kernel wakes us for BULK_BYTES only
         self.unread = bytearray()
-        self._arrivals = select.poll()
-        self._arrivals.register(plain, select.POLLIN)
+        self._waits = {event: select.poll() for event in (select.POLLIN, select.POLLOUT)}
+        for event, wait in self._waits.items():
+            wait.register(plain, event)
         self.begin(deadline)
 
     def encrypt(self, context: ssl.SSLContext, server_hostname: str) -> None:
         """From now on speak TLS. Raises OSError, ssl.SSLError, TimeoutError; the socket is closed then."""
         try:
-            self._allow_wait("encrypting")
+            self._plain.settimeout(self._remaining("encrypting"))
             self._plain = context.wrap_socket(self._plain, server_hostname=server_hostname)
+            self._plain.setblocking(False)
         except BaseException:
             self._plain.close()
             raise
@@ -79,7 +86,7 @@ class DeadlineSocket:
         """Whether a read would return at once: with bytes, or with the end of the connection."""
         if self.unread or (self._encrypted and cast("ssl.SSLSocket", self._plain).pending()):
             return True
-        return bool(self._arrivals.poll(0))
+        return bool(self._waits[select.POLLIN].poll(0))
 
     def begin(self, deadline: float) -> None:
         """Begin an exchange that ends at ``deadline``."""
@@ -91,11 +98,12 @@ class DeadlineSocket:
         """Send all of ``parts`` from where they are. Raises TimeoutError at the deadline."""
         views = [memoryview(part) for part in parts if len(part)]
         while views:
-            self._allow_wait("sending")
+            self._remaining("sending")
             try:  # TLS has no sendmsg; it copies into its records anyway
                 sent = self._plain.send(views[0]) if self._encrypted else self._plain.sendmsg(views)
-            except TimeoutError:
-                raise _passed("sending") from None
+            except _NOT_NOW as error:
+                self._wait(error, select.POLLOUT, "sending")
+                continue
             while views and sent >= views[0].nbytes:
                 sent -= views.pop(0).nbytes
             if sent:
@@ -120,22 +128,27 @@ class DeadlineSocket:
         The span is held while bytes that are there are taken and ``arrived`` runs, never while waiting for more. Raises
         TierRefused(CLOSED) where it was taken back.
         """
-        at = span.start
-        self._plain.settimeout(0)
-        while at < span.end:
-            if not self.unread:
-                self._await_bytes()
-            memory = span.lease.begin()
-            if memory is None:
-                raise taken_back()
-            try:
-                filled = self._take(memory[at : min(span.end, at + STRETCH_BYTES)])
-                if filled:
-                    arrived(memory[at : at + filled])
-            finally:
-                del memory
-                span.lease.end()
-            at += filled
+        at, end = span.start, span.end
+        try:
+            while at < end:
+                self._remaining("receiving")
+                until = min(end, at + STRETCH_BYTES)
+                memory = span.lease.begin()
+                if memory is None:
+                    raise taken_back()
+                try:
+                    filled, more = self._take(memory[at:until])
+                    if filled:
+                        arrived(memory[at : at + filled])
+                finally:
+                    del memory
+                    span.lease.end()
+                at += filled
+                if at < end and not more:
+                    self._wake_at_bulk(end - at >= BULK_BYTES)
+                    self._await(select.POLLIN, "receiving")
+        finally:
+            self._wake_at_bulk(False)
 
     # What redis-py calls; everything else that it calls is the plain socket's.
 
@@ -146,8 +159,13 @@ class DeadlineSocket:
             return taken
         if self._allowance <= 0:
             raise InvalidResponse(f"a reply of more than {REPLY_BYTES_MAX} bytes")
-        self._allow_wait("receiving")
-        received = self._plain.recv(size)
+        while True:
+            self._remaining("receiving")
+            try:
+                received = self._plain.recv(size)
+                break
+            except _NOT_NOW as error:
+                self._wait(error, select.POLLIN, "receiving")
         self._allowance -= len(received)
         self.answered = self.answered or bool(received)
         return received
@@ -162,24 +180,25 @@ class DeadlineSocket:
         return getattr(self._plain, name)
 
     def _receive(self, target: memoryview) -> int:
-        self._allow_wait("receiving")
-        try:
-            count = self._plain.recv_into(target)
-        except TimeoutError:
-            raise _passed("receiving") from None
-        return self._counted(count)
+        while True:
+            self._remaining("receiving")
+            try:
+                return self._counted(self._plain.recv_into(target))
+            except _NOT_NOW as error:
+                self._wait(error, select.POLLIN, "receiving")
 
-    def _take(self, target: memoryview) -> int:
-        """What has arrived, without waiting: how many bytes, 0 for none. The socket does not block."""
+    def _take(self, target: memoryview) -> tuple[int, bool]:
+        """What has arrived, without waiting: how many bytes, 0 for none; and whether there may be more."""
         if self.unread:
             count = min(len(self.unread), target.nbytes)
             target[:count] = self.unread[:count]
             del self.unread[:count]
-            return count
+            return count, True
         try:
-            return self._counted(self._plain.recv_into(target))
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return 0
+            count = self._counted(self._plain.recv_into(target))
+        except _NOT_NOW:
+            return 0, False
+        return count, self._encrypted or count == target.nbytes  # a read from TLS ends with its record
 
     def _counted(self, received: int) -> int:
         if not received:
@@ -187,21 +206,39 @@ class DeadlineSocket:
         self.answered = True
         return received
 
-    def _await_bytes(self) -> None:
-        """Wait until something has arrived, or the end of the connection."""
-        remaining = self._deadline - self._clock()
-        if remaining <= 0:
-            raise _passed("receiving")
-        if self._encrypted and cast("ssl.SSLSocket", self._plain).pending():
+    def _wake_at_bulk(self, wanted: bool) -> None:
+        """Whether poll() ends a wait for bytes at BULK_BYTES of them, or at the first; the end always ends it."""
+        if wanted == self._in_bulk or self._encrypted:
             return
-        if not self._arrivals.poll(math.ceil(min(remaining, _POLL_SECONDS_MAX) * 1000)):
-            raise _passed("receiving")
+        try:
+            self._plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, BULK_BYTES if wanted else 1)
+        except OSError:
+            return  # the connection is closed, or the system has no such option: then waits are shorter
+        self._in_bulk = wanted
 
-    def _allow_wait(self, doing: str) -> None:
+    def _wait(self, error: Exception, event: int, doing: str) -> None:
+        """Wait until what failed with ``error`` may be tried again; ``event``: where it does not say for what.
+
+        TLS may have to read in order to write, and the reverse.
+        """
+        if isinstance(error, ssl.SSLWantReadError):
+            event = select.POLLIN
+        elif isinstance(error, ssl.SSLWantWriteError):
+            event = select.POLLOUT
+        self._await(event, doing)
+
+    def _await(self, event: int, doing: str) -> None:
+        """Wait for ``event`` or the end of the connection."""
+        seconds = min(self._remaining(doing), _POLL_SECONDS_MAX)
+        if not self._waits[event].poll(math.ceil(seconds * 1000)):
+            raise _passed(doing)
+
+    def _remaining(self, doing: str) -> float:
+        """Seconds until the deadline, more than 0. Raises TimeoutError when it has passed."""
         remaining = self._deadline - self._clock()
         if remaining <= 0:
-            raise _passed(doing)  # settimeout(0) would mean "do not block" and surface as another error
-        self._plain.settimeout(remaining)
+            raise _passed(doing)
+        return remaining
 
 
 def _passed(doing: str) -> TimeoutError:
