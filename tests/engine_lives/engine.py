@@ -54,6 +54,13 @@ LAYERS = 2  # a group
 _NO_TOKEN = 0  # one that is never sampled
 _WRONG_TOKEN = 511  # sampled from KV that is not what was computed; no request may keep it
 _WRONG_DIGEST = 0xA5
+# Of a real tier, on however slow a disk: what these schedules show is not that it is given up.
+_PATIENT_LIMITS = {
+    "lookup_timeout_seconds": 60.0,
+    "load_timeout_seconds": 60.0,
+    "store_timeout_seconds": 60.0,
+    "store_queue_seconds_max": 60.0,
+}
 MAX_TOKENS = 12 * BLOCK_TOKENS
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -527,6 +534,14 @@ class Engine:
             if isinstance(tier, SharedTierBase):
                 assert tier._shared.drain(60.0)
 
+    def _await_answers(self) -> None:
+        """Of the NVMe tier's lookups, for a while: steps until its thread has answered would change nothing."""
+        for tier in self._scheduler_half.manager.secondary_tiers:
+            if isinstance(tier, SharedTierBase):
+                lookups = tier._shared._lookups
+                if lookups.has_work and not lookups._answers and not lookups._to_take_in:
+                    tier._shared.wait_for_progress(1.0)
+
     # -- invariants of an idle engine
 
     def drain(self, steps_max: int = 2_000) -> None:
@@ -538,6 +553,7 @@ class Engine:
             if self.tier is not None:
                 self.tier.advance(1_000, 1_000)
             self.settle_nvme()
+            self._await_answers()
             # The engine core steps while requests are unfinished or finished ones are to be reported to the workers.
             if not (self.scheduled or self.scheduler.has_requests() or _under_way(connector)):
                 break
@@ -647,6 +663,7 @@ def _engine_config(shape: Shape, folder: Path) -> VllmConfig:
                 "compute_while_loading": "on" if shape.meetings else "off",
                 "prefill_tokens_per_second": 1.0,
                 "secondary_tiers": _tiers(shape, folder),
+                **({"request_wait_seconds": 60.0} if shape.nvme_tier else {}),
             },
         },
     ).create_engine_config()
@@ -659,7 +676,7 @@ def _speculation(shape: Shape) -> dict[str, Any] | None:
 
 
 def _tiers(shape: Shape, folder: Path) -> list[dict[str, Any]]:
-    nvme = {"type": "nvme", "path": str(folder / "tier"), "mode": "files"}
+    nvme = {"type": "nvme", "path": str(folder / "tier"), "mode": "files"} | _PATIENT_LIMITS
     return [{"type": RANDOM}] * shape.shared_tier + [nvme] * shape.nvme_tier
 
 
