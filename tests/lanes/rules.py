@@ -56,7 +56,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "connector/tests/tiers/redis": (NOTHING,),
     "connector/tests/tiers/redis/client": (NOTHING,),
     "connector/tests/tiers/redis/redis_servers": ("valkey",),
-    "connector/tests/tiers/redis/test_receive.py": ("valkey",),
+    "connector/tests/tiers/redis/test_rows.py": ("valkey",),
     "connector/tests/tiers/redis/test_tier.py": ("valkey",),
     "connector/tests/tiers/redis/client/test_value_path.py": ("valkey",),
     "connector/tests/tiers/redis/client/test_dial.py": ("valkey",),

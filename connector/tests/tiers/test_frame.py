@@ -15,7 +15,6 @@ from spillway_connector.tiers.frame import (
     Part,
     build_header,
     digest_of_parts,
-    digest_of_payload,
     read_header,
     running_digest,
     verify,
@@ -138,7 +137,7 @@ def test_the_layout_is_a_promise() -> None:
 
 def test_a_part_passes_for_no_other_part() -> None:
     part = Part(2, 5, digest_of_parts([b"0" * 16, b"1" * 16]))
-    header = build_header(NAMESPACE, KEY, PAYLOAD, created_ms=1, part=part, payload_digest=digest_of_payload(PAYLOAD))
+    header = build_header(NAMESPACE, KEY, PAYLOAD, created_ms=1, part=part)
     assert header[98:102].hex() == "02000500"
     assert header[136:152].hex() == "28e03a081a5158d424182e335bc0c398"
     assert read_header(header).part == part

@@ -34,7 +34,7 @@ from spillway_connector.testing.faults import (
     TierWrapper,
 )
 from spillway_connector.testing.tier_contract import NAMESPACE, key_of, payload_of
-from spillway_connector.tiers.lease import Lease
+from spillway_connector.tiers.lease import Lease, taken_back
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, EvictionReason, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import BreakerState
@@ -496,7 +496,7 @@ def test_a_row_is_not_given_up_while_it_is_copied_to_and_never_touched_afterward
 
 
 class PieceByPiece(TierWrapper):
-    """A tier whose blocks arrive in pieces; ``receiving`` does what its test is about."""
+    """A tier that moves blocks in pieces; ``receiving`` does what its test is about."""
 
     transfers_at_once = None
 
@@ -508,6 +508,15 @@ class PieceByPiece(TierWrapper):
         payload = memoryview(bytearray(PAYLOAD))
         self.tier.load(key, payload, deadline)
         self._receiving(lease, bytes(payload))
+
+    def send(self, key: bytes, lease: Lease, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        row = lease.begin()
+        if row is None:
+            raise taken_back()
+        payload = bytes(row)
+        del row
+        lease.end()
+        return self.tier.store(key, memoryview(payload), deadline, tenant)
 
 
 def test_a_row_is_not_given_up_while_one_of_two_threads_fills_it_and_is_gone_for_both_afterwards(rig: Rig) -> None:

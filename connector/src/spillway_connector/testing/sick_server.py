@@ -52,6 +52,7 @@ class SickServer:
         self.port: int = self._listener.getsockname()[1]
         self.commands: list[bytes] = []
         self.received = threading.Event()  # set at every command
+        self.ended = threading.Event()  # set once a client has closed a connection and all it sent was received
         self.accepted = 0
 
     def answer_by(self, answer: Callable[[bytes], Sequence[Piece]]) -> None:
@@ -105,6 +106,7 @@ class SickServer:
                     self._send(connection, piece)
                 if step == self._commands_max:
                     self._stop.wait()
+            self.ended.set()
         except OSError:
             return
 

@@ -104,13 +104,39 @@ def build_header(
     created_ms: int,
     header_bytes: int = HEADER_BYTES,
     part: Part = WHOLE,
-    payload_digest: bytes | None = None,
     tenant: bytes = NO_TENANT,
 ) -> bytes:
-    """Pack the header of a frame; reads the whole payload once for its checksum (about 30 GB/s, without the GIL).
+    """The header of a frame; reads the whole payload once for its checksum (about 30 GB/s, without the GIL).
 
-    namespace: 16 bytes. key: 1 to 64 bytes. header_bytes: 192 to 65535, the padded size. payload_digest: where the
-    caller has it already. tenant: 8 bytes. Raises ValueError on a wrong size, which is a programming error.
+    As :func:`pack_header`.
+    """
+    return pack_header(
+        namespace,
+        key,
+        payload.nbytes if isinstance(payload, memoryview) else len(payload),
+        digest_of_payload(payload),
+        created_ms=created_ms,
+        header_bytes=header_bytes,
+        part=part,
+        tenant=tenant,
+    )
+
+
+def pack_header(
+    namespace: bytes,
+    key: bytes,
+    payload_bytes: int,
+    payload_digest: bytes,
+    *,
+    created_ms: int,
+    header_bytes: int = HEADER_BYTES,
+    part: Part = WHOLE,
+    tenant: bytes = NO_TENANT,
+) -> bytes:
+    """Pack the header of a frame whose payload has ``payload_digest``.
+
+    namespace: 16 bytes. key: 1 to 64 bytes. header_bytes: 192 to 65535, the padded size. tenant: 8 bytes. Raises
+    ValueError on a wrong size, which is a programming error.
     """
     _check_names(namespace, key)
     if not 0 <= part.index < part.count <= PARTS_MAX or len(part.set_digest) != len(NO_SET):
@@ -119,7 +145,6 @@ def build_header(
         raise ValueError(f"tenant: {len(tenant)} bytes given, {TENANT_BYTES} needed")
     if not HEADER_BYTES <= header_bytes <= 0xFFFF:
         raise ValueError(f"header_bytes: {header_bytes} is outside {HEADER_BYTES}..65535")
-    payload_bytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     fields = _FIELDS.pack(
         MAGIC,
         FORMAT_VERSION,
@@ -132,7 +157,7 @@ def build_header(
         part.count,
         0,
         payload_bytes,
-        payload_digest or digest_of_payload(payload),
+        payload_digest,
         created_ms,
         part.set_digest,
         tenant,

@@ -1,7 +1,9 @@
-"""Memory that is filled piece by piece while its owner may take it back: a row of the CPU tier, until its job ends.
+"""Memory that is filled or read piece by piece while its owner may take it back: a row of the CPU tier, until its job
+ends.
 
 What fills it waits for the next piece without the memory, asks for it once the piece is there, and gives it back when
-the piece is in place and read for its checksum. So the owner gets it back within one copy, whatever the wait is for.
+the piece is in place and read for its checksum. What reads it asks for it once there is room for a piece, and gives it
+back when the piece is copied. So the owner gets it back within one copy, whatever the wait is for.
 """
 
 from __future__ import annotations
@@ -57,7 +59,11 @@ class Span:
     def nbytes(self) -> int:
         return self.end - self.start
 
+    def behind(self, count: int) -> Span:
+        """Without its first ``count`` bytes."""
+        return Span(self.lease, self.start + count, self.end)
+
 
 def taken_back() -> TierRefused:
-    """Why what fills leased memory stops."""
-    return TierRefused(RefusedReason.CLOSED, "the load was given up")
+    """Why what fills or reads leased memory stops."""
+    return TierRefused(RefusedReason.CLOSED, "the transfer was given up")

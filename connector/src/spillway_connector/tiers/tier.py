@@ -160,8 +160,11 @@ class Tier(Protocol):
 
 
 @runtime_checkable
-class ReceivingTier(Tier, Protocol):
-    """A tier whose blocks arrive in pieces, so that it needs the target only while a piece is put in place."""
+class LeasingTier(Tier, Protocol):
+    """A tier that moves blocks in pieces, so that it needs their memory only while a piece is copied.
+
+    Both methods take leased memory of ``payload_bytes`` and raise TierRefused(CLOSED) where it was taken back.
+    """
 
     @property
     def transfers_at_once(self) -> int | None:
@@ -171,6 +174,9 @@ class ReceivingTier(Tier, Protocol):
         ...
 
     def receive(self, key: bytes, lease: Lease, deadline: float) -> None:
-        """What :meth:`load` does, into leased memory of ``payload_bytes``. Raises TierRefused(CLOSED) where it was
-        taken back; what is in it counts only when this returns."""
+        """What :meth:`load` does. What is in the memory counts only when this returns."""
+        ...
+
+    def send(self, key: bytes, lease: Lease, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        """What :meth:`store` does. Nothing may write to the memory before this ends or the memory is taken back."""
         ...

@@ -8,6 +8,7 @@ milliseconds) is under way, and then it succeeds at the next attempt. Nothing is
             QUEUED -> COPYING (from memory, verified in the row) -> COPIED -> SETTLED, or back to QUEUED
             QUEUED -> COPYING (a piece that has arrived) -> QUEUED, for each piece; all verified -> COPIED -> SETTLED
     store:  QUEUED -> COPYING -> COPIED -> (bounce buffer to tier) -> SETTLED
+            QUEUED -> COPYING (a piece, to the tier) -> QUEUED, for each piece -> SETTLED
     both:   QUEUED or COPIED -> VOID when the job is given up
 
 A job is two lists and a byte per item, and workers settle items in it, so that submitting a job and taking in its end

@@ -1,10 +1,10 @@
 """The threads that move items between rows of the CPU tier and a shared tier, through bounce buffers (buffers.py).
 
 A load lands in the bounce buffer, is verified there by the tier, and is copied to its row only while its job still
-stands. What a tier has in memory (the page cache) is copied straight to the row and verified there, and so is what
-arrives in pieces (from Redis), each once it is there. A store copies its row to the bounce buffer first. So a job can
-be reported at its deadline whatever its threads are stuck in. Ended jobs, not items, go back through a deque; all
-counting happens in the scheduler thread.
+stands. What a tier has in memory (the page cache) is copied straight to the row and verified there. A store copies its
+row to the bounce buffer first. A tier that moves blocks in pieces (Redis) has no bounce buffers: it gets the row for
+each piece, while that is copied. So a job can be reported at its deadline whatever its threads are stuck in. Ended
+jobs, not items, go back through a deque; all counting happens in the scheduler thread.
 
 xxhash, numpy.copyto and socket and file calls release the GIL on large buffers (slice assignment between memoryviews
 does not: 24 ms for 1 GB), so these threads do not hold up the scheduler.
@@ -32,7 +32,7 @@ from spillway_connector.errors import (
     without_frames,
 )
 from spillway_connector.tiers.buffers import transfer_buffer
-from spillway_connector.tiers.tier import BlockInMemory, Clock, ReceivingTier, StoreOutcome, Tier
+from spillway_connector.tiers.tier import BlockInMemory, Clock, LeasingTier, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.jobs import Settled, TransferItem, TransferJob
 from spillway_connector.transfer.lookups import unexpected
@@ -53,7 +53,7 @@ class LateEnd(NamedTuple):
 
 
 class _RowLease:
-    """The row of a load, until its item is given up. See lease.Lease."""
+    """The row of an item, until that is given up. See lease.Lease."""
 
     def __init__(self, item: TransferItem, row: Callable[[int], npt.NDArray[np.uint8]]) -> None:
         self._item = item
@@ -94,9 +94,9 @@ class Movers:
         self.ended: deque[TransferJob] = deque()  # whose last item a worker has settled
         self.late: deque[LateEnd] = deque()
         self._tier = tier
-        self._receiving = tier if isinstance(tier, ReceivingTier) else None
-        if self._receiving is not None:
-            threads = min(threads, self._receiving.transfers_at_once or threads)
+        self._leasing = tier if isinstance(tier, LeasingTier) else None
+        if self._leasing is not None:
+            threads = min(threads, self._leasing.transfers_at_once or threads)
         self._rows: npt.NDArray[np.uint8] | None = rows
         self._row_bytes = row_bytes
         self._payload_bytes = payload_bytes
@@ -158,7 +158,7 @@ class Movers:
     def join(self, timeout_seconds: float) -> None:
         """Wait for the threads, together at most that long, and drop the reference to the rows.
 
-        A thread that is still stuck holds its own bounce buffer only; its job is void, so it never touches a row.
+        A thread that is still stuck holds its own bounce buffer at most; its job is void, so it never touches a row.
         """
         until = time.monotonic() + timeout_seconds
         for worker in self._workers:
@@ -168,27 +168,26 @@ class Movers:
     # --- worker threads ---------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        view = transfer_buffer(self._payload_bytes)
-        bounce = np.frombuffer(view, np.uint8)
+        bounce = transfer_buffer(self._payload_bytes) if self._leasing is None else memoryview(bytearray())
         while True:
             self._tokens.get()
             while not self._stopping:
                 load = self._next(Operation.LOAD)
                 if load is not None:
-                    self._run(load, bounce, view)
-                elif not self._run_store(bounce, view):
+                    self._run(load, bounce)
+                elif not self._run_store(bounce):
                     break
             if self._stopping:
                 return
 
-    def _run_store(self, bounce: npt.NDArray[np.uint8], view: memoryview) -> bool:
+    def _run_store(self, bounce: memoryview) -> bool:
         """False when there is no store, or enough threads are storing: the worker that ends one takes the next."""
         if not self._jobs[Operation.STORE] or not self._store_slots.acquire(blocking=False):
             return False
         try:
             store = self._next(Operation.STORE)
             if store is not None:
-                self._run(store, bounce, view)
+                self._run(store, bounce)
         finally:
             self._store_slots.release()
         if self._jobs[Operation.LOAD] and self._jobs[Operation.STORE]:
@@ -208,15 +207,15 @@ class Movers:
                 jobs.popleft()
         return None
 
-    def _run(self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview) -> None:
+    def _run(self, item: TransferItem, bounce: memoryview) -> None:
         begun = self._clock()
         error: TierError | None = None
         outcome: StoreOutcome | None = None
         try:
             if item.job.operation is Operation.LOAD:
-                self._load(item, bounce, view, begun)
+                self._load(item, bounce, begun)
             else:
-                outcome = self._store(item, bounce, view, begun)
+                outcome = self._store(item, bounce, begun)
                 if outcome is None:
                     return  # given up meanwhile, before any I/O
         except TierError as raised:
@@ -232,16 +231,16 @@ class Movers:
             self.late.append(LateEnd(item, error, ended - begun, pending))
         self._progress()
 
-    def _load(self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview, now: float) -> None:
+    def _load(self, item: TransferItem, bounce: memoryview, now: float) -> None:
         self._pass_breaker(Operation.LOAD)
         try:
             block = self._tier.in_memory(item.key, item.job.deadline)
             if block is not None and self._copy(item, block):
                 return
-            if self._receiving is not None:
-                self._receiving.receive(item.key, _RowLease(item, self._row), item.job.deadline)
+            if self._leasing is not None:
+                self._leasing.receive(item.key, _RowLease(item, self._row), item.job.deadline)
             else:
-                self._tier.load(item.key, view, item.job.deadline)
+                self._tier.load(item.key, bounce, item.job.deadline)
         except TierCorrupt as corrupt:
             self._answered_at[Operation.LOAD] = self._clock()
             self._breakers[Operation.LOAD].record_success()
@@ -256,8 +255,8 @@ class Movers:
             raise
         self._answered_at[Operation.LOAD] = self._clock()
         if item.begin_copy():
-            if self._receiving is None:
-                np.copyto(self._row(item.row), bounce)
+            if self._leasing is None:
+                np.copyto(self._row(item.row), np.frombuffer(bounce, np.uint8))
             item.end_copy()
             self._breakers[Operation.LOAD].record_success()
 
@@ -275,20 +274,25 @@ class Movers:
             self._breakers[Operation.LOAD].record_success()
         return copied
 
-    def _store(
-        self, item: TransferItem, bounce: npt.NDArray[np.uint8], view: memoryview, now: float
-    ) -> StoreOutcome | None:
+    def _store(self, item: TransferItem, bounce: memoryview, now: float) -> StoreOutcome | None:
         """None: the item was given up before anything was done."""
         waited = now - item.job.queued_at
         if waited > self._store_queue_seconds_max:
             raise TierRefused(RefusedReason.QUEUE_AGE, f"waited {waited:.1f} s for a thread")
         self._pass_breaker(Operation.STORE)
-        if not item.begin_copy():
+        if self._leasing is None:
+            if not item.begin_copy():
+                return None
+            np.copyto(np.frombuffer(bounce, np.uint8), self._row(item.row))
+            item.end_copy()
+        elif item.void:
             return None
-        np.copyto(bounce, self._row(item.row))
-        item.end_copy()
         try:
-            outcome = self._tier.store(item.key, view, item.job.deadline, item.job.tenant)
+            if self._leasing is None:
+                outcome = self._tier.store(item.key, bounce, item.job.deadline, item.job.tenant)
+            else:
+                lease = _RowLease(item, self._row)
+                outcome = self._leasing.send(item.key, lease, item.job.deadline, item.job.tenant)
         except Exception as error:
             self._judge(item, error, now)
             raise

@@ -23,13 +23,13 @@ from spillway_connector.tiers.frame import (
     WHOLE,
     FrameHeader,
     Part,
-    build_header,
     digest_of_parts,
     digest_of_payload,
+    pack_header,
     running_digest,
     verify_digest,
 )
-from spillway_connector.tiers.lease import Lease, Owned, Span
+from spillway_connector.tiers.lease import Lease, Owned, Span, taken_back
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint, Topology
 from spillway_connector.tiers.redis.client.errors import ProtocolError, Redirected, Reply, WrongType, accepted
@@ -208,6 +208,9 @@ class RedisTier:
         return None
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        return self.send(key, Owned(source), deadline, tenant)
+
+    def send(self, key: bytes, lease: Lease, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         if self._prepared_at is not None and self._clock() - self._prepared_at > DOCUMENT_SECONDS:
             self._prepared_at = None  # it may be lost with all else: FLUSHALL, or a restart without persistence
         self.prepare(deadline)
@@ -227,7 +230,7 @@ class RedisTier:
                 self._make_room(quotas, quotas.victims(key, counted), tenant, deadline)
             if present[-1] and len(names) > 1:
                 self._router.batch([(b"UNLINK", names[-1])], deadline)  # a commit record without its stripes
-            outcome = self._write(names, self._headers(key, source, tenant), source, deadline)
+            outcome = self._write(names, self._headers(key, lease, tenant), lease, deadline)
         except TierRefused as refused:
             if refused.reason == RefusedReason.OUT_OF_MEMORY:
                 self._pressure.refused()
@@ -241,19 +244,18 @@ class RedisTier:
         self._pressure.sample(deadline)
         return outcome
 
-    def _write(self, names: list[bytes], headers: list[bytes], source: memoryview, deadline: float) -> StoreOutcome:
+    def _write(self, names: list[bytes], headers: list[bytes], lease: Lease, deadline: float) -> StoreOutcome:
         commit = self._plan.commit_index
+        payloads = [Span(lease, start, end) for start, end in self._plan.ranges]
 
         def send(index: int) -> None:
-            start, end = self._plan.ranges[index]
             # Without NX: a stripe without its commit record is a leftover, perhaps with other bits.
-            self._send(names[index], self._ttl_of(index), headers[index], source[start:end], deadline)
+            self._send(names[index], self._ttl_of(index), headers[index], payloads[index], deadline)
 
         try:
             self._lanes.run(range(commit), send)
-            start, end = self._plan.ranges[commit]
             written = self._send(
-                names[commit], self._ttl_ms, headers[commit], source[start:end], deadline, only_if_absent=True
+                names[commit], self._ttl_ms, headers[commit], payloads[commit], deadline, only_if_absent=True
             )
         except TierRefused as refused:
             if refused.reason != RefusedReason.CLOSED and commit:
@@ -336,7 +338,7 @@ class RedisTier:
         name: bytes,
         ttl_ms: int | None,
         header: bytes,
-        payload: memoryview,
+        payload: Span,
         deadline: float,
         *,
         only_if_absent: bool = False,
@@ -352,23 +354,23 @@ class RedisTier:
 
         return self._router.run(name, send, deadline)
 
-    def _headers(self, key: bytes, source: memoryview, tenant: bytes) -> list[bytes]:
-        payloads = [source[start:end] for start, end in self._plan.ranges]
-        digests = [digest_of_payload(payload) for payload in payloads]
+    def _headers(self, key: bytes, lease: Lease, tenant: bytes) -> list[bytes]:
+        """One for each stripe, whose checksums need the memory for one pass over a stripe at a time."""
+        digests = [_digest_of(Span(lease, start, end)) for start, end in self._plan.ranges]
         together = digest_of_parts(digests)
         count = self._plan.count
         created_ms = int(self._wall_clock() * 1000)
         return [
-            build_header(
+            pack_header(
                 self._digest,
                 key,
-                payload,
+                end - start,
+                digests[index],
                 created_ms=created_ms,
                 part=WHOLE if count == 1 else Part(index, count, together),
-                payload_digest=digests[index],
                 tenant=tenant,
             )
-            for index, payload in enumerate(payloads)
+            for index, (start, end) in enumerate(self._plan.ranges)
         ]
 
     def _renewals(self, names: list[bytes]) -> list[tuple[bytes, ...]]:
@@ -404,3 +406,14 @@ class RedisTier:
         if not isinstance(reply, int):
             raise ProtocolError(f"{self._endpoint}: an integer was expected, not {reply!r:.64}")
         return reply
+
+
+def _digest_of(span: Span) -> bytes:
+    memory = span.lease.begin()
+    if memory is None:
+        raise taken_back()
+    try:
+        return digest_of_payload(memory[span.start : span.end])
+    finally:
+        del memory
+        span.lease.end()

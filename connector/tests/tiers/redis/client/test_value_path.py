@@ -208,3 +208,41 @@ def test_what_is_sent_to_a_peer_that_reads_late_arrives_whole() -> None:
 def test_sending_to_a_peer_that_does_not_read_ends_at_the_deadline() -> None:
     with connected(time.monotonic() + 0.05) as (ours, _), pytest.raises(TimeoutError, match="while sending"):
         ours.send([bytes(16 << 20)])
+
+
+class TakenBackAfter:
+    """Memory that its owner takes back once it was used ``uses`` times."""
+
+    def __init__(self, memory: memoryview, uses: int) -> None:
+        self._memory = memory
+        self.uses_left = uses
+        self.held = False
+
+    def begin(self) -> memoryview | None:
+        assert not self.held
+        if not self.uses_left:
+            return None
+        self.uses_left -= 1
+        self.held = True
+        return self._memory
+
+    def end(self) -> None:
+        assert self.held
+        self.held = False
+
+
+@pytest.mark.parametrize("uses", [0, 1, 2])
+def test_of_memory_that_was_taken_back_no_more_is_sent(uses: int) -> None:
+    value = random.Random(5).randbytes(4 * STRETCH_BYTES)
+    lease = TakenBackAfter(memoryview(value), uses)
+    with connected(soon()) as (ours, theirs):
+        with pytest.raises(TierRefused) as refused:
+            ours.send([b"head", Span(lease, 0, len(value)), b"tail"])
+        assert refused.value.reason == RefusedReason.CLOSED
+        assert (lease.uses_left, lease.held) == (0, False)
+        ours.close()
+        received = bytearray()
+        while piece := theirs.recv(1 << 20):
+            received += piece
+        assert len(received) <= 4 + uses * STRETCH_BYTES
+        assert received == (b"head" + value)[: len(received)]

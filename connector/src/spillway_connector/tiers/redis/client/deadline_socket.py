@@ -9,13 +9,14 @@ import math
 import select
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
 from redis.exceptions import InvalidResponse
 
-from spillway_connector.tiers.lease import Span, taken_back
+from spillway_connector.tiers.lease import Lease, Span, taken_back
 from spillway_connector.tiers.tier import Clock
 
 REPLY_BYTES_MAX = 4 * 1024 * 1024  # that redis-py's parser may take in for one exchange; values do not pass through it
@@ -94,20 +95,25 @@ class DeadlineSocket:
         self._allowance = REPLY_BYTES_MAX
         self.answered = False
 
-    def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send all of ``parts`` from where they are. Raises TimeoutError at the deadline."""
-        views = [memoryview(part) for part in parts if len(part)]
-        while views:
+    def send(self, parts: Sequence[bytes | Span]) -> None:
+        """Send all of ``parts`` from where they are.
+
+        A span is held while bytes of it are taken, never while waiting until more can be. Raises TimeoutError at the
+        deadline, TierRefused(CLOSED) where a span was taken back.
+        """
+        spans = [part if isinstance(part, Span) else Span.of(memoryview(part)) for part in parts]
+        rest = deque(span for span in spans if span.nbytes)
+        while rest:
             self._remaining("sending")
-            try:  # TLS has no sendmsg; it copies into its records anyway
-                sent = self._plain.send(views[0]) if self._encrypted else self._plain.sendmsg(views)
+            try:
+                sent = self._offer(rest)
             except _NOT_NOW as error:
                 self._wait(error, select.POLLOUT, "sending")
                 continue
-            while views and sent >= views[0].nbytes:
-                sent -= views.pop(0).nbytes
+            while rest and sent >= rest[0].nbytes:
+                sent -= rest.popleft().nbytes
             if sent:
-                views[0] = views[0][sent:]
+                rest[0] = rest[0].behind(sent)
 
     def bulk_length(self) -> int | None:
         """The length of the bulk string that comes next; None, and nothing is consumed, where another reply comes."""
@@ -178,6 +184,26 @@ class DeadlineSocket:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
+
+    def _offer(self, spans: Iterable[Span]) -> int:
+        """Give the start of ``spans`` to the socket, of one at most STRETCH_BYTES: how many bytes it took."""
+        held: list[Lease] = []
+        views: list[memoryview] = []
+        try:
+            for span in spans:
+                memory = span.lease.begin()
+                if memory is None:
+                    raise taken_back()
+                held.append(span.lease)
+                views.append(memory[span.start : min(span.end, span.start + STRETCH_BYTES)])
+                del memory
+                if self._encrypted or views[-1].nbytes < span.nbytes:
+                    break  # TLS has no sendmsg; it copies into its records anyway
+            return self._plain.send(views[0]) if self._encrypted else self._plain.sendmsg(views)
+        finally:
+            views.clear()
+            for lease in held:
+                lease.end()
 
     def _receive(self, target: memoryview) -> int:
         while True:

@@ -64,8 +64,11 @@ class ValueConnection(Connection):
 
         return self._exchange(exchange, deadline)
 
-    def send_value(self, parts: list[bytes | memoryview], deadline: float) -> Reply:
-        """Send one command that is encoded already (see :func:`encode_set`) and return its reply."""
+    def send_value(self, parts: Sequence[bytes | Span], deadline: float) -> Reply:
+        """Send one command that is encoded already (see :func:`encode_set`) and return its reply.
+
+        Raises TierRefused(CLOSED) where a span was taken back before all of it was sent.
+        """
 
         def exchange(sock: DeadlineSocket) -> Reply:
             sock.send(parts)

@@ -1,4 +1,4 @@
-"""Loads that are received into their rows, from servers that are well and from servers that fail within a value."""
+"""Blocks that move straight between rows and servers, those that are well and those that fail within a value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spillway_connector.tiers.frame import HEADER_BYTES, build_header
 from spillway_connector.tiers.redis.client.deadline_socket import BULK_BYTES, STRETCH_BYTES
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.tier import RedisTier
-from spillway_connector.tiers.tier import Clock, ReceivingTier
+from spillway_connector.tiers.tier import Clock, LeasingTier
 from spillway_connector.transfer.jobs import JobOutcome
 from spillway_connector.transfer.shared_tier import SharedTier
 
@@ -38,7 +38,7 @@ PADDING = 4096
 
 
 class Rows:
-    """A SharedTier on ``tier`` with 8 rows, all bytes 0."""
+    """A SharedTier on ``tier`` with ``count`` rows, all bytes 0."""
 
     def __init__(
         self,
@@ -46,8 +46,9 @@ class Rows:
         clock: Clock,
         payload_bytes: int = PAYLOAD_BYTES,
         limits: TransferLimits = LIMITS,
+        count: int = 8,
     ) -> None:
-        self.bytes = np.zeros((8, payload_bytes + PADDING), np.uint8)
+        self.bytes = np.zeros((count, payload_bytes + PADDING), np.uint8)
         self._payload_bytes = payload_bytes
         self.shared = SharedTier(
             tier,
@@ -109,14 +110,14 @@ def answers(*pieces: Piece) -> Callable[[bytes], Sequence[Piece]]:
     return answer
 
 
-def test_redis_receives_and_what_wraps_it_does_not() -> None:
+def test_redis_takes_leases_and_what_wraps_it_does_not() -> None:
     tier = RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint())
-    assert isinstance(tier, ReceivingTier)
-    assert not isinstance(TierWrapper(tier), ReceivingTier), "what wraps a load would be left out"
+    assert isinstance(tier, LeasingTier)
+    assert not isinstance(TierWrapper(tier), LeasingTier), "what wraps a load would be left out"
     tier.close()
 
 
-@pytest.mark.parametrize(
+BLOCKS = pytest.mark.parametrize(
     ("payload_bytes", "options"),
     [
         (PAYLOAD_BYTES, {}),
@@ -126,6 +127,79 @@ def test_redis_receives_and_what_wraps_it_does_not() -> None:
     ],
     ids=["small", "in stretches", "in stripes", "stripes side by side"],
 )
+
+
+@BLOCKS
+def test_blocks_are_sent_from_their_rows(
+    valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch, payload_bytes: int, options: dict[str, int]
+) -> None:
+    namespace = Namespace.of({"test": "sent rows", "payload_bytes": payload_bytes, **options})
+    tier = RedisTier(namespace, payload_bytes, RedisEndpoint(port=valkey.port), **options)
+    monkeypatch.setattr(RedisTier, "store", lambda *_: pytest.fail("stored through a bounce buffer"))
+    rows = Rows(tier, time.monotonic, payload_bytes)
+    payloads = {row: payload_of(row, payload_bytes) for row in (7, 0, 5, 2)}
+    for row, payload in payloads.items():
+        rows.bytes[row, :payload_bytes] = np.frombuffer(payload, np.uint8)
+    try:
+        for job, moved in ((1, 4), (2, 0)):  # once they are there, their rows are not even read
+            rows.shared.submit_store(job, [key_of(row) for row in payloads], list(payloads))
+            outcome = rows.outcome()
+            assert (outcome.success, outcome.moved) == (True, moved)
+            rows.bytes[:, :payload_bytes] = OTHERS
+        loaded = memoryview(bytearray(payload_bytes))
+        for row, payload in payloads.items():
+            tier.load(key_of(row), loaded, soon())
+            assert loaded == payload
+    finally:
+        rows.close()
+
+
+@pytest.mark.parametrize("how", ["deadline", "drain"])
+def test_a_store_given_up_within_a_value_never_reads_its_row_again(how: str) -> None:
+    clock = SteppedClock()
+    begun, reading = threading.Event(), threading.Event()
+    size = 24 << 20  # more than the sockets buffer
+    payload = payload_of(1, size)
+
+    def hold() -> None:
+        if begun.is_set():
+            reading.wait(REAL_SECONDS)
+
+    def answer(command: bytes) -> Sequence[Piece]:
+        if begun.is_set() or (b"SET" in command and b":document" not in command):
+            begun.set()
+            return []
+        return [b"+PONG\r\n" if b"PING" in command else b"+OK\r\n" if b"SET" in command else b":0\r\n"]
+
+    with SickServer([], before_each_receive=hold) as server:
+        server.answer_by(answer)
+        tier = RedisTier(NAMESPACE, size, RedisEndpoint(port=server.port), clock=clock, stripe_bytes_max=size)
+        rows = Rows(tier, clock, size, count=1)
+        rows.bytes[0, :size] = np.frombuffer(payload, np.uint8)
+        try:
+            rows.shared.submit_store(1, [key_of(1)], [0])
+            assert begun.wait(REAL_SECONDS)
+            if how == "deadline":
+                clock.advance(REAL_SECONDS)
+                outcome = rows.outcome()
+            else:
+                assert rows.shared.drain(0.0)
+                (outcome,) = rows.shared.finished()
+            reason = outcome.failed[key_of(1)].reason
+            assert reason == (UnreachableReason.TIMEOUT if how == "deadline" else RefusedReason.CLOSED)
+            rows.bytes[0, :size] = OTHERS
+            reading.set()
+            assert server.ended.wait(REAL_SECONDS), "the connection was kept"
+        finally:
+            reading.set()
+            rows.close()
+        value = b"".join(server.commands)
+        value = value[value.index(b"\r\nSPILLKV\n") + 2 :]
+        assert len(value) < HEADER_BYTES + size
+        assert value[HEADER_BYTES:] == bytes(payload[: len(value) - HEADER_BYTES])
+
+
+@BLOCKS
 def test_blocks_are_received_into_their_rows(
     valkey: ValkeyServer,
     rows_on: Callable[..., Rows],
