@@ -413,7 +413,8 @@ class PrefixIndex:
                 if entry.speculative_until <= now:
                     entry.speculative_mask = 0
             entry.speculative_mask |= bit
-            entry.speculative_until = max(entry.speculative_until, until)
+            if entry.speculative_until < until:
+                entry.speculative_until = until
         if self._blocks_bytes() > self.bytes_max - self.bytes_max // WAITING_SHARE:
             self._evict()
 

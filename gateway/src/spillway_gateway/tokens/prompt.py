@@ -31,7 +31,9 @@ from spillway_gateway.tokens.tokenizer import Encoded, PromptTokenizer, Tokenize
 
 logger = logging.getLogger(__name__)
 
-INLINE_CHARS_MAX = 16_384  # longer prompts are rendered and looked up on a thread, cached or not
+# Longer prompts are rendered and looked up on a thread, cached or not. At 32,768 characters that takes 0.1 ms, and 1 ms
+# if they are special tokens alone; a thread's turn under the interpreter's lock takes longer.
+INLINE_CHARS_MAX = 32_768
 INLINE_ITEMS_MAX = 256  # messages, tools and calls of tools
 TOKENIZE_SECONDS_MAX = 2.0  # then the tokens so far are used; waiting longer would cost more than a match saves
 WAIT_SECONDS_MAX = 2.5  # then the request is matched by text: its job was not scheduled in time
