@@ -169,7 +169,11 @@ def _memory(router: Router, engines: list[int], bodies: Iterator[bytes], prompts
     with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder:
         start = router.start(router.install(), Path(folder), port, other, engines)
         with running(router, start, Path(folder), port) as process:
-            return uvloop.run(distinct_prompts(port, process, bodies, prompts=prompts))
+            return uvloop.run(
+                distinct_prompts(
+                    port, process, bodies, prompts=prompts, on_tenth=lambda rss_mb: _print(f"memory: {rss_mb:.0f} MB")
+                )
+            )
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

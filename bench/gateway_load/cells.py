@@ -7,7 +7,7 @@ import itertools
 import statistics
 import subprocess
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway_load.load_generator import Measured, generate_load, requests_of
@@ -183,15 +183,21 @@ class Memory:
 
 
 async def distinct_prompts(
-    port: int, process: subprocess.Popen[bytes], bodies: Iterator[bytes], *, prompts: int
+    port: int,
+    process: subprocess.Popen[bytes],
+    bodies: Iterator[bytes],
+    *,
+    prompts: int,
+    on_tenth: Callable[[float], None],
 ) -> Memory:
-    """Send `prompts` of the bodies, which share no block, on 16 connections."""
+    """Send `prompts` of the bodies, which share no block, on 16 connections. on_tenth: called with the resident MB."""
     rss: list[float] = []
     failures = 0
     for tenth in range(10):
         count = prompts * (tenth + 1) // 10 - prompts * tenth // 10
         failures += await _send_all(requests_of(itertools.islice(bodies, count), port), port)
         rss.append(cost(process).rss_bytes / 1e6)
+        on_tenth(rss[-1])
     return Memory(prompts, rss, failures)
 
 

@@ -413,8 +413,7 @@ class PrefixIndex:
                 if entry.speculative_until <= now:
                     entry.speculative_mask = 0
             entry.speculative_mask |= bit
-            if entry.speculative_until < until:
-                entry.speculative_until = until
+            entry.speculative_until = max(entry.speculative_until, until)
         if self._blocks_bytes() > self.bytes_max - self.bytes_max // WAITING_SHARE:
             self._evict()
 

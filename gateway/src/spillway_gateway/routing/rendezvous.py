@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
 
 import xxhash
 
 
-@lru_cache(maxsize=65_536)
 def weight(engine_name: str, key: int) -> int:
     """Weight of an engine for a key: uniform, 64 bits, the same in every process."""
     return xxhash.xxh3_64_intdigest(engine_name.encode(), key)
