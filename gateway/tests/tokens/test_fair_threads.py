@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Generator, Iterator
 
@@ -51,6 +52,43 @@ async def test_a_cancelled_future_ends_the_work(threads: FairThreads) -> None:
 
     assert await threads.run("b", job("short", 3, log, gate)) == "short"
     assert log.count("long") <= 1
+
+
+async def test_a_thread_ends_after_its_steps_and_a_new_one_goes_on() -> None:
+    def steps(seen: list[threading.Thread]) -> Generator[None, None, None]:
+        for _ in range(5):
+            seen.append(threading.current_thread())
+            yield
+
+    with contextlib.closing(FairThreads(1, "test", thread_steps_max=2)) as threads:
+        first: list[threading.Thread] = []
+        second: list[threading.Thread] = []
+        await asyncio.gather(threads.run("a", steps(first)), threads.run("b", steps(second)))
+        last: list[threading.Thread] = []
+        await threads.run("a", steps(last))
+
+    used = first + second + last
+    assert len(used) == 15
+    assert max(used.count(thread) for thread in used) <= 2
+    for thread in used[:-1]:
+        if thread is not used[-1]:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+async def test_a_panic_of_a_library_ends_its_job_alone(threads: FairThreads) -> None:
+    class Panic(BaseException):
+        pass
+
+    def failing() -> Generator[None, None, str]:
+        yield
+        raise Panic("index out of bounds")
+
+    with pytest.raises(RuntimeError, match="Panic: index out of bounds"):
+        await threads.run("a", failing())
+    gate = threading.Event()
+    gate.set()
+    assert await threads.run("a", job("next", 2, [], gate)) == "next"
 
 
 async def test_errors_are_the_askers(threads: FairThreads) -> None:

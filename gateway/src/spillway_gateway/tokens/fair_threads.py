@@ -2,6 +2,9 @@
 
 A job is a generator that yields between steps of a few milliseconds. Groups (tenants) take turns, and within a group
 its jobs do, so a long prompt, or a thousand prompts of one tenant, delay another tenant's by one step.
+
+A thread ends after a number of steps, and a new one goes on: fastokens keeps the words that it has seen for each
+thread, up to some 100 MB, until the thread ends.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+THREAD_STEPS_MAX = 1_000  # of some thousand words each
 
 
 class _Job:
@@ -35,6 +40,8 @@ class _Job:
             self._resolve(self.answer.set_result, end.value)
         except Exception as error:
             self._resolve(self.answer.set_exception, error)
+        except BaseException as error:  # a panic in a library; it must not end the thread
+            self._resolve(self.answer.set_exception, RuntimeError(f"{error.__class__.__name__}: {error}"))
         else:
             return False
         return True
@@ -49,10 +56,12 @@ class _Job:
 
 
 class FairThreads:
-    """threads: the most; each starts when there is work for it. run() and close() on the event loop."""
+    """threads: the most; each starts when there is work for it, and ends after thread_steps_max. run() and close() on
+    the event loop."""
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(self, threads: int, name: str, thread_steps_max: int = THREAD_STEPS_MAX) -> None:
         self._threads_max = threads
+        self._thread_steps_max = thread_steps_max
         self._name = name
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
@@ -71,10 +80,13 @@ class FairThreads:
             if self._idle:
                 self._changed.notify()
             elif len(self._threads) < self._threads_max:
-                thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                self._start_thread()
         return answer
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def close(self) -> None:
         """Drop queued jobs; a running step finishes."""
@@ -84,7 +96,7 @@ class FairThreads:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        while True:
+        for _ in range(self._thread_steps_max):
             with self._changed:
                 while not self._groups:
                     if self._closed:
@@ -101,3 +113,7 @@ class FairThreads:
                     if not self._closed:
                         self._groups.setdefault(group, deque()).append(job)
             del job, jobs  # or an idle thread would hold a reference to a prompt
+        with self._changed:
+            self._threads.remove(threading.current_thread())
+            if self._groups:
+                self._start_thread()
