@@ -131,6 +131,8 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "gateway.audit.enabled": nested("gateway.audit.file", None),
     "gateway.autoscaling": nested("gateway.autoscaling.enabled", True),
     "gateway.autoscaling.enabled": {},
+    "gateway.continuation": nested("gateway.continuation.enabled", True),
+    "gateway.continuation.enabled": {},
     "gateway.service.nodePort": nested("gateway.service.type", "NodePort"),
     "gateway.service.externalTrafficPolicy": nested("gateway.service.type", "NodePort"),
     "gateway.service.loadBalancerClass": nested("gateway.service.type", "LoadBalancer"),

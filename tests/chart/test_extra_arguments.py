@@ -87,7 +87,7 @@ REFUSED = [
 UNTAKEN = [
     ["vllm", "--enforce-eager"],
     ["--max-num-seqs=8", "9"],
-    ["8", "--max-num-seqs"],
+    ["8", "--max-num-seqs=8"],
 ]
 ACCEPTED = [
     "--max-num-seqs",

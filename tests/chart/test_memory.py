@@ -5,8 +5,10 @@ from itertools import islice
 
 import pytest
 import yaml
+from chart.helm_binaries import helms
 from chart.rendering import CHART, pod_spec, quantity_bytes, render
 
+from spillway_ctl.command import main as spillway
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
@@ -151,3 +153,18 @@ def test_threads_of_the_shared_tier_have_their_buffers(tier, chunks):
     )
 
     assert memory["podNeedsBytes"] - without["podNeedsBytes"] == chunks * memory["cpuRowBytes"]
+
+
+def test_the_plan_of_a_release_that_needs_operators_asks_no_cluster_for_them(tmp_path, capsys):
+    values = {
+        "engine": {"autoscaling": {"enabled": True, "trigger": "gateway", "minReplicas": 0}},
+        "gateway": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}},
+        "monitoring": {kind: {"enabled": True} for kind in ("podMonitor", "serviceMonitor", "alerts")},
+    }
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+
+    code = spillway(
+        ["plan", "--chart", str(CHART), "--helm", str(helms()[0].path), "-f", str(tmp_path / "values.yaml")]
+    )
+
+    assert (code, "Qwen3-8B" in capsys.readouterr().out) == (0, True)

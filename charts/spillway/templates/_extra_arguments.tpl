@@ -11,9 +11,18 @@ judges them; tests/chart holds the two to one list of cases. */}}
 {{- $texts := list -}}
 {{- $twoEntries := "write --flag=value, or flag and value as two entries" -}}
 {{- $isTaken := false -}}
+{{- /* What vLLM's own parser would say, where the image is the chart's; one of your own may know more arguments. */ -}}
+{{- $image := .item.engine.image -}}{{- $kinds := dict -}}
+{{- if not (or $image.tag $image.digest (ne $image.repository "spillway-engine")) -}}
+{{- $kinds = include "spillway.vllmArguments" (dict "root" .root "version" (toString $image.vllm)) | fromJson -}}
+{{- end -}}
+{{- $waiting := "" -}}{{- $kind := "" -}}
 {{- range $index, $argument := .item.engine.extraArgs -}}
 {{- if and (not (hasPrefix "-" .)) (not $isTaken) -}}
 {{- $texts = append $texts (printf "%s.extraArgs[%d]: no flag before it takes this value; %s" $path $index $twoEntries) -}}
+{{- else if not (hasPrefix "-" .) -}}
+{{- with include "spillway.argumentValue" (dict "kind" $kind "name" $waiting "value" .) -}}{{- $texts = append $texts (printf "%s.extraArgs: %s: %s" $path $waiting .) -}}{{- end -}}
+{{- $kind = "" -}}
 {{- end -}}
 {{- if hasPrefix "-" . -}}
 {{- $isTaken = not (contains "=" .) -}}
@@ -37,8 +46,54 @@ judges them; tests/chart holds the two to one list of cases. */}}
 {{- $texts = append $texts (printf "%s.extraArgs: %s %s" $path $name (get $fixed $meant)) -}}
 {{- else if regexMatch "^[^=]*\\s" . -}}
 {{- $texts = append $texts (printf "%s.extraArgs: %s and what follows are one word to vLLM, which knows none such; %s" $path $name $twoEntries) -}}
+{{- else if and $kinds (regexMatch "^--." $name) -}}
+{{- $full := "" -}}{{- $positive := regexReplaceAll "^--no-" $name "--" -}}
+{{- if hasKey $kinds $name -}}{{- $full = $name -}}
+{{- else if eq (default "" (get $kinds $positive)) "switches" -}}{{- $full = $positive -}}
+{{- else -}}{{- range $one, $_ := $kinds -}}{{- if hasPrefix $name $one -}}{{- $full = $one -}}{{- end -}}{{- end -}}
+{{- end -}}
+{{- $takes := get $kinds $full -}}{{- $hasValue := contains "=" . -}}
+{{- if not $full -}}
+{{- $near := include "spillway.nearestWord" (dict "word" $name "words" (keys $kinds | sortAlpha)) -}}
+{{- $texts = append $texts (printf "%s.extraArgs: %s is no argument of vLLM %s; %s" $path $name $image.vllm (ternary (printf "did you mean %s?" $near) "remove it, or name an image of your own that knows it by image.tag" (ne $near ""))) -}}
+{{- else if and (eq $takes "switches") $hasValue -}}
+{{- $texts = append $texts (printf "%s.extraArgs: %s takes no value; write it alone, or %s for the opposite" $path $name (regexReplaceAll "^--(no-)?" $full "--no-")) -}}
+{{- else if eq $takes "switches" -}}{{- $isTaken = false -}}
+{{- else if $hasValue -}}
+{{- if eq $name (regexReplaceAll "(?s)=.*$" (replace "_" "-" .) "") -}}
+{{- with include "spillway.argumentValue" (dict "kind" $takes "name" $full "value" (regexReplaceAll "(?s)^[^=]*=" . "")) -}}{{- $texts = append $texts (printf "%s.extraArgs: %s: %s" $path $name .) -}}{{- end -}}
+{{- end -}}
+{{- else -}}
+{{- $waiting = $name -}}{{- $kind = $takes -}}
+{{- $following := index (concat (slice $.item.engine.extraArgs (int (add1 $index))) (list "")) 0 -}}
+{{- if and (has $takes (list "numbers" "json")) (or (not $following) (regexMatch "^-[^0-9.]" $following)) -}}
+{{- $texts = append $texts (printf "%s.extraArgs: %s has no value; %s" $path $name $twoEntries) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $texts -}}
+{{- end -}}
+
+{{/* (root, version) -> JSON: argument of this vLLM's server -> what it takes; {} for a version without a list. */}}
+{{- define "spillway.vllmArguments" -}}
+{{- $table := .root.Files.Get "files/vllm-arguments.yaml" | fromYaml -}}{{- $kinds := dict -}}
+{{- if and (ne .version "all") (hasKey $table .version) -}}
+{{- range list $table.all (get $table .version) -}}
+{{- range $kind, $names := . -}}{{- range splitList " " $names -}}{{- $_ := set $kinds . $kind -}}{{- end -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $kinds -}}
+{{- end -}}
+
+{{/* (kind, name, value) -> what is wrong with the value of such an argument; nothing where it is right. */}}
+{{- define "spillway.argumentValue" -}}
+{{- if and (eq .kind "numbers") (not (regexMatch "^[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]+)?$" .value)) (not (has .value (list "" "None"))) -}}
+{{ printf "%q" .value }} given, a number needed; write the number alone
+{{- else if and (eq .name "--gpu-memory-utilization") .value (or (le (float64 .value) 0.0) (gt (float64 .value) 1.0)) -}}
+{{ .value }} given, a share of the device's memory above 0 and up to 1 needed; write 0.9 for 90 %
+{{- else if and (hasPrefix "{" .value) (hasKey (fromJson .value) "Error") (not (contains "\"Error\"" .value)) -}}
+text of {{ len .value }} characters given that is no JSON; close every brace and quote, and write names in double quotes
+{{- end -}}
 {{- end -}}

@@ -34,6 +34,9 @@
 {{- $texts = append $texts (printf "gateway.health.endingSeconds: %v is not before the engines' own limit, drainDelaySeconds and drainTimeoutSeconds of engine.lifecycle, %v s together; lower it, or leave it null" $gateway.health.endingSeconds (float64 .)) -}}
 {{- end -}}
 {{- end -}}
+{{- if and $gateway.continuation.enabled (gt (float64 $gateway.continuation.stallSeconds) (float64 $gateway.timeouts.idleSeconds)) -}}
+{{- $texts = append $texts (printf "gateway.continuation.stallSeconds: %v given, but a stream without an event ends after timeouts.idleSeconds: %v; lower the first, or raise the second" $gateway.continuation.stallSeconds $gateway.timeouts.idleSeconds) -}}
+{{- end -}}
 {{- /* Bodies above 1 MiB get three quarters of it. */ -}}
 {{- $longest := int64 (include "spillway.bytes" (dict "value" $gateway.limits.bodyBytesMax "path" "gateway.limits.bodyBytesMax")) -}}
 {{- $together := int64 (include "spillway.bytes" (dict "value" $gateway.limits.bodiesBytesMax "path" "gateway.limits.bodiesBytesMax")) -}}

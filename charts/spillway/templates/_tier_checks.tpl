@@ -113,6 +113,12 @@
 {{- if and (hasPrefix "unix:" $redis.url) (not .item.engine.extraVolumeMounts) -}}
 {{- $texts = append $texts (printf "%s.url: %s is a socket in the pod, but nothing brings it; mount its folder with extraVolumes and extraVolumeMounts" $at (include "spillway.shownUrl" $redis.url)) -}}
 {{- end -}}
+{{- range regexFindAll ":[0-9]{1,5}([,/]|$)" (regexReplaceAll "\\[[^]]*\\]" (default "" $redis.url) "") -1 -}}
+{{- $port := regexFind "[0-9]+" . -}}
+{{- if not (and (ge (atoi $port) 1) (le (atoi $port) 65535)) -}}
+{{- $texts = append $texts (printf "%s.url: port %s given, 1 to 65535 needed; correct it (Redis has 6379, Sentinel 26379)" $at $port) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $settings.tls (not (hasPrefix "rediss" $settings.url)) -}}
 {{- $texts = append $texts (printf "%s.tls names Secrets, but url: %s asks for no TLS; write rediss://..., or remove them" $at (include "spillway.shownUrl" $settings.url)) -}}
 {{- end -}}

@@ -74,7 +74,7 @@
 {{- if $words -}}
 {{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s: %s given, but it is read with %s: %s alone, which is %s; set that, or remove this" .path $shown .by (join " or " $words) $choice)) -}}
 {{- else -}}
-{{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s: %s given, but it is read with a %s alone, which is %s; give one, or remove this" .path $shown .by $choice)) -}}
+{{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s: %s given, but it is read with %s alone, which is %s; give that, or remove this" .path $shown .by $choice)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from spillway_ctl.command import main
+from spillway_ctl.plan_input import CUSTOM_KINDS
 
 MEMORY = {
     "kvDtype": "bfloat16",
@@ -125,6 +126,7 @@ def test_the_chart_is_rendered_with_the_given_values(tmp_path, capsys):
     assert code == 0 and "Qwen3-14B" in capsys.readouterr().out
     assert (tmp_path / "arguments").read_text().split() == [
         *("template", "plan", "charts/x", "--show-only", "templates/engine-configmap.yaml"),
+        *(word for kind in CUSTOM_KINDS for word in ("-a", kind)),
         *("-f", "a.yaml", "-f", "b.yaml", "--set", "c=d"),
     ]
 

@@ -3,12 +3,16 @@ people. Run on every supported vLLM: the next one breaks a test here, not an eng
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import json
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import vllm
+import yaml
 
 from spillway_connector.setting_names import PLAIN_NAMES
 from spillway_engine.errors import SettingsError
@@ -33,6 +37,7 @@ TREE: dict[str, Any] = {
     "offload": {"numCpuBlocks": 96, "sharedTier": {"type": "redis", "redis": {"url": "redis://cache:6379/0"}}},
     "extraArgs": ["--max-num-seqs", "8"],
 }
+ARGUMENTS = Path(__file__).parents[4] / "charts" / "spillway" / "files" / "vllm-arguments.yaml"
 REFUSED = {*DECIDED_BY_A_SETTING, *WHY_FIXED, *SECRET}
 NOT_EVERYWHERE = {"--prefix-match-unit"}  # of vLLM 0.30 and later
 AMBIGUOUS = "-dc"  # --diffusion-config, which is taken, in vLLM 0.30 and later; a beginning of -dcp in 0.23
@@ -96,6 +101,39 @@ def test_the_server_takes_our_command_line(parser: Any, platform: str) -> None:
 def test_what_is_refused_from_people_exists(parser: Any) -> None:
     known = {name for action in parser._actions for name in action.option_strings}
     assert REFUSED - known <= NOT_EVERYWHERE
+
+
+def kind_of(action: argparse.Action) -> str:
+    """As the chart's table has it. vLLM wraps the types of optional settings in a function."""
+    if isinstance(action, argparse.BooleanOptionalAction | argparse._StoreTrueAction | argparse._HelpAction):
+        return "switches"
+    wrapped = [cell.cell_contents for cell in getattr(action.type, "__closure__", None) or ()]
+    is_optional = getattr(action.type, "__name__", "") == "_optional_type"
+    taken = next(filter(callable, wrapped)) if is_optional else action.type
+    name = getattr(taken, "__name__", "")
+    if action.choices or (name in ("int", "float") and action.nargs is not None):
+        return "others"
+    return {"int": "numbers", "float": "numbers", "loads": "json", "parse_dataclass": "json"}.get(name, "others")
+
+
+def test_the_chart_knows_every_argument_of_the_server(parser: Any) -> None:
+    found = {
+        name: kind_of(action)
+        for action in parser._actions
+        for name in action.option_strings
+        if name.startswith("--") and not (name.startswith("--no-") and f"--{name[5:]}" in action.option_strings)
+    }
+    table = yaml.safe_load(ARGUMENTS.read_text())
+    version = ".".join(vllm.__version__.split(".")[:2])
+
+    listed = {
+        name: kind
+        for section in (table["all"], table[version])
+        for kind, names in section.items()
+        for name in names.split()
+    }
+
+    assert listed == found
 
 
 def is_refused(argument: str) -> bool:
