@@ -136,6 +136,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/test_generation.py": ("0.30", "0.32"),
     "connector/tests/engine/test_kv_layout.py": ("0.30", "0.32"),
     "connector/tests/engine/test_namespace_fields.py": ("0.30", "0.32"),
+    "connector/tests/engine/test_own_connector.py": ("0.30", "0.32"),
     "connector/tests/engine/test_prefix_lookup.py": ("0.30", "0.32"),
     "connector/tests/engine/test_resets.py": ("0.30", "0.32"),
     "connector/tests/engine/test_shares.py": ("0.30", "0.32"),

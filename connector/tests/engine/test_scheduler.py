@@ -241,6 +241,17 @@ def test_a_store_that_failed_on_one_rank_is_no_hit(scheduler):
     assert not scheduler._failed_jobs
 
 
+@pytest.mark.parametrize(("lost", "found"), [({3, 77}, 0), ({77}, TOKENS)])
+def test_what_was_computed_with_blocks_that_another_connector_did_not_fill_is_no_hit(scheduler, lost, found):
+    """The writer computes with blocks 1 to 4 (vLLM's MultiConnector: another one's load runs within the step)."""
+    job = compute_and_store(scheduler, "writer")
+    scheduler.update_connector_output(KVConnectorOutput(invalid_block_ids=lost))
+    report(scheduler, {job: 2})
+
+    assert ask(scheduler, "reader")[1] == (found, bool(found))
+    assert scheduler.manager.primary_tier.free_rows() == (ROWS if not found else ROWS - TOKENS // BLOCK_TOKENS)
+
+
 def test_a_request_whose_load_failed_recomputes_and_is_not_offered_the_load_again(scheduler):
     job = compute_and_store(scheduler, "writer")
     report(scheduler, {job: 2})

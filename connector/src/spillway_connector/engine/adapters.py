@@ -29,6 +29,7 @@ from blake3 import blake3
 from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 
+from spillway_connector.engine.own_connector import own_connector
 from spillway_connector.identity.content_digests import FileState
 from spillway_connector.identity.model import adapter_digest, adapter_files
 
@@ -232,16 +233,16 @@ def install_adapter_hooks() -> None:
 
     @functools.wraps(add_lora)
     def reporting_add_lora(self: Any, lora_request: LoRARequest) -> bool:
-        connector = getattr(getattr(self, "scheduler", None), "connector", None)
-        if not isinstance(connector, AdapterListener):
+        connector = own_connector(getattr(self, "scheduler", None), AdapterListener)  # type: ignore[type-abstract]
+        if connector is None:
             return bool(add_lora(self, lora_request))
         with connector.adapter_loading(lora_request):
             return bool(add_lora(self, lora_request))
 
     @functools.wraps(preprocess)
     def tagging_preprocess(self: Any, request: Any) -> Any:
-        connector = getattr(getattr(self, "scheduler", None), "connector", None)
-        adapters = connector.adapters if isinstance(connector, AdapterListener) else None
+        connector = own_connector(getattr(self, "scheduler", None), AdapterListener)  # type: ignore[type-abstract]
+        adapters = connector.adapters if connector is not None else None
         _requests_of.adapters = adapters
         try:
             made, wave = preprocess(self, request)

@@ -15,6 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from spillway_connector.engine.own_connector import own_connector
+
 UTILITY = "spillway_promote"
 _numbers = itertools.count()
 
@@ -47,8 +49,8 @@ def install_hint_utility() -> None:
 
 def _promote(core: Any, token_ids: Sequence[int], cache_salt: str | None) -> str:
     """A HintOutcome's value."""
-    connector = getattr(core.scheduler, "connector", None)
-    if not isinstance(connector, HintListener) or core.request_block_hasher is None:
+    connector = own_connector(core.scheduler, HintListener)  # type: ignore[type-abstract]
+    if connector is None or core.request_block_hasher is None:
         return HintOutcome.OFF.value
     refused = connector.hint_refused()
     if refused is not None:

@@ -33,6 +33,7 @@ from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetad
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.resets import ResetJob, blocks_in_use
 from spillway_connector.engine.shared_tier_events import shared_tier_events
+from spillway_connector.engine.suspect_stores import fail_stores, has_replaced_adapter, holds_any
 from spillway_connector.engine.tenancy import tenant_of
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.engine.written_blocks import written_blocks
@@ -313,6 +314,8 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         """Upstream's contract, except that failed jobs are taken into account: the chunks of a failed store are not
         published, and a request whose load failed is recomputed and never offered a load again."""
         self._prefill_timer.end_step(time.monotonic())
+        if connector_output.invalid_block_ids:
+            fail_stores(self, holds_any(connector_output.invalid_block_ids))
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, SpillwayWorkerMetadata):
             if meta.adapters:
@@ -378,10 +381,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
 
     def fail_stores_of_replaced_adapters(self) -> None:
         """Other weights were loaded under an adapter's id: its stores under way may hold KV computed with them."""
-        for job in self._jobs.values():
-            adapter = cast(RequestFields, self._req_status[job.req_id]).adapter if job.is_store else None
-            if adapter is not None and not adapter.current:
-                self.manager.fail_store(job.keys)
+        fail_stores(self, has_replaced_adapter)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Upstream's contract, except that keys are cut to vLLM's block hashes, as in the device's own events, and that

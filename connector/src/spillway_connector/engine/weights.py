@@ -14,6 +14,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from spillway_connector.engine.own_connector import own_connector
+
 # RPCs of vLLM itself that do not change the weights. LoRA adapters are part of a block's key (engine/adapters.py).
 HARMLESS = frozenset(
     {
@@ -66,8 +68,8 @@ def install_weight_change_hook() -> None:
     @functools.wraps(original)
     def collective_rpc(self: Any, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if may_change_weights(method):
-            connector = getattr(getattr(self, "scheduler", None), "connector", None)
-            if isinstance(connector, WeightsListener):
+            connector = own_connector(getattr(self, "scheduler", None), WeightsListener)  # type: ignore[type-abstract]
+            if connector is not None:
                 cause = method if isinstance(method, str) else getattr(method, "__name__", "a function")
                 connector.weights_changing(cause)
         return original(self, method, *args, **kwargs)

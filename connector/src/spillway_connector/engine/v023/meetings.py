@@ -14,10 +14,11 @@ what that costs is one wait of HOLD_SECONDS_MAX.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -25,6 +26,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request, RequestStatus
 
+from spillway_connector.engine.connector_base import ConnectorBase
+from spillway_connector.engine.own_connector import is_among_others, own_connector
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.plan.load_cost import PrefillTimer
 from spillway_connector.plan.meeting import (
@@ -38,6 +41,7 @@ from spillway_connector.plan.meeting import (
 
 _LOOKUP_SECONDS_MAX = 0.05  # a request that could be computed at once waits no longer for what is stored of it
 _MARK = "_spillway_meetings"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -289,6 +293,7 @@ def _is_in_prefill(request: Request) -> bool:
     return not request.num_output_tokens and not request.num_output_placeholders
 
 
+@runtime_checkable
 class _HasMeetings(Protocol):
     meetings: Meetings | None
 
@@ -304,8 +309,12 @@ def install_meetings() -> None:
 
     @functools.wraps(original)
     def schedule(self: Any) -> SchedulerOutput:
-        half = getattr(self.connector, "connector_scheduler", None)
-        meetings = cast(_HasMeetings, half).meetings if hasattr(half, "meetings") else None
+        connector = own_connector(self, ConnectorBase)
+        half = connector.connector_scheduler if connector is not None else None
+        meetings = half.meetings if isinstance(half, _HasMeetings) else None
+        if meetings is not None and is_among_others(self):
+            logger.warning("compute_while_loading: on changes nothing beside another KV connector")
+            half.meetings = meetings = None
         return original(self) if meetings is None else meetings.schedule(self, original)
 
     setattr(schedule, _MARK, True)
