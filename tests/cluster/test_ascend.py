@@ -14,56 +14,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from acl_emulator import build
+from cluster import real_engines
 from cluster.client_pod import ClientPod
 from cluster.commands import CommandFailed
-from cluster.helm import CHART, VERSION, Release
+from cluster.helm import Release
 from cluster.kube import Kubernetes, name_of
 from cluster.local_cluster import REAL_ENGINES_NODE, LocalCluster
+from cluster.real_engines import EMULATOR, TOOLKIT
 from cluster.report import Row
-from cluster.values import CLIENT_READS_METRICS, MODEL, Values, over
+from cluster.values import MODEL
 from reference_answers.margins import REQUEST, differences, scored
 from stack_driver.deadlines import eventually
 
 DEVICES = 8
-DEVICE_BLOCKS = 33  # fewer than the prompts of a case need
-BLOCK_BYTES = 128 * 46_080  # 30 layers, 3 heads of 64 numbers, float32
 PROMPTS = 5
 START_SECONDS = 900.0
-TOOLKIT = "/usr/local/Ascend/ascend-toolkit"
-EMULATOR = "acl-emulator"
 SET_ENV = f"export LD_LIBRARY_PATH={TOOLKIT}:${{LD_LIBRARY_PATH:-}}\n"
 HERE = Path(__file__).resolve().parent
-VALUES_CPU: Values = yaml.safe_load((CHART / "values-cpu.yaml").read_text())
-
-
-def values(mode: str, resource: str = "huawei.com/Ascend910") -> Values:
-    """The model of values-cpu.yaml on the MindCluster preset, without its scheduler and its image."""
-    engine = {
-        "replicas": 1,
-        "accelerator": {"preset": "mindcluster", "resourceName": resource},
-        "schedulerName": "default-scheduler",
-        "image": {"tag": f"{VERSION}-cpu"},
-        "model": {"dtype": "float32"},
-        "cpu": {"request": "100m"},
-        "memory": {"limit": "6GiB", "processPerRank": "4GiB"},
-        "lifecycle": {"selfCheckTimeoutSeconds": 600, "drainTimeoutSeconds": 10},
-        # vLLM is the CPU build, which would choose another transport.
-        "offload": {"batchMemcpy": mode, "transport": "npu", "sharedTier": {"type": "none"}},
-        "deviceBlocks": DEVICE_BLOCKS,
-        # What vLLM's NPU platform would do by itself.
-        "extraArgs": ["--enforce-eager", "--kv-cache-memory-bytes", str(DEVICE_BLOCKS * BLOCK_BYTES)],
-        "extraEnv": {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        "extraEnvVars": [{"name": "PYTHONPATH", "value": "/emulator"}],
-        "extraVolumes": [{"name": "emulator", "configMap": {"name": EMULATOR}}],
-        "extraVolumeMounts": [
-            {"name": "emulator", "mountPath": "/emulator", "readOnly": True},
-            {"name": "emulator", "mountPath": TOOLKIT, "readOnly": True},
-        ],
-    }
-    gateway = {"replicas": 1, "resources": {"requests": {"cpu": "50m"}}}
-    return over(VALUES_CPU, {"engine": engine, "gateway": gateway, "redis": {"enabled": False}, **CLIENT_READS_METRICS})
 
 
 def library(without: tuple[str, ...]) -> dict:
@@ -89,7 +57,7 @@ def namespace(kubernetes: Kubernetes, real_engine_image: None, new_namespace) ->
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(namespace: Kubernetes, release: Release, client: ClientPod) -> None:
-    release.install(values("auto"), wait=False)
+    release.install(real_engines.ascend("auto"), wait=False)
     client.create(node=REAL_ENGINES_NODE)
 
 
@@ -114,7 +82,7 @@ def test_waits_for_devices(namespace: Kubernetes, machine: LocalCluster, case: R
 @pytest.mark.parametrize(("mode", "path"), [("auto", "batch"), ("on", "batch"), ("off", "loop")])
 def test_copies(namespace: Kubernetes, release: Release, client: ClientPod, case: Row, mode: str, path: str) -> None:
     """Ascend preset: a real engine spills and loads through the NPU transport, by the way that batchMemcpy selects"""
-    release.upgrade(values(mode), wait=False)
+    release.upgrade(real_engines.ascend(mode), wait=False)
     eventually("the engine runs with this setting", lambda: mode_in_use(namespace, client) == mode, START_SECONDS)
     require_spilled_and_loaded(namespace, client, path)
     case.requests, case.note = 2 * PROMPTS, f"device copies go by {path}"
@@ -124,7 +92,7 @@ def test_copies(namespace: Kubernetes, release: Release, client: ClientPod, case
 def test_old_cann(namespace: Kubernetes, release: Release, client: ClientPod, case: Row) -> None:
     """Ascend preset: with a CANN too old for it `on` is refused in words, and `auto` does without"""
     namespace.apply(library(build.CANN_8_3))
-    release.upgrade(values("on"), wait=False)
+    release.upgrade(real_engines.ascend("on"), wait=False)
 
     def refusal() -> str:
         logs = [namespace.kubectl("logs", name_of(pod), check=False) for pod in namespace.pods("engine")]
@@ -132,7 +100,7 @@ def test_old_cann(namespace: Kubernetes, release: Release, client: ClientPod, ca
         return found[0] if found else ""
 
     refused = eventually("the engine refuses", refusal, START_SECONDS)
-    release.upgrade(values("auto"), wait=False)
+    release.upgrade(real_engines.ascend("auto"), wait=False)
     # A StatefulSet does not replace a pod that never became ready.
     namespace.kubectl("delete", "pod", "-l", "app.kubernetes.io/component=engine", "--wait")
     eventually("the engine runs with auto", lambda: mode_in_use(namespace, client) == "auto", START_SECONDS)

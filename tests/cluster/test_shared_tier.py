@@ -7,58 +7,27 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import yaml
 from chart.helm_binaries import helms
+from cluster import real_engines
 from cluster.client_pod import ClientPod
-from cluster.helm import CHART, VERSION, Release
+from cluster.helm import VERSION, Release
 from cluster.kube import Kubernetes, name_of
 from cluster.local_cluster import REAL_ENGINES_NODE
+from cluster.real_engines import TIER_FOLDER
 from cluster.report import Row
-from cluster.valkey_password import SECRET, engines_log_in, passwords_held, write_password
-from cluster.values import CLIENT_READS_METRICS, MODEL, Values, over
+from cluster.valkey_password import engines_log_in, passwords_held, write_password
+from cluster.values import MODEL
 from reference_answers.margins import REQUEST, Scored, difference, scored
 from stack_driver.deadlines import eventually
 
 from spillway_stack.chat_answers import plain_answer, require_agreement, streamed_answer
 from spillway_stack.first_answer import ANSWER_TOKENS
 
-FOLDER = Path("/var/tmp/spillway-lane-kv")  # of the node, which both pods share
 START_SECONDS = 900.0
 USER = 10001
 PROMPT_WORDS = 700
-VALUES_CPU: Values = yaml.safe_load((CHART / "values-cpu.yaml").read_text())
-
-
-def values(tier: str, replicas: int, secrets_revision: str = "") -> Values:
-    """values-cpu.yaml but for the tier, requests that a small machine holds, and deadlines that a slow one meets."""
-    shared = {
-        "redis": {"type": "redis"},
-        "nvme": {"type": "nvme", "nvme": {"maxBytes": "2GiB", "volume": {"type": "hostPath", "hostPath": str(FOLDER)}}},
-    }[tier]
-    patient = {"lookupTimeoutSeconds": 30, "loadTimeoutSeconds": 60, "storeTimeoutSeconds": 60}
-    small = {
-        "engine": {
-            "replicas": replicas,
-            "cpu": {"request": "100m"},
-            **({"memory": {"pageCache": "256MiB"}} if tier == "nvme" else {}),
-            "nodeSelector": {"kubernetes.io/hostname": REAL_ENGINES_NODE},
-            # At this rate of prefill any load takes less time than prefill.
-            "offload": {"sharedTier": {**shared, **patient}, "requestWaitSeconds": 60, "prefillTokensPerSecond": 10},
-            "lifecycle": {"selfCheckTimeoutSeconds": 600},
-        },
-        "gateway": {"resources": {"requests": {"cpu": "50m"}}},
-        "redis": {
-            "enabled": tier == "redis",
-            "existingSecret": {"name": SECRET if tier == "redis" else ""},
-            "secretsRevision": secrets_revision,
-            "image": {"registry": "", "repository": "valkey", "tag": "lane"},
-            "cpu": {"request": "50m"},
-        },
-    }
-    return over(over(VALUES_CPU, small), CLIENT_READS_METRICS)
 
 
 @pytest.fixture(scope="module", params=["redis", "nvme"])
@@ -77,12 +46,12 @@ def served(tier: str, real_engine_image: None, new_namespace) -> Iterator[tuple[
         MODEL,
         f"spillway-gateway:{VERSION}",
     )
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    shutil.chown(FOLDER, USER, USER)
+    TIER_FOLDER.mkdir(parents=True, exist_ok=True)
+    shutil.chown(TIER_FOLDER, USER, USER)
     try:
         write_password(namespace, "a" * 32)
         for replicas in (1, 2):  # one after the other: each then has the machine's cores to itself while it loads
-            release.upgrade(values(tier, replicas), False, "--install")
+            release.upgrade(real_engines.shared_tier(tier, replicas), False, "--install")
             namespace.wait_for_pods("engine", replicas, START_SECONDS)
         namespace.wait_for_pods("gateway", 2)
         client.create(node=REAL_ENGINES_NODE)
@@ -90,7 +59,7 @@ def served(tier: str, real_engine_image: None, new_namespace) -> Iterator[tuple[
     finally:
         release.uninstall_if_there()
         namespace.kubectl("delete", "namespace", str(namespace.namespace), "--wait", seconds=180)
-        shutil.rmtree(FOLDER, ignore_errors=True)
+        shutil.rmtree(TIER_FOLDER, ignore_errors=True)
 
 
 @pytest.mark.own_cluster
@@ -165,7 +134,7 @@ def test_password_rotated(served: tuple[Release, ClientPod], tier: str, case: Ro
     with client.load(workers=2, same_answers=False) as result:
         write_password(namespace, new)
         eventually("the engines have it", lambda: passwords_held(namespace, engines.values()) == {new}, 180.0)
-        release.upgrade(values(tier, len(engines), secrets_revision="2"))
+        release.upgrade(real_engines.shared_tier(tier, len(engines), secrets_revision="2"))
         eventually("the engines log in", lambda: engines_log_in(namespace, engines.values()), 120.0)
         client.wait_for_requests(client.progress() + 10)
     assert {pod["metadata"]["uid"] for pod in namespace.ready_pods("engine")} == set(engines)

@@ -1,0 +1,75 @@
+"""The values of the cluster lane's cases with real engines render, and an engine would start with them.
+
+Most runs of that lane leave these cases out, and would not see that the chart refuses their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chart.helm_binaries import helms
+from chart.rendering import pod_spec, render
+from cluster import real_engines
+
+from spillway_engine.machine import Machine
+from spillway_engine.model_shape import ModelShape
+from spillway_engine.platform_facts import fact_problems
+from spillway_engine.resolve import resolve_engine
+from spillway_engine.settings_reader import load_engine_settings
+
+MODEL = ModelShape(30, 3, 64, None, "bfloat16", 8192, 270_000_000)  # of values-cpu.yaml
+REAL_ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
+    **{f"Ascend, batchMemcpy {mode}": (lambda mode=mode: real_engines.ascend(mode)) for mode in ("auto", "on", "off")},
+    "NVMe": lambda: real_engines.shared_tier("nvme", 2),
+    "Redis": lambda: real_engines.shared_tier("redis", 2),
+    "Redis, another password": lambda: real_engines.shared_tier("redis", 1, secrets_revision="2"),
+}
+
+
+@pytest.mark.parametrize("helm", helms(), ids=lambda helm: str(helm.major))
+@pytest.mark.parametrize("name", REAL_ENGINES)
+def test_the_chart_takes_it(name, helm):
+    assert render(values=REAL_ENGINES[name](), helm=helm).of_kind("StatefulSet", "engine")
+
+
+@pytest.mark.parametrize("name", REAL_ENGINES)
+def test_a_real_engine_would_start(name: str, tmp_path: Path):
+    """On a node without devices, where vLLM is the CPU build, with the memory that its pod may use."""
+    rendered = render(values=REAL_ENGINES[name]())
+    file = tmp_path / "engine.yaml"
+    file.write_text(rendered.one("ConfigMap", "engine")["data"]["engine.yaml"])
+    pod = pod_spec(rendered.one("StatefulSet", "engine"))
+    limit = int(pod["containers"][0]["resources"]["limits"]["memory"].removesuffix("Mi")) << 20
+    shared = next(
+        volume["emptyDir"] for volume in pod["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"
+    )
+    shared_bytes = int(shared["sizeLimit"].removesuffix("Mi")) << 20
+
+    settings = load_engine_settings(file, [])
+    flags = frozenset({"avx512_bf16"})
+    machine = Machine(settings.platform, flags, (0, 1), limit, "cgroup limit", shared_bytes, shared_bytes)
+    engine = resolve_engine(settings, MODEL, machine)
+
+    assert (*fact_problems(settings, MODEL, machine.platform), *engine.budget.problems) == ()
+    arguments = engine.public()["arguments"]
+    assert "--enforce-eager" in arguments
+    # Without a size, vLLM's CPU build demands most of the machine's memory.
+    given = dict(pairwise(arguments)).get("--kv-cache-memory-bytes")
+    space = int(settings.extra_env.get("VLLM_CPU_KVCACHE_SPACE", 0)) << 30
+    assert engine.budget.device_bytes is not None
+    assert int(given or space) >= engine.budget.device_bytes
+
+
+def test_an_engine_on_pretended_devices_takes_the_emulated_transport():
+    rendered = render(values=real_engines.ascend("on"))
+    container = pod_spec(rendered.one("StatefulSet", "engine"))["containers"][0]
+
+    assert container["resources"]["limits"]["huawei.com/Ascend910"] == 1
+    assert {"mountPath": real_engines.TOOLKIT, "name": "emulator", "readOnly": True} in container["volumeMounts"]
+    configuration = yaml.safe_load(rendered.one("ConfigMap", "engine")["data"]["engine.yaml"])
+    assert (configuration["platform"], configuration["offload"]["transport"]) == ("npu", "npu")
