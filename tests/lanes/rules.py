@@ -87,6 +87,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "services/simulator/tests": (NOTHING,),
     "services/stack/tests": (NOTHING,),
     "services/stack/tests/demo": (NOTHING,),
+    "tests/ascend_package": ("vllm",),
     "tests/attack": ("servers",),
     "tests/bench_gateway": (NOTHING,),
     "tests/bench_gateway/test_processes.py": ("servers",),

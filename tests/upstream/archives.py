@@ -1,7 +1,7 @@
-"""vLLM's source archives on the package index, which hold the tests that its wheels leave out.
+"""Source archives of vLLM and vllm-ascend on the package index, which hold the tests that wheels leave out.
 
-An archive is downloaded once, into a folder outside this clone, and only with the expected hash. Of its contents only
-the tests of offloading are unpacked; nothing of it is built or installed.
+An archive is downloaded once, into a folder outside this clone, and only with the expected hash. Only what tests want
+of it is unpacked; nothing of it is built or installed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,25 @@ from typing import NamedTuple
 CACHE_ENV = "SPILLWAY_UPSTREAM"
 _TIMEOUT_SECONDS = 120.0
 _PIECE_BYTES = 1 << 20
-# Packages of the archive that its tests of offloading consist of, or import.
+# Of vLLM: packages that its tests of offloading consist of, or import.
 _WANTED = ("tests/__init__.py", "tests/v1/__init__.py", "tests/v1/kv_offload/", "tests/v1/kv_connector/")
 
 
 class Archive(NamedTuple):
-    """One release of vLLM in source form."""
+    """One release in source form. wanted: what its paths begin with, of those that are unpacked."""
 
     version: str
     sha256: str
+    project: str = "vllm"
+    wanted: tuple[str, ...] = _WANTED
+
+    @property
+    def stem(self) -> str:
+        return f"{self.project.replace('-', '_')}-{self.version}"
 
     @property
     def file_name(self) -> str:
-        return f"vllm-{self.version}.tar.gz"
+        return f"{self.stem}.tar.gz"
 
 
 ARCHIVES = {
@@ -51,9 +57,9 @@ class ArchiveError(Exception):
 
 
 def unpacked(archive: Archive) -> Path:
-    """The folder that holds the archive's `tests`, downloaded and unpacked where it is missing. Raises ArchiveError."""
+    """The folder with what is wanted of the archive, downloaded and unpacked if it is missing. Raises ArchiveError."""
     cache = Path(os.environ.get(CACHE_ENV) or Path.home() / ".cache" / "spillway-upstream")
-    folder = cache / f"{archive.version}-{archive.sha256[:16]}"
+    folder = cache / f"{archive.stem}-{archive.sha256[:16]}"
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
         partial = cache / f"{folder.name}.{os.getpid()}"
@@ -78,7 +84,7 @@ def _download(archive: Archive, target: Path) -> None:
     settings = _installer_settings()
     index = settings.get("index-url") or _default_index()
     context = ssl.create_default_context(cafile=settings.get("cert"))
-    page_url = f"{index.rstrip('/')}/vllm/"
+    page_url = f"{index.rstrip('/')}/{archive.project}/"
     with urllib.request.urlopen(page_url, timeout=_TIMEOUT_SECONDS, context=context) as page:
         links = _Links(page_url)
         links.feed(page.read().decode())
@@ -95,11 +101,11 @@ def _download(archive: Archive, target: Path) -> None:
 
 
 def _unpack(downloaded: Path, folder: Path, archive: Archive) -> None:
-    root = f"vllm-{archive.version}/"
+    root = f"{archive.stem}/"
     with tarfile.open(downloaded) as tar:
         for member in tar:
             name = member.name.removeprefix(root)
-            if member.isfile() and name.startswith(_WANTED):
+            if member.isfile() and name.startswith(archive.wanted):
                 member.name = name
                 tar.extract(member, folder, filter="data")
 

@@ -28,6 +28,19 @@ def test_a_vllm_of_no_known_generation_is_refused_with_what_is_supported(monkeyp
         generation.__wrapped__()
 
 
+def test_vllms_own_class_is_found_beneath_what_a_platform_put_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("vllm.v1.core.sched.scheduler")
+    own = module.Scheduler
+
+    class Replacement(own):  # type: ignore[misc, valid-type]
+        def schedule(self, throttle_prefills: bool = False) -> None: ...
+
+    monkeypatch.setattr(module, "Scheduler", Replacement)
+
+    assert probes.own_class(module.__name__, "Scheduler") is own
+    require(importlib.import_module(f"spillway_connector.engine.{generation().value}.seams").SEAMS)
+
+
 def test_a_missing_module_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedEngine, match=r"vllm\.no\.such is missing"):
         require(Seams(names={"vllm.no.such": ("Name",)}, methods=()))

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spillway_connector.errors import UnsupportedEngine
 
@@ -63,11 +63,21 @@ def require(seams: Seams) -> None:
             if not hasattr(module, name):
                 raise unsupported(f"{module_name}.{name} is missing")
     for module_name, class_name, methods in seams.methods:
-        cls = getattr(importlib.import_module(module_name), class_name)
+        cls = own_class(module_name, class_name)
         for method, parameters in methods.items():
             found = list(inspect.signature(getattr(cls, method)).parameters)
             if found != list(parameters):
                 raise unsupported(f"{class_name}.{method} takes {found}, not {list(parameters)}")
+
+
+def own_class(module: str, name: str) -> Any:
+    """vLLM's own class of this name, which a platform may have replaced by a subclass.
+
+    vllm-ascend does so with the scheduler: vLLM's method is still called, but by one that takes more parameters, and
+    vLLM's other schedulers do not inherit from the replacement.
+    """
+    found = getattr(importlib.import_module(module), name)
+    return next((cls for cls in found.__mro__ if (cls.__module__, cls.__qualname__) == (module, name)), found)
 
 
 def unsupported(what: str) -> UnsupportedEngine:

@@ -52,6 +52,9 @@ def layer_parts(layer: str, cache: LayerCache, spec: KVCacheSpec, num_blocks: in
     for view in views:
         if not is_dense(view[0]):
             raise unsupported(layer, cache, "the bytes of a block are not one run")
+    if len({view.shape[0] for view in views}) > 1:
+        # vllm-ascend under decode context parallelism, where each rank has the indexer's keys of all of them.
+        raise unsupported(layer, cache, "its parts do not have equally many blocks")
     factor = _kernel_blocks(layer, views, spec, num_blocks)
     parts: list[Part] = []
     for view in views:

@@ -287,6 +287,10 @@ def wrong(views, spec=None, page=None, shared_by=("l0",)):
     ("case", "message"),
     [
         (lambda: wrong((part(BLOCKS - 1, TOKENS, 2, 8),) * 2), r"that is not 6 blocks of 16 tokens"),
+        (
+            lambda: wrong((part(BLOCKS, TOKENS, 2, 8), part(2 * BLOCKS, TOKENS, 2, 8))),
+            r"do not have equally many blocks",
+        ),
         (lambda: wrong((part(BLOCKS + 1, TOKENS, 2, 8, dtype=torch.int8),) * 2), r"that is not 6 blocks"),
         (lambda: wrong((part(BLOCKS, TOKENS, 2, 16)[..., :8],) * 2), r"the bytes of a block are not one run"),
         (lambda: wrong((part(BLOCKS * 4, 5, 2, 8)[:, :4],) * 2), r"the 4 kernel blocks of a block do not touch"),

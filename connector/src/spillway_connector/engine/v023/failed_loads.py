@@ -12,9 +12,10 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
+
+from spillway_connector.engine.generation import own_class
 
 # (ids of the affected requests, tokens they lose, blocks to evict)
 Affected = tuple[set[str], int, set[int]]
@@ -26,7 +27,8 @@ def patch_invalid_blocks(handle: Callable[[Any, Iterable[Request], set[int], boo
     handle: (scheduler, requests, invalid block ids, evict_blocks) -> None where vLLM's own way is right. evict_blocks
     is False for requests that wait for an asynchronous load, True for running ones.
     """
-    original = Scheduler._update_requests_with_invalid_blocks
+    scheduler = own_class("vllm.v1.core.sched.scheduler", "Scheduler")
+    original = scheduler._update_requests_with_invalid_blocks
     mark = f"_spillway_{handle.__name__}"
     if hasattr(original, mark):
         return
@@ -46,7 +48,7 @@ def patch_invalid_blocks(handle: Callable[[Any, Iterable[Request], set[int], boo
         return own
 
     setattr(update_requests, mark, True)
-    Scheduler._update_requests_with_invalid_blocks = update_requests  # type: ignore[method-assign]
+    scheduler._update_requests_with_invalid_blocks = update_requests
 
 
 def install_full_recompute() -> None:

@@ -27,6 +27,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.connector_base import ConnectorBase
+from spillway_connector.engine.generation import own_class
 from spillway_connector.engine.own_connector import is_among_others, own_connector
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.plan.load_cost import PrefillTimer
@@ -303,7 +304,8 @@ def install_meetings() -> None:
 
     Not a scheduler class for `--scheduler-cls`: vLLM chooses between two of its own, and platforms bring others.
     """
-    original = Scheduler.schedule
+    scheduler = own_class("vllm.v1.core.sched.scheduler", "Scheduler")
+    original = scheduler.schedule
     if hasattr(original, _MARK):
         return
 
@@ -315,7 +317,8 @@ def install_meetings() -> None:
         if meetings is not None and is_among_others(self):
             logger.warning("compute_while_loading: on changes nothing beside another KV connector")
             half.meetings = meetings = None
-        return original(self) if meetings is None else meetings.schedule(self, original)
+        step: SchedulerOutput = original(self) if meetings is None else meetings.schedule(self, original)
+        return step
 
     setattr(schedule, _MARK, True)
-    Scheduler.schedule = schedule  # type: ignore[method-assign]
+    scheduler.schedule = schedule
