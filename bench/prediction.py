@@ -1,17 +1,19 @@
 """What the gateway expects to be cached, tier by tier, beside what real engines then report. Counts, no times.
 
     python bench/prediction.py [--tiers nvme redis] [--requests 240] [--documents 16] [--parallel 2]
-                              [--no-restart]
+                              [--vllm 0.32] [--restarts engine gateway]
 
 Two engines and the gateway for each tier. Clients ask questions about a few documents, in random order: each prompt is
 one document and a question that no other prompt has. The devices hold a fraction of the documents and the CPU tiers
-another, so prefixes are found in all three tiers, on either engine. Before the last third of the questions one engine
-is killed and started again: what it had stored is still in the shared tier.
+another, so prefixes are found in all three tiers, on either engine. Behind the first third of the questions one engine
+is killed and starts again: what it had stored is still in the shared tier. Behind the second third the gateway is
+killed and starts again: it has what the engines replay of their events.
 
 Expected: spillway_gateway_predicted_cached_tokens_total, by tier. Reported: usage.prompt_tokens_details.cached_tokens
 of each answer, all tiers together. The engines' own counters divide that sum: vllm:external_prefix_cache_hits_total is
 what came from below the device, and spillway_tier_read_bytes_total what the shared tier gave of it. They belong to an
-engine, not to an answer: a chunk that one request had loaded and another used counts once as shared.
+engine, not to an answer: a chunk that one request had loaded and another used counts once as shared. What an ended
+process had counted is kept.
 
 The run fails where the sums of expected and reported tokens differ by more than --tolerance. Prints a table, writes
 build/bench/prediction.json (flat; units are in the keys).
@@ -34,6 +36,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from spillway_stack.engine_environments import VLLM_HERE, VLLM_VERSIONS, environment_problems
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.ports import is_free
 from spillway_stack.settings import StackSettings
@@ -45,6 +48,7 @@ ANSWER_TOKENS = 1
 DEVICE_BLOCKS = 14
 CPU_BLOCKS = 20
 TIERS = ("nvme", "redis")
+RESTARTS = ("engine", "gateway")
 HELD_IN = ("device", "cpu", "shared")
 REQUEST_SECONDS = 600.0
 SETTLED_SECONDS = 60.0
@@ -67,7 +71,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Totals:
-    """Tokens since the stack's start; engines' counters survive a restart, as each engine's last page is kept."""
+    """Tokens of the questions."""
 
     expected: dict[str, float]
     reported: float
@@ -77,21 +81,34 @@ class Totals:
 
 @dataclass(slots=True)
 class Counters:
-    """The counters of engines that may be restarted: those of ended processes are kept."""
+    """Counters of processes that may be restarted: those of ended processes are kept."""
 
+    stack: LocalStack
+    tier: str
     ended: dict[str, float] = field(default_factory=dict)
 
-    def of_engines(self, stack: LocalStack, tier: str) -> dict[str, float]:
-        now = dict(self.ended)
-        for engine in stack.engines:
-            for name, value in engine_counters(engine.url, tier).items():
-                now[name] = now.get(name, 0.0) + value
-        return now
+    def now(self) -> dict[str, float]:
+        found = added(self.ended, gateway_counters(self.stack.gateway_url))
+        for engine in self.stack.engines:
+            found = added(found, engine_counters(engine.url, self.tier))
+        return found
 
-    def keep(self, url: str, tier: str) -> None:
-        """This engine's process is about to end."""
-        for name, value in engine_counters(url, tier).items():
-            self.ended[name] = self.ended.get(name, 0.0) + value
+    def restart_engine(self, index: int) -> None:
+        """kill -9; returns when the gateway follows its successor."""
+        self.ended = added(self.ended, engine_counters(self.stack.engines[index].url, self.tier))
+        before = self.stack.kill_engine(index)
+        self.stack.wait_engine_ready(index, not_process=before)
+        wait_followed(self.stack)
+
+    def restart_gateway(self) -> None:
+        """kill -9; returns when its successor follows both engines."""
+        self.ended = added(self.ended, gateway_counters(self.stack.gateway_url))
+        self.stack.kill_gateway()
+        wait_followed(self.stack)
+
+
+def added(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in one | other}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,12 +118,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--documents", type=int, default=16)
     parser.add_argument("--parallel", type=int, default=2, help="questions under way together (default 2)")
     parser.add_argument("--tolerance", type=float, default=0.02, help="of the reported tokens (default 0.02)")
-    parser.add_argument("--no-restart", action="store_true", help="both engines live through the run")
+    parser.add_argument(
+        "--vllm", choices=VLLM_VERSIONS, default=VLLM_HERE, help=f"of the engines (default {VLLM_HERE})"
+    )
+    parser.add_argument("--restarts", nargs="*", choices=RESTARTS, default=RESTARTS, help="default: both")
     given = parser.parse_args(arguments)
-    report: dict[str, float | int | str] = {}
+    if problems := environment_problems([given.vllm]):
+        raise BenchError("\n".join(problems))
+    report: dict[str, float | int | str] = {"vllm": given.vllm, "restarts": " ".join(given.restarts) or "none"}
     differences = []
     for tier in given.tiers:
-        answers, totals = measure(tier, given.requests, given.documents, given.parallel, restart=not given.no_restart)
+        answers, totals = measure(tier, given)
         difference = add_to(report, tier, answers, totals)
         differences.append(difference)
         print(render(report, tier), flush=True)
@@ -120,13 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(tier: str, requests: int, documents: int, parallel: int, *, restart: bool) -> tuple[list[Answer], Totals]:
+def measure(tier: str, given: argparse.Namespace) -> tuple[list[Answer], Totals]:
     """One stack. Raises BenchError where an answer has no usage, or a tier was never used."""
+    requests, documents = given.requests, given.documents
     chance = random.Random(f"{tier} {requests} {documents}")
     texts = [make_tokens(chance, DOCUMENT_BLOCKS * BLOCK_TOKENS) for _ in range(documents)]
     prompts = [chance.choice(texts) + make_tokens(chance, chance.randint(*QUESTION_TOKENS)) for _ in range(requests)]
     print(f"{tier}: starting two engines", flush=True)
-    counters = Counters()
     with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder:
         settings = StackSettings(
             port=free_port(),
@@ -134,40 +156,37 @@ def measure(tier: str, requests: int, documents: int, parallel: int, *, restart:
             num_cpu_blocks=CPU_BLOCKS,
             device_blocks=DEVICE_BLOCKS,
             max_length=(DOCUMENT_BLOCKS + 4) * BLOCK_TOKENS,
+            vllm=(given.vllm,),
             engine_overrides=OVERRIDES,
         )
-        with LocalStack(settings, folder) as stack, ThreadPoolExecutor(parallel) as pool:
+        with LocalStack(settings, folder) as stack, ThreadPoolExecutor(given.parallel) as pool:
             print(f"{tier}: asking", flush=True)
-            begin = reading(stack.gateway_url)
-            begun = counters.of_engines(stack, tier)
+            counters = Counters(stack, tier)
+            begun = counters.now()
 
             def ask_one(prompt: list[int]) -> Answer:
                 return ask(stack.gateway_url, stack.model.served_name, prompt)
 
-            split = requests * 2 // 3
-            answers = list(pool.map(ask_one, prompts[:split]))
-            if restart:
+            first, second = requests // 3, requests * 2 // 3
+            answers = list(pool.map(ask_one, prompts[:first]))
+            if "engine" in given.restarts:
                 settle(stack, tier)
-                counters.keep(stack.engines[0].url, tier)
-                stack.restart_engine(0)
-                wait_followed(stack)
-            answers += pool.map(ask_one, prompts[split:])
+                counters.restart_engine(0)
+            answers += pool.map(ask_one, prompts[first:second])
+            if "gateway" in given.restarts:
+                settle(stack, tier)
+                counters.restart_gateway()
+            answers += pool.map(ask_one, prompts[second:])
             settle(stack, tier)
-            end = reading(stack.gateway_url)
-            ended = counters.of_engines(stack, tier)
-    expected = {
-        held_in: total(end, "spillway_gateway_predicted_cached_tokens_total", tier=held_in)
-        - total(begin, "spillway_gateway_predicted_cached_tokens_total", tier=held_in)
-        for held_in in HELD_IN
-    }
+            ended = counters.now()
+    counted = {name: value - begun.get(name, 0.0) for name, value in ended.items()}
     reported = float(sum(answer.reported for answer in answers))
     if not reported:
         raise BenchError("no engine reported a cached token")
-    if abs(reported - total(end, "spillway_gateway_actual_cached_tokens_total")) > 0.5:
+    if abs(reported - counted["actual"]) > 0.5:
         raise BenchError("the gateway's sum of reported tokens is not that of the answers")
-    return answers, Totals(
-        expected, reported, ended["below_device"] - begun["below_device"], ended["from_shared"] - begun["from_shared"]
-    )
+    expected = {held_in: counted[held_in] for held_in in HELD_IN}
+    return answers, Totals(expected, reported, counted["below_device"], counted["from_shared"])
 
 
 def make_tokens(chance: random.Random, count: int) -> list[int]:
@@ -200,6 +219,14 @@ def reading(url: str) -> Page:
 
 def total(page: Page, name: str, **labels: str) -> float:
     return sum(value for (found, has), value in page.items() if found == name and labels.items() <= dict(has).items())
+
+
+def gateway_counters(url: str) -> dict[str, float]:
+    """Expected tokens by tier, and `actual`."""
+    page = reading(url)
+    predicted = "spillway_gateway_predicted_cached_tokens_total"
+    expected = {held_in: total(page, predicted, tier=held_in) for held_in in HELD_IN}
+    return expected | {"actual": total(page, "spillway_gateway_actual_cached_tokens_total")}
 
 
 def engine_counters(url: str, tier: str) -> dict[str, float]:
@@ -236,10 +263,15 @@ def wait_followed(stack: LocalStack) -> None:
     """Until the gateway routes to both engines and follows their events."""
     until = time.monotonic() + SETTLED_SECONDS
     names = ("spillway_gateway_engine_up", "spillway_gateway_events_connected")
-    while any(total(reading(stack.gateway_url), name) < len(stack.engines) for name in names):
-        if time.monotonic() > until:
-            raise BenchError("the gateway does not follow both engines")
+    while time.monotonic() < until:
+        try:
+            page = reading(stack.gateway_url)
+        except OSError:
+            page = {}  # it is starting
+        if all(total(page, name) == len(stack.engines) for name in names):
+            return
         time.sleep(0.2)
+    raise BenchError("the gateway does not follow both engines")
 
 
 def free_port() -> int:

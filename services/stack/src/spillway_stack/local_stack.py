@@ -195,13 +195,17 @@ class LocalStack:
 
     # Disturbances
 
-    def kill_engine(self, index: int) -> None:
-        """`kill -9` of the engine's parent process; the supervisor restarts it. Returns when it has exited."""
-        self._end_engine(index, signal.SIGKILL, timeout_seconds=60.0)
+    def kill_engine(self, index: int) -> ProcessIdentity:
+        """`kill -9` of the engine's parent process; the supervisor restarts it. Returns it when it has exited."""
+        return self._end(f"engine-{index}", signal.SIGKILL, timeout_seconds=60.0)
+
+    def kill_gateway(self) -> ProcessIdentity:
+        """As :meth:`kill_engine`."""
+        return self._end("gateway", signal.SIGKILL, timeout_seconds=60.0)
 
     def restart_engine(self, index: int, timeout_seconds: float = READY_TIMEOUT_SECONDS) -> None:
         """Drain and stop an engine, wait until its successor is ready."""
-        before = self._end_engine(index, signal.SIGTERM, timeout_seconds=120.0)
+        before = self._end(f"engine-{index}", signal.SIGTERM, timeout_seconds=120.0)
         self.wait_engine_ready(index, timeout_seconds, not_process=before)
 
     def wait_engine_ready(
@@ -210,23 +214,22 @@ class LocalStack:
         """Raises NotReadyInTime. `not_process`: a predecessor whose readiness does not count."""
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
-            status = self._engine_status(index)
+            status = self._component_status(f"engine-{index}")
             if status.ready and status.identity is not None and status.identity != not_process:
                 return
             time.sleep(POLL_SECONDS)
         raise NotReadyInTime(f"engine-{index} was not ready after {timeout_seconds:.0f} s")
 
-    def _end_engine(self, index: int, number: signal.Signals, timeout_seconds: float) -> ProcessIdentity:
-        identity = self._engine_status(index).identity
+    def _end(self, name: str, number: signal.Signals, timeout_seconds: float) -> ProcessIdentity:
+        identity = self._component_status(name).identity
         if identity is None:
-            raise StackError(f"engine-{index} is not running")
+            raise StackError(f"{name} is not running")
         identity.signal(number)
         if wait_gone([identity], timeout_seconds):
-            raise NotReadyInTime(f"engine-{index} was still alive {timeout_seconds:.0f} s after {number.name}")
+            raise NotReadyInTime(f"{name} was still alive {timeout_seconds:.0f} s after {number.name}")
         return identity
 
-    def _engine_status(self, index: int) -> ComponentStatus:
-        name = f"engine-{index}"
+    def _component_status(self, name: str) -> ComponentStatus:
         for status in self.status():
             if status.name == name:
                 return status
