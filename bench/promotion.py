@@ -1,12 +1,13 @@
 """First tokens of requests that queued in an engine, with their prefix promoted meanwhile and without; and what
 promotions cost that are of no use.
 
-    python bench/promotion.py [--runs 6] [--tokens 4096] [--rounds 8] [--parts turn waste]
+    python bench/promotion.py [--runs 12] [--tokens 4096] [--rounds 8] [--parts turn waste] [--arms ahead at_turn]
 
 turn: one engine computes prompts, another one, which runs one request at a time, is asked for them while it works on
 something else for longer than the load takes. Measured is the time from the end of that work to the first token, with
-the prefix in the shared tier (NVMe) and, asked once more, in the CPU tier; once with `promotionAheadFraction` as it is
-by default, and once with 0, where the load begins at the request's turn.
+the prefix in the shared tier (NVMe) and, in the other half of a pair, in the CPU tier; once with
+`promotionAheadFraction` as it is by default, and once with 0, where the load begins at the request's turn. A few
+prompts are asked again and again, as the caches are emptied before each, and each pair begins with the other tier.
 
 waste: three clients keep that engine busy, and its queue never empty, while requests join the queue and are given up
 before their turn: of prompts that lie in the shared tier, so that each is promoted in vain, and, in the other half of a
@@ -58,6 +59,8 @@ ROUND_SECONDS, GUESSES_PER_ROUND, GUESS_SECONDS, GUESS_TOKENS = 10.0, 16, 0.4, 2
 AHEAD = "spillway_promoted_ahead_blocks_total"
 OUTPUT = Path("build/bench/promotion.json")
 PARTS = ("turn", "waste")
+ARMS = {"ahead": None, "at_turn": 0.0}  # promotionAheadFraction; None: by default
+PROMPTS = 3  # that are asked again and again
 
 
 @dataclass
@@ -132,23 +135,25 @@ class Pair:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Promotion while a request queues.")
-    parser.add_argument("--runs", type=int, default=6, help="prompts per figure (default 6)")
+    parser.add_argument("--runs", type=int, default=12, help="pairs per figure (default 12)")
     parser.add_argument("--tokens", type=int, default=4096, help="prompt length (default 4096)")
     parser.add_argument("--rounds", type=int, default=8, help="of useless promotions (default 8)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="of turn")
     given = parser.parse_args(arguments)
     report: dict[str, float | int | str] = {"processor": processor()}
     if "turn" in given.parts:
         report |= {"prompt_tokens": given.tokens, "runs_per_figure": given.runs}
-        for name, fraction in (("ahead", None), ("at_turn", 0.0)):
-            with engines(given.tokens, given.runs + 1, fraction) as pair:
+        for name in given.arms:
+            with engines(given.tokens, PROMPTS, ARMS[name]) as pair:
                 report |= turns(name, pair, given.tokens, given.runs)
     if "waste" in given.parts:
         with engines(GUESS_TOKENS, GUESSES_PER_ROUND, None) as pair:
             report |= wastes(pair, given.rounds)
     print(render(report))
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(OUTPUT.read_text()) if OUTPUT.exists() and set(given.parts) != set(PARTS) else {}
+    whole = set(given.parts) == set(PARTS) and set(given.arms) == set(ARMS)
+    known = json.loads(OUTPUT.read_text()) if OUTPUT.exists() and not whole else {}
     OUTPUT.write_text(json.dumps(known | report, indent=2) + "\n")
     print(f"\nwritten to {OUTPUT}")
     return 0
@@ -186,16 +191,20 @@ def store(pair: Pair, prompts: Sequence[list[int]]) -> None:
 
 def turns(name: str, pair: Pair, tokens: int, runs: int) -> dict[str, float | int | str]:
     """From the end of the work before it to a request's first token, by where its prefix was when it came."""
-    prompts = [make_prompt(f"{name} {number}", tokens + TAIL_TOKENS) for number in range(runs + 1)]
+    prompts = [make_prompt(f"{name} {number}", tokens + TAIL_TOKENS) for number in range(PROMPTS)]
     store(pair, prompts)
     second = pair.second
     seconds: dict[str, list[float]] = {"shared": [], "cpu": []}
-    for prompt in prompts:
-        for tier, measured in seconds.items():
-            second.reset(cpu_tier=tier == "shared")
+    for number in range(runs + 1):  # the first pair is a warm-up
+        prompt = prompts[number % PROMPTS]
+        for tier in sorted(seconds, reverse=number % 2 == 0):
+            second.reset(cpu_tier=True)
+            if tier == "cpu":
+                second.stream(prompt, 1)
+                second.reset(cpu_tier=False)
             if (answer := queued(second, prompt)).cached_tokens != tokens:
                 raise BenchError(f"{name}, {tier}: {answer.cached_tokens} of {tokens} tokens were cached")
-            measured.append(answer.arrivals[0] - answer.begun)
+            seconds[tier].append(answer.arrivals[0] - answer.begun)
     report: dict[str, float | int | str] = {}
     for tier, measured in seconds.items():
         print(f"  {name}, {tier}: {', '.join(f'{value:.3f}' for value in measured[1:])} s", flush=True)
@@ -275,9 +284,11 @@ def busy(engine: Engine, guesses: Sequence[list[int]]) -> float:
 
 def render(report: dict[str, float | int | str]) -> str:
     lines = [str(report["processor"])]
-    if "ahead_ratio" in report:
+    if any(f"{name}_ratio" in report for name in ARMS):
         lines += ["", f"{'to the first token, from its turn on':38}{'shared tier':>12}{'CPU tier':>10}{'ratio':>7}"]
         for name, title in (("ahead", "promoted while it queued"), ("at_turn", "promoted at its turn")):
+            if f"{name}_ratio" not in report:
+                continue
             times = f"{report[f'{name}_shared_seconds']:>10} s{report[f'{name}_cpu_seconds']:>8} s"
             low, high = report[f"{name}_ratio_low"], report[f"{name}_ratio_high"]
             lines.append(f"  {title:36}{times}{report[f'{name}_ratio']:>7} ({low} to {high})")
