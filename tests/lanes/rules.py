@@ -110,6 +110,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/generations": ("other_vllm",),
     "tests/generations/test_table.py": (NOTHING,),
     "tests/lanes": (NOTHING,),
+    "tests/promotion_hints": ("servers",),
     "tests/random_plans": ("vllm",),
     "tests/reference_answers": (NOTHING,),
     "tests/reference_answers/test_float32.py": ("engines",),

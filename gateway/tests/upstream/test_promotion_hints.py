@@ -75,7 +75,7 @@ async def test_the_prefix_of_a_waiting_request_is_hinted_at_and_the_answer_count
     start_engine, client, status, outcome
 ):
     async with full(start_engine, client) as (running, engine):
-        engine.hint_status = status
+        engine.hint_status = lambda seen: status
         waiting = asyncio.create_task(ask(client, running, PROMPT, cache_salt="s"))
         waiting_too = asyncio.create_task(ask(client, running, PROMPT))
         await until(lambda: outcomes(running))

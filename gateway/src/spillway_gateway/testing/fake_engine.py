@@ -127,7 +127,7 @@ class FakeEngine:
         self.pages: dict[str, bytes] = {}  # further GET routes: path -> body
         self.ready: tuple[int, dict[str, Any]] = (200, {"ready": True})
         self.fault: Fault | None = None
-        self.hint_status = 202  # of the answer to a promotion hint
+        self.hint_status: Callable[[Seen], int] = lambda seen: 202  # of the answer to a promotion hint
         self.write_bytes: int | None = None  # streams are written in pieces of so many bytes; None: event by event
         self.end_seconds = 0.0  # between [DONE] and the end of a stream
         self.seen: list[Seen] = []
@@ -260,7 +260,7 @@ class _Connection(asyncio.Protocol):
             self._json(400, error_document("not JSON", 400))
             return
         if path == "/spillway/promote":
-            self._json(self.engine.hint_status, {})
+            self._json(self.engine.hint_status(seen), {})
         elif path == "/tokenize" and not self.engine.tokenize_route:
             self._json(404, {"detail": "Not Found"})
         elif path == "/tokenize":
