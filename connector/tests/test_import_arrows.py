@@ -51,7 +51,7 @@ ALLOWED: Mapping[str, Set[str]] = {
     "engine.v023": ENGINE | {"engine"},
     "engine.v030": ENGINE | {"engine"},
     "engine.stock": (ENGINE - DEVICE) | {"engine", "engine.v030"},  # the tiers inside vLLM's own tiering
-    "engine.connector": frozenset({"engine", "engine.v023", "engine.v030"}),
+    "engine.connector": frozenset({"engine", "engine.v023", "engine.v030", "vllm"}),
     "engine.spec": frozenset({"engine", "engine.v023", "engine.v030"}),
     # For tests and benchmarks: no other room imports it.
     "testing": BOTTOM | TIERS | DEVICE | {"transfer"},
