@@ -339,6 +339,25 @@ def test_the_text_of_the_self_check_reaches_the_engine(engine_of):
     assert lifecycle.self_check_text == text
 
 
+def test_another_connector_reaches_vllm_and_its_engines_reach_each_other(engine_of):
+    values = {
+        "engine": {"kvTransfer": {"connector": "NixlConnector", "extraConfig": {"backends": ["UCX"]}}},
+        "networkPolicy": {"restrictEgress": True, "engineEgress": [{"ports": [{"port": 443}]}]},
+    }
+    rendered = render(values=values)
+    policy = rendered.one("NetworkPolicy", "engine")["spec"]
+
+    other, own = kv_transfer_config(engine_of(rendered))["kv_connector_extra_config"]["connectors"]
+
+    assert (other["kv_connector"], other["kv_connector_extra_config"]) == ("NixlConnector", {"backends": ["UCX"]})
+    assert own["kv_connector"] == "SpillwayConnector"
+    for direction, peers in (("ingress", "from"), ("egress", "to")):
+        open_to_all_ports = [rule[peers] for rule in policy[direction] if set(rule) == {peers}]
+        assert [peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for [peer] in open_to_all_ports] == [
+            "engine"
+        ]
+
+
 def test_an_entry_of_engines_differs_where_it_says_so(engine_of):
     values = {
         "engine": {"nodeSelector": {"a": "b"}, "lifecycle": {"drainTimeoutSeconds": 77}},

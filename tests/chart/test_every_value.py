@@ -91,6 +91,8 @@ CONTEXTS: dict[str, dict[str, Any]] = {
         HUB, nested("engine.model.cache", {"type": "existingClaim", "claimName": "c"})
     ),
     "engine.model.cache.hostPath": laid_over(HUB, nested("engine.model.cache", {"type": "hostPath", "hostPath": "/c"})),
+    "engine.kvTransfer": nested("engine.kvTransfer.connector", "NixlConnector"),
+    "engine.kvTransfer.connector": {},
     "engine.lora.adapters": {},
     "engine.lora": laid_over(LORA, nested("engine.lora.volume", {"type": "existingClaim", "claimName": "c"})),
     "engine.lora.volume.hostPath": laid_over(
@@ -226,6 +228,9 @@ CHANGES: dict[str, Any] = {
     "engine.offload.aclLibraryPath": "/emulator/libascendcl.so",
     "engine.offload.weightsVersion": "step 7",
     "engine.offload.extraTiers": [{"type": "fs", "root_dir": "/x"}],
+    "engine.kvTransfer.modulePath": "a.connector",
+    "engine.kvTransfer.role": "kv_producer",
+    "engine.kvTransfer.extraConfig": {"a": "b"},
     "engine.memory.limit": "200GiB",
     "engine.memory.sharedMemory": "100GiB",
     "engine.memory.processPerRank": "10GiB",
@@ -424,7 +429,7 @@ FORMED = (
     *("passwordAs", "loadQueueBytesMax", "storeQueueBytesMax"),
     *("engine.memory", "engine.cpu", "engine.lifecycle", "engine.image.variant", "engine.image.digest", "redis.memory"),
     "engine.image.vllm",
-    *("engine.model.kvCacheDtype", "engine.lora", "engine.autoscaling.trigger"),
+    *("engine.model.kvCacheDtype", "engine.kvTransfer", "engine.lora", "engine.autoscaling.trigger"),
     *("gateway.service.loadBalancerClass", "monitoring.alerts.runbookBaseUrl"),
     *("whenUnsatisfiable", "gateway.service.type", "gateway.limits", "gateway.index", "gateway.log.level", "redis.cpu"),
     *(

@@ -18,7 +18,7 @@ from chart.rendering import Render, environment, laid_over, nested, pod_spec, qu
 from spillway_connector.config import ConnectorConfig, RedisTierConfig, parse_tier
 from spillway_engine.settings import EngineSettings, check_settings
 from spillway_engine.settings_reader import read_settings
-from spillway_engine.vllm_arguments import kv_transfer_config
+from spillway_engine.vllm_arguments import own_transfer_config
 from spillway_gateway.__main__ import main as gateway_command
 from spillway_gateway.config.settings import load_config
 
@@ -342,7 +342,7 @@ def require_an_engine_that_starts(rendered: Render, workload: dict[str, Any]) ->
     settings = check_settings(read_settings(EngineSettings, yaml.safe_load(files["engine.yaml"])))
     if not settings.offload.enabled:
         return
-    extra = kv_transfer_config(settings)["kv_connector_extra_config"]
+    extra = own_transfer_config(settings)["kv_connector_extra_config"]
     ConnectorConfig.parse(extra)
     needed_files, needed_variables = set(), set()
     for options in extra["secondary_tiers"]:

@@ -19,7 +19,7 @@ KUBERNETES_TYPES = json.loads((CHART / "files" / "kubernetes-types.json").read_t
 OPEN = {
     *("affinity", "nodeSelector", "tolerations", "podSecurityContext", "securityContext", "sidecars", "initContainers"),
     *("extraVolumes", "extraVolumeMounts", "extraObjects", "extraTiers", "extraMetrics", "valueFrom", "parentRefs"),
-    *("topologySpreadConstraints", "relabelings", "metricRelabelings", "extraResources"),
+    *("topologySpreadConstraints", "relabelings", "metricRelabelings", "extraConfig", "extraResources"),
     *("podSelector", "namespaceSelector", "ipBlock", "ports", "metadata", "global"),
     *("volume", "volumeMount", "container", "parentReference", "kubernetesObject"),
     *("podLabels", "podAnnotations", "commonLabels", "commonAnnotations", "annotations", "labels", "extraEnv"),

@@ -148,6 +148,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/test_transports.py": ("0.30", "0.32"),
     "connector/tests/engine/v030": ("0.30", "0.32"),
     "tests/engine_lives": ("0.32",),
+    "tests/engine_matrix/test_combined.py": ("0.32",),
     "tests/generations": ("0.30", "0.32"),
     "tests/stock_tiers": ("0.30", "0.32"),
     "tests/types": ("0.32",),
@@ -177,6 +178,7 @@ PROGRAMS: dict[str, str] = {
     "engine_lives": "vllm",
     "engine_matrix.engine_run": "engines",
     "engine_matrix.adapter_run": "engines",
+    "engine_matrix.combined_run": "engines",
     "engine_runs.py": "engines",
 }
 

@@ -66,6 +66,7 @@ nothing can be concluded from such values. */}}
 {{- include "spillway.engineChecks" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- include "spillway.platformChecks" (dict "item" $item "problems" $problems) -}}
 {{- include "spillway.loraChecks" (dict "item" $item "problems" $problems) -}}
+{{- include "spillway.kvTransferChecks" (dict "item" $item "problems" $problems) -}}
 {{- include "spillway.factChecks" (dict "item" $item "problems" $problems) -}}
 {{- include "spillway.tierChecks" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- $engines = append $engines $item -}}
@@ -169,6 +170,14 @@ nothing can be concluded from such values. */}}
 {{- with $offload.extraTiers -}}{{- $_ := set $rendered "extraTiers" . -}}{{- end -}}
 {{- end -}}
 {{- $_ := set $settings "offload" $rendered -}}
+{{- with $engine.kvTransfer -}}
+{{- if .connector -}}
+{{- $transfer := dict "connector" .connector "role" .role -}}
+{{- with .modulePath -}}{{- $_ := set $transfer "modulePath" . -}}{{- end -}}
+{{- with .extraConfig -}}{{- $_ := set $transfer "extraConfig" . -}}{{- end -}}
+{{- $_ := set $settings "kvTransfer" $transfer -}}
+{{- end -}}
+{{- end -}}
 {{- $lifecycle := $engine.lifecycle -}}
 {{- $_ = set $settings "lifecycle" (dict "drainDelaySeconds" $lifecycle.drainDelaySeconds "drainTimeoutSeconds" $lifecycle.drainTimeoutSeconds "stopTimeoutSeconds" $lifecycle.stopTimeoutSeconds "selfCheck" (ternary "auto" (include "spillway.onOff" $lifecycle.selfCheck) (eq (toString $lifecycle.selfCheck) "true")) "selfCheckText" $lifecycle.selfCheckText "selfCheckTimeoutSeconds" $lifecycle.selfCheckTimeoutSeconds) -}}
 {{- $names := dict -}}

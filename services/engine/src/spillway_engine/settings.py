@@ -16,6 +16,7 @@ from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_engine.chart_keys import camel_case_keys
 from spillway_engine.errors import SettingsError
 from spillway_engine.extra_arguments import argument_value, check_extra_arguments
+from spillway_engine.kv_transfer import KvTransferSettings, check_kv_transfer
 from spillway_engine.lora_settings import LoraSettings, check_lora
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
 from spillway_settings.typed import LARGEST, CamelSection, Count, NotNegative, Port
@@ -87,6 +88,7 @@ class EngineSettings(CamelSection, frozen=True):
     cpu_binding: Literal["on", "off"] | None = None  # of vllm-ascend; None: it decides
     kv_events: KvEventsSettings = KvEventsSettings()
     offload: OffloadSettings = OffloadSettings()
+    kv_transfer: KvTransferSettings | None = None
     lifecycle: LifecycleSettings = LifecycleSettings()
     extra_args: tuple[str, ...] = ()
     extra_env: dict[str, str] = msgspec.field(default_factory=dict)
@@ -122,6 +124,8 @@ def check_settings(settings: EngineSettings) -> EngineSettings:
         )
     check_lora(settings.lora, settings.served_name, names)
     refuse_credentials(offload.shared_tier, offload.extra_tiers, names)
+    if settings.kv_transfer is not None:
+        check_kv_transfer(settings.kv_transfer, offload, names)
     if offload.enabled:
         if offload.num_cpu_blocks is not None and offload.cpu_bytes_to_use is not None:
             raise SettingsError(

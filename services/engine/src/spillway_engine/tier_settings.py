@@ -139,12 +139,20 @@ def refuse_credentials(tier: SharedTierSettings, extra_tiers: Iterable[Mapping[s
             f"or a file in {names.name(REDIS + 'passwordFile')}"
         )
     for position, extra in enumerate(extra_tiers):
-        for key, value in extra.items():
-            if isinstance(value, str) and _SECRET_KEY.search(key) and not key.endswith(("_env", "_file")):
-                raise SettingsError(
-                    f"{names.name(f'offload.extraTiers[{position}].{key}')} would show a secret to every reader of "
-                    "this file; give that tier its secret by an environment variable or a file"
-                )
+        for key in plain_secrets(extra):
+            raise SettingsError(
+                f"{names.name(f'offload.extraTiers[{position}].{key}')} would show a secret to every reader of "
+                "this file; give that tier its secret by an environment variable or a file"
+            )
+
+
+def plain_secrets(options: Mapping[str, Any]) -> list[str]:
+    """The keys, of options that are passed on unread, whose text is a secret by their names."""
+    return [
+        key
+        for key, value in options.items()
+        if isinstance(value, str) and _SECRET_KEY.search(key) and not key.endswith(("_env", "_file"))
+    ]
 
 
 def connector_refusal(error: ConfigError, names: SettingNames) -> SettingsError:

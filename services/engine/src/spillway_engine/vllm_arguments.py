@@ -12,6 +12,7 @@ import msgspec
 from spillway_connector.config import ConnectorConfig
 from spillway_engine.chart_keys import settings_tree
 from spillway_engine.extra_arguments import is_secret
+from spillway_engine.kv_transfer import combined
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget
 from spillway_engine.settings import EngineSettings
@@ -57,8 +58,9 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
         arguments += ["--additional-config", _compact({"enable_cpu_binding": settings.cpu_binding == "on"})]
     if settings.kv_events.enabled:
         arguments += ["--kv-events-config", _compact(kv_events_config(settings))]
-    if settings.offload.enabled:
-        arguments += ["--kv-transfer-config", _compact(kv_transfer_config(settings))]
+    transfer = kv_transfer_config(settings)
+    if transfer is not None:
+        arguments += ["--kv-transfer-config", _compact(transfer)]
     return [*arguments, *settings.extra_args]
 
 
@@ -125,7 +127,16 @@ def kv_events_config(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
-def kv_transfer_config(settings: EngineSettings) -> dict[str, Any]:
+def kv_transfer_config(settings: EngineSettings) -> dict[str, Any] | None:
+    """Of all connectors of the engine."""
+    other = settings.kv_transfer
+    if not settings.offload.enabled:
+        return None if other is None else other.configuration()
+    own = own_transfer_config(settings)
+    return own if other is None else combined(other, own)
+
+
+def own_transfer_config(settings: EngineSettings) -> dict[str, Any]:
     """What vLLM hands to Spillway's connector; the keys are the connector's, see its config module."""
     offload = settings.offload
     options = {name: getattr(offload, name) for name in ConnectorConfig.__struct_fields__}

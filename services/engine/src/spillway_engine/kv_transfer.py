@@ -1,0 +1,76 @@
+"""Another KV connector of vLLM in the same engine, such as one that moves KV from prefill to decode engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.setting_names import SettingNames
+from spillway_engine.errors import SettingsError
+from spillway_engine.tier_settings import plain_secrets
+from spillway_settings.typed import CamelSection
+
+COMBINATION = "MultiConnector"  # of vLLM
+# Each would be a second owner of the engine's CPU tier, or is what holds the two connectors.
+NOT_BESIDE = ("SpillwayConnector", "OffloadingConnector", "SimpleCPUOffloadConnector", COMBINATION)
+
+ConnectorName = Annotated[
+    str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", description="vLLM's name of a connector, such as NixlConnector")
+]
+ModulePath = Annotated[
+    str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*\Z", description="a Python module")
+]
+
+
+class KvTransferSettings(CamelSection, frozen=True):
+    connector: ConnectorName
+    module_path: ModulePath | None = None  # None: vLLM knows the name
+    role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
+    extra_config: dict[str, Any] = msgspec.field(default_factory=dict)  # passed on unread
+
+    def configuration(self) -> dict[str, Any]:
+        """As vLLM's --kv-transfer-config has it."""
+        given: dict[str, Any] = {"kv_connector": self.connector, "kv_role": self.role}
+        if self.module_path is not None:
+            given["kv_connector_module_path"] = self.module_path
+        if self.extra_config:
+            given["kv_connector_extra_config"] = self.extra_config
+        return given
+
+
+def combined(other: KvTransferSettings, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Both in one engine. vLLM loads a request's KV from the first that has some: the other, whose KV may be held for
+    this very request by a prefill engine; what is computed goes to both."""
+    return {
+        "kv_connector": COMBINATION,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": own["kv_load_failure_policy"],  # vLLM reads this one
+        "kv_connector_extra_config": {"connectors": [other.configuration(), dict(own)]},
+    }
+
+
+def check_kv_transfer(other: KvTransferSettings, offload: ConnectorConfig, names: SettingNames) -> None:
+    """Raises SettingsError."""
+    if other.connector in NOT_BESIDE:
+        raise SettingsError(
+            f"{names.given('kvTransfer.connector', other.connector)} is no second connector: Spillway's own is there "
+            "with offload.enabled: true and combines the two itself; name the other one, or remove kvTransfer"
+        )
+    for setting, value in (
+        ("offload.layerwiseLoads", offload.layerwise_loads),
+        ("offload.computeWhileLoading", offload.compute_while_loading),
+    ):
+        if value == "on":
+            raise SettingsError(
+                f"{names.given(setting, value)} is not proven beside "
+                f'{names.given("kvTransfer.connector", other.connector)}; set it to "off"'
+            )
+    for key in plain_secrets(other.extra_config):
+        raise SettingsError(
+            f"{names.name(f'kvTransfer.extraConfig.{key}')} would show a secret to every reader of this file; give "
+            "that connector its secret by an environment variable or a file"
+        )
