@@ -145,6 +145,10 @@ bench-first-token: $(STAMP) $(ENGINE_STAMP) ## Time to first token by tier, besi
 ##+ BENCH="--busy-loops 2" lets two processes compute beside the engines
 	@$(BIN)/python bench/first_token.py $(if $(VLLM),--vllm $(subst $(COMMA), ,$(VLLM))) $(BENCH)
 
+.PHONY: bench-chat-turns
+bench-chat-turns: $(STAMP) ## Turns of a chat whose KV was evicted, with the KV of answers kept or not, and what keeping it costs. About 20 minutes
+	@$(BIN)/python bench/chat_turns.py $(BENCH)
+
 .PHONY: bench-slow-tier
 bench-slow-tier: $(STAMP) ## First tokens where the shared tier is slower than computing: computed, loaded, both at once. About ten minutes
 	@$(BIN)/python bench/slow_tier.py $(BENCH)

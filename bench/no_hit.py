@@ -3,12 +3,14 @@
     python bench/no_hit.py [--seconds 360] [--prompts 8] [--concurrency 4] [--tokens 512]
 
 Four engines run at once: without offload, with the CPU tier, and with NVMe or Redis below it, all with
-default settings. Only one of them is asked at a time; the others idle. Each round asks every engine `--prompts` new
-prompts by `--concurrency` clients and then waits until its tiers have written everything, so that no engine pays for
-the pending work of another. The order of engines changes from round to round. Throughputs are compared within a round,
-so that disturbances of the machine cancel out; figures are medians over rounds, with a 95 % bootstrap interval of the
-ratio. Rounds are short and repeat until `--seconds` are over. The second figure is the engine's CPU time per prompt,
-background writing included, which is less sensitive to other work on the machine.
+default settings. `--configurations off vllm` compares vLLM's server by itself, without connector and middleware, with
+an engine whose offload is off: they should not differ. Only one engine is asked at a time; the others idle. Each round
+asks every engine `--prompts` new prompts by `--concurrency` clients and then waits until its tiers have written
+everything, so that no engine pays for the pending work of another. The order of engines changes from round to round.
+Throughputs are compared within a round, so that disturbances of the machine cancel out; figures are medians over
+rounds, with a 95 % bootstrap interval of the ratio. Rounds are short and repeat until `--seconds` are over. The
+second figure is the engine's CPU time per prompt, background writing included, which is less sensitive to other work
+on the machine.
 
 Goal: a ratio of at least 0.98. `kept` when the whole interval is there, `missed` when none of it is (exit status
 1), else `undecided`. Prints a table, writes build/bench/no_hit.json (flat; units are in the keys).
@@ -35,17 +37,28 @@ import httpx
 from first_token import BLOCK_TOKENS, TAIL_TOKENS, BenchError, ask, free_port, make_prompt, processor, stored_counter
 from paired_rounds import GOAL_RATIO, ROUNDS_LEAST, ordered, paired_ratio, promise_of
 from prometheus_client.parser import text_string_to_metric_families
+from stock_engines import stock_stack
 
+from spillway_stack.bundled_model import choose_model
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.processes import PROC, descendants
 from spillway_stack.settings import StackSettings
 
 CONFIGURATIONS = ("off", "cpu", "nvme", "redis")
+VLLM_ALONE = "vllm"
 SHARED_TIERS = ("nvme", "redis")
 SETTLE_SECONDS = 30.0
 SETTLE_POLL_SECONDS = 0.2
 QUIET_POLLS = 3  # unchanged readings in a row that mean that no writes are pending
 OUTPUT = Path("build/bench/no_hit.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine. model: the served name."""
+
+    stack: LocalStack
+    model: str
 
 
 @dataclass
@@ -62,12 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     blocks = given.tokens // BLOCK_TOKENS
     rounds = {name: Rounds() for name in given.configurations}
     with ExitStack() as stacks:
-        running: dict[str, LocalStack] = {}
+        running: dict[str, Engine] = {}
         stored: dict[str, Callable[[], int]] = {}
         for name in given.configurations:
             folder = Path(stacks.enter_context(tempfile.TemporaryDirectory(prefix=f"spillway-no-hit-{name}-")))
-            running[name] = stacks.enter_context(LocalStack(settings_for(name, blocks, given.concurrency), folder))
-            stored[name] = stored_counter(name, running[name], folder) if name in SHARED_TIERS else lambda: 0
+            running[name] = engine_for(name, blocks, given.concurrency, folder)
+            stack = stacks.enter_context(running[name].stack)
+            stored[name] = stored_counter(name, stack) if name in SHARED_TIERS else lambda: 0
             print(f"{name}: the engine is up", flush=True)
         numbers = itertools.count()
         tokens = blocks * BLOCK_TOKENS + TAIL_TOKENS
@@ -90,27 +104,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(value == "missed" for key, value in report.items() if key.endswith("_promise")) else 0
 
 
-def settings_for(name: str, blocks: int, concurrency: int) -> StackSettings:
+def engine_for(name: str, blocks: int, concurrency: int, folder: Path) -> Engine:
     """Device memory for the running requests and little more, so that blocks are evicted as under load."""
-    return StackSettings(
+    settings = StackSettings(
         port=free_port(),
         engines=1,
         shared_tier=name if name in SHARED_TIERS else "none",
-        offload=name != "off",
+        offload=name not in ("off", VLLM_ALONE),
         num_cpu_blocks=8 * blocks,
         device_blocks=(blocks + 2) * (concurrency + 2),
         max_length=(blocks + 2) * BLOCK_TOKENS,
         gateway=False,
     )
+    if name == VLLM_ALONE:
+        alone = stock_stack(settings, folder, None)
+        return Engine(alone.stack, alone.model)
+    return Engine(LocalStack(settings, folder), choose_model(settings.model, lambda line: None).served_name)
 
 
 def run_round(
-    stack: LocalStack, stored: Callable[[], int], numbers: itertools.count[int], tokens: int, given: argparse.Namespace
+    asked: Engine, stored: Callable[[], int], numbers: itertools.count[int], tokens: int, given: argparse.Namespace
 ) -> tuple[float, float, float]:
     """Prompts per second, processor seconds per prompt, bytes written to the shared tier."""
     prompts = [make_prompt(f"unseen {next(numbers)}", tokens) for _ in range(given.prompts)]
-    engine = stack.engines[0]
-    port, model = stack.settings.engine_port(0), stack.model.served_name
+    stack, model = asked.stack, asked.model
+    engine, port = stack.engines[0], stack.settings.engine_port(0)
     parent = stack.status()[[status.name for status in stack.status()].index(engine.name)].identity
     if parent is None:
         raise BenchError(f"{engine.name} is not running; see {stack.folder.logs}")
@@ -226,7 +244,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="per engine and round (default 8)")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="of each prompt, in whole blocks (default 512)")
-    parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
+    parser.add_argument(
+        "--configurations", nargs="+", choices=(*CONFIGURATIONS, VLLM_ALONE), default=list(CONFIGURATIONS)
+    )
     return parser.parse_args(arguments)
 
 

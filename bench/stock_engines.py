@@ -1,8 +1,8 @@
-"""Engines with vLLM's own tiering on the CPU platform, as a local stack: no Spillway connector.
+"""Engines of vLLM alone on the CPU platform, as a local stack: no Spillway connector and no middleware.
 
-vLLM's API server with the arguments that Spillway's engine service gives it without offload, and vLLM's
-OffloadingConnector with one secondary tier. Scheduler half, manager and tier factory are vLLM's. Its worker refuses
-CPUs, so the worker is the one of tests/stock_tiers, the same for every tier.
+vLLM's API server with the arguments that Spillway's engine service gives it without offload, and no connector, or
+vLLM's OffloadingConnector with one secondary tier. Scheduler half, manager and tier factory are vLLM's. Its worker
+refuses CPUs, so the worker is the one of tests/stock_tiers, the same for every tier.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class StockStack:
     model: str
 
 
-def stock_stack(settings: StackSettings, folder: Path, tier: str) -> StockStack:
-    """settings: of Spillway's own pair, from which the sizes are taken. tier: "fs", "nvme" or "redis"."""
+def stock_stack(settings: StackSettings, folder: Path, tier: str | None) -> StockStack:
+    """settings: of Spillway's own engines, from which the sizes are taken. tier: "fs", "nvme" or "redis"; None: no
+    connector."""
     bare = replace(settings, offload=False, shared_tier="none", engine_overrides=(), gateway=False)
     state = StateFolder(folder.resolve())
     model = choose_model(bare.model, lambda line: None)
@@ -52,7 +53,7 @@ def stock_stack(settings: StackSettings, folder: Path, tier: str) -> StockStack:
     for index in range(bare.engines):
         tree = engine_configuration(bare, model, state, index)
         engine = resolve_engine(engine_settings(tree), load_model_shape(model.folder), probe_machine())
-        connector = transfer_config(tier, settings, engine, folder)
+        connector = transfer_config(tier, settings, engine, folder) if tier is not None else None
         arguments = server_arguments(engine.settings, engine.machine, engine.budget)
         at = arguments.index(MIDDLEWARE)
         environment = server_environment(engine.settings, engine.machine, model_is_folder=Path(model.folder).is_dir())
@@ -63,7 +64,7 @@ def stock_stack(settings: StackSettings, folder: Path, tier: str) -> StockStack:
                 [
                     *(str(interpreter(bare.engine_vllm(index))), "-m", SERVER_MODULE),
                     *(*arguments[: at - 1], *arguments[at + 1 :]),
-                    *("--kv-transfer-config", json.dumps(connector)),
+                    *(["--kv-transfer-config", json.dumps(connector)] if connector is not None else []),
                 ],
                 port,
                 ready_path="/health",
