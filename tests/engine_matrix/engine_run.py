@@ -9,7 +9,9 @@ Prints `RUN {json}` with the model for each case:
     cpu          Spillway with the CPU tier
     chunks       the same, two device blocks to a chunk
     nvme         Spillway with a small CPU tier, so that chunks are loaded from files
-    redis        the same, from a Valkey
+    nvme-other   the same, in the directory that the `nvme` of its `other_size` has filled: an engine of the same model
+                 with another number of ranks
+    redis        the same as nvme, from a Valkey
     early        the same as nvme, with reads that wait until a load has begun with part of its chunks
     meet, meet-async
                  the same as nvme, each prompt computed from its front while the tier's end of it is loaded; with
@@ -82,8 +84,9 @@ def transfer_config(case: str, wanted: Model, folder: Path, redis_url: str = "")
         extra |= {"spec_name": "FailingSpec", "spec_module_path": "engine_matrix.failing_spec"}
     if case.startswith("meet"):
         extra["compute_while_loading"] = "on"
-    if case in ("nvme", "redis", "early", "meet", "meet-async"):
-        tier: dict[str, Any] = {"type": "nvme", "path": str(folder / f"{case}-{wanted.name}"), "max_bytes": 1 << 30}
+    if case in ("nvme", "nvme-other", "redis", "early", "meet", "meet-async"):
+        directory = f"nvme-{wanted.other_size}" if case == "nvme-other" else f"{case}-{wanted.name}"
+        tier: dict[str, Any] = {"type": "nvme", "path": str(folder / directory), "max_bytes": 1 << 30}
         if case == "redis":
             tier = {"type": "redis", "url": redis_url}
         limits = {"lookup_timeout_seconds": 60.0, "load_timeout_seconds": 60.0, "store_timeout_seconds": 60.0}

@@ -101,6 +101,7 @@ class Model:
     refuses: str | None = None  # vLLM's error where it cannot run this model on a CPU at all
     torch_mla: bool = False  # install engine_matrix.torch_mla first where vLLM's CPU platform has no MLA kernels
     platform: str = "cpu"  # or "cuda"
+    other_size: str | None = None  # the row of the same model with another number of ranks, for the case `nvme-other`
 
 
 CPU_MODELS = (
@@ -130,6 +131,7 @@ CPU_MODELS = (
         _DEEPSEEK | _CPU_LATENTS,
         more_cases=("npu", "npu-off"),
         torch_mla=True,
+        other_size="deepseek-v2-two-ranks",
     ),
     Model(
         "deepseek-v2-two-ranks",
@@ -140,6 +142,7 @@ CPU_MODELS = (
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         more_cases=("device",),
         torch_mla=True,
+        other_size="deepseek-v2",
     ),
     Model(
         "qwen3-next",

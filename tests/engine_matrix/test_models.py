@@ -16,6 +16,7 @@ from spillway_connector.engine.generation import Generation, generation
 pytestmark = pytest.mark.timeout(1800)  # of the first, which starts all engines
 CPU_FLAGS = set(Path("/proc/cpuinfo").read_text().split())
 HAS_FP8_CACHE = bool(CPU_FLAGS & {"avx512f", "amx_tile"})
+PROMPTS = 3  # different ones, of engine_run; each comes once before any comes again
 SMALL = ["none", "cpu", "lossy"]  # the reference answers, Spillway's, and the control with wrong bytes
 MEETS = ["none", "meet", "meet-async"] if generation() is Generation.V023 else []
 CASES = {
@@ -59,3 +60,18 @@ def test_a_kv_cache_in_fp8_answers_as_without_offload(outcomes: dict[str, Outcom
 
 def test_two_ranks_answer_as_without_offload(tmp_path: Path) -> None:
     require_same_answers(run_model("llama-tp2", tmp_path, SMALL), SMALL)
+
+
+def test_latents_that_one_rank_stored_are_loaded_by_two_and_the_other_way_round(tmp_path: Path) -> None:
+    """Engines of one model with other numbers of ranks, on one directory, one after the other."""
+    one = run_model("deepseek-v2", tmp_path, ["none", "nvme"])
+    require_same_answers(one, ["none", "nvme"])
+    two = run_model("deepseek-v2-two-ranks", tmp_path, ["nvme-other", "nvme"])
+    again = run_model("deepseek-v2", tmp_path, ["nvme-other"])
+    for loader in (two, again):
+        loader.runs = {"none": one.runs["none"], **loader.runs}
+        require_same_answers(loader, list(loader.runs))
+        assert "nvme-other" in loader.runs
+        # Already when each prompt comes for the first time: by then this engine has computed none of it.
+        assert min(loader.runs["nvme-other"]["cached"][:PROMPTS]) > 0
+    assert max(two.runs["nvme"]["cached"][:PROMPTS]) == 0

@@ -19,7 +19,7 @@ _TESTS = Path(__file__).parents[1]
 # Cases that must answer like the engine without offload, and must have loaded something.
 _LAYERS = ("layers", "layers-failing", "layers-refused")
 _MET = ("meet", "meet-async")
-SAME = ("cpu", "chunks", "nvme", "redis", "early", "failing", "npu", "npu-off", *_LAYERS, *_MET)
+SAME = ("cpu", "chunks", "nvme", "nvme-other", "redis", "early", "failing", "npu", "npu-off", *_LAYERS, *_MET)
 
 
 @dataclass
@@ -94,7 +94,7 @@ def faults(outcome: Outcome) -> list[str]:
     for case in ("lossy", "layers-lossy"):
         if case in runs and not _differing(right, runs[case]):
             found.append(f"{case}: loads of zeroes change no answer, so the comparison proves nothing")
-    for case in ("nvme", "redis", "early", *_MET):
+    for case in ("nvme", "nvme-other", "redis", "early", *_MET):
         if case in runs and not runs[case]["tier_read_bytes"]:
             found.append(f"{case}: nothing was read from the shared tier")
     for case in _MET:

@@ -92,21 +92,26 @@ def namespace(config: VllmConfig, layout: Layouts | None = None, **other: Any) -
     return Namespace.of(facts_of(config, layout, **other))
 
 
-def test_a_row_that_holds_the_kv_of_all_ranks_once_is_another_namespace(model: Path):
-    """Than one with a cell for each: what was stored that way is not loaded."""
-    config = engine(model)
-    by_rank, once = (
-        namespace_facts(
-            config,
-            kv_cache(config),
-            ChunkGeometry(rank_block_bytes=8192, blocks_per_chunk=1, num_ranks=2, one_cell=one_cell),
-            hash_block_size=BLOCK_TOKENS,
-            layouts=layouts(),
-        )
-        for one_cell in (False, True)
-    )
-    assert once == by_rank | {"ranks_hold_the_same": True}
-    assert Namespace.of(once).hex != Namespace.of(by_rank).hex
+def of_ranks(model: Path, num_ranks: int, *, one_cell: bool, settings: Settings | None = None) -> Namespace:
+    config = engine(model, {"tensor_parallel_size": num_ranks, "distributed_executor_backend": "mp"} | (settings or {}))
+    geometry = ChunkGeometry(rank_block_bytes=8192, blocks_per_chunk=1, num_ranks=num_ranks, one_cell=one_cell)
+    facts = namespace_facts(config, kv_cache(config), geometry, hash_block_size=BLOCK_TOKENS, layouts=layouts())
+    return Namespace.of(facts)
+
+
+def test_a_row_that_holds_the_kv_of_all_ranks_once_is_that_of_one_rank(model: Path):
+    """So engines with any number of ranks share blocks, but for what is computed otherwise with it."""
+    alone = of_ranks(model, 1, one_cell=False)
+    for num_ranks in (2, 4):
+        once = of_ranks(model, num_ranks, one_cell=True)
+        assert once.hex == alone.hex, explain_difference(once.document, alone.document)
+    assert of_ranks(model, 2, one_cell=True, settings={"dtype": "float32"}).hex != alone.hex
+
+
+def test_a_row_with_a_cell_for_each_rank_is_of_that_number_of_ranks(model: Path):
+    """No engine loads rows of another length, or with another rank's heads where its own should be."""
+    by_rank = [of_ranks(model, num_ranks, one_cell=False).hex for num_ranks in (1, 2, 4)]
+    assert len({*by_rank, of_ranks(model, 2, one_cell=True).hex}) == 3
 
 
 # --- what must distinguish engines ----------------------------------------------------------------------------------

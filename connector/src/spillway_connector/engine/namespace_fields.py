@@ -97,6 +97,10 @@ def namespace_facts(
     their bytes are then not read.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    config = json_value(vllm_config, "VllmConfig")
+    # A row that holds once what all ranks hold is that of one rank, byte for byte: so many ranks change nothing.
+    tensor_ranks = 1 if geometry.one_cell else parallel.tensor_parallel_size
+    config["parallel_config"]["tensor_parallel_size"] = tensor_ranks
     facts = {
         "namespace_version": NAMESPACE_VERSION,
         "layout_version": LAYOUT_VERSION,
@@ -123,18 +127,16 @@ def namespace_facts(
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_seed": hash_seed() or "",
         "parallel": {
-            "tensor": parallel.tensor_parallel_size,
+            "tensor": tensor_ranks,
             "pipeline": parallel.pipeline_parallel_size,
             "decode_context": parallel.decode_context_parallel_size,
             "prefill_context": parallel.prefill_context_parallel_size,
         },
-        "config": json_value(vllm_config, "VllmConfig"),
+        "config": config,
         **context_length_facts(model),
         "environment": environment_facts(os.environ),
         "versions": version_facts(),
     }
-    if geometry.one_cell:
-        facts["ranks_hold_the_same"] = True  # and a row holds it once; what was stored by rank is not this
     if weights_version is not None:
         facts["weights_version"] = weights_version
     if (drafter := _drafter_identity(vllm_config, weights_version is not None)) is not None:
