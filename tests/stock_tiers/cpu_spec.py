@@ -21,15 +21,20 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CpuWorker(OffloadingWorker):
-    """One KV group, one block a chunk."""
+    """One KV group, one block a chunk, one layer a tensor."""
 
-    def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
+    def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion, *, canonical: bool) -> None:
         (self._refs,) = caches.group_data_refs
         self._region = region
+        self._canonical = canonical
         self._cells = []
-        for cache in caches.tensors:
+        for cache, ref in zip(caches.tensors, self._refs, strict=True):
             blocks = cache.tensor.view(torch.int8).view((-1, cache.page_size_bytes))
-            self._cells.append((blocks, region.create_next_worker_view(cache.page_size_bytes)))
+            if canonical:
+                view = region.create_next_canonical_view(ref.mapping.canonical_page_size_bytes)
+            else:
+                view = region.create_next_worker_view(cache.page_size_bytes)
+            self._cells.append((blocks, view))
         self._ended: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -44,11 +49,27 @@ class CpuWorker(OffloadingWorker):
         for ref in self._refs:
             device, host = self._cells[ref.tensor_idx]
             for block, chunk in pairs:
-                source, target = (host[chunk], device[block]) if to_device else (device[block], host[chunk])
-                target.copy_(source)
-                moved_bytes += target.numel()
+                if self._canonical and not to_device and not ref.mapping.is_writer(chunk):
+                    continue
+                for on_device, on_host in self._spans(ref, device[block], host[chunk]):
+                    source, target = (on_host, on_device) if to_device else (on_device, on_host)
+                    target.copy_(source)
+                    moved_bytes += target.numel()
         self._ended.append(TransferResult(job_id, success=True, transfer_size=moved_bytes, transfer_time=1e-6))
         return True
+
+    def _spans(self, ref: Any, page: torch.Tensor, cell: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of a block on the device and its place in a row, what goes where."""
+        if not self._canonical:
+            return [(page, cell)]
+        return [
+            (
+                page[run.local_offset + at * run.local_stride :][: run.fragment_size],
+                cell[run.canonical_offset + at * run.canonical_stride :][: run.fragment_size],
+            )
+            for run in ref.mapping.runs
+            for at in range(run.num_fragments)
+        ]
 
     def get_finished(self) -> list[TransferResult]:
         ended, self._ended = self._ended, []
@@ -68,9 +89,11 @@ class CpuTieringSpec(TieringOffloadingSpec):
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
                 num_chunks=self.num_chunks,
-                rank=self.config.parallel.rank,
+                rank=0 if self.replicated_layout else self.config.parallel.rank,
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            self._worker = CpuWorker(kv_caches, region)
+            if self.config.canonical_layout:
+                self._validate_canonical_refs(kv_caches)
+            self._worker = CpuWorker(kv_caches, region, canonical=self.config.canonical_layout)
         return self._worker

@@ -11,6 +11,10 @@ Prints `RUN {json}` for each case: tokens, log-probabilities, cached tokens and 
     nvme-restart   again on the files of `nvme`: every prompt is loaded, the first time it is asked
     nvme-damaged   before the second round one byte of every second file is changed
     redis-killed   in the middle of the second round the server is killed
+    one-by-one     Spillway's tier and vLLM's canonical_layout: blocks that one rank stores and loads
+    two-by-two     the same of two ranks, which VLLM_CPU_OMP_THREADS_BIND places
+    one-by-two, two-by-one
+                   again on these files, with the other number of ranks
 
 STOCK_MODEL=FOLDER takes a real model, with prompts of 1,500 tokens, instead of a tiny one.
 """
@@ -33,7 +37,8 @@ from engine_matrix.models import build, model
 from stock_tiers.scheduler_side import PATIENT
 
 PROMPTS, ANSWER_TOKENS = 6, 8
-CASES = ("none", "fs", "nvme", "nvme-class", "nvme-restart", "nvme-damaged", "redis", "redis-killed")
+CASES = ("none", "fs", "nvme", "nvme-class", "nvme-restart", "nvme-damaged", "redis", "redis-killed", "one-by-one")
+RANKS = {"one": 1, "two": 2}
 
 
 class Workload:
@@ -60,7 +65,7 @@ def secondary_tiers(case: str, folder: Path, server: Any) -> list[dict[str, Any]
         return [{"type": "fs", "root_dir": str(folder / "fs")}]
     if case.startswith("redis"):
         return [{"type": "spillway-redis", "url": f"redis://127.0.0.1:{server.port}/0", **PATIENT}]
-    place = "nvme" if case == "nvme-restart" else case
+    place = "nvme" if case == "nvme-restart" else case.partition("-by-")[0]
     entry = {"type": "spillway-nvme", "path": str(folder / place), "mode": "files", "max_bytes": "2 GiB", **PATIENT}
     if case == "nvme-class":
         entry |= {"type": "SpillwayNvmeTier", "module_path": "spillway_connector.engine.stock.tiers", "mode": "slab"}
@@ -109,8 +114,11 @@ def run(case: str, folder: Path, work: Workload) -> dict[str, Any]:
                 "spec_name": "CpuTieringSpec",
                 "spec_module_path": "stock_tiers.cpu_spec",
                 "secondary_tiers": secondary_tiers(case, folder, server),
+                **({"canonical_layout": True} if "-by-" in case else {}),
             },
         }
+    if RANKS.get(case.rpartition("-by-")[2]) == 2:
+        settings |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     asked_at: list[float] = []
     damaged = 0
 

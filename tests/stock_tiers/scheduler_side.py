@@ -35,7 +35,7 @@ _MODEL = {
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_attention_heads": HEADS,
+    "num_attention_heads": 2 * HEADS,
     "num_key_value_heads": HEADS,
     "head_dim": HEAD_SIZE,
     "num_hidden_layers": LAYERS,
@@ -75,8 +75,8 @@ def engine_config(model: Path, extra: Mapping[str, Any], **settings: Any) -> Any
     return config
 
 
-def cache_config(device_blocks: int = DEVICE_BLOCKS) -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
+def cache_config(device_blocks: int = DEVICE_BLOCKS, heads: int = HEADS) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
     page = spec.page_size_bytes
     tensor = KVCacheTensor(

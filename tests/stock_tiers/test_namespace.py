@@ -21,17 +21,25 @@ from spillway_connector.engine.stock.tiers import SpillwayNvmeTier
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import explain_difference
 from spillway_connector.plan.geometry import ChunkGeometry
-from stock_tiers.scheduler_side import LAYERS, build_model, cache_config, engine_config
+from stock_tiers.scheduler_side import HEADS, LAYERS, build_model, cache_config, engine_config
 
 EXTRA = {"cpu_bytes_to_use": 1 << 20}
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
 class Parts:
     """vLLM's objects of one engine."""
 
-    def __init__(self, model: Path, extra: Mapping[str, Any] = EXTRA, device_blocks: int = 32, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        extra: Mapping[str, Any] = EXTRA,
+        device_blocks: int = 32,
+        heads: int = HEADS,
+        **settings: Any,
+    ) -> None:
         self.vllm_config = engine_config(model, extra, **settings)
-        self.caches = cache_config(device_blocks)
+        self.caches = cache_config(device_blocks, heads)
         self.offloading = build_offloading_config(self.vllm_config, self.caches)
 
     def document(self, **changed: Any) -> bytes:
@@ -63,6 +71,23 @@ def test_capacities_and_names_of_engines_are_not_in_it(model: Path, parts: Parts
 )
 def test_how_rows_are_filled_is_in_it(parts: Parts, changed: dict[str, Any]) -> None:
     assert parts.document(**changed) != parts.document()
+
+
+def test_canonical_rows_are_those_of_any_number_of_ranks(model: Path) -> None:
+    """Of one rank with two heads and of two with a head each: vLLM writes them alike then, and only then."""
+    for canonical in (True, False):
+        extra = EXTRA | ({"canonical_layout": True} if canonical else {})
+        one, two = Parts(model, extra), Parts(model, extra, heads=HEADS // 2, **TWO_RANKS)
+        assert two.offloading.canonical_layout == canonical
+        assert (one.document() == two.document()) == canonical, explain_difference(one.document(), two.document())
+
+
+def test_ranks_that_hold_the_same_heads_have_rows_of_their_own_size(model: Path) -> None:
+    """Of four ranks two each hold the same head, and vLLM's row keeps room for all four."""
+    extra = EXTRA | {"canonical_layout": True}
+    four = Parts(model, extra, heads=1, **TWO_RANKS | {"tensor_parallel_size": 4})
+    assert four.offloading.parallel.is_parallelism_agnostic
+    assert four.document() not in (Parts(model, extra).document(), Parts(model, extra, heads=1, **TWO_RANKS).document())
 
 
 @pytest.mark.parametrize("part", ["model", "cache", "parallel"])

@@ -25,6 +25,7 @@ WITHOUT_COUNTERPART = {
     "swap_in_threshold": "a prefix is loaded wherever that beats computing it, by measured rates",
     "store_threshold": "every complete chunk is stored",
     "lazy_offload": "chunks are stored as they are computed, beside the computation",
+    "canonical_layout": "MLA's blocks are the same for every tensor parallel size, and heads are stored by rank",
     "enable_offload_prefix_caching": "prefixes in the CPU tier are always looked up",
 }
 

@@ -43,6 +43,7 @@ _KERNEL_PACKAGES = (
     "vllm-flash-attn",
     "xformers",
 )
+_HEADED = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})  # whose blocks are pages of heads, and no more
 
 
 def stock_namespace(spec: OffloadingSpec, engine: EngineObjects, row_bytes: int) -> Namespace:
@@ -57,7 +58,8 @@ def stock_namespace(spec: OffloadingSpec, engine: EngineObjects, row_bytes: int)
     geometry = ChunkGeometry(
         rank_block_bytes=config.worker_kv_bytes_per_block,
         blocks_per_chunk=config.cache.blocks_per_chunk,
-        num_ranks=1 if config.replicated_layout else config.parallel.world_size,
+        num_ranks=config.parallel.world_size,
+        one_cell=config.replicated_layout,
     )
     facts = namespace_facts(
         engine.vllm_config,
@@ -67,7 +69,26 @@ def stock_namespace(spec: OffloadingSpec, engine: EngineObjects, row_bytes: int)
         layouts=[row_facts(spec, row_bytes)],
         weights_version=weights_version,
     )
+    if config.canonical_layout and config.parallel.is_parallelism_agnostic and not config.replicated_layout:
+        _name_heads_of_all_ranks(facts, engine.vllm_config.model_config.get_total_num_kv_heads())
     return Namespace.of(facts)
+
+
+def _name_heads_of_all_ranks(facts: dict[str, Any], heads: int) -> None:
+    """In place of one rank's: canonical rows hold those of all ranks side by side, layer by layer.
+
+    Only where they are all of one number, and a row has no room beside them: else sizes differ with the ranks anyway.
+    """
+    kinds = {group["kind"] for group in facts["groups"]}
+    (rank_heads, *others) = {group["spec"].get("num_kv_heads") for group in facts["groups"]}
+    if kinds - _HEADED or others or rank_heads * facts["parallel"]["tensor"] != heads:
+        return
+    for group in facts["groups"]:
+        group["spec"]["num_kv_heads"] = heads
+        group["page_bytes"] *= heads // rank_heads
+    facts["rank_block_bytes"] *= heads // rank_heads
+    facts["tensors"] = [{"layers": tensor["layers"]} for tensor in facts["tensors"]]  # without one rank's strides
+    facts["parallel"]["tensor"] = facts["config"]["parallel_config"]["tensor_parallel_size"] = 1
 
 
 def row_facts(spec: OffloadingSpec, row_bytes: int) -> dict[str, Any]:
