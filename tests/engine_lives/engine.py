@@ -171,7 +171,7 @@ class Figures:
     rows_kept_back: int = 0
     finished: int = 0
     aborted: int = 0
-    by_request: dict[str, list[int]] = field(default_factory=dict)
+    cached_tokens: dict[str, int] = field(default_factory=dict)  # of each request's prompt, when it began last
 
 
 class Engine:
@@ -392,6 +392,7 @@ class Engine:
             self.figures.preemptions += 1
         for new in output.scheduled_new_reqs:
             self._stale.discard(new.req_id)
+            self.figures.cached_tokens[new.req_id] = new.num_computed_tokens
             self._rows[new.req_id] = _Row([list(blocks) for blocks in new.block_ids], new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for at, name in enumerate(cached.req_ids):
