@@ -25,7 +25,8 @@ def converse(engine: Engine, block_tokens: int) -> list[Turn]:
     rng = random.Random(0)
     history: list[int] = []
     turns: list[Turn] = []
-    for new, answer in ((block_tokens + 3, block_tokens - 3), (2 * block_tokens, 7), (block_tokens + 1, block_tokens), (5, 1)):
+    block = block_tokens
+    for new, answer in ((block + 3, block - 3), (2 * block, 7), (block + 1, block), (5, 1)):
         name = f"turn {len(turns)}"
         prompt = history + [rng.randrange(3, 500) for _ in range(new)]
         engine.submit(name, prompt, answer)

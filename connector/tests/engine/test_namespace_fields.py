@@ -300,6 +300,9 @@ def test_what_changes_no_byte_splits_nothing(model: Path, settings: Settings):
         ("parallel_config", "master_addr", "10.0.0.7"),
         ("parallel_config", "master_port", 1234),
         ("cache_config", "num_gpu_blocks", 77),
+        # What the worker of one rank writes into the configuration that it alone shares with the scheduler.
+        ("cache_config", "hash_block_size", 16),
+        *([("cache_config", "cache_hit_alignment_tokens", 16)] if SINCE_0_30 else []),
         ("cache_config", "kv_cache_memory_bytes", 1 << 30),
         ("load_config", "download_dir", "/elsewhere"),
         ("compilation_config", "cache_dir", "/elsewhere"),

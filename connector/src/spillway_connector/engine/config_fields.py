@@ -72,11 +72,12 @@ FIRST: Mapping[str, Fields] = {
         },
     ),
     "CacheConfig": _fields(
-        "block_size hash_block_size cache_dtype sliding_window prefix_caching_hash_algo calculate_kv_scales "
+        "block_size cache_dtype sliding_window prefix_caching_hash_algo calculate_kv_scales "
         "kv_cache_dtype_skip_layers mamba_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype "
         "mamba_cache_mode kv_sharing_fast_prefill",
         {
             _RESULT: "user_specified_block_size user_specified_mamba_block_size is_attention_free _block_size_resolved",
+            "resolved in tokens_per_hash; with one rank alone the worker writes that here": "hash_block_size",
             _CAPACITY: "gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks "
             "kv_cache_memory_bytes enable_prefix_caching",
             _OTHER_MACHINERY: "kv_offloading_size kv_offloading_backend",
@@ -202,10 +203,13 @@ ADDED: Mapping[str, Fields] = {
         },
     ),
     "CacheConfig": _fields(
-        "kv_cache_layout prefix_match_unit cache_hit_alignment_tokens effective_attention_block_size "
+        "kv_cache_layout prefix_match_unit effective_attention_block_size "
         "enable_mamba_fine_grained_prefix_cache enable_mamba_shared_prefix_checkpoint replayssm_buffer_len "
         "use_replayssm use_kda_recoverssm skip_page_size_padded swa_bounded_replay",
-        {_CAPACITY: "kv_cache_max_concurrency kv_cache_size_tokens prefix_cache_retention_interval"},
+        {
+            "where a hit may end; with one rank alone the worker writes it here": "cache_hit_alignment_tokens",
+            _CAPACITY: "kv_cache_max_concurrency kv_cache_size_tokens prefix_cache_retention_interval",
+        },
     ),
     "ParallelConfig": _fields(
         "",
