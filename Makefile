@@ -14,8 +14,8 @@ UV := .venv/bootstrap/bin/uv
 DISTRIBUTIONS := settings connector gateway services/ctl services/engine services/simulator services/stack
 # Of an environment with another vLLM; the stack and the gateway there for tests alone, without what only they need.
 ENGINE_DISTRIBUTIONS := settings connector gateway services/engine services/stack
-# What an interpreter with a vLLM of its own needs to import the connector from this checkout.
-CONNECTOR := settings/src:connector/src
+# What an interpreter with a vLLM of its own needs to import the connector from this checkout, and what compares answers.
+CONNECTOR := settings/src:connector/src:services/engine/src
 VERSION := 0.1.0
 HELM ?= helm
 CONTAINER ?= $(firstword $(foreach c,docker podman,$(if $(shell command -v $(c)),$(c))))

@@ -27,19 +27,18 @@ import argparse
 import asyncio
 import json
 import os
-import random
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import gpu
 
 from spillway_connector.testing.models import TINY_LLAMA
+from spillway_engine.ascend_acceptance.conversations import REPORTED, SMALL, Conversations, Shape, Turn, figures
 
 PARTS = Path("build/bench/multi_turn")
 OUTPUT = Path("build/bench/multi_turn.json")
@@ -48,20 +47,7 @@ GPU_BLOCK_BYTES = 20_971_520  # of the model's KV, all layers, 128 tokens, bf16
 TURN_SECONDS_MAX = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A load; tokens throughout. Conversations: three times the clients."""
-
-    block: int = gpu.BLOCK_TOKENS
-    shared: int = 512
-    own: tuple[int, int] = (1_500, 5_500)
-    added: tuple[int, int] = (96, 160)
-    answer: int = 48
-    turns: int = 6
-    vocabulary: tuple[int, int] = (1_000, 150_000)
-
-
-SMALL = Shape(block=32, shared=64, own=(96, 160), added=(16, 40), answer=4, turns=3, vocabulary=(3, 500))
+SMALL_BLOCK_TOKENS = 32
 SMALL_MODEL = {
     **TINY_LLAMA,
     "max_position_embeddings": 2048,
@@ -69,15 +55,6 @@ SMALL_MODEL = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    number: int  # from 0
-    prompt_tokens: int
-    cached_tokens: int
-    first_token_seconds: float
-    per_token_seconds: float  # of those after the first
 
 
 def transfer_config(phase: str, small: bool, cpu_blocks: int) -> dict[str, Any] | None:
@@ -113,7 +90,7 @@ def engine_settings(phase: str, folder: Path, given: argparse.Namespace) -> dict
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "dtype": "float32" if small else "bfloat16",
-        "block_size": SMALL.block if small else gpu.BLOCK_TOKENS,
+        "block_size": SMALL_BLOCK_TOKENS if small else gpu.BLOCK_TOKENS,
         "max_model_len": 1024 if small else 16_384,
         "max_num_batched_tokens": 1024 if small else gpu.STEP_TOKENS,
         "max_num_seqs": 32,
@@ -125,22 +102,6 @@ def engine_settings(phase: str, folder: Path, given: argparse.Namespace) -> dict
         "seed": 0,
         **({"kv_transfer_config": config} if config is not None else {}),
     }
-
-
-class Conversations:
-    """The clients' messages; the same for every phase, different for every load."""
-
-    def __init__(self, shape: Shape, clients: int) -> None:
-        self._shape = shape
-        self._dice = random.Random(f"{clients} clients")
-        self._shared = self._words(shape.shared)
-        self.openings = [self._shared + self._words(self._dice.randint(*shape.own)) for _ in range(3 * clients)]
-        self.additions = [
-            [self._words(self._dice.randint(*shape.added)) for _ in range(shape.turns - 1)] for _ in self.openings
-        ]
-
-    def _words(self, count: int) -> list[int]:
-        return [self._dice.randrange(*self._shape.vocabulary) for _ in range(count)]
 
 
 class Load:
@@ -198,7 +159,7 @@ async def measure(phase: str, folder: Path, given: argparse.Namespace) -> dict[s
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
-    shape = SMALL if given.small else Shape()
+    shape = SMALL if given.small else REPORTED
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_settings(phase, folder, given)))
     report: dict[str, Any] = {}
     try:
@@ -221,28 +182,20 @@ def make_report() -> dict[str, float]:
         if not part.exists():
             continue
         for clients, measured in json.loads(part.read_text()).items():
-            key, turns = f"{phase}_{clients}_clients", measured["turns"]
-            first = [turn["first_token_seconds"] * 1e3 for turn in turns]
-            report[f"{key}_ttft_mean_ms"] = round(statistics.fmean(first), 1)
-            report[f"{key}_ttft_median_ms"] = round(statistics.median(first), 1)
-            report[f"{key}_ttft_p90_ms"] = round(statistics.quantiles(first, n=10)[-1], 1)
-            report[f"{key}_tpot_mean_ms"] = round(
-                statistics.fmean(turn["per_token_seconds"] for turn in turns) * 1e3, 2
-            )
-            asked = sum(turn["prompt_tokens"] for turn in turns)
-            report[f"{key}_cached_share"] = round(sum(turn["cached_tokens"] for turn in turns) / asked, 3)
-            report[f"{key}_turns_per_second"] = round(len(turns) / measured["seconds"], 2)
+            turns = [Turn(**turn) for turn in measured["turns"]]
+            for name, value in figures(turns, measured["seconds"]).items():
+                report[f"{phase}_{clients}_clients_{name}"] = value
     return report
 
 
 def render(report: dict[str, float]) -> str:
-    figures = ("ttft_mean_ms", "ttft_median_ms", "ttft_p90_ms", "tpot_mean_ms", "turns_per_second", "cached_share")
+    shown = ("ttft_mean_ms", "ttft_median_ms", "ttft_p90_ms", "tpot_mean_ms", "turns_per_second", "cached_share")
     loads = sorted({int(key.split("_clients")[0].rpartition("_")[2]) for key in report})
-    lines = ["| clients | offload | " + " | ".join(figures) + " |", "| --- | --- |" + " --- |" * len(figures)]
+    lines = ["| clients | offload | " + " | ".join(shown) + " |", "| --- | --- |" + " --- |" * len(shown)]
     for clients in loads:
         for phase in PHASES:
-            if f"{phase}_{clients}_clients_{figures[0]}" in report:
-                cells = [f"{report[f'{phase}_{clients}_clients_{figure}']:g}" for figure in figures]
+            if f"{phase}_{clients}_clients_{shown[0]}" in report:
+                cells = [f"{report[f'{phase}_{clients}_clients_{figure}']:g}" for figure in shown]
                 lines.append(f"| {clients} | {phase} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -22,7 +22,7 @@ LEVELS = {
         "__main__",
     ),
     "engine": (
-        "ascend_versions chart_keys credentials errors exit_report in_flight pod_channel",
+        "ascend_versions chart_keys credentials errors exit_report in_flight near_ties pod_channel",
         "machine",
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
         "kv_transfer",
