@@ -149,6 +149,11 @@ bench-first-token: $(STAMP) $(ENGINE_STAMP) ## Time to first token by tier, besi
 bench-chat-turns: $(STAMP) ## Turns of a chat whose KV was evicted, with the KV of answers kept or not, and what keeping it costs. About 20 minutes
 	@$(BIN)/python bench/chat_turns.py $(BENCH)
 
+.PHONY: bench-first-token-stamps
+bench-first-token-stamps: $(STAMP) $(ENGINE_STAMP) ## Where the time of one first token from a tier goes, by process. About four minutes
+##+ BENCH="--tiers redis" measures one shared tier
+	@$(BIN)/python bench/first_token_stamps.py $(BENCH)
+
 .PHONY: bench-slow-tier
 bench-slow-tier: $(STAMP) ## First tokens where the shared tier is slower than computing: computed, loaded, both at once. About ten minutes
 	@$(BIN)/python bench/slow_tier.py $(BENCH)
