@@ -127,6 +127,7 @@ class Engine:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - not for the phases without an engine
 
         self._sampling = SamplingParams
+        self._vocabulary = int(model_config["vocab_size"])
         self._asked = 0
         config = transfer_config(phase, folder)
         settings = {
@@ -181,7 +182,8 @@ class Engine:
 
     def tick(self) -> None:
         """Run a few engine steps without a whole block: a step collects finished transfers."""
-        self.ask(make_prompt(f"tick {time.monotonic_ns()}", 8), answer_tokens=3)
+        prompt = make_prompt(f"tick {time.monotonic_ns()}", 8)
+        self.ask([token % self._vocabulary for token in prompt], answer_tokens=3)
 
     def settle(self, stored: Callable[[], bool] = lambda: True) -> None:
         """Wait until the tiers hold what was computed."""

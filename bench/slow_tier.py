@@ -15,9 +15,9 @@ in the tier (stores are not). Each way runs in a process of its own:
     meet         the same with compute_while_loading: on
 
 All prompts are computed and stored until the CPU tier has dropped the first; then each is asked again, with the
-device's prefix cache reset. Medians over --runs prompts behind a warm-up prompt, which measures the tier. A `meet` that
-has not loaded a tenth of its prompt, or loaded all of it, fails the run. Prints a table, writes
-build/bench/slow_tier.json.
+device's prefix cache reset. Medians over --runs prompts behind a warm-up prompt, which measures the tier. `decide` and
+`meet` are then asked prompts that nobody has stored. A `meet` that has not loaded a tenth of its prompt, or loaded all
+of it, fails the run. Prints a table, writes build/bench/slow_tier.json.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from typing import Any
 import gpu
 
 WAYS = ("compute", "fs", "load", "decide", "meet")
+NEW_PROMPTS = ("decide", "meet")
 FOLDER = Path("build/bench/slow_tier").absolute()
 OUTPUT = Path("build/bench/slow_tier.json")
 CPU_MODEL = {
@@ -141,6 +142,11 @@ def measure(way: str, given: argparse.Namespace) -> dict[str, list[float]]:
         differing += answer != first
         engine.settle()
     found["answers_differing"] = [differing]
+    for number in range(given.runs if way in NEW_PROMPTS else 0):
+        engine.reset_device_cache()
+        prompt = gpu.make_prompt(f"new {number}", tokens)
+        found["new_prompt_seconds"].append(engine.ask([token % 49_000 for token in prompt])[0])
+        engine.settle()
     if way == "meet" and not all(0.1 < cached / tokens < 0.95 for cached in found["loaded_tokens"][1:]):
         raise gpu.BenchError(f"meet: {found['loaded_tokens']} tokens were loaded: not every prompt met its load")
     return found
@@ -171,6 +177,12 @@ def report_of(parts: dict[str, dict[str, list[float]]], given: argparse.Namespac
         if way != "compute":
             report[f"{way}_loaded_tokens"] = round(statistics.median(part["loaded_tokens"][1:]))
             report[f"{way}_answers_differing"] = round(part["answers_differing"][0])
+        if way in NEW_PROMPTS:
+            report |= {
+                f"{way}_new_prompt_seconds": round(statistics.median(part["new_prompt_seconds"]), 4),
+                f"{way}_new_prompt_fastest_seconds": round(min(part["new_prompt_seconds"]), 4),
+                f"{way}_new_prompt_slowest_seconds": round(max(part["new_prompt_seconds"]), 4),
+            }
     return report
 
 
@@ -184,6 +196,12 @@ def render(report: dict[str, float | int | str], ways: Sequence[str]) -> str:
         times = "".join(f"{float(report[f'{way}{kind}_seconds']):>8.3f} s" for kind in ("", "_fastest", "_slowest"))
         loaded = report.get(f"{way}_loaded_tokens", "")
         lines.append(f"{way:10}{times}{float(report[f'{way}_of_compute_ratio']):>11.2f}x{loaded:>15}")
+    lines.append("prompts that nobody has stored")
+    for way in (way for way in ways if way in NEW_PROMPTS):
+        kinds = ("", "_fastest", "_slowest")
+        lines.append(
+            f"{way:10}" + "".join(f"{float(report[f'{way}_new_prompt{kind}_seconds']):>8.3f} s" for kind in kinds)
+        )
     return "\n".join(lines)
 
 
