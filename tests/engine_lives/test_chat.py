@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from module_runs import module_runs
 
-TESTS = Path(__file__).parents[1]
 KEPT = {"full": 1, "chunks": 2, "drafts": 1, "async": 2}  # shape -> blocks of a chunk
 
 
 @pytest.fixture(scope="module")
 def chats() -> dict[str, Any]:
-    # In a separate process: vLLM reads its settings from the environment when it is imported.
-    done = subprocess.run(
-        [sys.executable, "-m", "engine_lives.chat", *KEPT, "prompts"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    runs = [line.removeprefix("RUN ") for line in done.stdout.splitlines() if line.startswith("RUN ")]
-    assert runs, done.stdout[-2000:] + done.stderr[-6000:]
-    found: dict[str, Any] = json.loads(runs[0])
-    return found
+    (run,) = module_runs("engine_lives.chat", *KEPT, "prompts", timeout_seconds=300)
+    return run
 
 
 @pytest.mark.parametrize("shape", KEPT)

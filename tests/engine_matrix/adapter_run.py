@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_matrix.engine_run import prompts, transfer_config
-from engine_matrix.models import BLOCK_TOKENS, Model, build, model
+from engine_matrix.models import BLOCK_TOKENS, Model, engine_settings, model
 
 TOP_TOKENS = 20
 _RANK = 8
@@ -49,17 +49,7 @@ class Engine:
         from vllm import LLM
 
         self.llm = LLM(
-            model=str(build(wanted, folder)),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            block_size=BLOCK_TOKENS,
-            max_model_len=wanted.max_length,
-            max_num_seqs=4,
-            num_gpu_blocks_override=wanted.device_blocks,
-            enable_prefix_caching=True,
-            prefix_caching_hash_algo="sha256_cbor",
-            disable_log_stats=True,
+            **engine_settings(wanted, folder),
             enable_lora=True,
             max_loras=1,
             max_lora_rank=_RANK,

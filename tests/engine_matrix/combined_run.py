@@ -16,7 +16,7 @@ from typing import Any
 
 from engine_matrix.engine_run import prompts, transfer_config
 from engine_matrix.lifecycle_run import TOP_TOKENS, Events
-from engine_matrix.models import BLOCK_TOKENS, build, model
+from engine_matrix.models import BLOCK_TOKENS, engine_settings, model
 
 
 def halve_weights(worker: Any) -> None:
@@ -44,17 +44,8 @@ class Engine:
         }
         self._folder = folder
         self.llm = LLM(
-            model=str(build(wanted, folder)),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            block_size=BLOCK_TOKENS,
-            max_model_len=wanted.max_length,
-            max_num_seqs=4,
-            num_gpu_blocks_override=wanted.device_blocks,
-            enable_prefix_caching=True,
-            prefix_caching_hash_algo="sha256_cbor",
-            disable_log_stats=not statistics,  # of one engine alone: a process registers each series once
+            # Statistics of one engine alone: a process registers each series once.
+            **(engine_settings(wanted, folder) | {"disable_log_stats": not statistics}),
             kv_events_config={
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",

@@ -40,7 +40,7 @@ from typing import Any
 from engine_matrix.gated_reads import gated_reads
 from engine_matrix.greedy import greedy_answers
 from engine_matrix.met_loads import met_loads
-from engine_matrix.models import BLOCK_TOKENS, VOCABULARY, Model, build, model
+from engine_matrix.models import VOCABULARY, Model, engine_settings, model
 from engine_matrix.valkey_process import running_valkey
 
 PROMPT_BLOCKS = 12
@@ -120,19 +120,10 @@ def answers(wanted: Model, folder: Path, case: str, redis_url: str = "") -> dict
     """As greedy_answers: tokens of each answer with log-probabilities, and the cached tokens of each prompt."""
     on_gpu = wanted.platform == "cuda"
     device_blocks = wanted.device_blocks * (_PROMPTS if case == "device" else 1)
-    settings: dict[str, Any] = {
-        "model": str(build(wanted, folder)),
-        "skip_tokenizer_init": True,
+    settings = engine_settings(wanted, folder) | {
         "dtype": "bfloat16" if on_gpu else "float32",
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        "max_model_len": wanted.max_length,
-        "max_num_seqs": 4,
         "num_gpu_blocks_override": device_blocks,
         **({"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30} if on_gpu else {}),
-        "enable_prefix_caching": True,
-        "prefix_caching_hash_algo": "sha256_cbor",
-        "disable_log_stats": True,
         "seed": 0,
         "kv_transfer_config": transfer_config(case, wanted, folder, redis_url),
         **wanted.engine,

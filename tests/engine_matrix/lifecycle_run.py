@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_matrix.engine_run import prompts, transfer_config
-from engine_matrix.models import BLOCK_TOKENS, build, model
+from engine_matrix.models import BLOCK_TOKENS, engine_settings, model
 
 TOP_TOKENS = 20
 _EVENTS_SECONDS = 60.0
@@ -54,17 +54,7 @@ def run(folder: Path) -> None:
     url = f"ipc://{folder}/events"
     events = Events(url)
     llm = LLM(
-        model=str(build(wanted, folder)),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        block_size=BLOCK_TOKENS,
-        max_model_len=wanted.max_length,
-        max_num_seqs=4,
-        num_gpu_blocks_override=wanted.device_blocks,
-        enable_prefix_caching=True,
-        prefix_caching_hash_algo="sha256_cbor",
-        disable_log_stats=True,
+        **engine_settings(wanted, folder),
         kv_events_config={
             "enable_kv_cache_events": True,
             "publisher": "zmq",

@@ -295,3 +295,20 @@ def build(wanted: Model, folder: Path) -> Path:
     built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     built.save_pretrained(target, safe_serialization=True)
     return target
+
+
+def engine_settings(wanted: Model, folder: Path) -> dict[str, Any]:
+    """vLLM's settings of an engine on the CPU with this model, whose cached blocks are known by the prompts alone."""
+    return {
+        "model": str(build(wanted, folder)),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": wanted.max_length,
+        "max_num_seqs": 4,
+        "num_gpu_blocks_override": wanted.device_blocks,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "disable_log_stats": True,
+    }

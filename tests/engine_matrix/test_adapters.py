@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from module_runs import module_runs
 
 from engine_matrix.engine_run import PROMPT_BLOCKS
 from engine_matrix.models import BLOCK_TOKENS
 
-_TESTS = Path(__file__).parents[1]
 _ROUNDING = 1e-3  # of a logprob, between a prompt computed whole and one computed behind a hit
 _APART = 0.05  # least effect of other weights, or the comparison proves nothing
 
 
 def ask(folder: Path) -> dict[str, dict[str, Any]]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "engine_matrix.adapter_run", str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-12_000:]
-    runs = [json.loads(line.removeprefix("RUN ")) for line in done.stdout.splitlines() if line.startswith("RUN ")]
+    runs = module_runs("engine_matrix.adapter_run", str(folder), timeout_seconds=1800)
     return {run["question"]: run for run in runs}
 
 

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from module_runs import module_runs
 
 from engine_matrix.models import BLOCK_TOKENS
 from engine_matrix.test_adapters import difference
 from spillway_connector import metrics
 
-_TESTS = Path(__file__).parents[1]
 _ROUNDING = 1e-3  # of a logprob, between a prompt computed whole and one computed behind a hit
 _APART = 0.05  # least effect of other weights, or the comparison proves nothing
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    paths = [str(_TESTS), str(_TESTS.parent / "gateway" / "src"), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-m", "engine_matrix.combined_run", str(tmp_path_factory.mktemp("combined"))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
-    runs = [line.removeprefix("RUN ") for line in done.stdout.splitlines() if line.startswith("RUN ")]
-    assert runs, done.stdout[-4000:] + done.stderr[-12_000:]
-    return json.loads(runs[0])
+    (run,) = module_runs("engine_matrix.combined_run", str(tmp_path_factory.mktemp("combined")), timeout_seconds=1800)
+    return run
 
 
 def test_answers_are_the_same_whichever_loads(found: dict[str, Any]) -> None:

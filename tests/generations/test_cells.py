@@ -3,19 +3,14 @@ Spillway are those of one without, and the counters show that the column's mecha
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_matrix.test_adapters import test_one_adapter_name_and_other_weights as adapters_keep_apart
 from engine_matrix.verdict import Outcome, faults, run_model, run_models
+from module_runs import module_runs
 
-TESTS = Path(__file__).parents[1]
 ROUNDING = 1e-3  # of a logprob, between a prompt computed whole and one computed behind a hit
 pytestmark = pytest.mark.timeout(1800)  # of the first, which starts all engines of one rank
 
@@ -27,14 +22,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def lifecycle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    paths = [str(TESTS), str(TESTS.parent / "gateway" / "src"), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-m", "engine_matrix.lifecycle_run", str(tmp_path_factory.mktemp("lifecycle"))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    runs = [line.removeprefix("RUN ") for line in done.stdout.splitlines() if line.startswith("RUN ")]
-    assert runs, done.stdout[-4000:] + done.stderr[-12_000:]
-    yield json.loads(runs[0])
+def lifecycle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (run,) = module_runs("engine_matrix.lifecycle_run", str(tmp_path_factory.mktemp("lifecycle")), timeout_seconds=900)
+    return run
 
 
 def require(outcome: Outcome, *cases: str) -> None:
