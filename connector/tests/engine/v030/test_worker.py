@@ -17,6 +17,7 @@ from spillway_connector.device.npu.acl_batch import BATCH
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import sample_key
+from spillway_connector.engine.v030.connector import SpillwayConnector
 from spillway_connector.engine.v030.offload_worker import StepWorker
 from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
 
@@ -82,13 +83,6 @@ def metadata(loads=None, stores=None, flush=None) -> OffloadingConnectorMetadata
     return OffloadingConnectorMetadata(load_jobs=loads or {}, store_jobs=stores or {}, jobs_to_flush=flush)
 
 
-def is_empty(meta: SpillwayWorkerMetadata | None) -> bool:
-    """And there at all: in a step without a forward pass vLLM drops a report of None, and tells the other half nothing
-    of the step's end."""
-    assert meta is not None
-    return not (meta.completed_jobs or meta.failed_jobs or meta.adapters or meta.samples)
-
-
 def test_metadata_seen_twice_launches_once():
     worker, scripted = make(FULL)
     meta = metadata(loads={1: load_job("a", [5])}, stores={2: store_job("b", [6])})
@@ -125,7 +119,21 @@ def test_a_failed_load_of_one_list_of_blocks_names_them(refused):
     assert worker.take_invalid_blocks() == set()
     meta = worker.build_connector_worker_meta()
     assert (meta.completed_jobs, meta.failed_jobs) == ({1: 1, 2: 1}, {1})
-    assert is_empty(worker.build_connector_worker_meta())
+    assert worker.build_connector_worker_meta() is None
+
+
+def test_the_connector_reports_of_every_step():
+    """In a step without a forward pass vLLM drops a report of None, and the scheduler's half never hears of its end."""
+    connector = SpillwayConnector.__new__(SpillwayConnector)
+    connector.connector_worker, scripted = make(FULL)
+    assert connector.connector_worker.build_connector_worker_meta() is None
+    empty = connector.build_connector_worker_meta()
+    assert isinstance(empty, SpillwayWorkerMetadata)
+    assert not (empty.completed_jobs or empty.failed_jobs or empty.adapters or empty.samples)
+    connector.connector_worker.start_kv_transfers(metadata(loads={1: load_job("a", [5])}))
+    scripted.ending = [(1, True)]
+    connector.connector_worker.get_finished(set())
+    assert connector.build_connector_worker_meta().completed_jobs == {1: 1}
 
 
 @pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW,)], ids=["several groups", "windows alone"])
@@ -231,7 +239,7 @@ def test_the_state_of_the_device_is_reported_once():
     worker.spec.transport = SimpleNamespace(device=device)
     reported = worker.build_connector_worker_meta()
     assert reported.samples.samples()[sample_key(metrics.HOST_MEMORY_PINNED, "any")] == 1
-    assert is_empty(worker.build_connector_worker_meta())
+    assert worker.build_connector_worker_meta() is None
 
 
 def test_the_settings_of_the_process_go_with_the_reports_of_jobs_and_replace_none():
@@ -251,4 +259,4 @@ def test_the_settings_of_the_process_go_with_the_reports_of_jobs_and_replace_non
     second = worker.build_connector_worker_meta()
     assert (second.completed_jobs, second.failed_jobs) == ({2: 1}, {2})
     assert key not in second.samples.samples()
-    assert is_empty(worker.build_connector_worker_meta())
+    assert worker.build_connector_worker_meta() is None

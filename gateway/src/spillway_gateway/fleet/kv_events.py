@@ -93,6 +93,7 @@ class EventFollower:
         self._applied_at = 0.0  # its timestamp, by the engine's clock
         self._seen_until = 0.0  # newest timestamp whose batches were applied before the entries were last dropped
         self._clean = True  # the index has no entry of this engine
+        self._replayed = False  # a whole replay was applied since the entries were last dropped
         self._replay_due: float | None = None  # loop time of the next attempt after a failed replay
         self._replays_failed = 0  # in a row
         self._request_task: asyncio.Task[None] | None = None  # of a whole replay
@@ -190,7 +191,8 @@ class EventFollower:
                 self._replays_failed = 0
                 await self._rebuild()
             elif item is _Signal.ENGINE_UP:
-                if self._clean and self._engine.events_live:
+                # Not a second time where the connection was first: the replay would replace live events for nothing.
+                if self._clean and self._engine.events_live and not (self._replayed or self._replay_pending):
                     await self._rebuild()
             else:
                 if item is _Signal.DISCONNECTED:
@@ -277,7 +279,8 @@ class EventFollower:
         elif wanted:
             seen = self._applied
             await self._clear()
-            if await self._replay(0, answer.replay) and self._applied < seen:
+            self._replayed = await self._replay(0, answer.replay)
+            if self._replayed and self._applied < seen:
                 await self._replay(self._applied + 1)  # live events newer than the replay
         else:
             answer.replay.close()
@@ -288,6 +291,7 @@ class EventFollower:
             self._freeing.add(freeing)
             freeing.add_done_callback(self._freeing.discard)
         self._clean = True
+        self._replayed = False
         self._applied = -1
         self._seen_until = max(self._seen_until, self._applied_at)
         self._applied_at = 0.0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.connector_base import ConnectorBase
+from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v030.seams import SEAMS
 from spillway_connector.engine.v030.spec import SpillwayOffloadingSpec
@@ -53,6 +54,12 @@ class SpillwayConnector(ConnectorBase):
 
     def wait_for_save(self) -> None:
         self._queue_stores()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata:
+        """Never None: vLLM does not tell the scheduler's half of a step without a forward pass and with nothing to
+        report, and the prefill's rate is measured from the end of one step to the next's."""
+        report = super().build_connector_worker_meta()
+        return report if report is not None else SpillwayWorkerMetadata()
 
     def _queue_stores(self) -> None:
         """In every step once: 0.30 skips wait_for_save in steps without a forward pass, and metadata may be gone."""

@@ -117,16 +117,16 @@ class SpillwayConnectorWorker(WorkerHalf):
         invalid = super().take_invalid_blocks()
         return invalid if self._names_blocks else set()
 
-    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata:
-        """Upstream's contract: the report of this step; here with failed jobs, loaded adapters and samples, and never
-        None. vLLM does not tell the scheduler's half of a step without a forward pass and with nothing to report, and
-        the prefill's rate is measured from the end of one step to the next's."""
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """Upstream's contract: the report of this step, or None; here with failed jobs, loaded adapters and samples."""
         adapters, report = self._adapter_loads.take(), self._jobs.take_report()
         samples = self._take_samples()
         state = device_state(getattr(self.spec, "transport", None)).samples()
         if state != self._reported_state:
             self._reported_state = state
             samples.merge(state)
+        if not report.completed and not adapters and not samples:
+            return None
         meta, self._connector_worker_meta = self._connector_worker_meta, OffloadingWorkerMetadata()
         completed = dict.fromkeys(report.completed, 1)
         return SpillwayWorkerMetadata(
