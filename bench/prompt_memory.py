@@ -11,6 +11,7 @@ its request has ended. No sockets, so a million prompts take three minutes; `ben
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import itertools
 import json
@@ -30,6 +31,7 @@ from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.prompt import ChatPrompt, PromptReader
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
+from spillway_gateway.tokens.word_tables import WordTables
 from spillway_stack.bundled_model import choose_model
 
 BLOCK_TOKENS = 128
@@ -53,19 +55,22 @@ async def _read(folder: Path, texts: Texts, threads: FairThreads, prompts: int, 
         "m", bytes_max=index_bytes, orphans_max=1, default_block_tokens=BLOCK_TOKENS, clock=time.monotonic
     )
     index.add_engine("engine")
-    reader = PromptReader("m", index, PromptTokenizer.load(folder), threads, LimitsConfig())
+    tables = WordTables(threads)
+    reader = PromptReader("m", index, PromptTokenizer.load(folder), threads, LimitsConfig(), tables=tables)
     process = psutil.Process()
     tokens = 0
-    print(f"{'prompts':>10}{'tokens':>14}{'blocks held':>13}{'evicted':>11}{'resident MB':>13}{'CPU s':>8}")
+    names = "prompts", "tokens", "blocks held", "evicted", "resident MB", "CPU s", "renewals"
+    print("".join(f"{name:>{width}}" for name, width in zip(names, (10, 14, 13, 11, 13, 8, 10), strict=True)))
     for count, body in enumerate(itertools.islice(distinct_bodies(texts), prompts), 1):
         prompt = await reader.read(ChatPrompt(json.loads(body)["messages"]))
         index.speculate("engine", prompt.keys, time.monotonic() + HELD_SECONDS)
         tokens += prompt.prompt_tokens
+        await asyncio.sleep(0)  # as between requests, where the event loop does what else there is
         if not count % max(1, prompts // 10):
             resident, seconds = process.memory_info().rss / 1e6, process.cpu_times()
             print(
                 f"{count:>10,}{tokens:>14,}{index.blocks:>13,}{index.evicted_blocks_total:>11,}{resident:>13,.0f}"
-                f"{seconds.user + seconds.system:>8.0f}",
+                f"{seconds.user + seconds.system:>8.0f}{tables.renewals:>10}",
                 flush=True,
             )
 

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from spillway_gateway.tokens.fair_threads import FairThreads
+from spillway_gateway.tokens.fair_threads import FairThreads, run_on_new_thread
 
 
 @pytest.fixture
@@ -104,3 +104,20 @@ async def test_closed_threads_take_nothing(threads: FairThreads) -> None:
     threads.close()
     with pytest.raises(asyncio.CancelledError):
         await threads.run("a", job("x", 1, [], threading.Event()))
+
+
+async def test_what_is_done_once_leaves_no_thread() -> None:
+    def work(first: int, *, second: int) -> tuple[int, threading.Thread]:
+        return first + second, threading.current_thread()
+
+    total, thread = await run_on_new_thread(work, 1, second=2)
+    assert total == 3
+    assert thread is not threading.current_thread()
+    thread.join(60)
+    assert not thread.is_alive()
+
+    def failing() -> None:
+        raise RecursionError
+
+    with pytest.raises(RecursionError):
+        await run_on_new_thread(failing)

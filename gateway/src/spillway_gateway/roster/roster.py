@@ -24,9 +24,10 @@ from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.roster.engine_tasks import Clients, EngineTasks, guarded
 from spillway_gateway.roster.served import ServedModel
 from spillway_gateway.roster.token_check import TokenCheck
-from spillway_gateway.tokens.fair_threads import FairThreads
+from spillway_gateway.tokens.fair_threads import FairThreads, run_on_new_thread
 from spillway_gateway.tokens.prompt import PromptReader, load_tokenizer
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
+from spillway_gateway.tokens.word_tables import WordTables
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Roster:
         self._config = config
         self._metrics = metrics
         self._threads = threads
+        self._tables = WordTables(threads)
         self._clients: Clients | None = None  # None: not started
         self._engine_tasks: EngineTasks | None = None
         self._following: dict[str, _Following] = {}
@@ -124,7 +126,7 @@ class Roster:
         before = {fleet.name: fleet.config for fleet in self.fleets}
         # The slow part first, on a thread: nothing has changed while it runs.
         tokenizers = {
-            model.name: await asyncio.to_thread(load_tokenizer, model.name, model.tokenizer)
+            model.name: await run_on_new_thread(load_tokenizer, model.name, model.tokenizer)
             for model in config.models
             if model.name not in before or before[model.name].tokenizer != model.tokenizer
         }
@@ -160,6 +162,7 @@ class Roster:
             config.limits,
             tokens_max=lambda: fleet.prompt_tokens_max,
             keeps_tokens=lambda: self._config.admission.promotion_hints and admission.is_full,
+            tables=self._tables,
         )
         served = ServedModel(fleet, reader)
         self.fleets.append(fleet)

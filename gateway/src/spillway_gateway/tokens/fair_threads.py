@@ -4,7 +4,7 @@ A job is a generator that yields between steps of a few milliseconds. Groups (te
 its jobs do, so a long prompt, or a thousand prompts of one tenant, delay another tenant's by one step.
 
 A thread ends after a number of steps, and a new one goes on: fastokens keeps the words that it has seen for each
-thread, up to some 100 MB, until the thread ends.
+thread, up to some 100 MB, until the thread ends (word_tables.py has the rest).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import contextlib
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 THREAD_STEPS_MAX = 1_000  # of some thousand words each
 
@@ -53,6 +54,20 @@ class _Job:
 
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(on_loop)
+
+
+async def run_on_new_thread(
+    function: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
+) -> Result:
+    """As asyncio.to_thread(), on a thread that ends with the function, and its tables of words with it. For what is
+    done once; cancelling does not end the function."""
+    with contextlib.closing(FairThreads(1, function.__name__, thread_steps_max=1)) as threads:
+
+        def step() -> Generator[None, None, Result]:
+            return function(*arguments, **named)
+            yield
+
+        return await threads.run("", step())
 
 
 class FairThreads:

@@ -28,6 +28,7 @@ from spillway_gateway.tokens.estimates import text_tokens, value_tokens
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN, TEXT_NAMESPACE_MARK, chat_text, completion_text
 from spillway_gateway.tokens.tokenizer import Encoded, PromptTokenizer, TokenizerUnusable
+from spillway_gateway.tokens.word_tables import WordTables
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ class PromptReader:
 
     tokenizer: owned, and replaced when the configuration changes or an engine disagrees with it. threads: shared,
     closed by the application. tokens_max: the longest prompt that the model's engines take, where that is known.
-    keeps_tokens: whether a prompt that is read now may have to wait, so that an engine is sent its tokens.
+    keeps_tokens: whether a prompt that is read now may have to wait, so that an engine is sent its tokens. tables: of
+    the event loop, shared by all models; without it fastokens' own bounds hold.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class PromptReader:
         *,
         tokens_max: Callable[[], int | None] = lambda: None,
         keeps_tokens: Callable[[], bool] = lambda: False,
+        tables: WordTables | None = None,
     ) -> None:
         self._model = model
         self._engines = engines
@@ -103,6 +106,7 @@ class PromptReader:
         self._threads = threads
         self._tokens_max = tokens_max
         self._keeps_tokens = keeps_tokens
+        self._tables = tables
         self.limits = limits
 
     async def read(
@@ -143,7 +147,10 @@ class PromptReader:
         """Without a thread; None where that would block the event loop for too long. Raises CannotRender."""
         text = render(tokenizer, prompt)
         ids = tokenizer.encode_inline(
-            text, add_special_tokens=prompt.add_special_tokens, new_chars_max=tokenizer.inline_chars_max
+            text,
+            add_special_tokens=prompt.add_special_tokens,
+            new_chars_max=tokenizer.inline_chars_max,
+            tables=self._tables,
         )
         return None if ids is None else self._of_tokens(namespace, ids, prompt.cache_salt)
 

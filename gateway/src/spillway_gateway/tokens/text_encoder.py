@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 
 import fastokens
 import tokenizers
@@ -17,6 +18,10 @@ import tokenizers
 from spillway_gateway.routing.prefix import token_bytes
 
 logger = logging.getLogger(__name__)
+
+# Texts come one at a time and in pieces, so the library's threads, one per core, would gain nothing, and each would
+# keep tables of words for as long as the process lives.
+os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 
 CHECK_INTERVAL_TEXTS = 1_024  # adds 3 % to the cost of new text
 _PROBES = (

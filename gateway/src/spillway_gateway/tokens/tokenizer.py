@@ -23,6 +23,7 @@ from spillway_gateway.routing.prefix import TOKEN_BYTES
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
 from spillway_gateway.tokens.segment_cache import SegmentCache, segment_key
 from spillway_gateway.tokens.text_encoder import TextEncoder
+from spillway_gateway.tokens.word_tables import WordTables
 
 # Texts are tokenised one at a time, so the library's thread pool would only add latency.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -104,11 +105,14 @@ class PromptTokenizer:
             ids.byteswap()
         return ids
 
-    def encode_inline(self, text: str, *, add_special_tokens: bool, new_chars_max: int) -> bytes | None:
+    def encode_inline(
+        self, text: str, *, add_special_tokens: bool, new_chars_max: int, tables: WordTables | None = None
+    ) -> bytes | None:
         """As encode(), but as little-endian uint32, and None when more than new_chars_max characters are not cached. On
-        the event loop for short prompts, where handing them to a thread would cost more."""
+        the event loop for short prompts, where handing them to a thread would cost more. tables: of the event loop,
+        where it is called there."""
         if add_special_tokens or self._special is None:
-            return self._encode(text, add_special_tokens) if len(text) <= new_chars_max else None
+            return self._encode(text, add_special_tokens, tables) if len(text) <= new_chars_max else None
         cuts = [0, *[match.start() for match in self._special.finditer(text)], len(text)]
         segments = [text[begin:end] for begin, end in itertools.pairwise(cuts) if begin < end]
         keys = list(map(segment_key, segments))
@@ -117,7 +121,7 @@ class PromptTokenizer:
         if sum(len(segments[at]) for at in new) > new_chars_max:
             return None
         for at in new:
-            found[at] = ids = self._encode(segments[at], False)
+            found[at] = ids = self._encode(segments[at], False, tables)
             self._segments.put(keys[at], ids)
         return b"".join(found)  # type: ignore[arg-type]
 
@@ -216,7 +220,9 @@ class PromptTokenizer:
             found.add((full[:at], full[at + len(plain) :]))
         return found.pop() if len(found) == 1 else (b"", b"")
 
-    def _encode(self, text: str, add_special_tokens: bool) -> bytes:
+    def _encode(self, text: str, add_special_tokens: bool, tables: WordTables | None = None) -> bytes:
+        if tables is not None and self._encoder.fast:
+            tables.count(text)
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def _segments_agree(self) -> bool:
