@@ -21,12 +21,13 @@
 {{- if gt $request $limit -}}
 {{- $texts = append $texts (printf "gateway.resources: requests.memory %s is more than limits.memory %s; lower the first or raise the second" (include "spillway.bytesText" $request) (include "spillway.bytesText" $limit)) -}}
 {{- end -}}
-{{- /* The interpreter, tokenizers and buffers of running requests beside the index and request bodies. */ -}}
+{{- /* Beside the index and request bodies 256 MiB for the interpreter, buffers of running requests and what loading
+       leaves behind, and for each model 192 MiB: a tokenizer of 150,000 tokens (about 120) and its cache (64). */ -}}
 {{- $index := int64 (include "spillway.bytes" (dict "value" $gateway.index.bytesMax "path" "gateway.index.bytesMax")) -}}
 {{- $bodies := int64 (include "spillway.bytes" (dict "value" $gateway.limits.bodiesBytesMax "path" "gateway.limits.bodiesBytesMax")) -}}
-{{- $needed := add (mul $index (len .engines)) $bodies 402653184 -}}
+{{- $needed := add (mul (add $index 201326592) (len .engines)) $bodies 268435456 -}}
 {{- if lt $limit $needed -}}
-{{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s x %d models, limits.bodiesBytesMax %s and 384 MiB for the process; set it to %s or more, or lower those" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.bytesText" $bodies) (include "spillway.quantity" $needed)) -}}
+{{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s and 192 MiB of tokenizer x %d models, limits.bodiesBytesMax %s and 256 MiB for the process; set it to %s or more, or lower those" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.bytesText" $bodies) (include "spillway.quantity" $needed)) -}}
 {{- end -}}
 {{- end -}}
 {{- with include "spillway.engineEndSeconds" .engines -}}
