@@ -19,6 +19,7 @@ def test_names_fit_and_differ(release, override, models):
         "fullnameOverride": override,
         "engine": {"offload": {"sharedTier": {"type": "redis"}}, "replicas": 12},
         "redis": {"enabled": True},
+        "gateway": {"resources": {"limits": {"memory": "4GiB"}}},  # of four models
         "engines": {key: {"model": {"servedName": f"model-{key}"}} for key in models},
     }
 
