@@ -37,13 +37,12 @@ class SpillwayOffloadingSpec(SpecBase):
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, kv_cache_config)
-        parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
+        events = vllm_config.kv_events_config
         device_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
         self._begin(
-            # instance_id is shared by data-parallel replicas, the rows are not.
-            region_id=f"{vllm_config.instance_id}_{parallel.data_parallel_rank}",
+            region_id=region_id(vllm_config),
             rank_block_bytes=device_bytes // kv_cache_config.num_blocks,
-            num_ranks=parallel.world_size,
+            num_ranks=vllm_config.parallel_config.world_size,
             ranks_hold_the_same=ranks_hold_the_same(vllm_config, kv_cache_config),
             tokens_per_block=self.gpu_block_size[0],
             tokens_per_hash=self.hash_block_size,
@@ -81,3 +80,9 @@ class SpillwayOffloadingSpec(SpecBase):
             self.load_handler = load
             self._handlers = [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
         yield from self._handlers
+
+
+def region_id(vllm_config: VllmConfig) -> str:
+    """Of the rows of one engine core. instance_id is shared by data parallel ranks, the rows are not. Those of a dense
+    model differ in their index alone: vLLM gives each of them the data_parallel_rank 0."""
+    return f"{vllm_config.instance_id}_{vllm_config.parallel_config.data_parallel_index}"
