@@ -59,6 +59,10 @@ def test_on_and_off_are_words(word) -> None:
     ("override", "message"),
     [
         ("offload.numCpuBloks=3", "offload.numCpuBloks: unknown setting; did you mean 'numCpuBlocks'?"),
+        (
+            "dataParallelSize=2",
+            "dataParallelSize: no such setting; the memory, ports and start-up check of a pod are of",
+        ),
         ("modle.path=x", "modle: unknown setting; did you mean 'model'?"),
         ("offload.sharedTier.num_cpu_blocks=3", "offload.sharedTier.num_cpu_blocks: unknown setting"),
         ("port=eight", "port: 'eight' given, a whole number from 1 to 65535 needed"),

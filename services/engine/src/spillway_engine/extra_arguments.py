@@ -54,7 +54,7 @@ FIXED = {
         --pipeline-parallel-size -pp --prefill-context-parallel-size -pcp --decode-context-parallel-size
         -dcp --nnodes -n --node-rank -r --master-addr --master-port
     """,
-    "would make a pod several engines, which routing cannot tell apart; raise the number of replicas instead": """
+    "would start engine cores beside the one that memory, ports and start-up check are for; raise replicas instead": """
         --data-parallel-size -dp --data-parallel-rank -dpn --data-parallel-start-rank -dpr
         --data-parallel-size-local -dpl --data-parallel-address -dpa --data-parallel-rpc-port -dpp
         --data-parallel-backend -dpb --data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe
