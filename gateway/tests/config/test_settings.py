@@ -58,6 +58,33 @@ def test_camel_case_keys_reach_their_fields() -> None:
         ({"models": [{"name": "m", "aliases": ["a"], "adapters": ["a"], "engines": [ENGINE]}]}, "'a' is used twice"),
         ({"models": [{"name": "m", "engines": [{"name": "e", "url": "127.0.0.1:80"}]}]}, "http://HOST:PORT"),
         ({"models": [{"name": "m", "engines": [{**ENGINE, "kvReplay": "tcp://h:1"}]}]}, "kvReplay is set without"),
+        ({"models": [{"name": "m", "engines": [{**ENGINE, "dataParallelRanks": 0}]}]}, "dataParallelRanks"),
+        (
+            {"models": [{"name": "m", "engines": [{**ENGINE, "dataParallelRanks": 2}, {**ENGINE, "name": "e0/dp1"}]}]},
+            "two engines are named 'e0/dp1'",
+        ),
+        (
+            {"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "ipc://e", "dataParallelRanks": 2}]}]},
+            "kvEvents 'ipc://e' given with dataParallelRanks 2, tcp://HOST:PORT needed",
+        ),
+        (
+            {"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "tcp://h:65535", "dataParallelRanks": 2}]}]},
+            "would use 65536; set it to 65534 or less",
+        ),
+        (
+            {
+                "models": [
+                    {
+                        "name": "m",
+                        "discovery": {
+                            "dns": {"name": "e", "port": 1, "kvEventsPort": 8200, "kvReplayPort": 8203}
+                            | {"dataParallelRanks": 4}
+                        },
+                    }
+                ]
+            },
+            "kvReplayPort 8203 is within the 4 ports of kvEventsPort from 8200 on",
+        ),
         ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "h:1"}]}]}, "kvEvents"),
         ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "tcp://h"}]}]}, "kvEvents"),
         ({"models": [{"name": "m", "engines": [{**ENGINE, "kvEvents": "tcp://h:0"}]}]}, "kvEvents"),

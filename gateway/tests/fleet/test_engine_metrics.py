@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.fleet.engine_metrics import EngineReading, read_metrics
+from spillway_gateway.fleet.engine_metrics import EngineReading, pages_of_ranks, read_metrics
 
 PAGE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -36,6 +36,19 @@ def test_a_page_of_a_data_parallel_engine() -> None:
         cpu_load_tokens_per_second=100_000,
         shared_load_tokens_per_second=50_000,
     )
+
+
+def test_each_rank_of_a_page_has_its_own_reading() -> None:
+    readings = {rank: read_metrics(page) for rank, page in pages_of_ranks(PAGE).items()}
+
+    assert readings == {
+        0: EngineReading(2, 7, 0.25, 128_000, 10000.5, 100_000, 50_000),
+        1: EngineReading(0, 5, 0.5, 128_000, 9999.5),
+    }
+
+
+def test_another_label_that_ends_alike_names_no_rank() -> None:
+    assert pages_of_ranks(b'vllm:num_requests_running{drafter_engine="3"} 1\n') == {}
 
 
 def test_the_end_of_a_page_counts_without_a_newline() -> None:

@@ -6,6 +6,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from spillway_gateway.config.ranks import ranks_of
 from spillway_gateway.config.settings import EngineConfig, HealthConfig, RoutingConfig
 from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX
@@ -79,6 +80,29 @@ async def test_metrics_are_read_of_ready_engines_and_dropped_when_stale(start_en
     assert engine.foreign.requests == 0
     assert engine.rates.prefill_tokens_per_second == 9000
     assert engine.state is EngineState.READY
+
+
+async def test_ranks_of_one_process_share_a_poll_and_have_readings_of_their_own(start_engine: Any) -> None:
+    fake = await start_engine()
+    fake.pages["/metrics"] = (
+        b'vllm:num_requests_running{engine="0"} 4\nvllm:num_requests_running{engine="1"} 1\n'
+        b'spillway_prefill_tokens_per_second{engine="1"} 9000\n'
+    )
+    ranks = [Engine("fake", each, RoutingConfig()) for each in ranks_of(EngineConfig("e", fake.url, None, None, 2))]
+    async with aiohttp.ClientSession() as session:
+        poller = HealthPoller(ranks[0], session, HealthConfig(metrics_period_seconds=1e-9))
+        poller.join(ranks[1])
+        await poller.poll_once()
+        await poller.observe_once()
+        assert [engine.foreign.requests for engine in ranks] == [4, 1]
+        assert ranks[1].rates.prefill_tokens_per_second == 9000 != ranks[0].rates.prefill_tokens_per_second
+        assert all(engine.prompt_tokens_max is not None for engine in ranks)
+        assert poller.leave(ranks[0])  # the other one is polled on
+        await fake.stop()
+        await poller.poll_once()
+
+    assert [engine.state for engine in ranks] == [EngineState.READY, EngineState.DOWN]
+    assert not poller.leave(ranks[1])
 
 
 async def test_a_page_without_end_is_not_read_to_it(start_engine: Any) -> None:

@@ -42,3 +42,9 @@ def test_reply_keeps_what_belongs_to_the_client() -> None:
     )
 
     assert kept == [(b"content-type", b"application/json"), (b"endpoint-load-metrics", b"TEXT x=1")]
+
+
+def test_the_rank_of_the_gateway_stands_in_place_of_the_callers() -> None:
+    head = request_head(b"/v1/completions", b"e", [(b"x-data-parallel-rank", b"3")], 1, b"id", rank=0)
+
+    assert head.count(b"x-data-parallel-rank") == 1 and b"\r\nx-data-parallel-rank: 0\r\n" in head

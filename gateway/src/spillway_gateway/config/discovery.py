@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ from spillway_settings.typed import CamelSection, Count, Port, Positive, Text
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
 _NAME = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z"
 ObjectName = Annotated[str, Meta(pattern=_NAME, description="the plain name of a Kubernetes object (a-z, 0-9 and -)")]
+Ranks = Annotated[int, Meta(ge=1, le=1024)]  # data parallel ranks of one engine
 PortName = Annotated[str, Meta(pattern=_NAME, description="a port's name in the Service or its number")]
 
 
@@ -28,6 +30,7 @@ class KubernetesDiscovery(CamelSection, frozen=True):
     port: Port | PortName = "http"
     kv_events_port: Port | PortName | None = None
     kv_replay_port: Port | PortName | None = None
+    data_parallel_ranks: Ranks = 1  # of every engine; the ports of events and replays are those of rank 0
     scheme: Literal["http", "https"] = "http"
     resync_seconds: Positive = 300.0  # between two full lists, however quiet the watch is
     timeout_seconds: Positive = 10.0  # of a list, and until a watch begins
@@ -48,6 +51,7 @@ class DnsDiscovery(CamelSection, frozen=True):
     port: Port | None = None
     kv_events_port: Port | None = None
     kv_replay_port: Port | None = None
+    data_parallel_ranks: Ranks = 1  # of every engine; the ports of events and replays are those of rank 0
     scheme: Literal["http", "https"] = "http"
     period_seconds: Positive = 2.0
     timeout_seconds: Positive = 2.0  # of one resolution, all its tries together
@@ -106,3 +110,25 @@ def nameserver(text: str) -> tuple[str, int]:
 def _check_ports(where: str, given: KubernetesDiscovery | DnsDiscovery) -> None:
     if given.kv_replay_port is not None and given.kv_events_port is None:
         raise ConfigError(f"{where}: kvReplayPort is set without kvEventsPort; set both, or neither")
+    ports = {"kvEventsPort": given.kv_events_port, "kvReplayPort": given.kv_replay_port}
+    numbers = {key: port for key, port in ports.items() if isinstance(port, int)}
+    check_rank_ports(where, given.data_parallel_ranks, numbers)
+
+
+def check_rank_ports(where: str, ranks: int, ports: Mapping[str, int]) -> None:
+    """Rank r uses each port + r: none may be beyond 65535, nor another setting's. Raises ConfigError."""
+    if ranks == 1:
+        return
+    for key, port in ports.items():
+        if port + ranks - 1 > 65_535:
+            raise ConfigError(
+                f"{where}: {key} {port} given with dataParallelRanks {ranks}, whose last rank would use "
+                f"{port + ranks - 1}; set it to {65_536 - ranks} or less"
+            )
+    if len(ports) == 2:
+        (first, low), (second, high) = sorted(ports.items(), key=lambda item: item[1])
+        if high - low < ranks:
+            raise ConfigError(
+                f"{where}: {second} {high} is within the {ranks} ports of {first} from {low} on, one for each of "
+                f"dataParallelRanks; set it to {low + ranks} or more"
+            )

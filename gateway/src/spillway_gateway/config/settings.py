@@ -18,7 +18,7 @@ import yaml
 from msgspec import Meta
 
 from spillway_gateway.config import unique_yaml
-from spillway_gateway.config.discovery import DiscoveryConfig, check_discovery
+from spillway_gateway.config.discovery import DiscoveryConfig, Ranks, check_discovery, check_rank_ports
 from spillway_gateway.config.shared_limits import SharedLimitsConfig, check_shared_limits
 from spillway_gateway.config.tracing import TracingConfig, check_tracing
 from spillway_gateway.errors import ConfigError
@@ -92,6 +92,12 @@ class EngineConfig(CamelSection, frozen=True):
     url: Text
     kv_events: Text | None = None  # ZMQ PUB address of the engine
     kv_replay: Text | None = None  # ZMQ ROUTER address of the engine
+    data_parallel_ranks: Ranks = 1  # vLLM's --data-parallel-size; the addresses above are those of rank 0
+
+
+def rank_name(engine: str, rank: int) -> str:
+    """The name of a data parallel rank. No pod has a slash in its name."""
+    return f"{engine}/dp{rank}"
 
 
 class ModelConfig(CamelSection, frozen=True):
@@ -346,9 +352,11 @@ def _check_names(config: GatewayConfig) -> None:
                 )
             served[name] = model.name
         for engine in model.engines:
-            if engine.name in engines:
-                raise ConfigError(f"models: two engines are named {engine.name!r}; give each a name of its own")
-            engines[engine.name] = model.name
+            ranks = engine.data_parallel_ranks
+            for name in {engine.name, *(rank_name(engine.name, rank) for rank in range(ranks if ranks > 1 else 0))}:
+                if name in engines:
+                    raise ConfigError(f"models: two engines are named {name!r}; give each a name of its own")
+                engines[name] = model.name
 
 
 def _check_engine(model: str, engine: EngineConfig) -> None:
@@ -365,8 +373,26 @@ def _check_engine(model: str, engine: EngineConfig) -> None:
             raise ConfigError(f"{where}: {key} {address!r} given, tcp://HOST:PORT or ipc://PATH needed")
     if engine.kv_replay is not None and engine.kv_events is None:
         raise ConfigError(f"{where}: kvReplay is set without kvEvents; set both, or neither")
+    _check_ranks(where, engine)
     if any(ord(letter) < 0x21 or ord(letter) > 0x7E for letter in engine.name):
         raise ConfigError(f"{where}: the name goes into a header; use visible ASCII letters without blanks")
+
+
+def _check_ranks(where: str, engine: EngineConfig) -> None:
+    """Rank r publishes at the port + r, so both addresses need a port, and room behind it."""
+    ranks = engine.data_parallel_ranks
+    by_host: dict[str | None, dict[str, int]] = {}
+    for key, address in (("kvEvents", engine.kv_events), ("kvReplay", engine.kv_replay)):
+        if ranks > 1 and address is not None:
+            if not address.startswith("tcp://"):
+                raise ConfigError(
+                    f"{where}: {key} {address!r} given with dataParallelRanks {ranks}, tcp://HOST:PORT needed, as rank "
+                    "r publishes at PORT + r"
+                )
+            parts = urlsplit(address)
+            by_host.setdefault(parts.hostname, {})[key] = parts.port or 0
+    for ports in by_host.values():
+        check_rank_ports(where, ranks, ports)
 
 
 def _is_zmq_address(address: str) -> bool:

@@ -142,6 +142,7 @@ def _engine(config: DnsDiscovery, name: str, address: str, port: int) -> FoundEn
         f"{config.scheme}://{_host_port(address, port)}",
         f"tcp://{_host_port(address, events)}" if events is not None else None,
         f"tcp://{_host_port(address, replay)}" if replay is not None else None,
+        config.data_parallel_ranks,
     )
     return FoundEngine(engine, address)
 

@@ -158,7 +158,7 @@ def engines_of(slices: Iterable[EndpointSlice], config: KubernetesDiscovery) -> 
             entries.setdefault(key, []).append(entry)
     by_name: dict[str, FoundEngine] = {}
     for key, found in sorted(entries.items()):
-        engine = _engine(key, found)
+        engine = _engine(key, found, config.data_parallel_ranks)
         rival = by_name.get(engine.config.name)
         # A pod that was replaced under its name, as in a StatefulSet, while an old slice still names the one before.
         if rival is None or (rival.withheld is not None and engine.withheld is None):
@@ -166,10 +166,10 @@ def engines_of(slices: Iterable[EndpointSlice], config: KubernetesDiscovery) -> 
     return Reduction(tuple(by_name[name] for name in sorted(by_name)), tuple(sorted(problems)))
 
 
-def _engine(key: str, entries: list[_Entry]) -> FoundEngine:
+def _engine(key: str, entries: list[_Entry], ranks: int) -> FoundEngine:
     best = min(entries)
     withheld = max(entry.withheld for entry in entries)
-    config = EngineConfig(best.name, best.url, best.kv_events or None, best.kv_replay or None)
+    config = EngineConfig(best.name, best.url, best.kv_events or None, best.kv_replay or None, ranks)
     return FoundEngine(config, f"{key} {best.address}", _TEXTS.get(withheld), withheld is _Withheld.TERMINATING)
 
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import structs
 
+from spillway_gateway.config.ranks import RankConfig
 from spillway_gateway.config.settings import BreakerConfig, EngineConfig, RoutingConfig
 from spillway_gateway.fleet.breaker import Breaker
 from spillway_gateway.fleet.engine_metrics import EngineReading
@@ -55,7 +56,8 @@ class EngineRequest(Protocol):
 
 
 class Engine:
-    """One engine process as this gateway sees it. On the event loop only; clock in monotonic seconds."""
+    """One engine process, or one data parallel rank of it, as this gateway sees it. On the event loop only; clock in
+    monotonic seconds."""
 
     def __init__(
         self,
@@ -75,6 +77,10 @@ class Engine:
         self.model = model
         self.name = config.name
         self.config = config
+        rank = config if isinstance(config, RankConfig) else None
+        self.rank = rank.rank if rank is not None else None  # data parallel rank that requests name
+        self.process = rank.process if rank is not None else config.name  # behind one address, with all its ranks
+        self.same_process = rank.siblings if rank is not None else frozenset((config.name,))  # names, its own included
         self.instance = instance
         self.withheld: str | None = None  # why discovery keeps new requests away; None: it does not
         self._newcomer = newcomer

@@ -1,7 +1,8 @@
 """What routing reads of an engine's /metrics page: requests of other senders, and the rates that the engine measured.
 
 A page has hundreds of lines and is read every second, so only the wanted names are parsed. A data-parallel engine
-has one line per rank: requests, rates and totals add up, and the fullest rank is the KV cache usage.
+has one line per rank, distinguished by the label `engine`. Where the ranks are routed to one by one, each has a reading
+of its own lines. Else requests, rates and totals add up, and the fullest rank is the KV cache usage.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from spillway_gateway.fleet.prefill_rate import usable_rate
 
 PAGE_BYTES_MAX = 4 * 1024 * 1024
 _BLOCK_TOKENS = re.compile(rb'[{,]block_size="(\d{1,9})"')
+_RANK = re.compile(rb'[{,]engine="(\d{1,4})"')
 _BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,12})"')
 
 
@@ -26,6 +28,18 @@ class EngineReading(NamedTuple):
     prefill_tokens_per_second: float | None = None
     cpu_load_tokens_per_second: float | None = None
     shared_load_tokens_per_second: float | None = None
+
+
+def pages_of_ranks(page: bytes) -> dict[int, bytes]:
+    """The page as each data parallel rank would show it, by rank; a sample without a rank is on each of them. vLLM
+    shows gauges of all ranks from its start, so a rank that is absent does not exist. Pure."""
+    common: list[bytes] = []
+    lines: dict[int, list[bytes]] = {}
+    for line in page.split(b"\n"):
+        if not line.startswith(b"#"):
+            rank = _RANK.search(line)
+            (common if rank is None else lines.setdefault(int(rank[1]), [])).append(line)
+    return {rank: b"\n".join([*common, *own]) for rank, own in lines.items()}
 
 
 def read_metrics(page: bytes) -> EngineReading:

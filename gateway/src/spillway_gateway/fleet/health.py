@@ -3,6 +3,8 @@
 A refused connection takes an engine down at once; polls that time out do so only after several in a row, since a busy
 machine answers late. One good answer makes it ready again. A request that failed to connect triggers a poll.
 
+The data parallel ranks of an engine are polled together, since one server answers for all of them.
+
 A ready engine's /metrics and /v1/models are read in the same round, over the same connection: requests of other
 senders and the rates it measured, and the LoRA adapters that it has loaded by now. Readiness never depends on them:
 without a page, or with one that is late or too long, routing uses only what this gateway sent, and the last list.
@@ -19,7 +21,7 @@ import msgspec
 
 from spillway_gateway.config.settings import HealthConfig
 from spillway_gateway.fleet.engine import Engine, EngineState
-from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX, read_metrics
+from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX, pages_of_ranks, read_metrics
 from spillway_gateway.fleet.listed_models import MODELS_BYTES_MAX, ListedModels, read_listed_models
 from spillway_gateway.fleet.tier_traffic import moved_bytes
 
@@ -31,12 +33,14 @@ METRICS_STALE_PERIODS = 5  # without a reading, after which the last one is stal
 
 
 class HealthPoller:
-    """Polls one engine until cancelled. On the event loop. engine_key: the engine's own, which /v1/models may need."""
+    """Polls one engine, or all data parallel ranks of one, until cancelled. On the event loop. engine_key: the engine's
+    own, which /v1/models may need."""
 
     def __init__(
         self, engine: Engine, session: aiohttp.ClientSession, config: HealthConfig, engine_key: str | None = None
     ) -> None:
-        self._engine = engine
+        self._engine = engine  # the first of those that are polled
+        self._ranks = [engine]
         self._headers = {"authorization": f"Bearer {engine_key}"} if engine_key is not None else {}
         self._session = session
         self._config = config
@@ -48,18 +52,32 @@ class HealthPoller:
         self._wake = asyncio.Event()
         engine.poll_soon = self._wake.set
 
+    def join(self, engine: Engine) -> None:
+        """Poll another rank of the same process too."""
+        self._ranks.append(engine)
+        engine.poll_soon = self._wake.set
+
+    def leave(self, engine: Engine) -> bool:
+        """Stop polling this one. False: it was the last, and the poller has nothing left to do."""
+        if len(self._ranks) > 1:
+            self._ranks.remove(engine)
+            self._engine = self._ranks[0]
+            return True
+        return False
+
     async def run(self) -> None:
         """Poll every period_seconds, or when triggered, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
             self._wake.clear()
-            before = self._engine.state
+            before = {engine: engine.state for engine in self._ranks}
             await self.poll_once()
             await self.observe_once()
             self._end_requests(loop.time())
-            if self._engine.state is not before:
-                logger.info("engine %s is %s: %s", self._engine.name, self._engine.state.value, self._engine.answer)
+            for engine, state in before.items():
+                if engine.state is not state:
+                    logger.info("engine %s is %s: %s", engine.name, engine.state.value, engine.answer)
             pause = max(0.05, started + self._config.period_seconds - loop.time())
             try:
                 async with asyncio.timeout(pause):
@@ -70,57 +88,83 @@ class HealthPoller:
 
     async def poll_once(self) -> None:
         """One poll; never raises but on cancellation."""
-        engine = self._engine
+        absent: dict[int, str] = {}
         try:
             state, answer = await self._ask(self._path)
             if state is None:
                 self._path = "/health" if self._path == "/ready" else "/ready"
                 state, answer = await self._ask(self._path)
-            if state is EngineState.READY and engine.state is not EngineState.READY:
+            if state is EngineState.READY and not self._all_ready():
                 state, answer = await self._serves_model()
+                if state is EngineState.READY:
+                    absent = await self._absent_ranks()
         except TimeoutError:
             self._timeouts += 1
             answer = f"no answer within {self._config.timeout_seconds:g} s"
-            if self._timeouts >= self._config.timeouts_before_down or engine.state is not EngineState.READY:
-                engine.hung(answer)
+            for engine in list(self._ranks):
+                if self._timeouts >= self._config.timeouts_before_down or engine.state is not EngineState.READY:
+                    engine.hung(answer)
             return
         except (aiohttp.ClientError, OSError) as error:
-            engine.set_state(EngineState.DOWN, _why(error))
+            for engine in list(self._ranks):
+                engine.set_state(EngineState.DOWN, _why(error))
             return
         self._timeouts = 0
-        engine.draining = answer == DRAINING
-        engine.set_state(state or EngineState.NOT_READY, answer)
+        for engine in list(self._ranks):
+            engine.draining = answer == DRAINING
+            if engine.rank in absent:
+                engine.set_state(EngineState.NOT_READY, absent[engine.rank])
+            else:
+                engine.set_state(state or EngineState.NOT_READY, answer)
+
+    def _all_ready(self) -> bool:
+        return all(engine.state is EngineState.READY for engine in self._ranks)
+
+    async def _absent_ranks(self) -> dict[int, str]:
+        """Ranks that the process does not have, with the reason: vLLM refuses requests that name one. That is so while
+        engines are replaced by ones with more ranks. An engine without metrics is taken at the configuration's word."""
+        ranks = [engine.rank for engine in self._ranks if engine.rank is not None]
+        page = await self._optional_page("/metrics", PAGE_BYTES_MAX) if ranks else None
+        known = pages_of_ranks(page) if page is not None else {}
+        if not known:
+            return {}
+        return {rank: f"has {len(known)} data parallel ranks" for rank in ranks if rank not in known}
 
     async def observe_once(self) -> None:
         """Read a ready engine's /metrics and /v1/models, at most once per metricsPeriodSeconds; never raises but on
         cancellation."""
-        engine, config = self._engine, self._config
+        config = self._config
         now = asyncio.get_running_loop().time()
-        if engine.state is EngineState.READY and now - self._asked_at >= config.metrics_period_seconds:
+        ready = any(engine.state is EngineState.READY for engine in self._ranks)
+        if ready and now - self._asked_at >= config.metrics_period_seconds:
             self._asked_at = now
-            before = engine.own_work()
+            before = {engine: engine.own_work() for engine in self._ranks}
             page = await self._optional_page("/metrics", PAGE_BYTES_MAX)
             if page is not None:
                 self._observed_at = asyncio.get_running_loop().time()
-                engine.observed(read_metrics(page), before)
-                engine.traffic.observed(moved_bytes(page), time.monotonic())
+                pages = pages_of_ranks(page) if self._engine.rank is not None else {}
+                for engine, work in before.items():
+                    own = page if engine.rank is None else pages.get(engine.rank, b"")
+                    engine.observed(read_metrics(own), work)
+                    engine.traffic.observed(moved_bytes(own), time.monotonic())
             body = await self._optional_page("/v1/models", MODELS_BYTES_MAX)
             listed = read_listed_models(body) if body is not None else None
             if listed is not None:
                 self._models_listed(listed)
         if now - self._observed_at > METRICS_STALE_PERIODS * config.metrics_period_seconds:
-            engine.unobserved()
+            for engine in list(self._ranks):
+                engine.unobserved()
 
     def _end_requests(self, now: float) -> None:
         """vLLM 0.23 may hang at its shutdown deadline while clients are connected: the gateway closes their connections
         before that."""
-        engine = self._engine
-        if not (engine.terminating or engine.draining):
+        if not any(engine.terminating or engine.draining for engine in self._ranks):
             self._ending_since = None
         elif self._ending_since is None:
             self._ending_since = now
         elif now - self._ending_since >= self._config.ending_seconds:
-            engine.end_requests()
+            for engine in list(self._ranks):
+                engine.end_requests()
 
     async def _serves_model(self) -> tuple[EngineState, str]:
         """An engine is ready once it also lists the model: its address may belong to another model's engine by now. An
@@ -138,7 +182,8 @@ class HealthPoller:
     def _models_listed(self, listed: ListedModels | None) -> None:
         engine = self._engine
         before = engine.adapters or frozenset()
-        engine.models_listed(listed)
+        for each in self._ranks:
+            each.models_listed(listed)
         now = engine.adapters or frozenset()
         for change, names in (("loaded", now - before), ("unloaded", before - now)):
             if names:

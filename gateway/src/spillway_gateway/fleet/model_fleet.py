@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import structs
 
+from spillway_gateway.config.ranks import ranks_of
 from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import ModelNotFound, NoEngineReady
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
@@ -132,7 +133,8 @@ class ModelFleet:
         self.sessions = Sessions(routing.tenant_sessions_max, routing.sessions_max)
         self.engines: dict[str, Engine] = {}
         for engine in config.engines:
-            self.add_engine(engine)
+            for each in ranks_of(engine):
+                self.add_engine(each)
 
     @property
     def prompt_tokens_max(self) -> int | None:

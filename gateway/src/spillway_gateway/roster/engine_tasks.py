@@ -19,6 +19,7 @@ from spillway_gateway.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
 
+_Process = Engine | tuple[str, str, str, str]
 METRICS_KEPT_SECONDS = 300.0  # after an engine's last request, so that every scraper reads its last values
 
 
@@ -38,14 +39,19 @@ class EngineTasks:
         self._clients = clients
         self._metrics = metrics
         self._in_service = in_service
-        self._polls: dict[Engine, asyncio.Task[None]] = {}
+        self._polls: dict[_Process, tuple[HealthPoller, asyncio.Task[None]]] = {}
         self._events: dict[Engine, asyncio.Task[None]] = {}
         self._departures: set[asyncio.Task[None]] = set()
 
     def follow(self, engine: Engine, index: PrefixIndex, health: HealthConfig) -> None:
         """Start the tasks of an engine."""
-        poller = HealthPoller(engine, self._clients.session, health, self._clients.engine_key)
-        self._polls[engine] = asyncio.create_task(guarded(poller.run(), f"health of {engine.name}"))
+        polled = self._polls.get(_process(engine))
+        if polled is not None:
+            polled[0].join(engine)
+        else:
+            poller = HealthPoller(engine, self._clients.session, health, self._clients.engine_key)
+            task = asyncio.create_task(guarded(poller.run(), f"health of {engine.process}"))
+            self._polls[_process(engine)] = poller, task
         if engine.config.kv_events is not None:
             follower = EventFollower(engine, index, self._metrics, self._clients.zmq)
             self._events[engine] = asyncio.create_task(guarded(follower.run(), f"events of {engine.name}"))
@@ -68,19 +74,25 @@ class EngineTasks:
         engine.on_idle = idle.set
         if engine.running_requests:
             await idle.wait()
-        poll = self._polls.pop(engine, None)
-        if poll is not None:
-            poll.cancel()
+        polled = self._polls.get(_process(engine))
+        if polled is not None and not polled[0].leave(engine):
+            del self._polls[_process(engine)]
+            polled[1].cancel()
         await asyncio.sleep(METRICS_KEPT_SECONDS)
         if not self._in_service(engine.name):
             self._metrics.remove_engine(engine.name)
 
     async def stop(self) -> None:
         """Cancel all tasks and wait for them."""
-        tasks = [*self._departures, *self._events.values(), *self._polls.values()]
+        tasks = [*self._departures, *self._events.values(), *(task for _, task in self._polls.values())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _process(engine: Engine) -> _Process:
+    """The same for all data parallel ranks of one process, and for nothing else."""
+    return engine if engine.rank is None else (engine.model, engine.process, engine.config.url, engine.instance)
 
 
 async def guarded(work: Coroutine[object, object, None], name: str) -> None:

@@ -11,10 +11,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.config.discovery import DiscoveryConfig
+from spillway_gateway.config.ranks import ranks_of
 from spillway_gateway.config.settings import GatewayConfig, ModelConfig
 from spillway_gateway.discovery.found import FoundEngine, SourceStatus
 from spillway_gateway.discovery.sources import describe, follow
@@ -99,7 +100,8 @@ class Roster:
 
         def publish(engines: tuple[FoundEngine, ...]) -> None:
             # Engines of the first update may be of any age; those of later ones have just been started.
-            self._set_engines(served, engines, newcomers=status.updates_total > 1)
+            wanted = [replace(found, config=each) for found in engines for each in ranks_of(found.config)]
+            self._set_engines(served, wanted, newcomers=status.updates_total > 1)
 
         task = asyncio.create_task(follow(config, status, publish))
         self._following[name] = _Following(config, status, task)
@@ -210,7 +212,7 @@ class Roster:
             self._restart_token_check(served)
         self._follow_source(served)
         if model.discovery is None:  # otherwise the current engines stay until the source's first update
-            self._set_engines(served, [FoundEngine(engine) for engine in model.engines])
+            self._set_engines(served, [FoundEngine(each) for engine in model.engines for each in ranks_of(engine)])
 
     def _set_engines(self, served: ServedModel, wanted: Sequence[FoundEngine], *, newcomers: bool = False) -> None:
         """Add and remove engines to match those wanted. newcomers: engines that are added have just been started."""

@@ -31,7 +31,9 @@ class TokenCheck:
         self._compared: set[Engine] = set()  # since they last became ready
 
     def add(self, engine: Engine) -> None:
-        """Compare this engine whenever it becomes ready."""
+        """Compare this engine whenever it becomes ready; of data parallel ranks, which share a server, the first."""
+        if engine.rank:
+            return
         self._engines.append(engine)
         engine.on_state.append(self._changed.put_nowait)
         self._changed.put_nowait(engine)

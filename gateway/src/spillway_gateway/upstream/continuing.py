@@ -11,6 +11,7 @@ import msgspec
 
 from spillway_gateway.config.settings import ContinuationConfig
 from spillway_gateway.errors import UpstreamError
+from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.upstream import continuation
@@ -64,7 +65,7 @@ class Continuing:
     def stall_seconds(self) -> float:
         return self._config.stall_seconds
 
-    def possible(self, engine: str, tried: frozenset[str] = frozenset()) -> bool:
+    def possible(self, engine: Engine, tried: frozenset[str] = frozenset()) -> bool:
         """Whether the answer can go on without this engine. Reads the body the first time."""
         if self.sent.lost is None and self._plan is None:
             try:
@@ -79,13 +80,13 @@ class Continuing:
             return True
         elif self._attempts >= self._config.attempts_max:
             self.why_not = "attempts"
-        elif not self._others(tried | {engine}):
+        elif not self._others(tried | engine.same_process):
             self.why_not = "no_engine"
         else:
             return True
         return False
 
-    def after(self, failure: UpstreamError, engine: str, tried: frozenset[str], now: float) -> frozenset[str] | None:
+    def after(self, failure: UpstreamError, engine: Engine, tried: frozenset[str], now: float) -> frozenset[str] | None:
         """The engines to leave out next; None where the answer ends. now: loop time."""
         if self.failed_at is None:  # a failure of its own, not of an attempt to bridge one
             self.failed_at, self.failure = now, failure
@@ -93,11 +94,11 @@ class Continuing:
         elif now - self.failed_at >= self._config.pause_seconds:
             self.why_not = "pause"
             return None
-        self._broke |= {engine}
+        self._broke |= engine.same_process
         if not self.possible(engine, tried):
             return None
         # An engine that broke this answer earlier gets it again where there is no other.
-        return self._broke if self._others(self._broke) else tried | {engine}
+        return self._broke if self._others(self._broke) else tried | engine.same_process
 
     def _others(self, left_out: frozenset[str]) -> bool:
         return any(engine.routable and name not in left_out for name, engine in self._fleet.engines.items())

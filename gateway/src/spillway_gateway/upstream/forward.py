@@ -5,6 +5,7 @@ from __future__ import annotations
 Headers = list[tuple[bytes, bytes]]
 Body = bytes | bytearray  # a long one is not copied to become bytes
 
+RANK_HEADER = b"x-data-parallel-rank"
 _NOTHING: frozenset[bytes] = frozenset()
 HOP_BY_HOP = frozenset(
     {
@@ -21,7 +22,7 @@ HOP_BY_HOP = frozenset(
 )
 # Set by the gateway itself, or refused from callers: the rank would let a client pick a worker, and the internal
 # headers would let it pose as the gateway.
-_DROPPED_FROM_CALLERS = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-data-parallel-rank", b"x-request-id"}
+_DROPPED_FROM_CALLERS = HOP_BY_HOP | {b"host", b"content-length", b"expect", RANK_HEADER, b"x-request-id"}
 _INTERNAL_PREFIX = b"x-spillway-"
 _REPLY_DROPPED = HOP_BY_HOP | {b"date", b"server"}
 
@@ -34,11 +35,12 @@ def request_head(
     request_id: bytes,
     *,
     method: bytes = b"POST",
+    rank: int | None = None,
 ) -> bytes:
     """Head of the request to the engine.
 
     path: with its query. headers: the caller's, names in lower case as ASGI gives them. The caller's header values
-    were parsed by the server, so none holds a line break.
+    were parsed by the server, so none holds a line break. rank: the data parallel rank that is to take it.
     """
     named = connection_named(headers)
     lines = [method + b" " + path + b" HTTP/1.1\r\nhost: " + host]
@@ -46,6 +48,8 @@ def request_head(
         if name in _DROPPED_FROM_CALLERS or name in named or name.startswith(_INTERNAL_PREFIX):
             continue
         lines.append(name + b": " + value)
+    if rank is not None:
+        lines.append(RANK_HEADER + b": %d" % rank)
     lines.append(b"x-request-id: " + request_id)
     lines.append(b"content-length: %d\r\n\r\n" % body_bytes)
     return b"\r\n".join(lines)

@@ -19,6 +19,7 @@ from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.routing.prefix import PromptTokens
+from spillway_gateway.upstream.forward import RANK_HEADER
 from spillway_gateway.upstream.outbound import OutboundRequest
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class PromotionHints:
         headers = {"content-type": "application/json"}
         if self.engine_key is not None:
             headers["authorization"] = f"Bearer {self.engine_key}"
+        if engine.rank is not None:
+            headers[RANK_HEADER.decode()] = str(engine.rank)
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
         try:
             async with session.post(

@@ -198,7 +198,7 @@ class Relay:
                     await self.reply.complete()
                     return
                 continue
-            tried |= {lease.engine.name}
+            tried |= lease.engine.same_process
             attempts += is_attempt(failure)
             # An engine that lacks the adapter has done nothing that must not be done twice.
             movable = request.retryable or isinstance(failure, AdapterNotServed)
@@ -222,7 +222,7 @@ class Relay:
         self, continuing: Continuing, failure: UpstreamError, engine: Engine, tried: frozenset[str]
     ) -> frozenset[str]:
         """A stream broke: the engines that do not get the rest of its answer. Raises the failure where it ends here."""
-        left_out = continuing.after(failure, engine.name, tried, asyncio.get_running_loop().time())
+        left_out = continuing.after(failure, engine, tried, asyncio.get_running_loop().time())
         if left_out is not None and not continuing.complete and not self._services.budget.spend(failure):
             continuing.why_not, left_out = "retry_budget", None
         if left_out is None:
@@ -354,6 +354,7 @@ class Relay:
             len(request.body),
             request.request_id,
             method=request.method,
+            rank=engine.rank,
         )
         continuing = self.reply.continuing
         if continuing is not None and continuing.failed_at is not None:

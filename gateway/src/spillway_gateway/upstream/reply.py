@@ -148,7 +148,7 @@ class Reply:
         await self._start_events(lease, connection, chunk, idle_seconds, trace)
         loop_time = asyncio.get_running_loop().time
         if continuing is not None and connection.status == 200:
-            waits.movable = lambda: continuing.possible(lease.engine.name)
+            waits.movable = lambda: continuing.possible(lease.engine)
             waits.stall_seconds = idle_seconds = min(idle_seconds, continuing.stall_seconds)
             waits.expect_within(idle_seconds)  # sooner than the timer would look at a deadline
         while chunk:
@@ -168,7 +168,7 @@ class Reply:
             waits.deadline = loop_time() + idle_seconds
             chunk = await next_events(connection, framer)
         if not self._engine_failed and not self.ended:
-            if continuing is not None and continuing.possible(lease.engine.name):
+            if continuing is not None and continuing.possible(lease.engine):
                 raise EngineDisconnected("it ended the reply early")
             lease.succeeded()
         await self._finish(b"")
@@ -181,7 +181,7 @@ class Reply:
         if sent.failure is None:
             return passed
         failure, held = sent.failure, sent.held
-        if not continuing.possible(lease.engine.name):
+        if not continuing.possible(lease.engine):
             sent.lose("failed")
             sent.failure = None
             return passed + held
@@ -242,7 +242,7 @@ class Reply:
         assert failure is not None
         self._waits.joining_seconds = 0.0
         self._waits.expect_within(self._waits.stall_seconds)
-        self._waits.movable = lambda: continuing.possible(lease.engine.name)
+        self._waits.movable = lambda: continuing.possible(lease.engine)
         services = self._services
         services.metrics.continued(self._model, failure.reason).inc()
         services.metrics.pause(self._model).observe(seconds)

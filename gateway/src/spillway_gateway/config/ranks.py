@@ -1,0 +1,52 @@
+"""The data parallel ranks of an engine, as the engines that routing chooses among.
+
+vLLM with `--data-parallel-size N` and its internal load balancer is one HTTP server in front of N engine cores, each
+with a KV cache, a prefix cache and a queue of its own. Rank r publishes KV events at the engine's port + r (vLLM's
+`ZmqEventPublisher.offset_endpoint_port`), shows its metrics under engine="r", and is chosen by the header
+`X-Data-Parallel-Rank: r`.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from spillway_gateway.config.settings import EngineConfig, rank_name
+
+
+class RankConfig(EngineConfig, frozen=True):
+    """One rank of an engine: its own name and event addresses, the engine's URL. process: the engine's name."""
+
+    process: str = ""
+    rank: int = 0
+
+    @property
+    def siblings(self) -> frozenset[str]:
+        """The names of all ranks of the engine, this one included."""
+        return frozenset(rank_name(self.process, rank) for rank in range(self.data_parallel_ranks))
+
+
+def ranks_of(engine: EngineConfig) -> tuple[EngineConfig, ...]:
+    """What routing chooses among for one engine: itself, or each of its ranks. Pure."""
+    if engine.data_parallel_ranks == 1:
+        return (engine,)
+    return tuple(
+        RankConfig(
+            rank_name(engine.name, rank),
+            engine.url,
+            _offset(engine.kv_events, rank),
+            _offset(engine.kv_replay, rank),
+            engine.data_parallel_ranks,
+            process=engine.name,
+            rank=rank,
+        )
+        for rank in range(engine.data_parallel_ranks)
+    )
+
+
+def _offset(address: str | None, rank: int) -> str | None:
+    """tcp://HOST:PORT -> the same with PORT + rank."""
+    if address is None:
+        return None
+    port = urlsplit(address).port
+    assert port is not None  # the configuration's check
+    return f"{address.removesuffix(f':{port}')}:{port + rank}"
