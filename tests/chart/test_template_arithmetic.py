@@ -63,6 +63,7 @@ class MemoryCase:
             },
             "deviceBlocks": engine["deviceBlocks"],
             "tensorParallelSize": engine["tensorParallelSize"],
+            "pipelineParallelSize": engine["pipelineParallelSize"],
             "blockSize": engine["blockSize"],
             "offload": {"enabled": offload["enabled"], "blocksPerChunk": offload["blocksPerChunk"], **sizes},
         }
@@ -122,6 +123,7 @@ def memory_case(chosen: random.Random, preset: str | None) -> MemoryCase:
         },
         "deviceBlocks": chosen.choice([None, None, max_length // block_size + chosen.randrange(2, 9)]),
         "tensorParallelSize": chosen.choice([1, 2, 3, 4, 8, 16]),
+        "pipelineParallelSize": chosen.choice([1, 1, 2, 3, 4]),
         "blockSize": block_size,
         "offload": {
             **size,

@@ -181,6 +181,14 @@ CPU_MODELS = (
         engine={"tensor_parallel_size": 2},
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     ),
+    Model(
+        "llama-pp2",
+        "grouped-query attention, two pipeline stages of three layers and of two",
+        "llama",
+        _SIZES | {"num_hidden_layers": 5},
+        engine={"pipeline_parallel_size": 2},
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    ),
 )
 
 

@@ -62,6 +62,11 @@ def test_two_ranks_answer_as_without_offload(tmp_path: Path) -> None:
     require_same_answers(run_model("llama-tp2", tmp_path, SMALL), SMALL)
 
 
+def test_two_pipeline_stages_of_unequal_layers_answer_as_without_offload(tmp_path: Path) -> None:
+    cases = ["none", "nvme", "lossy"]
+    require_same_answers(run_model("llama-pp2", tmp_path, cases), cases)
+
+
 def test_latents_that_one_rank_stored_are_loaded_by_two_and_the_other_way_round(tmp_path: Path) -> None:
     """Engines of one model with other numbers of ranks, on one directory, one after the other."""
     one = run_model("deepseek-v2", tmp_path, ["none", "nvme"])

@@ -27,7 +27,7 @@ the binding is off, as vllm-ascend would give it up after the start, with a warn
 {{/* item -> first and last of the host's ports that HCCL takes, as a YAML list; empty where one rank talks to none. */}}
 {{- define "spillway.hcclPorts" -}}
 {{- $first := int64 (default 60000 .engine.accelerator.hccl.basePort) -}}
-{{- if and (eq .platform "npu") (gt (int64 .engine.tensorParallelSize) 1) -}}{{ toYaml (list $first (add $first 31)) }}{{- else -}}[]{{- end -}}
+{{- if and (eq .platform "npu") (gt (include "spillway.ranks" .engine | int64) 1) -}}{{ toYaml (list $first (add $first 31)) }}{{- else -}}[]{{- end -}}
 {{- end -}}
 
 {{/* (root, engines, problems) */}}

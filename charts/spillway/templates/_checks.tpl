@@ -44,8 +44,10 @@
 {{- if not $resource -}}
 {{- $texts = append $texts (printf "%s.accelerator.resourceName is empty; preset: %s needs the name that your device plugin advertises (kubectl describe node)" $path $preset) -}}
 {{- end -}}
-{{- if lt (int64 $item.accelerator.count) (int64 $engine.tensorParallelSize) -}}
-{{- $texts = append $texts (printf "%s.accelerator.count: %d devices for tensorParallelSize: %d ranks; each rank needs one: set count >= %d or null" $path (int64 $item.accelerator.count) (int64 $engine.tensorParallelSize) (int64 $engine.tensorParallelSize)) -}}
+{{- $ranks := include "spillway.ranks" $engine | int64 -}}
+{{- if lt (int64 $item.accelerator.count) $ranks -}}
+{{- $stages := int64 $engine.pipelineParallelSize | eq 1 | ternary "" (printf " x pipelineParallelSize: %d" (int64 $engine.pipelineParallelSize)) -}}
+{{- $texts = append $texts (printf "%s.accelerator.count: %d devices for tensorParallelSize: %d%s ranks; each rank needs one: set count >= %d or null" $path (int64 $item.accelerator.count) (int64 $engine.tensorParallelSize) $stages $ranks) -}}
 {{- end -}}
 {{- $variantIs310 := hasPrefix "310p" $engine.image.variant -}}
 {{- $resourceIs310 := or (contains "310P" $resource) (hasSuffix "ascend-310" $resource) -}}

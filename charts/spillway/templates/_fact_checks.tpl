@@ -20,6 +20,7 @@
 {{- $texts = append $texts (printf "%s.tensorParallelSize: %d does not divide the model's %d attention heads, as vLLM needs it; choose a divisor of %d" $path $ranks (int64 .) (int64 .)) -}}
 {{- end -}}
 {{- end -}}
+{{- $texts = concat $texts (include "spillway.pipelineProblems" $item | fromYamlArray) -}}
 {{- $maxLength := int64 $engine.model.maxLength -}}
 {{- $stretched := hasKey $engine.extraEnv "VLLM_ALLOW_LONG_MAX_MODEL_LEN" -}}
 {{- range $engine.extraArgs -}}{{- if regexMatch "^--(hf|rope)[-_]" . -}}{{- $stretched = true -}}{{- end -}}{{- end -}}
@@ -55,6 +56,35 @@
 {{- end -}}
 {{- $texts = concat $texts (include "spillway.startProblems" (dict "item" $item "weights" $weights) | fromYamlArray) -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $.problems "text" .) -}}{{- end -}}
+{{- end -}}
+
+{{/* item -> list of texts: what does not go with several stages of layers. */}}
+{{- define "spillway.pipelineProblems" -}}
+{{- $engine := .engine -}}{{- $path := .path -}}{{- $stages := int64 $engine.pipelineParallelSize -}}
+{{- $texts := list -}}
+{{- if gt $stages 1 -}}
+{{- if gt $stages (int64 .shape.layers) -}}
+{{- $texts = append $texts (printf "%s.pipelineParallelSize: %d stages for the model's %d layers, of which every stage needs one; set it to %d or less" $path $stages (int64 .shape.layers) (int64 .shape.layers)) -}}
+{{- end -}}
+{{- range list "layerwiseLoads" "computeWhileLoading" -}}
+{{- if and $engine.offload.enabled (eq (include "spillway.onOff" (index $engine.offload .)) "on") -}}
+{{- $texts = append $texts (printf "%s.offload.%s: on changes a step after it was sent, but pipelineParallelSize: %d keeps several steps under way; set it to off, or pipelineParallelSize: 1" $path . $stages) -}}
+{{- end -}}
+{{- end -}}
+{{- $variable := "VLLM_PP_LAYER_PARTITION" -}}
+{{- if hasKey (default dict $engine.extraEnv) $variable -}}
+{{- $texts = append $texts (printf "%s.extraEnv: %s gives stages other layers than memory is reckoned with; remove it: vLLM spreads the layers evenly over the stages of pipelineParallelSize: %d" $path $variable $stages) -}}
+{{- end -}}
+{{- range $at, $argument := $engine.extraArgs -}}
+{{- if regexMatch "^--distributed[-_]executor[-_]backend" $argument -}}
+{{- $executor := contains "=" $argument | ternary (last (splitList "=" $argument)) (index (append $engine.extraArgs "") (add1 $at | int)) -}}
+{{- if ne $executor "mp" -}}
+{{- $texts = append $texts (printf "%s.extraArgs: --distributed-executor-backend: %q cannot run pipelineParallelSize: %d in one pod; remove it, and vLLM takes mp" $path $executor $stages) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $texts -}}
 {{- end -}}
 
 {{/* (item, weights) -> list of texts: a start that cannot end in time is killed and begun anew for ever. The rates are

@@ -49,16 +49,19 @@ processes, staging, page cache and margin.
 {{- if and $shape.latentDim $scale -}}
 {{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.model.kvCacheDtype: %s keeps a scale for each head, and this model's latent cache (MLA) has no heads; set it to auto or fp8" $path $kvDtype)) -}}
 {{- end -}}
-{{- $ranks := int64 $engine.tensorParallelSize -}}
+{{- $tensorRanks := int64 $engine.tensorParallelSize -}}{{- $stages := int64 $engine.pipelineParallelSize -}}
+{{- $ranks := include "spillway.ranks" $engine | int64 -}}
+{{- /* Of the stage with the most layers: in a row of the CPU tier every stage has its room. */ -}}
+{{- $layers := div (add (int64 $shape.layers) (sub $stages 1)) $stages -}}
 {{- $rankTokenBytes := 0 -}}
 {{- if $shape.latentDim -}}
-{{- $rankTokenBytes = mul (int64 $shape.layers) (int64 $shape.latentDim) $kvElement -}}
+{{- $rankTokenBytes = mul $layers (int64 $shape.latentDim) $kvElement -}}
 {{- else -}}
-{{- $heads := max 1 (div (int64 $shape.kvHeads) $ranks) -}}
-{{- $rankTokenBytes = mul 2 (int64 $shape.layers) $heads (add (mul (int64 $shape.headDim) $kvElement) $scale) -}}
+{{- $heads := max 1 (div (int64 $shape.kvHeads) $tensorRanks) -}}
+{{- $rankTokenBytes = mul 2 $layers $heads (add (mul (int64 $shape.headDim) $kvElement) $scale) -}}
 {{- end -}}
-{{- /* In every tier. All ranks hold the same latents (MLA), and a tier holds them once. */ -}}
-{{- $tokenBytes := ternary $rankTokenBytes (mul $rankTokenBytes $ranks) (not (not $shape.latentDim)) -}}
+{{- /* In every tier. All ranks of a stage hold the same latents (MLA), and a tier holds them once. */ -}}
+{{- $tokenBytes := ternary (mul $rankTokenBytes $stages) (mul $rankTokenBytes $ranks) (not (not $shape.latentDim)) -}}
 {{- $blockSize := int64 $engine.blockSize -}}
 {{- $blockBytes := mul $tokenBytes $blockSize -}}
 {{- $maxLength := int64 $engine.model.maxLength -}}

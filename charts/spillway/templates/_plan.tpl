@@ -101,13 +101,18 @@ nothing can be concluded from such values. */}}
 {{- end -}}
 {{- end -}}
 
+{{/* engine -> workers of one replica; each has a device of its own. */}}
+{{- define "spillway.ranks" -}}
+{{- mul (int64 .tensorParallelSize) (int64 .pipelineParallelSize) -}}
+{{- end -}}
+
 {{/* (engine, accelerator): lays what the values say over the preset. */}}
 {{- define "spillway.accelerator" -}}
 {{- $given := .engine.accelerator -}}
 {{- $chosen := .accelerator -}}
 {{- if $given.resourceName -}}{{- $_ := set $chosen "resourceName" $given.resourceName -}}{{- end -}}
 {{- if not (kindIs "invalid" $given.count) -}}{{- $_ := set $chosen "count" (int64 $given.count) -}}
-{{- else -}}{{- $_ := set $chosen "count" (int64 .engine.tensorParallelSize) -}}
+{{- else -}}{{- $_ := set $chosen "count" (include "spillway.ranks" .engine | int64) -}}
 {{- end -}}
 {{- if $given.visibleDevices.mode -}}{{- $_ := set $chosen "visibleDevices" $given.visibleDevices.mode -}}{{- end -}}
 {{- $_ := set $chosen "env" (merge (include "spillway.hcclEnvironment" $given.hccl | fromYaml) $chosen.env) -}}
@@ -134,6 +139,7 @@ nothing can be concluded from such values. */}}
   "port" $engine.port
   "blockSize" $engine.blockSize
   "tensorParallelSize" $engine.tensorParallelSize
+  "pipelineParallelSize" $engine.pipelineParallelSize
   "platform" .item.platform
   "kvEvents" (dict "enabled" $engine.kvEvents.enabled "port" $engine.kvEvents.port "replayPort" $engine.kvEvents.replayPort)
   "extraArgs" $engine.extraArgs

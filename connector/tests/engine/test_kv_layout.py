@@ -102,6 +102,21 @@ def test_a_small_cell_holds_a_digest():
     assert one != other
 
 
+def test_what_is_always_needed_outlives_a_small_cell():
+    rows = memoryview(bytearray(256))
+    write_layout(rows, 0, 128, {"layers": ["x" * 100] * 9}, {"needed": 7})
+    assert read_layouts(rows, 128, 1)[0]["needed"] == 7
+
+
+def test_the_ranks_of_each_stage_are_heard_once():
+    rows = memoryview(bytearray(4096))
+    for rank, layers in enumerate("aabb"):
+        write_layout(rows, rank * 1024, 1024, {"layers": layers})
+    assert read_layouts(rows, 1024, 4, stages=2) == [{"layers": "a"}, {"layers": "b"}]
+    write_layout(rows, 1024, 1024, {"layers": "b"})
+    assert [one["layers"] for one in read_layouts(rows, 1024, 4, stages=2)] == list("abbb")
+
+
 @pytest.mark.parametrize("damage", [b"", b"SPILLKVL" + b"\xff" * 40, b"\0" * 8])
 def test_a_rank_without_a_report_is_named(damage: bytes):
     rows = memoryview(bytearray(4096))

@@ -26,6 +26,7 @@ SHAPE = {
     "region_id": "unused",
     "rank_block_bytes": ROW_BYTES,
     "num_ranks": 1,
+    "num_stages": 1,
     "ranks_hold_the_same": False,
     "tokens_per_block": 128,
     "tokens_per_hash": 128,

@@ -30,13 +30,15 @@ def test_a_row_holds_every_rank_and_less_than_a_page_of_padding(block_bytes, per
 @given(
     st.integers(1, 1 << 22),
     st.integers(1, 4),
-    st.integers(1, 16),
+    st.integers(1, 8),
+    st.integers(1, 3),
     st.booleans(),
     st.sampled_from([4096, 16_384, 65_536]),
 )
-def test_the_pages_of_all_ranks_are_the_row(block_bytes, per_chunk, ranks, one_cell, page_bytes):
+def test_the_pages_of_all_ranks_are_the_row(block_bytes, per_chunk, stage_ranks, stages, one_cell, page_bytes):
     """With the pages of any kernel, whatever this one's are."""
-    geometry = ChunkGeometry(block_bytes, per_chunk, ranks, one_cell, page_bytes)
+    ranks = stage_ranks * stages
+    geometry = ChunkGeometry(block_bytes, per_chunk, ranks, one_cell, page_bytes, stages)
     assert geometry.row_bytes % page_bytes == 0
     assert 0 <= geometry.row_bytes - geometry.payload_bytes < page_bytes
     at = 0
@@ -62,6 +64,22 @@ def test_ranks_that_hold_the_same_fill_one_cell():
     assert [geometry.cell_of(rank) for rank in range(8)] == [0] * 8
     assert [geometry.store_share(rank) for rank in range(8)] == [(rank, 8) for rank in range(8)]
     assert 8 * geometry.layout_bytes <= geometry.payload_bytes
+
+
+def test_each_stage_of_a_pipeline_has_a_cell_that_its_ranks_fill():
+    """DeepSeek-V3 on two stages of four ranks: 31 layers and 30, in cells of 31."""
+    geometry = ChunkGeometry(31 * 576 * 2 * 128, blocks_per_chunk=1, num_ranks=8, one_cell=True, stages=2)
+    cell = geometry.rank_cell_bytes
+    assert geometry.payload_bytes == 2 * cell
+    assert [geometry.cell_of(rank) for rank in range(8)] == [0] * 4 + [cell] * 4
+    assert [geometry.store_share(rank) for rank in range(8)] == [(rank, 4) for rank in range(4)] * 2
+    assert 8 * geometry.layout_bytes <= geometry.payload_bytes
+
+
+def test_stages_whose_ranks_have_heads_of_their_own_have_a_cell_for_each():
+    geometry = ChunkGeometry(4096, blocks_per_chunk=1, num_ranks=4, stages=2)
+    assert [geometry.cell_of(rank) for rank in range(4)] == [0, 4096, 8192, 12_288]
+    assert {geometry.store_share(rank) for rank in range(4)} == {(0, 1)}
 
 
 def test_ranks_with_heads_of_their_own_fill_a_cell_each():

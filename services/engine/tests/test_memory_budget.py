@@ -215,16 +215,18 @@ machines = st.builds(
     machine=machines,
     chunks=st.integers(1, 100_000),
     ranks=st.sampled_from([1, 2, 4, 8]),
+    stages=st.integers(1, 4),
     per_chunk=st.integers(1, 16),
 )
 def test_rows_hold_their_chunks_and_are_whole_pages(
-    shape: ModelShape, machine: Machine, chunks: int, ranks: int, per_chunk: int
+    shape: ModelShape, machine: Machine, chunks: int, ranks: int, stages: int, per_chunk: int
 ) -> None:
     given = read_settings(
         EngineSettings,
         {
             "model": {"path": "/m"},
             "tensorParallelSize": ranks,
+            "pipelineParallelSize": stages,
             "offload": {"numCpuBlocks": chunks, "blocksPerChunk": per_chunk},
         },
     )

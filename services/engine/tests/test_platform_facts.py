@@ -29,6 +29,13 @@ def test_ranks_share_kv_heads_evenly(ranks: int, better: int | None) -> None:
     assert [text.rpartition("set it to ")[2] for text in found] == ([] if better is None else [str(better)])
 
 
+@pytest.mark.parametrize(("stages", "fits"), [(1, True), (36, True), (37, False)])
+def test_every_stage_has_a_layer(stages: int, fits: bool) -> None:
+    layers = "37 stages for the model's 36 layers, of which every stage needs one; set it to 36 or less"
+
+    assert problems(pipelineParallelSize=stages) == ([] if fits else [f"pipelineParallelSize: {layers}"])
+
+
 def test_a_latent_is_on_every_rank() -> None:
     assert problems(replace(SHAPE, kv_heads=128, latent_dim=576), tensorParallelSize=3) == []
 

@@ -11,6 +11,7 @@ import importlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from vllm.platforms import current_platform
 from spillway_connector.errors import ConfigError
 
 LayerCache = torch.Tensor | Sequence[torch.Tensor]
+LAYOUT_AT_MOST_BYTES = 1 << 20  # of a description; a longer one is replaced by its digest
 _MARK = b"SPILLKVL"
 _HEAD = struct.Struct("<8sI16s")  # mark, bytes of the document, its blake3
 
@@ -88,18 +90,25 @@ def _block_dimension(tensor: torch.Tensor, num_blocks: int) -> int:
     return sizes.index(max(sizes))  # vLLM-Ascend may have more blocks than vLLM manages
 
 
-def write_layout(rows: memoryview, cell_offset: int, cell_bytes: int, facts: Mapping[str, Any]) -> None:
-    """rows: flat writable bytes of the CPU tier. A cell that is too small for all of it gets its digest."""
-    document = json.dumps(facts, sort_keys=True).encode()
-    if _HEAD.size + len(document) > cell_bytes:
-        document = json.dumps({"digest": blake3(document).hexdigest(16)}).encode()
+def write_layout(
+    rows: memoryview,
+    cell_offset: int,
+    cell_bytes: int,
+    facts: Mapping[str, Any],
+    always: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """rows: flat writable bytes of the CPU tier. A cell that is too small for all of it gets its digest, and what is
+    needed `always`."""
+    document = json.dumps({**facts, **always}, sort_keys=True).encode()
+    if _HEAD.size + len(document) > min(cell_bytes, LAYOUT_AT_MOST_BYTES):
+        document = json.dumps({"digest": blake3(document).hexdigest(16), **always}, sort_keys=True).encode()
     assert _HEAD.size + len(document) <= cell_bytes, f"a cell of {cell_bytes} bytes holds no description of its layout"
     head = _HEAD.pack(_MARK, len(document), blake3(document).digest(16))
     rows[cell_offset : cell_offset + _HEAD.size + len(document)] = head + document
 
 
-def read_layouts(rows: memoryview, cell_bytes: int, num_ranks: int) -> list[dict[str, Any]]:
-    """Each rank's description, in the order of ranks; one where all are equal.
+def read_layouts(rows: memoryview, cell_bytes: int, num_ranks: int, stages: int = 1) -> list[dict[str, Any]]:
+    """Each rank's description, in the order of ranks; one for each pipeline stage where all of its ranks' are equal.
 
     Raises ConfigError where a rank's is missing.
     """
@@ -114,4 +123,5 @@ def read_layouts(rows: memoryview, cell_bytes: int, num_ranks: int) -> list[dict
                 "which blocks fit it; a replica must run on one machine, or turn its shared tiers off"
             )
         found.append(json.loads(document))
-    return found[:1] if all(one == found[0] for one in found) else found
+    of_stages = [found[start : start + num_ranks // stages] for start in range(0, num_ranks, num_ranks // stages)]
+    return [ranks[0] for ranks in of_stages] if all(one == ranks[0] for ranks in of_stages for one in ranks) else found

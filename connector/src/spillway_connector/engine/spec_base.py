@@ -35,6 +35,7 @@ from spillway_connector.engine.process_settings import (
     memory_lock_limit,
     worker_process,
 )
+from spillway_connector.engine.stages import StageFacts, agree
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.engine.transports import OpenTransport, copy_path, open_transport, transport_name
 from spillway_connector.errors import ConfigError
@@ -66,6 +67,7 @@ class SpecBase(OffloadingSpec):
         region_id: str,
         rank_block_bytes: int,
         num_ranks: int,
+        num_stages: int,
         ranks_hold_the_same: bool,
         tokens_per_block: int,
         tokens_per_hash: int,
@@ -74,26 +76,30 @@ class SpecBase(OffloadingSpec):
         """The constructor's second half, behind that of vLLM's class.
 
         region_id: of the rows: the same in all processes of one replica, and in those of no other. rank_block_bytes: of
-        a device block of one rank, all layers together. ranks_hold_the_same: KV, byte for byte, so that a row holds it
-        once. tokens_per_block: of the first KV group. enable_events: whether the CPU tier's changes are published.
-        Raises ConfigError.
+        a device block of one rank, all of its layers together. num_ranks: in num_stages stages of a pipeline.
+        ranks_hold_the_same: those of a stage, KV, byte for byte, so that a row holds it once. tokens_per_block: of the
+        first KV group. enable_events: whether the CPU tier's changes are published. Raises ConfigError.
         """
         self.settings = ConnectorConfig.parse(self.extra_config)
         self.offload_prompt_only = self.settings.generated_tokens == "off"  # vLLM's name for it
         self.secondary_tier_configs = self.extra_config.get("secondary_tiers", [])
         if not isinstance(self.secondary_tier_configs, list):
             raise ConfigError(f"secondary_tiers: {self.secondary_tier_configs!r} is not a list of tiers")
+        self._region_id = region_id
+        self._stage_facts = agree(
+            StageFacts(rank_block_bytes, ranks_hold_the_same), num_stages, region_path(self._region_id)
+        )
         self.geometry = ChunkGeometry(
-            rank_block_bytes=rank_block_bytes,
+            rank_block_bytes=self._stage_facts.rank_block_bytes,
             blocks_per_chunk=self.settings.blocks_per_chunk,
             num_ranks=num_ranks,
-            one_cell=ranks_hold_the_same,
+            one_cell=self._stage_facts.ranks_hold_the_same,
+            stages=num_stages,
         )
         self.num_rows = self.settings.num_cpu_blocks or self.geometry.rows_in(self.settings.cpu_bytes_to_use or 0)
         # Read by vLLM's tier classes under these names, so that they work beside Spillway's.
         self.cpu_page_size_per_worker = self.geometry.rank_cell_bytes
         self.eviction_policy = self.settings.eviction_policy
-        self._region_id = region_id
         self._chunk_tokens = tokens_per_block * self.settings.blocks_per_chunk
         self._tokens_per_hash = tokens_per_hash
         self.announces_blocks = enable_events
@@ -133,7 +139,9 @@ class SpecBase(OffloadingSpec):
             primary = self._make_cpu_tier(region)
             view = primary.get_kv_memoryview()
             if self.secondary_tier_configs:
-                self._layouts = read_layouts(view.cast("B"), self.geometry.layout_bytes, self.geometry.num_ranks)
+                self._layouts = read_layouts(
+                    view.cast("B"), self.geometry.layout_bytes, self.geometry.num_ranks, self.geometry.stages
+                )
             tiers = [self._create_tier(config, view) for config in self.secondary_tier_configs]
             if tiers:
                 # Their threads fill rows in this process: 94 MB of rows never touched took 35 ms longer than others.
@@ -170,10 +178,12 @@ class SpecBase(OffloadingSpec):
         else:
             region.claim_rest(patience_seconds=0)
         region.populate(0, region.size_bytes)
-        if self.registered_layout is not None and self.secondary_tier_configs:
+        is_pipeline = self.geometry.stages > 1
+        if self.registered_layout is not None and (self.secondary_tier_configs or is_pipeline):
             layout_bytes = self.geometry.layout_bytes
+            agreed = self._stage_facts.as_layout() if is_pipeline else {}
             rows = region.create_kv_memoryview().cast("B")
-            write_layout(rows, rank * layout_bytes, layout_bytes, self.registered_layout)
+            write_layout(rows, rank * layout_bytes, layout_bytes, self.registered_layout, agreed)
             rows.release()
         layout = copy_layout(kv_caches, region, self.geometry, rank)
         self.transport = self._open_transport(region)

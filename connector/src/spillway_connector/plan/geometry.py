@@ -2,7 +2,8 @@
 
 A chunk is the unit of offload: `blocks_per_chunk` device blocks of every rank of the replica. In the CPU tier it
 is one row, |rank 0|rank 1|...|padding|, padded to a page so that direct I/O can read and write it in place. Where all
-ranks hold the same KV (MLA's latents), a row has one cell: each rank fills its share of it, and loads all of it.
+ranks of a pipeline stage hold the same KV (MLA's latents), a row has one cell for each stage: each of its ranks fills
+its share of it, and loads all of it. Cells are of one size, that of the stage with the most KV.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ ROW_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
 class ChunkGeometry:
     """Byte layout of one CPU-tier row."""
 
-    rank_block_bytes: int  # KV bytes of one device block on one rank, all layers
+    rank_block_bytes: int  # KV bytes of one device block on the rank that holds most, all its layers
     blocks_per_chunk: int
     num_ranks: int
-    one_cell: bool = False  # all ranks hold the same KV, and a row holds it once
+    one_cell: bool = False  # all ranks of a stage hold the same KV, and a row holds it once
     page_bytes: int = ROW_ALIGNMENT_BYTES
+    stages: int = 1  # of the pipeline; equally many ranks each, those of the first stage first
 
     @property
     def rank_cell_bytes(self) -> int:
@@ -34,15 +36,19 @@ class ChunkGeometry:
 
     @property
     def num_cells(self) -> int:
-        return 1 if self.one_cell else self.num_ranks
+        return self.stages if self.one_cell else self.num_ranks
+
+    @property
+    def stage_ranks(self) -> int:
+        return self.num_ranks // self.stages
 
     def cell_of(self, rank: int) -> int:
         """Where the KV of a rank begins, in bytes from the start of a row."""
-        return 0 if self.one_cell else rank * self.rank_cell_bytes
+        return (rank // self.stage_ranks if self.one_cell else rank) * self.rank_cell_bytes
 
     def store_share(self, rank: int) -> tuple[int, int]:
-        """(n, of how many): which part of what a job stores this rank copies. A load copies all of it on every rank."""
-        return (rank, self.num_ranks) if self.one_cell else (0, 1)
+        """(n, of how many): which part of what a job stores this rank copies. Loads copy the whole cell on every rank."""
+        return (rank % self.stage_ranks, self.stage_ranks) if self.one_cell else (0, 1)
 
     @property
     def payload_bytes(self) -> int:

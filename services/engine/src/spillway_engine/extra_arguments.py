@@ -36,6 +36,8 @@ DECIDED_BY_A_SETTING = {
     "--kv-cache-memory-bytes": "deviceBlocks",
     "--tensor-parallel-size": "tensorParallelSize",
     "-tp": "tensorParallelSize",
+    "--pipeline-parallel-size": "pipelineParallelSize",
+    "-pp": "pipelineParallelSize",
     "--kv-events-config": "kvEvents",
     "--kv-transfer-config": "offload",
     "--kv-offloading-size": "offload",
@@ -51,8 +53,8 @@ FIXED = {
     "would end the engine with vLLM's help; remove it": "--help -h",
     "takes no value and is on already; remove it": "--enable-prefix-caching",
     "would make a pod a part of an engine, and a replica is one pod of tensorParallelSize ranks; remove it": """
-        --pipeline-parallel-size -pp --prefill-context-parallel-size -pcp --decode-context-parallel-size
-        -dcp --nnodes -n --node-rank -r --master-addr --master-port
+        --prefill-context-parallel-size -pcp --decode-context-parallel-size -dcp --nnodes -n --node-rank -r
+        --master-addr --master-port
     """,
     "would start engine cores beside the one that memory, ports and start-up check are for; raise replicas instead": """
         --data-parallel-size -dp --data-parallel-rank -dpn --data-parallel-start-rank -dpr

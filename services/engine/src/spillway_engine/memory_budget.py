@@ -71,12 +71,15 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     """The whole arithmetic. Never raises: what does not fit is in `problems`, each with the value that would."""
     dtype = choose_dtype(settings, shape, machine)
     kv_dtype = dtype if settings.model.kv_cache_dtype == "auto" else settings.model.kv_cache_dtype
-    ranks = settings.tensor_parallel_size
-    block_of_rank_bytes = shape.bytes_per_token_of_rank(kv_dtype, ranks) * settings.block_size
+    ranks, stages = settings.ranks, settings.pipeline_parallel_size
+    split = settings.tensor_parallel_size, stages
+    block_of_rank_bytes = shape.bytes_per_token_of_rank(kv_dtype, *split) * settings.block_size
     block_of_ranks_bytes = block_of_rank_bytes * ranks  # on the devices
     device_blocks = _device_blocks(settings, machine, block_of_ranks_bytes)
     offload = settings.offload
-    geometry = ChunkGeometry(block_of_rank_bytes, offload.blocks_per_chunk, ranks, shape.latent_dim is not None)
+    geometry = ChunkGeometry(
+        block_of_rank_bytes, offload.blocks_per_chunk, ranks, shape.latent_dim is not None, stages=stages
+    )
     row_bytes = geometry.row_bytes
     chunks = _cpu_chunks(settings, row_bytes)
     tier_bytes = chunks * row_bytes
@@ -92,8 +95,8 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     return MemoryBudget(
         dtype=dtype,
         kv_dtype=kv_dtype,
-        bytes_per_token=shape.bytes_per_token(kv_dtype, ranks),
-        bytes_per_block=shape.bytes_per_token(kv_dtype, ranks) * settings.block_size,
+        bytes_per_token=shape.bytes_per_token(kv_dtype, *split),
+        bytes_per_block=shape.bytes_per_token(kv_dtype, *split) * settings.block_size,
         device_blocks=device_blocks,
         device_tokens=device_blocks * settings.block_size if device_blocks is not None else None,
         device_bytes=device_bytes,

@@ -38,22 +38,24 @@ class ModelShape:
     weight_bytes: int  # files on disk; 0 when they are not here
     vocabulary: int | None = None  # tokens; None: not in config.json
 
-    def bytes_per_token_of_rank(self, kv_dtype: str, tensor_parallel_size: int) -> int:
-        """KV bytes of one token on one rank, all layers. kv_dtype: a key of KV_DTYPE_BYTES.
+    def bytes_per_token_of_rank(self, kv_dtype: str, tensor_parallel_size: int, stages: int = 1) -> int:
+        """KV bytes of one token on one rank, all of its layers. kv_dtype: a key of KV_DTYPE_BYTES.
 
-        Heads are split over ranks until there is one per rank, then replicated; a latent is never split.
+        Heads are split over ranks until there is one per rank, then replicated; a latent is never split. Of several
+        pipeline stages, the one with the most layers counts: no other has more room in a row of the CPU tier.
         """
+        layers = -(-self.layers // stages)
         element_bytes = KV_DTYPE_BYTES[kv_dtype]
         if self.latent_dim is not None:
-            return self.layers * self.latent_dim * element_bytes
+            return layers * self.latent_dim * element_bytes
         heads_of_rank = max(1, self.kv_heads // tensor_parallel_size)
         scale_bytes = HEAD_SCALE_BYTES if kv_dtype.endswith("_per_token_head") else 0
-        return 2 * self.layers * heads_of_rank * (self.head_dim * element_bytes + scale_bytes)
+        return 2 * layers * heads_of_rank * (self.head_dim * element_bytes + scale_bytes)
 
-    def bytes_per_token(self, kv_dtype: str, tensor_parallel_size: int = 1) -> int:
-        """KV bytes of one token of a replica, as every tier holds it: of all ranks; a latent once."""
+    def bytes_per_token(self, kv_dtype: str, tensor_parallel_size: int = 1, stages: int = 1) -> int:
+        """KV bytes of one token of a replica, as every tier holds it: of all ranks; a latent once for each stage."""
         copies = tensor_parallel_size if self.latent_dim is None else 1
-        return self.bytes_per_token_of_rank(kv_dtype, tensor_parallel_size) * copies
+        return self.bytes_per_token_of_rank(kv_dtype, tensor_parallel_size, stages) * copies * stages
 
 
 def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelShape:

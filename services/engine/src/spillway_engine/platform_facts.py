@@ -30,6 +30,12 @@ def fact_problems(settings: EngineSettings, shape: ModelShape, platform: str) ->
             f"{names.given('tensorParallelSize', ranks)} neither divides the model's {shape.kv_heads} KV heads nor is "
             f"a multiple of them; set it to {fitting}"
         )
+    stages = settings.pipeline_parallel_size
+    if stages > shape.layers:
+        problems.append(
+            f"{names.given('pipelineParallelSize', stages)} stages for the model's {shape.layers} layers, of which "
+            f"every stage needs one; set it to {shape.layers} or less"
+        )
     chunk_tokens, longest = offload.blocks_per_chunk * settings.block_size, settings.model.max_length
     if offload.enabled and chunk_tokens > longest:
         problems.append(

@@ -105,7 +105,7 @@ class ResolvedEngine:
             (
                 "platform",
                 f"{self.machine.platform}, {len(self.machine.cores)} cores, "
-                f"tensor parallel {settings.tensor_parallel_size}",
+                f"tensor parallel {settings.tensor_parallel_size}{_stages_text(settings)}",
             ),
             ("KV per token", f"{budget.bytes_per_token:,} B in {budget.kv_dtype}"),
             *_adapter_rows(settings),
@@ -148,6 +148,11 @@ def resolve_engine(settings: EngineSettings, shape: ModelShape, machine: Machine
 def _adapter_rows(settings: EngineSettings) -> list[tuple[str, str]]:
     names = [adapter.name for adapter in settings.lora.adapters]
     return [("adapters", f"{', '.join(names)}, {settings.lora.max_active} in a batch")] if names else []
+
+
+def _stages_text(settings: EngineSettings) -> str:
+    stages = settings.pipeline_parallel_size
+    return f", {stages} pipeline stages" if stages > 1 else ""
 
 
 def _device_text(budget: MemoryBudget) -> str:

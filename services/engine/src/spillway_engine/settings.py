@@ -21,6 +21,8 @@ from spillway_engine.lora_settings import LoraSettings, check_lora
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
 from spillway_settings.typed import LARGEST, CamelSection, Count, NotNegative, Port
 
+LAYER_PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"  # of vLLM: layers of each pipeline stage
+
 # Of lifecycle.selfCheckText: long enough to be measured, and shorter than a block of 128 tokens.
 TEXT_CHARACTERS_MIN, TEXT_CHARACTERS_MAX = 16, 400
 AtLeastASecond = Annotated[float, Meta(ge=1, le=LARGEST)]
@@ -81,6 +83,7 @@ class EngineSettings(CamelSection, frozen=True):
     block_size: Annotated[int, Meta(ge=16)] = 128  # tokens
     device_blocks: Annotated[int, Meta(ge=2)] | None = None
     tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1  # stages of layers, of tensor_parallel_size ranks each
     lora: LoraSettings = LoraSettings()
     platform: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     # Where driver, CANN or torch_npu do not fit the image's vllm-ascend.
@@ -94,6 +97,11 @@ class EngineSettings(CamelSection, frozen=True):
     extra_env: dict[str, str] = msgspec.field(default_factory=dict)
     # What all of these are called where a person set them: written by the chart and the local stack.
     names: SettingNames = msgspec.field(default=PLAIN_NAMES, name="door")
+
+    @property
+    def ranks(self) -> int:
+        """Workers of this engine; each has a device of its own."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def served_name(self) -> str:
@@ -117,6 +125,7 @@ def check_settings(settings: EngineSettings) -> EngineSettings:
     offload, names = settings.offload, settings.names
     check_extra_arguments(settings.extra_args, names)
     _check_cpu_binding(settings)
+    _check_pipeline(settings)
     if BATCH_MEMCPY_VARIABLE in settings.extra_env:
         raise SettingsError(
             f"{names.name('extraEnv')}: {BATCH_MEMCPY_VARIABLE} is read when vllm-ascend is built and does nothing "
@@ -149,6 +158,33 @@ def _check_text(settings: EngineSettings) -> None:
         raise SettingsError(
             f"{names.name('lifecycle.selfCheckText')} has {len(text)} characters; give {TEXT_CHARACTERS_MIN} to "
             f"{TEXT_CHARACTERS_MAX}: one or two sentences that the model predicts well"
+        )
+
+
+def _check_pipeline(settings: EngineSettings) -> None:
+    stages, offload, names = settings.pipeline_parallel_size, settings.offload, settings.names
+    if stages == 1:
+        return
+    pipeline = names.given("pipelineParallelSize", stages)
+    for key, value in {
+        "offload.layerwiseLoads": offload.layerwise_loads,
+        "offload.computeWhileLoading": offload.compute_while_loading,
+    }.items():
+        if offload.enabled and value == "on":
+            raise SettingsError(
+                f"{names.given(key, value)} changes a step after it was sent, but {pipeline} keeps several steps under "
+                f"way; set {names.given(key, 'off')} or {names.given('pipelineParallelSize', 1)}"
+            )
+    if LAYER_PARTITION_VARIABLE in settings.extra_env:
+        raise SettingsError(
+            f"{names.name('extraEnv')}: {LAYER_PARTITION_VARIABLE} gives stages other layers than memory is reckoned "
+            f"with; remove it: vLLM spreads the layers evenly over the stages of {pipeline}"
+        )
+    executor = argument_value(settings.extra_args, "--distributed-executor-backend")
+    if executor not in (None, "mp"):
+        raise SettingsError(
+            f"{names.name('extraArgs')}: --distributed-executor-backend: {executor!r} cannot run {pipeline} in one "
+            "pod; remove it, and vLLM takes mp"
         )
 
 

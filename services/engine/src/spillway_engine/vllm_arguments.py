@@ -41,6 +41,8 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
         "--disable-uvicorn-access-log",
         *("--middleware", MIDDLEWARE),
     ]
+    if settings.pipeline_parallel_size > 1:
+        arguments += ["--pipeline-parallel-size", str(settings.pipeline_parallel_size)]
     if settings.model.kv_cache_dtype != "auto":
         arguments += ["--kv-cache-dtype", settings.model.kv_cache_dtype]
     if settings.model.quantization is not None:

@@ -14,13 +14,14 @@ from vllm.v1.kv_offload.worker.worker import OffloadingHandler
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.cpu_tier import CpuTier
+from spillway_connector.engine.equal_ranks import ranks_hold_the_same
 from spillway_connector.engine.prefix_tier import TIER_TYPES
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
-from spillway_connector.engine.v023.equal_ranks import ranks_hold_the_same
 from spillway_connector.engine.v023.handlers import CopyHandler
 from spillway_connector.engine.v023.layerwise import loads_within_steps, segments_of_layers
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
+from spillway_connector.errors import ConfigError
 from spillway_connector.plan.layer_groups import group_layers
 
 for _tier_type in TIER_TYPES:
@@ -37,17 +38,23 @@ class SpillwayOffloadingSpec(SpecBase):
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, kv_cache_config)
-        events = vllm_config.kv_events_config
+        parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
         device_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
         self._begin(
             region_id=region_id(vllm_config),
             rank_block_bytes=device_bytes // kv_cache_config.num_blocks,
-            num_ranks=vllm_config.parallel_config.world_size,
+            num_ranks=parallel.world_size,
+            num_stages=parallel.pipeline_parallel_size,
             ranks_hold_the_same=ranks_hold_the_same(vllm_config, kv_cache_config),
             tokens_per_block=self.gpu_block_size[0],
             tokens_per_hash=self.hash_block_size,
             enable_events=events is not None and events.enable_kv_cache_events,
         )
+        if self.settings.compute_while_loading == "on" and parallel.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "compute_while_loading: 'on' takes requests out of the batch between two steps, and the "
+                f"{parallel.pipeline_parallel_size} stages of a pipeline have several steps under way; set it to 'off'"
+            )
         self.block_size_factor = self.settings.blocks_per_chunk
         self.num_blocks = self.num_rows
         self.kv_bytes_per_offloaded_block = self.geometry.row_bytes

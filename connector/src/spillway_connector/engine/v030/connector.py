@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, KVConnectorWorkerMetadata
@@ -11,6 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.connector_base import ConnectorBase
+from spillway_connector.engine.equal_ranks import ranks_hold_the_same
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v030.seams import SEAMS
@@ -32,6 +35,8 @@ class SpillwayConnector(ConnectorBase):
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         config = build_offloading_config(vllm_config, kv_cache_config)
         self._canonical_layout = config.canonical_layout
+        if config.parallel.pp_size > 1:  # where upstream's workers would each store a copy
+            config = replace(config, replicated_layout=ranks_hold_the_same(vllm_config, kv_cache_config))
         self._spec = spec = OffloadingSpecFactory.create_spec(config)
         if isinstance(spec, SpillwayOffloadingSpec):
             spec.attach(vllm_config, kv_cache_config)

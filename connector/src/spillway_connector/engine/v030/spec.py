@@ -42,7 +42,8 @@ class SpillwayOffloadingSpec(SpecBase):
             # Of all layers that share the device's blocks: a KVCacheTensor's size is that of the whole allocation.
             rank_block_bytes=config.worker_kv_bytes_per_block,
             num_ranks=config.parallel.world_size,
-            ranks_hold_the_same=config.replicated_layout,  # MLA under tensor parallelism alone
+            num_stages=config.parallel.pp_size,
+            ranks_hold_the_same=config.replicated_layout,  # MLA under tensor parallelism; see also the connector
             tokens_per_block=self.tokens_per_block[0],
             tokens_per_hash=self.tokens_per_hash,
             enable_events=self.kv_events_config.enable_kv_cache_events,

@@ -1,4 +1,4 @@
-"""Whether all ranks of a replica hold the same KV, byte for byte, so that one copy of it serves all of them."""
+"""Whether all ranks of a pipeline stage hold the same KV, byte for byte, so that one copy serves all of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, UniformT
 
 
 def ranks_hold_the_same(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """True for MLA under tensor parallelism alone.
+    """True for MLA under tensor parallelism, with or without pipeline stages. kv_cache_config: of this process, whose
+    layers are those of one stage.
 
     Every rank computes the whole latent from hidden states that an all-reduce has made equal. Layers of another kind,
-    such as a drafter's, have heads of their own on each rank; pipeline and context parallelism split layers and tokens.
+    such as a drafter's, have heads of their own on each rank; context parallelism splits tokens. Without a pipeline
     vLLM 0.30 and later decide by the same conditions (`OffloadingConfig.replicated_layout`).
     """
     parallel = vllm_config.parallel_config
@@ -25,7 +26,7 @@ def ranks_hold_the_same(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
     ]
     return (
         parallel.tensor_parallel_size > 1
-        and parallel.world_size == parallel.tensor_parallel_size
+        and parallel.world_size == parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         and parallel.decode_context_parallel_size == 1
         and vllm_config.model_config.use_mla
         and all(isinstance(spec, MLAAttentionSpec) for spec in specs)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
-from spillway_connector.engine.v023.equal_ranks import ranks_hold_the_same
+from spillway_connector.engine.equal_ranks import ranks_hold_the_same
 
 _COMMON: dict[str, Any] = {"block_size": 128, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
 LATENT, HEADS = MLAAttentionSpec(**_COMMON), FullAttentionSpec(**_COMMON)
@@ -16,10 +16,19 @@ MIXED = UniformTypeKVCacheSpecs(block_size=128, kv_cache_specs={"layer 0": LATEN
 
 
 def held_by(
-    groups: list[KVCacheSpec], *, use_mla: bool = True, tensor: int = 8, pipeline: int = 1, decode: int = 1
+    groups: list[KVCacheSpec],
+    *,
+    use_mla: bool = True,
+    tensor: int = 8,
+    pipeline: int = 1,
+    context: int = 1,
+    decode: int = 1,
 ) -> bool:
     parallel = SimpleNamespace(
-        tensor_parallel_size=tensor, world_size=tensor * pipeline, decode_context_parallel_size=decode
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        world_size=tensor * pipeline * context,
+        decode_context_parallel_size=decode,
     )
     config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(use_mla=use_mla))
     caches: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=group) for group in groups])
@@ -27,8 +36,9 @@ def held_by(
 
 
 @pytest.mark.parametrize("groups", [[LATENT], [LATENT, LATENT], [EACH]])
-def test_latents_are_the_same_on_all_ranks(groups):
-    assert held_by(groups)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_latents_are_the_same_on_all_ranks_of_a_stage(groups, pipeline):
+    assert held_by(groups, pipeline=pipeline)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +48,8 @@ def test_latents_are_the_same_on_all_ranks(groups):
         ([LATENT, HEADS], {}),
         ([MIXED], {}),
         ([LATENT], {"tensor": 1}),
-        ([LATENT], {"pipeline": 2}),
+        ([LATENT], {"tensor": 1, "pipeline": 2}),
+        ([LATENT], {"context": 2}),
         ([LATENT], {"decode": 2}),
     ],
 )
