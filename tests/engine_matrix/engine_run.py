@@ -51,6 +51,7 @@ _TAILS = (5, 0, 1)
 _ORDER = ("a", "b", "c", "a", "b", "c", "a", "b+", "c+")
 _LATENT_BLOCK_TOKENS = 16
 _TORCH_MLA = "ENGINE_MATRIX_TORCH_MLA"  # set for the processes of ranks
+_STAGES = "ENGINE_MATRIX_STAGES"  # likewise
 _PROMPTS = len(_TAILS) + 1  # as many as fit a device without eviction
 
 
@@ -243,6 +244,8 @@ def prepare(wanted: list[Model]) -> None:
     if first.torch_mla:
         os.environ[_TORCH_MLA] = "1"
         _install_torch_mla()
+    if first.engine.get("pipeline_parallel_size", 1) > 1:
+        os.environ[_STAGES] = "1"
 
 
 def _has_latent_attention() -> bool:
@@ -262,6 +265,24 @@ def _install_torch_mla() -> None:
         from engine_matrix import torch_mla
 
         torch_mla.install()
+
+
+def _give_stages_room() -> None:
+    """For what the stage before passes on. vLLM 0.32's CPU worker makes it in a profiling run, which an eager engine
+    does not have; 0.23's always has it."""
+    from vllm.distributed import get_pp_group
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    initialize = CPUModelRunner.initialize_kv_cache
+
+    def initialize_kv_cache(runner: Any, *arguments: Any, **options: Any) -> None:
+        initialize(runner, *arguments, **options)
+        if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+    CPUModelRunner.initialize_kv_cache = initialize_kv_cache
 
 
 def run_case(wanted: Model, folder: Path, case: str, tally: Tally) -> None:
@@ -290,5 +311,8 @@ def run_case(wanted: Model, folder: Path, case: str, tally: Tally) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-elif os.environ.get(_TORCH_MLA):
-    _install_torch_mla()  # in the process of a rank, which vLLM spawns: it imports this module anew
+else:  # in the process of a rank, which vLLM spawns: it imports this module anew
+    if os.environ.get(_TORCH_MLA):
+        _install_torch_mla()
+    if os.environ.get(_STAGES):
+        _give_stages_room()

@@ -66,6 +66,9 @@
 {{- if gt $stages (int64 .shape.layers) -}}
 {{- $texts = append $texts (printf "%s.pipelineParallelSize: %d stages for the model's %d layers, of which every stage needs one; set it to %d or less" $path $stages (int64 .shape.layers) (int64 .shape.layers)) -}}
 {{- end -}}
+{{- if and (eq .platform "cpu") (ne (toString $engine.image.vllm) "0.23") -}}
+{{- $texts = append $texts (printf "%s.pipelineParallelSize: %d needs vLLM 0.23 with accelerator.preset: cpu, but %s.image.vllm is %q, whose CPU engines fail at the first step of a pipeline; set it to 1, or vllm: \"0.23\"" $path $stages $path (toString $engine.image.vllm)) -}}
+{{- end -}}
 {{- range list "layerwiseLoads" "computeWhileLoading" -}}
 {{- if and $engine.offload.enabled (eq (include "spillway.onOff" (index $engine.offload .)) "on") -}}
 {{- $texts = append $texts (printf "%s.offload.%s: on changes a step after it was sent, but pipelineParallelSize: %d keeps several steps under way; set it to off, or pipelineParallelSize: 1" $path . $stages) -}}

@@ -41,7 +41,7 @@ def agree(own: StageFacts, num_stages: int, rows: Path) -> StageFacts:
     """
     if num_stages == 1:
         return own
-    if parallel_state.model_parallel_is_initialized():
+    if parallel_state.model_parallel_is_initialized():  # type: ignore[no-untyped-call]
         return joined(_of_all_stages(own, num_stages))
     return _written_by_workers(rows)
 

@@ -47,7 +47,7 @@ class ChunkGeometry:
         return (rank // self.stage_ranks if self.one_cell else rank) * self.rank_cell_bytes
 
     def store_share(self, rank: int) -> tuple[int, int]:
-        """(n, of how many): which part of what a job stores this rank copies. Loads copy the whole cell on every rank."""
+        """(n, of how many): which part of a store's cell this rank copies. A load copies all of it on every rank."""
         return (rank % self.stage_ranks, self.stage_ranks) if self.one_cell else (0, 1)
 
     @property
