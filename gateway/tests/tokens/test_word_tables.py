@@ -76,7 +76,7 @@ def test_the_tables_of_all_models_of_a_thread_are_freed(library: Tokenizer) -> N
     thread.start()
     thread.join()
 
-    assert freed[0] > 20 * MB
+    assert freed[0] > 12 * MB  # 19 to 37; 6 at most where one tiny model is missing, and the tables of one are kept
 
 
 def exact(library: Tokenizer, text: str) -> bytes:
