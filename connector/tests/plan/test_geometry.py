@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import importlib.util
 import mmap
+import sys
+from types import ModuleType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_connector.errors import ConfigError
+from spillway_connector.plan import geometry as geometry_module
 from spillway_connector.plan.geometry import ROW_ALIGNMENT_BYTES, ChunkGeometry
 
 
@@ -55,6 +59,27 @@ def test_the_pages_of_all_ranks_are_the_row(block_bytes, per_chunk, stage_ranks,
 def test_rows_are_whole_pages_of_this_kernel():
     assert ROW_ALIGNMENT_BYTES % mmap.PAGESIZE == 0
     assert ChunkGeometry(1, 1, 1).row_bytes == ROW_ALIGNMENT_BYTES
+
+
+def geometry_of_kernel(page_bytes: int, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module as a process on a kernel with these pages imports it."""
+    monkeypatch.setattr(mmap, "PAGESIZE", page_bytes)
+    spec = geometry_module.__spec__
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "_geometry_of_another_kernel", loaded)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize(("kernel", "rows"), [(512, 4096), (4096, 4096), (16_384, 16_384), (65_536, 65_536)])
+def test_rows_are_whole_pages_of_any_kernel_without_being_told(monkeypatch, kernel, rows):
+    """And never less than what direct I/O needs."""
+    loaded = geometry_of_kernel(kernel, monkeypatch)
+    assert rows == loaded.ROW_ALIGNMENT_BYTES
+    geometry = loaded.ChunkGeometry(3 * 4096 + 100, 2, 3)
+    assert geometry.row_bytes % rows == 0
+    assert all(edge % rows == 0 for rank in range(3) for edge in geometry.own_pages(rank))
 
 
 def test_ranks_that_hold_the_same_fill_one_cell():

@@ -41,6 +41,24 @@ def test_two_buffers_share_nothing() -> None:
     assert bytes(second) == bytes(PAGE_BYTES)
 
 
+@pytest.mark.parametrize("page_bytes", [4096, 65_536])
+def test_advice_is_given_about_whole_pages(monkeypatch: pytest.MonkeyPatch, page_bytes: int) -> None:
+    """Of any kernel: madvise refuses a range that begins within a page, and with it every buffer's huge pages."""
+    advised: list[tuple[int, int]] = []
+
+    class Recorded(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int | None = None) -> None:
+            advised.append((start, len(self) if length is None else length))
+
+    monkeypatch.setattr(buffers.mmap, "mmap", Recorded)
+    monkeypatch.setattr(buffers.mmap, "PAGESIZE", page_bytes)
+    for size in (1, PAGE_BYTES, 2_949_120 + 32):
+        buffer = transfer_buffer(size)
+        start, length = advised.pop()
+        assert (start % page_bytes, length % page_bytes, advised) == (0, 0, [])
+        assert length >= size and np.frombuffer(buffer, np.uint8).ctypes.data % page_bytes == 0
+
+
 def test_huge_pages_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(buffers.mmap, "mmap", recording(asked, lambda: None))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ def supports_page_cache(directory: Path) -> bool:
 
     Not with kernel pages of more than 4096 bytes, which frames would share. Raises OSError when no file can be written.
     """
-    if _SYNC_FILE_RANGE is None or os.sysconf("SC_PAGE_SIZE") != PAGE_BYTES:
+    if _SYNC_FILE_RANGE is None or mmap.PAGESIZE != PAGE_BYTES:
         return False
     path = directory / f"probe-cache-{os.getpid()}-{threading.get_ident()}"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
