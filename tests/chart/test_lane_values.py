@@ -15,6 +15,9 @@ import yaml
 from chart.helm_binaries import helms
 from chart.rendering import pod_spec, render
 from cluster import real_engines
+from cluster.helm import VERSION
+from cluster.image_builder import images
+from cluster.values import simulated_ascend
 
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import ModelShape
@@ -63,6 +66,16 @@ def test_a_real_engine_would_start(name: str, tmp_path: Path):
     space = int(settings.extra_env.get("VLLM_CPU_KVCACHE_SPACE", 0)) << 30
     assert engine.budget.device_bytes is not None
     assert int(given or space) >= engine.budget.device_bytes
+
+
+def test_a_simulated_engine_on_pretended_devices_is_in_the_charts_ascend_image():
+    rendered = render(values=simulated_ascend())
+    container = pod_spec(rendered.one("StatefulSet", "engine"))["containers"][0]
+
+    assert container["image"] in images(VERSION)
+    assert container["image"] == f"spillway-engine:{VERSION}-ascend"
+    assert container["resources"]["limits"]["huawei.com/Ascend910"] == 1
+    assert container["command"] == ["/bin/bash", "/etc/spillway/start-engine.sh"]
 
 
 def test_an_engine_on_pretended_devices_takes_the_emulated_transport():

@@ -31,6 +31,7 @@ BUILD_SECONDS = 5400  # the first case of all may have to compile Kubernetes and
 SMALL_IMAGES = (
     f"spillway-gateway:{VERSION}",
     "spillway-engine-simulated:lane",
+    f"spillway-engine:{VERSION}-ascend",
     "valkey:lane",
 )
 

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from ascend_package.package import ARCHIVE as VLLM_ASCEND
 from chart.helm_binaries import ROOT, pip_command
 from cluster.commands import run
+from upstream.archives import Archive, unpacked
 
 HERE = Path(__file__).resolve().parent
 # libnuma is what the engine image would add by itself: with it here that image is built without a second download.
@@ -28,11 +30,13 @@ IGNORED_FOLDERS = {"__pycache__", ".pytest_cache", "tests", "dist"}
 
 @dataclass(frozen=True)
 class Image:
-    """name: as the chart asks for it. base: another image of ours that BASE becomes; None: Debian's."""
+    """name: as the chart asks for it. base: another image of ours that BASE becomes; None: Debian's. archive: another
+    project's release in source form, which the Dockerfile copies from under that project's name."""
 
     name: str
     dockerfile: Path
     base: str | None = None
+    archive: Archive | None = None
 
     @property
     def copied(self) -> list[str]:
@@ -47,11 +51,14 @@ class Image:
 def images(version: str) -> dict[str, Image]:
     docker, own = ROOT / "docker", HERE / "images"
     tools = f"spillway-tools:{version}"
+    simulated, ascend = "spillway-engine-simulated:lane", "ascend-stand-in:lane"
     listed = [
         Image(f"spillway-gateway:{version}", docker / "gateway.Dockerfile"),
         Image(tools, docker / "tools.Dockerfile"),
         Image(f"spillway-engine:{version}-cpu", docker / "engine-cpu.Dockerfile"),
-        Image("spillway-engine-simulated:lane", own / "engine-simulated.Dockerfile", tools),
+        Image(simulated, own / "engine-simulated.Dockerfile", tools),
+        Image(ascend, own / "ascend-stand-in.Dockerfile", simulated, VLLM_ASCEND),
+        Image(f"spillway-engine:{version}-ascend", docker / "engine-ascend.Dockerfile", ascend),
         Image("valkey:lane", own / "valkey.Dockerfile"),
     ]
     return {image.name: image for image in listed}
@@ -93,6 +100,8 @@ class ImageBuilder:
             image = self._images[name]
             digest = hashlib.sha256(image.dockerfile.read_bytes())
             digest.update((self._key(image.base) if image.base else BASE_PACKAGES).encode())
+            if image.archive:
+                digest.update(image.archive.sha256.encode())
             for source in image.copied:
                 for file in _files(ROOT / source):
                     digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
@@ -108,6 +117,8 @@ class ImageBuilder:
         command = ["bud", "--quiet", "--isolation", "chroot", "--network", "host", "--layers=false"]
         for volume in self._installer_volumes:
             command += ["--volume", volume]
+        if image.archive:
+            command += ["--build-context", f"{image.archive.project}={unpacked(image.archive)}"]
         command += ["--build-arg", f"BASE={base}", "-t", f"localhost/{image.name}", "-f", str(image.dockerfile)]
         self._buildah(*command, str(ROOT))
 

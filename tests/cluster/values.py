@@ -11,6 +11,7 @@ MODEL = "smollm2-135m-instruct"
 OPERATIONS_PORT = 8001  # the default of gateway.opsPort
 GATEWAY_DRAIN_SECONDS = 20
 ENGINE_DRAIN_SECONDS = 20
+DRIVER = "ascend-driver"  # a ConfigMap
 CLIENT_LABELS = {"lane": "client"}
 # The lane's client also reads what Prometheus may read; the chart's policies are enforced.
 CLIENT_READS_METRICS: Values = {"networkPolicy": {"prometheusFrom": [{"podSelector": {"matchLabels": CLIENT_LABELS}}]}}
@@ -57,6 +58,20 @@ _SIMULATED: Values = {
 def simulated(**fields: Mapping[str, Any]) -> Values:
     """Engines without a model: for routing, lifecycle and discovery."""
     return over(_SIMULATED, fields)
+
+
+def simulated_ascend() -> Values:
+    """One such engine on the MindCluster preset, in the image that the chart asks for there, without its scheduler."""
+    engine = {
+        "replicas": 1,
+        "accelerator": {"preset": "mindcluster"},
+        "schedulerName": "default-scheduler",
+        "image": {"repository": "spillway-engine", "tag": ""},
+        # On a node ascend-docker-runtime brings the driver's files.
+        "extraVolumes": [{"name": "driver", "configMap": {"name": DRIVER}}],
+        "extraVolumeMounts": [{"name": "driver", "mountPath": "/usr/local/Ascend/driver", "readOnly": True}],
+    }
+    return over(_SIMULATED, {"engine": engine, "gateway": {"replicas": 1}})
 
 
 def over(base: Mapping[str, Any], fields: Mapping[str, Any]) -> Values:
