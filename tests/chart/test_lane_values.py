@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from chart.helm_binaries import helms
-from chart.rendering import pod_spec, render
+from chart.rendering import Render, pod_spec, render
 from cluster import real_engines
 from cluster.helm import VERSION
 from cluster.image_builder import images
@@ -22,7 +22,8 @@ from cluster.values import simulated_ascend
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.platform_facts import fact_problems
-from spillway_engine.resolve import resolve_engine
+from spillway_engine.resolve import ResolvedEngine, resolve_engine
+from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import load_engine_settings
 
 MODEL = ModelShape(30, 3, 64, None, "bfloat16", 8192, 270_000_000)  # of values-cpu.yaml
@@ -34,6 +35,22 @@ REAL_ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+def in_its_pod(rendered: Render, folder: Path) -> tuple[EngineSettings, ResolvedEngine]:
+    """The engine's settings, and what it makes of them with the memory that its pod may use."""
+    file = folder / "engine.yaml"
+    file.write_text(rendered.one("ConfigMap", "engine")["data"]["engine.yaml"])
+    pod = pod_spec(rendered.one("StatefulSet", "engine"))
+    limit = int(pod["containers"][0]["resources"]["limits"]["memory"].removesuffix("Mi")) << 20
+    shared = next(
+        volume["emptyDir"] for volume in pod["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"
+    )
+    shared_bytes = int(shared["sizeLimit"].removesuffix("Mi")) << 20
+    settings = load_engine_settings(file, [])
+    flags = frozenset({"avx512_bf16"})
+    machine = Machine(settings.platform, flags, (0, 1), limit, "cgroup limit", shared_bytes, shared_bytes)
+    return settings, resolve_engine(settings, MODEL, machine)
+
+
 @pytest.mark.parametrize("helm", helms(), ids=lambda helm: str(helm.major))
 @pytest.mark.parametrize("name", REAL_ENGINES)
 def test_the_chart_takes_it(name, helm):
@@ -43,22 +60,9 @@ def test_the_chart_takes_it(name, helm):
 @pytest.mark.parametrize("name", REAL_ENGINES)
 def test_a_real_engine_would_start(name: str, tmp_path: Path):
     """On a node without devices, where vLLM is the CPU build, with the memory that its pod may use."""
-    rendered = render(values=REAL_ENGINES[name]())
-    file = tmp_path / "engine.yaml"
-    file.write_text(rendered.one("ConfigMap", "engine")["data"]["engine.yaml"])
-    pod = pod_spec(rendered.one("StatefulSet", "engine"))
-    limit = int(pod["containers"][0]["resources"]["limits"]["memory"].removesuffix("Mi")) << 20
-    shared = next(
-        volume["emptyDir"] for volume in pod["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"
-    )
-    shared_bytes = int(shared["sizeLimit"].removesuffix("Mi")) << 20
+    settings, engine = in_its_pod(render(values=REAL_ENGINES[name]()), tmp_path)
 
-    settings = load_engine_settings(file, [])
-    flags = frozenset({"avx512_bf16"})
-    machine = Machine(settings.platform, flags, (0, 1), limit, "cgroup limit", shared_bytes, shared_bytes)
-    engine = resolve_engine(settings, MODEL, machine)
-
-    assert (*fact_problems(settings, MODEL, machine.platform), *engine.budget.problems) == ()
+    assert (*fact_problems(settings, MODEL, settings.platform), *engine.budget.problems) == ()
     arguments = engine.public()["arguments"]
     assert "--enforce-eager" in arguments
     # Without a size, vLLM's CPU build demands most of the machine's memory.
@@ -68,7 +72,7 @@ def test_a_real_engine_would_start(name: str, tmp_path: Path):
     assert int(given or space) >= engine.budget.device_bytes
 
 
-def test_a_simulated_engine_on_pretended_devices_is_in_the_charts_ascend_image():
+def test_a_simulated_engine_on_pretended_devices_is_in_the_charts_ascend_image(tmp_path: Path):
     rendered = render(values=simulated_ascend())
     container = pod_spec(rendered.one("StatefulSet", "engine"))["containers"][0]
 
@@ -76,6 +80,8 @@ def test_a_simulated_engine_on_pretended_devices_is_in_the_charts_ascend_image()
     assert container["image"] == f"spillway-engine:{VERSION}-ascend"
     assert container["resources"]["limits"]["huawei.com/Ascend910"] == 1
     assert container["command"] == ["/bin/bash", "/etc/spillway/start-engine.sh"]
+    _, engine = in_its_pod(rendered, tmp_path)
+    assert engine.budget.problems == ()
 
 
 def test_an_engine_on_pretended_devices_takes_the_emulated_transport():

@@ -67,6 +67,8 @@ def simulated_ascend() -> Values:
         "accelerator": {"preset": "mindcluster"},
         "schedulerName": "default-scheduler",
         "image": {"repository": "spillway-engine", "tag": ""},
+        # The engine service counts what vLLM itself takes on an NPU; a simulator uses a tenth of it.
+        "memory": {"limit": "3GiB"},
         # On a node ascend-docker-runtime brings the driver's files.
         "extraVolumes": [{"name": "driver", "configMap": {"name": DRIVER}}],
         "extraVolumeMounts": [{"name": "driver", "mountPath": "/usr/local/Ascend/driver", "readOnly": True}],
