@@ -14,7 +14,7 @@ from cluster.helm import VERSION, Release
 from cluster.kube import Kubernetes, Object, name_of
 from cluster.local_cluster import NODES, LocalCluster
 from cluster.report import Row
-from cluster.values import DRIVER, simulated_ascend
+from cluster.values import DRIVER, MODEL, simulated_ascend
 from stack_driver.deadlines import eventually
 
 IMAGE = f"spillway-engine:{VERSION}-ascend"
@@ -60,7 +60,8 @@ def test_starts_on_a_device(
     container = pod["spec"]["containers"][0]
     assert (pod["spec"]["nodeName"], container["image"]) == (NODE, IMAGE)
 
-    eventually("an answer through the gateway", lambda: client.chat()["status"] == 200, START_SECONDS)
+    namespace.wait_for_pods("gateway", 1, START_SECONDS)
+    assert client.status_of(MODEL) == 200
     show = "tr '\\0' '\\n' </proc/1/environ; tr '\\0' ' ' </proc/1/cmdline; stat -c ' user %u' /proc/1"
     process = namespace.execute(name_of(pod), "/bin/bash", "-c", show)
     assert "ASCEND_HOME_PATH=/usr/local/Ascend/ascend-toolkit/latest\n" in process
