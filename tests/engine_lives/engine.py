@@ -104,6 +104,11 @@ SHAPES = {
     "drafts": Shape((None,), device_blocks=22, cpu_rows=40, drafts=3),
     "async": Shape((None,), device_blocks=22, cpu_rows=20, blocks_per_chunk=2, asynchronous=True),
     "async-drafts": Shape((None, 3 * BLOCK_TOKENS), device_blocks=40, cpu_rows=80, drafts=3, asynchronous=True),
+    "meetings": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, meetings=True),
+    "meetings-async": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, asynchronous=True, meetings=True),
+    "meetings-chunks": Shape(
+        (None,), device_blocks=40, cpu_rows=12, blocks_per_chunk=2, shared_tier=True, meetings=True
+    ),
 }
 if not SINCE_0_30:
     SHAPES |= {
@@ -111,13 +116,6 @@ if not SINCE_0_30:
         "layers-chunks": Shape((None,), device_blocks=22, cpu_rows=20, blocks_per_chunk=2, layerwise=True),
         "layers-shared": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, layerwise=True),
         "layers-async": Shape((None,), device_blocks=22, cpu_rows=40, asynchronous=True, layerwise=True),
-        "meetings": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, meetings=True),
-        "meetings-async": Shape(
-            (None,), device_blocks=28, cpu_rows=24, shared_tier=True, asynchronous=True, meetings=True
-        ),
-        "meetings-chunks": Shape(
-            (None,), device_blocks=40, cpu_rows=12, blocks_per_chunk=2, shared_tier=True, meetings=True
-        ),
         "meetings-layers": Shape(
             (None,),
             device_blocks=28,
@@ -239,7 +237,7 @@ class Engine:
     @property
     def jumps(self) -> int:
         """Requests that have met their load."""
-        meetings = getattr(self._scheduler_half, "meetings", None)
+        meetings = self._scheduler_half.meetings
         return 0 if meetings is None else int(meetings.jumps)
 
     # -- actions of a random schedule

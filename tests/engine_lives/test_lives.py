@@ -12,8 +12,9 @@ from spillway_connector.engine.generation import Generation, generation
 
 TESTS = Path(__file__).parents[1]
 SHAPES = ("full", "chunks", "windows", "shared", "window-alone", "prompts", "drafts", "async", "async-drafts")
+SHAPES += ("meetings", "meetings-async")
 if generation() is Generation.V023:
-    SHAPES += ("layers", "layers-async", "meetings", "meetings-async")
+    SHAPES += ("layers", "layers-async")
 COUNT = 100  # of each shape
 RACES = 5  # of each kind
 

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from engine_matrix.verdict import Outcome, faults, run_model, run_models
-from spillway_connector.engine.generation import Generation, generation
 
 pytestmark = pytest.mark.timeout(1800)  # of the first, which starts all engines
 CPU_FLAGS = set(Path("/proc/cpuinfo").read_text().split())
 HAS_FP8_CACHE = bool(CPU_FLAGS & {"avx512f", "amx_tile"})
 PROMPTS = 3  # different ones, of engine_run; each comes once before any comes again
 SMALL = ["none", "cpu", "lossy"]  # the reference answers, Spillway's, and the control with wrong bytes
-MEETS = ["none", "meet", "meet-async"] if generation() is Generation.V023 else []
+MEETS = ["none", "meet", "meet-async"]
 CASES = {
     "llama": MEETS,
     "gemma3-window": [*SMALL, "failing", "npu", "npu-off"],
@@ -38,7 +37,6 @@ def require_same_answers(outcome: Outcome, cases: list[str]) -> None:
     assert faults(outcome) == []
 
 
-@pytest.mark.skipif(not MEETS, reason="vLLM 0.23 alone")
 def test_a_prompt_that_is_computed_while_its_end_is_loaded_answers_as_without_offload(
     outcomes: dict[str, Outcome],
 ) -> None:

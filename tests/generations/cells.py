@@ -9,6 +9,7 @@ CELLS = {
     "Redis": "test_redis",
     "early load": "test_early_load",
     "failed load": "test_failed_load",
+    "computed while loading": "test_computed_while_loading",
     "several KV groups": "test_several_kv_groups",
     "two ranks": "test_two_ranks",
     "LoRA": "test_lora",

@@ -55,6 +55,12 @@ def test_failed_load(llama: Outcome) -> None:
     require(llama, "failing")
 
 
+def test_computed_while_loading(tmp_path: Path) -> None:
+    """With synchronous and with asynchronous scheduling."""
+    cases = ["meet", "meet-async"]
+    require(run_model("llama", tmp_path, ["none", *cases]), *cases)
+
+
 def test_several_kv_groups(tmp_path: Path) -> None:
     """A failed load of such a model too."""
     cases = ["cpu", "lossy", "failing"]

@@ -139,6 +139,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/test_early_loads.py": ("0.30", "0.32"),
     "connector/tests/engine/test_generation.py": ("0.30", "0.32"),
     "connector/tests/engine/test_kv_layout.py": ("0.30", "0.32"),
+    "connector/tests/engine/test_meetings.py": ("0.30", "0.32"),
     "connector/tests/engine/test_namespace_fields.py": ("0.30", "0.32"),
     "connector/tests/engine/test_own_connector.py": ("0.30", "0.32"),
     "connector/tests/engine/test_prefix_lookup.py": ("0.30", "0.32"),
@@ -158,7 +159,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
 }
 # Of the cells of tests/generations, those that the lane `other-vllm` runs: what no other test of it shows. `make
 # test-generations` runs all of them.
-CELLS_TESTED = ("test_several_kv_groups", "test_two_ranks")
+CELLS_TESTED = ("test_computed_while_loading", "test_several_kv_groups", "test_two_ranks")
 # Tests over a whole stack that the lane `other-vllm` runs once more, with engines of that version (VLLM=), all else of
 # the local environment; test_metrics.py and test_upgrade.py with one engine of it and one of the local version.
 STACK_TESTS = (

@@ -72,10 +72,8 @@
 {{- else if and (ne $engine.image.vllm "0.23") (hasPrefix "a5" $engine.image.variant) (not $engine.image.tag) (not $engine.image.digest) -}}
 {{- $texts = append $texts (printf "%s.image.variant: %q has a base image for vllm: \"0.23\" alone; with vllm: %s name an image of your own by image.tag or image.digest, or set vllm: \"0.23\"" $path $engine.image.variant $given) -}}
 {{- end -}}
-{{- range list "layerwiseLoads" "computeWhileLoading" -}}
-{{- if and (has (toString $engine.image.vllm) (rest $versions)) (eq (include "spillway.onOff" (index $engine.offload .)) "on") -}}
-{{- $texts = append $texts (printf "%s.offload.%s: on needs vLLM 0.23, but %s.image.vllm is %s; set it to off, or vllm: \"0.23\"" $path . $path $given) -}}
-{{- end -}}
+{{- if and (has (toString $engine.image.vllm) (rest $versions)) (eq (include "spillway.onOff" $engine.offload.layerwiseLoads) "on") -}}
+{{- $texts = append $texts (printf "%s.offload.layerwiseLoads: on needs vLLM 0.23, but %s.image.vllm is %s; set it to off, or vllm: \"0.23\"" $path $path $given) -}}
 {{- end -}}
 {{- with $engine.securityContext -}}
 {{- $added := list -}}{{- with .capabilities -}}{{- $added = default list .add -}}{{- end -}}

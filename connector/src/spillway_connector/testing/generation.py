@@ -14,12 +14,20 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.tiering import TieringManager
 
-__all__ = ["RequestState", "SharedTierAdapter", "SpillwayConnectorScheduler", "SpillwayTieringManager", "make_cpu_tier"]
+__all__ = [
+    "RequestState",
+    "SharedTierAdapter",
+    "SpillwayConnectorScheduler",
+    "SpillwayTieringManager",
+    "make_cpu_tier",
+    "make_scheduler_control",
+]
 
 match generation():
     case Generation.V023:
         from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
         from spillway_connector.engine.v023.scheduler import RequestState, SpillwayConnectorScheduler
+        from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023 as make_scheduler_control
         from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
         from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 
@@ -32,6 +40,9 @@ match generation():
         from spillway_connector.engine.v030.scheduler import (  # type: ignore[no-redef]
             RequestState,
             SpillwayConnectorScheduler,
+        )
+        from spillway_connector.engine.v030.scheduler_control import (  # type: ignore[no-redef]
+            SchedulerControlV030 as make_scheduler_control,
         )
         from spillway_connector.engine.v030.tier_adapter import SharedTierAdapter  # type: ignore[no-redef]
         from spillway_connector.engine.v030.tiering import SpillwayTieringManager  # type: ignore[no-redef]

@@ -15,13 +15,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.connector_base import ConnectorBase
+from spillway_connector.engine.meetings import install_meetings
 from spillway_connector.engine.v023.failed_loads import install_full_recompute
 from spillway_connector.engine.v023.failed_step_loads import install_step_retreat
 from spillway_connector.engine.v023.group_hits import install_group_hit_hold
 from spillway_connector.engine.v023.layerwise import loads_within_steps, why_not_within_steps
 from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
-from spillway_connector.engine.v023.meetings import install_meetings
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023
 from spillway_connector.engine.v023.seams import SEAMS
 from spillway_connector.engine.v023.stats import SpillwayPromMetrics, SpillwayStats
 from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
@@ -50,7 +51,7 @@ class SpillwayConnector(ConnectorBase):
             install_group_hit_hold()
             if settings is not None and settings.compute_while_loading == "on":
                 install_meetings()
-                self.connector_scheduler.begin_meetings()
+                self.connector_scheduler.begin_meetings(SchedulerControlV023())
             if self._layerwise:
                 install_step_retreat()
             elif settings is not None and settings.layerwise_loads == "on":

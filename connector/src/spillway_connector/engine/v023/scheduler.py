@@ -13,10 +13,9 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext
 from vllm.v1.request import Request, RequestStatus
 
+from spillway_connector.engine.meeting_scheduler import MeetingSchedulerHalf
 from spillway_connector.engine.request_state import RequestFields
-from spillway_connector.engine.scheduler import SchedulerHalf
 from spillway_connector.engine.tenancy import TenantContext, session_of
-from spillway_connector.engine.v023.meetings import Meetings
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 
 
@@ -34,11 +33,10 @@ class ShortenedRequest(NamedTuple):
     num_tokens: int
 
 
-class SpillwayConnectorScheduler(SchedulerHalf):
+class SpillwayConnectorScheduler(MeetingSchedulerHalf):
     """SchedulerHalf with what vLLM 0.23 lacks or does wrong."""
 
     manager: SpillwayTieringManager
-    meetings: Meetings | None = None
 
     def __init__(self, spec: OffloadingSpec) -> None:
         super().__init__(spec)
@@ -63,32 +61,6 @@ class SpillwayConnectorScheduler(SchedulerHalf):
             req_context=context,
             offloading_context=self.manager.on_new_request(context),
         )
-
-    def begin_meetings(self) -> None:
-        """From now on prompts may be computed and loaded at the same time, if vLLM asks `meetings` before each step."""
-        if self._one_prefix and self._being_loaded is not None:  # else there is no hit behind a preemption
-            self.meetings = Meetings(self.manager, self._prefill_timer, self._chunk_tokens)
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
-    ) -> tuple[int | None, bool]:
-        meetings = self.meetings
-        if meetings is None or request.skip_reading_prefix_cache or request.request_id in self._recompute_only:
-            return super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
-        meetings.consider(request)
-        tokens, later = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
-        if tokens is not None:
-            status = self._req_status[request.request_id]
-            (state,) = status.group_states
-            keys = state.offload_keys[: request.num_tokens // self._chunk_tokens]
-            if meetings.keeps_waiting(request, status.req_context, keys, num_computed_tokens + tokens):
-                return None, False
-        return tokens, later
-
-    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        if self.meetings is not None:
-            self.meetings.finished(request.request_id)
-        return super().request_finished(request)
 
     def _unread(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False  # upstream would offer a load, which vLLM 0.23 would run
@@ -149,8 +121,6 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     def reset_cache(self) -> None:
         super().reset_cache()
-        if self.meetings is not None:
-            self.meetings.end_all()
         # Upstream drops its jobs but not the requests' references to them: a finished request would never be removed, a
         # preempted one never scheduled again.
         for request_id, status in list(self._req_status.items()):

@@ -14,8 +14,10 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.connector_base import ConnectorBase
 from spillway_connector.engine.equal_ranks import ranks_hold_the_same
+from spillway_connector.engine.meetings import install_meetings
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.v030.scheduler_control import SchedulerControlV030
 from spillway_connector.engine.v030.seams import SEAMS
 from spillway_connector.engine.v030.spec import SpillwayOffloadingSpec
 from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
@@ -42,8 +44,11 @@ class SpillwayConnector(ConnectorBase):
             spec.attach(vllm_config, kv_cache_config)
         self.connector_scheduler = self.connector_worker = None
         if role == KVConnectorRole.SCHEDULER:
-            self.connector_scheduler = SpillwayConnectorScheduler(spec, vllm_config, kv_cache_config)
+            self.connector_scheduler = half = SpillwayConnectorScheduler(spec, vllm_config, kv_cache_config)
             self._watch_the_engine()
+            if isinstance(spec, SpillwayOffloadingSpec) and spec.settings.compute_while_loading == "on":
+                install_meetings()
+                half.begin_meetings(SchedulerControlV030())
         else:
             self.connector_worker = SpillwayConnectorWorker(spec, vllm_config, kv_cache_config)
 

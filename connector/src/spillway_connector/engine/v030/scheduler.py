@@ -33,9 +33,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from spillway_connector.engine.meeting_scheduler import MeetingSchedulerHalf
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.request_state import RequestFields
-from spillway_connector.engine.scheduler import SchedulerHalf
 from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.tenancy import TenantContext, session_of
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
@@ -50,7 +50,7 @@ class RequestState(RequestFields):
         return int(group_config.hashes_per_chunk)
 
 
-class SpillwayConnectorScheduler(SchedulerHalf):
+class SpillwayConnectorScheduler(MeetingSchedulerHalf):
     """SchedulerHalf with what vLLM 0.30 and later call differently, and do in addition."""
 
     manager: SpillwayTieringManager

@@ -61,6 +61,16 @@ SEAMS = Seams(
             },
         ),
         Methods(f"{_OFFLOADING}.scheduler", "RequestOffloadState", {"update_offload_keys": ("self",)}),
+        Methods(
+            "vllm.v1.core.sched.scheduler",
+            "Scheduler",
+            {
+                "schedule": ("self", "throttle_prefills"),
+                "_preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
+                "_reserve_prefill_lookahead": ("self", "request", "num_computed_tokens", "num_new_tokens"),
+                "_inflight_prefill_reserved_blocks": ("self",),
+            },
+        ),
         Methods("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", {"reset_cache": ("self",)}),
         Methods(
             "vllm.v1.core.block_pool",

@@ -50,8 +50,6 @@ class SpillwayOffloadingSpec(SpecBase):
         )
         if self.settings.layerwise_loads == "on":
             raise ConfigError("layerwise_loads: 'on' needs vLLM 0.23; set it to 'off'")
-        if self.settings.compute_while_loading == "on":
-            raise ConfigError("compute_while_loading: 'on' needs vLLM 0.23; set it to 'off'")
         self.num_chunks = self.num_rows
         self.kv_bytes_per_chunk = self.geometry.row_bytes
         self._attached: tuple[VllmConfig, KVCacheConfig] | None = None

@@ -9,6 +9,8 @@ the same path as any other request. What is lost in between (a block of the devi
 A preemption in the middle of a prefill discards nothing else: no token has been sampled, and a step that was sent with
 the request writes to blocks that every later load waits for. A tier that stalls is never met, and computing goes on;
 what that costs is one wait of HOLD_SECONDS_MAX.
+
+How a generation of vLLM bounds a step and takes a request out of the batch is its room's affair (SchedulerControl).
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -62,12 +66,32 @@ class Meeting:
     hold_until: float | None = None
 
 
-class _Jump(NamedTuple):
-    """A request that waits to be admitted again, and what vLLM had counted as cached before."""
+@dataclass(slots=True)
+class _Jump:
+    """A request that waits to be admitted again, what vLLM had counted as cached before, and what it loads then."""
 
     request: Request
     local_tokens: int
     external_tokens: int
+    loaded_tokens: int = 0
+
+
+class SchedulerControl(ABC):
+    """What a meeting does to the scheduler of one generation of vLLM, on the scheduler's thread."""
+
+    @abstractmethod
+    def bounded(self, scheduler: Scheduler, tokens: Mapping[str, int]) -> AbstractContextManager[None]:
+        """While it lasts, a step that is scheduled computes at most so many tokens of these requests, by id. It is
+        entered where there are some, and leaves the scheduler as it was."""
+
+    @abstractmethod
+    def has_room(self, scheduler: Scheduler) -> bool:
+        """Whether the device has blocks for the rest of every prompt that is being computed, and vLLM would give them
+        to one of these prompts that was preempted."""
+
+    @abstractmethod
+    def preempt(self, scheduler: Scheduler, request: Request) -> None:
+        """Take a running request that has sampled nothing out of the batch; it is first in the queue."""
 
 
 class Meetings:
@@ -79,6 +103,7 @@ class Meetings:
     def __init__(
         self,
         manager: TieringManager,
+        control: SchedulerControl,
         timer: PrefillTimer,
         chunk_tokens: int,
         clock: Callable[[], float] = time.monotonic,
@@ -86,6 +111,7 @@ class Meetings:
         self.jumps = 0
         self._clock = clock
         self._manager = manager
+        self._control = control
         self._timer = timer
         self._chunk_tokens = chunk_tokens
         self._steered = False  # vLLM's scheduler asks before each step
@@ -149,24 +175,25 @@ class Meetings:
         """The CPU tier was reset: requests are computed to their end."""
         self._meetings.clear()
 
+    def admitted(self, request_id: str, loaded_tokens: int) -> None:
+        """vLLM has given the request blocks for so many tokens that are to be loaded."""
+        if (jump := self._jumped.get(request_id)) is not None:
+            jump.loaded_tokens = loaded_tokens
+
     # -- a step
 
-    def schedule(self, scheduler: Scheduler, original: Callable[[Scheduler], SchedulerOutput]) -> SchedulerOutput:
-        """vLLM's `schedule`, behind what is due of the meetings."""
+    def schedule(self, scheduler: Scheduler, step: Callable[[], SchedulerOutput]) -> SchedulerOutput:
+        """vLLM's `schedule`, which is `step`, behind what is due of the meetings."""
         self._steered = True
         if not self._meetings and not self._jumped:
-            return original(scheduler)
-        limits = [self._steer(scheduler, meeting) for meeting in list(self._meetings.values())]
-        bounded = [tokens for tokens in limits if tokens is not None]
-        config = scheduler.scheduler_config
-        before = config.long_prefill_token_threshold  # 0: none
-        if bounded:
-            # It holds for every long prompt of this step. vLLM has no bound for a single one.
-            config.long_prefill_token_threshold = min(*bounded, before or bounded[0], bounded[0])
-        try:
-            output = original(scheduler)
-        finally:
-            config.long_prefill_token_threshold = before
+            return step()
+        limits = {meeting.request.request_id: self._steer(scheduler, meeting) for meeting in [*self._meetings.values()]}
+        bounds = {request_id: tokens for request_id, tokens in limits.items() if tokens is not None}
+        if bounds:
+            with self._control.bounded(scheduler, bounds):
+                output = step()
+        else:
+            output = step()
         if self._jumped:
             self._count_computed_as_computed()
         return output
@@ -247,26 +274,22 @@ class Meetings:
     def _end(self, scheduler: Scheduler, meeting: Meeting, first: int) -> None:
         """All of the prefix that is not computed is in the CPU tier."""
         request = meeting.request
-        pool = scheduler.kv_cache_manager.block_pool
         if not self._manager.primary_tier.ready.issuperset(meeting.keys[first:]):
             del self._meetings[request.request_id]  # some of it was evicted since
             return
         # Where blocks are short, or nothing is admitted, vLLM would not take the request back at once.
-        if scheduler.pause_state is not PauseState.UNPAUSED:
-            return
-        if pool.get_num_free_blocks() < scheduler._inflight_prefill_reserved_blocks():
+        if scheduler.pause_state is not PauseState.UNPAUSED or not self._control.has_room(scheduler):
             return
         del self._meetings[request.request_id]
         if (stats := request.prefill_stats) is not None:
             jump = _Jump(request, stats.num_local_cached_tokens, stats.num_external_cached_tokens)
             self._jumped[request.request_id] = jump
-        scheduler.running.remove(request)
-        scheduler._preempt_request(request, time.monotonic())
-        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)  # as in vLLM's own reset
+        self._control.preempt(scheduler, request)
         self.jumps += 1
 
     def _count_computed_as_computed(self) -> None:
-        """vLLM counts the blocks that the request finds on the device as cached: it has computed them itself."""
+        """vLLM counts the blocks that the request finds on the device as cached, which it has computed itself, or does
+        not count again what a preempted request finds and loads."""
         for request_id, jump in list(self._jumped.items()):
             if jump.request.status is RequestStatus.PREEMPTED:
                 continue
@@ -275,7 +298,7 @@ class Meetings:
             if stats is not None:
                 prompt = stats.num_prompt_tokens
                 local = min(jump.local_tokens, stats.num_local_cached_tokens)
-                external = jump.external_tokens + stats.num_external_cached_tokens
+                external = jump.external_tokens + jump.loaded_tokens
                 stats.set(prompt, local, min(external, prompt - local))  # less where some was loaded twice
 
 
@@ -310,15 +333,15 @@ def install_meetings() -> None:
         return
 
     @functools.wraps(original)
-    def schedule(self: Any) -> SchedulerOutput:
+    def schedule(self: Any, *arguments: Any, **options: Any) -> SchedulerOutput:
         connector = own_connector(self, ConnectorBase)
         half = connector.connector_scheduler if connector is not None else None
         meetings = half.meetings if isinstance(half, _HasMeetings) else None
         if meetings is not None and is_among_others(self):
             logger.warning("compute_while_loading: on changes nothing beside another KV connector")
             half.meetings = meetings = None
-        step: SchedulerOutput = original(self) if meetings is None else meetings.schedule(self, original)
-        return step
+        step: Callable[[], SchedulerOutput] = functools.partial(original, self, *arguments, **options)
+        return step() if meetings is None else meetings.schedule(self, step)
 
     setattr(schedule, _MARK, True)
     scheduler.schedule = schedule
