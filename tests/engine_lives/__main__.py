@@ -1,5 +1,6 @@
 """`python -m engine_lives [--count 10000] [--seed 0] [--shapes full chunks ...]`
-and, with `--races 20`, resets during copies, each in one fixed order, on a real NVMe tier."""
+and, with `--races 20`, resets during copies, each in one fixed order, on a real NVMe tier; with `--stalls 20`, a tier
+that stalls while a prompt is computed, in simulated time."""
 
 from __future__ import annotations
 
@@ -17,12 +18,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from engine_lives.engine import RANDOM_SHAPES, SHAPES, Engine
     from engine_lives.resets import RACES
     from engine_lives.schedules import run
+    from engine_lives.stalls import STALLS
 
     parser = argparse.ArgumentParser(prog="engine_lives", description="Random schedules on vLLM's real scheduler.")
     parser.add_argument("--count", type=int, default=10_000, help="schedules of each shape (default 10000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule (default 0)")
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=RANDOM_SHAPES)
     parser.add_argument("--races", type=int, default=0, help="of resets during copies, each in one fixed order, first")
+    parser.add_argument(
+        "--stalls", type=int, default=0, help="of a tier that is read while a prompt is computed, first"
+    )
     parser.add_argument("--without", nargs="+", choices=("failures", "resets"), default=[], help="to narrow a fault")
     given = parser.parse_args(arguments)
     if given.races:
@@ -32,6 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for number in range(given.races):
                     race(engine, number)
                 print(f"{name}: {given.races} races", flush=True)
+            engine.close()
+    if given.stalls:
+        with tempfile.TemporaryDirectory() as folder:
+            engine = Engine(SHAPES["meetings"], Path(folder))
+            for name, stall in STALLS.items():
+                for number in range(given.stalls):
+                    stall(engine, number)
+                print(f"{name}: {given.stalls} prompts", flush=True)
             engine.close()
     for name in given.shapes:
         started = time.monotonic()

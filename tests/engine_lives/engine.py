@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,7 @@ from spillway_connector.device.copier import Direction
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.prefix_tier import SharedTierBase
 from spillway_connector.plan.load_cost import RateMeter
+from spillway_connector.plan.meeting import MeetingOutcome
 
 SINCE_0_30 = generation() is not Generation.V023
 BLOCK_TOKENS = 32 if SINCE_0_30 else 16  # the smallest block of vLLM's CPU platform
@@ -204,6 +205,9 @@ class Engine:
         for tier in manager.secondary_tiers:  # so near that a load may begin whenever half of it is there
             manager._gates[tier].load_rate.add(1e15, 1.0, 0.0)
         self.pace(1.0)
+        self.meetings: Counter[MeetingOutcome] = Counter()
+        count = manager.count_meeting
+        manager.count_meeting = lambda outcome: (self.meetings.update([outcome]), count(outcome))
         if shape.layerwise:  # whatever it costs the other requests
             half = self._scheduler_half
             half.others_wait_ms_max, half._load_rate = math.inf, RateMeter(1.0, pinned=1.0)
@@ -215,6 +219,7 @@ class Engine:
         self._digests: dict[str, list[int]] = {}
         self.rng = random.Random(0)
         self.figures = Figures()
+        self.last_step: dict[str, int] = {}  # tokens by request
         self.may_fail = self.may_reset = True
         self.trace: list[str] = []  # of the schedule that runs
         for copier in self.copiers.values():
@@ -233,6 +238,10 @@ class Engine:
         loaded = 0.8 * prefill_tokens_per_second / manager._chunk_tokens * manager._chunk_bytes
         for gate in manager._gates.values():
             gate.load_rate = RateMeter(1.0, pinned=loaded)
+
+    def set_clock(self, clock: Callable[[], float]) -> None:
+        """Of the prompts that are computed while their end is loaded."""
+        self._scheduler_half.meetings._clock = clock
 
     @property
     def jumps(self) -> int:
@@ -309,6 +318,7 @@ class Engine:
     def _schedule(self) -> None:
         output = self.scheduler.schedule()
         self.scheduled.append(output)
+        self.last_step = dict(output.num_scheduled_tokens)
         self.figures.steps += 1
         self._record_step(output, output.kv_connector_metadata)
         self.figures.early_loads += sum(piece.last for piece in getattr(output.kv_connector_metadata, "pieces", ()))
@@ -582,6 +592,8 @@ class Engine:
         assert not half._recompute_only
         if self.shape.meetings:
             assert half.meetings.idle, vars(half.meetings)
+            ended = self.meetings[MeetingOutcome.MET] + self.meetings[MeetingOutcome.ABANDONED]
+            assert self.meetings[MeetingOutcome.PLANNED] == ended, self.meetings
         if self.shape.layerwise:
             assert not half._step_loads and not half._step_requests and not half._planned
         tier = half.manager.primary_tier

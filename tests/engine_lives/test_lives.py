@@ -16,14 +16,15 @@ SHAPES += ("meetings", "meetings-async")
 if generation() is Generation.V023:
     SHAPES += ("layers", "layers-async")
 COUNT = 100  # of each shape
-RACES = 5  # of each kind
+RACES = STALLS = 5  # of each kind
 
 
 def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     # In a separate process: vLLM reads its settings from the environment when it is imported. One for all shapes:
     # the import takes four times as long as the schedules of a shape.
+    counts = ["--count", str(COUNT), "--races", str(RACES), "--stalls", str(STALLS)]
     done = subprocess.run(
-        [sys.executable, "-m", "engine_lives", "--count", str(COUNT), "--races", str(RACES), "--shapes", *SHAPES],
+        [sys.executable, "-m", "engine_lives", *counts, "--shapes", *SHAPES],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
@@ -38,3 +39,5 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
         "hit-of-blocks-being-stored",
         "blocks-reused-while-stored",
     ]
+    stalls = re.findall(rf"^(\S+): {STALLS} prompts", done.stdout, re.M)
+    assert stalls == ["load-that-is-met", "tier-that-stalls"]

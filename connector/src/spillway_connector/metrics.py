@@ -155,6 +155,13 @@ PROMOTED_AHEAD = Metric(
     "evicted before it, or their request ended without one (unused).",
     ("outcome",),
 )
+MEETINGS = Metric(
+    "spillway_meetings",
+    Kind.COUNTER,
+    "Prompts computed from their front while a slow tier loads their end: begun (planned), continued behind the load "
+    "(met), or computed to their end or given up (abandoned).",
+    ("outcome",),
+)
 TIER_NOT_WORTH = Metric(
     "spillway_tier_not_worth", Kind.COUNTER, "Chunks not asked of a tier because recomputing is faster.", ("tier",)
 )
@@ -190,6 +197,7 @@ ALL = (
     PREFILL_RATE,
     TIER_LOAD_RATE,
     PROMOTED_AHEAD,
+    MEETINGS,
     TIER_NOT_WORTH,
 )
 BY_NAME = {metric.name: metric for metric in ALL}

@@ -17,13 +17,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import RequestOffloadingContext
 from vllm.v1.request import RequestStatus
 
+from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.meetings import _LOOKUP_SECONDS_MAX
 from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
+from spillway_connector.engine.samples import sample_key
 from spillway_connector.plan.load_cost import RateMeter
-from spillway_connector.plan.meeting import HOLD_SECONDS_MAX
+from spillway_connector.plan.meeting import HOLD_SECONDS_MAX, MeetingOutcome
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.generation import (
     SpillwayConnectorScheduler,
@@ -204,6 +206,13 @@ class Engine:
         self.running.append(request)
         return request
 
+    def counted(self) -> dict[str, float]:
+        """Prompts by outcome since the last call, as they are reported."""
+        samples = self.manager.take_samples()
+        found = {} if samples is None else samples.samples()
+        by_key = {sample_key(metrics.MEETINGS, outcome.value): outcome.value for outcome in MeetingOutcome}
+        return {outcome: found[key] for key, outcome in by_key.items() if key in found}
+
     def compute(self, request: FakeRequest, chunks: int) -> None:
         request.num_computed_tokens = chunks * CHUNK_TOKENS
         self.schedule()
@@ -239,6 +248,7 @@ def test_the_end_of_the_prefix_is_loaded_backwards_while_its_front_is_computed(e
     engine.tier.end()
     engine.compute(request, 10)
     assert request.status is RequestStatus.PREEMPTED and engine.running == [] and engine.meetings.jumps == 1
+    assert engine.counted() == {"planned": 1, "met": 1}
     assert engine.ask(request, 10 * CHUNK_TOKENS) == (6 * CHUNK_TOKENS, True), "the rest is an ordinary load"
 
 
@@ -259,6 +269,7 @@ def test_a_tier_that_stalls_costs_one_bounded_wait(engine):
     engine.compute(request, CHUNKS)
     assert engine.running == [request] and engine.meetings.jumps == 0
     assert not engine.meetings._meetings
+    assert engine.counted() == {"planned": 1, "abandoned": 1}
 
 
 @pytest.mark.skipif(generation() is Generation.V023, reason="vLLM 0.23 bounds all long prompts of a step")
@@ -307,6 +318,14 @@ def test_chunks_that_were_evicted_again_are_computed(engine):
     engine.manager.primary_tier.reset_cache()
     engine.compute(request, 11)
     assert engine.running == [request]
+    engine.compute(request, CHUNKS)
+    assert engine.counted() == {"planned": 1, "abandoned": 1}
+
+
+def test_a_reset_ends_the_meetings(engine):
+    engine.begin()
+    engine.half.reset_cache()
+    assert engine.counted() == {"planned": 1, "abandoned": 1}
 
 
 @pytest.mark.parametrize(
@@ -366,6 +385,7 @@ def test_a_request_that_is_aborted_leaves_nothing(engine, when):
     if generation() is not Generation.V023:  # the manager learns of it with a step
         engine.half.build_connector_meta(step_output(finished=[request.request_id]))
     assert engine.meetings.idle
+    assert engine.counted() == {"planned": 1, "met" if when == "preempted" else "abandoned": 1}
     assert engine.manager.primary_tier.ready == set(engine.manager.primary_tier.resident)
     assert not engine.manager._bounds.rows_in_flight and not engine.manager._bounds.waits
 

@@ -37,6 +37,7 @@ from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.plan.load_cost import PrefillTimer
 from spillway_connector.plan.meeting import (
     HOLD_SECONDS_MAX,
+    MeetingOutcome,
     Rates,
     job_chunks_max,
     meeting_pays,
@@ -161,11 +162,13 @@ class Meetings:
         if meeting.asked_from == end:
             return False
         self._meetings[request_id] = meeting
+        self._manager.count_meeting(MeetingOutcome.PLANNED)
         return True  # its first step must not go too far: `schedule` bounds it
 
     def finished(self, request_id: str) -> None:
         """What is being read for it may end in the CPU tier."""
-        self._meetings.pop(request_id, None)
+        if request_id in self._meetings:
+            self._abandon(request_id)
         self._jumped.pop(request_id, None)
         self._asked_at.pop(request_id, None)
         self._judged.discard(request_id)
@@ -173,12 +176,17 @@ class Meetings:
 
     def end_all(self) -> None:
         """The CPU tier was reset: requests are computed to their end."""
-        self._meetings.clear()
+        for request_id in list(self._meetings):
+            self._abandon(request_id)
 
     def admitted(self, request_id: str, loaded_tokens: int) -> None:
         """vLLM has given the request blocks for so many tokens that are to be loaded."""
         if (jump := self._jumped.get(request_id)) is not None:
             jump.loaded_tokens = loaded_tokens
+
+    def _abandon(self, request_id: str) -> None:
+        del self._meetings[request_id]
+        self._manager.count_meeting(MeetingOutcome.ABANDONED)
 
     # -- a step
 
@@ -207,7 +215,7 @@ class Meetings:
         first, end = position // chunk_tokens, len(meeting.keys)
         rates = self._manager.rates()
         if rates is None or first >= end or not (running or waiting) or not _is_in_prefill(request):
-            del self._meetings[request.request_id]
+            self._abandon(request.request_id)
             return None
         if not self._manager.memo.fresh:
             self._manager.begin_step()
@@ -275,7 +283,7 @@ class Meetings:
         """All of the prefix that is not computed is in the CPU tier."""
         request = meeting.request
         if not self._manager.primary_tier.ready.issuperset(meeting.keys[first:]):
-            del self._meetings[request.request_id]  # some of it was evicted since
+            self._abandon(request.request_id)  # some of it was evicted since
             return
         # Where blocks are short, or nothing is admitted, vLLM would not take the request back at once.
         if scheduler.pause_state is not PauseState.UNPAUSED or not self._control.has_room(scheduler):
@@ -286,6 +294,7 @@ class Meetings:
             self._jumped[request.request_id] = jump
         self._control.preempt(scheduler, request)
         self.jumps += 1
+        self._manager.count_meeting(MeetingOutcome.MET)
 
     def _count_computed_as_computed(self) -> None:
         """vLLM counts the blocks that the request finds on the device as cached, which it has computed itself, or does

@@ -28,6 +28,7 @@ from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import Samples
 from spillway_connector.engine.tenancy import session_of_context
 from spillway_connector.plan.ahead import AheadOutcome
+from spillway_connector.plan.meeting import MeetingOutcome
 from spillway_connector.transfer.announcements import Announcement
 
 
@@ -84,6 +85,7 @@ class TieringManager(PrefixLookupManager):
         self._reported_rates: dict[str, float] = {}  # by tier; "" is the prefill's
         self._resets = {"done": 0, "refused": 0}
         self._ahead = dict.fromkeys(AheadOutcome, 0)
+        self._meetings = dict.fromkeys(MeetingOutcome, 0)
         self._failed_stores: set[OffloadKey] = set()  # to be completed as failed
         self._early_chunks: dict[int, int] = {}  # by promotion under way: chunks that were completed before its end
         self._reset_rows: dict[int, list[int]] = {}  # by job under way: rows of chunks that a reset has dropped
@@ -295,6 +297,11 @@ class TieringManager(PrefixLookupManager):
             self._ahead[outcome] += chunks
             self._unreported = True
 
+    def count_meeting(self, outcome: MeetingOutcome) -> None:
+        """A prompt that is computed while its end is loaded, and what became of it."""
+        self._meetings[outcome] += 1
+        self._unreported = True
+
     def take_samples(self) -> Samples | None:
         """What happened since the last call; None where nothing did. Called once per engine step."""
         changed = self.primary_tier.changed_chunks.position, self.prefill_rate.updated_at
@@ -329,6 +336,10 @@ class TieringManager(PrefixLookupManager):
             if chunks:
                 stats.add(metrics.PROMOTED_AHEAD, chunks, ahead.value)
                 self._ahead[ahead] = 0
+        for meeting, count in self._meetings.items():
+            if count:
+                stats.add(metrics.MEETINGS, count, meeting.value)
+                self._meetings[meeting] = 0
         for shared in self._shared_tiers:
             shared.report.add_to(stats)
         for tier, gate in self._gates.items():

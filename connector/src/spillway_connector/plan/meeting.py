@@ -7,6 +7,7 @@ same time, at `c` and `l` chunks a second, and n chunks take n / (c + l) seconds
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from typing import NamedTuple
 
 MARGIN = 0.9  # a meeting may take at most this share of the computation's time, as LoadPolicy.margin
@@ -15,6 +16,14 @@ JUMP_SECONDS = 0.03
 HOLD_SECONDS_MAX = 0.05  # how long a request may wait at the meeting point for chunks that are late
 STEP_SECONDS = 0.05  # of computing; shorter steps near the meeting point would cost more than they gain
 JOB_SECONDS = 1.0  # of loading; a job that is much longer would be given up at the tier's deadline
+
+
+class MeetingOutcome(StrEnum):
+    """What became of a prompt that is computed while its end is loaded. Value of the metric's label."""
+
+    PLANNED = "planned"  # its load was begun
+    MET = "met"  # all that was not computed had been loaded: the prompt goes on behind it
+    ABANDONED = "abandoned"  # computed to its end, because the load was late or lost; or the request was given up
 
 
 class Rates(NamedTuple):
