@@ -81,6 +81,11 @@ class SpecBase(OffloadingSpec):
         first KV group. enable_events: whether the CPU tier's changes are published. Raises ConfigError.
         """
         self.settings = ConnectorConfig.parse(self.extra_config)
+        if self.settings.compute_while_loading == "on" and num_stages > 1:
+            raise ConfigError(
+                "compute_while_loading: 'on' takes requests out of the batch between two steps, and the "
+                f"{num_stages} stages of a pipeline have several steps under way; set it to 'off'"
+            )
         self.offload_prompt_only = self.settings.generated_tokens == "off"  # vLLM's name for it
         self.secondary_tier_configs = self.extra_config.get("secondary_tiers", [])
         if not isinstance(self.secondary_tier_configs, list):

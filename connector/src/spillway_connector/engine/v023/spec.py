@@ -21,7 +21,6 @@ from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
 from spillway_connector.engine.v023.handlers import CopyHandler
 from spillway_connector.engine.v023.layerwise import loads_within_steps, segments_of_layers
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
-from spillway_connector.errors import ConfigError
 from spillway_connector.plan.layer_groups import group_layers
 
 for _tier_type in TIER_TYPES:
@@ -50,11 +49,6 @@ class SpillwayOffloadingSpec(SpecBase):
             tokens_per_hash=self.hash_block_size,
             enable_events=events is not None and events.enable_kv_cache_events,
         )
-        if self.settings.compute_while_loading == "on" and parallel.pipeline_parallel_size > 1:
-            raise ConfigError(
-                "compute_while_loading: 'on' takes requests out of the batch between two steps, and the "
-                f"{parallel.pipeline_parallel_size} stages of a pipeline have several steps under way; set it to 'off'"
-            )
         self.block_size_factor = self.settings.blocks_per_chunk
         self.num_blocks = self.num_rows
         self.kv_bytes_per_offloaded_block = self.geometry.row_bytes
