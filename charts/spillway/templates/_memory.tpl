@@ -31,6 +31,11 @@ processes, staging, page cache and margin.
 {{- end -}}
 {{- end -}}
 
+{{/* engine -> workers of one replica; each has a device of its own. */}}
+{{- define "spillway.ranks" -}}
+{{- mul (int64 .tensorParallelSize) (int64 .pipelineParallelSize) -}}
+{{- end -}}
+
 {{/* (engine, path, platform, shape, problems, out): every figure of one replica's memory into out. */}}
 {{- define "spillway.memory" -}}
 {{- $engine := .engine -}}{{- $shape := .shape -}}{{- $out := .out -}}{{- $problems := .problems -}}{{- $path := .path -}}

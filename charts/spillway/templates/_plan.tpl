@@ -101,11 +101,6 @@ nothing can be concluded from such values. */}}
 {{- end -}}
 {{- end -}}
 
-{{/* engine -> workers of one replica; each has a device of its own. */}}
-{{- define "spillway.ranks" -}}
-{{- mul (int64 .tensorParallelSize) (int64 .pipelineParallelSize) -}}
-{{- end -}}
-
 {{/* (engine, accelerator): lays what the values say over the preset. */}}
 {{- define "spillway.accelerator" -}}
 {{- $given := .engine.accelerator -}}

@@ -16,6 +16,7 @@ from spillway_ctl.evidence import EngineReading, Exposition, Finding, GatewayRea
 SKEW_SECONDS_MAX = 2.0  # HTTP tells whole seconds
 EVENT_LAG_SECONDS_MAX = 2.0
 ENGINE_CORE = "EngineCore"
+_NO_PIPELINE = ("pipelineParallelSize", 1)
 NO_REPORT = "the engine's processes have not said it: an earlier release, offload is off, or no request since the start"
 
 
@@ -85,14 +86,18 @@ def _versions(engine: EngineReading, gateway: GatewayReading | None) -> Finding:
 
 
 def _devices(engine: EngineReading) -> Finding:
-    devices, asked = engine.held("device"), engine.setting("tensorParallelSize")
+    devices = engine.held("device")
+    sizes = {key: engine.setting(key) for key in ("tensorParallelSize", "pipelineParallelSize")}
     if not devices:
         return Finding("devices", engine.name, Verdict.NOT_CHECKED, NO_REPORT)
     found = by_process(devices)
     if len(set(devices.values())) > 1:
         return Finding("devices", engine.name, Verdict.WARNING, found, "ranks wait for the slowest: give equal devices")
-    if isinstance(asked, int) and asked != len(devices):
-        change = f"tensorParallelSize is {asked}: {asked} workers should report; restart the engine"
+    given = {key: size for key, size in sizes.items() if isinstance(size, int) and (key, size) != _NO_PIPELINE}
+    asked = math.prod(given.values())
+    if "tensorParallelSize" in given and asked != len(devices):
+        named = ", ".join(f"{key} is {size}" for key, size in given.items())
+        change = f"{named}: {asked} workers should report; restart the engine"
         return Finding("devices", engine.name, Verdict.FAILED, found, change)
     return Finding("devices", engine.name, Verdict.OK, found)
 
