@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
+import random
 import socket
 import ssl
 import subprocess
@@ -33,8 +35,11 @@ WAIT_TRIES = 2400  # of 50 ms each, waited out in a server or a connection attem
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """Not of the range from which the kernel gives connections theirs: one of these could take it until it is bound."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @dataclass
