@@ -424,7 +424,7 @@ def test_every_setting_of_the_gateway_is_a_value():
     }  # of `engine`
     limits = {camel(name) for name in fields_of(SharedLimitsConfig)} - {"usernameEnv", "passwordEnv", "tlsCaFile"}
     assert limits | {"existingSecret", "caSecret"} == set(values["gateway"]["auth"]["sharedLimits"])
-    # Without data_parallel_ranks: an engine of the chart has one.
+    # The chart says all but data_parallel_ranks: its engines have one.
     assert fields_of(EngineConfig) == {"name", "url", "kv_events", "kv_replay", "data_parallel_ranks"}
 
 

@@ -30,22 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--without", nargs="+", choices=("failures", "resets"), default=[], help="to narrow a fault")
     given = parser.parse_args(arguments)
-    if given.races:
-        with tempfile.TemporaryDirectory() as folder:
-            engine = Engine(SHAPES["nvme"], Path(folder))
-            for name, race in RACES.items():
-                for number in range(given.races):
-                    race(engine, number)
-                print(f"{name}: {given.races} races", flush=True)
-            engine.close()
-    if given.stalls:
-        with tempfile.TemporaryDirectory() as folder:
-            engine = Engine(SHAPES["meetings"], Path(folder))
-            for name, stall in STALLS.items():
-                for number in range(given.stalls):
-                    stall(engine, number)
-                print(f"{name}: {given.stalls} prompts", flush=True)
-            engine.close()
+    for shape, cases, count, what in (
+        ("nvme", RACES, given.races, "races"),
+        ("meetings", STALLS, given.stalls, "prompts"),
+    ):
+        if count:
+            with tempfile.TemporaryDirectory() as folder:
+                engine = Engine(SHAPES[shape], Path(folder))
+                for name, case in cases.items():
+                    for number in range(count):
+                        case(engine, number)
+                    print(f"{name}: {count} {what}", flush=True)
+                engine.close()
     for name in given.shapes:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:

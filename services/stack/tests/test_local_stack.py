@@ -1,7 +1,6 @@
 """The supervisor with trivial processes in place of the components: real pids, ports, files."""
 
 import contextlib
-import random
 import signal
 import sys
 import time
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from spillway_stack import __main__ as command_line
 from spillway_stack.components import Component
@@ -38,12 +38,6 @@ http.server.HTTPServer.allow_reuse_address = True
 print(name, "listens", flush=True)
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
-
-
-def free_port() -> int:
-    """Not of the range from which the kernel gives connections theirs: one of these could take it until it is bound."""
-    chosen = random.SystemRandom()
-    return next(port for port in iter(lambda: chosen.randrange(20_000, 32_000), None) if is_free(port))
 
 
 def server(name: str, stops: Path, stop_rank: int) -> Component:

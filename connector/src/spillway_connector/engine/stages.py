@@ -53,9 +53,11 @@ def joined(stages: list[StageFacts]) -> StageFacts:
 
 
 def _of_all_stages(own: StageFacts, num_stages: int) -> list[StageFacts]:
-    found: list[Any] = [None] * num_stages
-    torch.distributed.all_gather_object(found, own, group=parallel_state.get_pp_group().cpu_group)
-    return found
+    """Numbers alone: what a process of another stage sends is not unpickled."""
+    found = [torch.zeros(2, dtype=torch.int64) for _ in range(num_stages)]
+    given = torch.tensor([own.rank_block_bytes, own.ranks_hold_the_same], dtype=torch.int64)
+    torch.distributed.all_gather(found, given, group=parallel_state.get_pp_group().cpu_group)
+    return [StageFacts(int(one[0]), bool(one[1])) for one in found]
 
 
 def _written_by_workers(rows: Path) -> StageFacts:

