@@ -6,8 +6,11 @@ from dataclasses import replace
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, KVConnectorWorkerMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
@@ -65,7 +68,7 @@ class SpillwayConnector(ConnectorBase):
     def wait_for_save(self) -> None:
         self._queue_stores()
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata:
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata:
         """Never None: vLLM does not tell the scheduler's half of a step without a forward pass and with nothing to
         report, and the prefill's rate is measured from the end of one step to the next's."""
         report = super().build_connector_worker_meta()
