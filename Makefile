@@ -78,7 +78,7 @@ down: ## End everything
 test: $(STAMP) $(if $(TESTS),$(ENGINE_STAMP),$(foreach version,$(TESTED_VLLM),$(call installed,$(version)))) ## Every test, engines included; the slowest 30 at the end
 ##+ TESTS=path narrows it; then VLLM=0.32 runs it in the environment of that vLLM
 ifeq ($(TESTS),)
-	@PYTHONPATH=tests $(BIN)/python -m lanes --profile full unit quick full $(if $(TESTED_VLLM),other-vllm --vllm $(TESTED_VLLM))
+	@PYTHONPATH=tests $(BIN)/python -m lanes --profile full unit quick engine full $(if $(TESTED_VLLM),other-vllm --vllm $(TESTED_VLLM))
 else
 	@$(if $(filter $(VLLM_ENVIRONMENTS),$(VLLM)),.venv/vllm-$(VLLM)/bin/python,$(BIN)/python) -m pytest $(TESTS)
 endif

@@ -3,8 +3,8 @@
 The lane `other-vllm` is two for each version that --vllm names: the tests that its own interpreter runs, and those over
 a stack with engines of that version.
 
-Separate processes keep vLLM out of the unit tests and real engines apart from all other tests: lanes without engines
-run on several cores, a lane with engines runs alone. Every lane runs, even after a failure.
+Separate processes keep vLLM out of the unit tests and real engines apart from all other tests. A stack of engines has
+the machine for itself; all other lanes use several cores. Every lane runs, even after a failure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from pathlib import Path
 from .environments import interpreter
 from .rules import CELLS_TESTED, OTHER_VLLM, ROOT, STACK_PROMPTS, STACK_TESTS, Lane
 
-WORKERS_MOST = {Lane.UNIT: 8, Lane.QUICK: 4}  # a worker of the quick lane holds vLLM and a Valkey: 1.5 GB
+# A worker of the quick lane holds vLLM and a Valkey: 1.5 GB. An engine takes up to 5 GB, and the start of one, which is
+# most of its test, uses one core; a file's tests share engines, so they stay together.
+WORKERS_MOST = {Lane.UNIT: 8, Lane.QUICK: 4, Lane.ENGINE: 2, Lane.OTHER_VLLM: 2}
+WHOLE_FILES = {Lane.ENGINE, Lane.OTHER_VLLM}
 SLOWEST = 30
 CELLS = "tests/generations"
 NO_TESTS = 5  # pytest's exit status
@@ -109,7 +112,7 @@ def command(
     return [
         *(str(python), "-m", "pytest", "--lanes", lane),
         *("--hypothesis-profile", profile),
-        *(("-n", str(parallel), "--dist", "worksteal") if parallel > 1 else ()),
+        *(("-n", str(parallel), "--dist", "loadfile" if lane in WHOLE_FILES else "worksteal") if parallel > 1 else ()),
         *more,
     ]
 

@@ -28,7 +28,7 @@ from .rules import (
 )
 
 # A test that may use everything has one of these needs.
-UNBOUNDED = frozenset({"engines", "other_vllm", "cluster", "chromium"})
+UNBOUNDED = frozenset({"engine", "engines", "other_vllm", "cluster", "chromium"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

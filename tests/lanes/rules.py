@@ -15,6 +15,7 @@ class Lane(StrEnum):
 
     UNIT = "unit"
     QUICK = "quick"
+    ENGINE = "engine"
     FULL = "full"
     OTHER_VLLM = "other-vllm"
     CLUSTER = "cluster"
@@ -28,7 +29,8 @@ NEEDS: dict[str, tuple[Lane, str]] = {
     "servers": (Lane.QUICK, "Spillway's own servers as processes: gateway, simulator, mock engines"),
     "valkey": (Lane.QUICK, "a real Valkey"),
     "helm": (Lane.QUICK, "renders the chart with Helm 3 and 4"),
-    "engines": (Lane.FULL, "real vLLM engines with a model"),
+    "engine": (Lane.ENGINE, "one real vLLM engine at a time, and nothing around it"),
+    "engines": (Lane.FULL, "real vLLM engines with a model behind a gateway"),
     "other_vllm": (Lane.OTHER_VLLM, "an environment with another vLLM than the local one"),
     "cluster": (Lane.CLUSTER, "a real Kubernetes on this machine"),
     "chromium": (Lane.BROWSER, "a real browser"),
@@ -45,7 +47,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/v023": ("vllm",),
     "connector/tests/engine/v030": ("other_vllm",),
     "connector/tests/engine/stock": ("vllm",),
-    "connector/tests/engine_npu": ("engines",),
+    "connector/tests/engine_npu": ("engine",),
     "connector/tests/identity": (NOTHING,),
     "connector/tests/plan": (NOTHING,),
     "connector/tests/testing": (NOTHING,),
@@ -88,7 +90,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "services/simulator/tests": (NOTHING,),
     "services/stack/tests": (NOTHING,),
     "services/stack/tests/demo": (NOTHING,),
-    "tests/ascend_acceptance": ("engines",),
+    "tests/ascend_acceptance": ("engine",),
     "tests/ascend_package": ("vllm",),
     "tests/attack": ("servers",),
     "tests/bench_gateway": (NOTHING,),
@@ -103,10 +105,11 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/cluster": ("cluster",),
     "tests/continuation": ("servers",),
     "tests/e2e": ("engines",),
+    "tests/e2e/test_doctor.py": ("other_vllm",),
     "tests/e2e/test_metrics.py": ("other_vllm",),
     "tests/e2e/test_upgrade.py": ("other_vllm",),
     "tests/engine_lives": ("vllm",),
-    "tests/engine_matrix": ("engines",),
+    "tests/engine_matrix": ("engine",),
     "tests/engine_events": ("vllm",),
     "tests/faults": ("engines",),
     "tests/generations": ("other_vllm",),
@@ -115,9 +118,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/promotion_hints": ("servers",),
     "tests/random_plans": ("vllm",),
     "tests/reference_answers": (NOTHING,),
-    "tests/reference_answers/test_float32.py": ("engines",),
+    "tests/reference_answers/test_float32.py": ("engine",),
     "tests/repository": (NOTHING,),
-    "tests/self_check": ("engines",),
+    "tests/self_check": ("engine",),
     "tests/self_check/test_reference.py": ("vllm",),
     "tests/stack_driver": (NOTHING,),
     "tests/stock_tiers": ("other_vllm",),
@@ -163,11 +166,12 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
 # test-generations` runs all of them.
 CELLS_TESTED = ("test_computed_while_loading", "test_several_kv_groups", "test_two_ranks")
 # Tests over a whole stack that the lane `other-vllm` runs once more, with engines of that version (VLLM=), all else of
-# the local environment; test_metrics.py and test_upgrade.py with one engine of it and one of the local version.
+# the local environment; test_doctor.py, test_metrics.py and test_upgrade.py with one engine of it and one of the local
+# version.
 STACK_TESTS = (
     "tests/e2e/test_identity.py::test_identical_with_and_without_tiers[redis]",
-    "tests/e2e/test_demo.py",
     "tests/faults/test_valkey_faults.py::test_damaged_values_are_recomputed_and_never_served[redis]",
+    "tests/e2e/test_doctor.py",
     "tests/e2e/test_metrics.py",
     "tests/e2e/test_upgrade.py",
 )
