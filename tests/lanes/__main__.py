@@ -29,6 +29,8 @@ from .rules import CELLS_TESTED, OTHER_VLLM, ROOT, STACK_PROMPTS, STACK_TESTS, L
 # most of its test, uses one core; a file's tests share engines, so they stay together.
 WORKERS_MOST = {Lane.UNIT: 8, Lane.QUICK: 4, Lane.ENGINE: 2, Lane.OTHER_VLLM: 2}
 WHOLE_FILES = {Lane.ENGINE, Lane.OTHER_VLLM}
+# In the order in which they are found: by default files of few tests come last, and a slow one would run alone.
+BY_FILE = ("loadfile", "--no-loadscope-reorder")
 SLOWEST = 30
 CELLS = "tests/generations"
 NO_TESTS = 5  # pytest's exit status
@@ -95,8 +97,9 @@ def planned(lanes: Sequence[Lane], vllm: str, profile: str, workers: int, more: 
         for version in filter(None, vllm.split(",")):
             prefix = f"vLLM {version}: "
             # By name: of folders that pytest searches by default it imports the conftest, whatever it then ignores.
-            listed = [named for named, versions in OTHER_VLLM.items() if version in versions and named != CELLS]
-            listed += [f"{CELLS}/test_cells.py::{cell}" for cell in CELLS_TESTED if version in OTHER_VLLM[CELLS]]
+            cells = CELLS_TESTED if version in OTHER_VLLM[CELLS] else ()
+            listed = [f"{CELLS}/test_cells.py::{cell}" for cell in cells]  # first, as they take minutes
+            listed += [named for named, versions in OTHER_VLLM.items() if version in versions and named != CELLS]
             own = command(lane, profile, workers, [*more, *listed], python=interpreter(version))
             runs.append(Run(f"vLLM {version}", own, prefix=prefix))
             stack = [sys.executable, "-m", "pytest", *STACK_TESTS]
@@ -109,10 +112,11 @@ def command(
     lane: Lane, profile: str, workers: int, more: Sequence[str], python: Path = Path(sys.executable)
 ) -> list[str]:
     parallel = min(workers, WORKERS_MOST.get(lane, 1))
+    spread = BY_FILE if lane in WHOLE_FILES else ("worksteal",)
     return [
         *(str(python), "-m", "pytest", "--lanes", lane),
         *("--hypothesis-profile", profile),
-        *(("-n", str(parallel), "--dist", "loadfile" if lane in WHOLE_FILES else "worksteal") if parallel > 1 else ()),
+        *(("-n", str(parallel), "--dist", *spread) if parallel > 1 else ()),
         *more,
     ]
 
