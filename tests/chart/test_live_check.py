@@ -4,13 +4,17 @@ import datetime
 import http.server
 import importlib.util
 import json
+import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
+from functools import partial
+from itertools import count
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from chart.helm_binaries import ROOT
@@ -372,10 +376,13 @@ def test_an_engine_with_other_settings_is_named(run, expected):
     assert "offload.numCpuBlocks is 7, not 128" in output
 
 
-def test_a_tier_that_shares_nothing_is_found(run, expected):
+def test_a_tier_that_shares_nothing_is_found(run, expected, live_check, monkeypatch):
+    # A slow machine too has to reach the wait for the second engine before the time is over.
+    clock = SimpleNamespace(monotonic=partial(next, count(0.0, 0.1)), sleep=time.sleep, time=time.time)
+    monkeypatch.setattr(live_check, "time", clock)
     settings = expected["models"][0]["settings"]
 
-    status, output = run(EngineServer(settings, Tier()), EngineServer(settings, Tier()), seconds=1)
+    status, output = run(EngineServer(settings, Tier()), EngineServer(settings, Tier()), seconds=10)
 
     assert status == 1 and "spillway_tier_lookups_total" in output and "did not grow" in output
 
@@ -433,3 +440,25 @@ def test_other_words_in_the_stream_are_no_fault(run, expected):
     status, output = run(EngineServer(expected["models"][0]["settings"], None), gateway=gateway, shared=False)
 
     assert status == 0 and "'Here.', streamed 'Elsewhere.'" in output
+
+
+def test_an_address_that_a_policy_refuses_at_first_is_waited_for(live_check, monkeypatch):
+    attempts = []
+
+    def connect(address: tuple[str, int], timeout_seconds: float) -> socket.socket:
+        attempts.append(address)
+        if len(attempts) < 3:
+            raise ConnectionRefusedError
+        return socket.socket()
+
+    monkeypatch.setattr(live_check.socket, "create_connection", connect)
+    live_check.wait_until_reachable("https://gateway.llm.svc", time.monotonic() + 600)
+    assert attempts == [("gateway.llm.svc", 443)] * 3
+
+
+def test_an_address_that_is_never_reached_is_left_to_the_checks(live_check, monkeypatch):
+    def connect(address: tuple[str, int], timeout_seconds: float) -> socket.socket:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(live_check.socket, "create_connection", connect)
+    live_check.wait_until_reachable("http://gateway.llm.svc:9090", time.monotonic())

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import ssl
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
@@ -26,6 +28,10 @@ from spillway_ctl.findings import judge
 
 REQUEST_SECONDS = 120.0
 POLL_SECONDS = 1.0
+# Network policies and Services name a pod's address some seconds after it has begun to run; until then a connection is
+# refused or gets no answer.
+REACHABLE_SECONDS = 30.0
+CONNECT_SECONDS = 5.0
 TEXT = "Once upon a time,  there were 3 tokenizers:\n\tλ, β and 🙂."
 QUESTION = "Name the capital of France."
 ANSWER_TOKENS = 16
@@ -56,6 +62,8 @@ def main(arguments: list[str]) -> int:
             (f"{model['name']}, settings", partial(check_settings, model, engine_key)),
             (f"{model['name']}, tier", partial(check_tier, model, engine_key, deadline)),
         ]
+    for url in (gateway["operations"], gateway["url"]):
+        wait_until_reachable(url, min(deadline, time.monotonic() + REACHABLE_SECONDS))
     pages = {url: page(url) for model in expected["models"] for url in model["engines"]}
     failures = 0
     for name, check in checks:
@@ -121,6 +129,22 @@ def optional(url: str, key: str, body: Mapping[str, Any] | None = None) -> dict[
         return ask(url, key, body)[0]
     except (CheckFailed, OSError, ValueError):
         return {}
+
+
+def wait_until_reachable(url: str, deadline: float) -> None:
+    """Returns once a connection is made, or at the deadline: what is wrong then, the checks say."""
+    address = urllib.parse.urlsplit(url)
+    while True:
+        try:
+            socket.create_connection(
+                (address.hostname, address.port or {"http": 80, "https": 443}[address.scheme]), CONNECT_SECONDS
+            ).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(POLL_SECONDS)
+        else:
+            return
 
 
 def page(url: str, key: str = "") -> Exposition | None:
