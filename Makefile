@@ -191,6 +191,10 @@ bench-gpu-no-hit: ## Throughput where nothing is ever hit on one CUDA device, be
 bench-gpu-burst: ## Requests that share a prefix, all at once, on one CUDA device, beside upstream. PYTHON_CUDA= as above. About six minutes
 	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/gpu_burst.py $(BENCH)
 
+.PHONY: bench-gpu-chat-turns
+bench-gpu-chat-turns: ## bench-chat-turns on one CUDA device, compiled, with CUDA graphs. PYTHON_CUDA= as above. About 20 minutes
+	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/gpu_chat_turns.py $(BENCH)
+
 .PHONY: bench-turns
 bench-turns: ## Multi-turn load on one CUDA device, by offload. PYTHON_CUDA= one with vLLM 0.23.0 for CUDA. About eight minutes
 	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/multi_turn.py $(BENCH)

@@ -34,6 +34,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,13 @@ def transfer_config(phase: str, folder: Path) -> dict[str, Any] | None:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    first_token_seconds: float  # from the submission of the first of the prompts that were asked with it
+    cached_tokens: int
+    tokens: list[int]
+
+
 class Engine:
     """vLLM's offline engine. others: settings that differ from those of the phases here."""
 
@@ -168,17 +176,28 @@ class Engine:
 
     def ask_timed(self, prompts: Sequence[list[int]], answer_tokens: int) -> tuple[list[float], float, int]:
         """(seconds from the first submission to each first token, to the last answer, tokens found in a cache)"""
-        sampling = self._sampling(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
-        engine, first, cached = self._llm.llm_engine, {}, 0
-        self._asked += len(prompts)
         started = time.perf_counter()
-        for number, prompt in enumerate(prompts):
-            engine.add_request(f"{self._asked} {number}", {"prompt_token_ids": prompt}, sampling)
+        answers = self.answers(prompts, answer_tokens)
+        total = time.perf_counter() - started
+        return [one.first_token_seconds for one in answers], total, sum(one.cached_tokens for one in answers)
+
+    def answers(self, prompts: Sequence[list[int]], answer_tokens: int) -> list[Answer]:
+        """What is answered to prompts that are submitted at once, in their order."""
+        sampling = self._sampling(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
+        engine, first, done = self._llm.llm_engine, {}, {}
+        self._asked += len(prompts)
+        names = [f"{self._asked} {number}" for number in range(len(prompts))]
+        started = time.perf_counter()
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 first.setdefault(output.request_id, time.perf_counter() - started)
-                cached += (output.num_cached_tokens or 0) if output.finished else 0
-        return list(first.values()), time.perf_counter() - started, cached
+                if output.finished:
+                    tokens = list(output.outputs[0].token_ids)
+                    seconds = first[output.request_id]
+                    done[output.request_id] = Answer(seconds, output.num_cached_tokens or 0, tokens)
+        return [done[name] for name in names]
 
     def tick(self) -> None:
         """Run a few engine steps without a whole block: a step collects finished transfers."""

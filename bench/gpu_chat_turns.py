@@ -1,0 +1,362 @@
+"""What it brings and costs to keep the KV of answers, on one CUDA device: a chat's next turn, and decoding.
+
+    python bench/gpu_chat_turns.py [--measure decode turns] [--configurations off prompts generated nvme]
+                                   [--conversations 5] [--turns 8] [--tokens 300]
+                                   [--rounds 8] [--requests 32] [--answer 1024]
+                                   [--eager] [--add] [--small]
+
+bench/chat_turns.py with vLLM's offline engine and a Qwen3-8B-shaped model with dummy weights, bf16, blocks of 128
+tokens. Engines of a group share the memory of one device and take turns, so that one of them computes while the others
+idle; token ids in, token ids out. The first group is
+
+    off             no connector
+    prompts         a CPU tier for the KV of prompts alone (generated_tokens: off)
+    generated       for that of answers as well
+
+and then, by itself,
+
+    nvme            the latter with NVMe behind a CPU tier that holds one conversation
+
+turns: --conversations in rotation, each of --turns turns of --tokens new tokens and --tokens of answer; a turn's prompt
+is the whole conversation so far, with the ids that were generated. One request at a time. After each turn of all
+conversations, prompts of other users fill the device (and the small CPU tier), so that no turn finds its conversation
+there. By turn: the share of its prompt that was cached, beside that of the whole blocks of the conversation so far
+(`most`: the KV of an answer's last token is not computed before the next turn), and the time to the first token.
+
+decode: rounds of --requests unseen prompts of less than a block at once, --answer tokens each, by the first group.
+Tokens per second of a round are compared within it; medians over rounds with a 95 % bootstrap interval.
+
+Compiled and with CUDA graphs, as vLLM's defaults are, unless --eager. --add: to what the last run measured of other
+configurations, which it replaces where both have it. --small: a tiny model on any platform, to check that it runs; its
+figures mean nothing. Prints tables, writes build/bench/gpu_chat_turns.json (flat; units are in the keys) and, after
+each round, what it is made of (gpu_chat_turns_rounds.json).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gpu
+from engine_turns import Turn, answer_rounds, engines_in_turn
+from gpu_no_hit import MODEL
+from paired_rounds import ROUNDS_LEAST, ordered, paired_ratio
+
+from spillway_connector.testing.models import TINY_LLAMA
+
+# Engines that are up at the same time; the phase of bench/gpu.py whose connector each one has.
+GROUPS = (
+    {"off": "none", "prompts": "spillway-cpu", "generated": "spillway-cpu"},
+    {"nvme": "spillway-nvme-auto"},
+)
+CONFIGURATIONS = tuple(name for group in GROUPS for name in group)
+DECODED = tuple(GROUPS[0])
+MEASURES = ("decode", "turns")
+SMALL_MODEL = {
+    **TINY_LLAMA,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+PROMPT_TOKENS = 100  # of a request of `decode`: less than a block, so that no prompt is stored
+MEMORY_SHARE = 0.3  # of the device for each engine: 16.4 GB of weights, 5.5 of KV blocks
+LOAD_SHARE = 3 / 4  # of the CPU tier that one request's loads from a shared tier may take
+SPARE_BLOCKS = 4
+FOLDER = Path("build/bench/gpu_chat_turns").absolute()
+OUTPUT = Path("build/bench/gpu_chat_turns.json")
+ROUNDS = Path("build/bench/gpu_chat_turns_rounds.json")
+Report = dict[str, float | int | str]
+# By measure and configuration. turns: by turn and conversation (prompt tokens, cached tokens, seconds to the first
+# token); decode: tokens per second by round.
+Measured = dict[str, dict[str, list[Any]]]
+
+
+class Sizes:
+    """Blocks of the tiers of a configuration, and prompts that fill them."""
+
+    def __init__(self, name: str, given: argparse.Namespace) -> None:
+        self.conversation = _blocks(2 * given.turns * given.tokens)
+        behind_small_tier = name in GROUPS[1]
+        decoded = given.requests * _blocks(PROMPT_TOKENS + given.answer)
+        self.device = SPARE_BLOCKS + (self.conversation if behind_small_tier else max(self.conversation, decoded))
+        if behind_small_tier:
+            self.cpu = math.ceil(self.conversation / LOAD_SHARE)
+        else:
+            self.cpu = given.conversations * self.conversation + 2 * (self.device + self.conversation)
+        self.filler_tokens = self.conversation * gpu.BLOCK_TOKENS - 1
+        self.fillers = math.ceil((max(self.device, self.cpu) if behind_small_tier else self.device) / self.conversation)
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // gpu.BLOCK_TOKENS)
+
+
+def transfer_config(name: str, sizes: Sizes) -> dict[str, Any] | None:
+    config = gpu.transfer_config(next(group[name] for group in GROUPS if name in group), FOLDER / name)
+    if config is not None:
+        extra = config["kv_connector_extra_config"]
+        del extra["cpu_bytes_to_use"]
+        extra |= {"num_cpu_blocks": sizes.cpu, "generated_tokens": "off" if name == "prompts" else "on"}
+    return config
+
+
+class Served:
+    """One configuration's engine, its conversations and what displaces them."""
+
+    def __init__(self, name: str, given: argparse.Namespace) -> None:
+        self._given = given
+        self._sizes = sizes = Sizes(name, given)
+        self._vocabulary = (SMALL_MODEL if given.small else MODEL)["vocab_size"]
+        config = transfer_config(name, sizes)
+        settings: dict[str, Any] = {
+            "max_model_len": sizes.filler_tokens + 1 + gpu.BLOCK_TOKENS,
+            "max_num_seqs": given.requests,
+            "num_gpu_blocks_override": sizes.device,
+            "enforce_eager": given.eager,
+            **({"kv_transfer_config": config} if config else {}),
+        }
+        if given.small:
+            self._engine = gpu.Engine("none", FOLDER / name, SMALL_MODEL, **settings, dtype="float32")
+        else:
+            self._engine = gpu.Engine("none", FOLDER / name, MODEL, **settings, gpu_memory_utilization=MEMORY_SHARE)
+        self._nvme = FOLDER / name / "nvme" if name in GROUPS[1] else None
+        self._conversations: list[list[int]] = [[] for _ in range(given.conversations)]
+        self._filled = 0
+
+    def round(self, line: str) -> str:
+        what, *number = line.split()
+        if what == "turn":
+            return json.dumps(self._turn(int(number[0])))
+        return json.dumps(self._decode(line) if what == "decode" else self._warm_up())
+
+    def _prompt(self, name: str, tokens: int) -> list[int]:
+        return [token % self._vocabulary for token in gpu.make_prompt(name, tokens)]
+
+    def _warm_up(self) -> None:
+        """Prompts as long as those of some turns, computed and then found in a tier, which measures its rates."""
+        turns = (0, self._given.turns // 2, self._given.turns - 1)
+        prompts = [self._prompt(f"warm-up {turn}", (2 * turn + 1) * self._given.tokens) for turn in turns]
+        for _ in range(3):
+            for prompt in prompts:
+                self._engine.answers([prompt], 2)
+            self._engine.settle()
+            self._displace()
+
+    def _turn(self, turn: int) -> list[tuple[int, int, float]]:
+        seen = []
+        for number, conversation in enumerate(self._conversations):
+            conversation.extend(self._prompt(f"conversation {number}, turn {turn}", self._given.tokens))
+            (answer,) = self._engine.answers([conversation], self._given.tokens)
+            seen.append((len(conversation), answer.cached_tokens, round(answer.first_token_seconds, 5)))
+            conversation.extend(answer.tokens)
+        self._engine.settle()
+        self._displace()
+        return seen
+
+    def _displace(self) -> None:
+        for _ in range(self._sizes.fillers):
+            self._filled += 1
+            self._engine.answers([self._prompt(f"filler {self._filled}", self._sizes.filler_tokens)], 1)
+            if self._nvme:  # what is not yet there occupies the small CPU tier, so that nothing else could be stored
+                self._engine.settle(gpu.stable_folder(self._nvme))
+        self._engine.settle()
+
+    def _decode(self, name: str) -> float:
+        """Tokens per second of a round."""
+        prompts = [self._prompt(f"{name} {number}", PROMPT_TOKENS) for number in range(self._given.requests)]
+        seconds, cached = self._engine.ask_all(prompts, self._given.answer)
+        if cached:
+            raise gpu.BenchError(f"{cached} tokens of unseen prompts were found in a cache")
+        self._engine.settle()
+        return self._given.requests * self._given.answer / seconds
+
+
+def serve(name: str, given: argparse.Namespace) -> None:
+    """Runs in a separate process: one round for each line of the input."""
+    os.environ.update(gpu.ENVIRONMENT, **({"VLLM_CPU_KVCACHE_SPACE": "1"} if given.small else {}))
+    answer_rounds(Served(name, given).round)
+
+
+def measure(given: argparse.Namespace, own_arguments: Sequence[str]) -> Measured:
+    measured: Measured = json.loads(ROUNDS.read_text()) if given.add else {}
+    for group in GROUPS:
+        names = [name for name in group if name in given.configurations]
+        measures = [one for one in given.measure if one == "turns" or set(names) & set(DECODED)]
+        if not names or not measures:
+            continue
+        commands = {name: [__file__, *own_arguments, "--serve", name] for name in names}
+        with engines_in_turn(commands, FOLDER) as engines:
+            for engine in engines.values():
+                engine.round("warm-up")
+            for one in measures:
+                (measure_decode if one == "decode" else measure_turns)(engines, given, measured.setdefault(one, {}))
+                write(measured, given)
+    return measured
+
+
+def measure_decode(engines: dict[str, Turn], given: argparse.Namespace, measured: dict[str, list[Any]]) -> None:
+    measured |= {name: [] for name in engines}
+    for number in range(-1, max(given.rounds, ROUNDS_LEAST)):  # the first one warms up
+        for name in ordered(list(engines), number + 2):
+            speed = json.loads(engines[name].round(f"decode {number}"))
+            if number >= 0:
+                measured[name].append(speed)
+        if number >= 0:
+            print(", ".join(f"{name} {measured[name][-1]:.1f}" for name in engines), "tokens/s", flush=True)
+            write({"decode": measured}, given)
+
+
+def measure_turns(engines: dict[str, Turn], given: argparse.Namespace, measured: dict[str, list[Any]]) -> None:
+    measured |= {name: [] for name in engines}
+    for turn in range(given.turns):
+        for name in ordered(list(engines), turn):
+            seen = json.loads(engines[name].round(f"turn {turn}"))
+            measured[name].append(seen)
+            cached = sorted({tokens for _, tokens, _ in seen})
+            first = statistics.median(seconds for _, _, seconds in seen)
+            print(f"turn {turn + 1}, {name}: {cached} of {seen[0][0]} cached, {first:.4f} s", flush=True)
+        write({"turns": measured}, given)
+
+
+def write(measured: Measured, given: argparse.Namespace) -> None:
+    kept: Measured = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
+    ROUNDS.write_text(json.dumps(kept | measured) + "\n")
+    OUTPUT.write_text(json.dumps(report_of(kept | measured, given), indent=1) + "\n")
+
+
+def report_of(measured: Measured, given: argparse.Namespace) -> Report:
+    report: Report = {"cuda_graphs": int(not given.eager)}
+    if decoded := measured.get("decode"):
+        report |= _decode_report(decoded, given)
+    if turns := measured.get("turns"):
+        report |= _turns_report(turns, given)
+    return report
+
+
+def _decode_report(speeds: dict[str, list[float]], given: argparse.Namespace) -> Report:
+    report: Report = {"decode_requests_count": given.requests, "decode_answer_tokens": given.answer}
+    rounds = min(len(values) for values in speeds.values())  # a run that was cut off has fewer of some
+    report["decode_rounds_count"] = rounds
+    for name, values in speeds.items():
+        if not rounds:
+            continue
+        report[f"{name}_decode_tokens_per_second"] = round(statistics.median(values), 1)
+        for base in ("off", "prompts"):
+            if base == name or base not in speeds or (name, base) == ("off", "prompts"):
+                continue
+            ratio = paired_ratio(values[:rounds], speeds[base][:rounds], random.Random(0))
+            for end, value in (("", ratio.median), ("_low", ratio.low), ("_high", ratio.high)):
+                report[f"{name}_decode_ratio_to_{base}{end}"] = round(value, 4)
+    return report
+
+
+def _turns_report(turns: dict[str, list[list[tuple[int, int, float]]]], given: argparse.Namespace) -> Report:
+    report: Report = {"turns_conversations_count": given.conversations, "turns_tokens": given.tokens}
+    for turn in range(max(len(done) for done in turns.values())):
+        prompt_tokens = (2 * turn + 1) * given.tokens
+        most = max(0, prompt_tokens - given.tokens - 1) // gpu.BLOCK_TOKENS * gpu.BLOCK_TOKENS
+        report[f"turn_{turn + 1}_prompt_tokens"] = prompt_tokens
+        report[f"turn_{turn + 1}_most_share"] = round(most / prompt_tokens, 3)
+        for name, done in turns.items():
+            if turn >= len(done):
+                continue
+            key = f"{name}_turn_{turn + 1}"
+            shares = [cached / tokens for tokens, cached, _ in done[turn]]
+            seconds = [first for _, _, first in done[turn]]
+            report |= {
+                f"{key}_cached_share": round(statistics.median(shares), 3),
+                f"{key}_least_cached_share": round(min(shares), 3),
+                f"{key}_first_token_seconds": round(statistics.median(seconds), 4),
+                f"{key}_fastest_first_token_seconds": round(min(seconds), 4),
+                f"{key}_slowest_first_token_seconds": round(max(seconds), 4),
+            }
+    return report
+
+
+def render(report: Report) -> str:
+    lines = []
+    if report.get("decode_rounds_count"):
+        lines.append(
+            f"{report['decode_requests_count']} requests at once, {report['decode_answer_tokens']} tokens each, "
+            f"{report['decode_rounds_count']} rounds"
+        )
+        for name in DECODED:
+            if (key := f"{name}_decode_tokens_per_second") not in report:
+                continue
+            cells = ""
+            for base in ("off", "prompts"):
+                if (ratio := f"{name}_decode_ratio_to_{base}") in report:
+                    median, low, high = (float(report[f"{ratio}{end}"]) for end in ("", "_low", "_high"))
+                    cells += f"   {median:.4f} of {base} ({low:.4f} to {high:.4f})"
+            lines.append(f"{name:10}{float(report[key]):>10.1f} tokens/s{cells}")
+    if "turns_tokens" in report:
+        names = [name for name in CONFIGURATIONS if f"{name}_turn_1_cached_share" in report]
+        lines += [
+            f"turns of {report['turns_tokens']} tokens in and out, {report['turns_conversations_count']} "
+            "conversations: share cached, first token in ms: median (fastest, slowest)",
+            f"{'turn':6}{'prompt':>7}{'most':>6}" + "".join(f"{name:>26}" for name in names),
+        ]
+        turn = 1
+        while f"turn_{turn}_most_share" in report:
+            most = float(report[f"turn_{turn}_most_share"])
+            cells = ""
+            for name in names:
+                key = f"{name}_turn_{turn}"
+                if f"{key}_cached_share" not in report:
+                    continue
+                kinds = ("", "fastest_", "slowest_")
+                median, low, high = (float(report[f"{key}_{kind}first_token_seconds"]) * 1e3 for kind in kinds)
+                times = f"{median:.1f} ({low:.1f}, {high:.1f})"
+                cells += f"{float(report[f'{key}_cached_share']):>5.0%}{times:>21}"
+            lines.append(f"{turn:<6}{report[f'turn_{turn}_prompt_tokens']:>7}{most:>6.0%}{cells}")
+            turn += 1
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Keeping the KV of answers on a CUDA device: benefit and cost.")
+    parser.add_argument("--measure", nargs="+", choices=MEASURES, default=MEASURES)
+    parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=CONFIGURATIONS)
+    parser.add_argument("--conversations", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=300, help="new ones of a turn, and of its answer (default 300)")
+    parser.add_argument("--rounds", type=int, default=8, help="of `decode` (default 8)")
+    parser.add_argument("--requests", type=int, default=32, help="at once, of `decode` (default 32)")
+    parser.add_argument("--answer", type=int, default=1024, help="tokens of an answer of `decode` (default 1024)")
+    parser.add_argument("--eager", action="store_true", help="neither compiled nor with CUDA graphs")
+    parser.add_argument("--add", action="store_true", help="to what the last run measured of other configurations")
+    parser.add_argument("--small", action="store_true", help="a small model and load, to check that it runs")
+    parser.add_argument("--serve", choices=CONFIGURATIONS, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    given.eager = given.eager or given.small
+    if given.serve:
+        serve(given.serve, given)
+        return 0
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    if not given.add:
+        ROUNDS.unlink(missing_ok=True)
+    try:
+        measured = measure(given, sys.argv[1:] if arguments is None else arguments)
+    finally:
+        for name in CONFIGURATIONS:
+            shutil.rmtree(FOLDER / name, ignore_errors=True)
+    print(f"\n{render(report_of(measured, given))}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except gpu.BenchError as error:
+        print(f"gpu_chat_turns: {error}", file=sys.stderr)
+        sys.exit(1)
