@@ -15,7 +15,7 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.tenancy import TenantContext
-from spillway_connector.plan.retention import SessionHint
+from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.testing.generation import HIT, MISS, make_cpu_tier
 
 ROWS = 6

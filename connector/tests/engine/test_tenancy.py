@@ -12,7 +12,7 @@ from spillway_connector.engine.tenancy import (
     tenant_of,
     tenant_of_context,
 )
-from spillway_connector.plan.retention import SessionHint
+from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.tiers.tier import NO_TENANT
 
 

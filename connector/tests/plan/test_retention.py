@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_connector.plan.retention import LATE_SECONDS_MIN, Retention, SessionHint
+from spillway_connector.plan.retention import Retention
+from spillway_connector.plan.sessions import LATE_SECONDS_MIN, SessionHint
 
 ALICE, BOB = b"alice", b"bob"
 
@@ -336,4 +337,4 @@ def test_what_it_follows_is_in_the_tier(steps: list[tuple[str, bytes, SessionHin
         assert retention._ended.keys().isdisjoint(users)
         assert {*users, *retention._ended} <= tier.order.keys()
         assert len(retention._sessions) <= 2
-        assert retention._tenant_sessions == Counter(name[0] for name in retention._sessions)
+        assert retention._sessions._tenant_sessions == Counter(name[0] for name in retention._sessions._sessions)

@@ -14,7 +14,7 @@ from typing import Any
 from blake3 import blake3
 from vllm.v1.kv_offload.base import ReqContext
 
-from spillway_connector.plan.retention import SessionHint
+from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.tiers.tier import NO_TENANT, TENANT_BYTES
 
 SESSION_MEMBER = "spillway_session"  # of kv_transfer_params

@@ -11,8 +11,7 @@ changes which chunk that is:
 - So a tenant gives up as many chunks as with LRU, and its sessions take nothing from others, whatever they announce.
 - A chunk that several sessions use leaves only in its own turn.
 
-A session is expected after the seconds that its client announces, or else after its own usual pause once it has come
-back. One that is late by several times that has ended. Without any of this, the order is LRU's.
+When a session is expected, or has ended, plan/sessions.py says. Without any of this, the order is LRU's.
 
 After Belady's MIN, "A study of replacement algorithms for a virtual-storage computer", 1966: evict what is used again
 last; here with announced times in place of known ones.
@@ -23,50 +22,18 @@ Pure: no clock, no lock; the time is an argument, in seconds. Everything here be
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-SESSIONS_MAX = 1024  # followed at a time; an eviction looks at each, in about 0.1 ms
-# A session that is late by this many of its pauses has ended: 99 % of exponential pauses end before.
-LATE_PAUSES_MAX = 4
-LATE_SECONDS_MIN = 60.0  # a person is not late before this
-_NEWEST_SHARE = 0.5  # of the last pause in the usual one
+from spillway_connector.plan.sessions import SESSIONS_MAX, SessionHint, SessionTable, SessionTimes
 
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-class SessionHint(NamedTuple):
-    """What a request says of its session. session: unique within the tenant. ended: this is its last request.
-    return_seconds: from the end of this request to the next; None: unknown."""
-
-    session: bytes
-    ended: bool = False
-    return_seconds: float | None = None
-
-
 @dataclass(slots=True, eq=False)
-class _Session(Generic[_Key]):
-    tenant: bytes
+class _Session(SessionTimes, Generic[_Key]):
     keys: dict[_Key, None] = field(default_factory=dict)  # in the tier, in the order of the prefix
-    running: int = 0  # requests
-    used_at: float = -math.inf
-    usual_pause: float | None = None
-    announced: float | None = None
-    served: bool = False  # a request of it has ended
-    due_at: float | None = None  # when its next request is expected; None: unknown
-    late_at: float = math.inf  # when it has ended without saying so
-
-    def used(self, now: float) -> None:
-        self.used_at = now
-        pause = self.usual_pause if self.announced is None else self.announced
-        if pause is None:
-            self.due_at, self.late_at = None, math.inf
-        else:
-            self.due_at = now + pause
-            late = max(LATE_SECONDS_MIN, LATE_PAUSES_MAX * pause)
-            self.late_at = math.inf if self.running else self.due_at + late
 
 
 class Retention(Generic[_Key]):
@@ -76,9 +43,9 @@ class Retention(Generic[_Key]):
     """
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
-        self._sessions_max = sessions_max
-        self._sessions: dict[tuple[bytes, bytes], _Session[_Key]] = {}  # the least recently used first
-        self._tenant_sessions: Counter[bytes] = Counter()
+        self._sessions: SessionTable[_Session[_Key]] = SessionTable(
+            lambda tenant, now: _Session(tenant, used_at=now), sessions_max
+        )
         # By chunk: its session, or its sessions where it has several, the last user last.
         self._users: dict[_Key, _Session[_Key] | dict[_Session[_Key], None]] = {}
         self._ended: dict[_Key, None] = {}  # first to leave, in this order
@@ -95,14 +62,7 @@ class Retention(Generic[_Key]):
         return not self._users and not self._ended
 
     def begin_request(self, tenant: bytes, hint: SessionHint, now: float) -> None:
-        session = self._use(tenant, hint, now)
-        if session.served and not session.running:
-            pause = now - session.used_at
-            usual = session.usual_pause
-            session.usual_pause = pause if usual is None else usual + _NEWEST_SHARE * (pause - usual)
-        session.running += 1
-        session.announced = _bounded(hint.return_seconds)
-        session.used(now)
+        self._use(tenant, hint, now).begin_request(hint.return_seconds, now)
 
     def use(self, tenant: bytes, hint: SessionHint, keys: Iterable[_Key], now: float) -> None:
         """A request of the session uses or stores these chunks, which are in the tier; in the order of the prefix."""
@@ -138,9 +98,7 @@ class Retention(Generic[_Key]):
         session = self._sessions.get((tenant, hint.session))
         if session is None:
             return
-        session.running = max(0, session.running - 1)
-        session.served = True
-        session.used(now)
+        session.end_request(now)
         if hint.ended and not session.running:
             self._end((tenant, hint.session))
 
@@ -231,24 +189,14 @@ class Retention(Generic[_Key]):
     def _use(self, tenant: bytes, hint: SessionHint, now: float) -> _Session[_Key]:
         """The session, as the most recently used one."""
         name = tenant, hint.session
-        session = self._sessions.pop(name, None)
-        if session is None:
-            session = _Session(tenant, used_at=now)
-            if len(self._sessions) >= self._sessions_max:
-                # Of the tenant with the most, or this one: one that names many does not displace another's few.
-                counts = self._tenant_sessions
-                crowded = max(counts, key=lambda one: (counts[one], one == tenant))
-                self._drop(next(other for other in self._sessions if other[0] == crowded))
-            self._tenant_sessions[tenant] += 1
-        self._sessions[name] = session
-        return session
+        crowded = self._sessions.crowded_out_by(name)
+        if crowded is not None:
+            self._drop(crowded)
+        return self._sessions.use(name, now)
 
     def _drop(self, name: tuple[bytes, bytes]) -> list[_Key]:
         """Follow a session no longer; the chunks that it alone used, the first of the prefix first."""
-        session = self._sessions.pop(name)
-        self._tenant_sessions[name[0]] -= 1
-        if not self._tenant_sessions[name[0]]:
-            del self._tenant_sessions[name[0]]
+        session = self._sessions.drop(name)
         alone: list[_Key] = []
         for key in session.keys:
             users = self._users[key]
@@ -265,7 +213,3 @@ class Retention(Generic[_Key]):
     def _end(self, name: tuple[bytes, bytes]) -> None:
         self._ended.update(dict.fromkeys(reversed(self._drop(name))))
         self.sessions_ended += 1
-
-
-def _bounded(seconds: float | None) -> float | None:
-    return None if seconds is None or not seconds >= 0 else seconds

@@ -1,0 +1,186 @@
+"""When sessions come back: what requests say of their session, and what their pauses tell.
+
+A session is expected after the seconds that its client announces, or else after its own usual pause once it has come
+back. One that is late by several times that has ended, and so has one whose client says so.
+
+Pure: no clock, no lock; the time is an argument, in seconds. Everything here belongs to one thread, the scheduler's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import xxhash
+
+SESSIONS_MAX = 1024  # followed at a time; an eviction from the CPU tier looks at each, in about 0.1 ms
+# A session that is late by this many of its pauses has ended: 99 % of exponential pauses end before.
+LATE_PAUSES_MAX = 4
+LATE_SECONDS_MIN = 60.0  # a person is not late before this
+_NEWEST_SHARE = 0.5  # of the last pause in the usual one
+
+
+class SessionHint(NamedTuple):
+    """What a request says of its session. session: unique within the tenant. ended: this is its last request.
+    return_seconds: from the end of this request to the next; None: unknown."""
+
+    session: bytes
+    ended: bool = False
+    return_seconds: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class SessionTimes:
+    """Of one session: when it was used, and when its next request is expected."""
+
+    tenant: bytes
+    running: int = 0  # requests
+    used_at: float = -math.inf
+    usual_pause: float | None = None
+    announced: float | None = None
+    served: bool = False  # a request of it has ended
+    due_at: float | None = None  # when its next request is expected; None: unknown
+    late_at: float = math.inf  # when it has ended without saying so
+
+    def begin_request(self, return_seconds: float | None, now: float) -> None:
+        if self.served and not self.running:
+            pause = now - self.used_at
+            usual = self.usual_pause
+            self.usual_pause = pause if usual is None else usual + _NEWEST_SHARE * (pause - usual)
+        self.running += 1
+        self.announced = None if return_seconds is None or not return_seconds >= 0 else return_seconds
+        self.used(now)
+
+    def used(self, now: float) -> None:
+        self.used_at = now
+        pause = self.usual_pause if self.announced is None else self.announced
+        if pause is None:
+            self.due_at, self.late_at = None, math.inf
+        else:
+            self.due_at = now + pause
+            late = max(LATE_SECONDS_MIN, LATE_PAUSES_MAX * pause)
+            self.late_at = math.inf if self.running else self.due_at + late
+
+    def end_request(self, now: float) -> None:
+        self.running = max(0, self.running - 1)
+        self.served = True
+        self.used(now)
+
+
+_Times = TypeVar("_Times", bound=SessionTimes)
+SessionName = tuple[bytes, bytes]
+"""(tenant, session)"""
+
+
+class SessionTable(Generic[_Times]):
+    """A bounded number of sessions by name; at the bound the tenant with the most loses its least recently used.
+
+    make: a new session of a tenant, used now.
+    """
+
+    def __init__(self, make: Callable[[bytes, float], _Times], sessions_max: int) -> None:
+        self._make = make
+        self._sessions_max = sessions_max
+        self._sessions: dict[SessionName, _Times] = {}  # the least recently used first
+        self._tenant_sessions: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, name: SessionName) -> _Times | None:
+        return self._sessions.get(name)
+
+    def values(self) -> Iterable[_Times]:
+        return self._sessions.values()
+
+    def crowded_out_by(self, name: SessionName) -> SessionName | None:
+        """The session that makes room for this one, which the caller then drops; None where there is room."""
+        if name in self._sessions or len(self._sessions) < self._sessions_max:
+            return None
+        # Of the tenant with the most, or this one: one that names many does not displace another's few.
+        counts = self._tenant_sessions
+        crowded = max(counts, key=lambda one: (counts[one], one == name[0]))
+        return next(other for other in self._sessions if other[0] == crowded)
+
+    def use(self, name: SessionName, now: float) -> _Times:
+        """The session, as the most recently used one."""
+        session = self._sessions.pop(name, None)
+        if session is None:
+            session = self._make(name[0], now)
+            self._tenant_sessions[name[0]] += 1
+        self._sessions[name] = session
+        return session
+
+    def drop(self, name: SessionName) -> _Times:
+        session = self._sessions.pop(name)
+        self._tenant_sessions[name[0]] -= 1
+        if not self._tenant_sessions[name[0]]:
+            del self._tenant_sessions[name[0]]
+        return session
+
+
+class SessionUse(NamedTuple):
+    """That a request of a session uses these chunks, in the order of the prefix, and when they are used again.
+
+    session: eight bytes, the name's hash; unique within the tenant. ended: they are not used again by this session.
+    due_seconds: from now; None: unknown. late_seconds: from now; None: it cannot be late before its request has ended.
+    """
+
+    tenant: bytes
+    session: bytes
+    keys: Sequence[bytes]
+    ended: bool
+    due_seconds: float | None
+    late_seconds: float | None
+
+
+class SessionFollower:
+    """The sessions whose requests one process serves, for a tier that several processes share."""
+
+    def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
+        self._sessions: SessionTable[SessionTimes] = SessionTable(
+            lambda tenant, now: SessionTimes(tenant, used_at=now), sessions_max
+        )
+
+    def begin_request(self, tenant: bytes, hint: SessionHint, now: float) -> None:
+        self._use(tenant, hint, now).begin_request(hint.return_seconds, now)
+
+    def use(self, tenant: bytes, hint: SessionHint, keys: Sequence[bytes], now: float) -> SessionUse:
+        """A request of the session, under way, uses these chunks."""
+        session = self._use(tenant, hint, now)
+        session.used(now)
+        return _use_of(session, hint, tuple(keys), now, ended=False)  # a list may grow before it is taken in
+
+    def end_request(self, tenant: bytes, hint: SessionHint, now: float) -> SessionUse:
+        session = self._use(tenant, hint, now)
+        session.end_request(now)
+        ended = hint.ended and not session.running
+        if ended:
+            self._sessions.drop((tenant, hint.session))
+        return _use_of(session, hint, (), now, ended=ended)
+
+    def is_expected(self, tenant: bytes, hint: SessionHint) -> bool:
+        """Whether the session is expected back after the request that says this."""
+        session = self._sessions.get((tenant, hint.session))
+        return session is not None and session.due_at is not None and not hint.ended
+
+    def _use(self, tenant: bytes, hint: SessionHint, now: float) -> SessionTimes:
+        name = tenant, hint.session
+        crowded = self._sessions.crowded_out_by(name)
+        if crowded is not None:
+            self._sessions.drop(crowded)
+        return self._sessions.use(name, now)
+
+
+def session_tag(hint: SessionHint) -> bytes:
+    """Eight bytes that stand for the session's name within its tenant."""
+    return xxhash.xxh3_64_digest(hint.session)
+
+
+def _use_of(session: SessionTimes, hint: SessionHint, keys: Sequence[bytes], now: float, *, ended: bool) -> SessionUse:
+    due = None if session.due_at is None else session.due_at - now
+    late = None if math.isinf(session.late_at) else session.late_at - now
+    return SessionUse(session.tenant, session_tag(hint), keys, ended, due, late)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_connector.plan.sessions import (
+    LATE_PAUSES_MAX,
+    LATE_SECONDS_MIN,
+    SessionFollower,
+    SessionHint,
+    SessionUse,
+    session_tag,
+)
+
+ANN, BOB = b"tenant-a", b"tenant-b"
+
+
+def turn(follower: SessionFollower, hint: SessionHint, begin: float, end: float, tenant: bytes = ANN) -> SessionUse:
+    follower.begin_request(tenant, hint, begin)
+    return follower.end_request(tenant, hint, end)
+
+
+def test_an_announced_return_counts_from_the_end_of_the_request():
+    use = turn(SessionFollower(), SessionHint(b"one", return_seconds=30.0), 0.0, 8.0)
+    assert use == SessionUse(ANN, session_tag(SessionHint(b"one")), (), False, 30.0, 30.0 + LATE_PAUSES_MAX * 30.0)
+
+
+def test_while_a_request_runs_its_session_cannot_be_late():
+    follower, hint = SessionFollower(), SessionHint(b"one", return_seconds=1.0)
+    follower.begin_request(ANN, hint, 0.0)
+    use = follower.use(ANN, hint, [b"a"], 0.0)
+    assert (use.due_seconds, use.late_seconds) == (1.0, None)
+    assert follower.end_request(ANN, hint, 5.0).late_seconds == 1.0 + LATE_SECONDS_MIN
+
+
+def test_a_session_that_names_itself_is_expected_after_its_usual_pause():
+    follower, hint = SessionFollower(), SessionHint(b"one")
+    assert turn(follower, hint, 0.0, 8.0).due_seconds is None
+    assert not follower.is_expected(ANN, hint)
+    assert turn(follower, hint, 48.0, 50.0).due_seconds == 40.0
+    assert follower.is_expected(ANN, hint) and not follower.is_expected(BOB, hint)
+    assert turn(follower, hint, 70.0, 71.0).due_seconds == 30.0, "half of the newest"
+
+
+def test_a_session_has_ended_when_its_last_request_has():
+    follower, last = SessionFollower(), SessionHint(b"one", ended=True)
+    follower.begin_request(ANN, SessionHint(b"one"), 0.0)
+    follower.begin_request(ANN, last, 1.0)
+    assert not follower.end_request(ANN, last, 2.0).ended, "one still runs"
+    assert follower.end_request(ANN, last, 3.0).ended
+    assert turn(follower, SessionHint(b"one"), 9.0, 10.0).due_seconds is None, "what came before is forgotten"
+
+
+def test_the_tag_is_the_names():
+    tags = {session_tag(SessionHint(name)) for name in (b"one", b"two", b"one")}
+    assert len(tags) == 2 and {len(tag) for tag in tags} == {8}
+
+
+@given(st.lists(st.tuples(st.sampled_from([ANN, BOB]), st.integers(0, 9), st.booleans()), max_size=60))
+def test_sessions_are_bounded_and_the_tenant_with_the_most_loses_its_oldest(steps):
+    follower = SessionFollower(sessions_max=4)
+    used: dict[tuple[bytes, int], None] = {}  # the least recently used first
+    for at, (tenant, number, ended) in enumerate(steps):
+        if (tenant, number) not in used and len(used) == 4:
+            counts = Counter(name[0] for name in used)
+            crowded = max(counts, key=lambda one: (counts[one], one == tenant))
+            del used[next(name for name in used if name[0] == crowded)]
+        used.pop((tenant, number), None)
+        used[tenant, number] = None
+        turn(follower, SessionHint(b"%d" % number, ended), float(at), float(at), tenant)
+        if ended:
+            del used[tenant, number]
+        table = follower._sessions
+        assert len(table) == len(used)
+        assert all(table.get((name, b"%d" % other)) is not None for name, other in used)
