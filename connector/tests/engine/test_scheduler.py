@@ -143,6 +143,25 @@ def test_a_block_that_one_request_hits_and_another_fills_in_this_step_is_written
     assert scheduler.build_connector_meta(step({"first": 32, "second": 16}, new)).jobs_to_flush == {store}
 
 
+def test_a_request_tells_the_shared_tiers_what_its_session_uses(scheduler, monkeypatch):
+    used: list[tuple[str, list[bytes]]] = []
+    monkeypatch.setattr(scheduler.manager, "use_session", lambda keys, context: used.append((context.req_id, [*keys])))
+    request = FakeRequest("chat")
+    hashes = request.block_hashes
+    request.block_hashes, request.num_tokens = hashes[:2], 2 * BLOCK_TOKENS
+    scheduler.on_new_request(request)
+    scheduler.get_num_new_matched_tokens(request, 0)
+    scheduler.get_num_new_matched_tokens(request, 0)
+    request.block_hashes, request.num_tokens = hashes, TOKENS
+    scheduler._req_status["chat"].update_offload_keys()
+    request.finished = True
+    scheduler.request_finished(request)
+
+    (_, prompt), (_, everything) = used
+    assert [len(prompt), len(everything)] == [2, len(hashes)] and everything[:2] == prompt
+    assert {name for name, _ in used} == {"chat"}
+
+
 @pytest.mark.parametrize("prompt_only", [False, True])
 def test_chunks_of_an_answer_count_as_asked_for_once(scheduler, monkeypatch, prompt_only):
     """As those of a prompt do, so that a full shared tier admits both when they are stored again."""

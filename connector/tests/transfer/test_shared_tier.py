@@ -23,6 +23,7 @@ from spillway_connector.errors import (
     UnreachableReason,
 )
 from spillway_connector.limits import BreakerPolicy
+from spillway_connector.plan.sessions import SessionHint, SessionUse, session_tag
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.faults import (
     CorruptingTier,
@@ -37,6 +38,7 @@ from spillway_connector.testing.tier_contract import NAMESPACE, key_of, payload_
 from spillway_connector.tiers.lease import Lease, taken_back
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, EvictionReason, StoreOutcome, Tier
+from spillway_connector.transfer.announcements import Announcements
 from spillway_connector.transfer.breaker import BreakerState
 from spillway_connector.transfer.open_jobs import ARRIVALS_REPORTED_SECONDS
 from spillway_connector.transfer.shared_tier import (
@@ -71,7 +73,12 @@ class Rig:
     def memory(self) -> MemoryTier:
         return MemoryTier(NAMESPACE, PAYLOAD, self.medium, clock=self.clock)
 
-    def start(self, tier: Tier | None = None, limits: TransferLimits = LIMITS) -> SharedTier:
+    def start(
+        self,
+        tier: Tier | None = None,
+        limits: TransferLimits = LIMITS,
+        announcements: Announcements | None = None,
+    ) -> SharedTier:
         for row in range(ROWS):
             self.rows[row, :PAYLOAD] = payload_of(row, PAYLOAD)
             self.rows[row, PAYLOAD:] = 255
@@ -82,6 +89,7 @@ class Rig:
             payload_bytes=PAYLOAD,
             limits=limits,
             clock=self.clock,
+            announcements=announcements,
         )
         return self.shared
 
@@ -957,6 +965,84 @@ def test_a_tier_short_of_room_takes_only_what_was_asked_for_before(rig: Rig) -> 
     shared.submit_store(2, keys(range(8)), range(8))
     assert rig.outcome(2).success
     assert all(rig.memory().contains(keys(range(8)), rig.clock() + 1))
+
+
+class PressedSessionTier(PressedTier):
+    """One that follows sessions, and has room of the tenant's own for even seeds alone."""
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier)
+        self.uses: list[SessionUse] = []
+        self.stores: dict[bytes, tuple[bytes, bool]] = {}
+
+    def use_session(self, use: SessionUse) -> None:
+        self.uses.append(use)
+
+    def store_of_session(
+        self, key: bytes, source: memoryview, deadline: float, tenant: bytes, session: bytes, *, own_room: bool
+    ) -> StoreOutcome:
+        self.stores[key] = session, own_room
+        if own_room and key in keys(range(1, ROWS, 2)):
+            return StoreOutcome.NOT_ADMITTED
+        return super().store(key, source, deadline, tenant)
+
+
+@pytest.mark.parametrize("expected", [True, False])
+def test_what_an_expected_session_computes_asks_its_tenant_for_room(rig: Rig, expected: bool) -> None:
+    tier = PressedSessionTier(rig.memory())
+    announcements = Announcements(rig.clock)
+    shared = rig.start(tier, announcements=announcements)
+    hint = SessionHint(b"agent", return_seconds=30.0 if expected else None)
+    shared.begin_request_of_session(b"tenant-1", hint)
+    growing = keys(range(4))
+    shared.use_session(b"tenant-1", hint, growing)
+    growing.append(key_of(9))
+    assert [use.keys for use in tier.uses] == [tuple(keys(range(4)))]
+    shared.count_request(keys(range(4)))
+    shared.count_request(keys([0]))
+    shared.submit_store(1, keys(range(4)), range(4), b"tenant-1", hint)
+    assert rig.outcome(1).success
+    tag = session_tag(hint)
+    if expected:
+        assert tier.stores == {key_of(seed): (tag, seed != 0) for seed in range(4)}
+    else:
+        assert tier.stores == {key_of(0): (tag, False)}, "the others were asked for once"
+    stored = [0, 2] if expected else [0]
+    assert shared.snapshot().skipped == {SkipReason.ADMISSION: 4 - len(stored)}
+    assert rig.memory().contains(keys(range(4)), rig.clock() + 1) == [seed in stored for seed in range(4)]
+    assert rig.answer(key_of(1)) is Lookup.MISS, "what was not admitted is not taken for stored"
+    said = announcements.take(b"store", True)
+    assert {key for one in said if not one.removed for key in one.keys} == set(keys(stored))
+
+
+def test_a_session_that_ends_is_not_expected_and_another_tenants_of_its_name_is_another(rig: Rig) -> None:
+    tier = PressedSessionTier(rig.memory())
+    shared = rig.start(tier)
+    going, ending = SessionHint(b"agent", return_seconds=30.0), SessionHint(b"agent", ended=True)
+    shared.begin_request_of_session(b"tenant-1", going)
+    shared.end_request_of_session(b"tenant-1", going)
+    shared.submit_store(1, keys([2]), [2], b"tenant-2", going)
+    shared.begin_request_of_session(b"tenant-1", ending)
+    shared.submit_store(2, keys([4]), [4], b"tenant-1", ending)
+    shared.end_request_of_session(b"tenant-1", ending)
+    assert rig.outcome(1).success and rig.outcome(2).success
+    assert tier.stores == {}
+    assert [(use.tenant, use.ended, use.due_seconds) for use in tier.uses] == [
+        (b"tenant-1", False, 30.0),
+        (b"tenant-1", True, 0.0),  # its usual pause so far
+    ]
+
+
+def test_a_tier_that_follows_no_sessions_stores_as_ever(rig: Rig) -> None:
+    shared = rig.start(PressedTier(rig.memory()))
+    assert not shared.follows_sessions
+    hint = SessionHint(b"agent", return_seconds=30.0)
+    shared.begin_request_of_session(NO_TENANT, hint)
+    shared.use_session(NO_TENANT, hint, keys(range(2)))
+    shared.submit_store(1, keys(range(2)), range(2), session=hint)
+    assert rig.outcome(1).success
+    shared.end_request_of_session(NO_TENANT, hint)
+    assert shared.snapshot().skipped == {SkipReason.ADMISSION: 2}
 
 
 class TenantTier(TierWrapper):

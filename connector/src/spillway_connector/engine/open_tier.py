@@ -34,7 +34,7 @@ def open_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, pa
         assert wanted.key_env is not None
         key = SealKey.from_environment(wanted.key_id, wanted.key_env)
     sealed = sealed_namespace(namespace, key)
-    return SealedTier(_open_plain_tier(config, sealed, payload_bytes + SEAL_BYTES), sealed, payload_bytes, key)
+    return SealedTier.of(_open_plain_tier(config, sealed, payload_bytes + SEAL_BYTES), sealed, payload_bytes, key)
 
 
 def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, payload_bytes: int) -> Tier:

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from spillway_connector.config import parse_tier
 from spillway_connector.engine.open_tier import open_tier
-from spillway_connector.engine.tenancy import tenant_of_context
+from spillway_connector.engine.tenancy import session_of_context, tenant_of_context
 from spillway_connector.engine.tier_stats import TierReport
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.geometry import ChunkGeometry
@@ -113,11 +113,26 @@ class SharedTierBase(PrefixTier):
     def count_request(self, keys: Sequence[OffloadKey]) -> None:
         self._shared.count_request(keys)
 
+    def begin_request(self, req_context: ReqContext) -> None:
+        if (named := session_of_context(req_context)) is not None:
+            self._shared.begin_request_of_session(*named)
+
+    def use_session(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """keys: of the request, in the order of its prefix, in whichever tier they are."""
+        if (named := session_of_context(req_context)) is not None:
+            self._shared.use_session(*named, keys)
+
+    def end_request(self, req_context: ReqContext) -> None:
+        if (named := session_of_context(req_context)) is not None:
+            self._shared.end_request_of_session(*named)
+
     def weights_changed(self) -> None:
         self._shared.weights_changed()
 
     def _store(self, job_id: int, keys: Iterable[OffloadKey], rows: list[int], req_context: ReqContext) -> None:
-        self._shared.submit_store(job_id, list(keys), rows, tenant=tenant_of_context(req_context))
+        named = session_of_context(req_context)
+        session = None if named is None else named[1]
+        self._shared.submit_store(job_id, list(keys), rows, tenant=tenant_of_context(req_context), session=session)
 
     def _load(self, job_id: int, keys: Iterable[OffloadKey], rows: list[int]) -> None:
         self._shared.submit_load(job_id, list(keys), rows)

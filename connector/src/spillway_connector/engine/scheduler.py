@@ -178,6 +178,7 @@ class SchedulerHalf(OffloadingConnectorScheduler):
             status.counted_keys = [len(state.offload_keys) for state in status.group_states]
             for state in status.group_states:
                 self.manager.count_request(state.offload_keys)
+                self.manager.use_session(state.offload_keys, status.req_context)
         return answer
 
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
@@ -373,10 +374,11 @@ class SchedulerHalf(OffloadingConnectorScheduler):
             for job_id in status.transfer_jobs & self._early_loads.keys():
                 self._early_loads[job_id].abandon(needed=False)
         status = self._req_status.get(request.request_id)
-        if isinstance(status, RequestFields) and not self.config.offload_prompt_only:
-            # A full shared tier admits what was asked for twice; that an answer's chunks were computed counts as one.
-            for state, counted in zip(status.group_states, status.counted_keys or (), strict=False):
-                self.manager.count_request(state.offload_keys[counted:])
+        if isinstance(status, RequestFields) and status.counted_keys is not None:
+            for state, counted in zip(status.group_states, status.counted_keys, strict=False):
+                # A full shared tier admits what was asked for twice; that an answer's chunks were computed counts once.
+                self.manager.count_request([] if self.config.offload_prompt_only else state.offload_keys[counted:])
+                self.manager.use_session(state.offload_keys, status.req_context)
         return super().request_finished(request)
 
     def fail_stores_of_replaced_adapters(self) -> None:

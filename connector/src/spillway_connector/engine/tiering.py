@@ -103,6 +103,12 @@ class TieringManager(PrefixLookupManager):
         for tier in self._shared_tiers:
             tier.count_request(keys)
 
+    def use_session(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """The request uses these chunks: what it says of its session counts for them in the shared tiers."""
+        if session_of_context(req_context) is not None:
+            for tier in self._shared_tiers:
+                tier.use_session(keys, req_context)
+
     def take_announcements(self) -> Iterator[tuple[str, Announcement]]:
         """(tier type, announcement) of all shared tiers. Called once per engine step."""
         for tier in self._shared_tiers:
@@ -251,6 +257,8 @@ class TieringManager(PrefixLookupManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._bounds.waits.pop(req_context.req_id, None)
         self.primary_tier.on_new_request(req_context)
+        for shared in self._shared_tiers:
+            shared.begin_request(req_context)
         answer = RequestOffloadingContext()
         if len(self._shared_tiers) < len(self.secondary_tiers):  # Spillway's tiers add nothing to it
             for tier in self.secondary_tiers:
@@ -264,6 +272,8 @@ class TieringManager(PrefixLookupManager):
         self._bounds.waits.pop(req_context.req_id, None)
         self.primary_tier.on_request_finished(req_context)
         self._unreported |= session_of_context(req_context) is not None
+        for shared in self._shared_tiers:
+            shared.end_request(req_context)
         for tier in self.secondary_tiers:
             tier.on_request_finished(req_context)
         self._request_level_tiers.pop(req_context.req_id, None)

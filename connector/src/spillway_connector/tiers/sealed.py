@@ -33,8 +33,9 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from spillway_connector.errors import ConfigError, CorruptReason, TierCorrupt
 from spillway_connector.namespace import NAMESPACE_DIGEST_BYTES, Namespace
+from spillway_connector.plan.sessions import SessionUse
 from spillway_connector.tiers.buffers import transfer_buffer
-from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, EvictionReason, StoreOutcome, Tier
+from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, EvictionReason, SessionTier, StoreOutcome, Tier
 
 TAG_BYTES = 16
 NONCE_BYTES = 12
@@ -252,6 +253,12 @@ class SealedTier:
         finally:
             self._return_buffer(buffer)
 
+    @staticmethod
+    def of(tier: Tier, namespace: SealedNamespace, payload_bytes: int, key: SealKey) -> SealedTier:
+        """As the constructor; one that follows sessions where ``tier`` does."""
+        kind = SealedSessionTier if isinstance(tier, SessionTier) else SealedTier
+        return kind(tier, namespace, payload_bytes, key)
+
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         buffer = self._take_buffer()
         try:
@@ -278,3 +285,25 @@ class SealedTier:
     def _return_buffer(self, buffer: memoryview) -> None:
         with self._buffers_lock:
             self._buffers.append(buffer)
+
+
+class SealedSessionTier(SealedTier):
+    """Of a tier that follows sessions. Keys and sessions are not sealed."""
+
+    def use_session(self, use: SessionUse) -> None:
+        self._session_tier.use_session(use)
+
+    def store_of_session(
+        self, key: bytes, source: memoryview, deadline: float, tenant: bytes, session: bytes, *, own_room: bool
+    ) -> StoreOutcome:
+        buffer = self._take_buffer()
+        try:
+            self._seal.seal(key, source, buffer)
+            return self._session_tier.store_of_session(key, buffer, deadline, tenant, session, own_room=own_room)
+        finally:
+            self._return_buffer(buffer)
+
+    @property
+    def _session_tier(self) -> SessionTier:
+        assert isinstance(self.tier, SessionTier)
+        return self.tier

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import Protocol, runtime_checkable
 
+from spillway_connector.plan.sessions import SessionUse
 from spillway_connector.tiers.lease import Lease
 
 Clock = Callable[[], float]
@@ -23,12 +24,13 @@ NO_TENANT = bytes(TENANT_BYTES)
 class StoreOutcome(Enum):
     """STORED: written by this call. PRESENT: an entry of that key was there already, and its age was renewed.
 
-    PENDING: another running writer is writing it and may still fail.
+    PENDING: another running writer is writing it and may still fail. NOT_ADMITTED: see SessionTier.store_of_session.
     """
 
     STORED = "stored"
     PRESENT = "present"
     PENDING = "pending"
+    NOT_ADMITTED = "not admitted"
 
 
 class EvictionReason(StrEnum):
@@ -179,4 +181,23 @@ class LeasingTier(Tier, Protocol):
 
     def send(self, key: bytes, lease: Lease, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         """What :meth:`store` does. Nothing may write to the memory before this ends or the memory is taken back."""
+        ...
+
+
+@runtime_checkable
+class SessionTier(Tier, Protocol):
+    """A tier whose order of eviction follows sessions. What it learns is a hint: one that is lost costs hits."""
+
+    def use_session(self, use: SessionUse) -> None:
+        """A request of a session uses chunks, in the tier or not. From memory without waiting; taken in later."""
+        ...
+
+    def store_of_session(
+        self, key: bytes, source: memoryview, deadline: float, tenant: bytes, session: bytes, *, own_room: bool
+    ) -> StoreOutcome:
+        """What :meth:`store` does, for a chunk of a session (SessionUse.session).
+
+        own_room: where room is short, only in place of a chunk of the same tenant that is used later; NOT_ADMITTED
+        where there is none.
+        """
         ...

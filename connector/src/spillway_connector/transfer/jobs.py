@@ -24,7 +24,7 @@ from enum import Enum, IntEnum
 
 from spillway_connector.errors import TierError
 from spillway_connector.tiers.tier import NO_TENANT
-from spillway_connector.transfer.stats import Operation
+from spillway_connector.transfer.stats import Operation, SkipReason
 
 ARRIVALS_REPORTED_FROM = 0.25  # of a job: no early load starts with less
 ARRIVALS_REPORTED_PARTS = 8  # at most so many reports for one job before its end
@@ -102,15 +102,18 @@ class TransferItem:
     def void(self) -> bool:
         return self.job.states[self.index] == ItemState.VOID
 
-    def settle(self, error: TierError | None, begun_at: float, ended_at: float, *, pending: bool = False) -> Settled:
-        """Worker: record the item's result and its time span. Called once per item, last."""
+    def settle(
+        self, error: TierError | None, begun_at: float, ended_at: float, *, left: SkipReason | None = None
+    ) -> Settled:
+        """Worker: record the item's result and its time span. Called once per item, last. left: why it was not stored,
+        though nothing failed."""
         job = self.job
         with job.lock:
             if job.states[self.index] == ItemState.VOID:
                 return Settled.LATE
             job.busy_seconds += ended_at - begun_at
-            if pending:
-                job.pending.add(self.index)
+            if left is not None:
+                job.left[self.index] = left
             elif error is None:
                 job.last_moved_at = max(ended_at, job.last_moved_at or 0.0)
             else:
@@ -130,6 +133,8 @@ class TransferJob:
     queued_at: float
     deadline: float
     tenant: bytes = NO_TENANT
+    session: bytes | None = None  # of a store: see SessionTier.store_of_session
+    own_room: frozenset[bytes] = frozenset()  # keys that are stored in place of the same tenant's alone
     keys: list[bytes] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     states: bytearray = field(default_factory=bytearray)
@@ -137,7 +142,7 @@ class TransferJob:
     begun_at: dict[int, float] = field(default_factory=dict)  # when, by index
     open_items: int = 0
     errors: dict[int, TierError] = field(default_factory=dict)  # by index
-    pending: set[int] = field(default_factory=set)  # stores left to another writer, by index
+    left: dict[int, SkipReason] = field(default_factory=dict)  # stores that were not done, by index
     busy_seconds: float = 0.0  # of the workers
     last_moved_at: float | None = None
     done: list[bytes] = field(default_factory=list)
@@ -163,12 +168,12 @@ class TransferJob:
 
     def moved(self) -> list[bytes]:
         """Scheduler: the keys that were stored or loaded, once ``open_items`` is 0."""
-        if not self.errors and not self.pending and ItemState.VOID not in self.states:
+        if not self.errors and not self.left and ItemState.VOID not in self.states:
             return self.keys
         return [
             key
             for index, (key, state) in enumerate(zip(self.keys, self.states, strict=True))
-            if state == ItemState.SETTLED and index not in self.errors and index not in self.pending
+            if state == ItemState.SETTLED and index not in self.errors and index not in self.left
         ]
 
     def take_arrived(self) -> list[bytes]:

@@ -32,14 +32,15 @@ from spillway_connector.errors import (
     without_frames,
 )
 from spillway_connector.tiers.buffers import transfer_buffer
-from spillway_connector.tiers.tier import BlockInMemory, Clock, LeasingTier, StoreOutcome, Tier
+from spillway_connector.tiers.tier import BlockInMemory, Clock, LeasingTier, SessionTier, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.jobs import Settled, TransferItem, TransferJob
 from spillway_connector.transfer.lookups import unexpected
-from spillway_connector.transfer.stats import Operation
+from spillway_connector.transfer.stats import Operation, SkipReason
 
 FAIR_SHARE = 0.5  # of a job's time: where the tier had less for an item, this process may have caused the timeout
 DISCARD_SECONDS = 1.0  # for removing an entry that was proven corrupt
+_LEFT = {StoreOutcome.PENDING: SkipReason.PENDING, StoreOutcome.NOT_ADMITTED: SkipReason.ADMISSION}
 _LOCAL_REASONS = (RefusedReason.RESOURCES, RefusedReason.CLOSED, RefusedReason.QUEUE_AGE, RefusedReason.BREAKER_OPEN)
 
 
@@ -49,7 +50,7 @@ class LateEnd(NamedTuple):
     item: TransferItem
     error: TierError | None
     seconds: float
-    pending: bool = False
+    left: SkipReason | None = None
 
 
 class _RowLease:
@@ -95,6 +96,7 @@ class Movers:
         self.late: deque[LateEnd] = deque()
         self._tier = tier
         self._leasing = tier if isinstance(tier, LeasingTier) else None
+        self._session_tier = tier if isinstance(tier, SessionTier) else None
         if self._leasing is not None:
             threads = min(threads, self._leasing.transfers_at_once or threads)
         self._rows: npt.NDArray[np.uint8] | None = rows
@@ -223,12 +225,12 @@ class Movers:
         except Exception as raised:
             error = without_frames(unexpected(raised))
         ended = self._clock()
-        pending = outcome is StoreOutcome.PENDING
-        settled = item.settle(error, begun, ended, pending=pending)
+        left = None if outcome is None else _LEFT.get(outcome)
+        settled = item.settle(error, begun, ended, left=left)
         if settled is Settled.LAST:
             self.ended.append(item.job)
         elif settled is Settled.LATE:
-            self.late.append(LateEnd(item, error, ended - begun, pending))
+            self.late.append(LateEnd(item, error, ended - begun, left))
         self._progress()
 
     def _load(self, item: TransferItem, bounce: memoryview, now: float) -> None:
@@ -289,7 +291,7 @@ class Movers:
             return None
         try:
             if self._leasing is None:
-                outcome = self._tier.store(item.key, bounce, item.job.deadline, item.job.tenant)
+                outcome = self._store_bounced(item, bounce)
             else:
                 lease = _RowLease(item, self._row)
                 outcome = self._leasing.send(item.key, lease, item.job.deadline, item.job.tenant)
@@ -300,6 +302,14 @@ class Movers:
         if not item.void:
             self._breakers[Operation.STORE].record_success()
         return outcome
+
+    def _store_bounced(self, item: TransferItem, bounce: memoryview) -> StoreOutcome:
+        key, job = item.key, item.job
+        if job.session is None or self._session_tier is None:
+            return self._tier.store(key, bounce, job.deadline, job.tenant)
+        return self._session_tier.store_of_session(
+            key, bounce, job.deadline, job.tenant, job.session, own_room=key in job.own_room
+        )
 
     def _pass_breaker(self, operation: Operation) -> None:
         if not self._breakers[operation].allow():

@@ -169,7 +169,10 @@ class OpenJobs:
         if moved:
             job.done += moved
             self._presence.put_many(moved, True, self._clock())
-        self.skip(job, [job.keys[index] for index in job.pending], SkipReason.PENDING)
+        for index, reason in job.left.items():
+            self.skip(job, (job.keys[index],), reason)
+            if reason is SkipReason.ADMISSION and self._announcements is not None:
+                self._announcements.failed((job.keys[index],))
         for index, error in job.errors.items():
             key = job.keys[index]
             job.failed[key] = error
@@ -194,8 +197,8 @@ class OpenJobs:
         self._counters.moved = True
         self._counters.late_completions += 1
         operation = late.item.job.operation
-        self._count_transfer(operation, 0 if late.error or late.pending else 1, late.seconds)
-        if operation is Operation.STORE and late.error is None and not late.pending:
+        self._count_transfer(operation, 0 if late.error or late.left else 1, late.seconds)
+        if operation is Operation.STORE and late.error is None and late.left is None:
             self._presence.put(late.item.key, True, self._clock())  # late, but it is there
             if self._announcements is not None:
                 self._announcements.storing((late.item.key,))

@@ -19,7 +19,8 @@ from spillway_connector.errors import RefusedReason, TierRefused
 from spillway_connector.limits import DEFAULT_LIMITS, TransferLimits
 from spillway_connector.plan.prefix_memo import ChangeLog, PresenceIndex
 from spillway_connector.plan.request_frequency import FrequencySketch
-from spillway_connector.tiers.tier import NO_TENANT, Clock, Tier
+from spillway_connector.plan.sessions import SessionFollower, SessionHint, session_tag
+from spillway_connector.tiers.tier import NO_TENANT, Clock, SessionTier, Tier
 from spillway_connector.transfer.announcements import Announcement, Announcements
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.jobs import JobOutcome, TransferJob, check_shape
@@ -68,6 +69,8 @@ class SharedTier:
         self.counters = TierCounters()
         self._presence = PresenceIndex()
         self._frequency = FrequencySketch()
+        self._session_tier = tier if isinstance(tier, SessionTier) else None
+        self._sessions = SessionFollower()
         self._announcements = announcements
         self._breakers = {operation: Breaker(limits.breaker, clock) for operation in Operation}
         self._lookup_breaker, self._load_breaker = (self._breakers[of] for of in (Operation.LOOKUP, Operation.LOAD))
@@ -135,6 +138,24 @@ class SharedTier:
         """Record the chunks of a new request, once: under pressure the tier admits chunks requested at least twice."""
         self._frequency.note(keys)
 
+    @property
+    def follows_sessions(self) -> bool:
+        """Whether the tier's order of eviction follows sessions."""
+        return self._session_tier is not None
+
+    def begin_request_of_session(self, tenant: bytes, hint: SessionHint) -> None:
+        if self._session_tier is not None:
+            self._sessions.begin_request(tenant, hint, self._clock())
+
+    def use_session(self, tenant: bytes, hint: SessionHint, keys: Sequence[bytes]) -> None:
+        """A request of the session uses these chunks, in the order of the prefix, whichever tier they came from."""
+        if self._session_tier is not None:
+            self._session_tier.use_session(self._sessions.use(tenant, hint, keys, self._clock()))
+
+    def end_request_of_session(self, tenant: bytes, hint: SessionHint) -> None:
+        if self._session_tier is not None:
+            self._session_tier.use_session(self._sessions.end_request(tenant, hint, self._clock()))
+
     # --- jobs -------------------------------------------------------------------------------------------------------
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], row_indices: Sequence[int]) -> None:
@@ -154,15 +175,22 @@ class SharedTier:
         self._jobs.end_if_done(job)
 
     def submit_store(
-        self, job_id: int, keys: Sequence[bytes], row_indices: Sequence[int], tenant: bytes = NO_TENANT
+        self,
+        job_id: int,
+        keys: Sequence[bytes],
+        row_indices: Sequence[int],
+        tenant: bytes = NO_TENANT,
+        session: SessionHint | None = None,
     ) -> None:
         """Write the rows to the tier for ``tenant``; they must stay unchanged until the job is reported.
 
-        Keys that are there already, or on their way by another job, count as done; so do those that a tier under
-        pressure does not admit, and all once the weights have changed. With the breaker open or too many bytes in hand
-        the rest is dropped and counted: no request waits for a store.
+        session: of the request whose chunks these are. Keys that are there already, or on their way by another job,
+        count as done; so do those that a tier under pressure does not admit, and all once the weights have changed.
+        With the breaker open or too many bytes in hand the rest is dropped and counted: no request waits for a store.
         """
         job = self._open(job_id, Operation.STORE, keys, row_indices, tenant)
+        if session is not None and self._session_tier is not None:
+            job.session = session_tag(session)
         if self._closed:
             self._jobs.refuse(job, keys, RefusedReason.CLOSED, "the tier is closed")
         elif self._weights_changed:
@@ -178,7 +206,12 @@ class SharedTier:
                 self._jobs.skip(job, known, SkipReason.PRESENT)
                 wanted, rows = _those_not_in(known, wanted, rows)
             if self._tier.under_pressure:
-                wanted, rows = _those_not_in(self._not_admitted(job, wanted), wanted, rows)
+                rare = self._requested_once(wanted)
+                if job.session is not None and session is not None and self._sessions.is_expected(tenant, session):
+                    job.own_room = frozenset(rare)  # they will be asked for: room is for the tenant to give
+                else:
+                    self._jobs.skip(job, rare, SkipReason.ADMISSION)
+                    wanted, rows = _those_not_in(rare, wanted, rows)
             if not self._breakers[Operation.STORE].would_allow():
                 self._jobs.refuse(
                     job, wanted, RefusedReason.BREAKER_OPEN, "the tier keeps failing; its circuit breaker is open"
@@ -318,12 +351,10 @@ class SharedTier:
             self._jobs.void(job, lambda _: changed)
             self._jobs.end_if_done(job)
 
-    def _not_admitted(self, job: TransferJob, keys: list[bytes]) -> set[bytes]:
+    def _requested_once(self, keys: list[bytes]) -> set[bytes]:
         """Those requested only once so far: a tier short of room does not admit them."""
         frequent = (self._frequency.estimate(keys) >= _SEEN_BEFORE).tolist()
-        rare = {key for key, seen in zip(keys, frequent, strict=True) if not seen}
-        self._jobs.skip(job, rare, SkipReason.ADMISSION)
-        return rare
+        return {key for key, seen in zip(keys, frequent, strict=True) if not seen}
 
     def _open(
         self,

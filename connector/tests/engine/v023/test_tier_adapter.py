@@ -14,12 +14,15 @@ from vllm.v1.kv_offload.tiering.base import JobMetadata
 
 from spillway_connector.config import parse_tier
 from spillway_connector.engine.open_tier import open_tier
+from spillway_connector.engine.tenancy import TenantContext
 from spillway_connector.engine.v023.stats import SpillwayStats
 from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
+from spillway_connector.plan.sessions import SessionHint, session_tag
 from spillway_connector.tiers.disk import io as disk_io
 from spillway_connector.tiers.disk.page_cache import supports_page_cache
+from spillway_connector.tiers.disk.slab.session_file import open_sessions
 
 PAYLOAD_BYTES = 8192
 NAMESPACE = Namespace.of({"model": "test"})
@@ -98,6 +101,42 @@ def test_a_server_that_is_away_is_no_error_at_the_start():
     tier = open_tier(parse_tier("redis", {"url": "redis://127.0.0.1:1/0"}), NAMESPACE, PAYLOAD_BYTES)
     assert tier.name == "redis"
     tier.close()
+
+
+def test_a_session_reaches_the_slabs_of_the_node(tmp_path: Path):
+    """Through the manager's own calls; the file beside the index has the session's row."""
+    rows = memoryview(bytearray(8 * PAYLOAD_BYTES))
+    geometry = SimpleNamespace(payload_bytes=PAYLOAD_BYTES, row_bytes=PAYLOAD_BYTES)
+    spec = SimpleNamespace(geometry=geometry, namespace=NAMESPACE, announces_blocks=False)
+    adapter = SharedTierAdapter(spec, rows, "nvme", path=str(tmp_path), mode="slab", max_bytes=64 * PAYLOAD_BYTES)
+    try:
+        context = TenantContext("turn", tenant=b"tenant-1", session=SessionHint(b"agent", return_seconds=30.0))
+        keys = [number.to_bytes(36, "big") for number in range(3)]
+        adapter.begin_request(context)
+        adapter.use_session(keys, context)
+        adapter.submit_store(JobMetadata(1, keys, np.arange(3), False, context))
+        while not adapter.get_finished_jobs():
+            assert adapter._shared.wait_for_progress(30.0)
+        adapter.use_session(keys, context)
+        adapter.end_request(context)
+        tier = adapter._shared._tier
+        tier.maintain(time.monotonic() + 30.0)
+        index = tier._pool.last_used().index
+        order = open_sessions(tier._folder, index)
+        row = order.find(int.from_bytes(b"tenant-1", "little"), int.from_bytes(session_tag(context.session), "little"))
+        number = order._arrays.row_number[row]
+        held = np.flatnonzero(order._arrays.slot_session == number)
+        assert sorted(order._arrays.slot_place[held].tolist()) == [0, 1, 2]
+        assert order.is_expected(int(held[0]), tier._now_s())
+        before = order._arrays.row_changes[0]
+        plain = ReqContext(req_id="no session")
+        adapter.begin_request(plain)
+        adapter.use_session(keys, plain)
+        adapter.end_request(plain)
+        tier.maintain(time.monotonic() + 30.0)
+        assert order._arrays.row_changes[0] == before
+    finally:
+        adapter.shutdown()
 
 
 def test_what_was_evicted_is_reported_by_reason(tmp_path: Path):

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused
 from spillway_connector.tiers.disk.io import tier_error
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.policy import LIVE, WRITING
 from spillway_connector.tiers.disk.slab.pool import SlabPool
-from spillway_connector.tiers.disk.slab.quota import make_tenant_room
+from spillway_connector.tiers.disk.slab.quota import make_tenant_room, oldest_of
+from spillway_connector.tiers.disk.slab.session_file import PoolSessions
+from spillway_connector.tiers.disk.slab.session_order import SessionOrder
 from spillway_connector.tiers.disk.slab.space import Pool, SlabSpace, pool_folders
 from spillway_connector.tiers.tier import StoreOutcome
 
@@ -32,11 +35,26 @@ class Claim:
     epoch: int
 
 
+class SessionChunk(NamedTuple):
+    """Of a store: its session, and whether it may take the room of its own tenant alone. See tier.SessionTier."""
+
+    session: bytes
+    own_room: bool
+
+
+class _Room(NamedTuple):
+    """What decides which entry leaves for a store: what sessions say, the row of the store's own, and own_room."""
+
+    order: SessionOrder | None
+    row: int | None
+    own: bool
+
+
 class SlotClaims:
     """The claims of this process in the pool at ``folder``. Safe from several threads.
 
     max_bytes: as configured, for messages. tenant_max_bytes: the quota of each tenant; None for none.
-    now_s: the clock of the entries' ages.
+    now_s: the clock of the entries' ages. sessions: of the same pool.
     """
 
     def __init__(
@@ -50,6 +68,7 @@ class SlotClaims:
         tenant_max_bytes: int | None,
         ttl_seconds: float | None,
         now_s: Callable[[], int],
+        sessions: PoolSessions,
     ) -> None:
         self._root = root
         self._folder = folder
@@ -59,12 +78,20 @@ class SlotClaims:
         self._tenant_max_bytes = tenant_max_bytes
         self._ttl_seconds = ttl_seconds
         self._now_s = now_s
+        self._sessions = sessions
         self._unfinished: list[Claim] = []
 
-    def claim(self, fingerprint: tuple[int, int], namespace: int, tenant: int, deadline: float) -> Claim | StoreOutcome:
+    def claim(
+        self,
+        fingerprint: tuple[int, int],
+        namespace: int,
+        tenant: int,
+        deadline: float,
+        chunk: SessionChunk | None = None,
+    ) -> Claim | StoreOutcome:
         """A slot to write to; PRESENT when the key is there, PENDING while another running writer is writing it.
 
-        namespace, tenant: the words that the index keeps of them. Raises TierError, OSError.
+        namespace, tenant: the words that the index keeps of them. chunk: of a session. Raises TierError, OSError.
         """
         with self.locked(deadline) as pool:
             index = pool.index
@@ -79,7 +106,13 @@ class SlotClaims:
                     self._space.expire(index, slot)
                 else:
                     index.release(slot)
-            slot = self._slot_for(pool, tenant)
+            order = self._sessions.order(pool)
+            row = None if order is None or chunk is None else self._sessions.row(order, tenant, chunk.session)
+            room = _Room(order, row, chunk is not None and chunk.own_room)
+            found = self._slot_for(pool, tenant, room)
+            if found is None:
+                return StoreOutcome.NOT_ADMITTED
+            slot = found
             generation = index.claim(
                 slot,
                 fingerprint,
@@ -89,6 +122,7 @@ class SlotClaims:
                 now_s=self._now_s(),
             )
             pool.chunks.headers.clear(slot)
+            self._sessions.claimed(room.order, room.row, slot)
             return Claim(pool, slot, generation, int(index.chunk_epoch[index.shape.chunk_of(slot)]))
 
     def publish(self, claim: Claim, header: bytes, deadline: float) -> None:
@@ -131,12 +165,22 @@ class SlotClaims:
         """Whether an entry has not been used for ``ttl_seconds``."""
         return self._ttl_seconds is not None and int(index.used_s[slot]) < self._now_s() - self._ttl_seconds
 
-    def _slot_for(self, pool: Pool, tenant: int) -> int:
-        """A FREE slot: within the tenant's quota, from a new chunk, by eviction, or an orphaned one. Under the lock."""
+    def _slot_for(self, pool: Pool, tenant: int, room: _Room) -> int | None:
+        """A FREE slot: within the tenant's quota, from a new chunk, by eviction, or an orphaned one. Under the lock.
+
+        None: the store is not admitted.
+        """
         index = pool.index
         if self._tenant_max_bytes is not None:
             others = [folder for folder in pool_folders(self._root) if folder != self._folder]
-            evicted = make_tenant_room(index, tenant, self._tenant_max_bytes, others, self._space.evict_of_tenant)
+            evicted = make_tenant_room(
+                index,
+                tenant,
+                self._tenant_max_bytes,
+                others,
+                self._space.evict_of_tenant,
+                choose=lambda each, tenant: self._victim_of_tenant(each, tenant, room),
+            )
             if evicted is not None:
                 return evicted
         slot = index.free_slot()
@@ -144,7 +188,14 @@ class SlotClaims:
             slot = index.free_slot()
         if slot is not None:
             return slot
-        victim = index.victim()
+        if room.own:
+            if room.order is None or room.row is None:
+                return None
+            victim = room.order.own_room(room.row, self._now_s())
+            if victim is None:
+                return None
+        else:
+            victim = self._victim(index, room)
         if victim is not None:
             self._space.evict(index, victim)
             return victim
@@ -158,6 +209,37 @@ class SlotClaims:
             f"max_bytes: {self._max_bytes} leaves no slot of {index.shape.slot_bytes} bytes that is not being written; "
             f"raise max_bytes or free space",
         )
+
+    def _victim(self, index: SlabIndex, room: _Room) -> int | None:
+        """The entry that leaves for any other; None where none may."""
+        order = room.order
+        if order is None:
+            return index.victim()
+        now_s = self._now_s()
+        ended = order.ended_entry(now_s)
+        if ended is not None:
+            return ended
+        victim = index.victim()
+        if victim is None:
+            return None
+        leaving = order.in_place_of(victim, now_s, room.row)
+        if leaving != victim:
+            index.policy.spare(victim)
+        return leaving
+
+    def _victim_of_tenant(self, index: SlabIndex, tenant: int, room: _Room) -> int | None:
+        """The entry of a tenant that leaves for its next one; None where it has none."""
+        order, now_s = room.order, self._now_s()
+        ended = None if order is None else order.ended_entry(now_s, tenant)
+        if ended is not None:
+            return ended
+        victim = oldest_of(index, tenant)
+        if victim is None or order is None:
+            return victim
+        leaving = order.in_place_of(victim, now_s, room.row)
+        if leaving != victim:
+            index.put("used_s", victim, now_s)
+        return leaving
 
     def _is_ours(self, index: SlabIndex, claim: Claim) -> bool:
         slot = claim.slot

@@ -9,36 +9,37 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from spillway_connector.tiers.disk.slab.layout import COLUMNS, PoolShape
+from spillway_connector.tiers.disk.slab.layout import COLUMNS, Column, PoolShape
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Columns:
-    """The columns of one index file, by their names in ``layout.COLUMNS``. Takes over ``descriptor``.
+    """The columns of one index file, by their names in ``columns``. Takes over ``descriptor``.
 
     The index, its hash table and its policy refer to it, and it to none of them: with a reference cycle, the file and
     the locked mapping of an index that was replaced would stay until a garbage collection, which engines rarely run.
     """
 
-    def __init__(self, shape: PoolShape, descriptor: int) -> None:
+    def __init__(self, shape: PoolShape, descriptor: int, columns: Sequence[Column] = COLUMNS) -> None:
         self._descriptor = descriptor
-        self._offsets, _ = shape.offsets()
-        self._places = {column.name: (self._offsets[column.name], column.item_bytes) for column in COLUMNS}
-        mapped = mmap.mmap(descriptor, shape.index_bytes, access=mmap.ACCESS_READ)
+        self._offsets, file_bytes = shape.offsets(columns)
+        self._places = {column.name: (self._offsets[column.name], column.item_bytes) for column in columns}
+        mapped = mmap.mmap(descriptor, file_bytes, access=mmap.ACCESS_READ)
         self._view = memoryview(mapped)
         self.arrays = {
             column.name: np.ndarray((shape.rows(column),), column.dtype, mapped, self._offsets[column.name])
-            for column in COLUMNS
+            for column in columns
         }
         # Locked in memory where the limits allow: a mapped page that the disk fails to read back ends the process, too.
-        first = self.arrays[COLUMNS[0].name].ctypes.data - self._offsets[COLUMNS[0].name]
-        _libc.mlock(ctypes.c_void_p(first), shape.index_bytes)
+        first = self.arrays[columns[0].name].ctypes.data - self._offsets[columns[0].name]
+        _libc.mlock(ctypes.c_void_p(first), file_bytes)
 
     def __del__(self) -> None:
         os.close(self._descriptor)

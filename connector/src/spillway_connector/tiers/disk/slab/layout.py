@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -19,14 +20,18 @@ from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES
 LOCK_NAME = "lock"
 INDEX_NAME = "index"
 TABLE_NAME = "headers"
+SESSIONS_NAME = "sessions"
 RECORD_BYTES = HEADER_BYTES + 8  # of the file that repeats every slot's header: the header and its xxh3_64
 WRITERS_FOLDER = "writers"
 INDEX_MAGIC = b"SPILLSLB"
 TABLE_MAGIC = b"SPILLHDR"
+SESSIONS_MAGIC = b"SPILLSES"
 INDEX_VERSION = 2  # 1 had no tenant_used
 SLOTS_MAX = 1 << 31  # slot numbers, plus one, are kept in 32 bits
 WAYS = 8  # entries of one hash bucket
 TENANT_PLACES = 1024  # of the table that counts slots by tenant
+SESSION_ROWS_MAX = 4096  # sessions of a pool, of all processes together
+_SESSION_ROWS_MIN = 64
 
 _HEADER = struct.Struct("<8sHHIQII")  # magic, version, zero, slots per chunk, slot bytes, chunks, zero
 _CHUNK_NAME = re.compile(r"(\d{6})-(\d{8})\.slab")
@@ -35,7 +40,7 @@ _CHUNK_NAME = re.compile(r"(\d{6})-(\d{8})\.slab")
 @dataclass(frozen=True, slots=True)
 class Column:
     """One array of the index: ``per`` "slot", "chunk", "entry" (of the hash table), "tenant" (place in
-    the tenants' table), or "pool": one element."""
+    the tenants' table), "session" (row of the sessions' table), or "pool": one element."""
 
     name: str
     dtype: str
@@ -71,6 +76,19 @@ COLUMNS = (
     Column("bucket_tag", "<u4", "entry"),
     Column("bucket_slot", "<u4", "entry"),  # slot number plus one; 0: empty
 )
+SESSION_COLUMNS = (  # of the file beside the index, see session_file.py and session_order.py
+    Column("row_changes", "<u8", "pool"),
+    Column("row_tag", "<u8", "session"),  # hash of the session's name
+    Column("row_tenant", "<u8", "session"),
+    Column("row_number", "<u4", "session"),  # changes with the session; 0: the row is free
+    Column("row_due_s", "<u4", "session"),  # clock of the entries' ages; all ones: unknown
+    Column("row_late_s", "<u4", "session"),  # when it has ended without saying so; all ones: never
+    Column("row_used_s", "<u4", "session"),
+    Column("row_ended", "u1", "session"),
+    Column("slot_generation", "<u4", "slot"),  # of the entry that the next two speak of
+    Column("slot_session", "<u4", "slot"),  # number of the session that alone uses it; 0: none, all ones: several
+    Column("slot_place", "<u4", "slot"),  # of the chunk in the session's prefix; all ones: not known
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +118,26 @@ class PoolShape:
         """Two entries per slot: at a load of one half both buckets of a key are practically never full (buckets.py)."""
         return -(-2 * self.slots // WAYS)
 
+    @property
+    def session_rows(self) -> int:
+        """A power of two: one session for about eight slots, at most SESSION_ROWS_MAX."""
+        return min(SESSION_ROWS_MAX, max(_SESSION_ROWS_MIN, 1 << (self.slots // 8).bit_length()))
+
     def rows(self, column: Column) -> int:
         rows = {
             "slot": self.slots,
             "chunk": self.chunks,
             "entry": self.buckets * WAYS,
             "tenant": TENANT_PLACES,
+            "session": self.session_rows,
             "pool": 1,
         }
         return rows[column.per]
 
-    def offsets(self) -> tuple[dict[str, int], int]:
-        """Where each column starts in the index file, and the file's size."""
+    def offsets(self, columns: Sequence[Column] = COLUMNS) -> tuple[dict[str, int], int]:
+        """Where each column starts in the index file, or in that of the sessions, and the file's size."""
         offsets, position = {}, PAGE_BYTES
-        for column in COLUMNS:
+        for column in columns:
             offsets[column.name] = position
             position = -(-(position + column.item_bytes * self.rows(column)) // 64) * 64
         return offsets, -(-position // PAGE_BYTES) * PAGE_BYTES
@@ -121,6 +145,11 @@ class PoolShape:
     @property
     def index_bytes(self) -> int:
         return self.offsets()[1]
+
+    @property
+    def sessions_bytes(self) -> int:
+        """Of the file of the sessions, 12 bytes per slot and 37 per session."""
+        return self.offsets(SESSION_COLUMNS)[1]
 
     @property
     def table_bytes(self) -> int:

@@ -95,6 +95,14 @@ class S3Fifo:
                 self._put("frequency", slot, min(hits, FREQUENCY_MAX) - 1)  # bounded whatever a damaged index says
             self._to_young_end(slot)
 
+    def spare(self, slot: int) -> None:
+        """Keep what :meth:`victim` returned: it counts as used."""
+        if self._arrays.queue[slot] == SMALL:
+            self.remove(slot)
+            self._put("queue", slot, MAIN)
+        self._put("frequency", slot, 0)
+        self._to_young_end(slot)
+
     def _to_young_end(self, slot: int) -> None:
         order = int(self._arrays.next_order[0])
         self._put("order", slot, order)

@@ -35,6 +35,7 @@ from spillway_connector.tiers.disk.slab.layout import (
 )
 from spillway_connector.tiers.disk.slab.policy import WRITING
 from spillway_connector.tiers.disk.slab.rebuild import plan_from_chunks, rebuild
+from spillway_connector.tiers.disk.slab.session_file import remove_sessions
 from spillway_connector.tiers.disk.slab.space import Pool, Room, SlabSpace
 from spillway_connector.tiers.disk.slab.writers import WriterLease
 from spillway_connector.tiers.disk.store_mark import StoreMark
@@ -194,6 +195,7 @@ class SlabPool:
         while self.space.measure().left_bytes < shape.index_bytes + shape.table_bytes:
             if not self.space.drop_stalest(None):
                 break
+        remove_sessions(self._folder)
         index = rebuild(self._folder, shape, self._ages.now_s())
         SlabIndex.publish_file(self._folder)
         if found:

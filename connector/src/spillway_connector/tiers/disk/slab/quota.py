@@ -18,15 +18,27 @@ from spillway_connector.tiers.disk.slab.index_reader import open_index
 from spillway_connector.tiers.disk.slab.policy import FREE, tenant_victim
 
 Evict = Callable[[SlabIndex, int], None]
+Choose = Callable[[SlabIndex, int], int | None]
+"""Which entry of a tenant leaves for its next one; None where it has none."""
+
+
+def oldest_of(index: SlabIndex, tenant: int) -> int | None:
+    return tenant_victim(index.queues, index.tenant, index.used_s, tenant)
 
 
 def make_tenant_room(
-    index: SlabIndex, tenant: int, max_bytes: int, other_folders: list[Path], evict: Evict
+    index: SlabIndex,
+    tenant: int,
+    max_bytes: int,
+    other_folders: list[Path],
+    evict: Evict,
+    *,
+    choose: Choose = oldest_of,
 ) -> int | None:
     """Evict entries of ``tenant`` until one more slot of ``index`` is within ``max_bytes``.
 
-    other_folders: of the root's other pools. Returns a slot of ``index`` that was evicted, which the caller may claim;
-    None where none had to be. Raises TierRefused(NO_SPACE), OSError.
+    other_folders: of the root's other pools. choose: which entry of ``index`` leaves. Returns a slot of ``index`` that
+    was evicted, which the caller may claim; None where none had to be. Raises TierRefused(NO_SPACE), OSError.
     """
     slot_bytes = index.shape.slot_bytes
     at_most = index.tenant_bytes_at_most(tenant) + sum(_bytes_at_most(folder, tenant) for folder in other_folders)
@@ -39,7 +51,7 @@ def make_tenant_room(
     while held + slot_bytes > max_bytes:
         # Other pools first: they belong to a model or layout that the tenant no longer uses, or that shares the node.
         for each in reversed(indexes):
-            victim = tenant_victim(each.queues, each.tenant, each.used_s, tenant)
+            victim = (choose if each is index else oldest_of)(each, tenant)
             if victim is not None:
                 evict(each, victim)
                 held -= each.shape.slot_bytes

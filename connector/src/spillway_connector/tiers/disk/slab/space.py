@@ -190,6 +190,16 @@ class SlabSpace:
         self._next_growth = self._clock() + GROW_RETRY_SECONDS
         return False
 
+    def make_room(self, pool: Pool, needed_bytes: int) -> bool:
+        """Whether so many bytes more are within the bound, if need be by dropping stale chunks. Under the lock."""
+        left_bytes = self.measure().left_bytes
+        while left_bytes < needed_bytes:
+            dropped_bytes = self.drop_stalest(None, also=pool)
+            if not dropped_bytes:
+                return False
+            left_bytes += dropped_bytes
+        return True
+
     def drop_stalest(self, than_s: int | None, also: Pool | None = None) -> int:
         """Drop the chunk that has gone unused for longest, if its last use was before ``than_s``; None: in any case.
 

@@ -7,6 +7,7 @@
     ROOT/slab/writers/<number>                 lease of a process that writes (writers.py)
     ROOT/slab/<slot bytes>/index               which slot holds which key (index.py)
     ROOT/slab/<slot bytes>/headers             every slot's header once more, for a rebuild (headers.py)
+    ROOT/slab/<slot bytes>/sessions            when sessions come back, and what they use (session_file.py)
     ROOT/slab/<slot bytes>/<chunk>-<epoch>.slab  slots (layout.py)
 
 Store: claim a slot under the lock, write header and payload without it in one call, publish under the lock. Load: look
@@ -40,17 +41,19 @@ from spillway_connector.errors import (
     UnreachableReason,
 )
 from spillway_connector.namespace import Namespace, store_id_of
+from spillway_connector.plan.sessions import SessionUse
 from spillway_connector.tiers.disk.clock import AgeClock
 from spillway_connector.tiers.disk.io import TRANSFERS_AT_ONCE, FrameFiles, tier_error
 from spillway_connector.tiers.disk.maintenance import MaintenanceThread
 from spillway_connector.tiers.disk.root import SLAB_FOLDER
 from spillway_connector.tiers.disk.slab.chunks import CachedFrame
-from spillway_connector.tiers.disk.slab.claims import SlotClaims
+from spillway_connector.tiers.disk.slab.claims import SessionChunk, SlotClaims
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprint_of, fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.layout import slot_bytes_of
 from spillway_connector.tiers.disk.slab.policy import LIVE
 from spillway_connector.tiers.disk.slab.pool import SlabPool
+from spillway_connector.tiers.disk.slab.session_file import PoolSessions
 from spillway_connector.tiers.disk.slab.space import UPKEEP_SECONDS, Pool, SlabSpace, resident_bytes
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
@@ -141,6 +144,7 @@ class SlabTier:
             clock=clock,
             page_cache=page_cache,
         )
+        self._sessions = PoolSessions(self._folder, self._words, self._now_s, self._space.make_room)
         self._claims = SlotClaims(
             root,
             self._folder,
@@ -150,6 +154,7 @@ class SlabTier:
             tenant_max_bytes=tenant_max_bytes,
             ttl_seconds=ttl_seconds,
             now_s=self._now_s,
+            sessions=self._sessions,
         )
         self._maintenance = MaintenanceThread(f"NVMe tier {self._folder}", self._maintain, UPKEEP_SECONDS)
         self._closed = False
@@ -263,10 +268,27 @@ class SlabTier:
     def _note_hit(self, entry: _Entry) -> None:
         try:
             entry.pool.index.note_hit(entry.slot, self._now_s())
+            self._sessions.loaded(entry.slot)
         except OSError:
             pass  # a disk that no longer takes writes keeps its order
 
+    def use_session(self, use: SessionUse) -> None:
+        """See tier.SessionTier. Taken in by this process's next store, or by the maintenance thread, which is woken."""
+        self._sessions.note(use)
+        self._maintenance.wake()
+
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        return self._store(key, source, deadline, tenant, None)
+
+    def store_of_session(
+        self, key: bytes, source: memoryview, deadline: float, tenant: bytes, session: bytes, *, own_room: bool
+    ) -> StoreOutcome:
+        """See tier.SessionTier."""
+        return self._store(key, source, deadline, tenant, SessionChunk(session, own_room))
+
+    def _store(
+        self, key: bytes, source: memoryview, deadline: float, tenant: bytes, chunk: SessionChunk | None
+    ) -> StoreOutcome:
         self._check(deadline)
         pool = self._pool.writable(deadline)
         self._maintenance.start()
@@ -284,7 +306,7 @@ class SlabTier:
                 header_bytes=PAGE_BYTES,
                 tenant=tenant,
             )
-            claim = self._claims.claim(fingerprint, self._pair[0], int.from_bytes(tenant, "little"), deadline)
+            claim = self._claims.claim(fingerprint, self._pair[0], int.from_bytes(tenant, "little"), deadline, chunk)
         except OSError as error:
             raise self._refused(error, "making room for a frame") from error
         if isinstance(claim, StoreOutcome):
@@ -344,6 +366,7 @@ class SlabTier:
         try:
             with self._claims.locked(deadline) as pool:
                 self._pool.maintain(pool)
+                self._sessions.order(pool)
         except OSError as error:
             raise tier_error(error, f"{self._folder}: maintenance") from error
 
@@ -352,6 +375,7 @@ class SlabTier:
             return
         self._closed = True
         self._maintenance.stop()
+        self._sessions.close()
         self._pool.close()
 
     def _live(self, index: SlabIndex, keys: Sequence[bytes]) -> list[bool]:

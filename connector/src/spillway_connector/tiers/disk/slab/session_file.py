@@ -1,0 +1,181 @@
+"""The sessions of a pool in a file that all processes of the node map: when each comes back, and what it uses.
+
+It lies beside the index and belongs to it: ``ROOT/slab/<slot bytes>/sessions``. It is made when the first request names
+its session, and again whenever it does not fit the index. It holds hints alone, so losing it costs hits and never a
+byte; it is neither repaired nor rebuilt, and no order of writes matters. Changes are made under the root's lock, with
+``pwrite`` (columns.py says why). A session's name is there as a hash of 64 bits.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from spillway_connector.plan.sessions import SessionUse
+from spillway_connector.tiers.disk.slab.columns import Columns
+from spillway_connector.tiers.disk.slab.fingerprint import U64, fingerprints
+from spillway_connector.tiers.disk.slab.index import SlabIndex
+from spillway_connector.tiers.disk.slab.layout import (
+    HEADER_FIXED_BYTES,
+    SESSION_COLUMNS,
+    SESSIONS_MAGIC,
+    SESSIONS_NAME,
+    PoolShape,
+)
+from spillway_connector.tiers.disk.slab.session_order import EntryArrays, SessionArrays, SessionOrder
+from spillway_connector.tiers.disk.slab.space import Pool
+
+_log = logging.getLogger(__name__)
+
+USES_MAX = 1024  # noted and not taken in yet; the oldest are lost
+USES_AT_ONCE = 64  # taken in at once, each in a millisecond at most: bounds the time the lock is held
+OFF_SECONDS = 60  # without sessions, where their file cannot be made or changed
+
+
+def create_sessions(folder: Path, shape: PoolShape) -> None:
+    """Make an empty file in the place of what is there. Under the root's lock. Raises OSError (ENOSPC included)."""
+    path = folder / f"{SESSIONS_NAME}.new"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, shape.sessions_bytes)
+        os.pwrite(descriptor, shape.pack(SESSIONS_MAGIC), 0)
+        os.rename(path, folder / SESSIONS_NAME)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_sessions(folder: Path) -> None:
+    """For an index whose slots were numbered anew. Raises OSError."""
+    (folder / SESSIONS_NAME).unlink(missing_ok=True)
+
+
+def open_sessions(folder: Path, index: SlabIndex) -> SessionOrder | None:
+    """What sessions say of the entries of ``index``; None where there is no file that fits it. Raises OSError."""
+    shape = index.shape
+    try:
+        descriptor = os.open(folder / SESSIONS_NAME, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    found = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0), SESSIONS_MAGIC)
+    if found != shape or os.fstat(descriptor).st_size != shape.sessions_bytes:
+        os.close(descriptor)
+        return None
+    columns = Columns(shape, descriptor, SESSION_COLUMNS)
+    arrays = SessionArrays(**columns.arrays)
+    entries = EntryArrays(index.state, index.tenant, index.generation, index.order)
+    return SessionOrder(arrays, entries, columns.put)
+
+
+class PoolSessions:
+    """The sessions of the pool in ``folder``, as this process has them open.
+
+    Safe from several threads: ``note`` from any, without waiting; all else under the root's lock. now_s: the clock of
+    the entries' ages. make_room: bytes of the disk for the file, within the tier's bound.
+    """
+
+    def __init__(
+        self, folder: Path, words: U64, now_s: Callable[[], int], make_room: Callable[[Pool, int], bool]
+    ) -> None:
+        self._folder = folder
+        self._path = str(folder / SESSIONS_NAME)
+        self._words = words
+        self._now_s = now_s
+        self._make_room = make_room
+        self._uses: deque[tuple[SessionUse, int]] = deque(maxlen=USES_MAX)
+        self._open: SessionOrder | None = None
+        self._identities: tuple[tuple[int, int], tuple[int, int]] | None = None  # of the open file and its index
+        self._off_until_s = 0
+
+    def note(self, use: SessionUse) -> None:
+        """To be taken in by the next holder of the lock in this process."""
+        self._uses.append((use, self._now_s()))
+
+    def order(self, pool: Pool) -> SessionOrder | None:
+        """The sessions of this pool with what was noted; None where no request has named one, or the disk fails."""
+        now_s = self._now_s()
+        if now_s < self._off_until_s:
+            self._uses.clear()
+            return None
+        try:
+            order = self._current(pool)
+            for _ in range(min(len(self._uses), USES_AT_ONCE)):
+                if order is None:
+                    break
+                self._take_in(order, pool.index, *self._uses.popleft())
+        except OSError as error:
+            _log.warning("NVMe tier %s: sessions do not count for %d s: %s", self._folder, OFF_SECONDS, error.strerror)
+            self._open, self._off_until_s = None, now_s + OFF_SECONDS
+            return None
+        return order
+
+    def row(self, order: SessionOrder, tenant: int, session: bytes) -> int | None:
+        return order.find(tenant, _number(session))
+
+    def claimed(self, order: SessionOrder | None, row: int | None, slot: int) -> None:
+        """A chunk of this row's session is written to the slot; its place in the prefix is noted with its request."""
+        if order is not None and row is not None:
+            try:
+                order.claimed(row, slot)
+            except OSError:
+                pass  # the index's own file may still work
+
+    def loaded(self, slot: int) -> None:
+        """A request loaded an entry; which, is not known here. Without the lock, like a noted hit. Raises OSError."""
+        order = self._open
+        if order is not None:
+            order.use_without_session(slot)
+
+    def close(self) -> None:
+        """Close the file, and let go of the index."""
+        self._open = None
+        self._uses.clear()
+
+    def _take_in(self, order: SessionOrder, index: SlabIndex, use: SessionUse, noted_s: int) -> None:
+        row = order.use(
+            int.from_bytes(use.tenant, "little"),
+            _number(use.session),
+            ended=use.ended,
+            due_s=None if use.due_seconds is None else noted_s + round(use.due_seconds),
+            late_s=None if use.late_seconds is None else noted_s + round(use.late_seconds),
+            now_s=noted_s,
+        )
+        if use.keys:
+            slots = index.find(fingerprints(use.keys, self._words))
+            places = np.flatnonzero(slots >= 0)
+            order.own(row, slots[places], places)
+
+    def _current(self, pool: Pool) -> SessionOrder | None:
+        index = pool.index
+        found = self._identity()
+        if found is None and not self._uses:
+            self._open = None
+            return None
+        if self._open is None or self._identities != (found, index.identity):
+            self._open = None if found is None else open_sessions(self._folder, index)
+            if self._open is None and self._uses:
+                if not self._make_room(pool, index.shape.sessions_bytes):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                create_sessions(self._folder, index.shape)
+                self._open, found = open_sessions(self._folder, index), self._identity()
+            self._identities = None if found is None else (found, index.identity)
+        return self._open
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            status = os.stat(self._path)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
+
+
+def _number(tag: bytes) -> int:
+    return int.from_bytes(tag, "little")

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spillway_connector.tiers.disk.slab.layout import SESSION_COLUMNS, PoolShape
+from spillway_connector.tiers.disk.slab.policy import FREE, LIVE, MAIN, SMALL, WRITING, QueueArrays, S3Fifo
+from spillway_connector.tiers.disk.slab.session_order import (
+    REPLAN_SECONDS,
+    SEVERAL,
+    EntryArrays,
+    SessionArrays,
+    SessionOrder,
+)
+from spillway_connector.tiers.frame import PAGE_BYTES
+
+ANN, BOB = 1, 2
+SLOTS, ROWS = 24, 64
+
+
+class Pool:
+    """A pool of `SLOTS` entries, evicted as SlotClaims does it. Keys are numbers; `orders` are processes."""
+
+    def __init__(self, processes: int = 1) -> None:
+        shape = PoolShape(2 * PAGE_BYTES, SLOTS, 1)
+        self.queues = QueueArrays(
+            state=np.zeros(SLOTS, np.uint8),
+            queue=np.zeros(SLOTS, np.uint8),
+            frequency=np.zeros(SLOTS, np.uint8),
+            order=np.zeros(SLOTS, np.uint64),
+            next_order=np.zeros(1, np.uint64),
+            small_used=np.zeros(1, np.uint64),
+        )
+        self.policy = S3Fifo(self.queues, self.put)
+        self.sessions = SessionArrays(**{c.name: np.zeros(shape.rows(c), c.dtype) for c in SESSION_COLUMNS})
+        self.tenant = np.zeros(SLOTS, np.uint64)
+        self.generation = np.zeros(SLOTS, np.uint32)
+        entries = EntryArrays(self.queues.state, self.tenant, self.generation, self.queues.order)
+        self.orders = [SessionOrder(self.sessions, entries, self.put) for _ in range(processes)]
+        self.slots: dict[int, int] = {}
+        self.now_s = 1000
+
+    def put(self, name: str, position: int, value: int) -> None:
+        arrays = self.sessions if hasattr(self.sessions, name) else self.queues
+        getattr(arrays, name)[position] = value
+
+    def uses(self, tenant: int, tag: int, keys: list[int], due: int | None, *, ended: bool = False) -> int:
+        """A request of the session ends now: it used these keys, and says when the next comes."""
+        order = self.orders[0]
+        due_s = None if due is None else self.now_s + due
+        late_s = None if due is None else self.now_s + due + 60
+        row = order.use(tenant, tag, ended=ended, due_s=due_s, late_s=late_s, now_s=self.now_s)
+        slots = np.array([self.slots.get(key, -1) for key in keys], np.int64)
+        places = np.flatnonzero(slots >= 0)
+        order.own(row, slots[places], places)
+        return row
+
+    def enter(self, key: int, tenant: int) -> None:
+        slot = self.queues.state.tolist().index(FREE)
+        self.generation[slot] += 1
+        self.tenant[slot] = tenant
+        self.policy.enter(slot, SMALL)
+        self.queues.state[slot] = LIVE
+        self.slots[key] = slot
+
+    def turn(self, tenant: int, tag: int, keys: list[int], due: int | None, *, ended: bool = False) -> int:
+        for key in keys:
+            if key not in self.slots:
+                self.enter(key, tenant)
+        return self.uses(tenant, tag, keys, due, ended=ended)
+
+    def victim(self, row: int | None = None, process: int = 0) -> int | None:
+        """The key that leaves for another."""
+        order = self.orders[process]
+        slot = order.ended_entry(self.now_s)
+        if slot is None:
+            victim = self.policy.victim(len(self.slots))
+            if victim is None:
+                return None
+            slot = order.in_place_of(victim, self.now_s, row)
+            if slot != victim:
+                self.policy.spare(victim)
+        return self.leave(slot)
+
+    def leave(self, slot: int) -> int:
+        assert self.queues.state[slot] == LIVE
+        self.queues.state[slot] = FREE
+        self.policy.remove(slot)
+        key = next(key for key, at in self.slots.items() if at == slot)
+        del self.slots[key]
+        return key
+
+
+def test_the_end_of_the_session_that_comes_back_last_leaves_in_place_of_the_oldest():
+    pool = Pool()
+    pool.turn(ANN, 10, [0, 1, 2], 30)
+    pool.turn(ANN, 11, [3, 4, 5], 300)
+    pool.turn(ANN, 12, [6, 7, 8], 60)
+    assert [pool.victim() for _ in range(5)] == [5, 4, 3, 8, 7]
+    assert set(pool.slots) == {0, 1, 2, 6}
+
+
+def test_what_an_ended_session_alone_used_leaves_first_from_its_end():
+    pool = Pool()
+    pool.turn(ANN, 10, [0, 1, 2, 3], 10)
+    pool.turn(ANN, 11, [0, 4, 5], 300)
+    pool.turn(BOB, 10, [6], None)
+    pool.uses(ANN, 10, [], None, ended=True)
+    assert [pool.victim() for _ in range(3)] == [3, 2, 1], "not what another session uses"
+    pool.turn(BOB, 10, [6], None, ended=True)  # the same name, of another tenant
+    pool.now_s += 1
+    assert pool.victim() == 6
+
+
+def test_an_ended_session_that_goes_on_has_not_ended():
+    pool = Pool()
+    pool.turn(ANN, 10, [0, 1], 10, ended=True)
+    pool.turn(ANN, 11, [2, 3], 100)
+    pool.uses(ANN, 10, [0], 10)
+    assert pool.victim() == 3
+
+
+def test_who_loads_what_an_ended_session_left_keeps_it():
+    pool = Pool()
+    pool.turn(ANN, 10, [0, 1], None, ended=True)
+    pool.turn(BOB, 10, [2], None)
+    pool.orders[0].use_without_session(pool.slots[1])
+    pool.orders[0].use_without_session(pool.slots[2])
+    assert [pool.victim() for _ in range(2)] == [0, 1], "1 in its own turn"
+
+
+def test_a_session_that_takes_over_what_an_ended_one_left_is_its_only_user():
+    pool = Pool()
+    pool.turn(ANN, 10, [0, 1], None, ended=True)
+    pool.turn(ANN, 11, [0, 1], 300)
+    pool.turn(ANN, 12, [2], 10)
+    pool.now_s += 1
+    assert pool.victim() == 1, "of the session that comes back last"
+
+
+def test_a_tenant_gives_up_no_more_than_its_turn_whatever_others_announce():
+    pool = Pool()
+    pool.turn(BOB, 10, [0, 1], None)
+    pool.turn(ANN, 10, [2, 3], 1)
+    pool.turn(ANN, 11, [4], 2)
+    assert [pool.victim() for _ in range(3)] == [0, 1, 4]
+
+
+def test_the_session_that_asks_gives_up_none_of_its_own_in_place_of_others():
+    pool = Pool()
+    pool.turn(ANN, 10, [0, 1], 10)
+    row = pool.turn(ANN, 11, [2, 3], 300)
+    assert pool.victim(row) == 1
+
+
+def test_a_late_session_is_not_expected_and_gives_first():
+    pool = Pool()
+    pool.turn(ANN, 10, [0, 1], 10)
+    pool.turn(ANN, 11, [2, 3], 3000)
+    pool.now_s += 10 + 60 + 1
+    pool.turn(ANN, 12, [4], 5000)
+    assert [pool.victim() for _ in range(3)] == [0, 1, 4], "in its own turn; and then those that are expected"
+
+
+def test_a_session_without_a_known_return_is_the_policys():
+    pool = Pool()
+    pool.turn(ANN, 10, [0, 1], None)
+    pool.turn(ANN, 11, [2, 3], 300)
+    assert [pool.victim() for _ in range(2)] == [0, 1]
+
+
+def test_room_of_its_own_comes_from_what_the_tenant_uses_later():
+    pool = Pool()
+    pool.turn(BOB, 10, [0], 10_000)
+    pool.turn(ANN, 10, [1, 2], 300)
+    soon = pool.turn(ANN, 11, [3], 60)
+    last = pool.turn(ANN, 12, [4], 301)
+    order = pool.orders[0]
+    assert pool.leave(order.own_room(soon, pool.now_s)) == 4
+    assert pool.leave(order.own_room(soon, pool.now_s)) == 2
+    assert order.own_room(last, pool.now_s) is None, "nothing of the tenant is used later"
+    pool.turn(BOB, 11, [5], None, ended=True)
+    pool.now_s += 1
+    assert order.own_room(last, pool.now_s) is None, "what ended is another tenant's"
+    pool.turn(ANN, 13, [6], None, ended=True)
+    pool.now_s += 1
+    assert pool.leave(order.own_room(last, pool.now_s)) == 6
+
+
+def test_sessions_of_one_process_count_in_another_that_planned_before():
+    pool = Pool(processes=2)
+    pool.turn(ANN, 10, [0, 1], 100)
+    pool.turn(ANN, 11, [2, 3], 50)
+    assert pool.victim(process=1) == 1
+    pool.now_s += 1
+    pool.uses(ANN, 11, [2, 3], 500)
+    assert pool.victim(process=1) == 3
+
+
+def test_a_session_that_came_back_since_the_plan_gives_nothing():
+    pool = Pool()
+    pool.turn(ANN, 10, [0, 1, 2], 300)
+    pool.turn(ANN, 11, [3, 4], 200)
+    assert pool.victim() == 2
+    pool.uses(ANN, 10, [0, 1], 5)  # within the second of the plan
+    assert pool.victim() == 4
+
+
+def test_an_entry_that_replaced_a_sessions_is_not_the_sessions():
+    pool = Pool()
+    pool.turn(ANN, 10, [0], 300)
+    pool.turn(ANN, 11, [1, 2], 200)
+    assert pool.victim() == 0
+    pool.enter(3, ANN)
+    pool.now_s += REPLAN_SECONDS
+    assert pool.victim() == 2
+
+
+def test_at_the_bound_the_tenant_with_the_most_sessions_loses_its_least_recently_used():
+    pool = Pool()
+    rows = {}
+    for number in range(ROWS - 1):
+        rows[number] = pool.uses(ANN, number, [], 10)
+        pool.now_s += 1
+    assert pool.uses(BOB, 0, [], 10) not in rows.values()
+    assert pool.uses(BOB, 1, [], 10) == rows[0]
+    assert pool.orders[0].find(ANN, 0) is None
+    assert pool.orders[0].find(ANN, 1) == rows[1]
+    ended = pool.uses(BOB, 0, [], None, ended=True)
+    assert pool.uses(BOB, 2, [], 10) == ended, "what has ended before what has not"
+    assert len(set(pool.sessions.row_number.tolist())) == ROWS
+
+
+def test_what_a_forgotten_session_used_is_nobodys():
+    pool = Pool()
+    pool.turn(ANN, 1, [0, 1], 500)
+    for number in range(2, ROWS + 2):
+        pool.now_s += 1
+        pool.uses(ANN, number, [], 10)
+    assert pool.orders[0].find(ANN, 1) is None
+    assert [pool.victim() for _ in range(2)] == [0, 1]
+
+
+names = st.integers(0, 3)
+tenants = st.sampled_from([ANN, BOB])
+dues = st.one_of(st.none(), st.integers(0, 200))
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["turn", "turn", "evict", "own", "hit", "write", "wait", "end"]),
+        tenants,
+        names,
+        dues,
+        st.integers(0, 9),
+    ),
+    max_size=60,
+)
+
+
+@given(steps=steps, hints=st.booleans())
+@settings(deadline=None)
+def test_only_entries_that_may_leave_do_and_only_of_the_tenant_whose_turn_it_is(steps, hints):
+    pool, plain = Pool(processes=2), Pool()
+    writing: set[int] = set()
+    for number, (action, tenant, name, due, amount) in enumerate(steps):
+        order = pool.orders[number % 2]
+        keys = [1000 * tenant + 100 * name + at for at in range(amount)]
+        if action in ("turn", "end"):
+            for key in keys:
+                if key not in pool.slots and len(pool.slots) < SLOTS:
+                    pool.enter(key, tenant)
+                    if not hints:
+                        plain.enter(key, tenant)
+            if hints:
+                pool.uses(tenant, name, keys, due, ended=action == "end")
+        elif action == "hit" and keys and keys[-1] in pool.slots:
+            for each in (pool, plain) if not hints else (pool,):
+                slot = each.slots[keys[-1]]
+                each.queues.frequency[slot] = min(3, each.queues.frequency[slot] + 1)
+        elif action == "write" and keys and keys[-1] in pool.slots:
+            for each in (pool, plain) if not hints else (pool,):
+                each.queues.state[each.slots[keys[-1]]] = WRITING
+            writing.add(pool.slots[keys[-1]])
+        elif action == "wait":
+            pool.now_s += amount * 20
+        elif action == "own" and (row := order.find(tenant, name)) is not None:
+            slot = order.own_room(row, pool.now_s)
+            if slot is not None:
+                assert pool.tenant[slot] == tenant
+                due_s = pool.sessions.row_due_s[row]
+                other = order._row_of(slot)
+                assert other is not None
+                late = pool.now_s > pool.sessions.row_late_s[other]
+                assert late or pool.sessions.row_ended[other] or pool.sessions.row_due_s[other] > due_s
+                pool.leave(slot)
+        elif action == "evict":
+            before = pool.queues.state.tolist().count(LIVE)
+            has_ended = order.ended_entry(pool.now_s)
+            if has_ended is not None:
+                pool.leave(has_ended)
+                continue
+            turn = pool.policy.victim(len(pool.slots))
+            assert (turn is None) == (not before), "as many as without sessions"
+            if turn is None:
+                if not hints:
+                    assert plain.victim() is None
+                continue
+            slot = order.in_place_of(turn, pool.now_s, None)
+            assert slot not in writing
+            assert pool.tenant[slot] == pool.tenant[turn]
+            if slot != turn:
+                pool.policy.spare(turn)
+                assert pool.queues.queue[turn] == MAIN
+            key = pool.leave(slot)
+            if not hints:
+                assert key == plain.victim(), "without hints the order is the policy's"
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_damage_in_the_sessions_changes_the_order_and_nothing_else(data):
+    pool = Pool()
+    for key in range(12):
+        pool.enter(key, ANN if key % 2 else BOB)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    pool.turn(ANN, 10, [1, 3, 5], 100)
+    for name in ("row_number", "row_due_s", "row_late_s", "row_ended", "slot_generation", "slot_session", "slot_place"):
+        array = getattr(pool.sessions, name)
+        if data.draw(st.booleans()):
+            high = int(np.iinfo(array.dtype).max)
+            array[:] = rng.integers(0, data.draw(st.sampled_from([2, 80, high])), len(array), dtype=array.dtype)
+    left = set()
+    while (key := pool.victim()) is not None:
+        left.add(key)
+        pool.now_s += 1
+    assert left == set(range(12))
+
+
+@pytest.mark.parametrize("life", [0, 1, (1 << 20) - 2])
+def test_a_sessions_number_is_neither_nobodys_nor_severals(life: int):
+    pool = Pool()
+    for row in range(ROWS):
+        pool.sessions.row_number[row] = life << 12 | row
+        pool.sessions.row_tenant[row] = ANN
+    row = pool.turn(BOB, 7, [0], 10)
+    number = int(pool.sessions.row_number[row])
+    assert 0 < number != SEVERAL and number != life << 12 | row
+    assert pool.orders[0].is_expected(pool.slots[0], pool.now_s)
