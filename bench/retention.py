@@ -16,7 +16,7 @@ Hit ratio: tokens in the leading run of a prompt's chunks that are in the tier, 
     lru, arc            the CPU tier's rows without sessions; ARC is vLLM's
     fifo                first in, first out
     slab                S3-FIFO behind the slab tier's admission: when full, chunks that were requested twice
-    retained_*          the CPU tier's rows with sessions:
+    retained_*, slab_*  the CPU tier's rows, the slab tier's order and admission, with sessions:
       names             requests name their session, and nothing else
       ends              and mark the last one
       mean              and announce the mean pause
@@ -44,6 +44,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from blake3 import blake3
 from traces.session import Segment, Session, Trace, Turn
 from traces.synthetic import agents
 from vllm.v1.kv_offload.base import OffloadKey
@@ -52,8 +53,9 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.tenancy import TenantContext
 from spillway_connector.plan.request_frequency import FrequencySketch
-from spillway_connector.plan.retention import SessionHint
+from spillway_connector.plan.sessions import SessionFollower, SessionHint, SessionUse, session_tag
 from spillway_connector.testing.generation import make_cpu_tier
+from spillway_connector.tiers.disk.slab.layout import SESSION_COLUMNS, PoolShape
 from spillway_connector.tiers.disk.slab.policy import (
     FREQUENCY_MAX,
     LIVE,
@@ -64,6 +66,9 @@ from spillway_connector.tiers.disk.slab.policy import (
     ghost_of,
     recently_evicted,
 )
+from spillway_connector.tiers.disk.slab.session_order import EntryArrays, SessionArrays, SessionOrder
+from spillway_connector.tiers.frame import PAGE_BYTES
+from spillway_connector.tiers.tier import NO_TENANT
 
 CHUNK_TOKENS = 128
 ROW_BYTES = 4096  # of the mapping behind the rows, which is never written
@@ -71,6 +76,16 @@ ANSWER_SECONDS = 8.0
 PAUSE_SECONDS = 30.0
 STEP_CHUNKS = 16  # stored at a time, as a prefill of 2,048 tokens a step does
 OUTPUT = Path("build/bench/retention.json")
+
+
+_made_keys: dict[str, list[OffloadKey]] = {}
+
+
+def _keys(name: str, count: int) -> list[OffloadKey]:
+    """Of a prefix; as long as vLLM's, and made once."""
+    made = _made_keys.setdefault(name, [])
+    made += [OffloadKey(blake3(f"{name}/{chunk}".encode()).digest()) for chunk in range(len(made), count)]
+    return made[:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +105,8 @@ class Request:
 
     def chunks(self, tokens: int) -> list[OffloadKey]:
         common = self.common_tokens // CHUNK_TOKENS
-        whose = ["common" if chunk < common else self.session for chunk in range(tokens // CHUNK_TOKENS)]
-        return [OffloadKey(f"{name}/{chunk}".encode()) for chunk, name in enumerate(whose)]
+        chunks = tokens // CHUNK_TOKENS
+        return _keys("common", min(common, chunks)) + _keys(self.session, chunks)[common:]
 
 
 def requests_of(trace: Trace) -> list[Request]:
@@ -243,10 +258,11 @@ class Fifo(Cache):
 
 class Slab(Cache):
     """The slab tier's own policies over arrays, without its files. Loads count as hits, as in the tier; so does each
-    request's first mention of a chunk in the admission."""
+    request's first mention of a chunk in the admission. hint: what a request says; None: no session."""
 
-    def __init__(self, chunks_max: int) -> None:
+    def __init__(self, chunks_max: int, hint: Callable[[Request], SessionHint | None]) -> None:
         super().__init__(chunks_max)
+        self._hint = hint
         self._arrays = QueueArrays(
             state=np.zeros(chunks_max, np.uint8),
             queue=np.zeros(chunks_max, np.uint8),
@@ -256,11 +272,22 @@ class Slab(Cache):
             small_used=np.zeros(1, np.uint64),
         )
         self._policy = S3Fifo(self._arrays, self._put)
+        self._generation = np.zeros(chunks_max, np.uint32)
+        shape = PoolShape(2 * PAGE_BYTES, chunks_max, 1)
+        rows = {column.name: np.zeros(shape.rows(column), column.dtype) for column in SESSION_COLUMNS}
+        self._session_arrays = SessionArrays(**rows)
+        entries = EntryArrays(self._arrays.state, np.zeros(chunks_max, np.uint64), self._generation, self._arrays.order)
+        self._sessions = SessionOrder(self._session_arrays, entries, self._put_session)
+        self._follower = SessionFollower()
+        self._now = 0.0
         self._slots: dict[OffloadKey, int] = {}
         self._keys: list[OffloadKey] = []  # by slot
         self._ghosts = np.zeros(2 * chunks_max, np.uint64)
         self._evictions = 1
         self._frequency = FrequencySketch()
+
+    def _put_session(self, name: str, at: int, value: int) -> None:
+        getattr(self._session_arrays, name)[at] = value
 
     def _put(self, name: str, at: int, value: int) -> None:
         getattr(self._arrays, name)[at] = value
@@ -273,37 +300,92 @@ class Slab(Cache):
             slot = self._slots[key]
             frequency[slot] = min(int(frequency[slot]) + 1, FREQUENCY_MAX)
         self._frequency.note(keys)
-        self._store(keys[hit:])
+        self._now = request.start_seconds
+        hint = self._hint(request)
+        if hint is not None:
+            self._follower.begin_request(NO_TENANT, hint, self._now)
+            self._use(hint, keys)
+        self._store(keys[hit:], hint)
         return hit
 
     def end(self, request: Request) -> None:
-        keys = request.chunks(request.total_tokens)[request.prompt_tokens // CHUNK_TOKENS :]
-        self._frequency.note(keys)
-        self._store(keys)
+        self._now = request.end_seconds
+        hint = self._hint(request)
+        keys = request.chunks(request.total_tokens)
+        answer = keys[request.prompt_tokens // CHUNK_TOKENS :]
+        self._frequency.note(answer)
+        self._store(answer, hint)
+        if hint is not None:
+            self._use(hint, keys)
+            self._take_in(self._follower.end_request(NO_TENANT, hint, self._now))
 
-    def _store(self, keys: Sequence[OffloadKey]) -> None:
+    def _use(self, hint: SessionHint, keys: Sequence[OffloadKey]) -> None:
+        self._take_in(self._follower.use(NO_TENANT, hint, keys, self._now))
+
+    def _take_in(self, use: SessionUse) -> None:
+        """As the tier's: in whole seconds."""
+        now_s = int(self._now)
+        row = self._sessions.use(
+            0,
+            int.from_bytes(use.session, "little"),
+            ended=use.ended,
+            due_s=None if use.due_seconds is None else now_s + round(use.due_seconds),
+            late_s=None if use.late_seconds is None else now_s + round(use.late_seconds),
+            now_s=now_s,
+        )
+        slots = np.array([self._slots.get(key, -1) for key in use.keys], np.int64)
+        places = np.flatnonzero(slots >= 0)
+        self._sessions.own(row, slots[places], places)
+
+    def _store(self, keys: Sequence[OffloadKey], hint: SessionHint | None) -> None:
         full = len(self._keys) == self.chunks_max
+        expected = hint is not None and self._follower.is_expected(NO_TENANT, hint)
+        row = None if hint is None else self._sessions.find(0, int.from_bytes(session_tag(hint), "little"))
         for key, times in zip(keys, self._frequency.estimate(keys).tolist(), strict=True):
-            if key in self._slots or (full and times < 2):
+            rare = full and times < 2
+            if key in self._slots or (rare and not expected):
                 continue
-            fingerprint = hash(key) & (1 << 64) - 1
             if len(self._keys) < self.chunks_max:
-                slot = len(self._keys)
+                slot: int | None = len(self._keys)
                 self._keys.append(key)
             else:
-                victim = self._policy.victim(self.chunks_max)
-                assert victim is not None
-                slot = victim
-                self._policy.remove(slot)
-                gone = hash(self._keys[slot]) & (1 << 64) - 1
-                self._ghosts[gone % len(self._ghosts)] = ghost_of(gone, self._evictions)
-                self._evictions += 1
-                del self._slots[self._keys[slot]]
+                slot = self._victim(row, rare)
+                if slot is None:
+                    continue
+                self._evict(slot)
                 self._keys[slot] = key
+            assert slot is not None
+            fingerprint = hash(key) & (1 << 64) - 1
             known = recently_evicted(self._ghosts, fingerprint, self._evictions, self.chunks_max)
             self._arrays.state[slot] = LIVE
+            self._generation[slot] += 1
             self._policy.enter(slot, MAIN if known else SMALL)
             self._slots[key] = slot
+            if row is not None:
+                self._sessions.claimed(row, slot)
+
+    def _victim(self, row: int | None, rare: bool) -> int | None:
+        """As SlotClaims chooses it."""
+        now_s = int(self._now)
+        if rare:
+            assert row is not None
+            return self._sessions.own_room(row, now_s)
+        ended = self._sessions.ended_entry(now_s)
+        if ended is not None:
+            return ended
+        victim = self._policy.victim(self.chunks_max)
+        assert victim is not None
+        leaving = self._sessions.in_place_of(victim, now_s, row)
+        if leaving != victim:
+            self._policy.spare(victim)
+        return leaving
+
+    def _evict(self, slot: int) -> None:
+        self._policy.remove(slot)
+        gone = hash(self._keys[slot]) & (1 << 64) - 1
+        self._ghosts[gone % len(self._ghosts)] = ghost_of(gone, self._evictions)
+        self._evictions += 1
+        del self._slots[self._keys[slot]]
 
 
 class Limit(Cache):
@@ -372,14 +454,20 @@ HINTS: dict[str, Callable[[Request], SessionHint | None]] = {
     "retained_half": _half,
     "retained_announced": _announced,
 }
-MODELS: dict[str, type[Cache]] = {"fifo": Fifo, "slab": Slab, "limit": Limit}  # type: ignore[type-abstract]
-POLICIES = ("fifo", "slab", "arc", *HINTS, "limit")
+SLAB_HINTS = {"slab": HINTS["lru"]} | {
+    name.replace("retained", "slab"): hint for name, hint in HINTS.items() if name != "lru"
+}
+MODELS: dict[str, type[Cache]] = {"fifo": Fifo, "limit": Limit}  # type: ignore[type-abstract]
+POLICIES = ("fifo", "arc", *HINTS, *SLAB_HINTS, "limit")
 
 
 @contextmanager
 def opened(policy: str, chunks_max: int) -> Iterator[Cache]:
     if policy in MODELS:
         yield MODELS[policy](chunks_max)
+        return
+    if policy in SLAB_HINTS:
+        yield Slab(chunks_max, SLAB_HINTS[policy])
         return
     region = HostRegion(region_path(f"bench-retention-{os.getpid()}"), chunks_max, ROW_BYTES)
     region.unlink_name()
