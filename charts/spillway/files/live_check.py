@@ -334,7 +334,9 @@ def long_prompt(model: Mapping[str, Any]) -> str:
 
 
 def complete(engine: str, model: Mapping[str, Any], key: str, prompt: str) -> None:
-    ask(f"{engine}/v1/completions", key, {"model": model["name"], "prompt": prompt, "max_tokens": 1})
+    """Of an engine with data parallel ranks always the first: each counts and reports for itself."""
+    rank = {"x-data-parallel-rank": "0"} if model["settings"].get("dataParallelSize", 1) > 1 else {}
+    ask(f"{engine}/v1/completions", key, {"model": model["name"], "prompt": prompt, "max_tokens": 1}, rank)
 
 
 def wait_for_growth(  # noqa: PLR0917
@@ -364,8 +366,10 @@ def series_sum(engine: str, name: str, **labels: str) -> float:
     )
 
 
-def ask(url: str, key: str, body: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], Mapping[str, str]]:
-    headers = {"content-type": "application/json", **bearer(key)}
+def ask(
+    url: str, key: str, body: Mapping[str, Any] | None = None, more: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], Mapping[str, str]]:
+    headers = {"content-type": "application/json", **bearer(key), **(more or {})}
     try:
         with open_url(url, REQUEST_SECONDS, None if body is None else json.dumps(body).encode(), headers) as reply:
             return json.load(reply), reply.headers

@@ -38,7 +38,11 @@ the binding is off, as vllm-ascend would give it up after the start, with a warn
 {{- range $item := .engines -}}
 {{- $engine := $item.engine -}}{{- $path := $item.path -}}{{- $accelerator := $engine.accelerator -}}
 {{- $ports := dict "port" (int64 $engine.port) -}}
-{{- if $engine.kvEvents.enabled -}}{{- $_ := set $ports "kvEvents.port" (int64 $engine.kvEvents.port) -}}{{- $_ = set $ports "kvEvents.replayPort" (int64 $engine.kvEvents.replayPort) -}}{{- end -}}
+{{- range include "spillway.eventPorts" $engine | fromYamlArray -}}
+{{- $key := printf "kvEvents.%s" (regexMatch "^kv-events" .name | ternary "port" "replayPort") -}}
+{{- $rank := regexFind "[0-9]+$" .name -}}
+{{- $_ := set $ports (eq $rank "" | ternary $key (printf "%s + %s" $key $rank)) (int64 .port) -}}
+{{- end -}}
 {{- $hccl := include "spillway.hcclPorts" $item | fromYamlArray -}}
 {{- if $hccl -}}
 {{- $first := index $hccl 0 | int64 -}}{{- $last := index $hccl 1 | int64 -}}

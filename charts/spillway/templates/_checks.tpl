@@ -29,6 +29,7 @@
 {{- if hasKey $ports $text -}}{{- $texts = append $texts (printf "%s.%s: %s is also %s; give each its own port" $path $key $text (get $ports $text)) -}}{{- end -}}
 {{- $_ := set $ports $text $key -}}
 {{- end -}}
+{{- $texts = concat $texts (include "spillway.rankPortProblems" $item | fromYamlArray) -}}
 
 {{- if and $engine.autoscaling.enabled (gt (int64 $engine.autoscaling.minReplicas) (int64 $engine.autoscaling.maxReplicas)) -}}
 {{- $texts = append $texts (printf "%s.autoscaling: minReplicas: %d is more than maxReplicas: %d; lower the first or raise the second" $path (int64 $engine.autoscaling.minReplicas) (int64 $engine.autoscaling.maxReplicas)) -}}
@@ -47,6 +48,7 @@
 {{- $ranks := include "spillway.ranks" $engine | int64 -}}
 {{- if lt (int64 $item.accelerator.count) $ranks -}}
 {{- $stages := int64 $engine.pipelineParallelSize | eq 1 | ternary "" (printf " x pipelineParallelSize: %d" (int64 $engine.pipelineParallelSize)) -}}
+{{- $stages = int64 $engine.dataParallelSize | eq 1 | ternary $stages (printf "%s x dataParallelSize: %d" $stages (int64 $engine.dataParallelSize)) -}}
 {{- $texts = append $texts (printf "%s.accelerator.count: %d devices for tensorParallelSize: %d%s ranks; each rank needs one: set count >= %d or null" $path (int64 $item.accelerator.count) (int64 $engine.tensorParallelSize) $stages $ranks) -}}
 {{- end -}}
 {{- $variantIs310 := hasPrefix "310p" $engine.image.variant -}}

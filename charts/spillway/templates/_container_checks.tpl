@@ -18,7 +18,7 @@
 {{- $mounts := include "spillway.engineMounts" (dict "root" $root "item" $own) | fromYamlArray -}}
 {{- $names := list -}}{{- range $mounts -}}{{- $names = append $names .name -}}{{- end -}}
 {{- $ports := dict "http" (int64 $item.engine.port) -}}
-{{- if $item.engine.kvEvents.enabled -}}{{- $_ := set $ports "kv-events" (int64 $item.engine.kvEvents.port) -}}{{- $_ = set $ports "kv-replay" (int64 $item.engine.kvEvents.replayPort) -}}{{- end -}}
+{{- range include "spillway.eventPorts" $item.engine | fromYamlArray -}}{{- $_ := set $ports .name (int64 .port) -}}{{- end -}}
 {{- $pods = append $pods (dict "path" $item.path "section" $item.engine "volumes" $names "ports" $ports "mounts" $mounts) -}}
 {{- $texts = concat $texts (include "spillway.mountProblems" (dict "path" $item.path "mounts" $mounts) | fromYamlArray) -}}
 {{- end -}}

@@ -14,6 +14,31 @@ start-engine.sh: |
 {{- end }}
 {{- end -}}
 
+{{/* engine -> name and number of the ports of KV events, as a YAML list: of each data parallel rank two. */}}
+{{- define "spillway.eventPorts" -}}
+{{- $ports := list -}}
+{{- if .kvEvents.enabled -}}
+{{- range $rank := until (int .dataParallelSize) -}}
+{{- $end := eq $rank 0 | ternary "" (printf "-%d" $rank) -}}
+{{- $ports = append $ports (dict "name" (printf "kv-events%s" $end) "port" (add (int64 $.kvEvents.port) $rank)) -}}
+{{- $ports = append $ports (dict "name" (printf "kv-replay%s" $end) "port" (add (int64 $.kvEvents.replayPort) $rank)) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $ports -}}
+{{- end -}}
+
+{{/* engine -> the same ports in a NetworkPolicy, which takes a range by numbers alone. */}}
+{{- define "spillway.eventPolicyPorts" -}}
+{{- $more := sub (int64 .dataParallelSize) 1 -}}
+{{- if and .kvEvents.enabled (eq $more 0) -}}
+- {protocol: TCP, port: kv-events}
+- {protocol: TCP, port: kv-replay}
+{{- else if .kvEvents.enabled -}}
+- {protocol: TCP, port: {{ int64 .kvEvents.port }}, endPort: {{ add (int64 .kvEvents.port) $more }}}
+- {protocol: TCP, port: {{ int64 .kvEvents.replayPort }}, endPort: {{ add (int64 .kvEvents.replayPort) $more }}}
+{{- end -}}
+{{- end -}}
+
 {{/* item -> seconds from SIGTERM's decision to SIGKILL: every phase of spillway_engine.launch, and some to spare. */}}
 {{- define "spillway.engineGraceSeconds" -}}
 {{- $lifecycle := .engine.lifecycle -}}

@@ -21,6 +21,7 @@
 {{- end -}}
 {{- end -}}
 {{- $texts = concat $texts (include "spillway.pipelineProblems" $item | fromYamlArray) -}}
+{{- $texts = concat $texts (include "spillway.dataParallelProblems" $item | fromYamlArray) -}}
 {{- $maxLength := int64 $engine.model.maxLength -}}
 {{- $stretched := hasKey $engine.extraEnv "VLLM_ALLOW_LONG_MAX_MODEL_LEN" -}}
 {{- range $engine.extraArgs -}}{{- if regexMatch "^--(hf|rope)[-_]" . -}}{{- $stretched = true -}}{{- end -}}{{- end -}}
@@ -85,6 +86,49 @@
 {{- $texts = append $texts (printf "%s.extraArgs: --distributed-executor-backend: %q cannot run pipelineParallelSize: %d in one pod; remove it, and vLLM takes mp" $path $executor $stages) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $texts -}}
+{{- end -}}
+
+{{/* item -> list of texts: what does not go with several data parallel ranks. */}}
+{{- define "spillway.dataParallelProblems" -}}
+{{- $engine := .engine -}}{{- $path := .path -}}{{- $cores := int64 $engine.dataParallelSize -}}{{- $stages := int64 $engine.pipelineParallelSize -}}
+{{- $texts := list -}}
+{{- if gt $cores 1 -}}
+{{- if gt $stages 1 -}}
+{{- $texts = append $texts (printf "%s.pipelineParallelSize: %d and dataParallelSize: %d: stages are not proven with data parallel ranks; set pipelineParallelSize: 1 or dataParallelSize: 1" $path $stages $cores) -}}
+{{- end -}}
+{{- range list "layerwiseLoads" "computeWhileLoading" -}}
+{{- if and $engine.offload.enabled (eq (include "spillway.onOff" (index $engine.offload .)) "on") -}}
+{{- $texts = append $texts (printf "%s.offload.%s: on changes the steps of one rank, but the ranks of dataParallelSize: %d step together where the model is a mixture of experts; set it to off, or dataParallelSize: 1" $path . $cores) -}}
+{{- end -}}
+{{- end -}}
+{{- with (default dict $engine.kvTransfer).connector -}}
+{{- $texts = append $texts (printf "%s.kvTransfer: %s is not proven with dataParallelSize: %d; remove it, or set dataParallelSize: 1" $path . $cores) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $texts -}}
+{{- end -}}
+
+{{/* item -> list of texts: vLLM publishes the events of data parallel rank r at both ports + r. */}}
+{{- define "spillway.rankPortProblems" -}}
+{{- $engine := .engine -}}{{- $path := .path -}}{{- $cores := int64 $engine.dataParallelSize -}}{{- $http := int64 $engine.port -}}
+{{- $texts := list -}}
+{{- if and $engine.kvEvents.enabled (gt $cores 1) -}}
+{{- $events := int64 $engine.kvEvents.port -}}{{- $replays := int64 $engine.kvEvents.replayPort -}}
+{{- range $key, $first := dict "port" $events "replayPort" $replays -}}
+{{- $last := sub (add $first $cores) 1 -}}
+{{- if gt $last 65535 -}}
+{{- $texts = append $texts (printf "%s.kvEvents.%s: %d with dataParallelSize: %d, whose last rank would use %d; set it to %d or less" $path $key $first $cores $last (sub 65536 $cores)) -}}
+{{- end -}}
+{{- if and (gt $http $first) (le $http $last) -}}
+{{- $texts = append $texts (printf "%s.port: %d is among %d to %d, kvEvents.%s of the ranks of dataParallelSize: %d; choose one outside" $path $http $first $last $key $cores) -}}
+{{- end -}}
+{{- end -}}
+{{- $apart := sub (max $events $replays) (min $events $replays) -}}
+{{- if and (gt $apart 0) (lt $apart $cores) -}}
+{{- $texts = append $texts (printf "%s.kvEvents: port: %d and replayPort: %d are %d apart, and rank r of dataParallelSize: %d uses both + r; set them %d or more apart" $path $events $replays $apart $cores $cores) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $texts -}}

@@ -33,7 +33,7 @@ processes, staging, page cache and margin.
 
 {{/* engine -> workers of one replica; each has a device of its own. */}}
 {{- define "spillway.ranks" -}}
-{{- mul (int64 .tensorParallelSize) (int64 .pipelineParallelSize) -}}
+{{- mul (int64 .tensorParallelSize) (int64 .pipelineParallelSize) (int64 .dataParallelSize) -}}
 {{- end -}}
 
 {{/* (engine, path, platform, shape, problems, out): every figure of one replica's memory into out. */}}
@@ -55,7 +55,9 @@ processes, staging, page cache and margin.
 {{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.model.kvCacheDtype: %s keeps a scale for each head, and this model's latent cache (MLA) has no heads; set it to auto or fp8" $path $kvDtype)) -}}
 {{- end -}}
 {{- $tensorRanks := int64 $engine.tensorParallelSize -}}{{- $stages := int64 $engine.pipelineParallelSize -}}
-{{- $ranks := include "spillway.ranks" $engine | int64 -}}
+{{- $allRanks := include "spillway.ranks" $engine | int64 -}}
+{{- /* Every data parallel rank is an engine core with a device cache, a CPU tier, weights and queues of its own. */ -}}
+{{- $cores := int64 $engine.dataParallelSize -}}{{- $ranks := mul $tensorRanks $stages -}}
 {{- /* Of the stage with the most layers: in a row of the CPU tier every stage has its room. */ -}}
 {{- $layers := div (add (int64 $shape.layers) (sub $stages 1)) $stages -}}
 {{- $rankTokenBytes := 0 -}}
@@ -82,12 +84,13 @@ processes, staging, page cache and margin.
 {{- end -}}
 {{- $_ := set $out "deviceBlocks" $deviceBlocks -}}
 {{- end -}}
-{{- $deviceBytes := ternary (mul (default 0 $deviceBlocks) $rankTokenBytes $ranks $blockSize) 0 $onCpu -}}
+{{- $deviceBytes := ternary (mul (default 0 $deviceBlocks) $rankTokenBytes $allRanks $blockSize) 0 $onCpu -}}
 {{- $weightBytes := 0 -}}
 {{- if $onCpu -}}
 {{- $weightBytes = int64 (include "spillway.bytes" (dict "value" $shape.weightBytes "path" (printf "%s.model.shape.weightBytes" $path))) -}}
 {{- /* Quantised weights stay as the files have them, or become smaller. */ -}}
 {{- if not $engine.model.quantization -}}{{- $weightBytes = div (mul $weightBytes $element) (get $elementBytes $shape.dtype | default 2) -}}{{- end -}}
+{{- $weightBytes = mul $weightBytes $cores -}}
 {{- end -}}
 
 {{- /* CPU tier: rows of one chunk over all ranks, rounded up to a page. */ -}}
@@ -113,35 +116,36 @@ processes, staging, page cache and margin.
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- $tierBytes := mul $chunks $rowBytes -}}
+{{- $tierBytes := mul $chunks $rowBytes $cores -}}
+{{- $times := eq $cores 1 | ternary "" (printf "%d ranks x " $cores) -}}
 {{- /* vLLM's own queues: about 40 MiB for the server and each rank are ever touched, 160 + 240 per rank are mapped. */ -}}
-{{- $queueBytes := mul 41943040 (add1 $ranks) -}}
+{{- $queueBytes := mul 41943040 (add1 $ranks) $cores -}}
 {{- $sharedNeeded := add $tierBytes $queueBytes -}}
-{{- $sharedComfortable := div (mul (add $tierBytes 167772160 (mul 251658240 $ranks)) 110) 100 -}}
+{{- $sharedComfortable := div (mul (add $tierBytes (mul $cores (add 167772160 (mul 251658240 $ranks)))) 110) 100 -}}
 {{- $shared := $sharedComfortable -}}
 {{- if $engine.memory.sharedMemory -}}
 {{- $shared = int64 (include "spillway.bytes" (dict "value" $engine.memory.sharedMemory "path" (printf "%s.memory.sharedMemory" $path))) -}}
 {{- if and (lt $shared $sharedNeeded) (not $engine.memory.force) -}}
-{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.memory.sharedMemory: %s cannot hold the CPU tier of %s (%d chunks x %s) and queues of %s; set it to %s or more, null to have it computed, or %s <= %s" $path (include "spillway.bytesText" $shared) (include "spillway.bytesText" $tierBytes) $chunks (include "spillway.bytesText" $rowBytes) (include "spillway.bytesText" $queueBytes) (include "spillway.quantity" $sharedNeeded) $tierKey (include "spillway.tierFitting" (dict "key" $tierKey "rowBytes" $rowBytes "free" (sub $shared $queueBytes))))) -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.memory.sharedMemory: %s cannot hold the CPU tier of %s (%s%d chunks x %s) and queues of %s; set it to %s or more, null to have it computed, or %s <= %s" $path (include "spillway.bytesText" $shared) (include "spillway.bytesText" $tierBytes) $times $chunks (include "spillway.bytesText" $rowBytes) (include "spillway.bytesText" $queueBytes) (include "spillway.quantity" $sharedNeeded) $tierKey (include "spillway.tierFitting" (dict "key" $tierKey "rowBytes" $rowBytes "free" (div (sub $shared $queueBytes) $cores))))) -}}
 {{- end -}}
 {{- end -}}
 
 {{- /* What the engine itself reckons with at its start, and what this pod reserves. */ -}}
-{{- $engineNeeds := add (mul 2411724800 $ranks) $sharedNeeded $deviceBytes $weightBytes -}}
+{{- $engineNeeds := add (mul 2411724800 $allRanks) $sharedNeeded $deviceBytes $weightBytes -}}
 {{- $processText := ternary "2560MiB" "8GiB" $onCpu -}}
-{{- $processBytes := mul $ranks (int64 (include "spillway.bytes" (dict "value" (default $processText $engine.memory.processPerRank) "path" (printf "%s.memory.processPerRank" $path)))) -}}
+{{- $processBytes := mul $allRanks (int64 (include "spillway.bytes" (dict "value" (default $processText $engine.memory.processPerRank) "path" (printf "%s.memory.processPerRank" $path)))) -}}
 {{- $tier := $offload.sharedTier -}}
 {{- $stagingBytes := 0 -}}
 {{- if and $offload.enabled (ne $tier.type "none") -}}
 {{- /* Each thread: a chunk in flight, one on its way to or from the store, and a sealed one. */ -}}
-{{- $stagingBytes = mul (int64 $tier.ioThreads) (ternary 3 2 $tier.encryption.enabled) $rowBytes -}}
+{{- $stagingBytes = mul (int64 $tier.ioThreads) (ternary 3 2 $tier.encryption.enabled) $rowBytes $cores -}}
 {{- if eq $tier.type "nvme" -}}
 {{- $stagingBytes = add $stagingBytes (int64 (include "spillway.bytes" (dict "value" $engine.memory.pageCache "path" (printf "%s.memory.pageCache" $path)))) -}}
 {{- end -}}
 {{- end -}}
 {{- $sum := add $sharedNeeded $processBytes $deviceBytes $weightBytes $stagingBytes -}}
 {{- $needed := max $engineNeeds (div (mul $sum (add 100 (int64 $engine.memory.marginPercent))) 100) -}}
-{{- $arithmetic := printf "CPU tier %s (%d chunks x %s) + queues %s + processes %s (%s)" (include "spillway.bytesText" $tierBytes) $chunks (include "spillway.bytesText" $rowBytes) (include "spillway.bytesText" $queueBytes) (include "spillway.bytesText" $processBytes) (eq (int64 $ranks) 1 | ternary "1 rank" (printf "%d ranks" (int64 $ranks))) -}}
+{{- $arithmetic := printf "CPU tier %s (%s%d chunks x %s) + queues %s + processes %s (%s)" (include "spillway.bytesText" $tierBytes) $times $chunks (include "spillway.bytesText" $rowBytes) (include "spillway.bytesText" $queueBytes) (include "spillway.bytesText" $processBytes) (eq $allRanks 1 | ternary "1 rank" (printf "%d ranks" $allRanks)) -}}
 {{- if $onCpu -}}{{- $arithmetic = printf "%s + device blocks %s + weights %s" $arithmetic (include "spillway.bytesText" $deviceBytes) (include "spillway.bytesText" $weightBytes) -}}{{- end -}}
 {{- if $stagingBytes -}}{{- $arithmetic = printf "%s + shared tier's buffers %s" $arithmetic (include "spillway.bytesText" $stagingBytes) -}}{{- end -}}
 {{- $arithmetic = printf "%s + %d %% margin = %s" $arithmetic (int64 $engine.memory.marginPercent) (include "spillway.bytesText" $needed) -}}
@@ -154,10 +158,11 @@ processes, staging, page cache and margin.
 {{- $limit = int64 (include "spillway.bytes" (dict "value" $engine.memory.limit "path" (printf "%s.memory.limit" $path))) -}}
 {{- if and (lt $limit $needed) (not $engine.memory.force) -}}
 {{- $rest := sub (div (mul $limit 100) (add 100 (int64 $engine.memory.marginPercent))) (sub $sum $tierBytes) -}}
-{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.memory.limit: %s is too little: %s; set memory.limit >= %s, null to have it computed, or %s <= %s" $path (include "spillway.bytesText" $limit) $arithmetic (include "spillway.quantity" $needed) $tierKey (include "spillway.tierFitting" (dict "key" $tierKey "rowBytes" $rowBytes "free" $rest)))) -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.memory.limit: %s is too little: %s; set memory.limit >= %s, null to have it computed, or %s <= %s" $path (include "spillway.bytesText" $limit) $arithmetic (include "spillway.quantity" $needed) $tierKey (include "spillway.tierFitting" (dict "key" $tierKey "rowBytes" $rowBytes "free" (div $rest $cores))))) -}}
 {{- end -}}
 {{- end -}}
 
+{{- if gt $cores 1 -}}{{- $_ := set $out "dataParallelRanks" $cores -}}{{- end -}}
 {{- range $key, $value := dict "dtype" $dtype "kvDtype" $kvDtype "bytesPerToken" $tokenBytes "bytesPerBlock" $blockBytes "chunkTokens" $chunkTokens "cpuChunks" $chunks "cpuRowBytes" $rowBytes "cpuTierBytes" $tierBytes "cpuTierTokens" (mul $chunks $chunkTokens) "sharedMemoryNeededBytes" $sharedNeeded "sharedMemoryBytes" $shared "engineNeedsBytes" $engineNeeds "podNeedsBytes" $needed "memoryLimitBytes" $limit "arithmetic" $arithmetic -}}
 {{- $_ := set $out $key $value -}}
 {{- end -}}

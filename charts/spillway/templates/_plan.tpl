@@ -135,6 +135,7 @@ nothing can be concluded from such values. */}}
   "blockSize" $engine.blockSize
   "tensorParallelSize" $engine.tensorParallelSize
   "pipelineParallelSize" $engine.pipelineParallelSize
+  "dataParallelSize" $engine.dataParallelSize
   "platform" .item.platform
   "kvEvents" (dict "enabled" $engine.kvEvents.enabled "port" $engine.kvEvents.port "replayPort" $engine.kvEvents.replayPort)
   "extraArgs" $engine.extraArgs
@@ -195,13 +196,14 @@ nothing can be concluded from such values. */}}
 {{/* (root, item, model): where the gateway finds this group, into model. */}}
 {{- define "spillway.discovery" -}}
 {{- $root := .root -}}{{- $item := .item -}}
-{{- $events := $item.engine.kvEvents -}}
+{{- $events := $item.engine.kvEvents -}}{{- $ranks := int64 $item.engine.dataParallelSize -}}
 {{- if eq $root.Values.gateway.discovery.type "kubernetes" -}}
 {{- $service := dict "service" $item.headless "namespace" (include "spillway.namespace" $root) "port" "http" -}}
 {{- if $events.enabled -}}
 {{- $_ := set $service "kvEventsPort" "kv-events" -}}
 {{- $_ = set $service "kvReplayPort" "kv-replay" -}}
 {{- end -}}
+{{- if gt $ranks 1 -}}{{- $_ := set $service "dataParallelRanks" $ranks -}}{{- end -}}
 {{- $_ := set .model "discovery" (dict "kubernetes" $service) -}}
 {{- else if eq $root.Values.gateway.discovery.type "dns" -}}
 {{- $name := dict "name" (printf "%s.%s.svc.%s" $item.headless (include "spillway.namespace" $root) $root.Values.clusterDomain) "port" $item.engine.port -}}
@@ -209,6 +211,7 @@ nothing can be concluded from such values. */}}
 {{- $_ := set $name "kvEventsPort" $events.port -}}
 {{- $_ = set $name "kvReplayPort" $events.replayPort -}}
 {{- end -}}
+{{- if gt $ranks 1 -}}{{- $_ := set $name "dataParallelRanks" $ranks -}}{{- end -}}
 {{- $_ := set .model "discovery" (dict "dns" $name) -}}
 {{- else -}}
 {{- $engines := list -}}
@@ -219,6 +222,7 @@ nothing can be concluded from such values. */}}
 {{- $_ := set $engine "kvEvents" (printf "tcp://%s:%d" $host (int64 $events.port)) -}}
 {{- $_ = set $engine "kvReplay" (printf "tcp://%s:%d" $host (int64 $events.replayPort)) -}}
 {{- end -}}
+{{- if gt $ranks 1 -}}{{- $_ := set $engine "dataParallelRanks" $ranks -}}{{- end -}}
 {{- $engines = append $engines $engine -}}
 {{- end -}}
 {{- $_ := set .model "engines" $engines -}}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from ctl_media import FileMedium
-from test_findings import CONFIG, GATEWAY_PAGE, PAGE, held
+from test_findings import CONFIG, GATEWAY_PAGE, PAGE, RANKS, held, of_ranks
 
 from spillway_ctl import readings
 from spillway_ctl.command import main
@@ -27,6 +27,7 @@ class Server:
 
     def __init__(self, answers: Answers, key: str = "") -> None:
         self.answers, self.asked, self.key = answers, [], key
+        self.ranks: list[str | None] = []  # that requests with a body named
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -35,6 +36,7 @@ class Server:
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["content-length"]))
+                outer.ranks.append(self.headers["x-data-parallel-rank"])
                 self._answer()
 
             def _answer(self) -> None:
@@ -118,6 +120,30 @@ def test_a_healthy_release_is_a_table_of_ok(serve, tmp_path: Path, capsys: pytes
     assert any(line.startswith("event stream") and "engine-0" in line and "lag 0." in line for line in lines)
     assert any(line.startswith("tier rates") and "MiB" in line for line in lines)
     assert engine.asked.count("/v1/completions") == 2, "one to take in what happened before, one that is judged"
+
+
+def test_every_data_parallel_rank_of_a_discovered_engine_is_asked(serve, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = engine_answers()
+    answers["/spillway/config"] = RANKS
+    answers["/metrics"] = PAGE + of_ranks(held(), held())
+    engine = serve(answers)
+    batches = iter(range(1000))
+
+    def page() -> str:
+        return GATEWAY_PAGE + "".join(
+            f'spillway_gateway_events_connected{{engine="engine-0/dp{rank}"}} 1\n'
+            f'spillway_gateway_event_batches_total{{engine="engine-0/dp{rank}"}} {next(batches)}\n'
+            for rank in range(2)
+        )
+
+    engines = [{"name": f"engine-0/dp{rank}", "url": engine.url} for rank in range(2)]
+    config = {"settings": {"models": [{"name": "m"}]}, "discovered": {"m": {"engines": engines}}}
+    status, out = run(capsys, "--gateway", serve({"/spillway/config": config, "/metrics": page}).url, "--json")
+    assert status == 0, out
+    found = {each["check"]: each for each in json.loads(out)["findings"] if each["where"] == "engine-0"}
+    assert found["devices"]["verdict"] == "ok"
+    assert "lag 0." in found["event stream"]["found"]
+    assert [rank for rank in engine.ranks if rank is not None] == ["0", "1"] * 2
 
 
 def test_a_failure_is_exit_status_1_with_its_remedy(serve, capsys: pytest.CaptureFixture[str]) -> None:

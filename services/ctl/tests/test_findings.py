@@ -273,3 +273,52 @@ def test_labels_with_quotes_and_commas_are_read() -> None:
     page = Exposition('x{a="one, \\"two\\"",b="}"} 2 1700000000000\nx{a="other"} +Inf\n# TYPE x gauge\nx 3e2\n')
     assert page.series("x", a='one, "two"') == [({"a": 'one, "two"', "b": "}"}, 2.0)]
     assert page.total("y") is None
+
+
+RANKS = changed("settings", "dataParallelSize", value=2)
+
+
+def of_ranks(*pages: str) -> str:
+    """Settings of each data parallel rank's processes, as vLLM labels them."""
+    return "".join(page.replace("{process=", f'{{engine="{rank}",process=') for rank, page in enumerate(pages))
+
+
+def gateway_of_ranks(*connected: int) -> GatewayReading:
+    page = GATEWAY_PAGE.replace(CONNECTED, "") + "".join(
+        f'spillway_gateway_events_connected{{engine="engine-0/dp{rank}",model="m"}} {value}\n'
+        f'spillway_gateway_event_gaps_total{{engine="engine-0/dp{rank}"}} {rank + 1}\n'
+        for rank, value in enumerate(connected)
+    )
+    return gateway(page, page)
+
+
+def test_processes_of_every_data_parallel_rank_are_expected() -> None:
+    whole = engine(settings=of_ranks(held(), held()), config=RANKS)
+    devices = found("devices", whole)
+    assert devices.verdict is Verdict.OK
+    assert "worker-0 of rank 0, worker-0 of rank 1, worker-1 of rank 0, worker-1 of rank 1" in devices.found
+
+    half = found("devices", engine(settings=of_ranks(held()), config=RANKS))
+    assert half.verdict is Verdict.FAILED
+    assert "tensorParallelSize is 2, dataParallelSize is 2: 4 workers should report" in half.change
+
+
+def test_a_rank_that_holds_another_setting_is_named() -> None:
+    other = of_ranks(held(), held({**CORE, "cpu_blocks": "50", "chunk_tokens": "128"}))
+    assert "EngineCore of rank 1 50" in found("CPU blocks", engine(settings=other, config=RANKS)).found
+    chunks = found("chunk size", engine(settings=other, config=RANKS))
+    assert chunks.verdict is Verdict.FAILED
+    assert chunks.found == "EngineCore of rank 0 256, EngineCore of rank 1 128; started with 256"
+
+
+def test_the_events_of_every_data_parallel_rank_are_followed() -> None:
+    reading = engine(settings=of_ranks(held(), held()), config=RANKS)
+    followed = found("event stream", reading, front=gateway_of_ranks(1, 1))
+    assert followed.verdict is Verdict.OK
+    assert "(3 and 0 since the start)" in followed.found
+
+    silent = found("event stream", reading, front=gateway_of_ranks(1, 0))
+    assert (silent.verdict, silent.found) == (Verdict.FAILED, "engine-0/dp1 not followed by the gateway")
+    unknown = found("event stream", reading, front=gateway_of_ranks(1))
+    assert (unknown.verdict, unknown.found) == (Verdict.FAILED, "engine-0/dp1 not followed by the gateway")
+    assert "the gateway's dataParallelRanks has to be 2" in unknown.change

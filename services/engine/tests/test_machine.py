@@ -1,6 +1,8 @@
 from pathlib import Path
 
-from spillway_engine.machine import cgroup_memory_free, cpu_flags, probe_machine
+import pytest
+
+from spillway_engine.machine import cgroup_memory_free, cpu_flags, memory_nodes, probe_machine
 
 
 def limit(folder: Path, maximum: str, current: int, stat: str = "") -> None:
@@ -14,6 +16,19 @@ def test_flags_of_either_architecture() -> None:
     assert "avx512_bf16" in cpu_flags("processor : 0\nflags\t\t: fpu avx2 avx512_bf16\n")
     assert "bf16" in cpu_flags("processor : 0\nFeatures\t: fp asimd bf16\n")
     assert cpu_flags("") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("status", "nodes"),
+    [
+        ("Name:\tx\nMems_allowed_list:\t0\n", 1),
+        ("Mems_allowed_list:\t0,2-3\nx", 3),
+        ("Mems_allowed_list:\t\n", 1),
+        ("", 1),
+    ],
+)
+def test_nodes_of_memory(status: str, nodes: int) -> None:
+    assert memory_nodes(status) == nodes
 
 
 def test_the_tightest_cgroup_decides(tmp_path: Path) -> None:
@@ -40,5 +55,6 @@ def test_this_machine_has_memory_and_cores() -> None:
 
     assert machine.platform == "cpu"
     assert machine.cores
+    assert machine.memory_nodes >= 1
     assert machine.memory_available_bytes > 0
     assert 0 <= machine.shared_memory_free_bytes <= machine.shared_memory_total_bytes

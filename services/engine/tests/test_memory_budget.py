@@ -242,11 +242,34 @@ def test_rows_hold_their_chunks_and_are_whole_pages(
         assert budget.shared_memory_needed_bytes <= machine.shared_memory_free_bytes
 
 
-@given(shape=shapes, machine=machines, chunks=st.integers(2, 100_000))
-def test_following_the_advice_ends_in_a_start(shape: ModelShape, machine: Machine, chunks: int) -> None:
+@given(shape=shapes, machine=machines, cores=st.integers(2, 8), ranks=st.sampled_from([1, 2]))
+def test_every_data_parallel_rank_needs_what_an_engine_needs(
+    shape: ModelShape, machine: Machine, cores: int, ranks: int
+) -> None:
+    tree = {"model": {"path": "/m"}, "deviceBlocks": 65, "tensorParallelSize": ranks, "offload": {"numCpuBlocks": 9}}
+    one, several = (
+        plan_memory(read_settings(EngineSettings, {**tree, "dataParallelSize": size}), shape, machine)
+        for size in (1, cores)
+    )
+
+    assert (several.device_blocks, several.cpu_chunks, several.cpu_row_bytes) == (65, 9, one.cpu_row_bytes)
+    assert (several.bytes_per_token, several.cpu_tier_tokens) == (one.bytes_per_token, one.cpu_tier_tokens)
+    assert several.cpu_tier_bytes == cores * one.cpu_tier_bytes
+    assert several.shared_memory_needed_bytes == cores * one.shared_memory_needed_bytes
+    assert several.memory_needed_bytes == cores * one.memory_needed_bytes
+
+
+@given(shape=shapes, machine=machines, chunks=st.integers(2, 100_000), cores=st.integers(1, 4))
+def test_following_the_advice_ends_in_a_start(shape: ModelShape, machine: Machine, chunks: int, cores: int) -> None:
     """Whatever is advised about the CPU tier, doing so leaves no complaint about the CPU tier."""
     given = read_settings(
-        EngineSettings, {"model": {"path": "/m"}, "deviceBlocks": 65, "offload": {"numCpuBlocks": chunks}}
+        EngineSettings,
+        {
+            "model": {"path": "/m"},
+            "deviceBlocks": 65,
+            "dataParallelSize": cores,
+            "offload": {"numCpuBlocks": chunks},
+        },
     )
     complaints = [problem for problem in plan_memory(given, shape, machine).problems if "numCpuBlocks" in problem]
     advised = [re.search(r"set offload\.numCpuBlocks <= (\d+)", problem) for problem in complaints]

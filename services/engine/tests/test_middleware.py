@@ -24,6 +24,7 @@ class Engine:
     """Answers at once, or holds a request until it is released."""
 
     model: Any = None  # a BigramModel, for the self-check
+    of_rank: dict[str, Any] = field(default_factory=dict)  # another one for a data parallel rank
     brief: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,7 +64,7 @@ class Engine:
     async def _complete(self, request: Request) -> Any:
         body = await request.json()
         await self.may_answer.wait()
-        return self.model.complete(body)
+        return self.of_rank.get(request.headers.get("x-data-parallel-rank", ""), self.model).complete(body)
 
     async def _stream(self) -> AsyncIterator[str]:
         yield 'data: {"choices": []}\n\n'
@@ -114,6 +115,27 @@ async def test_an_engine_that_fails_the_self_check_says_why_and_is_never_ready(
         ready = await client.get("/ready")
 
     assert reason.startswith("self-check failed: log-probabilities of 16 generated tokens differ by 1.000 on average")
+    assert (ready.status_code, ready.json()["reason"]) == (503, reason)
+
+
+async def test_every_data_parallel_rank_is_checked(serving: Serving, bigram_model: Any) -> None:
+    models = {"0": bigram_model(), "1": bigram_model()}
+    engine = Engine(bigram_model(), models, {"data_parallel_ranks": 2})
+    async with serving(engine.app):
+        await engine.event("ready")
+
+    assert len(models["0"].requests) == len(models["1"].requests) > 0
+    assert not engine.model.requests
+
+
+async def test_one_broken_rank_is_named_and_the_engine_never_ready(serving: Serving, bigram_model: Any) -> None:
+    models = {"0": bigram_model(), "1": bigram_model(decode_error_nats=1.0)}
+    engine = Engine(bigram_model(), models, {"data_parallel_ranks": 2})
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
+        reason = (await engine.event("self_check_failed"))["reason"]
+        ready = await client.get("/ready")
+
+    assert reason.startswith("self-check failed: data parallel rank 1: log-probabilities of 16 generated tokens differ")
     assert (ready.status_code, ready.json()["reason"]) == (503, reason)
 
 

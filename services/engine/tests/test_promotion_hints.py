@@ -27,6 +27,11 @@ class Core:
         self.may_answer.set()
         self.full = asyncio.Event()
 
+    core_engines = (b"\0\0", b"\1\0")  # as vLLM names those of ranks
+
+    async def _call_utility_async(self, *call: Any, engine: bytes) -> str:
+        return await self.call_utility_async(*call, engine)
+
     async def call_utility_async(self, *call: Any) -> str:
         self.calls.append(call)
         if len(self.calls) == promotion_hints.HINTS_MAX:
@@ -37,9 +42,9 @@ class Core:
         return self.outcome
 
 
-def client_of(core: Core | None) -> httpx.AsyncClient:
+def client_of(core: Core | None, ranks: int = 1) -> httpx.AsyncClient:
     app = FastAPI()
-    app.add_middleware(ReadinessMiddleware, brief=PodBrief())
+    app.add_middleware(ReadinessMiddleware, brief=PodBrief(data_parallel_ranks=ranks))
     if core is not None:
         app.state.engine_client = SimpleNamespace(engine_core=core)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine")
@@ -54,6 +59,28 @@ async def test_a_hint_reaches_the_core_and_its_answer_the_gateway(outcome: str, 
 
     assert (reply.status_code, reply.json()) == (status, {"outcome": outcome})
     assert core.calls == [("spillway_promote", [1, 2, 3], "s")]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_hint_reaches_the_rank_that_will_get_the_request(rank: int) -> None:
+    core = Core()
+    async with client_of(core, ranks=2) as client:
+        reply = await client.post(promotion_hints.PATH, json=HINT, headers={"X-Data-Parallel-Rank": str(rank)})
+
+    assert reply.status_code == 202
+    assert core.calls == [("spillway_promote", [1, 2, 3], "s", core.core_engines[rank])]
+
+
+@pytest.mark.parametrize("rank", [None, "", "2", "-1", "x", "1" * 5000, "\u0661".encode()])
+async def test_a_hint_for_no_rank_reaches_none(rank: str | bytes | None) -> None:
+    core = Core()
+    headers = {} if rank is None else {"X-Data-Parallel-Rank": rank}
+    async with client_of(core, ranks=2) as client:
+        reply = await client.post(promotion_hints.PATH, json=HINT, headers=headers)
+
+    assert reply.status_code == 400
+    assert "x-data-parallel-rank: 0 to 1 needed" in reply.text
+    assert not core.calls
 
 
 @pytest.mark.parametrize(

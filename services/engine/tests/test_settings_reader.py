@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spillway_engine.chart_keys import camel_case, settings_tree
 from spillway_engine.errors import SettingsError
 from spillway_engine.settings import EngineSettings, check_settings
-from spillway_engine.settings_reader import load_engine_settings, read_settings
+from spillway_engine.settings_reader import engine_settings, load_engine_settings, read_settings
 
 MINIMAL: dict[str, Any] = {"model": {"path": "/models/x"}, "offload": {"numCpuBlocks": 64}}
 
@@ -59,10 +59,8 @@ def test_on_and_off_are_words(word) -> None:
     ("override", "message"),
     [
         ("offload.numCpuBloks=3", "offload.numCpuBloks: unknown setting; did you mean 'numCpuBlocks'?"),
-        (
-            "dataParallelSize=2",
-            "dataParallelSize: no such setting; the memory, ports and start-up check of a pod are of",
-        ),
+        ("dataParallelSize=65", "dataParallelSize: 65 given, a whole number from 1 to 64 needed"),
+        ("dataParallelSize=0", "dataParallelSize: 0 given, a whole number from 1 to 64 needed"),
         ("modle.path=x", "modle: unknown setting; did you mean 'model'?"),
         ("offload.sharedTier.num_cpu_blocks=3", "offload.sharedTier.num_cpu_blocks: unknown setting"),
         ("port=eight", "port: 'eight' given, a whole number from 1 to 65535 needed"),
@@ -134,3 +132,52 @@ def test_camel_case_is_reversible(words: list[str]) -> None:
     name = camel_case("_".join(words))
 
     assert "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name) == "_".join(words)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"pipelineParallelSize": 2},
+            "pipelineParallelSize: 2 and dataParallelSize: 4: stages are not proven with data",
+        ),
+        (
+            {"offload": {"numCpuBlocks": 9, "layerwiseLoads": "on"}},
+            "offload.layerwiseLoads: on changes the steps of one",
+        ),
+        ({"offload": {"numCpuBlocks": 9, "computeWhileLoading": "on"}}, "offload.computeWhileLoading: on changes the"),
+        (
+            {"kvTransfer": {"connector": "NixlConnector"}},
+            "kvTransfer: NixlConnector is not proven with dataParallelSize: 4",
+        ),
+        (
+            {"kvEvents": {"port": 65533}},
+            "kvEvents.port: 65533 with dataParallelSize: 4, whose last rank would use 65536",
+        ),
+        (
+            {"kvEvents": {"port": 8098}},
+            "port: 8100 and kvEvents.port: 8098 are too near: rank r of dataParallelSize: 4",
+        ),
+        (
+            {"kvEvents": {"port": 8203, "replayPort": 8200}},
+            "kvEvents.port: 8203 and kvEvents.replayPort: 8200 are too near",
+        ),
+        ({"kvEvents": {"port": 8200, "replayPort": 8203}}, "keep them 4 or more apart"),
+        ({"kvEvents": {"replayPort": 8200}}, "kvEvents.replayPort: 8200 is also kvEvents.port; give each its own port"),
+    ],
+)
+def test_what_does_not_go_with_data_parallel_ranks(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        engine_settings({**MINIMAL, "dataParallelSize": 4, **tree})
+
+    assert message in str(refused.value)
+
+
+def test_ranks_without_events_need_no_ports_of_their_own() -> None:
+    near = {"kvEvents": {"port": 8200, "replayPort": 8204}}
+    for tree in (
+        near,
+        {"kvEvents": {"enabled": False, "port": 8101}},
+        {"port": 8204, "kvEvents": {"replayPort": 8196}},
+    ):
+        assert engine_settings({**MINIMAL, "dataParallelSize": 4, **tree}).data_parallel_size == 4

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from typing import Any
 
@@ -270,8 +271,43 @@ def test_a_cpu_engine_needs_no_compiler() -> None:
 
 
 def test_a_small_machine_computes_on_every_core() -> None:
-    assert cpu_thread_environment(CPU) == {"VLLM_CPU_OMP_THREADS_BIND": "0,1"}
-    assert cpu_thread_environment(NPU) == {}
+    assert bound(CPU) == "0,1"
+    assert bound(NPU) is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "nodes", "tensor", "data", "lists"),
+    [
+        (2, 1, 1, 2, "0,1|0,1"),  # either may be the busy one
+        (2, 1, 2, 1, "0|1"),  # both compute at once
+        (2, 1, 2, 2, "0|1|0|1"),
+        (2, 1, 4, 1, "0,1|0,1|0,1|0,1"),  # fewer cores than workers
+        (8, 1, 1, 2, "0,1,2,3|4,5,6,7"),  # `auto` wants a NUMA node for each
+        (8, 1, 2, 2, "0,1|2,3|4,5|6,7"),
+        (8, 2, 1, 2, None),
+        (8, 2, 2, 1, None),
+        (8, 2, 2, 2, "0,1|2,3|4,5|6,7"),
+    ],
+)
+def test_every_worker_has_a_list_of_cores(cores: int, nodes: int, tensor: int, data: int, lists: str | None) -> None:
+    machine = dataclasses.replace(CPU, cores=tuple(range(cores)), memory_nodes=nodes)
+
+    assert bound(machine, tensorParallelSize=tensor, dataParallelSize=data) == lists
+
+
+def bound(machine: Machine, **sizes: int) -> str | None:
+    settings = read_settings(EngineSettings, {**TREE, **sizes})
+    return cpu_thread_environment(settings, machine).get("VLLM_CPU_OMP_THREADS_BIND")
+
+
+def test_every_data_parallel_rank_has_the_device_cache_of_an_engine() -> None:
+    one, two = (read_settings(EngineSettings, {**TREE, "dataParallelSize": ranks}) for ranks in (1, 2))
+    alone, both = (server_arguments(each, CPU, plan_memory(each, SHAPE, CPU)) for each in (one, two))
+
+    assert "--data-parallel-size" not in alone
+    assert both[both.index("--data-parallel-size") + 1] == "2"
+    cache = alone[alone.index("--kv-cache-memory-bytes") + 1]
+    assert both[both.index("--kv-cache-memory-bytes") + 1] == cache
 
 
 def test_keys_on_the_command_line_are_not_shown() -> None:

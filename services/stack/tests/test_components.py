@@ -16,6 +16,7 @@ from spillway_stack.components import (
     gateway_configuration,
     plan_components,
 )
+from spillway_stack.errors import StackError
 from spillway_stack.settings import StackSettings
 from spillway_stack.state_folder import StateFolder
 
@@ -132,6 +133,33 @@ def test_the_gateway_is_configured_with_every_engine() -> None:
         "kvEvents": "tcp://127.0.0.1:9201",
         "kvReplay": "tcp://127.0.0.1:9301",
     }
+
+
+def test_every_data_parallel_rank_has_ports_and_is_routed_to() -> None:
+    settings = StackSettings(port=9000, engines=2, engine_overrides=("blockSize=64", "dataParallelSize=3"))
+    second = gateway_configuration(settings, MODEL)["models"][0]["engines"][1]
+    (engine,) = [each for each in plan_components(settings, MODEL, FOLDER, Path("/v")) if each.name == "engine-1"]
+    read = engine_settings(engine_configuration(settings, MODEL, FOLDER, 1), settings.engine_overrides)
+
+    assert (second["kvEvents"], second["kvReplay"]) == ("tcp://127.0.0.1:9203", "tcp://127.0.0.1:9303")
+    assert second["dataParallelRanks"] == read.data_parallel_size == 3
+    assert list(engine.ports) == [9101, 9203, 9204, 9205, 9303, 9304, 9305]
+    assert (read.kv_events.port, read.kv_events.replay_port) == (9203, 9303)
+
+
+def test_more_ranks_than_ports_are_refused() -> None:
+    environment = {"ENGINES": "4", "ENGINE_SET": "dataParallelSize=26"}
+    with pytest.raises(StackError, match="ENGINES=4 and ENGINE_SET=dataParallelSize=26 are 104 ranks, and there are"):
+        StackSettings.from_environment(environment)
+    assert StackSettings.from_environment(environment | {"ENGINES": "3"}).data_parallel_size == 26
+
+
+@pytest.mark.parametrize("size", ["0", "two", "-1", "2.5", "65"])
+def test_the_engine_service_refuses_what_is_no_number_of_ranks(size: str) -> None:
+    settings = StackSettings(engine_overrides=(f"dataParallelSize={size}",))
+    gateway_configuration(settings, MODEL)
+    with pytest.raises(SettingsError, match="ENGINE_SET=dataParallelSize"):
+        engine_settings(engine_configuration(settings, MODEL, FOLDER, 0), settings.engine_overrides)
 
 
 def test_files_are_yaml_of_these_trees() -> None:

@@ -16,7 +16,7 @@ from spillway_ctl.evidence import EngineReading, Exposition, Finding, GatewayRea
 SKEW_SECONDS_MAX = 2.0  # HTTP tells whole seconds
 EVENT_LAG_SECONDS_MAX = 2.0
 ENGINE_CORE = "EngineCore"
-_NO_PIPELINE = ("pipelineParallelSize", 1)
+_SIZES = ("tensorParallelSize", "pipelineParallelSize", "dataParallelSize")
 NO_REPORT = "the engine's processes have not said it: an earlier release, offload is off, or no request since the start"
 
 
@@ -87,13 +87,13 @@ def _versions(engine: EngineReading, gateway: GatewayReading | None) -> Finding:
 
 def _devices(engine: EngineReading) -> Finding:
     devices = engine.held("device")
-    sizes = {key: engine.setting(key) for key in ("tensorParallelSize", "pipelineParallelSize")}
+    sizes = {key: engine.setting(key) for key in _SIZES}
     if not devices:
         return Finding("devices", engine.name, Verdict.NOT_CHECKED, NO_REPORT)
     found = by_process(devices)
     if len(set(devices.values())) > 1:
         return Finding("devices", engine.name, Verdict.WARNING, found, "ranks wait for the slowest: give equal devices")
-    given = {key: size for key, size in sizes.items() if isinstance(size, int) and (key, size) != _NO_PIPELINE}
+    given = {key: size for key, size in sizes.items() if isinstance(size, int) and (size != 1 or key == _SIZES[0])}
     asked = math.prod(given.values())
     if "tensorParallelSize" in given and asked != len(devices):
         named = ", ".join(f"{key} is {size}" for key, size in given.items())
@@ -145,7 +145,8 @@ def _cpu_chunks(engine: EngineReading) -> str | None:
 
 
 def _chunk_tokens(engine: EngineReading) -> str | None:
-    per_chunk, block = engine.setting("offload", "blocksPerChunk"), engine.held("block_tokens").get(ENGINE_CORE)
+    per_chunk, held = engine.setting("offload", "blocksPerChunk"), engine.held("block_tokens", ENGINE_CORE)
+    block = next(iter(held.values()), None)
     return str(per_chunk * int(block)) if isinstance(per_chunk, int) and block and block.isdigit() else None
 
 
@@ -199,9 +200,7 @@ def _settings(engine: EngineReading) -> Iterator[Finding]:
         yield Finding("settings", engine.name, Verdict.NOT_CHECKED, NO_REPORT)
         return
     for setting in _SETTINGS:
-        held = engine.held(setting.held_as)
-        if setting.process:
-            held = {process: value for process, value in held.items() if process == setting.process}
+        held = engine.held(setting.held_as, setting.process)
         if not held:
             yield Finding(setting.name, engine.name, Verdict.NOT_CHECKED, "this release of the engine does not say it")
             continue
@@ -296,18 +295,26 @@ def _events(engine: EngineReading, gateway: GatewayReading | None, window_second
         return Finding(name, engine.name, Verdict.NOT_CHECKED, "kvEvents.enabled is off")
     if gateway is None or gateway.after is None:
         return Finding(name, engine.name, Verdict.NOT_CHECKED, "no gateway could be asked")
-    connected = gateway.after.series("spillway_gateway_events_connected", engine=engine.name)
-    if not connected:
+    routed = engine.routed_names
+    connected = {one: gateway.after.total("spillway_gateway_events_connected", engine=one) for one in routed}
+    if all(value is None for value in connected.values()):
         return Finding(name, engine.name, Verdict.NOT_CHECKED, "the gateway does not name this engine")
-    if not any(value for _, value in connected):
+    silent = [one for one, value in connected.items() if not value]
+    if silent:
         change = "open kvEvents.port and kvEvents.replayPort from gateway to engine; see SpillwayEventsLost"
-        return Finding(name, engine.name, Verdict.FAILED, "not followed by the gateway", change)
+        found = "not followed by the gateway"
+        if len(routed) > 1:
+            change = (
+                f"{change}; rank r uses both ports + r, and the gateway's dataParallelRanks has to be {len(routed)}"
+            )
+            found = f"{', '.join(silent)} {found}"
+        return Finding(name, engine.name, Verdict.FAILED, found, change)
 
     def growth(series: str) -> tuple[float, float]:
         assert gateway is not None and gateway.after is not None
-        now = gateway.after.total(series, engine=engine.name) or 0.0
-        before = gateway.before.total(series, engine=engine.name) if gateway.before is not None else None
-        return max(0.0, now - (before or 0.0)), now
+        now = sum(gateway.after.total(series, engine=one) or 0.0 for one in routed)
+        page = gateway.before or Exposition("")
+        return max(0.0, now - sum(page.total(series, engine=one) or 0.0 for one in routed)), now
 
     gaps, gaps_ever = growth("spillway_gateway_event_gaps_total")
     broken, broken_ever = growth("spillway_gateway_events_undecodable_total")

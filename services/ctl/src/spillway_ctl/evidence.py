@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 _SERIES = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: -?\d+)?")
+_RANK = re.compile(r"/dp\d+$")  # what the gateway adds to the name of an engine with data parallel ranks
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
@@ -77,7 +78,7 @@ class GatewayReading:
     skew_seconds: float | None = None  # its clock ahead of this one
 
     def engines(self) -> Iterator[tuple[str, str, str]]:
-        """(model, name, url) of those that it knows."""
+        """(model, name, url) of those that it knows; by its own name once for each data parallel rank."""
         config = self.config or {}
         for model in mappings(at(config, "settings", "models")):
             for engine in mappings(model.get("engines")):
@@ -85,7 +86,7 @@ class GatewayReading:
         discovered = config.get("discovered")
         for name, found in discovered.items() if isinstance(discovered, Mapping) else ():
             for engine in mappings(at(found, "engines")):
-                yield str(name), str(engine.get("name")), str(engine.get("url"))
+                yield str(name), _RANK.sub("", str(engine.get("name"))), str(engine.get("url"))
 
 
 @dataclass
@@ -112,10 +113,28 @@ class EngineReading:
         """As it was started with; None: it does not say."""
         return at(self.config or {}, "settings", *path)
 
-    def held(self, setting: str) -> dict[str, str]:
-        """By process: the value of a setting as that process holds it."""
-        found = (self.after or Exposition("")).series("spillway_process_setting", setting=setting)
-        return {labels["process"]: labels["value"] for labels, _ in found if {"process", "value"} <= labels.keys()}
+    @property
+    def ranks(self) -> int:
+        """Its data parallel ranks."""
+        size = self.setting("dataParallelSize")
+        return size if isinstance(size, int) and size > 0 else 1
+
+    @property
+    def routed_names(self) -> list[str]:
+        """What the gateway calls it, or each of its data parallel ranks."""
+        return [self.name] if self.ranks == 1 else [f"{self.name}/dp{rank}" for rank in range(self.ranks)]
+
+    def held(self, setting: str, process: str = "") -> dict[str, str]:
+        """By process: the value of a setting as that process holds it. Of one name only where `process` gives it.
+
+        Processes of data parallel ranks have the same names, so the rank is added: `worker-0 of rank 1`.
+        """
+        found = {}
+        for labels, _ in (self.after or Exposition("")).series("spillway_process_setting", setting=setting):
+            if {"process", "value"} <= labels.keys() and process in ("", labels["process"]):
+                rank = f" of rank {labels['engine']}" if self.ranks > 1 and "engine" in labels else ""
+                found[labels["process"] + rank] = labels["value"]
+        return found
 
     def growth(self, name: str, **labels: str) -> tuple[float, float]:
         """(within the window, since the start) of a counter."""

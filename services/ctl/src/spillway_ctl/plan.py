@@ -65,8 +65,8 @@ def _lines(document: dict[str, Any]) -> list[str]:
         ("a chunk", f"{memory['chunkTokens']:,} tokens, {format_bytes(memory['cpuRowBytes'])}"),
         (
             "CPU tier of a pod",
-            f"{format_bytes(memory['cpuTierBytes'])}: {memory['cpuChunks']:,} chunks, "
-            f"{memory['cpuTierTokens']:,} tokens",
+            f"{format_bytes(memory['cpuTierBytes'])}: {_ranks(memory)}{memory['cpuChunks']:,} chunks, "
+            f"{memory['cpuTierTokens']:,} tokens{' each' if _ranks(memory) else ''}",
         ),
         ("shared memory of a pod", format_bytes(memory["sharedMemoryBytes"])),
         (
@@ -109,6 +109,12 @@ def _verdicts(break_even: float, rates: dict[str, float | None]) -> list[tuple[s
 def _verdict(rate: float, break_even: float) -> str:
     speed = f"{rate / break_even:.1f} times as fast as computing"
     return speed if rate > break_even else f"{speed}: slower than computing, so it is recomputed"
+
+
+def _ranks(memory: dict[str, Any]) -> str:
+    """Empty where an engine has one engine core."""
+    ranks = memory.get("dataParallelRanks", 1)
+    return f"{ranks} data parallel ranks x " if ranks > 1 else ""
 
 
 def _in_dtype(memory: dict[str, Any]) -> str:

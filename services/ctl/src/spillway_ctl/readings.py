@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,13 +19,14 @@ from spillway_ctl.evidence import EngineReading, Exposition, GatewayReading, clo
 EVENT_SECONDS_MAX = 5.0  # until the gateway has the events of a request
 POLL_SECONDS = 0.05
 BODY_BYTES_MAX = 32 << 20
+RANK_HEADER = "x-data-parallel-rank"  # of vLLM: which of its engine cores gets a request
 WORDS = ("the", "house", "and", "the", "water", "of", "one", "day")  # one token each, in every tokenizer
 TEXT = "Once upon a time,  there were 3 tokenizers:\n\tλ, β and 🙂."
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Keys are empty where none is needed. makes_requests: one short completion of each engine."""
+    """Keys are empty where none is needed. makes_requests: short completions of each engine and rank."""
 
     answer_seconds: float
     window_seconds: float
@@ -95,16 +97,18 @@ def _begin_engine(name: str, url: str, questions: Questions) -> EngineReading:
     reading.vllm_version = str(vllm) if vllm else None
     if questions.makes_requests:
         # An engine that was idle reports what happened meanwhile with its next step: it belongs before the window.
-        _document(f"{reading.url}/v1/completions", questions, {"model": reading.model, "prompt": "a", "max_tokens": 1})
+        body = {"model": reading.model, "prompt": "a", "max_tokens": 1}
+        for rank in range(reading.ranks):
+            _document(f"{reading.url}/v1/completions", questions, body, _rank_header(reading, rank))
     reading.before = _page(reading.url, questions.engine_key, seconds)
-    body = {"model": reading.model, "prompt": TEXT}
-    tokens = (_document(f"{reading.url}/tokenize", questions, body) or {}).get("tokens")
+    text = {"model": reading.model, "prompt": TEXT}
+    tokens = (_document(f"{reading.url}/tokenize", questions, text) or {}).get("tokens")
     reading.tokens = tokens if isinstance(tokens, list) else None
     return reading
 
 
 def _request(engine: EngineReading, gateway: GatewayReading | None, questions: Questions) -> None:
-    """One completion that fills two blocks, under a salt of its own: the processes' settings and a KV event follow."""
+    """One completion that fills two blocks, of each rank: the processes' settings and a KV event follow."""
     if engine.problem is not None:
         return
     if not questions.makes_requests:
@@ -115,40 +119,54 @@ def _request(engine: EngineReading, gateway: GatewayReading | None, questions: Q
         engine.request_problem = "the engine does not show its configuration"
         return
     words = min(2 * block_tokens + 16, longest // 2)
-    body = {
-        "model": engine.model,
-        "prompt": " ".join(WORDS[number % len(WORDS)] for number in range(words)),
-        "max_tokens": 1,
-        "cache_salt": uuid.uuid4().hex,
-    }
-    batches = _batches(gateway, engine, questions)
+    for rank, name in enumerate(engine.routed_names):
+        body = {
+            "model": engine.model,
+            "prompt": " ".join(WORDS[number % len(WORDS)] for number in range(words)),
+            "max_tokens": 1,
+            "cache_salt": uuid.uuid4().hex,
+        }
+        header = _rank_header(engine, rank)
+        lag = _event_lag(engine, questions, body, header, partial(_batches, gateway, name, questions))
+        if lag is not None:
+            engine.event_lag_seconds = max(lag, engine.event_lag_seconds or 0.0)
+
+
+def _event_lag(
+    engine: EngineReading,
+    questions: Questions,
+    body: Mapping[str, Any],
+    header: Mapping[str, str],
+    applied: Callable[[], float | None],
+) -> float | None:
+    """Seconds from a request's answer until the gateway has applied more; None: not measured, and why is said."""
+    batches = applied()
     try:
         # The first request of an engine may have to compile something.
-        ask(f"{engine.url}/v1/completions", questions.engine_key, max(60.0, questions.answer_seconds), body)
+        ask(f"{engine.url}/v1/completions", questions.engine_key, max(60.0, questions.answer_seconds), body, header)
     except NoAnswer as reason:
         engine.request_problem = str(reason)
-        return
+        return None
     if batches is None:
         engine.request_problem = "the gateway counts no events of this engine"
-        return
+        return None
     answered = time.monotonic()
     while (waited := time.monotonic() - answered) < EVENT_SECONDS_MAX:
-        now = _batches(gateway, engine, questions)
+        now = applied()
         if now is not None and now > batches:
-            engine.event_lag_seconds = waited
-            return
+            return waited
         time.sleep(POLL_SECONDS)
-    engine.event_lag_seconds = math.inf
+    return math.inf
 
 
-def _batches(gateway: GatewayReading | None, engine: EngineReading, questions: Questions) -> float | None:
-    """Of this engine's KV events, that the gateway has applied."""
+def _batches(gateway: GatewayReading | None, name: str, questions: Questions) -> float | None:
+    """Of the KV events of one engine or rank, as the gateway calls it: those that it has applied."""
     if gateway is None or gateway.problem is not None:
         return None
     page = _page(gateway.url, questions.gateway_key, questions.answer_seconds)
-    if page is None or not page.series("spillway_gateway_events_connected", engine=engine.name):
+    if page is None or not page.series("spillway_gateway_events_connected", engine=name):
         return None
-    return page.total("spillway_gateway_event_batches_total", engine=engine.name) or 0.0
+    return page.total("spillway_gateway_event_batches_total", engine=name) or 0.0
 
 
 def _page(url: str, key: str, answer_seconds: float) -> Exposition | None:
@@ -158,9 +176,15 @@ def _page(url: str, key: str, answer_seconds: float) -> Exposition | None:
         return None
 
 
-def _document(url: str, questions: Questions, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+def _rank_header(engine: EngineReading, rank: int) -> dict[str, str]:
+    return {RANK_HEADER: str(rank)} if engine.ranks > 1 else {}
+
+
+def _document(
+    url: str, questions: Questions, body: Mapping[str, Any] | None = None, more: Mapping[str, str] | None = None
+) -> dict[str, Any] | None:
     try:
-        return _object(ask(url, questions.engine_key, questions.answer_seconds, body).body)
+        return _object(ask(url, questions.engine_key, questions.answer_seconds, body, more).body)
     except NoAnswer:
         return None
 
@@ -173,11 +197,22 @@ def _object(body: bytes) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-def ask(url: str, key: str, answer_seconds: float, body: Mapping[str, Any] | None = None) -> Answer:
-    """GET, or POST where there is a body. Raises NoAnswer: the address, and why there is none of status 200."""
+def ask(
+    url: str,
+    key: str,
+    answer_seconds: float,
+    body: Mapping[str, Any] | None = None,
+    more: Mapping[str, str] | None = None,
+) -> Answer:
+    """GET, or POST where there is a body; `more` are headers.
+
+    Raises NoAnswer: the address, and why there is none of status 200.
+    """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    headers = (
+        {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {}) | dict(more or {})
+    )
     sent = time.time()
     connection: http.client.HTTPConnection | None = None
     try:

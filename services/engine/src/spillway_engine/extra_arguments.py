@@ -38,6 +38,8 @@ DECIDED_BY_A_SETTING = {
     "-tp": "tensorParallelSize",
     "--pipeline-parallel-size": "pipelineParallelSize",
     "-pp": "pipelineParallelSize",
+    "--data-parallel-size": "dataParallelSize",
+    "-dp": "dataParallelSize",
     "--kv-events-config": "kvEvents",
     "--kv-transfer-config": "offload",
     "--kv-offloading-size": "offload",
@@ -56,8 +58,8 @@ FIXED = {
         --prefill-context-parallel-size -pcp --decode-context-parallel-size -dcp --nnodes -n --node-rank -r
         --master-addr --master-port
     """,
-    "would start engine cores beside the one that memory, ports and start-up check are for; raise replicas instead": """
-        --data-parallel-size -dp --data-parallel-rank -dpn --data-parallel-start-rank -dpr
+    "would place ranks or API servers otherwise than one pod of dataParallelSize ranks has them; remove it": """
+        --data-parallel-rank -dpn --data-parallel-start-rank -dpr
         --data-parallel-size-local -dpl --data-parallel-address -dpa --data-parallel-rpc-port -dpp
         --data-parallel-backend -dpb --data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe
         --data-parallel-multi-port-external-lb -dpm --data-parallel-supervisor-port --api-server-count -asc

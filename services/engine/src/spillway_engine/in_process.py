@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spillway_engine.in_flight import AsgiApp, Message, Scope
+
+RANK_HEADER = b"x-data-parallel-rank"  # of vLLM: which of its engine cores gets a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,12 @@ class Reply:
 Ask = Callable[[str, Mapping[str, Any]], Awaitable[Reply]]  # (path, request body) -> reply
 
 
-def ask_through(app: AsgiApp, lifespan_scope: Mapping[str, Any]) -> Ask:
-    """An `Ask` that calls the ASGI application, with the API key that this server demands."""
+def ask_through(app: AsgiApp, lifespan_scope: Mapping[str, Any], rank: int | None = None) -> Ask:
+    """An `Ask` that calls the ASGI application, with the API key that this server demands.
+
+    rank: of the data parallel rank that is asked; None: whichever vLLM chooses.
+    """
+    own_headers = [] if rank is None else [(RANK_HEADER, str(rank).encode())]
 
     async def ask(path: str, body: Mapping[str, Any]) -> Reply:
         payload = json.dumps(body).encode()
@@ -52,14 +58,17 @@ def ask_through(app: AsgiApp, lifespan_scope: Mapping[str, Any]) -> Ask:
             elif message["type"] == "http.response.body":
                 parts.append(bytes(message.get("body", b"")))
 
-        await app(_request_scope(path, len(payload), lifespan_scope), receive, send)
+        await app(_request_scope(path, len(payload), lifespan_scope, own_headers), receive, send)
         return Reply(status, b"".join(parts).decode(errors="replace"))
 
     return ask
 
 
-def _request_scope(path: str, length: int, lifespan_scope: Mapping[str, Any]) -> Scope:
+def _request_scope(
+    path: str, length: int, lifespan_scope: Mapping[str, Any], more: Sequence[tuple[bytes, bytes]]
+) -> Scope:
     headers = [
+        *more,
         (b"host", b"localhost"),
         (b"content-type", b"application/json"),
         (b"content-length", str(length).encode()),

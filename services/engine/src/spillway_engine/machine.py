@@ -22,6 +22,7 @@ class Machine:
     shared_memory_free_bytes: int
     shared_memory_total_bytes: int
     ascend: AscendVersions | None = None  # on an NPU alone
+    memory_nodes: int = 1  # NUMA nodes whose memory this process may use
 
 
 def probe_machine(platform: str = "auto") -> Machine:
@@ -42,6 +43,7 @@ def probe_machine(platform: str = "auto") -> Machine:
         shared_memory_free_bytes=shared.f_bavail * shared.f_frsize,
         shared_memory_total_bytes=shared.f_blocks * shared.f_frsize,
         ascend=read_ascend_versions(os.environ) if platform == "npu" else None,
+        memory_nodes=memory_nodes(Path("/proc/self/status").read_text()),
     )
 
 
@@ -52,6 +54,16 @@ def cpu_flags(cpuinfo: str) -> frozenset[str]:
         if key.strip() in ("flags", "Features"):
             return frozenset(value.split())
     return frozenset()
+
+
+def memory_nodes(status: str) -> int:
+    """Text of /proc/self/status -> how many NUMA nodes its `Mems_allowed_list` names (`0,2-3` is three); at least 1."""
+    line = next((line for line in status.splitlines() if line.startswith("Mems_allowed_list:")), "")
+    count = 0
+    for part in filter(None, line.partition(":")[2].strip().split(",")):
+        first, _, last = part.partition("-")
+        count += int(last or first) - int(first) + 1
+    return max(1, count)
 
 
 def cgroup_memory_free(root: Path, self_cgroup: str) -> int | None:

@@ -33,13 +33,14 @@ class MemoryBudget:
     kv_dtype: str  # of the KV cache's elements
     bytes_per_token: int  # of a replica, in every tier
     bytes_per_block: int
-    device_blocks: int | None  # None: the engine sizes its own device cache
-    device_tokens: int | None
+    data_parallel_ranks: int
+    device_blocks: int | None  # of each data parallel rank; None: the engine sizes its own device cache
+    device_tokens: int | None  # likewise
     device_bytes: int | None
-    cpu_chunks: int
+    cpu_chunks: int  # of each data parallel rank
     cpu_row_bytes: int
-    cpu_tier_bytes: int
-    cpu_tier_tokens: int
+    cpu_tier_bytes: int  # of all data parallel ranks
+    cpu_tier_tokens: int  # of each data parallel rank
     shared_memory_needed_bytes: int
     shared_memory_free_bytes: int
     memory_needed_bytes: int
@@ -68,7 +69,11 @@ def choose_dtype(settings: EngineSettings, shape: ModelShape, machine: Machine) 
 
 
 def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -> MemoryBudget:
-    """The whole arithmetic. Never raises: what does not fit is in `problems`, each with the value that would."""
+    """The whole arithmetic. Never raises: what does not fit is in `problems`, each with the value that would.
+
+    Every data parallel rank has a device cache, a CPU tier, weights, queues and processes of its own.
+    """
+    cores = settings.data_parallel_size
     dtype = choose_dtype(settings, shape, machine)
     kv_dtype = dtype if settings.model.kv_cache_dtype == "auto" else settings.model.kv_cache_dtype
     ranks, stages = settings.ranks, settings.pipeline_parallel_size
@@ -82,21 +87,22 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     )
     row_bytes = geometry.row_bytes
     chunks = _cpu_chunks(settings, row_bytes)
-    tier_bytes = chunks * row_bytes
+    tier_bytes = chunks * row_bytes * cores
     tier_tokens = chunks * offload.blocks_per_chunk * settings.block_size
-    queue_bytes = SHM_QUEUE_BYTES_PER_RANK * (1 + ranks)
+    queue_bytes = SHM_QUEUE_BYTES_PER_RANK * (1 + ranks) * cores
     shared_bytes = tier_bytes + queue_bytes
     on_cpu = machine.platform == "cpu"
-    device_bytes = device_blocks * block_of_ranks_bytes if device_blocks is not None else None
-    weight_bytes = shape.weight_bytes
+    device_bytes = device_blocks * block_of_ranks_bytes * cores if device_blocks is not None else None
+    weight_bytes = shape.weight_bytes * cores
     if settings.model.quantization is None:  # else they stay as the files have them, or become smaller
         weight_bytes = weight_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES.get(shape.dtype, 2)
-    memory_bytes = PROCESS_BYTES * ranks + shared_bytes + ((device_bytes or 0) + weight_bytes if on_cpu else 0)
+    memory_bytes = PROCESS_BYTES * ranks * cores + shared_bytes + ((device_bytes or 0) + weight_bytes if on_cpu else 0)
     return MemoryBudget(
         dtype=dtype,
         kv_dtype=kv_dtype,
         bytes_per_token=shape.bytes_per_token(kv_dtype, *split),
         bytes_per_block=shape.bytes_per_token(kv_dtype, *split) * settings.block_size,
+        data_parallel_ranks=cores,
         device_blocks=device_blocks,
         device_tokens=device_blocks * settings.block_size if device_blocks is not None else None,
         device_bytes=device_bytes,
@@ -114,7 +120,7 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
                 *_length_problems(settings, shape, device_blocks),
                 *_kv_dtype_problems(settings, shape),
                 *_shared_memory_problems(settings, machine, chunks, row_bytes, queue_bytes),
-                *_memory_problems(settings, machine, chunks, row_bytes, memory_bytes),
+                *_memory_problems(settings, machine, row_bytes, tier_bytes, memory_bytes),
                 *_tier_bound_problems(settings, row_bytes),
             ]
         ),
@@ -127,7 +133,7 @@ def _device_blocks(settings: EngineSettings, machine: Machine, block_bytes: int)
         return settings.device_blocks
     # vLLM's CPU default is 92 % of all memory; an engine that shares its machine wants a stated number.
     wanted = DEFAULT_LONGEST_PROMPTS * -(-settings.model.max_length // settings.block_size) + 1
-    affordable = machine.memory_available_bytes // 4 // block_bytes
+    affordable = machine.memory_available_bytes // 4 // (block_bytes * settings.data_parallel_size)
     return max(_least_device_blocks(settings), min(wanted, affordable))
 
 
@@ -188,32 +194,33 @@ def _shared_memory_problems(
             f"{row_bytes} or lower {names.name('offload.blocksPerChunk')}"
         ]
     free_bytes = machine.shared_memory_free_bytes
-    needed_bytes = chunks * row_bytes + queue_bytes
+    cores = settings.data_parallel_size
+    needed_bytes = chunks * row_bytes * cores + queue_bytes
     if needed_bytes <= free_bytes:
         return []
-    fitting = max(0, (free_bytes - queue_bytes) // row_bytes)
+    fitting = max(0, (free_bytes - queue_bytes) // (row_bytes * cores))
     remedy = (
         f"set {_fitting_setting(settings, fitting, row_bytes)} or enlarge /dev/shm" if fitting else "enlarge /dev/shm"
     )
     return [
-        f"{given} needs {format_byte_count(needed_bytes)} of /dev/shm, "
+        f"{given} needs {format_byte_count(needed_bytes)} of /dev/shm{_for_ranks(settings)}, "
         f"{format_byte_count(free_bytes)} is free; {remedy}"
     ]
 
 
 def _memory_problems(
-    settings: EngineSettings, machine: Machine, chunks: int, row_bytes: int, needed_bytes: int
+    settings: EngineSettings, machine: Machine, row_bytes: int, tier_bytes: int, needed_bytes: int
 ) -> list[str]:
     available_bytes = machine.memory_available_bytes
     if needed_bytes <= available_bytes:
         return []
     names = settings.names
     short = (
-        f"this engine needs {format_byte_count(needed_bytes)} of memory, "
+        f"this engine needs {format_byte_count(needed_bytes)} of memory{_for_ranks(settings)}, "
         f"{format_byte_count(available_bytes)} is available ({machine.memory_limit_source})"
     )
-    fitting = (available_bytes - (needed_bytes - chunks * row_bytes)) // row_bytes
-    if chunks and fitting > 0:
+    fitting = (available_bytes - (needed_bytes - tier_bytes)) // (row_bytes * settings.data_parallel_size)
+    if tier_bytes and fitting > 0:
         return [
             f"{names.name(_tier_setting(settings)[0])}: {short}; set {_fitting_setting(settings, fitting, row_bytes)}"
         ]
@@ -243,6 +250,11 @@ def _tier_bound_problems(settings: EngineSettings, row_bytes: int) -> list[str]:
         for key, bound in bounds.items()
         if bound is not None and bound < row_bytes
     ]
+
+
+def _for_ranks(settings: EngineSettings) -> str:
+    ranks = settings.data_parallel_size
+    return f" for {settings.names.given('dataParallelSize', ranks)}" if ranks > 1 else ""
 
 
 def _tier_setting(settings: EngineSettings) -> tuple[str, str]:

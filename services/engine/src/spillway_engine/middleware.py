@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -19,7 +20,7 @@ from spillway_engine import promotion_hints
 from spillway_engine.in_flight import AsgiApp, InFlightRequests, Message, Receive, Scope, Send, error_body, send_json
 from spillway_engine.in_process import Ask, ask_through
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
-from spillway_engine.self_check import SelfCheckFailed, run_self_check
+from spillway_engine.self_check import SelfCheckFailed, check_ranks
 
 logger = logging.getLogger("vllm.spillway_engine")
 
@@ -38,7 +39,7 @@ class ReadinessMiddleware:
         self._brief = brief if brief is not None else PodBrief.from_environment(os.environ)
         self._reason: str | None = "starting"  # None: ready
         self._requests = InFlightRequests()
-        self._hints = promotion_hints.PromotionHints()
+        self._hints = promotion_hints.PromotionHints(self._brief.data_parallel_ranks)
         self._refusing = False
         self._hurry = asyncio.Event()
         self._parent: asyncio.StreamWriter | None = None
@@ -71,7 +72,9 @@ class ReadinessMiddleware:
         async def watch(message: Message) -> None:
             await send(message)
             if message["type"] == "lifespan.startup.complete":
-                self._start(self._serve(ask_through(self._app, scope)))
+                ranks = self._brief.data_parallel_ranks
+                asks = [ask_through(self._app, scope, rank if ranks > 1 else None) for rank in range(ranks)]
+                self._start(self._serve(asks))
 
         return watch
 
@@ -80,14 +83,14 @@ class ReadinessMiddleware:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, ask: Ask) -> None:
+    async def _serve(self, asks: Sequence[Ask]) -> None:
         if self._brief.control_fd is not None:
             await self._connect_parent(self._brief.control_fd)
         self._tell({"event": "serving"})
         if self._brief.self_check:
             self._move("self-check", only_from="starting")
             try:
-                measured = await run_self_check(ask, self._brief)
+                measured = await check_ranks(asks, self._brief)
             except Exception as error:
                 known = isinstance(error, SelfCheckFailed)
                 reason = f"self-check failed: {error if known else f'{type(error).__name__}: {error}'}"

@@ -27,6 +27,7 @@ class PodBrief(msgspec.Struct, frozen=True):
 
     control_fd: int | None = None  # None: no parent listens (the middleware used by itself)
     served_name: str = ""
+    data_parallel_ranks: int = 1
     self_check: bool = True
     self_check_timeout_seconds: float = 120.0
     self_check_text: str = ""  # empty: the built-in texts

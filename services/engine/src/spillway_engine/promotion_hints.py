@@ -6,7 +6,9 @@
     -> 404 {"outcome": "off"}                        this engine promotes nothing ahead
 
 Asked with the engine's own API key where it has one. The hint goes to EngineCore over vLLM's own line for utilities,
-where the scheduler half of the connector hashes the tokens and takes it (connector, engine/hints.py).
+where the scheduler half of the connector hashes the tokens and takes it (connector, engine/hints.py). An engine with
+data parallel ranks has one EngineCore each, and the header X-Data-Parallel-Rank says for which the hint is: the one
+that will get the request.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Annotated, Any
 import msgspec
 
 from spillway_engine.in_flight import Receive, Scope, Send, error_body, send_json
-from spillway_engine.in_process import own_api_key
+from spillway_engine.in_process import RANK_HEADER, own_api_key
 
 logger = logging.getLogger("vllm.spillway_engine")
 
@@ -44,9 +46,10 @@ _read_hint = msgspec.json.Decoder(Hint).decode
 
 
 class PromotionHints:
-    """Of one API-server process, on its event loop."""
+    """Of one API-server process, on its event loop. ranks: its engine's data parallel ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
         key = own_api_key(sys.argv, os.environ)
         self._authorization = f"Bearer {key}".encode() if key else None
         self._under_way = 0
@@ -73,17 +76,31 @@ class PromotionHints:
                 hint = _read_hint(body)
             except msgspec.MsgspecError as error:
                 return 400, error_body(f"not a hint: {error}", 400)
-            return await self._pass_on(scope, hint)
+            rank: int | None = None
+            if self._ranks > 1:
+                rank = self._rank_of(scope)
+                if rank is None:
+                    return 400, error_body(f"{RANK_HEADER.decode()}: 0 to {self._ranks - 1} needed", 400)
+            return await self._pass_on(scope, hint, rank)
         finally:
             self._under_way -= 1
 
-    async def _pass_on(self, scope: Scope, hint: Hint) -> tuple[int, dict[str, Any]]:
+    def _rank_of(self, scope: Scope) -> int | None:
+        """None: no rank of this engine is named."""
+        given = dict(scope["headers"]).get(RANK_HEADER, b"")
+        return int(given) if given.isdigit() and len(given) < 5 and int(given) < self._ranks else None
+
+    async def _pass_on(self, scope: Scope, hint: Hint, rank: int | None) -> tuple[int, dict[str, Any]]:
         core = getattr(getattr(scope["app"].state, "engine_client", None), "engine_core", None)
         if core is None:
             return _STATUS["off"], {"outcome": "off"}
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                outcome = await core.call_utility_async(UTILITY, hint.token_ids, hint.cache_salt)
+                if rank is None:
+                    outcome = await core.call_utility_async(UTILITY, hint.token_ids, hint.cache_salt)
+                else:  # vLLM's own public call asks every rank
+                    engine = core.core_engines[rank]
+                    outcome = await core._call_utility_async(UTILITY, hint.token_ids, hint.cache_salt, engine=engine)
         except TimeoutError:
             return _STATUS["busy"], {"outcome": "busy"}
         except Exception as error:  # an engine without the connector, or one that is ending

@@ -79,6 +79,7 @@ class ResolvedEngine:
         settings = self.settings
         return PodBrief(
             served_name=settings.served_name,
+            data_parallel_ranks=settings.data_parallel_size,
             self_check=settings.lifecycle.self_check == "auto",
             self_check_text=settings.lifecycle.self_check_text,
             self_check_timeout_seconds=settings.lifecycle.self_check_timeout_seconds,
@@ -105,7 +106,7 @@ class ResolvedEngine:
             (
                 "platform",
                 f"{self.machine.platform}, {len(self.machine.cores)} cores, "
-                f"tensor parallel {settings.tensor_parallel_size}{_stages_text(settings)}",
+                f"tensor parallel {settings.tensor_parallel_size}{_stages_text(settings)}{_cores_text(settings)}",
             ),
             ("KV per token", f"{budget.bytes_per_token:,} B in {budget.kv_dtype}"),
             *_adapter_rows(settings),
@@ -116,8 +117,8 @@ class ResolvedEngine:
             rows += [
                 (
                     "CPU tier",
-                    f"{budget.cpu_chunks:,} chunks x {budget.cpu_row_bytes:,} B = "
-                    f"{format_byte_count(budget.cpu_tier_bytes)}, {budget.cpu_tier_tokens:,} tokens",
+                    f"{_times(budget)}{budget.cpu_chunks:,} chunks x {budget.cpu_row_bytes:,} B = "
+                    f"{format_byte_count(budget.cpu_tier_bytes)}, {budget.cpu_tier_tokens:,} tokens{_each(budget)}",
                 ),
                 ("shared tier", _shared_tier_text(settings)),
             ]
@@ -155,10 +156,27 @@ def _stages_text(settings: EngineSettings) -> str:
     return f", {stages} pipeline stages" if stages > 1 else ""
 
 
+def _cores_text(settings: EngineSettings) -> str:
+    ranks = settings.data_parallel_size
+    return f", {ranks} data parallel ranks" if ranks > 1 else ""
+
+
+def _each(budget: MemoryBudget) -> str:
+    return " each" if budget.data_parallel_ranks > 1 else ""
+
+
+def _times(budget: MemoryBudget) -> str:
+    ranks = budget.data_parallel_ranks
+    return f"{ranks} ranks x " if ranks > 1 else ""
+
+
 def _device_text(budget: MemoryBudget) -> str:
     if budget.device_blocks is None or budget.device_bytes is None:
         return "as many as the engine finds room for"
-    return f"{budget.device_blocks:,} = {format_byte_count(budget.device_bytes)}, {budget.device_tokens:,} tokens"
+    return (
+        f"{_times(budget)}{budget.device_blocks:,} = {format_byte_count(budget.device_bytes)}, "
+        f"{budget.device_tokens:,} tokens{_each(budget)}"
+    )
 
 
 def _shared_tier_text(settings: EngineSettings) -> str:

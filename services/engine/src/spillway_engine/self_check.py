@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spillway_engine.in_process import Ask, Reply
@@ -50,6 +50,23 @@ POOLING_PATHS = ("/v1/embeddings", "/pooling")
 
 class SelfCheckFailed(Exception):
     """The engine's answers are not those of the model that it serves; the message names what to change."""
+
+
+async def check_ranks(asks: Sequence[Ask], brief: PodBrief) -> str:
+    """The check of every data parallel rank, at the same time: those of a mixture of experts step together.
+
+    asks: one for each. Returns what was measured of each, in one sentence. Raises SelfCheckFailed.
+    """
+    if len(asks) == 1:
+        return await run_self_check(asks[0], brief)
+    # All of them end, each within its time, before one is judged: no request of a check is left behind.
+    found = await asyncio.gather(*(run_self_check(ask, brief) for ask in asks), return_exceptions=True)
+    for rank, each in enumerate(found):
+        if isinstance(each, SelfCheckFailed):
+            raise SelfCheckFailed(f"data parallel rank {rank}: {each}") from each
+        if isinstance(each, BaseException):
+            raise each
+    return "; ".join(f"data parallel rank {rank}: {each}" for rank, each in enumerate(found))
 
 
 async def run_self_check(ask: Ask, brief: PodBrief) -> str:

@@ -5,6 +5,7 @@ Those of `offload` are the connector's own.
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,6 +22,8 @@ from spillway_engine.lora_settings import LoraSettings, check_lora
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
 from spillway_settings.typed import LARGEST, CamelSection, Count, NotNegative, Port
 
+DATA_PARALLEL_RANKS_MAX = 64  # of one pod: each has a device of its own, and two ports
+PORT_MAX = 65_535
 LAYER_PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"  # of vLLM: layers of each pipeline stage
 
 # Of lifecycle.selfCheckText: long enough to be measured, and shorter than a block of 128 tokens.
@@ -84,6 +87,8 @@ class EngineSettings(CamelSection, frozen=True):
     device_blocks: Annotated[int, Meta(ge=2)] | None = None
     tensor_parallel_size: Count = 1
     pipeline_parallel_size: Count = 1  # stages of layers, of tensor_parallel_size ranks each
+    # Engine cores behind one address, each with a KV cache, a CPU tier and the workers of the two sizes above.
+    data_parallel_size: Annotated[int, Meta(ge=1, le=DATA_PARALLEL_RANKS_MAX)] = 1
     lora: LoraSettings = LoraSettings()
     platform: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     # Where driver, CANN or torch_npu do not fit the image's vllm-ascend.
@@ -100,7 +105,7 @@ class EngineSettings(CamelSection, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """Workers of this engine; each has a device of its own."""
+        """Workers of one engine core; each has a device of its own."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -126,6 +131,7 @@ def check_settings(settings: EngineSettings) -> EngineSettings:
     check_extra_arguments(settings.extra_args, names)
     _check_cpu_binding(settings)
     _check_pipeline(settings)
+    _check_data_parallel(settings)
     if BATCH_MEMCPY_VARIABLE in settings.extra_env:
         raise SettingsError(
             f"{names.name('extraEnv')}: {BATCH_MEMCPY_VARIABLE} is read when vllm-ascend is built and does nothing "
@@ -188,6 +194,37 @@ def _check_pipeline(settings: EngineSettings) -> None:
         )
 
 
+def _check_data_parallel(settings: EngineSettings) -> None:
+    ranks, stages, offload, names = (
+        settings.data_parallel_size,
+        settings.pipeline_parallel_size,
+        settings.offload,
+        settings.names,
+    )
+    if ranks == 1:
+        return
+    given, one = names.given("dataParallelSize", ranks), names.given("dataParallelSize", 1)
+    if stages > 1:
+        raise SettingsError(
+            f"{names.given('pipelineParallelSize', stages)} and {given}: stages are not proven with data parallel "
+            f"ranks; set {names.given('pipelineParallelSize', 1)} or {one}"
+        )
+    for key, value in {
+        "offload.layerwiseLoads": offload.layerwise_loads,
+        "offload.computeWhileLoading": offload.compute_while_loading,
+    }.items():
+        if offload.enabled and value == "on":
+            raise SettingsError(
+                f"{names.given(key, value)} changes the steps of one rank, but the ranks of {given} step together "
+                f"where the model is a mixture of experts; set {names.given(key, 'off')} or {one}"
+            )
+    if settings.kv_transfer is not None:
+        raise SettingsError(
+            f"{names.name('kvTransfer')}: {settings.kv_transfer.connector} is not proven with {given}; remove it, or "
+            f"set {one}"
+        )
+
+
 def _check_cpu_binding(settings: EngineSettings) -> None:
     if settings.cpu_binding is not None and argument_value(settings.extra_args, "--additional-config") is not None:
         names, is_on = settings.names, settings.cpu_binding == "on"
@@ -199,12 +236,26 @@ def _check_cpu_binding(settings: EngineSettings) -> None:
 
 
 def _check_ports(settings: EngineSettings) -> None:
-    ports = {"port": settings.port}
+    """vLLM publishes the events of data parallel rank r at the port + r, and answers their replays so too."""
+    names, ranks = settings.names, settings.data_parallel_size
+    ports = {"port": range(settings.port, settings.port + 1)}
     if settings.kv_events.enabled:
-        ports |= {"kvEvents.port": settings.kv_events.port, "kvEvents.replayPort": settings.kv_events.replay_port}
-    names = settings.names
-    holders: dict[int, str] = {}
-    for key, port in ports.items():
-        if port in holders:
-            raise SettingsError(f"{names.given(key, port)} is also {names.name(holders[port])}; give each its own port")
-        holders[port] = key
+        for key, first in {
+            "kvEvents.port": settings.kv_events.port,
+            "kvEvents.replayPort": settings.kv_events.replay_port,
+        }.items():
+            ports[key] = range(first, first + ranks)
+            if ports[key][-1] > PORT_MAX:
+                raise SettingsError(
+                    f"{names.given(key, first)} with {names.given('dataParallelSize', ranks)}, whose last rank would "
+                    f"use {ports[key][-1]}; set it to {PORT_MAX - ranks + 1} or less"
+                )
+    for (key, taken), (other, others) in itertools.combinations(ports.items(), 2):
+        if taken[0] == others[0]:
+            raise SettingsError(f"{names.given(other, others[0])} is also {names.name(key)}; give each its own port")
+        if taken[0] <= others[-1] and others[0] <= taken[-1]:
+            raise SettingsError(
+                f"{names.given(key, taken[0])} and {names.given(other, others[0])} are too near: rank r of "
+                f"{names.given('dataParallelSize', ranks)} uses both ports of kvEvents + r; keep them {ranks} or more "
+                "apart, and other ports out of these"
+            )

@@ -20,12 +20,6 @@ from spillway_settings.typed import WrongSetting
 
 Settings = TypeVar("Settings")
 
-# What people look for here -> the chart's answer (charts/spillway/files/settings-without-support.yaml).
-_WITHOUT_SUPPORT = {
-    "dataParallelSize": "no such setting; the memory, ports and start-up check of a pod are of one engine core; start "
-    "more engines in its place"
-}
-
 
 def load_engine_settings(config_path: Path | None, overrides: Iterable[str] = ()) -> EngineSettings:
     """Read a YAML file (None: start from nothing) and apply `key.path=value` overrides in order.
@@ -62,7 +56,7 @@ def read_settings(kind: type[Settings], tree: object, names: SettingNames = PLAI
         return typed.read_settings(kind, _as_meant(types.type_info(kind), tree), read_value)
     except WrongSetting as wrong:
         name = names.name(wrong.path) if wrong.path else "the configuration"
-        answer = _WITHOUT_SUPPORT.get(wrong.path) or _native_key(wrong.path, names) or wrong.problem
+        answer = _native_key(wrong.path, names) or wrong.problem
         raise SettingsError(f"{name}: {answer}") from wrong
 
 

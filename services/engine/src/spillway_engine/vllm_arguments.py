@@ -43,6 +43,8 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
     ]
     if settings.pipeline_parallel_size > 1:
         arguments += ["--pipeline-parallel-size", str(settings.pipeline_parallel_size)]
+    if settings.data_parallel_size > 1:
+        arguments += ["--data-parallel-size", str(settings.data_parallel_size)]
     if settings.model.kv_cache_dtype != "auto":
         arguments += ["--kv-cache-dtype", settings.model.kv_cache_dtype]
     if settings.model.quantization is not None:
@@ -55,7 +57,7 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
         arguments += ["--enforce-eager"]
         if budget.device_bytes is not None:
             # Otherwise vLLM demands that 92 % of the machine's memory is free, which a second engine never finds.
-            arguments += ["--kv-cache-memory-bytes", str(budget.device_bytes)]
+            arguments += ["--kv-cache-memory-bytes", str(budget.device_bytes // settings.data_parallel_size)]
     if machine.platform == "npu" and settings.cpu_binding is not None:
         arguments += ["--additional-config", _compact({"enable_cpu_binding": settings.cpu_binding == "on"})]
     if settings.kv_events.enabled:
@@ -94,7 +96,7 @@ def server_environment(settings: EngineSettings, machine: Machine, model_is_fold
     if settings.lora.resolver_folder is not None:
         environment["VLLM_LORA_RESOLVER_CACHE_DIR"] = settings.lora.resolver_folder
     if machine.platform == "cpu":
-        environment |= cpu_thread_environment(machine)
+        environment |= cpu_thread_environment(settings, machine)
         # Even with --enforce-eager some small functions are compiled at the first call, by a C++ compiler that a
         # machine need not have (the engine then dies with InvalidCxxCompiler) and at the price of a slower start.
         environment["TORCH_COMPILE_DISABLE"] = "1"
@@ -102,16 +104,31 @@ def server_environment(settings: EngineSettings, machine: Machine, model_is_fold
     return {**environment, **settings.extra_env, "PYTHONHASHSEED": "0"}
 
 
-def cpu_thread_environment(machine: Machine) -> dict[str, str]:
+def cpu_thread_environment(settings: EngineSettings, machine: Machine) -> dict[str, str]:
     """All cores of a small machine to whichever engine is busy.
 
     vLLM's own choice (`auto`) reserves one core, and a second one as soon as a KV connector is configured, which leaves
     none on two cores. A 2,048-token prompt of SmolLM2-135M in bfloat16 on two cores, another engine idle beside it,
     medians of 7: auto 4.3 s, unbound threads 2.4 s, bound to both cores 2.2 s.
+
+    `auto` also wants a NUMA node for each worker, and vLLM a list of cores for each where it is not `auto`. Workers of
+    one engine core compute at the same time, so they share its cores out; on a small machine every data parallel rank
+    has all of them, elsewhere a part of its own.
     """
-    if len(machine.cores) > SMALL_MACHINE_CORES:
+    small, workers = len(machine.cores) <= SMALL_MACHINE_CORES, settings.ranks
+    if small:
+        lists = _shares(machine.cores, workers) * settings.data_parallel_size
+    elif machine.memory_nodes >= (every := workers * settings.data_parallel_size) or every == 1:
         return {}
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, machine.cores))}
+    else:
+        lists = _shares(machine.cores, every)
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, cores)) for cores in lists)}
+
+
+def _shares(cores: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """As many consecutive runs of equal length; all cores in each where there are fewer than parts."""
+    length = len(cores) // parts
+    return [cores[at * length : (at + 1) * length] if length else cores for at in range(parts)]
 
 
 def kv_events_config(settings: EngineSettings) -> dict[str, Any]:

@@ -102,12 +102,14 @@ def engine_configuration(
 
 
 def gateway_configuration(settings: StackSettings, model: PreparedModel) -> dict[str, Any]:
+    ranks = settings.data_parallel_size
     engines = [
         {
             "name": f"engine-{index}",
             "url": f"http://127.0.0.1:{settings.engine_port(index)}",
             "kvEvents": f"tcp://127.0.0.1:{settings.events_port(index)}",
             "kvReplay": f"tcp://127.0.0.1:{settings.replay_port(index)}",
+            **({"dataParallelRanks": ranks} if ranks > 1 else {}),
         }
         for index in range(settings.engines)
     ]
@@ -152,11 +154,16 @@ def _engine(settings: StackSettings, folder: StateFolder, index: int) -> Compone
         [str(python), "-m", "spillway_engine", "--config", str(folder.config / f"{name}.yaml"), *overrides],
         port,
         ready_path="/ready",
-        ports=(port, settings.events_port(index), settings.replay_port(index)),
+        ports=(port, *_event_ports(settings, index)),
         stop_rank=1,
         stop_timeout_seconds=40,
         hurry=True,
     )
+
+
+def _event_ports(settings: StackSettings, index: int) -> list[int]:
+    ranks = range(settings.data_parallel_size)
+    return [first + rank for first in (settings.events_port(index), settings.replay_port(index)) for rank in ranks]
 
 
 def _gateway(settings: StackSettings, folder: StateFolder) -> Component:

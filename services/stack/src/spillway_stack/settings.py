@@ -8,17 +8,19 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from spillway_engine.settings import LifecycleSettings, ModelSettings
+from spillway_engine.settings import DATA_PARALLEL_RANKS_MAX, LifecycleSettings, ModelSettings
 from spillway_stack import make_variables
 from spillway_stack.engine_environments import VLLM_HERE, VLLM_VERSIONS
 from spillway_stack.errors import StackError
 
+RANKS_KEY = "dataParallelSize"
 DTYPES = get_args(get_type_hints(ModelSettings)["dtype"])
 SELF_CHECKS = get_args(get_type_hints(LifecycleSettings)["self_check"])
 SHARED_TIERS = ("nvme", "redis", "none")
 VALKEY_MAX_BYTES = 1 << 30
 GATEWAY_MEMORY_BYTES = 400 << 20
-ENGINES_MAX = 50  # ports of engines, events and replays are a hundred apart
+ENGINES_MAX = 50
+PORTS_APART = 100  # of engines, events and replays
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,12 @@ class StackSettings:
                 f"VLLM={','.join(settings.vllm)} names {len(settings.vllm)} versions for {settings.engines} engines; "
                 f"give one for all, or ENGINES={len(settings.vllm)}"
             )
+        ranks = settings.engines * settings.data_parallel_size
+        if ranks > PORTS_APART:
+            raise StackError(
+                f"ENGINES={settings.engines} and ENGINE_SET=dataParallelSize={settings.data_parallel_size} are {ranks} "
+                f"ranks, and there are ports for {PORTS_APART}; lower one of the two"
+            )
         longest = (settings.device_blocks - 1) * settings.block_size
         if longest < settings.max_length and not environment.get("MAX_LENGTH", "").strip():
             # A small device cache is a way to see eviction; it also bounds the longest prompt.
@@ -77,6 +85,14 @@ class StackSettings:
     def engine_vllm(self, index: int) -> str:
         return self.vllm[index % len(self.vllm)]
 
+    @property
+    def data_parallel_size(self) -> int:
+        """Of ENGINE_SET, which the engine service checks; 1 where it says none that could be one."""
+        given = [text for key, _, text in (word.partition("=") for word in self.engine_overrides) if key == RANKS_KEY]
+        return (
+            int(given[-1]) if given and given[-1].isdecimal() and 0 < int(given[-1]) <= DATA_PARALLEL_RANKS_MAX else 1
+        )
+
     def gateway_port(self) -> int:
         return self.port
 
@@ -84,10 +100,12 @@ class StackSettings:
         return self.port + 100 + index
 
     def events_port(self, index: int) -> int:
-        return self.port + 200 + index
+        """Of the first data parallel rank; the others' follow."""
+        return self.port + 200 + index * self.data_parallel_size
 
     def replay_port(self, index: int) -> int:
-        return self.port + 300 + index
+        """Likewise."""
+        return self.port + 300 + index * self.data_parallel_size
 
     def valkey_port(self) -> int:
         return self.port + 400
