@@ -358,6 +358,52 @@ def test_another_connector_reaches_vllm_and_its_engines_reach_each_other(engine_
         ]
 
 
+@pytest.mark.parametrize("discovery", ["kubernetes", "dns", "static"])
+def test_the_gateway_routes_to_every_data_parallel_rank(discovery, gateway_of):
+    values = nested("engine", {"dataParallelSize": 3}) | nested("gateway.discovery.type", discovery)
+    rendered = render(values=values)
+    model = yaml.safe_load(rendered.one("ConfigMap", "gateway")["data"]["gateway.yaml"])["models"][0]
+    (read,) = gateway_of(rendered).models
+
+    if discovery == "static":
+        assert {engine["dataParallelRanks"] for engine in model["engines"]} == {3}
+        assert {engine.data_parallel_ranks for engine in read.engines} == {3}
+    else:
+        assert model["discovery"][discovery]["dataParallelRanks"] == 3
+        assert getattr(read.discovery, discovery).data_parallel_ranks == 3
+    one = yaml.safe_load(
+        render(values=nested("gateway.discovery.type", discovery)).one("ConfigMap", "gateway")["data"]["gateway.yaml"]
+    )
+    assert "dataParallelRanks" not in yaml.safe_dump(one)
+
+
+def test_every_data_parallel_rank_has_two_ports_and_devices_of_its_own(engine_of):
+    rendered = render(values={"engine": {"dataParallelSize": 3, "tensorParallelSize": 2}})
+    engine, (container,) = engine_of(rendered), pod_spec(rendered.one("StatefulSet", "engine"))["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    service = rendered.one("Service", "engine")["spec"]["ports"]
+
+    assert engine.data_parallel_size == 3
+    assert container["resources"]["limits"]["huawei.com/Ascend910"] == 6
+    assert ports == {
+        "http": 8100,
+        **{"kv-events": 8200, "kv-events-1": 8201, "kv-events-2": 8202},
+        **{"kv-replay": 8300, "kv-replay-1": 8301, "kv-replay-2": 8302},
+    }
+    assert {port["name"]: port["port"] for port in service} == ports
+    assert all(port["targetPort"] == port["name"] for port in service)
+    wanted = [
+        {"protocol": "TCP", "port": "http"},
+        {"protocol": "TCP", "port": 8200, "endPort": 8202},
+        {"protocol": "TCP", "port": 8300, "endPort": 8302},
+    ]
+    assert rendered.one("NetworkPolicy", "engine")["spec"]["ingress"][0]["ports"] == wanted
+    restricted = render(values={"engine": {"dataParallelSize": 3}, "networkPolicy": {"restrictEgress": True}})
+    assert wanted in [
+        rule.get("ports") for rule in restricted.named("NetworkPolicy", "chat-spillway-gateway")["spec"]["egress"]
+    ]
+
+
 def test_an_entry_of_engines_differs_where_it_says_so(engine_of):
     values = {
         "engine": {"nodeSelector": {"a": "b"}, "lifecycle": {"drainTimeoutSeconds": 77}},
@@ -424,7 +470,6 @@ def test_every_setting_of_the_gateway_is_a_value():
     }  # of `engine`
     limits = {camel(name) for name in fields_of(SharedLimitsConfig)} - {"usernameEnv", "passwordEnv", "tlsCaFile"}
     assert limits | {"existingSecret", "caSecret"} == set(values["gateway"]["auth"]["sharedLimits"])
-    # The chart says all but data_parallel_ranks: its engines have one.
     assert fields_of(EngineConfig) == {"name", "url", "kv_events", "kv_replay", "data_parallel_ranks"}
 
 

@@ -64,6 +64,7 @@ class MemoryCase:
             "deviceBlocks": engine["deviceBlocks"],
             "tensorParallelSize": engine["tensorParallelSize"],
             "pipelineParallelSize": engine["pipelineParallelSize"],
+            "dataParallelSize": engine["dataParallelSize"],
             "blockSize": engine["blockSize"],
             "offload": {"enabled": offload["enabled"], "blocksPerChunk": offload["blocksPerChunk"], **sizes},
         }
@@ -124,6 +125,7 @@ def memory_case(chosen: random.Random, preset: str | None) -> MemoryCase:
         "deviceBlocks": chosen.choice([None, None, max_length // block_size + chosen.randrange(2, 9)]),
         "tensorParallelSize": chosen.choice([1, 2, 3, 4, 8, 16]),
         "pipelineParallelSize": chosen.choice([1, 1, 2, 3, 4]),
+        "dataParallelSize": chosen.choice([1, 1, 2, 3, 16]),
         "blockSize": block_size,
         "offload": {
             **size,

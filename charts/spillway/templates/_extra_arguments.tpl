@@ -73,7 +73,25 @@ judges them; tests/chart holds the two to one list of cases. */}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- $batch := include "spillway.extraArgument" (dict "arguments" .item.engine.extraArgs "name" "--max-num-batched-tokens") -}}
+{{- $sequences := include "spillway.extraArgument" (dict "arguments" .item.engine.extraArgs "name" "--max-num-seqs") -}}
+{{- if and (regexMatch "^[0-9]+$" $batch) (regexMatch "^[0-9]+$" $sequences) -}}
+{{- if lt (int64 $batch) (int64 $sequences) -}}
+{{- $texts = append $texts (printf "%s.extraArgs: --max-num-batched-tokens: %s, at least the %s of --max-num-seqs needed, as each sequence of a batch computes a token; raise the first or lower the second" $path $batch $sequences) -}}
+{{- end -}}
+{{- end -}}
 {{- toYaml $texts -}}
+{{- end -}}
+
+{{/* (arguments, name) -> the value that is given last; nothing where there is none. Abbreviations are not followed. */}}
+{{- define "spillway.extraArgument" -}}
+{{- $value := "" -}}
+{{- range $at, $argument := .arguments -}}
+{{- if eq $.name (replace "_" "-" (regexReplaceAll "(?s)=.*$" $argument "")) -}}
+{{- $value = contains "=" $argument | ternary (regexReplaceAll "(?s)^[^=]*=" $argument "") (index (append $.arguments "") (add1 $at | int)) -}}
+{{- end -}}
+{{- end -}}
+{{- $value -}}
 {{- end -}}
 
 {{/* (root, version) -> JSON: argument of this vLLM's server -> what it takes; {} for a version without a list. */}}

@@ -2,13 +2,15 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pytest
+
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.settings_reader import engine_settings
 from spillway_stack.bundled_model import PreparedModel
 from spillway_stack.components import engine_configuration
-from spillway_stack.preflight import check_machine, disk_problems, memory_problems
+from spillway_stack.preflight import check_machine, disk_problems, memory_problems, pipeline_problems
 from spillway_stack.settings import StackSettings
 from spillway_stack.state_folder import StateFolder
 
@@ -71,3 +73,29 @@ def test_what_overrides_ask_for_is_what_is_checked(tmp_path: Path) -> None:
     assert problem.startswith(
         "DEVICE_BLOCKS=80 of 64 tokens hold no prompt of MAX_LENGTH=8192; set DEVICE_BLOCKS >= 129"
     )
+
+
+@pytest.mark.parametrize(
+    ("stages", "versions", "platform", "refused"),
+    [
+        (2, ("0.32",), "cpu", True),
+        (2, ("0.23", "0.30"), "cpu", True),
+        (2, ("0.23",), "cpu", False),
+        (1, ("0.32",), "cpu", False),
+        (2, ("0.32",), "cuda", False),
+    ],
+)
+def test_pipelines_of_a_vllm_that_has_none_on_cpus(
+    stages: int, versions: tuple[str, ...], platform: str, refused: bool
+) -> None:
+    settings = StackSettings(vllm=versions, engine_overrides=(f"pipelineParallelSize={stages}",))
+    tree = engine_configuration(settings, MODEL, StateFolder(Path("/state")), 0)
+    engine = engine_settings(tree, settings.engine_overrides)
+    found = pipeline_problems(engine, versions, platform)
+
+    assert bool(found) is refused
+    if refused:
+        assert found[0].startswith(
+            f"ENGINE_SET=pipelineParallelSize=2 needs vLLM 0.23 on CPUs, but VLLM={','.join(versions)} given"
+        )
+        assert found[0].endswith("set VLLM=0.23 or ENGINE_SET=pipelineParallelSize=1")

@@ -79,6 +79,7 @@ SECRET = {
 }
 # Other arguments of this kind, of plug-ins or of later versions.
 SECRET_NAME = re.compile(r"api-key|password|secret|-token$")
+BATCHED_TOKENS, SEQUENCES = "--max-num-batched-tokens", "--max-num-seqs"
 _TWO_ENTRIES = "write --flag=value, or flag and value as two entries"
 
 
@@ -123,6 +124,12 @@ def check_extra_arguments(arguments: Sequence[str], names: SettingNames) -> None
         f"{names.name(f'extraArgs[{index}]')}: no flag before it takes this value; {_TWO_ENTRIES}"
         for index in _values_without_a_flag(arguments)
     ]
+    batch, sequences = (argument_value(arguments, name) or "" for name in (BATCHED_TOKENS, SEQUENCES))
+    if batch.isdecimal() and sequences.isdecimal() and int(batch) < int(sequences):
+        texts.append(
+            f"{names.name('extraArgs')}: {BATCHED_TOKENS}: {batch}, at least the {sequences} of {SEQUENCES} needed, as "
+            "each sequence of a batch computes a token; raise the first or lower the second"
+        )
     if texts:
         raise SettingsError("\n".join(texts))
 

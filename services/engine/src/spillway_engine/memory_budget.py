@@ -93,10 +93,12 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     shared_bytes = tier_bytes + queue_bytes
     on_cpu = machine.platform == "cpu"
     device_bytes = device_blocks * block_of_ranks_bytes * cores if device_blocks is not None else None
-    weight_bytes = shape.weight_bytes * cores
+    weight_bytes = shape.weight_bytes
     if settings.model.quantization is None:  # else they stay as the files have them, or become smaller
         weight_bytes = weight_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES.get(shape.dtype, 2)
-    memory_bytes = PROCESS_BYTES * ranks * cores + shared_bytes + ((device_bytes or 0) + weight_bytes if on_cpu else 0)
+    memory_bytes = PROCESS_BYTES * ranks * cores + shared_bytes
+    if on_cpu:
+        memory_bytes += (device_bytes or 0) + weight_bytes * cores
     return MemoryBudget(
         dtype=dtype,
         kv_dtype=kv_dtype,

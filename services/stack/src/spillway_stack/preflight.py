@@ -10,6 +10,7 @@ from spillway_engine.machine import Machine, probe_machine
 from spillway_engine.memory_budget import MemoryBudget
 from spillway_engine.model_shape import load_model_shape
 from spillway_engine.resolve import resolve_engine
+from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import engine_settings
 from spillway_settings.byte_sizes import format_byte_count
 from spillway_stack.bundled_model import PreparedModel
@@ -19,6 +20,7 @@ from spillway_stack.ports import holder, is_free
 from spillway_stack.settings import GATEWAY_MEMORY_BYTES, VALKEY_MAX_BYTES, StackSettings
 from spillway_stack.state_folder import StateFolder
 
+VLLM_WITH_CPU_PIPELINES = "0.23"
 STATE_DISK_BYTES = 512 << 20  # logs, and an NVMe tier that can hold anything at all
 
 
@@ -31,10 +33,25 @@ def check_machine(
     budget = resolve_engine(engine, load_model_shape(engine.model.path, engine.names), machine).budget
     return [
         *environment_problems(settings.vllm),
+        *pipeline_problems(engine, settings.vllm, machine.platform),
         *port_problems(components),
         *disk_problems(folder.root),
         *budget.problems,
         *memory_problems(settings, machine, budget),
+    ]
+
+
+def pipeline_problems(engine: EngineSettings, versions: Sequence[str], platform: str) -> list[str]:
+    """CPU engines of vLLM 0.30 and newer fail at the first step of a pipeline, with and without offload."""
+    stages = engine.pipeline_parallel_size
+    newer = [version for version in dict.fromkeys(versions) if version != VLLM_WITH_CPU_PIPELINES]
+    if stages == 1 or platform != "cpu" or not newer:
+        return []
+    names = engine.names
+    return [
+        f"{names.given('pipelineParallelSize', stages)} needs vLLM {VLLM_WITH_CPU_PIPELINES} on CPUs, but "
+        f"VLLM={','.join(versions)} given, whose CPU engines fail at the first step of a pipeline; set "
+        f"VLLM={VLLM_WITH_CPU_PIPELINES} or {names.given('pipelineParallelSize', 1)}"
     ]
 
 

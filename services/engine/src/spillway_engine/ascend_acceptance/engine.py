@@ -40,6 +40,7 @@ def changed(tree: Mapping[str, Any], offload: Mapping[str, Any], port: int) -> d
         "name": "acceptance",
         "host": "127.0.0.1",
         "port": port,
+        "dataParallelSize": 1,  # a request names no rank, and another one would not have its prefix
         "kvEvents": {"enabled": False},
         "offload": {**kept, "sharedTier": {"type": "none"}, **offload},
         "lifecycle": {**tree.get("lifecycle", {}), **lifecycle},
