@@ -123,7 +123,7 @@ class RankEngine:
         )
 
     def wait_stored(self, rank: int, size_bytes: float) -> None:
-        """Until a rank has stored as many bytes. Counters move with its steps, so it computes a few tokens meanwhile."""
+        """Until a rank has stored as many bytes; it computes a few tokens meanwhile, as counters move with steps."""
 
         def is_stored() -> bool:
             self.answer([3, 4, 5], rank)

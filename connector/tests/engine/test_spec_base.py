@@ -151,6 +151,8 @@ def test_a_worker_takes_its_own_pages_first_where_there_are_several_memory_nodes
 def test_computing_while_loading_is_refused_in_a_pipeline():
     spec = _Spec.__new__(_Spec)
     spec.extra_config = {"num_cpu_blocks": ROWS, "compute_while_loading": "on"}
-    with pytest.raises(ConfigError, match="compute_while_loading: 'on' takes requests out .* the 2 stages .* to 'off'"):
+    with pytest.raises(
+        ConfigError, match=r"compute_while_loading: 'on' takes requests out .* the 2 stages .* to 'off'"
+    ):
         spec._begin(**SHAPE | {"num_ranks": 2, "num_stages": 2})
     spec._begin(**SHAPE)  # one stage has one step under way
