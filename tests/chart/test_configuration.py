@@ -398,7 +398,12 @@ def test_every_data_parallel_rank_has_two_ports_and_devices_of_its_own(engine_of
         {"protocol": "TCP", "port": 8300, "endPort": 8302},
     ]
     assert rendered.one("NetworkPolicy", "engine")["spec"]["ingress"][0]["ports"] == wanted
-    restricted = render(values={"engine": {"dataParallelSize": 3}, "networkPolicy": {"restrictEgress": True}})
+    restricted = render(
+        values={
+            "engine": {"dataParallelSize": 3},
+            "networkPolicy": {"restrictEgress": True, "engineEgress": [{"ports": [{"port": 443}]}]},
+        }
+    )
     assert wanted in [
         rule.get("ports") for rule in restricted.named("NetworkPolicy", "chat-spillway-gateway")["spec"]["egress"]
     ]
