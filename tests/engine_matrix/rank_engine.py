@@ -46,7 +46,12 @@ class RankEngine:
     def __init__(self, folder: Path, model_folder: Path, wanted: Model) -> None:
         """folder: for its configuration, its log and its shared tier."""
         port, self._events_port, self._replay_port = ports()
-        self.url = f"http://127.0.0.1:{port}"
+        # One connection for each request: vLLM ends those of requests that it refuses.
+        self._http = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}",
+            timeout=SECONDS_MAX,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
         self._log, self._config = folder / "engine.log", folder / "engine.yaml"
         self._starts = 0
         tree = {
@@ -87,6 +92,7 @@ class RankEngine:
                 self._process.send_signal(signal.SIGTERM)
         self._process.wait(timeout=120)
         self._zmq.destroy(linger=0)
+        self._http.close()
 
     @property
     def log(self) -> str:
@@ -95,9 +101,7 @@ class RankEngine:
     def answer(self, prompt: list[int], rank: int) -> tuple[Scored, int]:
         """And how many of the prompt's tokens came from a cache."""
         body = {"model": "m", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
-        reply = httpx.post(
-            f"{self.url}/v1/completions", json={**body, **REQUEST}, headers=_of(rank), timeout=SECONDS_MAX
-        )
+        reply = self._http.post("/v1/completions", json={**body, **REQUEST}, headers=_of(rank))
         assert reply.status_code == 200, reply.text
         answered = reply.json()
         details = answered["usage"].get("prompt_tokens_details") or {}
@@ -105,16 +109,13 @@ class RankEngine:
 
     def promote(self, prompt: list[int], rank: int | None) -> int:
         """The status of a hint."""
-        return httpx.post(
-            f"{self.url}/spillway/promote",
-            json={"token_ids": prompt, "cache_salt": None},
-            headers={} if rank is None else _of(rank),
-            timeout=SECONDS_MAX,
-        ).status_code
+        hint = {"token_ids": prompt, "cache_salt": None}
+        headers = {} if rank is None else _of(rank)
+        return self._http.post("/spillway/promote", json=hint, headers=headers).status_code
 
     def counter(self, name: str, rank: int, **labels: str) -> float:
         """Of one rank, as vLLM shows it; 0 where it has not appeared."""
-        page = httpx.get(f"{self.url}/metrics", timeout=SECONDS_MAX).text
+        page = self._http.get("/metrics").text
         wanted = {"engine": str(rank), **labels}.items()
         return sum(
             float(value)
@@ -188,7 +189,7 @@ class RankEngine:
             self._start()
             return False
         try:
-            return httpx.get(f"{self.url}/ready", timeout=10).status_code == 200
+            return self._http.get("/ready").status_code == 200
         except httpx.TransportError:
             return False
 
