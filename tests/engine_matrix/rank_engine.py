@@ -100,7 +100,14 @@ class RankEngine:
 
     def answer(self, prompt: list[int], rank: int) -> tuple[Scored, int]:
         """And how many of the prompt's tokens came from a cache."""
-        body = {"model": "m", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": "m",
+            "prompt": prompt,
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+        }
         reply = self._http.post("/v1/completions", json={**body, **REQUEST}, headers=_of(rank))
         assert reply.status_code == 200, reply.text
         answered = reply.json()
