@@ -20,7 +20,7 @@ from stack_driver.deadlines import eventually
 
 from engine_matrix.engine_run import ANSWER_TOKENS
 from engine_matrix.models import BLOCK_TOKENS, Model
-from spillway_engine.shared_memory import REGION_PATTERN, files_of_group, group_members
+from spillway_engine.shared_memory import files_of_group, group_members
 
 RANKS = 2
 SECONDS_MAX = 1500.0  # of its starts: a machine with other work, not a slow product
@@ -158,10 +158,6 @@ class RankEngine:
                 return found
             found[int.from_bytes(number, "big")] = msgspec.msgpack.decode(payload)
         raise AssertionError(f"the replay of rank {rank} has no end after {len(found)} batches")
-
-    def regions(self) -> set[Path]:
-        """The mappings of the CPU tier."""
-        return {file for file in files_of_group(self._group()) if file.match(REGION_PATTERN)}
 
     def kill_rank(self, rank: int) -> tuple[int, set[Path], list[int]]:
         """SIGKILL its engine core: the service's exit status, and shared memory and processes that are left."""
