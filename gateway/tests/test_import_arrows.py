@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": set(),
     "write_coalescing": set(),
     "config": {"errors"},
+    "interpreter": set(),
     "lifecycle": {"errors"},
     "logs": {"config"},
     "routing": set(),
@@ -71,7 +72,18 @@ ALLOWED: dict[str, set[str]] = {
 }
 ALLOWED["app"] = ALLOWED.keys() - {"__init__"}
 ALLOWED["listeners"] = {"app", "client", "config", "errors", "ops"}
-ALLOWED["__main__"] = {"access", "app", "client", "config", "errors", "listeners", "logs"}
+ALLOWED["processes"] = ALLOWED.keys() - {"__init__", "tracing", "write_coalescing"}
+ALLOWED["__main__"] = {
+    "access",
+    "app",
+    "client",
+    "config",
+    "errors",
+    "interpreter",
+    "listeners",
+    "logs",
+    "processes",
+}
 ALLOWED["testing"] = ALLOWED.keys() - {"__init__", "__main__"}  # doubles for tests; nothing above imports it
 
 

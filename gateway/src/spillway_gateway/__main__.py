@@ -5,23 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import logging
 import sys
 from pathlib import Path
 
-from spillway_gateway import logs
+from spillway_gateway import interpreter, logs
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.app import Gateway
 from spillway_gateway.client import descriptors
 from spillway_gateway.config.settings import load_config
 from spillway_gateway.errors import ConfigError
 from spillway_gateway.listeners.server import GatewayServer, PortInUse, bind
-
-SWITCH_SECONDS = 0.001
-# Of Python's garbage collector: the youngest generation as by default, the older ones more rarely. What lives on is
-# mostly requests in progress, which need no collector, and looking at all of them again takes 5 % of a request's time.
-GARBAGE_THRESHOLDS = (700, 20, 50)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,6 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     logs.set_up(config.log)
     descriptors.raise_limit()
+    if config.processes > 1:
+        from spillway_gateway.processes.server import serve  # noqa: PLC0415 - only where several serve
+
+        return serve(config, options.config)
     listen = config.listen
     with contextlib.ExitStack() as stack:
         try:
@@ -63,15 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
         log.info("listening on %s://%s:%d", "https" if listen.tls else "http", *listener.getsockname()[:2])
         if ops_listener is not None:
             log.info("operations on http://%s:%d", *ops_listener.getsockname()[:2])
-        # What exists now stays: modules, configuration, the index's tables. Frozen, it is not scanned by full garbage
-        # collections, which stop the process, however many blocks the index holds.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*GARBAGE_THRESHOLDS)
-        # A thread that renders a prompt yields the GIL to the event loop after this time, once for each socket that the
-        # loop serves in an iteration.
-        sys.setswitchinterval(SWITCH_SECONDS)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        interpreter.prepare()
+        with asyncio.Runner(loop_factory=interpreter.loop_factory()) as runner:
             runner.run(server.serve(sockets=[listener]))
     return 0 if server.started else 1
 
@@ -84,15 +75,6 @@ def _hash_key() -> int:
         print(f"spillway-gateway: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop  # noqa: PLC0415 - optional: faster where it is installed
-    except ImportError:
-        return None
-    loop: type[asyncio.AbstractEventLoop] = uvloop.Loop
-    return loop
 
 
 if __name__ == "__main__":

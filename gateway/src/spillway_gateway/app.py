@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import zmq.asyncio
-from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from spillway_gateway import logs
 from spillway_gateway.access.audit import AuditLog
@@ -39,7 +39,8 @@ from spillway_gateway.ops.ui.page_routes import PageRoutes
 from spillway_gateway.roster.engine_tasks import Clients, guarded
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.tokens.fair_threads import FairThreads
-from spillway_gateway.upstream.outbound import UpstreamServices
+from spillway_gateway.upstream.dispatch import OwnDispatch
+from spillway_gateway.upstream.outbound import Dispatch, UpstreamServices
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.promotion_hints import PromotionHints
 from spillway_gateway.upstream.retry import RetryBudget
@@ -62,18 +63,20 @@ class Gateway:
         self.config = config
         self.lifecycle = Lifecycle()
         self.metrics = GatewayMetrics()
-        self.gatekeeper = Gatekeeper(config.auth)
+        self.gatekeeper = self._gatekeeper()
         self.audit = AuditLog(config.audit) if config.audit.enabled else None
         self.tracing = _tracing(config.tracing)
         self._tokenizing = FairThreads(TOKENIZER_THREADS, "tokenizer")
-        self.roster = Roster(config, self.metrics, self._tokenizing)
+        self.roster = self._roster()
         self.models = self.roster.models
         self.fleets = self.roster.fleets
         self.admissions = self.roster.admissions
         shares = self._descriptor_shares(config)
         self.open_connections = OpenConnections(config.connections, shares.clients)
         self.promotion_hints = PromotionHints(self.metrics)
+        self.response_owners = self._response_owners()
         self.services = UpstreamServices(
+            dispatch=self._dispatch(),
             pool=ConnectionPool(shares.upstream, config.timeouts.connect_seconds, time.monotonic),
             budget=RetryBudget(config.limits.retry_ratio, config.limits.retry_burst),
             metrics=self.metrics,
@@ -81,12 +84,53 @@ class Gateway:
             limits=config.limits,
             running=self.lifecycle.running,
             admissions=self.admissions,
-            recent=Recent(),
+            recent=self._recent(),
             continuation=config.continuation,
             kept=KeptBytes(config.continuation.bytes_max),
             promotion_hints=self.promotion_hints,
         )
         self.follower = ConfigFollower(config_path, config, self.apply) if config_path is not None else None
+        self._collect_families()
+        self.operations = operations = Operations(
+            self.fleets,
+            self.lifecycle,
+            self.metrics,
+            self.gatekeeper,
+            lambda: self.config,
+            discovered=lambda: discovered(self.roster.sources, self.fleets),
+        )
+        self.page = page = PageRoutes(
+            self.fleets, self.admissions, self.services.recent, self.lifecycle, self.gatekeeper
+        )
+        self.app = self._build_app(operations, page)
+        self.ops_app = Starlette(
+            routes=[
+                *operations.probe_routes(),
+                *operations.operator_routes(require_key=False),
+                *page.routes(require_key=False),
+            ],
+            exception_handlers={HTTPException: http_error},
+        )
+        self.ops_app.router.redirect_slashes = False
+
+    # -- parts that are others where several processes serve (processes/) --------------------------------------------
+
+    def _gatekeeper(self) -> Gatekeeper:
+        return Gatekeeper(self.config.auth)
+
+    def _roster(self) -> Roster:
+        return Roster(self.config, self.metrics, self._tokenizing)
+
+    def _response_owners(self) -> ResponseOwners:
+        return ResponseOwners()
+
+    def _recent(self) -> Recent:
+        return Recent()
+
+    def _dispatch(self) -> Dispatch:
+        return OwnDispatch()
+
+    def _collect_families(self) -> None:
         self.metrics.collect_from(lambda: live_families(self.fleets))
         self.metrics.collect_from(lambda: discovery_families(self.roster.sources, self.fleets))
         self.metrics.collect_from(lambda: connection_families(self.open_connections))
@@ -101,25 +145,12 @@ class Gateway:
                     restart_pending=bool(follower.restart_pending),
                 )
             )
-        self.operations = operations = Operations(
-            self.fleets,
-            self.lifecycle,
-            self.metrics,
-            self.gatekeeper,
-            lambda: self.config,
-            discovered=lambda: discovered(self.roster.sources, self.fleets),
-        )
-        page = PageRoutes(self.fleets, self.admissions, self.services.recent, self.lifecycle, self.gatekeeper)
-        self.app = self._build_app(operations, page)
-        self.ops_app = Starlette(
-            routes=[
-                *operations.probe_routes(),
-                *operations.operator_routes(require_key=False),
-                *page.routes(require_key=False),
-            ],
-            exception_handlers={HTTPException: http_error},
-        )
-        self.ops_app.router.redirect_slashes = False
+
+    def _operator_routes(self, operations: Operations, page: PageRoutes) -> list[Route]:
+        """On the clients' listener, where it is the only one."""
+        return [*operations.operator_routes(require_key=True), *page.routes(require_key=True)]
+
+    # ----------------------------------------------------------------------------------------------------------------
 
     def _descriptor_shares(self, config: GatewayConfig) -> descriptors.DescriptorShares:
         wanted = config.connections.open_max, config.limits.upstream_connections_max
@@ -156,17 +187,18 @@ class Gateway:
             upstream=self.services,
             lifecycle=self.lifecycle,
             gatekeeper=self.gatekeeper,
-            response_owners=ResponseOwners(),
+            response_owners=self.response_owners,
             audit=self.audit,
             tracing=self.tracing,
         )
         routes = operations.probe_routes()
         if self.config.listen.ops_port is None:
-            routes += [*operations.operator_routes(require_key=True), *page.routes(require_key=True)]
-        return client_application(context, ModelList(self.fleets).read, routes, self._lifespan)
+            routes += self._operator_routes(operations, page)
+        return client_application(context, ModelList(self.fleets).read, routes, lambda app: self.running())
 
     @asynccontextmanager
-    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
+        """Run every client, task and thread."""
         async with AsyncExitStack() as stack:
             if self.audit is not None:
                 stack.push_async_callback(asyncio.to_thread, self.audit.close)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,11 +19,18 @@ _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 
 _OVERHEAD_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
 
 
+class Collected(Protocol):
+    """What an exposition is made of."""
+
+    def collect(self) -> Iterable[Metric]: ...
+
+
 class GatewayMetrics:
     """Counters and histograms of the data plane; `collect_from` adds families that are read at each scrape."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.exposed: Collected = self.registry  # with the counts of other processes, where there are any
         self._requests = Counter(
             "spillway_gateway_requests",
             "Finished requests by model, engine, route reason and status class.",
@@ -145,6 +153,7 @@ class GatewayMetrics:
             ("model",),
             registry=self.registry,
         )
+        self.on_removed: list[Callable[[str], None]] = []  # called with each engine that is gone
         self.request = cache(self._requests.labels)
         self.first_byte = cache(self._first_byte.labels)
         self.overhead = cache(self._overhead.labels)
@@ -166,13 +175,15 @@ class GatewayMetrics:
                 metric.remove_by_labels({"engine": engine})
         for cached in (self.request, self.first_byte, self.retry, self.broken):
             cached.cache_clear()
+        for forget in self.on_removed:
+            forget(engine)
 
     def collect_from(self, read: Callable[[], Iterable[GaugeMetricFamily | CounterMetricFamily]]) -> None:
         """Add families read from live state at each scrape."""
         self.registry.register(_Reader(read))
 
     def exposition(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self.exposed)
 
 
 class _Reader:

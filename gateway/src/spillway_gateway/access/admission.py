@@ -50,11 +50,17 @@ class Admission:
         capacity = self._capacity()
         return capacity > 0 and (self.waiting_requests > 0 or self.admitted_requests >= capacity)
 
+    def enter_at_once(self) -> bool:
+        """Whether the request may be sent without waiting; leave() must then follow."""
+        if self.waiting_requests or self.admitted_requests >= self._capacity():
+            return False
+        self.admitted_requests += 1
+        return True
+
     async def enter(self, tenant: str, priority: Priority) -> None:
         """Returns when the request may be sent; leave() must follow. Raises GatewayOverloaded when the queue is full
         or the priority's deadline passes, NoEngineReady when no engine came in time."""
-        if not self.waiting_requests and self.admitted_requests < self._capacity():
-            self.admitted_requests += 1
+        if self.enter_at_once():
             return
         config = self._config
         if self.waiting_requests >= config.waiting_requests_max:

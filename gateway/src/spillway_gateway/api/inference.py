@@ -146,7 +146,7 @@ class InferenceEndpoint:
         only_engine = None
         charged_tokens = parsed.charged_tokens
         if parsed.previous_response is not None:
-            owner = context.response_owners.of(parsed.previous_response, tenant.name)
+            owner = await context.response_owners.find(parsed.previous_response, tenant.name)
             if owner is not None and owner.model == model:
                 only_engine = owner.engine
                 charged_tokens += owner.tokens
@@ -190,7 +190,8 @@ class _StoredResponse:
 
     def on_end(self, usage: Usage) -> None:
         if self._id is not None:
-            self._owners.set_tokens(self._id, (usage.prompt_tokens or 0) + (usage.completion_tokens or 0))
+            tokens = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
+            self._owners.set_tokens(self._id, self._tenant, tokens)
 
 
 class StoredResponseEndpoint:
@@ -212,7 +213,7 @@ class StoredResponseEndpoint:
             context = self._context
             body = await read_body(headers, receive, client, context.upstream.limits, context.upstream.timeouts)
             received_at = perf_counter()
-            owner = context.response_owners.of(response_id, tenant.name)
+            owner = await context.response_owners.find(response_id, tenant.name)
             served = context.models.get(owner.model) if owner is not None else None
             if owner is None or served is None or owner.engine not in served.fleet.engines:
                 raise _no_response(response_id)

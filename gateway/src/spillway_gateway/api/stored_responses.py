@@ -24,6 +24,12 @@ class Owner(NamedTuple):
     tokens: int = 0
 
 
+def response_id_in(reply_start: bytes) -> str | None:
+    """The first id in a plain reply or a stream's first events."""
+    found = _ID.search(reply_start, 0, _SCAN_BYTES)
+    return found.group(1).decode() if found is not None else None
+
+
 class ResponseOwners:
     """The last OWNERS_MAX responses by id."""
 
@@ -34,23 +40,28 @@ class ResponseOwners:
     def add(self, reply_start: bytes, owner: Owner) -> str | None:
         """Record the owner of a new response, and return its id: the first in reply_start, which is a plain reply or a
         stream's first events. None where there is no id, or another tenant owns it."""
-        found = _ID.search(reply_start, 0, _SCAN_BYTES)
-        if found is None:
-            return None
-        response_id = found.group(1).decode()
+        response_id = response_id_in(reply_start)
+        return response_id if response_id is not None and self.record(response_id, owner) else None
+
+    def record(self, response_id: str, owner: Owner) -> bool:
+        """Record the owner of a new response. False where another tenant owns it."""
         known = self._owners.get(response_id)
         if known is not None and known.tenant != owner.tenant:
-            return None  # a client may choose the id, and must not take over another tenant's response
+            return False  # a client may choose the id, and must not take over another tenant's response
         self._owners[response_id] = owner
         if len(self._owners) > self._owners_max:
             self._owners.popitem(last=False)
-        return response_id
+        return True
 
-    def set_tokens(self, response_id: str, tokens: int) -> None:
-        """Record how many tokens a request that continues this response will read."""
-        owner = self._owners.get(response_id)
+    def set_tokens(self, response_id: str, tenant: str, tokens: int) -> None:
+        """Record how many tokens a request that continues this response of the tenant will read."""
+        owner = self.of(response_id, tenant)
         if owner is not None:
             self._owners[response_id] = owner._replace(tokens=tokens)
+
+    async def find(self, response_id: str, tenant: str) -> Owner | None:
+        """As `of`; where several processes serve, one of them is asked."""
+        return self.of(response_id, tenant)
 
     def of(self, response_id: str, tenant: str) -> Owner | None:
         """The owner; None for an unknown id and for another tenant's."""

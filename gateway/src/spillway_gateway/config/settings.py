@@ -34,6 +34,8 @@ from spillway_settings.typed import (
     read_settings,
 )
 
+PROCESSES_MAX = 16
+Processes = Annotated[int, Meta(ge=1, le=PROCESSES_MAX, description=f"1 to {PROCESSES_MAX} processes")]
 ListenPort = Annotated[int, Meta(ge=0, le=65_535, description="0 to 65535 (0 lets the system choose)")]
 LoadFactor = Annotated[float, Meta(ge=1, le=LARGEST)]
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -243,6 +245,7 @@ class ReloadConfig(CamelSection, frozen=True):
 
 class GatewayConfig(CamelSection, frozen=True):
     models: tuple[ModelConfig, ...]
+    processes: Processes = 1  # behind one port; with more than one, another one counts and routes for all of them
     listen: ListenConfig = ListenConfig()
     connections: ConnectionsConfig = ConnectionsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
@@ -313,11 +316,12 @@ def _check(config: GatewayConfig) -> None:
     _check_listeners(config.listen)
     check_tracing(config.tracing)
     limits = config.limits
-    if limits.body_bytes_max > LONG_BODY_SHARE * limits.bodies_bytes_max:
+    if limits.body_bytes_max > LONG_BODY_SHARE * (limits.bodies_bytes_max // config.processes):
+        each = f", of which each of {config.processes} processes has its share" if config.processes > 1 else ""
         raise ConfigError(
-            f"limits.bodiesBytesMax: {limits.bodies_bytes_max} given with bodyBytesMax {limits.body_bytes_max}; at "
-            f"least {math.ceil(limits.body_bytes_max / LONG_BODY_SHARE)} needed, as long bodies get "
-            f"{LONG_BODY_SHARE:.0%} of it"
+            f"limits.bodiesBytesMax: {limits.bodies_bytes_max} given with bodyBytesMax {limits.body_bytes_max}{each}; "
+            f"at least {config.processes * math.ceil(limits.body_bytes_max / LONG_BODY_SHARE)} needed, as long bodies "
+            f"get {LONG_BODY_SHARE:.0%} of it"
         )
     auth = config.auth
     if (auth.keys_file is None) != (auth.salt_secret_file is None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from enum import StrEnum
@@ -24,6 +25,7 @@ from spillway_gateway.routing.fleet_view import EngineRates, EngineView, HeldPre
 
 EXPECTED_ADAPTERS_MAX = 1000
 SLOW_START_SHARE = 0.1  # of its prefill rate, at the first moment
+_serials = itertools.count(1)
 
 
 class EngineState(StrEnum):
@@ -74,6 +76,7 @@ class Engine:
     ) -> None:
         """instance: of the process at the address, where discovery gives it. newcomer: the process was just started, so
         its first readiness begins a slow start. fleet_samples, means: shared by the engines of a model."""
+        self.serial = next(_serials)  # of this object: a name may get another address
         self.model = model
         self.name = config.name
         self.config = config

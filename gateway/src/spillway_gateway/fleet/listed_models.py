@@ -28,12 +28,13 @@ _documents = msgspec.json.Decoder(_Documents)
 
 
 class ListedModels:
-    """One reading of the page. names: all that it lists. adapters: those that another one of them is the parent of."""
+    """One reading of the page, whose bytes are body. names: all that it lists. adapters: those that another one of
+    them is the parent of."""
 
-    __slots__ = ("_body", "_cards", "_documents", "adapters", "names")
+    __slots__ = ("_cards", "_documents", "adapters", "body", "names")
 
     def __init__(self, body: bytes, cards: list[_Card]) -> None:
-        self._body = body
+        self.body = body
         self._cards = cards
         self._documents: list[dict[str, Any]] | None = None
         self.names = frozenset(card.id for card in cards if card.id)
@@ -47,7 +48,7 @@ class ListedModels:
     def documents(self) -> list[dict[str, Any]]:
         """The cards as the engine sent them. Decoded at the first call: the page is read far more often than shown."""
         if self._documents is None:
-            self._documents = _documents.decode(self._body).data
+            self._documents = _documents.decode(self.body).data
         return self._documents
 
 

@@ -145,7 +145,13 @@ class ModelFleet:
 
     def add_engine(self, config: EngineConfig, *, instance: str = "", newcomer: bool = False) -> Engine:
         """Add an engine to the choice and to the index."""
-        engine = Engine(
+        engine = self._engine(config, instance=instance, newcomer=newcomer)
+        self.engines[config.name] = engine
+        self.index.add_engine(config.name)
+        return engine
+
+    def _engine(self, config: EngineConfig, *, instance: str, newcomer: bool) -> Engine:
+        return Engine(
             self.name,
             config,
             self._routing,
@@ -156,9 +162,6 @@ class ModelFleet:
             breaker=self._breaker,
             clock=self._clock,
         )
-        self.engines[config.name] = engine
-        self.index.add_engine(config.name)
-        return engine
 
     def remove_engine(self, name: str) -> Engine:
         """Send no new request there; running ones keep their leases, counters and connections. The caller frees its

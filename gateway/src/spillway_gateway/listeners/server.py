@@ -55,6 +55,37 @@ def bind(host: str, port: int, setting: str = "listen.port") -> socket.socket:
     return listener
 
 
+def reserve(host: str, port: int) -> socket.socket:
+    """A socket that keeps the address for bind_shared(), of this user's processes, and takes no connections. Raises
+    PortInUse where somebody else listens there, who may share it likewise."""
+    with bind(host, port) as alone:
+        port = alone.getsockname()[1]
+    return _shared(host, port)
+
+
+def bind_shared(host: str, port: int) -> socket.socket:
+    """A non-blocking socket that listens beside those of other processes: the kernel spreads connections over them.
+    Raises PortInUse."""
+    listener = _shared(host, port)
+    listener.listen(LISTEN_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def _shared(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise PortInUse(
+            f"listen: cannot share {host}:{port} ({error.strerror}); stop what uses it or change listen.port"
+        ) from error
+    return listener
+
+
 class GatewayServer(uvicorn.Server):
     """uvicorn's server with the gateway's shutdown. Raises ConfigError for an unusable certificate."""
 

@@ -139,11 +139,26 @@ def access_families(
         decided.add_metric(("all",), gatekeeper.shared.decided_total)
         decided.add_metric(("alone",), gatekeeper.shared.decided_alone_total)
         connected.add_metric((), float(gatekeeper.shared.connected))
+    return (waiting, refused, reloads, decided, connected, *audit_families(audit))
+
+
+def audit_families(audit: AuditLog | None) -> Iterable[CounterMetricFamily]:
+    """Lost lines of the audit log."""
     dropped = CounterMetricFamily(
         "spillway_gateway_audit_dropped", "Audit lines that could not be written, or waited for too many others."
     )
     dropped.add_metric((), audit.dropped_total if audit is not None else 0)
-    return (waiting, refused, reloads, decided, connected, dropped)
+    return (dropped,)
+
+
+def process_families(fronts: int, restarts: int) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+    """The processes that serve clients, where there are several."""
+    yield GaugeMetricFamily(
+        "spillway_gateway_front_processes", "Processes of this gateway that accept connections.", fronts
+    )
+    yield CounterMetricFamily(
+        "spillway_gateway_front_process_restarts", "Times such a process ended and was started again.", restarts
+    )
 
 
 def config_families(

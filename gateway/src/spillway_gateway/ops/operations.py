@@ -53,6 +53,9 @@ class Operations:
         self._gatekeeper = gatekeeper
         self._config = config
         self._discovered = discovered
+        # Where several processes serve: why none of them does yet, and what is done before each scrape.
+        self.not_serving: Callable[[], str | None] = lambda: None
+        self.before_scrape: Callable[[], Awaitable[None]] | None = None
         self._started = False
 
     def probe_routes(self) -> list[Route]:
@@ -83,6 +86,9 @@ class Operations:
         engines = {name: {engine.name: engine.reason for engine in each} for name, each in fleets}
         if self._lifecycle.draining:
             return Answer(503, {"ready": False, "reason": "draining", "models": engines})
+        not_serving = self.not_serving()
+        if not_serving is not None:
+            return Answer(503, {"ready": False, "reason": not_serving, "models": engines})
         waking = {fleet.name for fleet in list(self._fleets) if fleet.config.wake_seconds is not None}
         missing = [name for name, each in fleets if not any(engine.routable for engine in each)]
         if len(missing) == len(fleets) and not waking:
@@ -102,6 +108,8 @@ class Operations:
         return _response(self.readiness())
 
     async def _exposition(self, request: Request) -> Response:
+        if self.before_scrape is not None:
+            await self.before_scrape()
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _show_config(self, request: Request) -> Response:

@@ -146,14 +146,8 @@ class Roster:
 
     def _add_model(self, model: ModelConfig, tokenizer: PromptTokenizer | None) -> None:
         config = self._config
-        index = PrefixIndex(
-            model.name,
-            bytes_max=max(1, config.index.bytes_max // len(config.models)),
-            orphans_max=config.index.orphans_max,
-            default_block_tokens=config.routing.default_block_tokens,
-            clock=time.monotonic,
-        )
-        fleet = ModelFleet(model, config.routing, index, breaker=config.breaker)
+        index = self._index(model)
+        fleet = self._fleet(model, index)
         if model.tokenizer is not None:
             self._metrics.tokenizer_usable.labels(model.name).set(tokenizer is not None)
         reader = PromptReader(
@@ -177,6 +171,19 @@ class Roster:
                 self._engine_tasks.follow(engine, index, config.health)
         self._restart_token_check(served)
         self._follow_source(served)
+
+    def _index(self, model: ModelConfig) -> PrefixIndex:
+        config = self._config
+        return PrefixIndex(
+            model.name,
+            bytes_max=max(1, config.index.bytes_max // len(config.models)),
+            orphans_max=config.index.orphans_max,
+            default_block_tokens=config.routing.default_block_tokens,
+            clock=time.monotonic,
+        )
+
+    def _fleet(self, model: ModelConfig, index: PrefixIndex) -> ModelFleet:
+        return ModelFleet(model, self._config.routing, index, breaker=self._config.breaker)
 
     def _admission(self, fleet: ModelFleet) -> Admission:
         """Capacity in proportion to the ready engines; without any, requests wait for one where the model is scaled to

@@ -13,7 +13,7 @@ from spillway_gateway.access.keys import Priority
 from spillway_gateway.config.settings import ContinuationConfig, LimitsConfig, TimeoutsConfig
 from spillway_gateway.error_bodies import Dialect
 from spillway_gateway.fleet.engine import Engine
-from spillway_gateway.fleet.model_fleet import ModelFleet
+from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.lifecycle import RunningRequest
@@ -62,6 +62,25 @@ class RequestTrace(Protocol):
     ) -> AttemptTrace | None: ...
 
 
+class Place(Protocol):
+    """A request's place among those that the engines of its model have room for."""
+
+    async def choose(self, prompt: PromptBlocks, tried: frozenset[str]) -> Lease:
+        """Route the request to an engine that was not tried yet, and count it there. Raises NoEngineReady, and
+        ModelNotFound where no engine has its adapter any more."""
+
+    def leave(self) -> None:
+        """The request has ended."""
+
+
+class Dispatch(Protocol):
+    """Gives requests their places and engines: of this process (upstream/dispatch.py), or of the one that counts for
+    several (processes/)."""
+
+    async def enter(self, admission: Admission, fleet: ModelFleet, request: OutboundRequest) -> Place:
+        """Wait until the engines have room. Raises GatewayOverloaded or NoEngineReady."""
+
+
 class Hints(Protocol):
     """Tells engines the prefixes of requests that wait (upstream/promotion_hints.py)."""
 
@@ -77,6 +96,7 @@ class UpstreamServices:
     may be continued. promotion_hints: None: no engine is sent any.
     """
 
+    dispatch: Dispatch
     pool: ConnectionPool
     budget: RetryBudget
     metrics: GatewayMetrics

@@ -47,15 +47,21 @@ class PromotionHints:
         decision = fleet.expected_choice(request.prompt, request.only_engine, request.session)
         if decision is None or not decision.held.shared_tokens:
             return None
-        if len(self._under_way) >= HINTS_MAX:
-            self._metrics.promotion_hint(fleet.name, "dropped").inc()
-            return None
         engine = fleet.engines[decision.engine_name]
-        body = hint_body(tokens, decision.held.total_tokens)
-        task = asyncio.create_task(self._send(self.session, engine, fleet.name, body))
+        return engine.name if self.tell(engine, tokens, decision.held.total_tokens) else None
+
+    def tell(self, engine: Engine, tokens: PromptTokens, first: int) -> bool:
+        """Send an engine the first so many tokens of a prompt. False where too many are under way."""
+        if self.session is None:
+            return False
+        if len(self._under_way) >= HINTS_MAX:
+            self._metrics.promotion_hint(engine.model, "dropped").inc()
+            return False
+        body = hint_body(tokens, first)
+        task = asyncio.create_task(self._send(self.session, engine, engine.model, body))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        return engine.name
+        return True
 
     async def _send(self, session: aiohttp.ClientSession, engine: Engine, model: str, body: bytes) -> None:
         headers = {"content-type": "application/json"}

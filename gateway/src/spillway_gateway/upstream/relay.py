@@ -31,7 +31,7 @@ from spillway_gateway.upstream.connection import EngineConnection
 from spillway_gateway.upstream.continuing import Continuing, NotJoined
 from spillway_gateway.upstream.forward import request_head
 from spillway_gateway.upstream.junction import Junction, joined, pieces
-from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
+from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Place, Send, UpstreamServices
 from spillway_gateway.upstream.reading import collect
 from spillway_gateway.upstream.reply import EngineAnsweredError, EngineErrorTooLong, Reply
 from spillway_gateway.upstream.retry import is_attempt, may_retry
@@ -106,11 +106,11 @@ class Relay:
             admission = services.admissions.get(self._fleet.name)
             if admission is None:
                 raise ModelNotFound(f"The model {self._fleet.name!r} was removed a moment ago")
-            await self._enter(admission)
+            place = await self._enter(admission)
             try:
-                await self._attempts()
+                await self._attempts(place)
             finally:
-                admission.leave()
+                place.leave()
         except ClientDisconnected as error:
             if reply.ended and not isinstance(error, ClientStalled):
                 return  # SDKs disconnect at [DONE], before the reply's own end
@@ -130,7 +130,7 @@ class Relay:
                 reply.continuing.sent.close()
             self._record_metrics()
 
-    async def _enter(self, admission: Admission) -> None:
+    async def _enter(self, admission: Admission) -> Place:
         """Wait until the engines have room."""
         waits = self._waits
         if waits.disconnected:
@@ -142,7 +142,7 @@ class Relay:
         if self._request.prompt.tokens is not None and hints is not None and admission.is_full:
             hinted = hints.expect(self._fleet, self._request)
         try:
-            await admission.enter(self._request.tenant, self._request.priority)
+            return await self._services.dispatch.enter(admission, self._fleet, self._request)
         except asyncio.CancelledError:
             cause = waits.take_cause()
             if cause is None:
@@ -155,7 +155,7 @@ class Relay:
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 
-    async def _attempts(self) -> None:
+    async def _attempts(self, place: Place) -> None:
         """Try one engine after another until one answers, and where it fails within a stream, others that continue it.
         Raises the last failure where no retry is allowed."""
         services, request = self._services, self._request
@@ -166,7 +166,7 @@ class Relay:
             if self._waits.disconnected:
                 raise ClientDisconnected
             try:
-                lease = self._choose(tried)
+                lease = await self._choose(place, tried)
             except NoEngineReady:
                 if failure is None:
                     raise
@@ -231,14 +231,23 @@ class Relay:
         logger.warning("request %s: %s; another engine continues", self._id(), failure.message)
         return left_out
 
-    def _choose(self, tried: frozenset[str]) -> Lease:
+    async def _choose(self, place: Place, tried: frozenset[str]) -> Lease:
         """Route the request to an engine that was not tried yet. Raises NoEngineReady."""
         request, continuing = self._request, self.reply.continuing
         trace = request.trace
         asked_ns = time.time_ns() if trace is not None else 0
         joins = continuing is not None and continuing.failed_at is not None
         prompt = continuing.prompt() if continuing is not None and joins else request.prompt
-        lease = self._fleet.choose(prompt, tried, request.only_engine, request.session, request.adapter)
+        self._waits.abortable = True
+        try:
+            lease = await place.choose(prompt, tried)
+        except asyncio.CancelledError:
+            cause = self._waits.take_cause()
+            if cause is None:
+                raise
+            raise cause from None
+        finally:
+            self._waits.abortable = False
         self.lease = lease
         self._services.recent.decided(self._fleet.name, request.request_id, lease.decision)
         if lease.decision.session is not None:

@@ -1,0 +1,1 @@
+"""Several processes behind one port: fronts that serve clients, and the router process that counts and routes."""

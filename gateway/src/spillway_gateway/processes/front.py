@@ -1,0 +1,281 @@
+"""A front process: serves clients on the shared port, and asks the router process for all that counts for several."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import structs
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from spillway_gateway import interpreter, logs
+from spillway_gateway.access.gatekeeper import Gatekeeper
+from spillway_gateway.access.keys import Tenant
+from spillway_gateway.access.limits import Settlement, TenantUsage
+from spillway_gateway.api.stored_responses import Owner, ResponseOwners
+from spillway_gateway.app import Gateway
+from spillway_gateway.config.settings import GatewayConfig
+from spillway_gateway.error_bodies import body_of
+from spillway_gateway.errors import ConfigError, GatewayError
+from spillway_gateway.fleet.recent import Recent
+from spillway_gateway.listeners.server import GatewayServer, PortInUse, bind_shared
+from spillway_gateway.ops.live_families import audit_families, connection_families
+from spillway_gateway.ops.operations import Operations
+from spillway_gateway.ops.ui.page_routes import PageRoutes
+from spillway_gateway.processes import messages
+from spillway_gateway.processes.asking import Asking
+from spillway_gateway.processes.channel import Channel
+from spillway_gateway.processes.counts import counts_of
+from spillway_gateway.processes.front_fleet import FrontRoster
+from spillway_gateway.processes.messages import Message, from_router
+from spillway_gateway.roster.roster import Roster
+from spillway_gateway.routing.route import Decision
+from spillway_gateway.upstream.outbound import Dispatch
+
+logger = logging.getLogger(__name__)
+
+COUNTS_SECONDS = 5.0  # between two tellings; what was counted since is lost where the front is killed
+ROUTER_LOST = 70  # exit status
+
+
+class FrontUsage(TenantUsage):
+    """A request of a tenant with limits, which the router counts."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        super().__init__(0.0)
+        self.number = number
+
+
+class FrontGatekeeper(Gatekeeper):
+    """Checks keys here; limits are counted by the router. Raises ConfigError."""
+
+    _asking: Asking
+
+    async def begin(self, tenant: Tenant, prompt_tokens: int) -> TenantUsage:
+        if not tenant.limited:
+            return FrontUsage(0)
+        number = self._asking.number()
+        await self._asking.ask(messages.Begin(number, tenant, prompt_tokens), messages.Begun)
+        return FrontUsage(number)
+
+    def end(self, tenant: Tenant, usage: TenantUsage, settlement: Settlement) -> None:
+        assert isinstance(usage, FrontUsage)
+        if usage.number:
+            self._asking.send(messages.Settle(usage.number, *settlement))
+
+
+class FrontOwners(ResponseOwners):
+    """The router keeps them."""
+
+    def __init__(self, asking: Asking) -> None:
+        super().__init__(0)
+        self._asking = asking
+
+    def record(self, response_id: str, owner: Owner) -> bool:
+        self._asking.send(messages.OwnResponse(response_id, owner.tenant, owner.model, owner.engine))
+        return True  # where another tenant owns it the router records nothing
+
+    def set_tokens(self, response_id: str, tenant: str, tokens: int) -> None:
+        self._asking.send(messages.ResponseTokens(response_id, tenant, tokens))
+
+    async def find(self, response_id: str, tenant: str) -> Owner | None:
+        asked = messages.FindOwner(self._asking.number(), response_id, tenant)
+        found = await self._asking.ask(asked, messages.OwnerIs)
+        return Owner(tenant, found.model, found.engine, found.tokens) if found.model is not None else None
+
+
+class FrontRecent(Recent):
+    """The router has the live page, and knows the decisions."""
+
+    def __init__(self, asking: Asking) -> None:
+        super().__init__()
+        self._asking = asking
+
+    def decided(self, model: str, request_id: bytes, decision: Decision) -> None:
+        """Nothing."""
+
+    def reported(self, model: str, expected_tokens: int, cached_tokens: int) -> None:
+        self._asking.send(messages.Cached(model, expected_tokens, cached_tokens))
+
+    def first_byte(self, model: str, engine: str, seconds: float) -> None:
+        self._asking.send(messages.Noted(model, engine, seconds))
+
+    def continued(self, model: str, seconds: float) -> None:
+        self._asking.send(messages.Noted(model, None, seconds))
+
+
+class FrontGateway(Gateway):
+    """The gateway of a front. Raises ConfigError."""
+
+    def __init__(self, config: GatewayConfig, asking: Asking) -> None:
+        self._asking = asking
+        super().__init__(config)
+
+    def _gatekeeper(self) -> Gatekeeper:
+        gatekeeper = FrontGatekeeper(structs.replace(self.config.auth, shared_limits=None))
+        gatekeeper._asking = self._asking
+        return gatekeeper
+
+    def _roster(self) -> Roster:
+        return FrontRoster(self.config, self.metrics, self._tokenizing, self._asking.send)
+
+    def _response_owners(self) -> ResponseOwners:
+        return FrontOwners(self._asking)
+
+    def _recent(self) -> Recent:
+        return FrontRecent(self._asking)
+
+    def _dispatch(self) -> Dispatch:
+        return self._asking
+
+    def _collect_families(self) -> None:
+        """What the router cannot count itself."""
+        self.metrics.collect_from(lambda: connection_families(self.open_connections))
+        self.metrics.collect_from(lambda: audit_families(self.audit))
+
+    def _operator_routes(self, operations: Operations, page: PageRoutes) -> list[Route]:
+        """The router answers, and asks for their keys."""
+        return [
+            Route(route.path, self._ask_router, methods=["GET"]) for route in super()._operator_routes(operations, page)
+        ]
+
+    async def _ask_router(self, request: Request) -> Response:
+        asked = messages.Operator(self._asking.number(), request.url.path, request.headers.raw)
+        try:
+            answer = await self._asking.ask(asked, messages.OperatorAnswer)
+        except GatewayError as error:
+            return Response(body_of(error), error.status, media_type="application/json")
+        response = Response(answer.body, answer.status)
+        response.raw_headers = list(answer.headers)
+        return response
+
+
+class FrontServer(GatewayServer):
+    """Drains once, whoever says so first: the router, or a signal to all processes."""
+
+    def __init__(self, gateway: Gateway, on_listening: Callable[[], None]) -> None:
+        super().__init__(gateway)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_listening()
+
+    def begin_shutdown(self) -> None:
+        if self._drain is None:
+            super().begin_shutdown()
+
+    def end_now(self) -> None:
+        super().begin_shutdown()
+        super().begin_shutdown()
+
+
+class Front:
+    """From the first message to the exit status."""
+
+    def __init__(self) -> None:
+        self._asking = Asking(self._told, self._hint)
+        self._started: asyncio.Future[messages.Start] = asyncio.get_running_loop().create_future()
+        self._known = asyncio.Event()  # models and engines
+        self._early: list[Message] = []  # before the gateway is built
+        self._gateway: FrontGateway | None = None
+        self._server: FrontServer | None = None
+        self._configuring: asyncio.Task[None] | None = None
+
+    async def run(self, router: socket.socket) -> int:
+        channel = await Channel.over(router, from_router, self._asking.received, self._router_lost)
+        self._asking.channel = channel
+        start = await self._started
+        config = msgspec.json.decode(start.config, type=GatewayConfig)
+        logs.set_up(config.log)
+        try:
+            gateway = self._gateway = FrontGateway(config, self._asking)
+            for message in self._early:
+                self._told(message)
+            await self._known.wait()
+            interpreter.prepare()
+            listener = bind_shared(start.host, start.port)
+            server = self._server = FrontServer(gateway, lambda: channel.send(messages.Listening()))
+        except (ConfigError, PortInUse) as error:
+            logger.error("%s", error)
+            return 1
+        counting = asyncio.create_task(self._count())
+        try:
+            with listener:
+                await server.serve(sockets=[listener])
+        finally:
+            counting.cancel()
+            self._tell_counts(0)
+            channel.flush()
+        return 0 if server.started else 1
+
+    def _told(self, message: Message) -> None:
+        if isinstance(message, messages.Start):
+            self._started.set_result(message)
+            return
+        gateway = self._gateway
+        if gateway is None:
+            self._early.append(message)
+            return
+        roster: Any = gateway.roster
+        match message:
+            case messages.State():
+                roster.told(message)
+                self._known.set()
+            case messages.Listed():
+                roster.listed(message)
+            case messages.Notice():
+                roster.notice(message)
+            case messages.Configure():
+                self._configuring = asyncio.create_task(self._configure(message, self._configuring))
+            case messages.Count():
+                self._tell_counts(message.number)
+            case messages.Drain():
+                self._drain(now=message.now)
+
+    async def _configure(self, message: messages.Configure, before: asyncio.Task[None] | None) -> None:
+        """One after another."""
+        if before is not None:
+            await asyncio.wait([before])
+        assert self._gateway is not None
+        try:
+            await self._gateway.apply(msgspec.json.decode(message.config, type=GatewayConfig))
+        except Exception:
+            logger.exception("the new configuration was not applied in this process")
+
+    def _drain(self, *, now: bool) -> None:
+        if self._server is None:  # it does not serve yet
+            os._exit(0)
+        if now:
+            self._server.end_now()
+        else:
+            self._server.begin_shutdown()
+
+    def _hint(self, *told: Any) -> None:
+        if self._gateway is not None:
+            self._gateway.promotion_hints.tell(*told)
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(COUNTS_SECONDS)
+            self._tell_counts(0)
+
+    def _tell_counts(self, asked: int) -> None:
+        assert self._gateway is not None
+        self._asking.send(messages.Counts(asked, counts_of(self._gateway.metrics.registry)))
+
+    def _router_lost(self) -> None:
+        """Nothing can be routed or counted any more: end as the death of a single process would."""
+        if self._server is None or not self._server.should_exit:
+            logger.error("the gateway's main process is gone; this one ends")
+            os._exit(ROUTER_LOST)

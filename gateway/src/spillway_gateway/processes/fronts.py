@@ -1,0 +1,159 @@
+"""Starts the front processes, and starts again what ends unasked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from spillway_gateway.processes import messages
+from spillway_gateway.processes.channel import Channel
+from spillway_gateway.processes.messages import FamilySamples, Message, from_front
+from spillway_gateway.processes.router import Desk
+
+logger = logging.getLogger(__name__)
+
+COUNT_SECONDS_MAX = 2.0  # for the counts of a scrape
+RESTART_SECONDS_MIN = 0.1
+RESTART_SECONDS_MAX = 10.0  # between two starts of one that keeps ending
+SOUND_SECONDS = 60.0  # after which an end is no repetition
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+
+
+class Fronts:
+    """On the event loop. new_desk: serves one front; its arguments are what to call when it listens and when it has
+    ended. first_messages: what a front is told at its start."""
+
+    def __init__(
+        self,
+        count: int,
+        new_desk: Callable[[Callable[[], None], Callable[[Desk], None]], Desk],
+        first_messages: Callable[[], Iterator[Message]],
+    ) -> None:
+        self._count = count
+        self._new_desk = new_desk
+        self._first_messages = first_messages
+        self._desks: dict[Desk, asyncio.subprocess.Process] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._listening: set[Desk] = set()
+        self._draining = False
+        self.restarts_total = 0
+        self.failed = asyncio.Event()  # one ended before any has ever listened: none would fare better
+        self.on_ended: Callable[[FamilySamples], None] = lambda counts: None
+
+    @property
+    def listening(self) -> int:
+        """Fronts that accept connections. May be read in any thread."""
+        return len(self._listening)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._desks.values()]
+
+    def counts(self) -> list[FamilySamples]:
+        """As last told by each."""
+        return [desk.counts for desk in self._desks]
+
+    async def count(self) -> None:
+        """Ask all of them for their counts."""
+        await asyncio.gather(*(desk.count(COUNT_SECONDS_MAX) for desk in list(self._desks)))
+
+    def tell(self, message: Message) -> None:
+        """Send a message to all."""
+        for desk in self._desks:
+            desk.send(message)
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._keep(number)) for number in range(1, self._count + 1)]
+
+    def drain(self, *, now: bool) -> None:
+        """They end after their requests, or at once; none is started again."""
+        self._draining = True
+        self.tell(messages.Drain(now))
+
+    async def ended(self) -> None:
+        """Wait until all have ended, after drain()."""
+        await asyncio.gather(*self._tasks)
+
+    async def kill(self) -> None:
+        """Whatever they do."""
+        self._draining = True
+        for process in self._desks.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _keep(self, number: int) -> None:
+        """One front after another, until drain()."""
+        pause = RESTART_SECONDS_MIN
+        ever_listened = False
+        while not self._draining:
+            started = time.monotonic()
+            status, listened = await self._run_one()
+            ever_listened = ever_listened or listened
+            if self._draining:
+                return
+            if not ever_listened:
+                logger.error("front process %d ended with status %d before it served", number, status)
+                self.failed.set()
+                return
+            if time.monotonic() - started > SOUND_SECONDS:
+                pause = RESTART_SECONDS_MIN
+            logger.error("front process %d ended with status %d; starting another in %g s", number, status, pause)
+            self.restarts_total += 1
+            await asyncio.sleep(pause)
+            pause = min(2.0 * pause, RESTART_SECONDS_MAX)
+
+    async def _run_one(self) -> tuple[int, bool]:
+        """Exit status, and whether it listened."""
+        own, its = socket.socketpair()
+        listened = False
+
+        def on_listening() -> None:
+            nonlocal listened
+            listened = True
+            self._listening.add(desk)
+            logger.info("process %d serves, %d of %d", process.pid, len(self._listening), self._count)
+
+        def on_closed(desk: Desk) -> None:
+            self._listening.discard(desk)
+
+        with its:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                f"{__package__}",
+                str(its.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[its.fileno()],
+                start_new_session=True,  # a terminal's Ctrl-C is for the router, which has them drain
+            )
+        desk = self._new_desk(on_listening, on_closed)
+        self._desks[desk] = process
+        try:
+            desk.channel = await Channel.over(own, from_front, desk.received, desk.closed)
+            for message in self._first_messages():
+                desk.send(message)
+            if self._draining:
+                desk.send(messages.Drain(now=False))
+            status = await process.wait()
+            await desk.ended.wait()  # what it said last is read, and its requests are released
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                if process.returncode is None:
+                    process.kill()
+            del self._desks[desk]
+            self._listening.discard(desk)
+            self.on_ended(desk.counts)
+        return status, listened

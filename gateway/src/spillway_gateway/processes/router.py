@@ -1,0 +1,408 @@
+"""The router's side of one front: its questions, its reports, and what has to be released when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from starlette.types import ASGIApp
+from starlette.types import Message as AsgiMessage
+
+from spillway_gateway.access.admission import Admission
+from spillway_gateway.access.keys import Tenant
+from spillway_gateway.access.limits import NOTHING_OWED, Settlement, TenantUsage
+from spillway_gateway.api.stored_responses import Owner
+from spillway_gateway.app import Gateway
+from spillway_gateway.errors import GatewayError, ModelNotFound
+from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
+from spillway_gateway.fleet.sessions import SessionKey
+from spillway_gateway.processes import messages
+from spillway_gateway.processes.channel import Channel
+from spillway_gateway.processes.messages import FamilySamples, Kind, Message, Suspicion
+from spillway_gateway.processes.told_state import ToldState
+from spillway_gateway.routing.prefix import PromptBlocks
+
+logger = logging.getLogger(__name__)
+
+KEY = "Q"  # of an array of block hashes
+
+
+class _Place:
+    """One request of the front, in its model's queue or on an engine."""
+
+    __slots__ = ("_desk", "_fleet", "admission", "lease", "waiting")
+
+    def __init__(self, desk: Desk, fleet: ModelFleet) -> None:
+        self._desk = desk
+        self._fleet = fleet
+        self.admission: Admission | None = None  # once it was admitted
+        self.waiting: asyncio.Task[None] | None = None
+        self.lease: Lease | None = None
+
+    def choose(self, asked: messages.Route, prompt: PromptBlocks) -> Lease:
+        self.close(None)
+        session = SessionKey(asked.tenant, asked.session) if asked.session is not None else None
+        lease = self._fleet.choose(prompt, frozenset(asked.tried), asked.only, session, asked.adapter)
+        self.lease = lease
+        lease.engine.requests.add(self)
+        return lease
+
+    def close(self, now: float | None) -> None:
+        """The lease, if there is one. now: as Lease.close()."""
+        if self.lease is not None:
+            self.lease.engine.requests.discard(self)
+            self.lease.close(now)
+            self.lease = None
+
+    def leave(self) -> None:
+        """Release everything. May be called more than once."""
+        if self.waiting is not None:
+            self.waiting.cancel()
+            self.waiting = None
+        self.close(None)
+        if self.admission is not None:
+            self.admission.leave()
+            self.admission = None
+
+    # -- fleet.engine.EngineRequest
+
+    def engine_went_down(self, engine: Engine) -> None:
+        self._desk.notice(engine, ends=False)
+
+    def engine_ends(self, engine: Engine) -> None:
+        self._desk.notice(engine, ends=True)
+
+
+class Desk:
+    """Serves one front. On the event loop. operators: the application of operators' routes, which asks for their keys.
+    on_listening: the front accepts connections. on_closed: it has ended, and everything of it is released."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        told: ToldState,
+        operators: ASGIApp,
+        on_listening: Callable[[], None],
+        on_closed: Callable[[Desk], None],
+    ) -> None:
+        self._gateway = gateway
+        self._told = told
+        self._operators = operators
+        self._on_listening = on_listening
+        self._on_closed = on_closed
+        self._places: dict[int, _Place] = {}
+        self._usages: dict[int, tuple[Tenant, TenantUsage]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._noticed: set[tuple[int, bool]] = set()  # in this iteration
+        self._counted: dict[int, asyncio.Event] = {}
+        self._questions = 0
+        self.counts: FamilySamples = {}
+        self.ended = asyncio.Event()
+        self.channel: Channel | None = None
+        self._handlers: dict[type[Message], Callable[[Any], object]] = {
+            messages.Route: self._route,
+            messages.Report: self._report,
+            messages.Begin: self._begin,
+            messages.Settle: self._settle,
+            messages.Suspect: self._suspect,
+            messages.Noted: self._note,
+            messages.Cached: lambda said: self._gateway.services.recent.reported(
+                said.model, said.expected, said.cached
+            ),
+            messages.OwnResponse: lambda said: self._owners.record(
+                said.response, Owner(said.tenant, said.model, said.engine)
+            ),
+            messages.ResponseTokens: lambda said: self._owners.set_tokens(said.response, said.tenant, said.tokens),
+            messages.FindOwner: lambda asked: self._spawn(self._find_owner(asked)),
+            messages.Operator: lambda asked: self._spawn(self._operator(asked)),
+            messages.Counts: self._take_counts,
+            messages.Listening: lambda said: self._on_listening(),
+        }
+
+    @property
+    def _owners(self) -> Any:
+        return self._gateway.response_owners
+
+    def received(self, message: Message) -> None:
+        try:
+            self._handlers[type(message)](message)
+        except Exception:
+            if isinstance(message, (messages.Route, messages.Begin, messages.FindOwner, messages.Operator)):
+                self._drop(message.number)
+                self._refuse(message.number, GatewayError("The gateway failed on this request"))
+            raise
+
+    def send(self, message: Message) -> None:
+        """A front that takes nothing is ended: it would take the memory of all."""
+        channel = self.channel
+        if channel is None or channel.closed:
+            return
+        if channel.full:
+            logger.error("a front process does not read; it is ended")
+            channel.abort()
+            return
+        channel.send(message)
+
+    def closed(self) -> None:
+        """The front has ended: release its requests."""
+        for task in self._tasks:
+            task.cancel()
+        for place in list(self._places.values()):
+            place.leave()
+        self._places.clear()
+        for tenant, usage in self._usages.values():
+            self._gateway.gatekeeper.end(tenant, usage, NOTHING_OWED)
+        self._usages.clear()
+        for counted in self._counted.values():
+            counted.set()
+        self._on_closed(self)
+        self.ended.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("between processes: a question was not answered", exc_info=task.exception())
+
+    def _refuse(self, number: int, error: GatewayError) -> None:
+        self.send(messages.Refused(number, type(error).__name__, error.message, error.retry_after_seconds))
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _route(self, asked: messages.Route) -> None:
+        prompt = _prompt(asked)
+        place = self._places.get(asked.number)
+        if not asked.first:
+            if place is not None:
+                self._choose(place, asked, prompt)
+            return
+        gateway = self._gateway
+        fleet = next((fleet for fleet in gateway.fleets if fleet.name == asked.model), None)
+        admission = gateway.admissions.get(asked.model)
+        if fleet is None or admission is None:
+            self._refuse(asked.number, ModelNotFound(f"The model {asked.model!r} was removed a moment ago"))
+            return
+        place = self._places[asked.number] = _Place(self, fleet)
+        if admission.enter_at_once():
+            place.admission = admission
+            self._choose(place, asked, prompt)
+        else:
+            place.waiting = self._spawn(self._wait(place, admission, fleet, asked, prompt))
+
+    async def _wait(
+        self, place: _Place, admission: Admission, fleet: ModelFleet, asked: messages.Route, prompt: PromptBlocks
+    ) -> None:
+        if asked.hints and asked.adapter is None:
+            session = SessionKey(asked.tenant, asked.session) if asked.session is not None else None
+            decision = fleet.expected_choice(prompt, asked.only, session)
+            if decision is not None and decision.held.shared_tokens:
+                self._told.tell_engine(fleet.engines[decision.engine_name])
+                self.send(messages.Waiting(asked.number, decision.engine_name, decision.held.total_tokens))
+        try:
+            await admission.enter(asked.tenant, asked.priority)
+        except GatewayError as error:
+            place.waiting = None
+            self._drop(asked.number)
+            self._refuse(asked.number, error)
+            return
+        place.waiting = None
+        place.admission = admission
+        self._choose(place, asked, prompt)
+
+    def _choose(self, place: _Place, asked: messages.Route, prompt: PromptBlocks) -> None:
+        try:
+            lease = place.choose(asked, prompt)
+        except GatewayError as error:
+            if asked.first:
+                self._drop(asked.number)
+            self._refuse(asked.number, error)
+            return
+        decision = lease.decision
+        self._gateway.services.recent.decided(asked.model, asked.request_id, decision)
+        self._told.tell_engine(lease.engine)
+        held = decision.held
+        self.send(
+            messages.Routed(
+                asked.number,
+                decision.engine_name,
+                decision.reason,
+                held.device_tokens,
+                held.cpu_tokens,
+                held.shared_tokens,
+                decision.uncached_tokens,
+                decision.session,
+                lease.expected_prefill_seconds,
+                decision.candidates if asked.detailed else (),
+            )
+        )
+
+    def _drop(self, number: int) -> None:
+        place = self._places.pop(number, None)
+        if place is not None:
+            place.leave()
+
+    def _report(self, said: messages.Report) -> None:
+        place = self._places.get(said.number)
+        if place is None:
+            return
+        for kind, now in said.events:
+            lease = place.lease
+            if lease is None:
+                break
+            match kind:
+                case Kind.PREFILL_ASSUMED:
+                    lease.prefill_assumed()
+                case Kind.FIRST_BYTE | Kind.FIRST_BYTE_MEASURED:
+                    lease.first_byte(now, measures_prefill=kind is Kind.FIRST_BYTE_MEASURED)
+                case Kind.BEGAN:
+                    lease.began()
+                case Kind.SUCCEEDED:
+                    lease.succeeded()
+                case Kind.FAILED:
+                    lease.failed(now)
+                case Kind.CLOSED:
+                    place.close(None)
+                case Kind.CLOSED_WHOLE:
+                    place.close(now)
+        if said.left:
+            self._drop(said.number)
+
+    def notice(self, engine: Engine, *, ends: bool) -> None:
+        """An engine hangs or ends; once for all requests of the front."""
+        if (engine.serial, ends) in self._noticed:
+            return
+        if not self._noticed:
+            asyncio.get_running_loop().call_soon(self._noticed.clear)
+        self._noticed.add((engine.serial, ends))
+        self._told.tell_changes()  # before: whether others could take over
+        self.send(messages.Notice(engine.model, engine.serial, ends))
+
+    def _suspect(self, said: messages.Suspect) -> None:
+        fleet = next((fleet for fleet in self._gateway.fleets if fleet.name == said.model), None)
+        engine = fleet.engines.get(said.engine) if fleet is not None else None
+        if engine is None:
+            return
+        match said.suspicion:
+            case Suspicion.REFUSED:
+                engine.refused(said.text)
+            case Suspicion.POLL_SOON:
+                engine.poll_soon()
+            case Suspicion.LACKS_ADAPTER:
+                engine.lacks_adapter(said.text)
+
+    # -- limits ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, asked: messages.Begin) -> None:
+        self._spawn(self._begun(asked))
+
+    async def _begun(self, asked: messages.Begin) -> None:
+        gatekeeper = self._gateway.gatekeeper
+        try:
+            usage = await gatekeeper.begin(asked.tenant, asked.prompt_tokens)
+        except GatewayError as error:
+            self._refuse(asked.number, error)
+            return
+        if self.channel is None or self.channel.closed:
+            gatekeeper.end(asked.tenant, usage, NOTHING_OWED)
+            return
+        self._usages[asked.number] = asked.tenant, usage
+        self.send(messages.Begun(asked.number))
+
+    def _settle(self, said: messages.Settle) -> None:
+        begun = self._usages.pop(said.number, None)
+        if begun is not None:
+            settlement = Settlement(said.requests, said.prompt_tokens, said.reply_tokens)
+            self._gateway.gatekeeper.end(*begun, settlement)
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def _note(self, said: messages.Noted) -> None:
+        recent = self._gateway.services.recent
+        if said.engine is not None:
+            recent.first_byte(said.model, said.engine, said.seconds)
+        else:
+            recent.continued(said.model, said.seconds)
+
+    async def _find_owner(self, asked: messages.FindOwner) -> None:
+        owner: Owner | None = self._owners.of(asked.response, asked.tenant)
+        if owner is None:
+            # Another front may have told it already: its message then waits in a socket that this iteration has yet to
+            # read.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            owner = self._owners.of(asked.response, asked.tenant)
+        if owner is None:
+            self.send(messages.OwnerIs(asked.number, None, "", 0))
+        else:
+            self.send(messages.OwnerIs(asked.number, owner.model, owner.engine, owner.tokens))
+
+    async def _operator(self, asked: messages.Operator) -> None:
+        answer: list[AsgiMessage] = []
+
+        async def nothing_to_receive() -> AsgiMessage:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def collect(message: AsgiMessage) -> None:
+            answer.append(message)
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": asked.path,
+            "raw_path": asked.path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(name, value) for name, value in asked.headers],
+        }
+        await self._operators(scope, nothing_to_receive, collect)
+        start = answer[0]
+        body = b"".join(message.get("body", b"") for message in answer[1:])
+        self.send(messages.OperatorAnswer(asked.number, start["status"], list(start["headers"]), body))
+
+    async def count(self, seconds: float) -> None:
+        """Ask for the front's counts, and wait for them for at most so long."""
+        self._questions += 1
+        number = self._questions
+        counted = self._counted[number] = asyncio.Event()
+        self.send(messages.Count(number))
+        try:
+            async with asyncio.timeout(seconds):
+                await counted.wait()
+        except TimeoutError:
+            logger.warning("a front process did not give its counts within %g s; older ones are shown", seconds)
+        finally:
+            del self._counted[number]
+
+    def _take_counts(self, said: messages.Counts) -> None:
+        self.counts = said.families
+        counted = self._counted.get(said.asked)
+        if counted is not None:
+            counted.set()
+
+
+def _prompt(asked: messages.Route) -> PromptBlocks:
+    return PromptBlocks(
+        _keys(asked.keys),
+        asked.tokens_per_block,
+        asked.prompt_tokens,
+        asked.spread_key,
+        {size: _keys(keys) for size, keys in asked.other_keys.items()},
+    )
+
+
+def _keys(data: bytes) -> array[int]:
+    keys = array(KEY)
+    keys.frombytes(data)
+    return keys

@@ -1,0 +1,194 @@
+"""The router process: the gateway without clients, and the fronts that serve them.
+
+SIGTERM: /ready turns 503, the fronts drain as a single process does, and this one ends after the last of them. A second
+signal ends them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+
+from spillway_gateway import interpreter
+from spillway_gateway.api.application import http_error
+from spillway_gateway.app import Gateway
+from spillway_gateway.config.settings import GatewayConfig
+from spillway_gateway.errors import ConfigError
+from spillway_gateway.listeners.certificate import Certificate
+from spillway_gateway.listeners.server import AFTER_DRAIN_SECONDS, KEEP_ALIVE_SECONDS, PortInUse, bind, reserve
+from spillway_gateway.ops.live_families import process_families
+from spillway_gateway.ops.server import OperationsServer
+from spillway_gateway.processes import messages
+from spillway_gateway.processes.counts import SummedCounts
+from spillway_gateway.processes.fronts import Fronts
+from spillway_gateway.processes.messages import Message
+from spillway_gateway.processes.router import Desk
+from spillway_gateway.processes.shares import front_config
+from spillway_gateway.processes.told_state import ToldState
+from spillway_gateway.roster.engine_tasks import guarded
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS_MAX = 5.0  # beyond what a drain may take
+
+
+class RouterGateway(Gateway):
+    """Tells fronts each new configuration."""
+
+    on_applied: Callable[[GatewayConfig], None] = staticmethod(lambda config: None)
+
+    async def apply(self, config: GatewayConfig) -> None:
+        await super().apply(config)
+        self.on_applied(config)
+
+
+class RouterServer:
+    """From its start to its end. listener: reserved for the fronts. Raises ConfigError for an unusable certificate."""
+
+    def __init__(
+        self, gateway: RouterGateway, listener: socket.socket, ops_listener: socket.socket | None = None
+    ) -> None:
+        config = gateway.config
+        if config.listen.tls is not None:
+            Certificate(config.listen.tls)  # each front loads it; one that cannot be used is refused here
+        self._gateway = gateway
+        host, port = listener.getsockname()[:2]
+        self.address: tuple[str, int] = host, port
+        self._operators = Starlette(
+            routes=[
+                *gateway.operations.operator_routes(require_key=True),
+                *gateway.page.routes(require_key=True),
+            ],
+            exception_handlers={HTTPException: http_error},
+        )
+        self.fronts = Fronts(config.processes, self._desk, self._first_messages)
+        self.told = ToldState(gateway.roster, self.fronts.tell)
+        summed = SummedCounts(gateway.metrics.registry, self.fronts.counts)
+        self.fronts.on_ended = summed.ended
+        gateway.metrics.exposed = summed
+        gateway.metrics.on_removed.append(summed.forget_engine)
+        gateway.metrics.collect_from(lambda: process_families(self.fronts.listening, self.fronts.restarts_total))
+        gateway.operations.before_scrape = self.fronts.count
+        gateway.operations.not_serving = self._not_serving
+        gateway.on_applied = self._applied
+        self._ops = (
+            OperationsServer(gateway.ops_app, gateway.operations, ops_listener, config.connections)
+            if ops_listener is not None
+            else None
+        )
+        self._signals = 0
+        self._first_signal = asyncio.Event()
+        self.started = False
+
+    def _desk(self, on_listening: Callable[[], None], on_closed: Callable[[Desk], None]) -> Desk:
+        return Desk(self._gateway, self.told, self._operators, on_listening, on_closed)
+
+    def _first_messages(self) -> Iterator[Message]:
+        yield messages.Start(front_config(self._gateway.config), *self.address)
+        yield from self.told.everything()
+
+    def _not_serving(self) -> str | None:
+        return None if self.fronts.listening else "no process accepts connections yet"
+
+    def _applied(self, config: GatewayConfig) -> None:
+        self.told.tell_changes()
+        self.fronts.tell(messages.Configure(front_config(config)))
+
+    async def serve(self) -> None:
+        """Until the fronts have ended after a signal, or could not be started: `started` is then False."""
+        loop = asyncio.get_running_loop()
+        async with self._gateway.running():
+            if self._ops is not None:
+                self._ops.start()
+            following = asyncio.create_task(guarded(self.told.follow(), "state of engines for other processes"))
+            with self._signal_handlers(loop):
+                try:
+                    self.fronts.start()
+                    await self._until_signal_or_failure()
+                    if not self.fronts.failed.is_set():
+                        self.started = True
+                        await self._drain()
+                finally:
+                    await self.fronts.kill()
+                    following.cancel()
+                    if self._ops is not None:
+                        await self._ops.stop()
+
+    async def _until_signal_or_failure(self) -> None:
+        waits = [asyncio.create_task(event.wait()) for event in (self._first_signal, self.fronts.failed)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    @contextlib.contextmanager
+    def _signal_handlers(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        for number in numbers:
+            loop.add_signal_handler(number, self.begin_shutdown)
+        if self._gateway.follower is not None:
+            numbers.append(signal.SIGHUP)
+            loop.add_signal_handler(signal.SIGHUP, self._gateway.follower.read_soon)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def begin_shutdown(self) -> None:
+        """First call: drain. Second call: end now."""
+        self._signals += 1
+        self._gateway.lifecycle.draining = True
+        self._first_signal.set()
+        if self._signals > 1:
+            self.fronts.drain(now=True)
+
+    async def _drain(self) -> None:
+        shutdown = self._gateway.config.shutdown
+        logger.info(
+            "shutting down: listening for %g s more, then up to %g s for requests to finish",
+            shutdown.drain_delay_seconds,
+            shutdown.drain_timeout_seconds,
+        )
+        self.fronts.drain(now=False)
+        seconds = shutdown.drain_delay_seconds + shutdown.drain_timeout_seconds
+        seconds += AFTER_DRAIN_SECONDS + KEEP_ALIVE_SECONDS + END_SECONDS_MAX
+        try:
+            async with asyncio.timeout(seconds):
+                await self.fronts.ended()
+        except TimeoutError:
+            logger.error("processes that did not end within %g s are killed", seconds)
+
+
+def serve(config: GatewayConfig, path: Path) -> int:
+    """Run the gateway with several processes. Exit status: 0 after a clean shutdown, 1 with the reason on stderr."""
+    listen = config.listen
+    with contextlib.ExitStack() as stack:
+        try:
+            listener = stack.enter_context(reserve(listen.host, listen.port))
+            ops_listener = None
+            if listen.ops_port is not None:
+                ops_listener = bind(listen.ops_host or listen.host, listen.ops_port, "listen.opsPort")
+                stack.callback(ops_listener.close)
+            server = RouterServer(RouterGateway(config, path), listener, ops_listener)
+        except (PortInUse, ConfigError) as error:
+            print(f"spillway-gateway: {error}", file=sys.stderr)
+            return 1
+        scheme = "https" if listen.tls else "http"
+        logger.info("%d processes will listen on %s://%s:%d", config.processes, scheme, *server.address)
+        if ops_listener is not None:
+            logger.info("operations on http://%s:%d", *ops_listener.getsockname()[:2])
+        interpreter.prepare()
+        with asyncio.Runner(loop_factory=interpreter.loop_factory()) as runner:
+            runner.run(server.serve())
+    return 0 if server.started else 1

@@ -1,0 +1,121 @@
+"""The router's models and engines as it tells them to the fronts, whenever they changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from spillway_gateway.config.ranks import RankConfig
+from spillway_gateway.config.settings import EngineConfig
+from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.processes.messages import EngineTold, Listed, Message, ModelTold, State
+from spillway_gateway.roster.roster import Roster
+
+LOOK_SECONDS = 0.05
+
+
+class ToldState:
+    """On the event loop. roster: the router's. tell: sends a message to every front."""
+
+    def __init__(self, roster: Roster, tell: Callable[[Message], None]) -> None:
+        self._roster = roster
+        self._tell = tell
+        self._seen: Any = None
+        self._listed: dict[int, bytes | None] = {}  # by the engine's serial
+        self._serials: frozenset[int] = frozenset()
+
+    async def follow(self) -> None:
+        """Tell every change, until cancelled."""
+        while True:
+            self.tell_changes()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def tell_changes(self) -> None:
+        """Now, where there are any."""
+        now = tuple(self._fingerprint())
+        if now != self._seen:
+            self._seen = now
+            state = self.state()
+            self._serials = frozenset(engine.serial for model in state.models for engine in model.engines)
+            self._tell(state)
+        for model, engine in self._engines():
+            body = engine.listed.body if engine.listed is not None else None
+            if body != self._listed.get(engine.serial):
+                self._listed[engine.serial] = body
+                self._tell(Listed(model, engine.serial, body))
+        for serial in self._listed.keys() - self._serials:
+            del self._listed[serial]
+
+    def tell_engine(self, engine: Engine) -> None:
+        """Before a message that names it: where the fronts do not know it yet."""
+        if engine.serial not in self._serials:
+            self.tell_changes()
+
+    def everything(self) -> Iterator[Message]:
+        """For a front that has just been started."""
+        yield self.state()
+        for model, engine in self._engines():
+            body = self._listed.get(engine.serial)
+            if body is not None:
+                yield Listed(model, engine.serial, body)
+
+    def state(self) -> State:
+        models = []
+        for fleet in self._roster.fleets:
+            admission = self._roster.admissions[fleet.name]
+            engines = tuple(_engine(engine) for engine in fleet.engines.values())
+            usable = self._usable(fleet.name)
+            models.append(ModelTold(fleet.name, fleet.index.block_sizes, usable, admission.is_full, engines))
+        return State(tuple(models))
+
+    def _usable(self, model: str) -> bool:
+        return self._roster.models[model].reader.tokenizer is not None
+
+    def _engines(self) -> Iterator[tuple[str, Engine]]:
+        for fleet in self._roster.fleets:
+            for engine in fleet.engines.values():
+                yield fleet.name, engine
+
+    def _fingerprint(self) -> Iterator[Any]:
+        """What State is made of, without copies."""
+        for fleet in self._roster.fleets:
+            yield fleet.name, fleet.index.block_sizes, self._usable(fleet.name)
+            yield self._roster.admissions[fleet.name].is_full
+            for engine in fleet.engines.values():
+                yield engine.serial, engine.state, engine.answer, engine.withheld, engine.adapters
+
+
+def _engine(engine: Engine) -> EngineTold:
+    config = engine.config
+    rank = config if isinstance(config, RankConfig) else None
+    plain = EngineConfig(config.name, config.url, config.kv_events, config.kv_replay, config.data_parallel_ranks)
+    return EngineTold(
+        engine.serial,
+        msgspec.json.encode(plain),
+        rank.process if rank is not None else None,
+        rank.rank if rank is not None else 0,
+        engine.instance,
+        engine.state.value,
+        engine.answer,
+        engine.withheld,
+        tuple(engine.adapters) if engine.adapters is not None else None,
+    )
+
+
+def engine_config(told: EngineTold) -> EngineConfig:
+    """The configuration of an engine that was told."""
+    plain = msgspec.json.decode(told.config, type=EngineConfig)
+    if told.process is None:
+        return plain
+    return RankConfig(
+        plain.name,
+        plain.url,
+        plain.kv_events,
+        plain.kv_replay,
+        plain.data_parallel_ranks,
+        process=told.process,
+        rank=told.rank,
+    )
