@@ -1,12 +1,12 @@
 """The gateway beside other routers: requests/s, added time, CPU and memory, in one run over the same mock engines.
 
     python bench/gateway.py [--rounds 1] [--only spillway,vllm-router] [--tokenizer FOLDER] [--distinct 150000]
-                            [--python FILE ...] [--concurrent 1,64] [--skip cells,streamed,streams,memory]
-                            [--output build/bench/gateway.json]
+                            [--python FILE ...] [--processes N ...] [--concurrent 1,64]
+                            [--skip cells,streamed,streams,memory] [--output build/bench/gateway.json]
 
 Four mock engines are one process that costs some microseconds per request (gateway_load/engine.py); the load generator
 is this process (gateway_load/load_generator.py). Both without a router are the row `engines alone`, the limit of every
-other row. Each router is one process with its defaults and the same requests: chats, questions about documents and
+other row. Each router has its defaults, one process unless its row says another number, and the same requests: chats, questions about documents and
 prompts that share nothing, in English, code and Chinese, of 150 to 8,000 tokens (gateway_load/prompts.py). With more
 rounds the order of the routers alternates, and a figure is the median. Added times are a router's percentile minus that
 of the engines alone at the same concurrency. Streams send 32 events, one each 20 ms; CPU is the router's process tree
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = Results()
     chosen = [
         router
-        for router in routers(tokenizer, pythons=given.python)
+        for router in routers(tokenizer, pythons=given.python, processes=given.processes)
         if not given.only or any(router.name.startswith(name) for name in given.only)
     ]
     installed: list[tuple[Router, Path]] = []
@@ -196,6 +196,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="another interpreter; Spillway on it is a row of its own. That of the images is a profile-guided build, "
         "which one that was compiled on the spot seldom is",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="Spillway with `processes: N` is a row of its own",
     )
     parser.add_argument("--tokenizer", type=Path, help="folder of a model; the bundled one without it")
     parser.add_argument("--distinct", type=int, default=150_000, metavar="PROMPTS")

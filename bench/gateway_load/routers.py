@@ -54,16 +54,24 @@ class Router:
     operations: bool = False  # start() gives the other port to an operations listener
 
 
-def routers(tokenizer: Path | None, index_bytes: int | None = None, pythons: Sequence[Path] = ()) -> list[Router]:
+def routers(
+    tokenizer: Path | None,
+    index_bytes: int | None = None,
+    pythons: Sequence[Path] = (),
+    processes: Sequence[int] = (),
+) -> list[Router]:
     """All of them, Spillway first. tokenizer: a model folder; None leaves Spillway to match by text. pythons: other
-    interpreters, on each of which Spillway is a row of its own."""
+    interpreters, and processes: numbers of processes, with each of which Spillway is a row of its own."""
 
-    def spillway(python: Path, folder: Path, port: int, other: int, engines: Sequence[int]) -> Start:
+    def spillway(
+        python: Path, folder: Path, port: int, other: int, engines: Sequence[int], *, processes: int = 1
+    ) -> Start:
         names = [{"name": f"engine-{at}", "url": f"http://127.0.0.1:{engine}"} for at, engine in enumerate(engines)]
         model = {"name": MODEL, "tokenizer": str(tokenizer) if tokenizer else None, "engines": names}
         document: dict[str, object] = {
             "listen": {"host": "127.0.0.1", "port": port, "opsPort": other},
             "models": [model],
+            "processes": processes,
         }
         if index_bytes is not None:
             document["index"] = {"bytesMax": index_bytes}
@@ -78,6 +86,10 @@ def routers(tokenizer: Path | None, index_bytes: int | None = None, pythons: Seq
         *(
             Router(f"spillway, Python {version}", partial(_spillway, python, version), spillway, "/ready", True)
             for python, version in versions.items()
+        ),
+        *(
+            Router(f"spillway, {number} processes", own.install, partial(spillway, processes=number), "/ready", True)
+            for number in processes
         ),
         Router("vllm-router cache_aware", _vllm_router, _start_vllm_router("cache_aware")),
         Router("vllm-router round_robin", _vllm_router, _start_vllm_router("round_robin")),

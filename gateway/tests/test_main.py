@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import psutil
+import pytest
 import yaml
 
+from spillway_gateway.testing.faults import HoldInStream
 from spillway_gateway.testing.running import gateway_config
 
 
@@ -67,3 +73,89 @@ async def test_sigterm_ends_with_status_zero(tmp_path: Path, start_engine: Any) 
 
     assert process.returncode == 0
     assert b"Traceback" not in rest
+
+
+class Several:
+    """A gateway of several processes, by what it logs."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.port = 0
+
+    async def next_pid(self) -> int:
+        """Of the next process that says that it serves."""
+        assert self.process.stderr is not None
+        while line := (await self.process.stderr.readline()).decode():
+            if found := re.search(r"will listen on http://127.0.0.1:(\d+)", line):
+                self.port = int(found[1])
+            if found := re.search(r"process (\d+) serves", line):
+                return int(found[1])
+        raise AssertionError("it has ended")
+
+    def server_of(self, reply: aiohttp.ClientResponse, pids: set[int]) -> int:
+        """The process at the other end of the reply's connection."""
+        assert reply.connection is not None and reply.connection.transport is not None
+        own = reply.connection.transport.get_extra_info("sockname")[1]
+        (found,) = [
+            pid
+            for pid in pids
+            if own in {each.raddr.port for each in psutil.Process(pid).net_connections() if each.raddr}
+        ]
+        return found
+
+
+async def test_of_several_processes_one_is_killed_and_all_drain(tmp_path: Path, start_engine: Any) -> None:
+    release = asyncio.Event()
+    engine = await start_engine()
+    engine.fault = HoldInStream(1, release)
+    config = tmp_path / "gateway.yaml"
+    config.write_text(yaml.safe_dump(gateway_config([engine], listen={"port": 0}, processes=2)))
+    gateway = Several(await run("--config", str(config)))
+    body = {"model": "fake", "prompt": "hello", "stream": True}
+    async with asyncio.timeout(120), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        pids = {await gateway.next_pid(), await gateway.next_pid()}
+        streams: dict[int, list[aiohttp.ClientResponse]] = {pid: [] for pid in pids}
+        while not all(streams.values()):  # the kernel chooses
+            reply = await http.post(f"http://127.0.0.1:{gateway.port}/v1/completions", json=body)
+            assert reply.status == 200
+            streams[gateway.server_of(reply, pids)].append(reply)
+        killed, other = pids
+        os.kill(killed, signal.SIGKILL)
+        for reply in streams[killed]:
+            with pytest.raises(aiohttp.ClientError):
+                await reply.read()
+        assert await gateway.next_pid() not in pids
+        gateway.process.send_signal(signal.SIGTERM)
+        release.set()
+        for reply in streams[other]:
+            assert (await reply.read()).endswith(b"data: [DONE]\n\n")
+        _, rest = await gateway.process.communicate()
+
+    assert gateway.process.returncode == 0
+    assert b"Traceback" not in rest
+
+
+async def test_all_processes_end_with_the_one_that_routes(tmp_path: Path, start_engine: Any) -> None:
+    config = tmp_path / "gateway.yaml"
+    config.write_text(yaml.safe_dump(gateway_config([await start_engine()], listen={"port": 0}, processes=2)))
+    gateway = Several(await run("--config", str(config)))
+    async with asyncio.timeout(120):
+        fronts = [psutil.Process(await gateway.next_pid()) for _ in range(2)]
+        gateway.process.kill()
+        await asyncio.to_thread(psutil.wait_procs, fronts)
+        await gateway.process.communicate()
+
+    assert not any(front.is_running() for front in fronts)
+
+
+async def test_several_processes_refuse_a_port_in_use(tmp_path: Path, start_engine: Any) -> None:
+    engine = await start_engine()
+    config = tmp_path / "gateway.yaml"
+    config.write_text(yaml.safe_dump(gateway_config([engine], listen={"port": engine.port}, processes=2)))
+
+    process = await run("--config", str(config))
+    _, errors = await process.communicate()
+
+    assert process.returncode == 1
+    (line,) = errors.decode().strip().splitlines()
+    assert f"cannot listen on 127.0.0.1:{engine.port}" in line

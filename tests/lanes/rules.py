@@ -75,6 +75,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "gateway/tests/fleet": (NOTHING,),
     "gateway/tests/listeners": (NOTHING,),
     "gateway/tests/ops": (NOTHING,),
+    "gateway/tests/processes": (NOTHING,),
     "gateway/tests/ops/ui": (NOTHING,),
     "gateway/tests/roster": (NOTHING,),
     "gateway/tests/routing": (NOTHING,),

@@ -316,11 +316,11 @@ def _check(config: GatewayConfig) -> None:
     _check_listeners(config.listen)
     check_tracing(config.tracing)
     limits = config.limits
-    if limits.body_bytes_max > LONG_BODY_SHARE * (limits.bodies_bytes_max // config.processes):
+    if limits.body_bytes_max * config.processes > LONG_BODY_SHARE * limits.bodies_bytes_max:
         each = f", of which each of {config.processes} processes has its share" if config.processes > 1 else ""
         raise ConfigError(
             f"limits.bodiesBytesMax: {limits.bodies_bytes_max} given with bodyBytesMax {limits.body_bytes_max}{each}; "
-            f"at least {config.processes * math.ceil(limits.body_bytes_max / LONG_BODY_SHARE)} needed, as long bodies "
+            f"at least {math.ceil(config.processes * limits.body_bytes_max / LONG_BODY_SHARE)} needed, as long bodies "
             f"get {LONG_BODY_SHARE:.0%} of it"
         )
     auth = config.auth

@@ -12,7 +12,7 @@ from spillway_gateway.processes.front import Front
 
 
 async def _run(router: socket.socket) -> int:
-    return await Front().run(router)
+    return await Front(interpreter.prepare).run(router)
 
 
 def main() -> int:

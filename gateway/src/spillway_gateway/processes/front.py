@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from spillway_gateway import interpreter, logs
+from spillway_gateway import logs
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant
 from spillway_gateway.access.limits import Settlement, TenantUsage
@@ -181,9 +181,13 @@ class FrontServer(GatewayServer):
 
 
 class Front:
-    """From the first message to the exit status."""
+    """From the first message to the exit status. before_serving: called once all is built. end: ends the process."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, before_serving: Callable[[], None] = lambda: None, end: Callable[[int], None] = os._exit
+    ) -> None:
+        self._before_serving = before_serving
+        self._end = end
         self._asking = Asking(self._told, self._hint)
         self._started: asyncio.Future[messages.Start] = asyncio.get_running_loop().create_future()
         self._known = asyncio.Event()  # models and engines
@@ -203,8 +207,8 @@ class Front:
             for message in self._early:
                 self._told(message)
             await self._known.wait()
-            interpreter.prepare()
-            listener = bind_shared(start.host, start.port)
+            self._before_serving()
+            listener = self._listen(start)
             server = self._server = FrontServer(gateway, lambda: channel.send(messages.Listening()))
         except (ConfigError, PortInUse) as error:
             logger.error("%s", error)
@@ -216,8 +220,11 @@ class Front:
         finally:
             counting.cancel()
             self._tell_counts(0)
-            channel.flush()
+            channel.close()
         return 0 if server.started else 1
+
+    def _listen(self, start: messages.Start) -> socket.socket:
+        return bind_shared(start.host, start.port)
 
     def _told(self, message: Message) -> None:
         if isinstance(message, messages.Start):
@@ -255,8 +262,8 @@ class Front:
 
     def _drain(self, *, now: bool) -> None:
         if self._server is None:  # it does not serve yet
-            os._exit(0)
-        if now:
+            self._end(0)
+        elif now:
             self._server.end_now()
         else:
             self._server.begin_shutdown()
@@ -278,4 +285,4 @@ class Front:
         """Nothing can be routed or counted any more: end as the death of a single process would."""
         if self._server is None or not self._server.should_exit:
             logger.error("the gateway's main process is gone; this one ends")
-            os._exit(ROUTER_LOST)
+            self._end(ROUTER_LOST)

@@ -8,8 +8,8 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Protocol
 
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
@@ -24,9 +24,32 @@ RESTART_SECONDS_MAX = 10.0  # between two starts of one that keeps ending
 SOUND_SECONDS = 60.0  # after which an end is no repetition
 
 
-class Address(NamedTuple):
-    host: str
-    port: int
+class Process(Protocol):
+    """A front process."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def wait(self) -> int:
+        """Its exit status."""
+
+    def kill(self) -> None: ...
+
+
+Spawn = Callable[[socket.socket], Awaitable[Process]]
+
+
+async def spawn(router: socket.socket) -> Process:
+    """Start a front process that has this end of a socket pair."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        f"{__package__}",
+        str(router.fileno()),
+        stdin=asyncio.subprocess.DEVNULL,
+        pass_fds=[router.fileno()],
+        start_new_session=True,  # a terminal's Ctrl-C is for the router, which has them drain
+    )
 
 
 class Fronts:
@@ -38,11 +61,13 @@ class Fronts:
         count: int,
         new_desk: Callable[[Callable[[], None], Callable[[Desk], None]], Desk],
         first_messages: Callable[[], Iterator[Message]],
+        spawn: Spawn = spawn,
     ) -> None:
+        self._spawn = spawn
         self._count = count
         self._new_desk = new_desk
         self._first_messages = first_messages
-        self._desks: dict[Desk, asyncio.subprocess.Process] = {}
+        self._desks: dict[Desk, Process] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: set[Desk] = set()
         self._draining = False
@@ -130,15 +155,7 @@ class Fronts:
             self._listening.discard(desk)
 
         with its:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                f"{__package__}",
-                str(its.fileno()),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=[its.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C is for the router, which has them drain
-            )
+            process = await self._spawn(its)
         desk = self._new_desk(on_listening, on_closed)
         self._desks[desk] = process
         try:
@@ -151,8 +168,7 @@ class Fronts:
             await desk.ended.wait()  # what it said last is read, and its requests are released
         finally:
             with contextlib.suppress(ProcessLookupError):
-                if process.returncode is None:
-                    process.kill()
+                process.kill()
             del self._desks[desk]
             self._listening.discard(desk)
             self.on_ended(desk.counts)

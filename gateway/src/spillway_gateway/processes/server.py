@@ -29,7 +29,7 @@ from spillway_gateway.ops.live_families import process_families
 from spillway_gateway.ops.server import OperationsServer
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.counts import SummedCounts
-from spillway_gateway.processes.fronts import Fronts
+from spillway_gateway.processes.fronts import Fronts, Spawn, spawn
 from spillway_gateway.processes.messages import Message
 from spillway_gateway.processes.router import Desk
 from spillway_gateway.processes.shares import front_config
@@ -55,7 +55,11 @@ class RouterServer:
     """From its start to its end. listener: reserved for the fronts. Raises ConfigError for an unusable certificate."""
 
     def __init__(
-        self, gateway: RouterGateway, listener: socket.socket, ops_listener: socket.socket | None = None
+        self,
+        gateway: RouterGateway,
+        listener: socket.socket,
+        ops_listener: socket.socket | None = None,
+        spawn: Spawn = spawn,
     ) -> None:
         config = gateway.config
         if config.listen.tls is not None:
@@ -70,7 +74,7 @@ class RouterServer:
             ],
             exception_handlers={HTTPException: http_error},
         )
-        self.fronts = Fronts(config.processes, self._desk, self._first_messages)
+        self.fronts = Fronts(config.processes, self._desk, self._first_messages, spawn)
         self.told = ToldState(gateway.roster, self.fronts.tell)
         summed = SummedCounts(gateway.metrics.registry, self.fronts.counts)
         self.fronts.on_ended = summed.ended
