@@ -6,11 +6,11 @@
 
 Four mock engines are one process that costs some microseconds per request (gateway_load/engine.py); the load generator
 is this process (gateway_load/load_generator.py). Both without a router are the row `engines alone`, the limit of every
-other row. Each router has its defaults, one process unless its row says another number, and the same requests: chats, questions about documents and
-prompts that share nothing, in English, code and Chinese, of 150 to 8,000 tokens (gateway_load/prompts.py). With more
-rounds the order of the routers alternates, and a figure is the median. Added times are a router's percentile minus that
-of the engines alone at the same concurrency. Streams send 32 events, one each 20 ms; CPU is the router's process tree
-alone.
+other row. Each router has its defaults, which is one process, and the same requests: chats, questions about documents
+and prompts that share nothing, in English, code and Chinese, of 150 to 8,000 tokens (gateway_load/prompts.py). With
+`--processes N` the gateway with `processes: N` is a row of its own. With more rounds the order of the routers
+alternates, and a figure is the median. Added times are a router's percentile minus that of the engines alone at the
+same concurrency. Streams send 32 events, one each 20 ms; CPU is the router's process tree alone.
 
 Then 1,000 streams at once, of 100 events each with 100 ms between two, and a probe each 100 ms beside them, from a
 separate process (gateway_load/probing.py); and prompts of about 300 tokens that share no block, over which memory must

@@ -25,9 +25,16 @@
        leaves behind, and for each model 192 MiB: a tokenizer of 150,000 tokens (about 120) and its cache (64). */ -}}
 {{- $index := int64 (include "spillway.bytes" (dict "value" $gateway.index.bytesMax "path" "gateway.index.bytesMax")) -}}
 {{- $bodies := int64 (include "spillway.bytes" (dict "value" $gateway.limits.bodiesBytesMax "path" "gateway.limits.bodiesBytesMax")) -}}
-{{- $needed := add (mul (add $index 201326592) (len .engines)) $bodies 268435456 -}}
+{{- /* Each process of several has the latter two; one more of them has the index. */ -}}
+{{- $processes := int64 $gateway.processes -}}
+{{- if gt $processes 1 -}}{{- $processes = add $processes 1 -}}{{- end -}}
+{{- $needed := add (mul $index (len .engines)) (mul $processes (add (mul 201326592 (len .engines)) 268435456)) $bodies -}}
 {{- if lt $limit $needed -}}
+{{- if gt $processes 1 -}}
+{{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s x %d models, limits.bodiesBytesMax %s, and 256 MiB and 192 MiB of tokenizer for each model in each of %d processes (gateway.processes: %d and one that routes); set it to %s or more, or lower those" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.bytesText" $bodies) $processes (int64 $gateway.processes) (include "spillway.quantity" $needed)) -}}
+{{- else -}}
 {{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s and 192 MiB of tokenizer x %d models, limits.bodiesBytesMax %s and 256 MiB for the process; set it to %s or more, or lower those" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.bytesText" $bodies) (include "spillway.quantity" $needed)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- with include "spillway.engineEndSeconds" .engines -}}
@@ -41,9 +48,11 @@
 {{- /* Bodies above 1 MiB get three quarters of it. */ -}}
 {{- $longest := int64 (include "spillway.bytes" (dict "value" $gateway.limits.bodyBytesMax "path" "gateway.limits.bodyBytesMax")) -}}
 {{- $together := int64 (include "spillway.bytes" (dict "value" $gateway.limits.bodiesBytesMax "path" "gateway.limits.bodiesBytesMax")) -}}
-{{- $least := div (add (mul $longest 4) 2) 3 -}}
+{{- $least := div (add (mul $longest 4 (int64 $gateway.processes)) 2) 3 -}}
 {{- if lt $together $least -}}
-{{- $texts = append $texts (printf "gateway.limits.bodiesBytesMax: %v given, at least %s needed for one body of bodyBytesMax: %v, as long bodies get three quarters of it; raise it, or lower bodyBytesMax" $gateway.limits.bodiesBytesMax (include "spillway.quantity" $least) $gateway.limits.bodyBytesMax) -}}
+{{- $each := "" -}}
+{{- if gt (int64 $gateway.processes) 1 -}}{{- $each = printf " in each of %d processes" (int64 $gateway.processes) -}}{{- end -}}
+{{- $texts = append $texts (printf "gateway.limits.bodiesBytesMax: %v given, at least %s needed for one body of bodyBytesMax: %v%s, as long bodies get three quarters of it; raise it, or lower bodyBytesMax" $gateway.limits.bodiesBytesMax (include "spillway.quantity" $least) $gateway.limits.bodyBytesMax $each) -}}
 {{- end -}}
 {{- with $gateway.auth.sharedLimits -}}
 {{- if and .url (lt (float64 .leaseSeconds) (mulf 10 .reportSeconds)) -}}

@@ -280,5 +280,6 @@ nothing can be concluded from such values. */}}
 {{- $_ := set $section $key (int64 (include "spillway.bytes" (dict "value" (get $section $key) "path" (printf "gateway.%s" $setting)))) -}}
 {{- end -}}
 {{- $_ = set .out "shutdown" (dict "drainDelaySeconds" $gateway.lifecycle.drainDelaySeconds "drainTimeoutSeconds" $gateway.lifecycle.drainTimeoutSeconds) -}}
+{{- if gt (int64 $gateway.processes) 1 -}}{{- $_ = set .out "processes" (int64 $gateway.processes) -}}{{- end -}}
 {{- $_ = set .out "models" $models -}}
 {{- end -}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,13 @@ from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.ops.discovery_report import discovered, discovery_families
-from spillway_gateway.ops.live_families import access_families, config_families, connection_families, live_families
+from spillway_gateway.ops.live_families import (
+    access_families,
+    config_families,
+    connection_families,
+    live_families,
+    process_families,
+)
 from spillway_gateway.ops.operations import Operations
 from spillway_gateway.ops.ui.page_routes import PageRoutes
 from spillway_gateway.roster.engine_tasks import Clients, guarded
@@ -62,6 +68,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig, config_path: Path | None = None) -> None:
         self.config = config
         self.lifecycle = Lifecycle()
+        self.serving: Callable[[], tuple[int, int]] = lambda: (1, 0)  # processes, and how often one was started again
         self.metrics = GatewayMetrics()
         self.gatekeeper = self._gatekeeper()
         self.audit = AuditLog(config.audit) if config.audit.enabled else None
@@ -134,6 +141,7 @@ class Gateway:
         self.metrics.collect_from(lambda: live_families(self.fleets))
         self.metrics.collect_from(lambda: discovery_families(self.roster.sources, self.fleets))
         self.metrics.collect_from(lambda: connection_families(self.open_connections))
+        self.metrics.collect_from(lambda: process_families(*self.serving()))
         self.metrics.collect_from(lambda: access_families(self.admissions, self.gatekeeper, self.audit))
         if self.follower is not None:
             follower = self.follower

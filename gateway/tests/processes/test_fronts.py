@@ -160,7 +160,7 @@ async def test_a_process_that_dies_gives_back_what_it_held_and_is_started_again(
         await until(lambda: len(fronts.started) == 3 and fronts.server.fronts.listening == 2)
         answers = [await status_of(http, url) for url in fronts.urls[1:]]
         assert [status for status, _ in answers] == [200, 200]
-        assert await sums(http, fronts, "spillway_gateway_front_process_restarts_total") == 1
+        assert await sums(http, fronts, "spillway_gateway_process_restarts_total") == 1
         assert await sums(http, fronts, "spillway_gateway_requests_total") >= 4
         await until(lambda: fronts.gateway.admissions["fake"].admitted_requests == 0)
 
@@ -280,7 +280,7 @@ async def test_an_error_of_the_router_is_the_client_s_error(start_engine: Any) -
 async def test_the_gateway_is_ready_while_a_process_serves(start_engine: Any) -> None:
     engine = await start_engine()
     async with running_fronts(gateway_config([engine]), count=3) as fronts, aiohttp.ClientSession() as http:
-        assert await sums(http, fronts, "spillway_gateway_front_processes") == 3
+        assert await sums(http, fronts, "spillway_gateway_serving_processes") == 3
         assert (await http.get(fronts.ops_url + "/ready")).status == 200
         fronts.server.fronts._draining = True  # none is started again
         for front in fronts.started:

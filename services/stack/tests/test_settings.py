@@ -17,7 +17,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "NUM_CPU_BLOCKS": "12", "DEVICE_BLOCKS": "100", "MAX_LENGTH": "2000", "DTYPE": "float32",
             "ENGINE_ARGS": "--max-num-seqs 8 --limit-mm-per-prompt '{\"image\": 0}'",
             "ENGINE_SET": "offload.blocksPerChunk=2 extraEnv.A='b c'", "SELF_CHECK": "off", "VLLM": "0.23, 0.30,0.32",
-            "SELF_CHECK_TEXT": " Alle Menschen werden Brüder: wo dein Flügel weilt. ",
+            "GATEWAY_PROCESSES": "2", "SELF_CHECK_TEXT": " Alle Menschen werden Brüder: wo dein Flügel weilt. ",
         }
     )  # fmt: skip
 
@@ -26,7 +26,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         engine_args=("--max-num-seqs", "8", "--limit-mm-per-prompt", '{"image": 0}'),
         engine_overrides=("offload.blocksPerChunk=2", "extraEnv.A=b c"), self_check="off",
         self_check_text="Alle Menschen werden Brüder: wo dein Flügel weilt.",
-        vllm=("0.23", "0.30", "0.32"),
+        vllm=("0.23", "0.30", "0.32"), gateway_processes=2,
     )  # fmt: skip
 
 
@@ -47,6 +47,7 @@ def test_a_small_device_cache_shortens_the_longest_prompt() -> None:
         ("PORT", "http", "PORT=http is not a whole number from 1 to 65135"),
         ("PORT", "65500", "PORT=65500 is not a whole number from 1 to 65135"),
         ("ENGINES", "0", "ENGINES=0 is not a whole number from 1 to 50"),
+        ("GATEWAY_PROCESSES", "17", "GATEWAY_PROCESSES=17 is not a whole number from 1 to 16"),
         ("SHARED_TIER", "tape", "SHARED_TIER=tape is none of nvme, redis, none"),
         ("OFFLOAD", "maybe", "OFFLOAD=maybe is none of on, off"),
         ("NUM_CPU_BLOCKS", "-3", "NUM_CPU_BLOCKS=-3 is not a whole number of at least 1"),

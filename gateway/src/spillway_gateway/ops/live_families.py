@@ -151,13 +151,13 @@ def audit_families(audit: AuditLog | None) -> Iterable[CounterMetricFamily]:
     return (dropped,)
 
 
-def process_families(fronts: int, restarts: int) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
-    """The processes that serve clients, where there are several."""
+def process_families(serving: int, restarts: int) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+    """The processes that serve clients; they are started again where there are several."""
     yield GaugeMetricFamily(
-        "spillway_gateway_front_processes", "Processes of this gateway that accept connections.", fronts
+        "spillway_gateway_serving_processes", "Processes of this gateway that accept connections.", serving
     )
     yield CounterMetricFamily(
-        "spillway_gateway_front_process_restarts", "Times such a process ended and was started again.", restarts
+        "spillway_gateway_process_restarts", "Times such a process ended and was started again.", restarts
     )
 
 

@@ -25,7 +25,6 @@ from spillway_gateway.config.settings import GatewayConfig
 from spillway_gateway.errors import ConfigError
 from spillway_gateway.listeners.certificate import Certificate
 from spillway_gateway.listeners.server import AFTER_DRAIN_SECONDS, KEEP_ALIVE_SECONDS, PortInUse, bind, reserve
-from spillway_gateway.ops.live_families import process_families
 from spillway_gateway.ops.server import OperationsServer
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.counts import SummedCounts
@@ -80,7 +79,7 @@ class RouterServer:
         self.fronts.on_ended = summed.ended
         gateway.metrics.exposed = summed
         gateway.metrics.on_removed.append(summed.forget_engine)
-        gateway.metrics.collect_from(lambda: process_families(self.fronts.listening, self.fronts.restarts_total))
+        gateway.serving = lambda: (self.fronts.listening, self.fronts.restarts_total)
         gateway.operations.before_scrape = self.fronts.count
         gateway.operations.not_serving = self._not_serving
         gateway.on_applied = self._applied

@@ -114,6 +114,7 @@ def gateway_configuration(settings: StackSettings, model: PreparedModel) -> dict
         for index in range(settings.engines)
     ]
     return {
+        "processes": settings.gateway_processes,
         "listen": {"host": "127.0.0.1", "port": settings.gateway_port()},
         "models": [
             {"name": model.served_name, "aliases": [], "tokenizer": model.tokenizer, "engines": engines},

@@ -17,7 +17,7 @@ from spillway_stack.bundled_model import PreparedModel
 from spillway_stack.components import Component, engine_configuration
 from spillway_stack.engine_environments import environment_problems
 from spillway_stack.ports import holder, is_free
-from spillway_stack.settings import GATEWAY_MEMORY_BYTES, VALKEY_MAX_BYTES, StackSettings
+from spillway_stack.settings import VALKEY_MAX_BYTES, StackSettings
 from spillway_stack.state_folder import StateFolder
 
 VLLM_WITH_CPU_PIPELINES = "0.23"
@@ -88,7 +88,7 @@ def memory_problems(settings: StackSettings, machine: Machine, budget: MemoryBud
             f"{format_byte_count(machine.shared_memory_free_bytes)} is free; lower NUM_CPU_BLOCKS or ENGINES"
         )
     valkey_bytes = VALKEY_MAX_BYTES if settings.shared_tier == "redis" else 0
-    needed_bytes = budget.memory_needed_bytes * settings.engines + GATEWAY_MEMORY_BYTES + valkey_bytes
+    needed_bytes = budget.memory_needed_bytes * settings.engines + settings.gateway_memory_bytes + valkey_bytes
     if needed_bytes > machine.memory_available_bytes and not budget.problems:
         problems.append(
             f"{settings.engines} engines, gateway and tiers need {format_byte_count(needed_bytes)} of memory, "

@@ -18,7 +18,8 @@ DTYPES = get_args(get_type_hints(ModelSettings)["dtype"])
 SELF_CHECKS = get_args(get_type_hints(LifecycleSettings)["self_check"])
 SHARED_TIERS = ("nvme", "redis", "none")
 VALKEY_MAX_BYTES = 1 << 30
-GATEWAY_MEMORY_BYTES = 400 << 20
+GATEWAY_MEMORY_BYTES = 400 << 20  # of each of its processes
+GATEWAY_PROCESSES_MAX = 16
 ENGINES_MAX = 50
 PORTS_APART = 100  # of engines, events and replays
 
@@ -38,6 +39,7 @@ class StackSettings:
     max_length: int = 8192  # tokens
     nvme_max_bytes: int = 4 << 30
     gateway: bool = True
+    gateway_processes: int = 1  # that serve clients; with more than one, another one routes for them
     dtype: str = "auto"
     self_check: str = "auto"
     self_check_text: str = ""  # empty: the built-in sentences
@@ -57,6 +59,7 @@ class StackSettings:
             offload=_choice(environment, "OFFLOAD", "on", ("on", "off")) == "on",
             num_cpu_blocks=_number(environment, "NUM_CPU_BLOCKS", default.num_cpu_blocks, least=1),
             device_blocks=_number(environment, "DEVICE_BLOCKS", default.device_blocks, least=2),
+            gateway_processes=_number(environment, "GATEWAY_PROCESSES", 1, least=1, most=GATEWAY_PROCESSES_MAX),
             max_length=_number(environment, "MAX_LENGTH", default.max_length, least=1),
             dtype=_choice(environment, "DTYPE", default.dtype, DTYPES),
             self_check=_choice(environment, "SELF_CHECK", default.self_check, SELF_CHECKS),
@@ -92,6 +95,10 @@ class StackSettings:
         return (
             int(given[-1]) if given and given[-1].isdecimal() and 0 < int(given[-1]) <= DATA_PARALLEL_RANKS_MAX else 1
         )
+
+    @property
+    def gateway_memory_bytes(self) -> int:
+        return GATEWAY_MEMORY_BYTES * (self.gateway_processes + (self.gateway_processes > 1))
 
     def gateway_port(self) -> int:
         return self.port
