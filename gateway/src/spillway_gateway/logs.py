@@ -20,10 +20,11 @@ class OneLineFormatter(logging.Formatter):
         return _LINE_BREAKING.sub(lambda found: f"\\u{ord(found[0]):04x}", super().formatMessage(record))
 
 
-def set_up(config: LogConfig) -> None:
-    """Log to stderr. Called once, before the first record."""
+def set_up(config: LogConfig, *, with_pid: bool = False) -> None:
+    """Log to stderr. Called once, before the first record. with_pid: one of several processes that log there."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    pid = "%(process)d " if with_pid else ""
+    handler.setFormatter(OneLineFormatter(f"%(asctime)s %(levelname)s {pid}%(name)s %(message)s"))
     logging.basicConfig(handlers=[handler])
     apply(config)
     for noisy in ("uvicorn.error", "asyncio"):

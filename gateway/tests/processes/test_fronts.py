@@ -11,6 +11,7 @@ import aiohttp
 import yaml
 
 from spillway_gateway.access.keys import hash_key
+from spillway_gateway.processes.messages import Frames, Routed, append_frame, from_router
 from spillway_gateway.testing.faults import HoldInStream, Slow, Status
 from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.testing.running import gateway_config, until
@@ -163,6 +164,28 @@ async def test_a_process_that_dies_gives_back_what_it_held_and_is_started_again(
         assert await sums(http, fronts, "spillway_gateway_process_restarts_total") == 1
         assert await sums(http, fronts, "spillway_gateway_requests_total") >= 4
         await until(lambda: fronts.gateway.admissions["fake"].admitted_requests == 0)
+
+
+async def test_a_process_that_hangs_is_ended_and_replaced(start_engine: Any) -> None:
+    engine = await start_engine()
+    async with running_fronts(gateway_config([engine])) as fronts, aiohttp.ClientSession() as http:
+        fronts.server.fronts.silent_looks_max = 1  # less than what passes between two counts
+        await until(lambda: fronts.server.fronts.restarts_total)
+        fronts.server.fronts.silent_looks_max = 1000
+        await until(lambda: fronts.server.fronts.listening == 2)
+        assert (await status_of(http, fronts.urls[-1]))[0] == 200
+
+
+async def test_a_decision_with_all_its_candidates_passes(start_engine: Any) -> None:
+    engines = [await start_engine(f"fake-{at}") for at in range(3)]
+    async with running_fronts(gateway_config(engines)) as fronts, aiohttp.ClientSession() as http:
+        await status_of(http, fronts.urls[0])
+        decision = fronts.gateway.services.recent.decisions[-1].decision
+    buffer = bytearray()
+    routed = Routed(1, decision.engine_name, decision.reason, 0, 0, 0, 200, None, 0.5, decision.candidates)
+    append_frame(routed, buffer)
+    assert len(decision.candidates) == 3
+    assert Frames(from_router).feed(bytes(buffer)) == [routed]
 
 
 async def test_what_one_process_finds_out_about_an_engine_the_other_knows(start_engine: Any) -> None:

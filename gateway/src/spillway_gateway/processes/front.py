@@ -41,7 +41,7 @@ from spillway_gateway.upstream.outbound import Dispatch
 
 logger = logging.getLogger(__name__)
 
-COUNTS_SECONDS = 5.0  # between two tellings; what was counted since is lost where the front is killed
+COUNTS_SECONDS = 5.0  # between two tellings, which also show that it lives; a kill loses what was counted since
 ROUTER_LOST = 70  # exit status
 
 
@@ -201,7 +201,7 @@ class Front:
         self._asking.channel = channel
         start = await self._started
         config = msgspec.json.decode(start.config, type=GatewayConfig)
-        logs.set_up(config.log)
+        logs.set_up(config.log, with_pid=True)
         try:
             gateway = self._gateway = FrontGateway(config, self._asking)
             for message in self._early:

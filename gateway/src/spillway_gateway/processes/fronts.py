@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol
 
+from spillway_gateway.ops.server import STALLED_SECONDS
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
 from spillway_gateway.processes.messages import FamilySamples, Message, from_front
@@ -22,6 +23,7 @@ COUNT_SECONDS_MAX = 2.0  # for the counts of a scrape
 RESTART_SECONDS_MIN = 0.1
 RESTART_SECONDS_MAX = 10.0  # between two starts of one that keeps ending
 SOUND_SECONDS = 60.0  # after which an end is no repetition
+LOOK_SECONDS = 1.0
 
 
 class Process(Protocol):
@@ -72,6 +74,9 @@ class Fronts:
         self._listening: set[Desk] = set()
         self._draining = False
         self.restarts_total = 0
+        # Looks in a row without a word from a front, which tells its counts more often: its event loop is stuck. Looks,
+        # not seconds, because a router that was late itself has not read what was said.
+        self.silent_looks_max = int(STALLED_SECONDS / LOOK_SECONDS)
         self.failed = asyncio.Event()  # one ended before any has ever listened: none would fare better
         self.on_ended: Callable[[FamilySamples], None] = lambda counts: None
 
@@ -164,7 +169,11 @@ class Fronts:
                 desk.send(message)
             if self._draining:
                 desk.send(messages.Drain(now=False))
-            status = await process.wait()
+            watching = asyncio.create_task(self._watch(desk, process))
+            try:
+                status = await process.wait()
+            finally:
+                watching.cancel()
             await desk.ended.wait()  # what it said last is read, and its requests are released
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -173,3 +182,14 @@ class Fronts:
             self._listening.discard(desk)
             self.on_ended(desk.counts)
         return status, listened
+
+    async def _watch(self, desk: Desk, process: Process) -> None:
+        """Kill a front that listens and is silent: its clients wait in vain."""
+        silent = 0
+        while silent <= self.silent_looks_max:
+            await asyncio.sleep(LOOK_SECONDS)
+            silent = 0 if desk.heard or desk not in self._listening else silent + 1
+            desk.heard = False
+        logger.error("process %d has said nothing for %d s; it is killed", process.pid, silent)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()

@@ -102,6 +102,7 @@ class Desk:
         self._questions = 0
         self.counts: FamilySamples = {}
         self.ended = asyncio.Event()
+        self.heard = False  # something, since that was last set to False
         self.channel: Channel | None = None
         self._handlers: dict[type[Message], Callable[[Any], object]] = {
             messages.Route: self._route,
@@ -128,6 +129,7 @@ class Desk:
         return self._gateway.response_owners
 
     def received(self, message: Message) -> None:
+        self.heard = True
         try:
             self._handlers[type(message)](message)
         except Exception:
