@@ -242,7 +242,8 @@ class Front:
             case messages.Listed():
                 roster.listed(message)
             case messages.Notice():
-                roster.notice(message)
+                # After the requests whose engine came with it: they are woken first.
+                asyncio.get_running_loop().call_soon(roster.notice, message)
             case messages.Configure():
                 self._configuring = asyncio.create_task(self._configure(message, self._configuring))
             case messages.Count():
