@@ -165,7 +165,7 @@ async def test_a_process_that_dies_gives_back_what_it_held_and_is_started_again(
     config = gateway_config([engine], auth=limited(tmp_path, concurrentRequestsMax=3))
     async with running_fronts(config) as fronts, aiohttp.ClientSession() as http:
         assert (await status_of(http, fronts.urls[0]))[0] == 200
-        await sums(http, fronts, "spillway_gateway_requests_total")  # counts of the first process are told
+        await sums(http, fronts, "spillway_gateway_requests_total")  # counts of the first process are sent
         engine.fault = HoldInStream(1, release)
         held = [await ask(http, fronts.urls[0], stream=True) for _ in range(2)]
         other = await ask(http, fronts.urls[1], stream=True)

@@ -52,7 +52,7 @@ numbers = st.integers(0, 2**64 - 1)
 said = st.one_of(
     st.sampled_from(SAID),
     st.builds(messages.FindOwner, numbers, texts, texts),
-    st.builds(messages.Suspect, texts, texts, st.sampled_from(messages.Suspicion), texts),
+    st.builds(messages.EngineFaultReport, texts, texts, st.sampled_from(messages.EngineFault), texts),
     st.builds(messages.Operator, numbers, texts, st.lists(st.tuples(st.binary(max_size=9), st.binary(max_size=9)))),
 )
 

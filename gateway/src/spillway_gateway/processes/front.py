@@ -30,11 +30,11 @@ from spillway_gateway.ops.live_families import audit_families, connection_famili
 from spillway_gateway.ops.operations import Operations
 from spillway_gateway.ops.ui.page_routes import PageRoutes
 from spillway_gateway.processes import messages
-from spillway_gateway.processes.asking import Asking
 from spillway_gateway.processes.channel import Channel
 from spillway_gateway.processes.counts import counts_of
 from spillway_gateway.processes.front_fleet import FrontRoster
 from spillway_gateway.processes.messages import Message, from_router
+from spillway_gateway.processes.router_client import RouterClient
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.outbound import Dispatch
@@ -58,84 +58,84 @@ class FrontUsage(TenantUsage):
 class FrontGatekeeper(Gatekeeper):
     """Checks keys here; limits are counted by the router. Raises ConfigError."""
 
-    _asking: Asking
+    _router: RouterClient
 
     async def begin(self, tenant: Tenant, prompt_tokens: int) -> TenantUsage:
         if not tenant.limited:
             return FrontUsage(0)
-        number = self._asking.number()
-        await self._asking.ask(messages.Begin(number, tenant, prompt_tokens), messages.Begun)
+        number = self._router.number()
+        await self._router.ask(messages.Begin(number, tenant, prompt_tokens), messages.Begun)
         return FrontUsage(number)
 
     def end(self, tenant: Tenant, usage: TenantUsage, settlement: Settlement) -> None:
         assert isinstance(usage, FrontUsage)
         if usage.number:
-            self._asking.send(messages.Settle(usage.number, *settlement))
+            self._router.send(messages.Settle(usage.number, *settlement))
 
 
 class FrontOwners(ResponseOwners):
     """The router keeps them."""
 
-    def __init__(self, asking: Asking) -> None:
+    def __init__(self, router: RouterClient) -> None:
         super().__init__(0)
-        self._asking = asking
+        self._router = router
 
     def record(self, response_id: str, owner: Owner) -> bool:
-        self._asking.send(messages.OwnResponse(response_id, owner.tenant, owner.model, owner.engine))
+        self._router.send(messages.OwnResponse(response_id, owner.tenant, owner.model, owner.engine))
         return True  # where another tenant owns it the router records nothing
 
     def set_tokens(self, response_id: str, tenant: str, tokens: int) -> None:
-        self._asking.send(messages.ResponseTokens(response_id, tenant, tokens))
+        self._router.send(messages.ResponseTokens(response_id, tenant, tokens))
 
     async def find(self, response_id: str, tenant: str) -> Owner | None:
-        asked = messages.FindOwner(self._asking.number(), response_id, tenant)
-        found = await self._asking.ask(asked, messages.OwnerIs)
+        asked = messages.FindOwner(self._router.number(), response_id, tenant)
+        found = await self._router.ask(asked, messages.OwnerIs)
         return Owner(tenant, found.model, found.engine, found.tokens) if found.model is not None else None
 
 
 class FrontRecent(Recent):
     """The router has the live page, and knows the decisions."""
 
-    def __init__(self, asking: Asking) -> None:
+    def __init__(self, router: RouterClient) -> None:
         super().__init__()
-        self._asking = asking
+        self._router = router
 
     def decided(self, model: str, request_id: bytes, decision: Decision) -> None:
         """Nothing."""
 
     def reported(self, model: str, expected_tokens: int, cached_tokens: int) -> None:
-        self._asking.send(messages.Cached(model, expected_tokens, cached_tokens))
+        self._router.send(messages.Cached(model, expected_tokens, cached_tokens))
 
     def first_byte(self, model: str, engine: str, seconds: float) -> None:
-        self._asking.send(messages.Noted(model, engine, seconds))
+        self._router.send(messages.Noted(model, engine, seconds))
 
     def continued(self, model: str, seconds: float) -> None:
-        self._asking.send(messages.Noted(model, None, seconds))
+        self._router.send(messages.Noted(model, None, seconds))
 
 
 class FrontGateway(Gateway):
     """The gateway of a front. Raises ConfigError."""
 
-    def __init__(self, config: GatewayConfig, asking: Asking) -> None:
-        self._asking = asking
+    def __init__(self, config: GatewayConfig, router: RouterClient) -> None:
+        self._router = router
         super().__init__(config)
 
     def _gatekeeper(self) -> Gatekeeper:
         gatekeeper = FrontGatekeeper(structs.replace(self.config.auth, shared_limits=None))
-        gatekeeper._asking = self._asking
+        gatekeeper._router = self._router
         return gatekeeper
 
     def _roster(self) -> Roster:
-        return FrontRoster(self.config, self.metrics, self._tokenizing, self._asking.send)
+        return FrontRoster(self.config, self.metrics, self._tokenizing, self._router.send)
 
     def _response_owners(self) -> ResponseOwners:
-        return FrontOwners(self._asking)
+        return FrontOwners(self._router)
 
     def _recent(self) -> Recent:
-        return FrontRecent(self._asking)
+        return FrontRecent(self._router)
 
     def _dispatch(self) -> Dispatch:
-        return self._asking
+        return self._router
 
     def _collect_families(self) -> None:
         """What the router cannot count itself."""
@@ -149,9 +149,9 @@ class FrontGateway(Gateway):
         ]
 
     async def _ask_router(self, request: Request) -> Response:
-        asked = messages.Operator(self._asking.number(), request.url.path, request.headers.raw)
+        asked = messages.Operator(self._router.number(), request.url.path, request.headers.raw)
         try:
-            answer = await self._asking.ask(asked, messages.OperatorAnswer)
+            answer = await self._router.ask(asked, messages.OperatorAnswer)
         except GatewayError as error:
             return Response(body_of(error), error.status, media_type="application/json")
         response = Response(answer.body, answer.status)
@@ -188,7 +188,7 @@ class Front:
     ) -> None:
         self._before_serving = before_serving
         self._end = end
-        self._asking = Asking(self._told, self._hint)
+        self._router = RouterClient(self._received, self._hint)
         self._started: asyncio.Future[messages.Start] = asyncio.get_running_loop().create_future()
         self._known = asyncio.Event()  # models and engines
         self._early: list[Message] = []  # before the gateway is built
@@ -197,15 +197,15 @@ class Front:
         self._configuring: asyncio.Task[None] | None = None
 
     async def run(self, router: socket.socket) -> int:
-        channel = await Channel.over(router, from_router, self._asking.received, self._router_lost)
-        self._asking.channel = channel
+        channel = await Channel.over(router, from_router, self._router.received, self._router_lost)
+        self._router.channel = channel
         start = await self._started
         config = msgspec.json.decode(start.config, type=GatewayConfig)
         logs.set_up(config.log, with_pid=True)
         try:
-            gateway = self._gateway = FrontGateway(config, self._asking)
+            gateway = self._gateway = FrontGateway(config, self._router)
             for message in self._early:
-                self._told(message)
+                self._received(message)
             await self._known.wait()
             self._before_serving()
             listener = self._listen(start)
@@ -219,14 +219,14 @@ class Front:
                 await server.serve(sockets=[listener])
         finally:
             counting.cancel()
-            self._tell_counts(0)
+            self._send_counts(0)
             channel.close()
         return 0 if server.started else 1
 
     def _listen(self, start: messages.Start) -> socket.socket:
         return bind_shared(start.host, start.port)
 
-    def _told(self, message: Message) -> None:
+    def _received(self, message: Message) -> None:
         if isinstance(message, messages.Start):
             self._started.set_result(message)
             return
@@ -237,7 +237,7 @@ class Front:
         roster: Any = gateway.roster
         match message:
             case messages.State():
-                roster.told(message)
+                roster.update(message)
                 self._known.set()
             case messages.Listed():
                 roster.listed(message)
@@ -247,7 +247,7 @@ class Front:
             case messages.Configure():
                 self._configuring = asyncio.create_task(self._configure(message, self._configuring))
             case messages.Count():
-                self._tell_counts(message.number)
+                self._send_counts(message.number)
             case messages.Drain():
                 self._drain(now=message.now)
 
@@ -269,18 +269,18 @@ class Front:
         else:
             self._server.begin_shutdown()
 
-    def _hint(self, *told: Any) -> None:
+    def _hint(self, *hint: Any) -> None:
         if self._gateway is not None:
-            self._gateway.promotion_hints.tell(*told)
+            self._gateway.promotion_hints.tell(*hint)
 
     async def _count(self) -> None:
         while True:
             await asyncio.sleep(COUNTS_SECONDS)
-            self._tell_counts(0)
+            self._send_counts(0)
 
-    def _tell_counts(self, asked: int) -> None:
+    def _send_counts(self, asked: int) -> None:
         assert self._gateway is not None
-        self._asking.send(messages.Counts(asked, counts_of(self._gateway.metrics.registry)))
+        self._router.send(messages.Counts(asked, counts_of(self._gateway.metrics.registry)))
 
     def _router_lost(self) -> None:
         """Nothing can be routed or counted any more: end as the death of a single process would."""

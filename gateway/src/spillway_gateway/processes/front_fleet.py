@@ -1,4 +1,4 @@
-"""Models and engines in a front: as the router last told them. What requests find out about an engine goes back."""
+"""Models and engines in a front: as the router last sent them. What requests find out about an engine goes back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.processes import messages
-from spillway_gateway.processes.messages import EngineTold, Message, ModelTold, Suspicion
-from spillway_gateway.processes.told_state import engine_config
+from spillway_gateway.processes.messages import EngineFault, EngineSummary, Message, ModelSummary
+from spillway_gateway.processes.state_publisher import engine_config
 from spillway_gateway.roster.engine_tasks import METRICS_KEPT_SECONDS, Clients
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.roster.served import ServedModel
@@ -34,29 +34,29 @@ class FrontEngine(Engine):
     send: Send
 
     def refused(self, answer: str) -> None:
-        self._suspect(Suspicion.REFUSED, answer)
+        self._report_fault(EngineFault.REFUSED, answer)
 
     def lacks_adapter(self, name: str) -> None:
-        self._suspect(Suspicion.LACKS_ADAPTER, name)
+        self._report_fault(EngineFault.LACKS_ADAPTER, name)
 
-    def tell_poll_soon(self) -> None:
-        self._suspect(Suspicion.POLL_SOON, "")
+    def report_poll_soon(self) -> None:
+        self._report_fault(EngineFault.POLL_SOON, "")
 
-    def _suspect(self, suspicion: Suspicion, text: str) -> None:
-        self.send(messages.Suspect(self.model, self.name, suspicion, text))
+    def _report_fault(self, fault: EngineFault, text: str) -> None:
+        self.send(messages.EngineFaultReport(self.model, self.name, fault, text))
 
 
 class FrontIndex(PrefixIndex):
     """Without blocks; it has the block sizes that prompts are hashed for."""
 
-    told_sizes: tuple[int, ...] = ()
+    known_sizes: tuple[int, ...] = ()
 
     def add_engine(self, name: str) -> None:
         """Nothing: the router's index has it."""
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        return self.told_sizes or super().block_sizes
+        return self.known_sizes or super().block_sizes
 
 
 class FrontFleet(ModelFleet):
@@ -70,18 +70,18 @@ class FrontFleet(ModelFleet):
     def _engine(self, config: EngineConfig, *, instance: str, newcomer: bool) -> Engine:
         engine = FrontEngine(self.name, config, self._routing, instance=instance)
         engine.send = self._send
-        engine.poll_soon = engine.tell_poll_soon
+        engine.poll_soon = engine.report_poll_soon
         return engine
 
 
 class FrontAdmission(Admission):
-    """The queue is the router's. is_full: as last told."""
+    """The queue is the router's. is_full: as last reported."""
 
-    told_full = False
+    reported_full = False
 
     @property
     def is_full(self) -> bool:
-        return self.told_full
+        return self.reported_full
 
 
 class FrontRoster(Roster):
@@ -120,9 +120,9 @@ class FrontRoster(Roster):
         await super().apply(config)
         for fleet in self.fleets:
             fleet.index.bytes_max = INDEX_BYTES
-        self.told(self._state)  # of models that are new here
+        self.update(self._state)  # of models that are new here
 
-    def told(self, state: messages.State) -> None:
+    def update(self, state: messages.State) -> None:
         """All models and engines, as they are now."""
         self._state = state
         known = {engine.serial for model in state.models for engine in model.engines}
@@ -131,31 +131,31 @@ class FrontRoster(Roster):
         by_name = {served.fleet.name: served for served in self._served()}
         for model in state.models:
             if model.name in by_name:
-                self._model_told(by_name[model.name], model)
+                self._update_model(by_name[model.name], model)
 
-    def _model_told(self, served: ServedModel, model: ModelTold) -> None:
+    def _update_model(self, served: ServedModel, model: ModelSummary) -> None:
         fleet = served.fleet
         index, admission = fleet.index, self.admissions[fleet.name]
         assert isinstance(index, FrontIndex)
         assert isinstance(admission, FrontAdmission)
-        index.told_sizes = model.block_sizes
-        admission.told_full = model.full
+        index.known_sizes = model.block_sizes
+        admission.reported_full = model.full
         if not model.tokenizer_usable:
             served.reader.tokenizer = None
-        for told in model.engines:
-            self._engine_told(fleet, told)
+        for sent in model.engines:
+            self._update_engine(fleet, sent)
 
-    def _engine_told(self, fleet: ModelFleet, told: EngineTold) -> None:
-        engine = self._engines.get(told.serial)
+    def _update_engine(self, fleet: ModelFleet, sent: EngineSummary) -> None:
+        engine = self._engines.get(sent.serial)
         if engine is None:
-            engine = fleet.add_engine(engine_config(told), instance=told.instance)
-            self._engines[told.serial] = engine
-            page = self._pages.get(told.serial)
+            engine = fleet.add_engine(engine_config(sent), instance=sent.instance)
+            self._engines[sent.serial] = engine
+            page = self._pages.get(sent.serial)
             if page is not None:
                 self.listed(page)
-        engine.withhold(told.withheld)
-        engine.set_state(EngineState(told.state), told.answer)
-        engine.adapters = frozenset(told.adapters) if told.adapters is not None else None
+        engine.withhold(sent.withheld)
+        engine.set_state(EngineState(sent.state), sent.answer)
+        engine.adapters = frozenset(sent.adapters) if sent.adapters is not None else None
 
     def _forget(self, serial: int) -> None:
         engine = self._engines.pop(serial)

@@ -14,8 +14,8 @@ from typing import Protocol
 from spillway_gateway.ops.server import STALLED_SECONDS
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
+from spillway_gateway.processes.front_session import FrontSession
 from spillway_gateway.processes.messages import FamilySamples, Message, from_front
-from spillway_gateway.processes.router import Desk
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +55,23 @@ async def spawn(router: socket.socket) -> Process:
 
 
 class Fronts:
-    """On the event loop. new_desk: serves one front; its arguments are what to call when it listens and when it has
-    ended. first_messages: what a front is told at its start."""
+    """On the event loop. new_session: serves one front; its arguments are what to call when it listens and when it has
+    ended. first_messages: what a front is sent at its start."""
 
     def __init__(
         self,
         count: int,
-        new_desk: Callable[[Callable[[], None], Callable[[Desk], None]], Desk],
+        new_session: Callable[[Callable[[], None], Callable[[FrontSession], None]], FrontSession],
         first_messages: Callable[[], Iterator[Message]],
         spawn: Spawn = spawn,
     ) -> None:
         self._spawn = spawn
         self._count = count
-        self._new_desk = new_desk
+        self._new_session = new_session
         self._first_messages = first_messages
-        self._desks: dict[Desk, Process] = {}
+        self._sessions: dict[FrontSession, Process] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._listening: set[Desk] = set()
+        self._listening: set[FrontSession] = set()
         self._draining = False
         self.restarts_total = 0
         # Looks in a row without a word from a front, which tells its counts more often: its event loop is stuck. Looks,
@@ -87,20 +87,20 @@ class Fronts:
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._desks.values()]
+        return [process.pid for process in self._sessions.values()]
 
     def counts(self) -> list[FamilySamples]:
-        """As last told by each."""
-        return [desk.counts for desk in self._desks]
+        """As last sent by each."""
+        return [session.counts for session in self._sessions]
 
     async def count(self) -> None:
         """Ask all of them for their counts."""
-        await asyncio.gather(*(desk.count(COUNT_SECONDS_MAX) for desk in list(self._desks)))
+        await asyncio.gather(*(session.count(COUNT_SECONDS_MAX) for session in list(self._sessions)))
 
     def tell(self, message: Message) -> None:
         """Send a message to all."""
-        for desk in self._desks:
-            desk.send(message)
+        for session in self._sessions:
+            session.send(message)
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep(number)) for number in range(1, self._count + 1)]
@@ -117,7 +117,7 @@ class Fronts:
     async def kill(self) -> None:
         """Whatever they do."""
         self._draining = True
-        for process in self._desks.values():
+        for process in self._sessions.values():
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         for task in self._tasks:
@@ -153,43 +153,43 @@ class Fronts:
         def on_listening() -> None:
             nonlocal listened
             listened = True
-            self._listening.add(desk)
+            self._listening.add(session)
             logger.info("process %d serves, %d of %d", process.pid, len(self._listening), self._count)
 
-        def on_closed(desk: Desk) -> None:
-            self._listening.discard(desk)
+        def on_closed(session: FrontSession) -> None:
+            self._listening.discard(session)
 
         with its:
             process = await self._spawn(its)
-        desk = self._new_desk(on_listening, on_closed)
-        self._desks[desk] = process
+        session = self._new_session(on_listening, on_closed)
+        self._sessions[session] = process
         try:
-            desk.channel = await Channel.over(own, from_front, desk.received, desk.closed)
+            session.channel = await Channel.over(own, from_front, session.received, session.closed)
             for message in self._first_messages():
-                desk.send(message)
+                session.send(message)
             if self._draining:
-                desk.send(messages.Drain(now=False))
-            watching = asyncio.create_task(self._watch(desk, process))
+                session.send(messages.Drain(now=False))
+            watching = asyncio.create_task(self._watch(session, process))
             try:
                 status = await process.wait()
             finally:
                 watching.cancel()
-            await desk.ended.wait()  # what it said last is read, and its requests are released
+            await session.ended.wait()  # what it said last is read, and its requests are released
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            del self._desks[desk]
-            self._listening.discard(desk)
-            self.on_ended(desk.counts)
+            del self._sessions[session]
+            self._listening.discard(session)
+            self.on_ended(session.counts)
         return status, listened
 
-    async def _watch(self, desk: Desk, process: Process) -> None:
+    async def _watch(self, session: FrontSession, process: Process) -> None:
         """Kill a front that listens and is silent: its clients wait in vain."""
         silent = 0
         while silent <= self.silent_looks_max:
             await asyncio.sleep(LOOK_SECONDS)
-            silent = 0 if desk.heard or desk not in self._listening else silent + 1
-            desk.heard = False
+            silent = 0 if session.heard or session not in self._listening else silent + 1
+            session.heard = False
         logger.error("process %d has said nothing for %d s; it is killed", process.pid, silent)
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -17,7 +17,7 @@ from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.route import Candidate, RouteReason, SessionOutcome
 
 FRAME_BYTES_MAX = 16 * 1024 * 1024
-KEYS_MAX = 131_072  # of one prompt and block size that are told; the rest of a longer prompt counts as not held
+KEYS_MAX = 131_072  # of one prompt and block size that are sent; the rest of a longer prompt counts as not held
 _LENGTH = struct.Struct("!I")
 FamilySamples = dict[str, list[tuple[str, tuple[str, ...], float]]]  # family -> (series, names and values of labels, _)
 Headers = list[tuple[bytes, bytes]]
@@ -100,7 +100,7 @@ class Report(Message, tag=5, frozen=True):
     left: bool  # the request has ended, and with it its lease and its place
 
 
-class Suspicion(IntEnum):
+class EngineFault(IntEnum):
     """What a request found out about an engine; the methods of fleet.engine.Engine."""
 
     REFUSED = 0
@@ -108,12 +108,12 @@ class Suspicion(IntEnum):
     LACKS_ADAPTER = 2
 
 
-class Suspect(Message, tag=6, frozen=True):
+class EngineFaultReport(Message, tag=6, frozen=True):
     """text: the engine's answer, or the adapter."""
 
     model: str
     engine: str
-    suspicion: Suspicion
+    fault: EngineFault
     text: str
 
 
@@ -175,7 +175,7 @@ FromFront = (
     | Settle
     | Route
     | Report
-    | Suspect
+    | EngineFaultReport
     | Noted
     | Cached
     | OwnResponse
@@ -197,8 +197,8 @@ class Start(Message, tag=64, frozen=True):
     port: int
 
 
-class EngineTold(Message, frozen=True):
-    """An engine as fronts know it. config: JSON. listed: serial of the page of models that Listed told, 0: none."""
+class EngineSummary(Message, frozen=True):
+    """An engine as fronts know it. config: JSON."""
 
     serial: int
     config: bytes
@@ -211,18 +211,18 @@ class EngineTold(Message, frozen=True):
     adapters: tuple[str, ...] | None
 
 
-class ModelTold(Message, frozen=True):
+class ModelSummary(Message, frozen=True):
     name: str
     block_sizes: tuple[int, ...]
     tokenizer_usable: bool
     full: bool  # requests wait
-    engines: tuple[EngineTold, ...]
+    engines: tuple[EngineSummary, ...]
 
 
 class State(Message, tag=65, frozen=True):
     """All models and engines."""
 
-    models: tuple[ModelTold, ...]
+    models: tuple[ModelSummary, ...]
 
 
 class Listed(Message, tag=66, frozen=True):

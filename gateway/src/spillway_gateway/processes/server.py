@@ -28,11 +28,11 @@ from spillway_gateway.listeners.server import AFTER_DRAIN_SECONDS, KEEP_ALIVE_SE
 from spillway_gateway.ops.server import OperationsServer
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.counts import SummedCounts
+from spillway_gateway.processes.front_session import FrontSession
 from spillway_gateway.processes.fronts import Fronts, Spawn, spawn
 from spillway_gateway.processes.messages import Message
-from spillway_gateway.processes.router import Desk
 from spillway_gateway.processes.shares import front_config
-from spillway_gateway.processes.told_state import ToldState
+from spillway_gateway.processes.state_publisher import StatePublisher
 from spillway_gateway.roster.engine_tasks import guarded
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,8 @@ class RouterServer:
             ],
             exception_handlers={HTTPException: http_error},
         )
-        self.fronts = Fronts(config.processes, self._desk, self._first_messages, spawn)
-        self.told = ToldState(gateway.roster, self.fronts.tell)
+        self.fronts = Fronts(config.processes, self._new_session, self._first_messages, spawn)
+        self.publisher = StatePublisher(gateway.roster, self.fronts.tell)
         summed = SummedCounts(gateway.metrics.registry, self.fronts.counts)
         self.fronts.on_ended = summed.ended
         gateway.metrics.exposed = summed
@@ -92,18 +92,18 @@ class RouterServer:
         self._first_signal = asyncio.Event()
         self.started = False
 
-    def _desk(self, on_listening: Callable[[], None], on_closed: Callable[[Desk], None]) -> Desk:
-        return Desk(self._gateway, self.told, self._operators, on_listening, on_closed)
+    def _new_session(self, on_listening: Callable[[], None], on_closed: Callable[[FrontSession], None]) -> FrontSession:
+        return FrontSession(self._gateway, self.publisher, self._operators, on_listening, on_closed)
 
     def _first_messages(self) -> Iterator[Message]:
         yield messages.Start(front_config(self._gateway.config), *self.address)
-        yield from self.told.everything()
+        yield from self.publisher.everything()
 
     def _not_serving(self) -> str | None:
         return None if self.fronts.listening else "no process accepts connections yet"
 
     def _applied(self, config: GatewayConfig) -> None:
-        self.told.tell_changes()
+        self.publisher.publish_changes()
         self.fronts.tell(messages.Configure(front_config(config)))
 
     async def serve(self) -> None:
@@ -112,7 +112,7 @@ class RouterServer:
         async with self._gateway.running():
             if self._ops is not None:
                 self._ops.start()
-            following = asyncio.create_task(guarded(self.told.follow(), "state of engines for other processes"))
+            following = asyncio.create_task(guarded(self.publisher.follow(), "state of engines for other processes"))
             with self._signal_handlers(loop):
                 try:
                     self.fronts.start()

@@ -29,12 +29,12 @@ class FrontInLoop(Front):
         super().__init__(end=self._die)
         self.pid = next(_pids)
         self.url = ""
-        self._router = router.dup()
+        self._socket = router.dup()
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.serving = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
-        status = await self.run(self._router)
+        status = await self.run(self._socket)
         if not self._status.done():
             self._status.set_result(status)
 
@@ -52,8 +52,8 @@ class FrontInLoop(Front):
     def _die(self, status: int) -> None:
         if not self._status.done():
             self._status.set_result(status)
-        if self._asking.channel is not None:
-            self._asking.channel.abort()
+        if self._router.channel is not None:
+            self._router.channel.abort()
         if self._server is not None:
             self._server.should_exit = True
 

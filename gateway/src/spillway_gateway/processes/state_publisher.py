@@ -11,13 +11,13 @@ import msgspec
 from spillway_gateway.config.ranks import RankConfig
 from spillway_gateway.config.settings import EngineConfig
 from spillway_gateway.fleet.engine import Engine
-from spillway_gateway.processes.messages import EngineTold, Listed, Message, ModelTold, State
+from spillway_gateway.processes.messages import EngineSummary, Listed, Message, ModelSummary, State
 from spillway_gateway.roster.roster import Roster
 
 LOOK_SECONDS = 0.05
 
 
-class ToldState:
+class StatePublisher:
     """On the event loop. roster: the router's. tell: sends a message to every front."""
 
     def __init__(self, roster: Roster, tell: Callable[[Message], None]) -> None:
@@ -30,10 +30,10 @@ class ToldState:
     async def follow(self) -> None:
         """Tell every change, until cancelled."""
         while True:
-            self.tell_changes()
+            self.publish_changes()
             await asyncio.sleep(LOOK_SECONDS)
 
-    def tell_changes(self) -> None:
+    def publish_changes(self) -> None:
         """Now, where there are any."""
         now = tuple(self._fingerprint())
         if now != self._seen:
@@ -49,10 +49,10 @@ class ToldState:
         for serial in self._listed.keys() - self._serials:
             del self._listed[serial]
 
-    def tell_engine(self, engine: Engine) -> None:
+    def publish_engine(self, engine: Engine) -> None:
         """Before a message that names it: where the fronts do not know it yet."""
         if engine.serial not in self._serials:
-            self.tell_changes()
+            self.publish_changes()
 
     def everything(self) -> Iterator[Message]:
         """For a front that has just been started."""
@@ -68,7 +68,7 @@ class ToldState:
             admission = self._roster.admissions[fleet.name]
             engines = tuple(_engine(engine) for engine in fleet.engines.values())
             usable = self._usable(fleet.name)
-            models.append(ModelTold(fleet.name, fleet.index.block_sizes, usable, admission.is_full, engines))
+            models.append(ModelSummary(fleet.name, fleet.index.block_sizes, usable, admission.is_full, engines))
         return State(tuple(models))
 
     def _usable(self, model: str) -> bool:
@@ -88,11 +88,11 @@ class ToldState:
                 yield engine.serial, engine.state, engine.answer, engine.withheld, engine.adapters
 
 
-def _engine(engine: Engine) -> EngineTold:
+def _engine(engine: Engine) -> EngineSummary:
     config = engine.config
     rank = config if isinstance(config, RankConfig) else None
     plain = EngineConfig(config.name, config.url, config.kv_events, config.kv_replay, config.data_parallel_ranks)
-    return EngineTold(
+    return EngineSummary(
         engine.serial,
         msgspec.json.encode(plain),
         rank.process if rank is not None else None,
@@ -105,10 +105,10 @@ def _engine(engine: Engine) -> EngineTold:
     )
 
 
-def engine_config(told: EngineTold) -> EngineConfig:
-    """The configuration of an engine that was told."""
-    plain = msgspec.json.decode(told.config, type=EngineConfig)
-    if told.process is None:
+def engine_config(summary: EngineSummary) -> EngineConfig:
+    """The configuration of an engine in State."""
+    plain = msgspec.json.decode(summary.config, type=EngineConfig)
+    if summary.process is None:
         return plain
     return RankConfig(
         plain.name,
@@ -116,6 +116,6 @@ def engine_config(told: EngineTold) -> EngineConfig:
         plain.kv_events,
         plain.kv_replay,
         plain.data_parallel_ranks,
-        process=told.process,
-        rank=told.rank,
+        process=summary.process,
+        rank=summary.rank,
     )

@@ -22,8 +22,8 @@ from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
-from spillway_gateway.processes.messages import FamilySamples, Kind, Message, Suspicion
-from spillway_gateway.processes.told_state import ToldState
+from spillway_gateway.processes.messages import EngineFault, FamilySamples, Kind, Message
+from spillway_gateway.processes.state_publisher import StatePublisher
 from spillway_gateway.routing.prefix import PromptBlocks
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ KEY = "Q"  # of an array of block hashes
 class _Place:
     """One request of the front, in its model's queue or on an engine."""
 
-    __slots__ = ("_desk", "_fleet", "admission", "lease", "waiting")
+    __slots__ = ("_fleet", "_session", "admission", "lease", "waiting")
 
-    def __init__(self, desk: Desk, fleet: ModelFleet) -> None:
-        self._desk = desk
+    def __init__(self, session: FrontSession, fleet: ModelFleet) -> None:
+        self._session = session
         self._fleet = fleet
         self.admission: Admission | None = None  # once it was admitted
         self.waiting: asyncio.Task[None] | None = None
@@ -71,26 +71,26 @@ class _Place:
     # -- fleet.engine.EngineRequest
 
     def engine_went_down(self, engine: Engine) -> None:
-        self._desk.notice(engine, ends=False)
+        self._session.notice(engine, ends=False)
 
     def engine_ends(self, engine: Engine) -> None:
-        self._desk.notice(engine, ends=True)
+        self._session.notice(engine, ends=True)
 
 
-class Desk:
+class FrontSession:
     """Serves one front. On the event loop. operators: the application of operators' routes, which asks for their keys.
     on_listening: the front accepts connections. on_closed: it has ended, and everything of it is released."""
 
     def __init__(
         self,
         gateway: Gateway,
-        told: ToldState,
+        publisher: StatePublisher,
         operators: ASGIApp,
         on_listening: Callable[[], None],
-        on_closed: Callable[[Desk], None],
+        on_closed: Callable[[FrontSession], None],
     ) -> None:
         self._gateway = gateway
-        self._told = told
+        self._publisher = publisher
         self._operators = operators
         self._on_listening = on_listening
         self._on_closed = on_closed
@@ -109,7 +109,7 @@ class Desk:
             messages.Report: self._report,
             messages.Begin: self._begin,
             messages.Settle: self._settle,
-            messages.Suspect: self._suspect,
+            messages.EngineFaultReport: self._report_fault,
             messages.Noted: self._note,
             messages.Cached: lambda said: self._gateway.services.recent.reported(
                 said.model, said.expected, said.cached
@@ -207,7 +207,7 @@ class Desk:
             session = SessionKey(asked.tenant, asked.session) if asked.session is not None else None
             decision = fleet.expected_choice(prompt, asked.only, session)
             if decision is not None and decision.held.shared_tokens:
-                self._told.tell_engine(fleet.engines[decision.engine_name])
+                self._publisher.publish_engine(fleet.engines[decision.engine_name])
                 self.send(messages.Waiting(asked.number, decision.engine_name, decision.held.total_tokens))
         try:
             await admission.enter(asked.tenant, asked.priority)
@@ -230,7 +230,7 @@ class Desk:
             return
         decision = lease.decision
         self._gateway.services.recent.decided(asked.model, asked.request_id, decision)
-        self._told.tell_engine(lease.engine)
+        self._publisher.publish_engine(lease.engine)
         held = decision.held
         self.send(
             messages.Routed(
@@ -285,20 +285,20 @@ class Desk:
         if not self._noticed:
             asyncio.get_running_loop().call_soon(self._noticed.clear)
         self._noticed.add((engine.serial, ends))
-        self._told.tell_changes()  # before: whether others could take over
+        self._publisher.publish_changes()  # before: whether others could take over
         self.send(messages.Notice(engine.model, engine.serial, ends))
 
-    def _suspect(self, said: messages.Suspect) -> None:
+    def _report_fault(self, said: messages.EngineFaultReport) -> None:
         fleet = next((fleet for fleet in self._gateway.fleets if fleet.name == said.model), None)
         engine = fleet.engines.get(said.engine) if fleet is not None else None
         if engine is None:
             return
-        match said.suspicion:
-            case Suspicion.REFUSED:
+        match said.fault:
+            case EngineFault.REFUSED:
                 engine.refused(said.text)
-            case Suspicion.POLL_SOON:
+            case EngineFault.POLL_SOON:
                 engine.poll_soon()
-            case Suspicion.LACKS_ADAPTER:
+            case EngineFault.LACKS_ADAPTER:
                 engine.lacks_adapter(said.text)
 
     # -- limits ------------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class Desk:
     async def _find_owner(self, asked: messages.FindOwner) -> None:
         owner: Owner | None = self._owners.of(asked.response, asked.tenant)
         if owner is None:
-            # Another front may have told it already: its message then waits in a socket that this iteration has yet to
+            # Another front may have sent it already: its message then waits in a socket that this iteration has yet to
             # read.
             await asyncio.sleep(0)
             await asyncio.sleep(0)

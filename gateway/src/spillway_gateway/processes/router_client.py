@@ -29,7 +29,7 @@ _ERRORS: dict[str, type[GatewayError]] = {
 
 
 class FrontLease(Lease):
-    """A lease that the router counts. The methods are told at the end of the event loop's iteration."""
+    """A lease that the router counts. The methods are reported at the end of the event loop's iteration."""
 
     __slots__ = ("_expected_prefill_seconds", "_place")
 
@@ -69,13 +69,13 @@ class FrontLease(Lease):
 class FrontPlace:
     """A request's place, which the router counts."""
 
-    __slots__ = ("_asking", "_deferred", "_events", "_first", "_left", "fleet", "number", "request")
+    __slots__ = ("_deferred", "_events", "_first", "_left", "_router", "fleet", "number", "request")
 
-    def __init__(self, asking: Asking, fleet: ModelFleet, request: OutboundRequest) -> None:
-        self._asking = asking
+    def __init__(self, router: RouterClient, fleet: ModelFleet, request: OutboundRequest) -> None:
+        self._router = router
         self.fleet = fleet
         self.request = request
-        self.number = asking.number()
+        self.number = router.number()
         self._events: list[tuple[Kind, float]] = []
         self._deferred = False
         self._left = False
@@ -116,7 +116,7 @@ class FrontPlace:
             first and prompt.tokens is not None,
             request.trace is not None,
         )
-        routed = await self._asking.ask(asked, messages.Routed)
+        routed = await self._router.ask(asked, messages.Routed)
         engine = self.fleet.engines.get(routed.engine)
         if engine is None:  # a configuration that takes it away has come meanwhile
             raise NoEngineReady(self.fleet.unavailable_message(tried))
@@ -135,29 +135,29 @@ class FrontPlace:
         self._events.append((kind, now))
         if not self._deferred:
             self._deferred = True
-            self._asking.defer(self.tell)
+            self._router.defer(self.tell)
 
     def leave(self) -> None:
         """Release the place and whatever the router gave or will give."""
         self._left = True
-        self._asking.places.pop(self.number, None)
+        self._router.places.pop(self.number, None)
         if not self._deferred:
             self._deferred = True
-            self._asking.defer(self.tell)
+            self._router.defer(self.tell)
 
     def tell(self) -> None:
         """Report what has not been reported."""
         self._deferred = False
         if self._events or self._left:
-            self._asking.send(messages.Report(self.number, tuple(self._events), self._left))
+            self._router.send(messages.Report(self.number, tuple(self._events), self._left))
             self._events = []
 
 
-class Asking:
-    """On the event loop. told: handles what is no answer. hint: promotion_hints.PromotionHints.tell."""
+class RouterClient:
+    """On the event loop. on_message: handles what is no answer. hint: promotion_hints.PromotionHints.tell."""
 
-    def __init__(self, told: Callable[[Message], None], hint: Tell) -> None:
-        self._told = told
+    def __init__(self, on_message: Callable[[Message], None], hint: Tell) -> None:
+        self._on_message = on_message
         self._hint = hint
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Message]] = {}
@@ -201,7 +201,7 @@ class Asking:
             if engine is not None and tokens is not None:
                 self._hint(engine, tokens, message.tokens)
         elif number is None or isinstance(message, messages.Count):
-            self._told(message)
+            self._on_message(message)
         else:
             answer = self._answers.get(number)
             if answer is not None and not answer.done():
