@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 
 from spillway_gateway import __main__ as gateway
+from spillway_gateway import interpreter
 
 TICK_SECONDS = 0.001
 _DOCUMENT = json.dumps([{"role": "user", "content": f"word {number}"} for number in range(10_000)])
@@ -78,14 +79,14 @@ class LoopProbe:
 
 
 def main() -> int:
-    new_loop = gateway._loop_factory() or asyncio.new_event_loop
+    new_loop = interpreter.loop_factory() or asyncio.new_event_loop
 
     def new_probed_loop() -> asyncio.AbstractEventLoop:
         loop = new_loop()
         LoopProbe(loop)
         return loop
 
-    gateway._loop_factory = lambda: new_probed_loop  # type: ignore[assignment,return-value]
+    interpreter.loop_factory = lambda: new_probed_loop  # type: ignore[assignment,return-value]
     return gateway.main()
 
 

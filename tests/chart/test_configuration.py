@@ -454,7 +454,8 @@ def another(value, name):
 
 # Written by the chart from engines, service and lifecycle; the rest has a section of its name under `gateway`.
 ELSEWHERE = {"models", "listen", "shutdown"}
-SECTIONS = sorted(fields_of(GatewayConfig) - ELSEWHERE)
+NUMBERS = {"processes"}  # which stand under `gateway` themselves
+SECTIONS = sorted(fields_of(GatewayConfig) - ELSEWHERE - NUMBERS)
 AUTH = {"keys_file": "keysSecret", "salt_secret_file": "saltSecret", "engine_key_file": "engineKeySecret"}
 
 
@@ -466,6 +467,7 @@ def test_every_setting_of_the_gateway_is_a_value():
     for section in SECTIONS:
         settings = {AUTH.get(name, camel(name)) for name in fields_of(getattr(own, section))}
         assert settings == set(values["gateway"][section]), section
+    assert {camel(name) for name in NUMBERS} < set(values["gateway"])
     assert {camel(name) for name in fields_of(own.shutdown)} < set(values["gateway"]["lifecycle"])
     assert fields_of(own.listen) == {"host", "port", "ops_port", "ops_host", "tls"}  # listenAddress is both hosts'
     assert {camel(name) for name in fields_of(TlsConfig)} == {"certFile", "keyFile", "reloadSeconds"}
@@ -487,6 +489,10 @@ def test_every_value_of_a_section_reaches_the_gateway(section, gateway_of):
     config = gateway_of(render(values={"gateway": {section: values}}))
 
     assert getattr(config, section) == type(own)(**given) != own
+
+
+def test_several_processes_reach_the_gateway(gateway_of):
+    assert gateway_of(render(values={"gateway": {"processes": 2}})).processes == 2
 
 
 def test_limits_that_all_gateways_count_together(gateway_of):
@@ -660,6 +666,7 @@ def test_defaults_of_the_gateway_are_written_once(gateway_of):
 
     for section in SECTIONS:
         assert getattr(structs.replace(config, health=health), section) == getattr(own, section), section
+    assert all(getattr(config, name) == getattr(own, name) for name in NUMBERS)
 
 
 @pytest.mark.parametrize(
