@@ -25,6 +25,7 @@ HOME = Path(os.environ.get("SPILLWAY_RIVALS", "~/.cache/spillway/rivals")).expan
 SOURCES = os.pathsep.join(str(Path(folder, "src").absolute()) for folder in ("gateway", "settings"))
 INSTALL_SECONDS_MAX = 900
 LITELLM_KEY = "sk-" + "bench" * 8  # not NUMBER, which is replaced in each request
+BODIES_BYTES_EACH = 128 * 1024 * 1024  # limits.bodiesBytesMax of each of two processes by default
 PRODUCTION_STACK_COMMIT = "a6c01db05f65f556235413ba8dbcfb0c01132fff"
 PRODUCTION_STACK_URL = "https://github.com/vllm-project/production-stack"
 
@@ -73,6 +74,8 @@ def routers(
             "models": [model],
             "processes": processes,
         }
+        if processes > 2:  # from four on, the default leaves each too small a share for one long body, and is refused
+            document["limits"] = {"bodiesBytesMax": processes * BODIES_BYTES_EACH}
         if index_bytes is not None:
             document["index"] = {"bytesMax": index_bytes}
         path = folder / "gateway.yaml"
