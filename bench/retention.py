@@ -263,14 +263,7 @@ class Slab(Cache):
     def __init__(self, chunks_max: int, hint: Callable[[Request], SessionHint | None]) -> None:
         super().__init__(chunks_max)
         self._hint = hint
-        self._arrays = QueueArrays(
-            state=np.zeros(chunks_max, np.uint8),
-            queue=np.zeros(chunks_max, np.uint8),
-            frequency=np.zeros(chunks_max, np.uint8),
-            order=np.zeros(chunks_max, np.uint64),
-            next_order=np.zeros(1, np.uint64),
-            small_used=np.zeros(1, np.uint64),
-        )
+        self._arrays = QueueArrays.zeros(chunks_max)
         self._policy = S3Fifo(self._arrays, self._put)
         self._generation = np.zeros(chunks_max, np.uint32)
         shape = PoolShape(2 * PAGE_BYTES, chunks_max, 1)

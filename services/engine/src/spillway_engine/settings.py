@@ -167,20 +167,25 @@ def _check_text(settings: EngineSettings) -> None:
         )
 
 
+def _changes_of_steps(offload: OffloadSettings) -> list[str]:
+    """Names of what is on and changes steps of the scheduler."""
+    modes = {
+        "offload.layerwiseLoads": offload.layerwise_loads,
+        "offload.computeWhileLoading": offload.compute_while_loading,
+    }
+    return [key for key, mode in modes.items() if offload.enabled and mode == "on"]
+
+
 def _check_pipeline(settings: EngineSettings) -> None:
     stages, offload, names = settings.pipeline_parallel_size, settings.offload, settings.names
     if stages == 1:
         return
     pipeline = names.given("pipelineParallelSize", stages)
-    for key, value in {
-        "offload.layerwiseLoads": offload.layerwise_loads,
-        "offload.computeWhileLoading": offload.compute_while_loading,
-    }.items():
-        if offload.enabled and value == "on":
-            raise SettingsError(
-                f"{names.given(key, value)} changes a step after it was sent, but {pipeline} keeps several steps under "
-                f"way; set {names.given(key, 'off')} or {names.given('pipelineParallelSize', 1)}"
-            )
+    for key in _changes_of_steps(offload):
+        raise SettingsError(
+            f"{names.given(key, 'on')} changes a step after it was sent, but {pipeline} keeps several steps under "
+            f"way; set {names.given(key, 'off')} or {names.given('pipelineParallelSize', 1)}"
+        )
     if LAYER_PARTITION_VARIABLE in settings.extra_env:
         raise SettingsError(
             f"{names.name('extraEnv')}: {LAYER_PARTITION_VARIABLE} gives stages other layers than memory is reckoned "
@@ -209,15 +214,11 @@ def _check_data_parallel(settings: EngineSettings) -> None:
             f"{names.given('pipelineParallelSize', stages)} and {given}: stages are not proven with data parallel "
             f"ranks; set {names.given('pipelineParallelSize', 1)} or {one}"
         )
-    for key, value in {
-        "offload.layerwiseLoads": offload.layerwise_loads,
-        "offload.computeWhileLoading": offload.compute_while_loading,
-    }.items():
-        if offload.enabled and value == "on":
-            raise SettingsError(
-                f"{names.given(key, value)} changes the steps of one rank, but the ranks of {given} step together "
-                f"where the model is a mixture of experts; set {names.given(key, 'off')} or {one}"
-            )
+    for key in _changes_of_steps(offload):
+        raise SettingsError(
+            f"{names.given(key, 'on')} changes the steps of one rank, but the ranks of {given} step together "
+            f"where the model is a mixture of experts; set {names.given(key, 'off')} or {one}"
+        )
     if settings.kv_transfer is not None:
         raise SettingsError(
             f"{names.name('kvTransfer')}: {settings.kv_transfer.connector} is not proven with {given}; remove it, or "

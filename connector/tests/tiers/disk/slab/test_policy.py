@@ -23,14 +23,7 @@ SLOTS = 24
 
 
 def make_arrays() -> QueueArrays:
-    return QueueArrays(
-        state=np.zeros(SLOTS, np.uint8),
-        queue=np.zeros(SLOTS, np.uint8),
-        frequency=np.zeros(SLOTS, np.uint8),
-        order=np.zeros(SLOTS, np.uint64),
-        next_order=np.zeros(1, np.uint64),
-        small_used=np.zeros(1, np.uint64),
-    )
+    return QueueArrays.zeros(SLOTS)
 
 
 def make_policy(arrays: QueueArrays) -> S3Fifo:

@@ -25,14 +25,7 @@ class Pool:
 
     def __init__(self, processes: int = 1) -> None:
         shape = PoolShape(2 * PAGE_BYTES, SLOTS, 1)
-        self.queues = QueueArrays(
-            state=np.zeros(SLOTS, np.uint8),
-            queue=np.zeros(SLOTS, np.uint8),
-            frequency=np.zeros(SLOTS, np.uint8),
-            order=np.zeros(SLOTS, np.uint64),
-            next_order=np.zeros(1, np.uint64),
-            small_used=np.zeros(1, np.uint64),
-        )
+        self.queues = QueueArrays.zeros(SLOTS)
         self.policy = S3Fifo(self.queues, self.put)
         self.sessions = SessionArrays(**{c.name: np.zeros(shape.rows(c), c.dtype) for c in SESSION_COLUMNS})
         self.tenant = np.zeros(SLOTS, np.uint64)

@@ -45,6 +45,18 @@ class QueueArrays:
     next_order: npt.NDArray[np.uint64]
     small_used: npt.NDArray[np.uint64]
 
+    @classmethod
+    def zeros(cls, slots: int) -> QueueArrays:
+        """Of an empty pool, in this process's memory alone."""
+        return cls(
+            state=np.zeros(slots, np.uint8),
+            queue=np.zeros(slots, np.uint8),
+            frequency=np.zeros(slots, np.uint8),
+            order=np.zeros(slots, np.uint64),
+            next_order=np.zeros(1, np.uint64),
+            small_used=np.zeros(1, np.uint64),
+        )
+
 
 class S3Fifo:
     """Two queues whose order is in the arrays; the only state here is a cache of the oldest entries, checked at use."""
