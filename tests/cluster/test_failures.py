@@ -18,7 +18,14 @@ from cluster.helm import Release
 from cluster.kube import Kubernetes, Object, name_of
 from cluster.local_cluster import NODES, LocalCluster
 from cluster.report import Report, Row
-from cluster.valkey_password import SECRET, engines_log_in, passwords_held, takes_password, write_password
+from cluster.valkey_password import (
+    SECRET,
+    passwords_held,
+    refused_logins,
+    takes_password,
+    wait_for_logins,
+    write_password,
+)
 from cluster.values import OPERATIONS_PORT, Values, simulated
 from stack_driver.deadlines import eventually
 
@@ -105,14 +112,14 @@ def test_password_rotated(namespace: Kubernetes, client: ClientPod, release: Rel
     old, new = PASSWORDS
     engines = {pod["metadata"]["uid"]: name_of(pod) for pod in namespace.ready_pods("engine")}
     (valkey,) = namespace.ready_pods("redis")
-    assert engines_log_in(namespace, engines.values())
+    assert refused_logins(namespace, engines.values()) == []
     with client.load(WORKERS) as result:
         write_password(namespace, new)
         eventually("the engines have it", lambda: passwords_held(namespace, engines.values()) == {new}, 180.0)
         assert takes_password(namespace, valkey, old), "Valkey reads it when its pod starts"
         release.upgrade(values(secrets_revision="2"))
         eventually("Valkey is back", lambda: back(namespace, valkey, "redis"), 180.0)
-        eventually("the engines log in", lambda: engines_log_in(namespace, engines.values()), 60.0)
+        wait_for_logins(namespace, engines.values())
         client.wait_for_requests(client.progress() + 40)
     (valkey,) = namespace.ready_pods("redis")
     assert takes_password(namespace, valkey, new) and not takes_password(namespace, valkey, old)

@@ -17,7 +17,7 @@ from cluster.kube import Kubernetes, name_of
 from cluster.local_cluster import REAL_ENGINES_NODE
 from cluster.real_engines import TIER_FOLDER
 from cluster.report import Row
-from cluster.valkey_password import engines_log_in, passwords_held, write_password
+from cluster.valkey_password import passwords_held, wait_for_logins, write_password
 from cluster.values import MODEL
 from reference_answers.margins import REQUEST, Scored, difference, scored
 from stack_driver.deadlines import eventually
@@ -135,7 +135,7 @@ def test_password_rotated(served: tuple[Release, ClientPod], tier: str, case: Ro
         write_password(namespace, new)
         eventually("the engines have it", lambda: passwords_held(namespace, engines.values()) == {new}, 180.0)
         release.upgrade(real_engines.shared_tier(tier, len(engines), secrets_revision="2"))
-        eventually("the engines log in", lambda: engines_log_in(namespace, engines.values()), 120.0)
+        wait_for_logins(namespace, engines.values())
         client.wait_for_requests(client.progress() + 10)
     assert {pod["metadata"]["uid"] for pod in namespace.ready_pods("engine")} == set(engines)
     cached = require_shared(release, client, "boats upon the lake")

@@ -6,10 +6,12 @@ import json
 from collections.abc import Collection
 
 from cluster.kube import Kubernetes, Object, name_of
+from stack_driver.deadlines import eventually
 
 SECRET = "redis-password"
 FILE = "/var/lib/spillway/secrets/redis-password"
 DOCTOR = "python3 -m spillway_ctl doctor --engine http://127.0.0.1:8100 --config /etc/spillway/engine.yaml --json"
+LOGIN_SECONDS = 300.0
 
 
 def write_password(namespace: Kubernetes, password: str) -> None:
@@ -22,15 +24,31 @@ def passwords_held(namespace: Kubernetes, engines: Collection[str]) -> set[str]:
     return {namespace.execute(pod, "cat", FILE) for pod in engines}
 
 
-def engines_log_in(namespace: Kubernetes, engines: Collection[str]) -> bool:
-    """Whether `spillway doctor` can log in to the tier in each of these pods, and measure it."""
+def refused_logins(namespace: Kubernetes, engines: Collection[str]) -> list[str]:
+    """The pods in which `spillway doctor` cannot log in to the tier and measure it, each with its words."""
+    refused = []
     for pod in engines:
         # Its exit status is 1 where any check failed.
         document = json.loads(namespace.execute(pod, "sh", "-c", f"{DOCTOR} || true"))
         (rates,) = (finding for finding in document["findings"] if finding["check"] == "tier rates")
         if rates["verdict"] not in ("ok", "warning"):
-            return False
-    return True
+            refused.append(f"{pod}: {rates['verdict']}, {rates['found']}")
+    return refused
+
+
+def wait_for_logins(namespace: Kubernetes, engines: Collection[str]) -> None:
+    """Until each of these pods can log in. Generous: Valkey starts anew, and each question is a process in a pod."""
+    last: list[str] = []
+
+    def all_in() -> bool:
+        last[:] = refused_logins(namespace, engines)
+        return not last
+
+    try:
+        eventually("the engines log in", all_in, LOGIN_SECONDS)
+    except AssertionError as error:
+        pods = namespace.kubectl("get", "pods", "-o", "wide")
+        raise AssertionError(f"{error}; {last}\n{pods}") from None
 
 
 def takes_password(namespace: Kubernetes, valkey: Object, password: str) -> bool:
