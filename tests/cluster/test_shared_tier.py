@@ -131,12 +131,12 @@ def test_password_rotated(served: tuple[Release, ClientPod], tier: str, case: Ro
     release, client = served
     namespace, new = release.kubernetes, "b" * 32
     engines = {pod["metadata"]["uid"]: name_of(pod) for pod in namespace.ready_pods("engine")}
-    with client.load(workers=2, same_answers=False) as result:
+    with client.load(workers=2, real_engines=True) as result:
         write_password(namespace, new)
         eventually("the engines have it", lambda: passwords_held(namespace, engines.values()) == {new}, 180.0)
         release.upgrade(real_engines.shared_tier(tier, len(engines), secrets_revision="2"))
         wait_for_logins(namespace, engines.values())
-        client.wait_for_requests(client.progress() + 10)
+        client.wait_for_requests(client.progress() + 4)
     assert {pod["metadata"]["uid"] for pod in namespace.ready_pods("engine")} == set(engines)
     cached = require_shared(release, client, "boats upon the lake")
     case.requests, case.failed = result.requests, result.failed
