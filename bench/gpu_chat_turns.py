@@ -1,6 +1,6 @@
 """What it brings and costs to keep the KV of answers, on one CUDA device: a chat's next turn, and decoding.
 
-    python bench/gpu_chat_turns.py [--measure decode turns] [--configurations off prompts generated nvme]
+    python bench/gpu_chat_turns.py [--measure first decode turns] [--configurations off prompts generated nvme]
                                    [--conversations 5] [--turns 8] [--tokens 300]
                                    [--rounds 8] [--requests 32] [--answer 1024]
                                    [--eager] [--add] [--small]
@@ -22,6 +22,9 @@ is the whole conversation so far, with the ids that were generated. One request 
 conversations, prompts of other users fill the device (and the small CPU tier), so that no turn finds its conversation
 there. By turn: the share of its prompt that was cached, beside that of the whole blocks of the conversation so far
 (`most`: the KV of an answer's last token is not computed before the next turn), and the time to the first token.
+
+first: rounds of FIRST_PROMPTS unseen prompts of --tokens tokens, one after the other without a pause, so that what one
+has left to store is stored beside the next one. The time to the first token, within a round by its median.
 
 decode: rounds of --requests unseen prompts of less than a block at once, --answer tokens each, by the first group.
 Tokens per second of a round are compared within it; medians over rounds with a 95 % bootstrap interval.
@@ -60,7 +63,7 @@ GROUPS = (
 )
 CONFIGURATIONS = tuple(name for group in GROUPS for name in group)
 DECODED = tuple(GROUPS[0])
-MEASURES = ("decode", "turns")
+MEASURES = ("first", "decode", "turns")
 SMALL_MODEL = {
     **TINY_LLAMA,
     "max_position_embeddings": 8192,
@@ -68,6 +71,7 @@ SMALL_MODEL = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
+FIRST_PROMPTS = 6  # of a round of `first`
 PROMPT_TOKENS = 100  # of a request of `decode`: less than a block, so that no prompt is stored
 MEMORY_SHARE = 0.3  # of the device for each engine: 16.4 GB of weights, 5.5 of KV blocks
 LOAD_SHARE = 3 / 4  # of the CPU tier that one request's loads from a shared tier may take
@@ -77,7 +81,7 @@ OUTPUT = Path("build/bench/gpu_chat_turns.json")
 ROUNDS = Path("build/bench/gpu_chat_turns_rounds.json")
 Report = dict[str, float | int | str]
 # By measure and configuration. turns: by turn and conversation (prompt tokens, cached tokens, seconds to the first
-# token); decode: tokens per second by round.
+# token); decode: tokens per second by round; first: seconds to the first token of each prompt, by round.
 Measured = dict[str, dict[str, list[Any]]]
 
 
@@ -137,6 +141,8 @@ class Served:
         what, *number = line.split()
         if what == "turn":
             return json.dumps(self._turn(int(number[0])))
+        if what == "first":
+            return json.dumps(self._first(line))
         return json.dumps(self._decode(line) if what == "decode" else self._warm_up())
 
     def _prompt(self, name: str, tokens: int) -> list[int]:
@@ -171,14 +177,28 @@ class Served:
                 self._engine.settle(gpu.stable_folder(self._nvme))
         self._engine.settle()
 
+    def _first(self, name: str) -> list[float]:
+        """Seconds to the first token of each prompt of a round."""
+        seconds = []
+        for number in range(FIRST_PROMPTS):
+            (answer,) = self._engine.answers([self._prompt(f"{name} {number}", self._given.tokens)], 2)
+            _require_unseen(answer.cached_tokens)
+            seconds.append(round(answer.first_token_seconds, 5))
+        self._engine.settle()
+        return seconds
+
     def _decode(self, name: str) -> float:
         """Tokens per second of a round."""
         prompts = [self._prompt(f"{name} {number}", PROMPT_TOKENS) for number in range(self._given.requests)]
         seconds, cached = self._engine.ask_all(prompts, self._given.answer)
-        if cached:
-            raise gpu.BenchError(f"{cached} tokens of unseen prompts were found in a cache")
+        _require_unseen(cached)
         self._engine.settle()
         return self._given.requests * self._given.answer / seconds
+
+
+def _require_unseen(cached_tokens: int) -> None:
+    if cached_tokens:
+        raise gpu.BenchError(f"{cached_tokens} tokens of unseen prompts were found in a cache")
 
 
 def serve(name: str, given: argparse.Namespace) -> None:
@@ -191,7 +211,7 @@ def measure(given: argparse.Namespace, own_arguments: Sequence[str]) -> Measured
     measured: Measured = json.loads(ROUNDS.read_text()) if given.add else {}
     for group in GROUPS:
         names = [name for name in group if name in given.configurations]
-        measures = [one for one in given.measure if one == "turns" or set(names) & set(DECODED)]
+        measures = [one for one in given.measure if one != "decode" or set(names) & set(DECODED)]
         if not names or not measures:
             continue
         commands = {name: [__file__, *own_arguments, "--serve", name] for name in names}
@@ -199,9 +219,19 @@ def measure(given: argparse.Namespace, own_arguments: Sequence[str]) -> Measured
             for engine in engines.values():
                 engine.round("warm-up")
             for one in measures:
-                (measure_decode if one == "decode" else measure_turns)(engines, given, measured.setdefault(one, {}))
+                STEPS[one](engines, given, measured.setdefault(one, {}))
                 write(measured, given)
     return measured
+
+
+def measure_first(engines: dict[str, Turn], given: argparse.Namespace, measured: dict[str, list[Any]]) -> None:
+    measured |= {name: [] for name in engines}
+    for number in range(-1, max(given.rounds, ROUNDS_LEAST)):  # the first one warms up
+        for name in ordered(list(engines), number + 2):
+            seconds = json.loads(engines[name].round(f"first {number}"))
+            if number >= 0:
+                measured[name].append(seconds)
+    write({"first": measured}, given)
 
 
 def measure_decode(engines: dict[str, Turn], given: argparse.Namespace, measured: dict[str, list[Any]]) -> None:
@@ -228,6 +258,9 @@ def measure_turns(engines: dict[str, Turn], given: argparse.Namespace, measured:
         write({"turns": measured}, given)
 
 
+STEPS = {"first": measure_first, "decode": measure_decode, "turns": measure_turns}
+
+
 def write(measured: Measured, given: argparse.Namespace) -> None:
     kept: Measured = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
     ROUNDS.write_text(json.dumps(kept | measured) + "\n")
@@ -236,10 +269,31 @@ def write(measured: Measured, given: argparse.Namespace) -> None:
 
 def report_of(measured: Measured, given: argparse.Namespace) -> Report:
     report: Report = {"cuda_graphs": int(not given.eager)}
+    if first := measured.get("first"):
+        report |= _first_report(first, given)
     if decoded := measured.get("decode"):
         report |= _decode_report(decoded, given)
     if turns := measured.get("turns"):
         report |= _turns_report(turns, given)
+    return report
+
+
+def _first_report(first: dict[str, list[list[float]]], given: argparse.Namespace) -> Report:
+    report: Report = {"first_prompt_tokens": given.tokens}
+    for name, rounds in first.items():
+        every = sorted(second for one in rounds for second in one)
+        report |= {
+            f"{name}_first_prompts_count": len(every),
+            f"{name}_first_token_seconds": round(statistics.median(every), 5),
+            f"{name}_first_token_seconds_p10": round(every[len(every) // 10], 5),
+            f"{name}_first_token_seconds_p90": round(every[len(every) * 9 // 10], 5),
+        }
+        base = first.get("off", [])
+        if name == "off" or name not in GROUPS[0] or len(base) != len(rounds):
+            continue
+        ratio = paired_ratio(*([statistics.median(one) for one in each] for each in (rounds, base)), random.Random(0))
+        for end, value in (("", ratio.median), ("_low", ratio.low), ("_high", ratio.high)):
+            report[f"{name}_first_token_ratio_to_off{end}"] = round(value, 4)
     return report
 
 
@@ -285,6 +339,17 @@ def _turns_report(turns: dict[str, list[list[tuple[int, int, float]]]], given: a
 
 def render(report: Report) -> str:
     lines = []
+    if "first_prompt_tokens" in report:
+        lines.append(f"unseen prompts of {report['first_prompt_tokens']} tokens: first token in ms, median (p10, p90)")
+        for name in CONFIGURATIONS:
+            if (key := f"{name}_first_token_seconds") not in report:
+                continue
+            median, low, high = (float(report[f"{key}{end}"]) * 1e3 for end in ("", "_p10", "_p90"))
+            cells = f"{median:.1f} ({low:.1f}, {high:.1f}) of {report[f'{name}_first_prompts_count']}"
+            if (ratio := f"{name}_first_token_ratio_to_off") in report:
+                median, low, high = (float(report[f"{ratio}{end}"]) for end in ("", "_low", "_high"))
+                cells += f"   {median:.3f} of off ({low:.3f} to {high:.3f})"
+            lines.append(f"{name:10}{cells:>28}")
     if report.get("decode_rounds_count"):
         lines.append(
             f"{report['decode_requests_count']} requests at once, {report['decode_answer_tokens']} tokens each, "
@@ -330,7 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--conversations", type=int, default=5)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=300, help="new ones of a turn, and of its answer (default 300)")
-    parser.add_argument("--rounds", type=int, default=8, help="of `decode` (default 8)")
+    parser.add_argument("--rounds", type=int, default=8, help="of `first` and `decode` (default 8)")
     parser.add_argument("--requests", type=int, default=32, help="at once, of `decode` (default 32)")
     parser.add_argument("--answer", type=int, default=1024, help="tokens of an answer of `decode` (default 1024)")
     parser.add_argument("--eager", action="store_true", help="neither compiled nor with CUDA graphs")

@@ -70,3 +70,14 @@ def test_speeds_are_compared_within_rounds_that_all_have() -> None:
     assert report["generated_decode_ratio_to_prompts"] == round(0.98 / 0.99, 4)
     assert "off_decode_ratio_to_prompts" not in report
     assert "0.9800 of off (0.9800 to 0.9800)" in render(report)
+
+
+def test_first_tokens_are_compared_within_rounds_of_engines_in_turn() -> None:
+    off = [[0.02, 0.03, 0.02], [0.04, 0.04, 0.05]]
+    measured = {"first": {"off": off, "generated": [[0.03, 0.09, 0.03], [0.06, 0.06, 0.01]], "nvme": off}}
+    report = report_of(measured, GIVEN)
+    assert (report["off_first_token_seconds"], report["off_first_prompts_count"]) == (0.035, 6)
+    assert report["generated_first_token_seconds_p90"] == 0.09
+    assert report["generated_first_token_ratio_to_off"] == 1.5
+    assert "nvme_first_token_ratio_to_off" not in report, "it ran by itself"
+    assert "1.500 of off (1.500 to 1.500)" in render(report)
