@@ -68,6 +68,23 @@ def test_with_rates_it_tells_first_tokens(plan):
     assert [word for word in out.splitlines()[-1].split() if word != "s"] == ["1,025", "1.025", "0.157", "1.757"]
 
 
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        (["--tier-rate", "3GiB/s"], "the given rates; give --prefill-tokens-per-second too"),
+        (["--tier-rate", "3GiB/s", "--prefill-tokens-per-second", "8000"], "--tier-rate; give --device-copy-rate too"),
+        (["--device-copy-rate", "9GiB/s", "--prefill-tokens-per-second", "8000"], None),
+    ],
+)
+def test_a_rate_that_is_no_use_alone_asks_for_the_other_one(plan, given, asked):
+    code, out, _ = plan(rendered(), *given)
+
+    assert code == 0
+    assert [line.strip() for line in out.splitlines() if "not judged" in line] == (
+        [f"{'not judged':<24}{asked}"] if asked else []
+    )
+
+
 def test_the_values_own_prefill_rate_is_used_unless_another_is_given(plan):
     values = rendered(prefillTokensPerSecond=2000)
 

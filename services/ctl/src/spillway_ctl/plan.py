@@ -82,6 +82,7 @@ def _lines(document: dict[str, Any]) -> list[str]:
     else:
         rows.append(("a load beats computing", f"above {format_bytes(break_even)}/s"))
         rows += _verdicts(break_even, rates)
+    rows += _not_judged(rates)
     lines = [f"{document['model']} ({document['name']})"]
     lines += [f"  {name:<24}{text}" for name, text in rows]
     if break_even is not None and document["first_tokens"]:
@@ -104,6 +105,14 @@ def _verdicts(break_even: float, rates: dict[str, float | None]) -> list[tuple[s
         # One after the other: the rate of the whole way.
         rows.append(("shared tier at its rate", _verdict(1 / (1 / copy + 1 / read), break_even)))
     return rows
+
+
+def _not_judged(rates: dict[str, float | None]) -> list[tuple[str, str]]:
+    """Rates that were given and are no use without another one."""
+    copy, read = rates["device_copy_bytes_per_second"], rates["tier_read_bytes_per_second"]
+    if rates["prefill_tokens_per_second"] is None:
+        return [("not judged", "the given rates; give --prefill-tokens-per-second too")] if copy or read else []
+    return [("not judged", "--tier-rate; give --device-copy-rate too")] if read and not copy else []
 
 
 def _verdict(rate: float, break_even: float) -> str:
