@@ -114,7 +114,10 @@ def _memory_lock(engine: EngineReading) -> Finding:
         return Finding("memory lock", engine.name, Verdict.NOT_CHECKED, f"{found}; whether it is used is not said")
     methods = sorted({labels.get("method", "?") for labels, value in pinned if value})
     if not methods:
-        change = "raise the memlock limit of the container runtime (engine.lockMemory), see SpillwayHostMemoryNotPinned"
+        change = (
+            "raise the memlock limit of the container runtime, or set engine.accelerator.lockMemory: true; "
+            "see SpillwayHostMemoryNotPinned"
+        )
         return Finding("memory lock", engine.name, Verdict.WARNING, f"{found}; the CPU tier is not pinned", change)
     return Finding("memory lock", engine.name, Verdict.OK, f"{found}; pinned by {', '.join(methods)}")
 

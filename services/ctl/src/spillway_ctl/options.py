@@ -33,25 +33,25 @@ exit status:
 _EXAMPLES = {
     "status": """\
 examples:
-  spillway tier status --nvme /var/lib/spillway
+  spillway tier status --nvme /var/lib/spillway/kv
   spillway tier status --config /etc/spillway/engine.yaml --json
   REDIS_PASSWORD=... spillway tier status --redis rediss://cache:6379/0 --password-env REDIS_PASSWORD
 """,
     "ls": """\
 examples:
-  spillway tier ls --nvme /var/lib/spillway --newer-than 1h --limit 20
-  spillway tier ls --nvme /var/lib/spillway --tenant default --json | jq -r .key
+  spillway tier ls --nvme /var/lib/spillway/kv --newer-than 1h --limit 20
+  spillway tier ls --nvme /var/lib/spillway/kv --tenant default --json | jq -r .key
 """,
     "verify": """\
 examples:
-  spillway tier verify --nvme /var/lib/spillway
+  spillway tier verify --nvme /var/lib/spillway/kv
   spillway tier verify --redis redis-cluster://cache-0:6379 --namespace 3f2a --rate-limit none
   spillway tier verify --config /etc/spillway/engine.yaml --remove-damaged --json
 """,
     "purge": """\
 examples:
-  spillway tier purge --nvme /var/lib/spillway --older-than 7d --dry-run
-  spillway tier purge --nvme /var/lib/spillway --namespace 3f2a91c0 --yes
+  spillway tier purge --nvme /var/lib/spillway/kv --older-than 7d --dry-run
+  spillway tier purge --nvme /var/lib/spillway/kv --namespace 3f2a91c0 --yes
   spillway tier purge --redis redis://cache:6379/0 --tenant $(spillway tier tenant --salt-env SALT) --yes
 """,
     "tenant": """\
