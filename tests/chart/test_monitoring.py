@@ -87,6 +87,29 @@ def test_an_engine_without_events_is_not_reported_as_deaf():
     assert 'model=~"org/large|Qwen2\\\\.5-7B"' in lost
 
 
+def test_a_model_that_sleeps_has_to_have_been_waited_for_before_it_is_reported():
+    scaling = {"enabled": True, "trigger": "gateway", "minReplicas": 0}
+    engines = {
+        "small": {"model": {"servedName": "Qwen2.5-7B"}, "autoscaling": {**scaling, "wakeTimeoutSeconds": 400}},
+        "large": {
+            "model": {"servedName": "large"},
+            "autoscaling": scaling,
+            "lifecycle": {"startupTimeoutSeconds": 900},
+        },
+        "awake": {"model": {"servedName": "awake"}},
+    }
+    groups = render(PRODUCTION, values={"engines": engines}).one("PrometheusRule")["spec"]["groups"]
+
+    (absent,) = (rule["expr"] for rule in groups[0]["rules"] if rule["alert"] == "SpillwayNoEngine")
+    assert 'model=~"large|Qwen2\\\\.5-7B"}[900s])) == 0' in absent
+
+
+def test_where_no_model_sleeps_every_one_without_an_engine_is_reported(rules):
+    (absent,) = (rule["expr"] for rule in rules if rule["alert"] == "SpillwayNoEngine")
+
+    assert 'model=~""}' in absent  # no series is without a model
+
+
 @pytest.fixture(scope="module")
 def board() -> dict:
     return json.loads(render(PRODUCTION).named("ConfigMap", "chat-spillway-dashboards")["data"]["spillway.json"])
