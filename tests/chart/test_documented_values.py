@@ -1,0 +1,91 @@
+"""Values that the documentation and `spillway doctor` name exist, and every fragment of values in it renders."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import yaml
+from chart.helm_binaries import ROOT
+from chart.rendering import CHART, RenderRefused, render
+
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+PAGES = ("README.md", "charts/spillway/README.md", "docs/operations.md", "docs/cuda.md", "docs/versions.md")
+NAMING = (*PAGES, "docs/ascend.md", "docs/metrics.md", "docs/models.md", "docs/reliability.md", "docs/benchmarks.md")
+FENCED = re.compile(r"^([ \t]*)```\w*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"(?<=\n\n)(?: {4}[^\n]*\n|\n)+")
+DOTTED = re.compile(r"(?<![\w./$-])[a-zA-Z]+(?:\.[a-zA-Z]+)+(?![\w/(.])")
+FILES = ("c", "json", "md", "py", "sh", "so", "tpl", "txt", "yaml")
+
+
+def paths(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        yield f"{above}{key}"
+        if isinstance(value, Mapping):
+            yield from paths(value, f"{above}{key}.")
+
+
+WHOLE = frozenset(paths(VALUES))
+# `sharedTier.redis.url` for `engine.offload.sharedTier.redis.url`: where the text says of what.
+ENDS = frozenset(".".join(path.split(".")[at:]) for path in WHOLE for at in range(path.count(".") + 1))
+BEGINNINGS = {end.split(".")[0] for end in ENDS if "." in end}
+
+
+def fragments(text: str) -> list[dict[str, Any]]:
+    """Blocks of code that are values of the chart."""
+    blocks = [block for _, block in FENCED.findall(text)] + INDENTED.findall(FENCED.sub("\n", text))
+    found = []
+    for block in blocks:
+        try:
+            values = yaml.safe_load(textwrap.dedent(block))
+        except yaml.YAMLError:
+            continue
+        if isinstance(values, dict) and values.keys() <= VALUES.keys():
+            found.append(values)
+    return found
+
+
+def unknown_values(text: str) -> list[str]:
+    """Dotted names of inline code that begin like a value and are none."""
+    named = (name for span in re.findall(r"`([^`\n]+)`", FENCED.sub("", text)) for name in DOTTED.findall(span))
+    return sorted(
+        {name for name in named if name.split(".")[0] in BEGINNINGS and name.split(".")[-1] not in FILES} - ENDS
+    )
+
+
+@pytest.mark.parametrize("page", NAMING)
+def test_named_values_exist(page):
+    assert unknown_values((ROOT / page).read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_fragments_of_values_render(page):
+    for values in fragments((ROOT / page).read_text()):
+        assert render(values=values).objects, values
+
+
+def test_every_chapter_with_values_is_read():
+    assert len(fragments((ROOT / "docs/operations.md").read_text())) >= 11
+
+
+def test_the_doctor_names_values_that_exist():
+    """Its remedies begin a value at the root, as an operator writes it into a file."""
+    text = (ROOT / "services/ctl/src/spillway_ctl/findings.py").read_text()
+    named = {
+        name for name in DOTTED.findall(" ".join(re.findall(r'"([^"\n]*)"', text))) if name.split(".")[0] in VALUES
+    }
+
+    assert named and named <= WHOLE
+
+
+def test_what_does_not_exist_is_found():
+    text = (
+        "Set `engine.lockMemory: true`, `sharedTier.redis.uri` or `offload.batchMemcpy`.\n\n    engine: {replica: 2}\n"
+    )
+
+    assert unknown_values(text) == ["engine.lockMemory", "sharedTier.redis.uri"]
+    with pytest.raises(RenderRefused, match=r"engine\.replica"):
+        render(values=fragments(text)[0])
