@@ -257,7 +257,7 @@ requirements: $(UV) ## Compile requirements/*.txt anew from *.in. UPGRADE=1 take
 
 ##@ Package
 .PHONY: images
-images: ## Build the images with docker or podman. REGISTRY=host/path/ ASCEND_VARIANTS="default a3 310p openeuler"
+images: ## Build the images with docker or podman. REGISTRY=host/path/ ASCEND_VARIANTS="default a3 310p a5 a3-openeuler"
 ##+ VLLM=0.23|0.30|0.32 of the engine images; from 0.30 on ASCEND_REPOSITORY=host/path/vllm-ascend
 ##+ CUDA_REPOSITORY=docker.io/vllm/vllm-openai: the CUDA image too
 	@[ -n "$(CONTAINER)" ] || { echo "neither docker nor podman is installed; install one, or set CONTAINER="; exit 1; }

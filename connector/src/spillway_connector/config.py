@@ -112,7 +112,7 @@ class ConnectorConfig(Section, frozen=True):
     # on: where a step itself can use what it loads, the load goes layer by layer under its forward (vLLM 0.23).
     layerwise_loads: OnOff = "off"
     # on: while the shared tier is measured to be slower than computing, a prompt is computed from its front while the
-    # end of its prefix is loaded, until both meet (vLLM 0.23).
+    # end of its prefix is loaded, until both meet.
     compute_while_loading: OnOff = "off"
     eviction_policy: EvictionPolicy = "lru"
     batch_memcpy: BatchMemcpy = "auto"

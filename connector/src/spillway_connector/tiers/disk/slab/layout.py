@@ -65,7 +65,7 @@ COLUMNS = (
     Column("owner", "<u8", "slot"),  # number of the writer's lease
     Column("order", "<u8", "slot"),  # place in its queue: lowest is oldest
     Column("generation", "<u4", "slot"),  # grows with every claim of the slot
-    Column("used_s", "<u4", "slot"),  # wall clock seconds of the last use
+    Column("used_s", "<u4", "slot"),  # last use, in seconds of the clock of ages (disk/clock.py)
     Column("check", "<u4", "slot"),  # over the fields that do not change while the slot is in use
     Column("state", "u1", "slot"),
     Column("queue", "u1", "slot"),
