@@ -102,6 +102,20 @@ def notes_of(*arguments: str | Path) -> str:
 
 
 @pytest.mark.parametrize(
+    ("sets", "command"),
+    [
+        ("gateway.replicas=2", "curl http://127.0.0.1:8000/v1/models"),
+        (
+            "gateway.auth.keysSecret.name=keys,gateway.auth.saltSecret.name=salt",
+            'curl -H "authorization: Bearer $KEY" http://127.0.0.1:8000/v1/models',
+        ),
+    ],
+)
+def test_notes_ask_the_gateway_with_a_key_where_it_wants_one(sets: str, command: str):
+    assert command in [line.strip() for line in notes_of("--set", sets).splitlines()]
+
+
+@pytest.mark.parametrize(
     ("sets", "said"),
     [
         ("type=none", "none"),
