@@ -1,7 +1,7 @@
 """Kubernetes' own types, as far as values hand them on: charts/spillway/files/kubernetes-types.json.
 
-Made from the newest schema that kubernetes_validate brings, with the words and bounds that a schema of Kubernetes
-leaves to its prose. `UPDATE_GOLDEN=1 pytest tests/chart/test_kubernetes_types.py` writes the file anew.
+Made from the newest schema that kubernetes_validate brings, with the words, bounds and rules between fields that a
+schema of Kubernetes leaves to its prose, and with the version since which a field is there. `UPDATE_GOLDEN=1 pytest tests/chart/test_kubernetes_types.py` writes the file anew.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from chart.rendering import kubernetes_definitions
 
 NEWEST = "1.36"
+VERSIONS = [f"1.{minor}" for minor in range(28, 37)]
 CORE = "io.k8s.api.core.v1."
 ROOTS = [
     *(f"{CORE}{name}" for name in ("Affinity", "PodSecurityContext", "SecurityContext", "Volume", "VolumeMount")),
@@ -38,6 +39,16 @@ _MODE = {"minimum": 0, "maximum": 511}
 _PERIOD = {"minimum": 1}
 _USER = {"minimum": 0, "maximum": 2147483647}
 _OPERATORS = ["In", "NotIn", "Exists", "DoesNotExist"]
+_SEGMENT = r"([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+)"
+_RELATIVE = {"pattern": rf"^{_SEGMENT}(/{_SEGMENT})*$", "description": "a path relative to the volume, without .. in it"}
+_LABEL_KEY = {
+    "pattern": r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
+    "description": "a label's key of nodes, such as topology.kubernetes.io/zone,",
+}
+_RESOURCE = {
+    "pattern": r"^(cpu|memory|ephemeral-storage|hugepages-[1-9][0-9]*[KMG]i|[a-z0-9.-]+/[A-Za-z0-9._-]+)$",
+    "description": "cpu, memory, ephemeral-storage, hugepages-2Mi or an extended resource such as rdma/hca",
+}
 _PORT_NAME = {"pattern": "^[a-z0-9-]*[a-z][a-z0-9-]*$", "maxLength": 15, "description": "a port's number or name"}
 _SHORT_NAME = {
     "maxLength": 63,
@@ -83,7 +94,22 @@ PROSE: dict[str, dict[str, Any]] = {
     "VolumeMount.mountPropagation": {"enum": ["None", "HostToContainer", "Bidirectional"]},
     "VolumeMount.name": _SHORT_NAME,
     "Volume.name": _SHORT_NAME,
-    "HostPathVolumeSource.path": {"pattern": "^/", "description": "an absolute path of the node"},
+    "HostPathVolumeSource.path": {
+        "pattern": rf"^/$|^(/{_SEGMENT})+/?$",
+        "description": "an absolute path of the node, without .. in it,",
+    },
+    "NFSVolumeSource.path": {"pattern": "^/", "description": "an absolute folder of the server"},
+    **{f"{kind}.path": _RELATIVE for kind in ("KeyToPath", "DownwardAPIVolumeFile", "ServiceAccountTokenProjection")},
+    "ServiceAccountTokenProjection.expirationSeconds": {"minimum": 600, "maximum": 4294967296},
+    "ObjectFieldSelector.fieldPath": {
+        "pattern": r"^(metadata\.(name|namespace|uid)|metadata\.(labels|annotations)(\['[^']+'\])?"
+        r"|spec\.(nodeName|serviceAccountName)|status\.(hostIPs?|podIPs?))$",
+        "description": "a field of the pod, such as metadata.name or status.podIP,",
+    },
+    "ResourceFieldSelector.resource": {
+        "pattern": r"^(limits|requests)\.(cpu|memory|ephemeral-storage|hugepages-[1-9][0-9]*[KMG]i)$",
+        "description": "a resource such as limits.memory",
+    },
     "HostPathVolumeSource.type": {
         "enum": ["", "DirectoryOrCreate", "Directory", "FileOrCreate", "File", "Socket", "CharDevice", "BlockDevice"]
     },
@@ -92,7 +118,7 @@ PROSE: dict[str, dict[str, Any]] = {
         "description": "Memory, HugePages-2Mi or nothing",
     },
     "SecretVolumeSource.secretName": _NAME,
-    "ConfigMapVolumeSource.name": _NAME,
+    **{f"{kind}.name": _NAME for kind in ("ConfigMapVolumeSource", "ConfigMapProjection", "SecretProjection")},
     "PersistentVolumeClaimVolumeSource.claimName": _NAME,
     **{
         f"{source}.defaultMode": _MODE
@@ -108,8 +134,9 @@ PROSE: dict[str, dict[str, Any]] = {
     "LabelSelectorRequirement.operator": {"enum": _OPERATORS},
     "WeightedPodAffinityTerm.weight": {"minimum": 1, "maximum": 100},
     "PreferredSchedulingTerm.weight": {"minimum": 1, "maximum": 100},
-    "PodAffinityTerm.topologyKey": {"minLength": 1},
-    "TopologySpreadConstraint.topologyKey": {"minLength": 1},
+    "NodeSelector.nodeSelectorTerms": {"minItems": 1},
+    "PodAffinityTerm.topologyKey": {"minLength": 1, **_LABEL_KEY},
+    "TopologySpreadConstraint.topologyKey": {"minLength": 1, **_LABEL_KEY},
     "TopologySpreadConstraint.maxSkew": _PERIOD,
     "TopologySpreadConstraint.minDomains": _PERIOD,
     "TopologySpreadConstraint.whenUnsatisfiable": {"enum": ["DoNotSchedule", "ScheduleAnyway"]},
@@ -124,7 +151,8 @@ PROSE: dict[str, dict[str, Any]] = {
     },
     "PodSecurityContext.fsGroup": _USER,
     "PodSecurityContext.fsGroupChangePolicy": {"enum": ["OnRootMismatch", "Always"]},
-    "SecurityContext.procMount": {"enum": ["Default", "Unmasked"]},
+    # Unmasked is for pods with a user namespace of their own, which the chart's are not.
+    "SecurityContext.procMount": {"enum": ["Default"]},
     "SeccompProfile.type": {"enum": ["RuntimeDefault", "Unconfined", "Localhost"]},
     "AppArmorProfile.type": {"enum": ["RuntimeDefault", "Unconfined", "Localhost"]},
     "Capability": {
@@ -137,12 +165,49 @@ PROSE: dict[str, dict[str, Any]] = {
 # values.yaml has null for these: as the preset needs it.
 NULLABLE = ("PodSecurityContext", "SecurityContext")
 # Where no text stands for nothing, or where a field with a default needs to be said.
-REQUIRED = {"Container": ["name", "image"], "IPBlock": ["cidr"], "SecretVolumeSource": ["secretName"]}
+REQUIRED = {
+    "Container": ["name", "image"],
+    "IPBlock": ["cidr"],
+    "SecretVolumeSource": ["secretName"],
+    **{kind: ["name"] for kind in ("ConfigMapVolumeSource", "ConfigMapProjection", "SecretProjection")},
+    **{kind: ["name"] for kind in ("ConfigMapEnvSource", "SecretEnvSource")},
+    **{kind: ["key", "name"] for kind in ("ConfigMapKeySelector", "SecretKeySelector")},
+}
+# Fields that were there before a cluster used them by default.
+SINCE = {"LifecycleHandler.sleep": "1.30", "Container.restartPolicy": "1.29"}
+# Type -> fields of which it takes exactly one, or at most one.
+EXACTLY_ONE = {
+    "Probe": ["exec", "grpc", "httpGet", "tcpSocket"],
+    "LifecycleHandler": ["exec", "httpGet", "sleep", "tcpSocket"],
+    "EnvFromSource": ["configMapRef", "secretRef"],
+    "VolumeProjection": ["clusterTrustBundle", "configMap", "downwardAPI", "podCertificate", "secret"]
+    + ["serviceAccountToken"],
+}
+AT_MOST_ONE = {"VolumeMount": ["subPath", "subPathExpr"]}
+# Type -> (field, the other field, with which of its values it goes, does it have to be there with these?).
+GOES_WITH: dict[str, list[tuple[str, str, list[Any], bool]]] = {
+    "SeccompProfile": [("localhostProfile", "type", ["Localhost"], True)],
+    "AppArmorProfile": [("localhostProfile", "type", ["Localhost"], True)],
+    "NodeSelectorRequirement": [("values", "operator", ["In", "NotIn", "Gt", "Lt"], True)],
+    "LabelSelectorRequirement": [("values", "operator", ["In", "NotIn"], True)],
+    "TopologySpreadConstraint": [("minDomains", "whenUnsatisfiable", ["DoNotSchedule"], False)],
+    "VolumeMount": [("recursiveReadOnly", "readOnly", [True], False)],
+    "MetricSpec": [
+        (f"{kind[0].lower()}{kind[1:]}", "type", [kind], True)
+        for kind in ("Resource", "ContainerResource", "Pods", "Object", "External")
+    ],
+    "MetricTarget": [
+        ("averageUtilization", "type", ["Utilization"], True),
+        ("averageValue", "type", ["AverageValue"], True),
+        ("value", "type", ["Value"], True),
+    ],
+}
 
 
 def kubernetes_types() -> str:
     """The file's text: one type per line, each with its fields, closed against fields that there are not."""
     definitions = kubernetes_definitions(NEWEST)
+    older = [kubernetes_definitions(version) for version in VERSIONS]
     types: dict[str, Any] = {}
     todo = list(ROOTS)
     while todo:
@@ -150,9 +215,14 @@ def kubernetes_types() -> str:
         name = full.rsplit(".", 1)[1]
         if name not in types:
             types[name] = {"type": "object"} if name in OPEN else _type(name, definitions[full], todo)
+            if name not in OPEN and full in older[0]:
+                _date(name, types[name], [definition.get(full, {}).get("properties", {}) for definition in older])
     types["Capability"] = {"type": "string", **PROSE["Capability"]}
     for field in ("add", "drop"):
         types["Capabilities"]["properties"][field]["items"] = {"$ref": "#/$defs/Capability"}
+    types["IPBlock"]["properties"]["except"]["items"] = {"type": "string", **PROSE["IPBlock.cidr"]}
+    for field in ("limits", "requests"):
+        types["ResourceRequirements"]["properties"][field]["propertyNames"] = _RESOURCE
     for name in NULLABLE:
         types[name]["type"] = ["object", "null"]
     lines = [f"  {json.dumps(name)}: {json.dumps(types[name], sort_keys=True)}" for name in sorted(types)]
@@ -174,7 +244,22 @@ def _type(name: str, definition: dict[str, Any], todo: list[str]) -> dict[str, A
         if isinstance(fields[field].get("type"), list):
             fields[field]["type"] = [kind for kind in fields[field]["type"] if kind != "null"]
     made = {"title": name, "type": "object", "additionalProperties": False, "properties": fields}
+    for key, rules in (("exactlyOne", EXACTLY_ONE), ("atMostOne", AT_MOST_ONE)):
+        if name in rules:
+            made[key] = rules[name]
+    if name in GOES_WITH:
+        keys = ("field", "by", "values", "demanded")
+        made["goesWith"] = [dict(zip(keys, rule, strict=True)) for rule in GOES_WITH[name]]
     return {**made, "required": required} if required else made
+
+
+def _date(name: str, made: dict[str, Any], older: list[dict[str, Any]]) -> None:
+    """Adds to each field that the oldest version lacks since which it is there. older: fields, by VERSIONS."""
+    for field, schema in made.get("properties", {}).items():
+        first = next(version for version, fields in zip(VERSIONS, older, strict=True) if field in fields)
+        since = SINCE.get(f"{name}.{field}", first)
+        if since != VERSIONS[0]:
+            made["properties"][field] = {**schema, "since": since}
 
 
 def _field(name: str, schema: dict[str, Any], todo: list[str]) -> dict[str, Any]:
@@ -188,6 +273,8 @@ def _field(name: str, schema: dict[str, Any], todo: list[str]) -> dict[str, Any]
     if "oneOf" in schema:
         return {"type": ["string", "number"]}
     kept: dict[str, Any] = {"type": schema["type"]} if "type" in schema else {}
+    if schema.get("format") in ("int32", "int64"):
+        kept["maximum"] = 2147483647 if schema["format"] == "int32" else 9007199254740991
     for inner in ("items", "additionalProperties"):
         if isinstance(schema.get(inner), dict):
             kept[inner] = _field(name, schema[inner], todo)

@@ -362,6 +362,8 @@ def require_a_gateway_that_starts(rendered: Render, file: Path) -> None:
     assert gateway_command(["--config", str(file), "--check"]) == 0
     config = load_config(file)
     needed = {config.auth.keys_file, config.auth.salt_secret_file, config.auth.engine_key_file}
+    if config.auth.shared_limits is not None:
+        needed.add(config.auth.shared_limits.tls_ca_file)
     if config.listen.tls is not None:
         needed |= {config.listen.tls.cert_file, config.listen.tls.key_file}
     assert secret_files(rendered.one("Deployment", "gateway")) == needed - {None}

@@ -77,6 +77,9 @@
 {{- if and (has (toString $engine.image.vllm) (rest $versions)) (eq (include "spillway.onOff" $engine.offload.layerwiseLoads) "on") -}}
 {{- $texts = append $texts (printf "%s.offload.layerwiseLoads: on needs vLLM 0.23, but %s.image.vllm is %s; set it to off, or vllm: \"0.23\"" $path $path $given) -}}
 {{- end -}}
+{{- if and $engine.accelerator.privileged $engine.securityContext (not (default dict $engine.securityContext).privileged) -}}
+{{- $texts = append $texts (printf "%s.accelerator.privileged: true makes the chart's own security context privileged, but %s.securityContext replaces it; add privileged: true there, or remove one of the two" $path $path) -}}
+{{- end -}}
 {{- with $engine.securityContext -}}
 {{- $added := list -}}{{- with .capabilities -}}{{- $added = default list .add -}}{{- end -}}
 {{- if and $engine.accelerator.lockMemory (not .privileged) (not (has "IPC_LOCK" $added)) (not (has "ALL" $added)) -}}
@@ -86,6 +89,13 @@
 {{- $mode := $item.accelerator.visibleDevices -}}
 {{- if and (eq $mode "literal") (not $engine.accelerator.visibleDevices.value) -}}
 {{- $texts = append $texts (printf "%s.accelerator.visibleDevices.value is empty; mode: literal needs one, e.g. \"0,1\"" $path) -}}
+{{- end -}}
+{{- if and (eq $mode "literal") $engine.accelerator.visibleDevices.value -}}
+{{- $devices := splitList "," $engine.accelerator.visibleDevices.value -}}
+{{- $ranks := include "spillway.ranks" $engine | int -}}
+{{- if or (not (regexMatch "^[0-9]+(,[0-9]+)*$" $engine.accelerator.visibleDevices.value)) (ne (len (uniq $devices)) (len $devices)) (lt (len $devices) $ranks) -}}
+{{- $texts = append $texts (printf "%s.accelerator.visibleDevices.value: %q given, numbers of devices with commas between them needed, each once and one for each of %d ranks; write %q, for example" $path $engine.accelerator.visibleDevices.value $ranks (untilStep 0 $ranks 1 | join ",")) -}}
+{{- end -}}
 {{- end -}}
 {{- if and (ne $mode "literal") $engine.accelerator.visibleDevices.value -}}
 {{- $texts = append $texts (printf "%s.accelerator.visibleDevices.value: %q is read with mode: literal alone; the mode is %s" $path $engine.accelerator.visibleDevices.value $mode) -}}
@@ -107,8 +117,15 @@
 {{- $texts = append $texts (printf "%s.model.path: %s is a hub name, but model.volume.type is %s; write the folder below %s, or type: none" $path $engine.model.path $volume.type $volume.mountPath) -}}
 {{- end -}}
 {{- with $root.Values.networkPolicy -}}
-{{- if and .enabled .restrictEgress (not $isFolder) (eq $engine.model.cache.type "emptyDir") (not .engineEgress) -}}
+{{- if and .enabled .restrictEgress (eq $engine.model.cache.type "emptyDir") (not .engineEgress) -}}
+{{- if not $isFolder -}}
 {{- $texts = append $texts (printf "networkPolicy.restrictEgress: true closes the way to the hub that %s.model.path: %s comes from; list it in networkPolicy.engineEgress, or bring the model by model.volume" $path $engine.model.path) -}}
+{{- end -}}
+{{- range $index, $adapter := $engine.lora.adapters -}}
+{{- if not (hasPrefix "/" $adapter.path) -}}
+{{- $texts = append $texts (printf "networkPolicy.restrictEgress: true closes the way to the hub that %s.lora.adapters[%d].path: %s comes from; list it in networkPolicy.engineEgress, or bring the adapter by lora.volume" $path $index $adapter.path) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and $isFolder (has $volume.type (list "existingClaim" "hostPath" "nfs")) (not (hasPrefix (printf "%s/" (trimSuffix "/" $volume.mountPath)) (printf "%s/" $engine.model.path))) -}}
@@ -116,6 +133,16 @@
 {{- end -}}
 {{- if and (not $isFolder) (not (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$" $engine.model.path)) -}}
 {{- $texts = append $texts (printf "%s.model.path: %q is neither an absolute folder nor a hub name; write /models/Qwen3-8B or Qwen/Qwen3-8B, for example" $path $engine.model.path) -}}
+{{- end -}}
+{{- if and $isFolder (regexMatch "(/\\.\\.?(/|$)|\\s$)" $engine.model.path) -}}
+{{- $texts = append $texts (printf "%s.model.path: %q given, an absolute folder without .. in it and without a blank at its end needed; correct it" $path $engine.model.path) -}}
+{{- end -}}
+{{- $hubIsOff := "" -}}
+{{- range $name := list "HF_HUB_OFFLINE" "TRANSFORMERS_OFFLINE" -}}
+{{- if has (lower (toString (get (default dict $engine.extraEnv) $name))) (list "1" "on" "yes" "true") -}}{{- $hubIsOff = $name -}}{{- end -}}
+{{- end -}}
+{{- if and $hubIsOff (eq $engine.model.cache.type "emptyDir") (include "spillway.usesHub" $engine) -}}
+{{- $texts = append $texts (printf "%s.extraEnv: %s forbids the download of what has a hub name, and model.cache.type: emptyDir begins empty; remove it, or bring a filled cache by model.cache.type: existingClaim or hostPath" $path $hubIsOff) -}}
 {{- end -}}
 {{- range $need := list (list "existingClaim" "claimName") (list "hostPath" "hostPath") -}}
 {{- if and (eq $volume.type (index $need 0)) (not (get $volume (index $need 1))) -}}

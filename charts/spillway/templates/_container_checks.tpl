@@ -9,7 +9,7 @@
 {{- $gatewayPorts := dict "http" (int64 $gateway.port) -}}
 {{- if $gateway.opsPort -}}{{- $_ := set $gatewayPorts "ops" (int64 $gateway.opsPort) -}}{{- end -}}
 {{- $pods := list
-  (dict "path" "gateway" "section" $gateway "volumes" $gatewayVolumes "ports" $gatewayPorts "mounts" $tokenizers)
+  (dict "path" "gateway" "section" $gateway "volumes" $gatewayVolumes "ports" $gatewayPorts "mounts" $tokenizers "privileged" (default dict $gateway.securityContext).privileged)
   (dict "path" "redis" "section" $values.redis "volumes" (list "config" "scratch") "ports" (dict "redis" (int64 $values.redis.port)) "mounts" list)
 -}}
 {{- $texts := list -}}
@@ -19,12 +19,14 @@
 {{- $names := list -}}{{- range $mounts -}}{{- $names = append $names .name -}}{{- end -}}
 {{- $ports := dict "http" (int64 $item.engine.port) -}}
 {{- range include "spillway.eventPorts" $item.engine | fromYamlArray -}}{{- $_ := set $ports .name (int64 .port) -}}{{- end -}}
-{{- $pods = append $pods (dict "path" $item.path "section" $item.engine "volumes" $names "ports" $ports "mounts" $mounts) -}}
+{{- $pods = append $pods (dict "path" $item.path "section" $item.engine "volumes" $names "ports" $ports "mounts" $mounts "privileged" (default dict $item.accelerator.securityContext).privileged) -}}
 {{- $texts = concat $texts (include "spillway.mountProblems" (dict "path" $item.path "mounts" $mounts) | fromYamlArray) -}}
 {{- end -}}
 {{- range $pods -}}
 {{- $path := .path -}}{{- $section := .section -}}{{- $ports := .ports -}}
 {{- $volumes := .volumes -}}{{- range $section.extraVolumes -}}{{- $volumes = append $volumes .name -}}{{- end -}}
+{{- $privileged := default false .privileged -}}
+{{- $readOnly := list "/etc/spillway" "/etc/valkey" "/var/lib/spillway/secrets" -}}{{- range .mounts -}}{{- if .readOnly -}}{{- $readOnly = append $readOnly (trimSuffix "/" .mountPath) | uniq -}}{{- end -}}{{- end -}}
 {{- $folders := dict -}}{{- range .mounts -}}{{- $_ := set $folders (trimSuffix "/" .mountPath) .name -}}{{- end -}}
 {{- range $section.extraVolumeMounts -}}
 {{- if not (has .name $volumes) -}}
@@ -32,6 +34,15 @@
 {{- end -}}
 {{- if and (hasKey $folders (trimSuffix "/" .mountPath)) (not (has (trimSuffix "/" .mountPath) (include "spillway.ownFolders" . | fromYamlArray))) -}}
 {{- $texts = append $texts (printf "%s.extraVolumeMounts: %s is where the chart mounts %s; mount %s elsewhere" $path .mountPath (get $folders (trimSuffix "/" .mountPath)) .name) -}}
+{{- end -}}
+{{- $mount := . -}}
+{{- range $other := $readOnly -}}
+{{- if hasPrefix (printf "%s/" $other) $mount.mountPath -}}
+{{- $texts = append $texts (printf "%s.extraVolumeMounts: %s lies in %s, which is mounted read-only, so that no folder can be made there; mount %s outside" $path $mount.mountPath $other $mount.name) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq (toString .mountPropagation) "Bidirectional") (not $privileged) -}}
+{{- $texts = append $texts (printf "%s.extraVolumeMounts: mountPropagation: Bidirectional of %s is for privileged containers alone; set HostToContainer, or remove it" $path .name) -}}
 {{- end -}}
 {{- if has ".." (splitList "/" (default "" .subPath)) -}}
 {{- $texts = append $texts (printf "%s.extraVolumeMounts: subPath: %q of %s leaves its volume; write a path without .." $path .subPath .name) -}}
@@ -51,6 +62,7 @@
 {{- range $kind := list "sidecars" "initContainers" -}}
 {{- range $index, $container := get $section $kind -}}
 {{- $at := printf "%s.%s[%d]" $path $kind $index -}}
+{{- $texts = concat $texts (include "spillway.ownContainerProblems" (dict "at" $at "kind" $kind "container" $container "kubeVersion" $root.Capabilities.KubeVersion.Version) | fromYamlArray) -}}
 {{- range $container.volumeMounts -}}
 {{- if not (has .name $volumes) -}}
 {{- $texts = append $texts (printf "%s.volumeMounts: %s at %s is no volume of the pod; add it to %s.extraVolumes, or correct the name" $at .name .mountPath $path) -}}
@@ -95,6 +107,57 @@
 {{- end -}}
 {{- end -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $.problems "text" .) -}}{{- end -}}
+{{- end -}}
+
+{{/* (at, kind, container, kubeVersion) -> list of texts: what contradicts itself within one container that values add. */}}
+{{- define "spillway.ownContainerProblems" -}}
+{{- $at := .at -}}{{- $container := .container -}}
+{{- $texts := list -}}
+{{- $policy := $container.restartPolicy -}}
+{{- if and $policy (semverCompare "<1.35-0" .kubeVersion) -}}
+{{- if eq .kind "sidecars" -}}
+{{- $texts = append $texts (printf "%s.restartPolicy: %s given, but before Kubernetes 1.35 a container has none of its own; remove it, or make it one of initContainers with restartPolicy: Always, which starts first and stays" $at $policy) -}}
+{{- else if ne $policy "Always" -}}
+{{- $texts = append $texts (printf "%s.restartPolicy: %s given, Always needed before Kubernetes 1.35, for one that stays; set that, or remove it for one that ends" $at $policy) -}}
+{{- end -}}
+{{- end -}}
+{{- $ports := dict -}}
+{{- range $container.ports -}}
+{{- if .name -}}
+{{- if hasKey $ports .name -}}{{- $texts = append $texts (printf "%s.ports: the name %s is there twice; give each port its own" $at .name) -}}{{- end -}}
+{{- $_ := set $ports .name true -}}
+{{- end -}}
+{{- end -}}
+{{- range $probe := list "startupProbe" "readinessProbe" "livenessProbe" -}}
+{{- with get $container $probe -}}
+{{- if and (ne $probe "readinessProbe") (gt (int64 (default 1 .successThreshold)) 1) -}}
+{{- $texts = append $texts (printf "%s.%s.successThreshold: %d given, 1 needed; remove it: only a readinessProbe has another" $at $probe (int64 .successThreshold)) -}}
+{{- end -}}
+{{- range $way := list "httpGet" "tcpSocket" -}}
+{{- $port := (default dict (get (get $container $probe) $way)).port -}}
+{{- if and (kindIs "string" $port) (not (hasKey $ports $port)) -}}
+{{- $texts = append $texts (printf "%s.%s.%s.port: %s is no name among the container's ports; add it there, or write the number" $at $probe $way $port) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $folders := dict -}}
+{{- range $container.volumeMounts -}}
+{{- $folder := trimSuffix "/" .mountPath -}}
+{{- if hasKey $folders $folder -}}{{- $texts = append $texts (printf "%s.volumeMounts: %s is given twice; mount each volume at a folder of its own" $at .mountPath) -}}{{- end -}}
+{{- $_ := set $folders $folder true -}}
+{{- if and (eq (toString .mountPropagation) "Bidirectional") (not (default dict $container.securityContext).privileged) -}}
+{{- $texts = append $texts (printf "%s.volumeMounts: mountPropagation: Bidirectional of %s is for privileged containers alone; set HostToContainer, or remove it" $at .name) -}}
+{{- end -}}
+{{- end -}}
+{{- $resources := default dict $container.resources -}}
+{{- $limits := default dict $resources.limits -}}
+{{- range $name, $request := default dict $resources.requests -}}
+{{- if and (or (contains "/" $name) (hasPrefix "hugepages-" $name)) (ne (toString $request) (toString (get $limits $name))) -}}
+{{- $texts = append $texts (printf "%s.resources: requests of %s: %v given, but limits have %v, and Kubernetes takes this resource with both alike; give both the same" $at $name $request (default "none" (get $limits $name))) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $texts -}}
 {{- end -}}
 
 {{/* -> folders of the chart's own in any of its pods, that podChecks keeps free. */}}

@@ -80,6 +80,16 @@ judges them; tests/chart holds the two to one list of cases. */}}
 {{- $texts = append $texts (printf "%s.extraArgs: --max-num-batched-tokens: %s, at least the %s of --max-num-seqs needed, as each sequence of a batch computes a token; raise the first or lower the second" $path $batch $sequences) -}}
 {{- end -}}
 {{- end -}}
+{{- range $name, $value := dict "--max-num-batched-tokens" $batch "--max-num-seqs" $sequences -}}
+{{- if regexMatch "^(-[0-9]+|[+]?0+)$" $value -}}
+{{- $texts = append $texts (printf "%s.extraArgs: %s: %s, at least 1 needed; raise it" $path $name $value) -}}
+{{- end -}}
+{{- end -}}
+{{- range .item.engine.extraArgs -}}
+{{- if and (eq "--enable-auto-tool-choice" (replace "_" "-" .)) (not (include "spillway.extraArgument" (dict "arguments" $.item.engine.extraArgs "name" "--tool-call-parser"))) -}}
+{{- $texts = append $texts (printf "%s.extraArgs: --enable-auto-tool-choice needs --tool-call-parser; add it, such as --tool-call-parser=hermes" $path) -}}
+{{- end -}}
+{{- end -}}
 {{- toYaml $texts -}}
 {{- end -}}
 

@@ -31,7 +31,7 @@
 {{- end -}}
 {{- end -}}
 {{- if and $offload.enabled (gt (int64 $memory.chunkTokens) $maxLength) -}}
-{{- $texts = append $texts (printf "%s.offload.blocksPerChunk: %d blocks of %d tokens are a chunk of %d, which no prompt of model.maxLength: %d fills, so nothing would ever be spilled; set it to %d or less" $path (int64 $offload.blocksPerChunk) (int64 $engine.blockSize) (int64 $memory.chunkTokens) $maxLength (max 1 (div $maxLength (int64 $engine.blockSize)))) -}}
+{{- $texts = append $texts (printf "%s.offload.blocksPerChunk: %d blocks of %d tokens are a chunk of %d, which no prompt of model.maxLength: %d fills, so nothing would ever be spilled; %s" $path (int64 $offload.blocksPerChunk) (int64 $engine.blockSize) (int64 $memory.chunkTokens) $maxLength (ternary (printf "set it to %d or less" (div $maxLength (int64 $engine.blockSize))) (printf "raise model.maxLength to %d or more, or lower blockSize" (int64 $engine.blockSize)) (ge $maxLength (int64 $engine.blockSize)))) -}}
 {{- end -}}
 {{- if and $offload.enabled (eq $item.platform "cpu") (eq (include "spillway.onOff" $offload.batchMemcpy) "on") (has $offload.transport (list "auto" "cpu")) -}}
 {{- $texts = append $texts (printf "%s.offload.batchMemcpy: on needs a device driver with batched copies, and accelerator.preset: cpu has none; set auto or off" $path) -}}
@@ -43,6 +43,12 @@
 {{- $room := int64 (include "spillway.bytes" (dict "value" $engine.model.cache.sizeLimit "path" (printf "%s.model.cache.sizeLimit" $path))) -}}
 {{- if lt $room $weights -}}
 {{- $texts = append $texts (printf "%s.model.cache.sizeLimit: %v holds no download of %s, %s; kubelet would evict the pod: set %s or more, or null" $path $engine.model.cache.sizeLimit $engine.model.path (include "spillway.bytesText" $weights) (include "spillway.quantity" (div (mul $weights 11) 10))) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $isHub (eq $engine.model.cache.type "emptyDir") $engine.ephemeralStorage.limit -}}
+{{- $room := int64 (include "spillway.bytes" (dict "value" $engine.ephemeralStorage.limit "path" (printf "%s.ephemeralStorage.limit" $path))) -}}
+{{- if lt $room $weights -}}
+{{- $texts = append $texts (printf "%s.ephemeralStorage.limit: %v holds no download of %s, %s, into model.cache.type: emptyDir, which counts against it; kubelet would evict the pod: set %s or more, or null" $path $engine.ephemeralStorage.limit $engine.model.path (include "spillway.bytesText" $weights) (include "spillway.quantity" (div (mul $weights 11) 10))) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (not (include "spillway.usesHub" $engine)) (or (ne $engine.model.cache.type "emptyDir") $engine.model.cache.sizeLimit) -}}

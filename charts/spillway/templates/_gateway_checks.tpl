@@ -36,6 +36,14 @@
 {{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s and 192 MiB of tokenizer x %d models, limits.bodiesBytesMax %s and 256 MiB for the process; set it to %s or more, or lower those" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.bytesText" $bodies) (include "spillway.quantity" $needed)) -}}
 {{- end -}}
 {{- end -}}
+{{- /* What one request or stream may take beside those. */ -}}
+{{- $room := max 67108864 (sub $limit $needed) -}}
+{{- range $setting, $value := dict "limits.plainReplyBufferBytes" $gateway.limits.plainReplyBufferBytes "connections.headBytesMax" $gateway.connections.headBytesMax "continuation.bytesMax" (ternary $gateway.continuation.bytesMax 1 $gateway.continuation.enabled) -}}
+{{- $bytes := int64 (include "spillway.bytes" (dict "value" $value "path" (printf "gateway.%s" $setting))) -}}
+{{- if gt $bytes $room -}}
+{{- $texts = append $texts (printf "gateway.%s: %v given, at most %s needed, which resources.limits.memory: %v leaves beside index, bodies, tokenizers and processes; lower it, or raise the limit" $setting $value (include "spillway.bytesText" $room) $gateway.resources.limits.memory) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- with include "spillway.engineEndSeconds" .engines -}}
 {{- if ge (float64 (default 0 $gateway.health.endingSeconds)) (float64 .) -}}
@@ -59,6 +67,16 @@
 {{- $texts = append $texts (printf "gateway.auth.sharedLimits.leaseSeconds: %v given, at least ten times reportSeconds: %v needed; raise it" .leaseSeconds .reportSeconds) -}}
 {{- end -}}
 {{- end -}}
+{{- range $item := .engines -}}
+{{- $tokenizer := $item.engine.model.tokenizer -}}
+{{- if hasPrefix "/" $tokenizer -}}
+{{- $brought := false -}}
+{{- range $gateway.extraVolumeMounts -}}{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) (printf "%s/" $tokenizer) -}}{{- $brought = true -}}{{- end -}}{{- end -}}
+{{- if not (or $brought $gateway.image.tag $gateway.image.digest (ne $gateway.image.repository "spillway-gateway")) -}}
+{{- $texts = append $texts (printf "%s.model.tokenizer: %s is a folder in the gateway's pod, but nothing brings it; mount it with gateway.extraVolumes and extraVolumeMounts, or write volume or none" $item.path $tokenizer) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- with $gateway.breaker -}}
 {{- if lt (float64 .openSecondsMax) (float64 .openSeconds) -}}
 {{- $texts = append $texts (printf "gateway.breaker.openSecondsMax: %v is less than openSeconds: %v, where it begins; raise openSecondsMax or lower openSeconds" .openSecondsMax .openSeconds) -}}
@@ -73,10 +91,46 @@
 {{- else if and $gateway.auth.keysSecret.name $values.monitoring.serviceMonitor.enabled -}}
 {{- $texts = append $texts "monitoring.serviceMonitor.enabled: true, but with gateway.auth.keysSecret /metrics on the port of clients requires an operator's key; set gateway.opsPort, e.g. 8001, where it does not" -}}
 {{- end -}}
+{{- range $what := list "cpu" "ephemeralStorage" -}}
+{{- $request := get $gateway.resources.requests $what -}}{{- $limit := get $gateway.resources.limits $what -}}
+{{- if eq $what "cpu" -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- with get (get $gateway.resources $kind) "cpu" -}}
+{{- if lt (include "spillway.milliCores" . | float64) 20.0 -}}
+{{- $texts = append $texts (printf "gateway.resources.%s.cpu: %v given, at least 20m needed; whole cores have no unit: write \"1\"" $kind .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and $limit (gt (int64 $gateway.processes) 1) -}}
+{{- if lt (include "spillway.milliCores" $limit | float64) (mulf 1000.0 (int64 $gateway.processes)) -}}
+{{- $texts = append $texts (printf "gateway.processes: %d given, but resources.limits.cpu: %v lets fewer of them work at a time; raise the limit to \"%d\" or more, or set it to null, or lower processes" (int64 $gateway.processes) $limit (int64 $gateway.processes)) -}}
+{{- end -}}
+{{- end -}}
+{{- else if and $request $limit -}}
+{{- if gt (int64 (include "spillway.bytes" (dict "value" $request "path" "gateway.resources.requests.ephemeralStorage"))) (int64 (include "spillway.bytes" (dict "value" $limit "path" "gateway.resources.limits.ephemeralStorage"))) -}}
+{{- $texts = append $texts (printf "gateway.resources: requests.ephemeralStorage %v is more than limits.ephemeralStorage %v; lower the first or raise the second" $request $limit) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- with $gateway.audit.file -}}
 {{- $file := . -}}
-{{- $brought := hasPrefix "/tmp/" $file -}}
-{{- range $gateway.extraVolumeMounts -}}{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) $file -}}{{- $brought = true -}}{{- end -}}{{- end -}}
+{{- $brought := false -}}
+{{- if hasPrefix "/tmp/" $file -}}
+{{- $brought = true -}}
+{{- if $gateway.audit.enabled -}}
+{{- $texts = append $texts (printf "gateway.audit.file: %s lies in the pod's scratch folder, and kubelet evicts the pod when 256 MiB are written there; mount a volume with extraVolumes and extraVolumeMounts, or set null for standard output" $file) -}}
+{{- end -}}
+{{- end -}}
+{{- $sources := dict -}}{{- range $gateway.extraVolumes -}}{{- $_ := set $sources .name . -}}{{- end -}}
+{{- range $gateway.extraVolumeMounts -}}
+{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) $file -}}
+{{- $brought = true -}}
+{{- $source := default dict (get $sources .name) -}}
+{{- if or .readOnly (hasKey $source "configMap") (hasKey $source "secret") (hasKey $source "projected") (hasKey $source "downwardAPI") -}}
+{{- $texts = append $texts (printf "gateway.audit.file: %s lies in %s, where volume %s is read-only; mount one that can be written to" $file .mountPath .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if not $brought -}}
 {{- $texts = append $texts (printf "gateway.audit.file: %s lies in the image, which is read-only; mount its folder with extraVolumes and extraVolumeMounts, or set null for standard output" $file) -}}
 {{- end -}}
@@ -87,8 +141,8 @@
 {{- with $gateway.tracing.otlpEndpoint -}}
 {{- if contains "@" . -}}
 {{- $texts = append $texts "gateway.tracing.otlpEndpoint holds credentials, which would lie in a ConfigMap; give them as a header by OTEL_EXPORTER_OTLP_HEADERS in gateway.extraEnvVars with valueFrom.secretKeyRef" -}}
-{{- else if not (regexMatch "^https?://[^ ]+$" .) -}}
-{{- $texts = append $texts (printf "gateway.tracing.otlpEndpoint: %q is no address; write http://collector:4318/v1/traces, or null for no traces" (include "spillway.shownUrl" .)) -}}
+{{- else if not (regexMatch "^https?://(\\[[0-9A-Fa-f:.]+\\]|[A-Za-z0-9._-]+)(:([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))?/[^ ]*$" .) -}}
+{{- $texts = append $texts (printf "gateway.tracing.otlpEndpoint: %q is no address with its path; write http://collector:4318/v1/traces, or null for no traces" (include "spillway.shownUrl" .)) -}}
 {{- end -}}
 {{- end -}}
 {{- $texts = concat $texts (include "spillway.authProblems" . | fromYamlArray) -}}
@@ -129,6 +183,12 @@
 {{- if and $demanded $auth.keysSecret.name (not $auth.engineKeySecret.name) -}}
 {{- $texts = append $texts (printf "gateway.auth.engineKeySecret.name is empty, but engines demand a key (%s), and clients' keys no longer reach them; set it to {name: %s, key: %s}" (get $demanded $first) (splitList "/" $first | first) (splitList "/" $first | last)) -}}
 {{- end -}}
+{{- if and $auth.engineKeySecret.name (eq (len $demanded) 1) (ne $first (printf "%s/%s" $auth.engineKeySecret.name $auth.engineKeySecret.key)) -}}
+{{- $texts = append $texts (printf "gateway.auth.engineKeySecret: {name: %s, key: %s} given, but engines demand another one (%s); set it to {name: %s, key: %s}" $auth.engineKeySecret.name $auth.engineKeySecret.key (get $demanded $first) (splitList "/" $first | first) (splitList "/" $first | last)) -}}
+{{- end -}}
+{{- if and $auth.saltSecret.name (eq (toJson $auth.saltSecret) (toJson $auth.keysSecret)) -}}
+{{- $texts = append $texts (printf "gateway.auth.saltSecret: {name: %s, key: %s} given, which keysSecret names too, so that a change of tenants would empty every cache; name an entry of its own" $auth.saltSecret.name $auth.saltSecret.key) -}}
+{{- end -}}
 {{- if and $auth.engineKeySecret.name (gt (len $demanded) 1) -}}
 {{- $texts = append $texts (printf "gateway.auth.engineKeySecret: the gateway sends one key to all engines, but %s name different ones; let all name one Secret and key" (values $demanded | sortAlpha | join " and ")) -}}
 {{- end -}}
@@ -138,8 +198,10 @@
 {{- with $auth.sharedLimits -}}
 {{- if contains "@" .url -}}
 {{- $texts = append $texts "gateway.auth.sharedLimits.url holds credentials; put them into a Secret and name it in existingSecret" -}}
-{{- else if not (regexMatch "^((rediss?|redis-cluster|rediss-cluster|unix)://[^ ]+)?$" .url) -}}
-{{- $texts = append $texts (printf "gateway.auth.sharedLimits.url: %q is no address; write redis://host:6379/0, rediss://, redis-cluster://host:6379,host:6379 or unix:///path?db=0" (include "spillway.shownUrl" .url)) -}}
+{{- else if and .url (not (regexMatch "^((rediss?://HOST(/[0-9]*)?)|(rediss?-cluster://HOST/?)|(unix:///[^?# ]+(\\?db=[0-9]+)?))$" (regexReplaceAll "//(\\[[0-9A-Fa-f:.]+\\]|[A-Za-z0-9._-]+)(:([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))?(/|$)" .url "//HOST${4}"))) -}}
+{{- $texts = append $texts (printf "gateway.auth.sharedLimits.url: %q is no address; write redis://host:6379/0, rediss://, redis-cluster://host:6379 (one server of the cluster, which names the others) or unix:///path?db=0, with a port from 1 to 65535" (include "spillway.shownUrl" .url)) -}}
+{{- else if and (hasPrefix "unix:" .url) (not $values.gateway.extraVolumeMounts) -}}
+{{- $texts = append $texts (printf "gateway.auth.sharedLimits.url: %s is a socket in the pod, but nothing brings it; mount its folder with gateway.extraVolumes and extraVolumeMounts" (include "spillway.shownUrl" .url)) -}}
 {{- end -}}
 {{- if and .url (not $auth.keysSecret.name) -}}
 {{- $texts = append $texts (printf "gateway.auth.sharedLimits.url: %s, but there are no tenants to limit; set gateway.auth.keysSecret, or remove it" (include "spillway.shownUrl" .url)) -}}

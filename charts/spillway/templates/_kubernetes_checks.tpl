@@ -24,6 +24,32 @@
 {{- if and $engine.hostNetwork (eq (toString $engine.dnsPolicy) "ClusterFirst") -}}
 {{- $texts = append $texts (printf "%s.dnsPolicy: ClusterFirst with hostNetwork: true leaves a pod without the cluster's names; set ClusterFirstWithHostNet, or null" $path) -}}
 {{- end -}}
+{{- range $name, $amount := $engine.accelerator.extraResources -}}
+{{- if hasPrefix "hugepages-" $name -}}
+{{- $page := int64 (include "spillway.readSize" (trimPrefix "hugepages-" $name)) -}}
+{{- if mod (int64 (include "spillway.readSize" $amount)) $page -}}
+{{- $texts = append $texts (printf "%s.accelerator.extraResources.%s: %v is no whole number of pages; write their sum, such as %dMi" $path $name $amount (max 1 (div (mul $page 2) 1048576))) -}}
+{{- end -}}
+{{- else if regexMatch "(^|\\.)kubernetes\\.io/" $name -}}
+{{- $texts = append $texts (printf "%s.accelerator.extraResources: %s is no extended resource, as kubernetes.io is Kubernetes' own; write the name that kubectl describe node shows" $path $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if $engine.hostNetwork -}}
+{{- range (default dict $item.accelerator.podSecurityContext).sysctls -}}
+{{- if hasPrefix "net." (replace "/" "." .name) -}}
+{{- $texts = append $texts (printf "%s.podSecurityContext.sysctls: %s is of the pod's own network, and hostNetwork: true has none; set it on the node, or remove one of the two" $path .name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $kind := list "sidecars" "initContainers" -}}
+{{- range $index, $container := get $engine $kind -}}
+{{- range $container.ports -}}
+{{- if and .hostPort (ne (int64 .hostPort) (int64 .containerPort)) -}}
+{{- $texts = append $texts (printf "%s.%s[%d].ports: hostPort: %d given, but with hostNetwork: true it is containerPort: %d; give both the same, or remove hostPort" $path $kind $index (int64 .hostPort) (int64 .containerPort)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- with $engine.autoscaling -}}
 {{- if and .enabled (eq (int64 .minReplicas) 0) (ne .trigger "gateway") -}}
 {{- $texts = append $texts (printf "%s.autoscaling.minReplicas: 0 with trigger: engines never starts an engine again, as only engines report waiting requests; set trigger: gateway, or minReplicas: 1" $path) -}}

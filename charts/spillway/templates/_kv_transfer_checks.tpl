@@ -1,9 +1,26 @@
-{{/* Another KV connector beside Spillway's: which can be one, and what is not proven beside it. */}}
+{{/* Another KV connector beside Spillway's: which can be one, and what is not proven beside it. Names that vLLM gives. */}}
 
-{{/* (item, problems) */}}
+{{/* (root, item, problems) */}}
 {{- define "spillway.kvTransferChecks" -}}
 {{- $path := .item.path -}}{{- $transfer := .item.engine.kvTransfer -}}{{- $offload := .item.engine.offload -}}
 {{- $texts := list -}}
+{{- $names := .root.Files.Get "files/vllm-names.yaml" | fromYaml -}}
+{{- if and $transfer.connector (not $transfer.modulePath) -}}
+{{- range splitList " " $names.connectors -}}
+{{- if and (eq (lower .) (lower $transfer.connector)) (ne . $transfer.connector) -}}
+{{- $texts = append $texts (printf "%s.kvTransfer.connector: %s is not how vLLM writes it; did you mean %s?" $path $transfer.connector .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $image := .item.engine.image -}}
+{{- with .item.engine.model.quantization -}}
+{{- if not (or (has . (splitList " " $names.quantization)) $image.tag $image.digest (ne $image.repository "spillway-engine")) -}}
+{{- $near := include "spillway.nearestWord" (dict "word" . "words" (splitList " " $names.quantization)) -}}
+{{- if $near -}}
+{{- $texts = append $texts (printf "%s.model.quantization: %s is no method of vLLM; did you mean %s?" $path . $near) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if has $transfer.connector (list "SpillwayConnector" "OffloadingConnector" "SimpleCPUOffloadConnector" "MultiConnector") -}}
 {{- $texts = append $texts (printf "%s.kvTransfer.connector: %s is no second connector: Spillway's own is there with offload.enabled: true and combines the two itself; name the other one, or remove kvTransfer" $path $transfer.connector) -}}
 {{- end -}}

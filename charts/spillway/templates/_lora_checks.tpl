@@ -7,6 +7,9 @@
 {{- $volume := $lora.volume -}}
 {{- $folders := list -}}
 {{- range $index, $adapter := $lora.adapters -}}
+{{- if and (hasPrefix "/" $adapter.path) (regexMatch "(/\\.\\.?(/|$)|\\s$)" $adapter.path) -}}
+{{- $texts = append $texts (printf "%s.adapters[%d].path: %q given, an absolute folder without .. in it and without a blank at its end needed; correct it" $path $index $adapter.path) -}}
+{{- end -}}
 {{- if hasPrefix "/" $adapter.path -}}
 {{- $folders = append $folders $adapter.path -}}
 {{- $root := "" -}}
@@ -17,6 +20,14 @@
 {{- end -}}
 {{- else if not (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$" $adapter.path) -}}
 {{- $texts = append $texts (printf "%s.adapters[%d].path: %q is neither an absolute folder nor a hub name such as owner/adapter; write one of the two" $path $index $adapter.path) -}}
+{{- end -}}
+{{- end -}}
+{{- if not $lora.runtimeUpdating -}}
+{{- $names := list -}}{{- range $lora.adapters -}}{{- $names = append $names .name -}}{{- end -}}
+{{- range $index, $alias := $lora.aliases -}}
+{{- if not (has $alias.adapter $names) -}}
+{{- $texts = append $texts (printf "%s.aliases[%d].adapter: %q is none of lora.adapters (%s), and none comes later without runtimeUpdating: true; correct it, or add the adapter" $path $index $alias.adapter (default "none" (join ", " $names))) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and $folders (eq $volume.type "none") -}}

@@ -25,6 +25,9 @@ processes, staging, page cache and margin.
 {{- if or (eq $key "kvHeads") (eq $key "headDim") -}}{{- $_ = unset $.out "latentDim" -}}{{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if and $given.latentDim (or $given.kvHeads $given.headDim) -}}
+{{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s.model.shape: latentDim: %d given beside kvHeads or headDim, but a model has one kind of cache; keep latentDim for MLA, or the other two" .path (int64 $given.latentDim))) -}}
+{{- end -}}
 {{- if not (and .out.layers (or .out.latentDim (and .out.kvHeads .out.headDim))) -}}
 {{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s.model.path: %q is no model the chart knows, so its KV cache has no known size; set %s.model.shape.layers, kvHeads and headDim (or latentDim for MLA) from its config.json, or shape.preset" .path $model.path .path)) -}}
 {{- include "spillway.overlay" (dict "base" .out "over" (dict "layers" 1 "kvHeads" 1 "headDim" 1)) -}}

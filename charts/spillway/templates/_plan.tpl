@@ -66,7 +66,7 @@ nothing can be concluded from such values. */}}
 {{- include "spillway.engineChecks" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- include "spillway.platformChecks" (dict "item" $item "problems" $problems) -}}
 {{- include "spillway.loraChecks" (dict "item" $item "problems" $problems) -}}
-{{- include "spillway.kvTransferChecks" (dict "item" $item "problems" $problems) -}}
+{{- include "spillway.kvTransferChecks" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- include "spillway.factChecks" (dict "item" $item "problems" $problems) -}}
 {{- include "spillway.tierChecks" (dict "root" $root "item" $item "problems" $problems) -}}
 {{- $engines = append $engines $item -}}

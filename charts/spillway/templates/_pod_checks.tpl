@@ -63,6 +63,13 @@ limit, a port that its user may not open. */}}
 {{- end -}}
 {{- end -}}
 {{- range .engines -}}{{- $cpus = append $cpus (list (printf "%s.cpu" .path) "request" .engine.cpu.request "limit" .engine.cpu.limit) -}}{{- end -}}
+{{- range $key, $given := pick $values.redis.cpu "request" "limit" -}}
+{{- if $given -}}
+{{- if lt (include "spillway.milliCores" $given | float64) 20.0 -}}
+{{- $texts = append $texts (printf "redis.cpu.%s: %v given, at least 20m needed; whole cores have no unit: write \"1\"" $key $given) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $cpus -}}
 {{- $request := index . 2 -}}{{- $limit := index . 4 -}}
 {{- if and $request $limit -}}
@@ -101,10 +108,15 @@ limit, a port that its user may not open. */}}
 {{- if has $object.metadata.name $chartNames -}}
 {{- $texts = append $texts (printf "extraObjects[%d].metadata.name: %s is a name of the chart's own objects; choose another" $index $object.metadata.name) -}}
 {{- end -}}
-{{- if eq $object.kind "ConfigMap" -}}
-{{- range $key, $value := default dict $object.data -}}
+{{- $plain := dict "metadata.labels" $object.metadata.labels "metadata.annotations" $object.metadata.annotations -}}
+{{- if eq $object.kind "ConfigMap" -}}{{- $_ := set $plain "data" $object.data -}}{{- end -}}
+{{- if eq $object.kind "Secret" -}}{{- $_ := set $plain "data" $object.data -}}{{- $_ = set $plain "stringData" $object.stringData -}}{{- end -}}
+{{- range $part, $map := $plain -}}
+{{- range $key, $value := default dict $map -}}
 {{- if not (kindIs "string" $value) -}}
-{{- $texts = append $texts (printf "extraObjects[%d].data.%s: %s given, text needed; write it in quotes" $index $key (include "spillway.given" (dict "value" $value "path" ""))) -}}
+{{- $texts = append $texts (printf "extraObjects[%d].%s.%s: %s given, text needed; write it in quotes" $index $part $key (include "spillway.given" (dict "value" $value "path" (ternary "secret" "" (eq $object.kind "Secret"))))) -}}
+{{- else if and (eq $object.kind "Secret") (eq $part "data") (not (contains "{{" $value)) (not (regexMatch "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$" (regexReplaceAll "\\s" $value ""))) -}}
+{{- $texts = append $texts (printf "extraObjects[%d].data.%s: text of %d characters given that is no base64; write it below stringData, as it is" $index $key (len $value)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -45,8 +45,8 @@
 {{- end -}}
 {{- end -}}
 {{- with $gateway.service -}}
-{{- if and (eq (toString .ipFamilyPolicy) "SingleStack") (gt (len .ipFamilies) 1) -}}
-{{- $texts = append $texts (printf "gateway.service.ipFamilies: %s given, but ipFamilyPolicy: SingleStack has one; remove one, or set PreferDualStack" (join ", " .ipFamilies)) -}}
+{{- if and (not (has .ipFamilyPolicy (list "PreferDualStack" "RequireDualStack"))) (gt (len .ipFamilies) 1) -}}
+{{- $texts = append $texts (printf "gateway.service.ipFamilies: %s given, but ipFamilyPolicy: %s has one; remove one, or set PreferDualStack" (join ", " .ipFamilies) (default "null" .ipFamilyPolicy)) -}}
 {{- end -}}
 {{- end -}}
 {{- if hasPrefix "svc." $values.clusterDomain -}}
@@ -66,11 +66,36 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if and $values.monitoring.podMonitor.enabled $policy.enabled (not $policy.prometheusFrom) -}}
+{{- $texts = append $texts "monitoring.podMonitor.enabled: true, but networkPolicy.prometheusFrom is empty, so that no Prometheus reaches the engines' metrics; name its pods there, or set networkPolicy.enabled: false" -}}
+{{- end -}}
+{{- range $key, $_ := $values.commonAnnotations -}}
+{{- if or (hasPrefix "helm.sh/hook" $key) (eq $key "helm.sh/resource-policy") -}}
+{{- $texts = append $texts (printf "commonAnnotations: %s would make Helm treat every object otherwise than as a part of the release; remove it" $key) -}}
+{{- end -}}
+{{- end -}}
 {{- range $name := list "podMonitor" "serviceMonitor" -}}
 {{- $monitor := get $values.monitoring $name -}}
 {{- range $kind := list "relabelings" "metricRelabelings" -}}
 {{- range $index, $rule := get $monitor $kind -}}
 {{- $at := printf "monitoring.%s.%s[%d]" $name $kind $index -}}
+{{- $action := lower (default "replace" $rule.action) -}}
+{{- $needed := get (dict "replace" (list "targetLabel") "hashmod" (list "targetLabel" "modulus") "lowercase" (list "targetLabel" "sourceLabels") "uppercase" (list "targetLabel" "sourceLabels") "keepequal" (list "targetLabel" "sourceLabels") "dropequal" (list "targetLabel" "sourceLabels") "labeldrop" (list "regex") "labelkeep" (list "regex") "labelmap" (list "regex")) $action | default list -}}
+{{- range $field := $needed -}}
+{{- if not (get $rule $field) -}}
+{{- $texts = append $texts (printf "%s.%s: nothing given, and action: %s needs it, or the operator refuses the whole monitor; add it" $at $field $action) -}}
+{{- end -}}
+{{- end -}}
+{{- if has $action (list "labeldrop" "labelkeep") -}}
+{{- range $field := list "sourceLabels" "targetLabel" "replacement" "separator" "modulus" -}}
+{{- if hasKey $rule $field -}}
+{{- $texts = append $texts (printf "%s.%s: given, but action: %s takes regex alone, which it holds against labels' names; remove it, or set action: drop or keep" $at $field $action) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and $values.monitoring.alerts.enabled (or (eq (toString $rule.targetLabel) "job") (and (eq $action "labelkeep") (not (regexMatch (printf "^(?:%s)$" (default "" $rule.regex)) "job")))) -}}
+{{- $texts = append $texts (printf "%s: action: %s changes the label job, which the alerts select by; leave job as it is, or set monitoring.alerts.enabled: false" $at $action) -}}
+{{- end -}}
 {{- if not (regexMatch (printf "(?:%s)|" (default "" $rule.regex)) "") -}}
 {{- $texts = append $texts (printf "%s.regex: %q is no regular expression (RE2); correct it" $at $rule.regex) -}}
 {{- else if and $values.monitoring.alerts.enabled (eq (lower (toString $rule.action)) "labeldrop") (regexMatch (printf "^(?:%s)$" (default "" $rule.regex)) "job") -}}

@@ -15,6 +15,7 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- /* With the schema goes what belongs to no type: keys of others, for the message about an unknown one. */ -}}
 {{- $_ := set $schema "nativeKeys" (.root.Files.Get "files/native-keys.yaml" | fromYaml) -}}
 {{- $_ = set $schema "withoutSupport" (.root.Files.Get "files/settings-without-support.yaml" | fromYaml) -}}
+{{- $_ = set $schema "kubeVersion" .root.Capabilities.KubeVersion.Version -}}
 {{- $types := get $schema "$defs" -}}
 {{- range $name, $type := get (.root.Files.Get "files/kubernetes-types.json" | fromJson) "$defs" -}}{{- $_ := set $types $name $type -}}{{- end -}}
 {{- include "spillway.schemaCheck" (dict "whole" $schema "schema" $schema "value" $values "path" "" "problems" .problems) -}}
@@ -33,6 +34,9 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s: %s" (default "values" $path) $text)) -}}
 {{- else if kindIs "map" $value -}}
 {{- $known := default dict $schema.properties -}}
+{{- if $schema.title -}}{{- range include "spillway.fieldProblems" (dict "schema" $schema "value" $value "path" $path) | fromYamlArray -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}
+{{- end -}}{{- end -}}
 {{- $others := get $schema "additionalProperties" -}}
 {{- range $key := default list $schema.required -}}
 {{- if not (hasKey $value $key) -}}
@@ -46,6 +50,11 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- if hasKey $known $key -}}
 {{- /* The common case without another include, which is dear: a single value that is right. */ -}}
 {{- $own := get $known $key -}}
+{{- if and $own.since (not (kindIs "invalid" $below)) -}}
+{{- if semverCompare (printf "<%s-0" $own.since) $whole.kubeVersion -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s: given, but Kubernetes %s does not have it, which came with %s; remove it, or bring the cluster to that version (helm template: --kube-version)" (include "spillway.below" (dict "path" $path "key" $key)) $whole.kubeVersion $own.since)) -}}
+{{- end -}}
+{{- end -}}
 {{- with get $own "$ref" -}}{{- $own = get (get $whole "$defs") (base .) -}}{{- end -}}
 {{- $kind := kindOf $below -}}{{- $types := toString $own.type -}}{{- $isRight := false -}}
 {{- if eq $kind "string" -}}
@@ -54,7 +63,7 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- $isRight = and (or (contains "number" $types) (and (contains "integer" $types) (eq $below (floor $below)))) (or (not (hasKey $own "minimum")) (ge $below $own.minimum)) (or (not (hasKey $own "exclusiveMinimum")) (gt $below $own.exclusiveMinimum)) (or (not (hasKey $own "maximum")) (le $below $own.maximum)) (not $own.multipleOf) -}}
 {{- else if eq $kind "bool" -}}{{- $isRight = eq $types "boolean" -}}
 {{- else if eq $kind "invalid" -}}{{- $isRight = contains "null" $types -}}
-{{- else if eq $kind "slice" -}}{{- $isRight = and (not $below) (contains "array" $types) -}}
+{{- else if eq $kind "slice" -}}{{- $isRight = and (not $below) (contains "array" $types) (not $own.minItems) -}}
 {{- end -}}
 {{- if not $isRight -}}
 {{- include "spillway.schemaCheck" (dict "whole" $whole "schema" $own "value" $below "path" (include "spillway.below" (dict "path" $path "key" $key)) "problems" $problems) -}}
@@ -77,6 +86,50 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- include "spillway.schemaCheck" (dict "whole" $whole "schema" $schema.items "value" $entry "path" (printf "%s[%d]" $path $index) "problems" $problems) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* (schema, value: a map, path) -> list of texts: what rules between the fields of a type of Kubernetes it breaks. */}}
+{{- define "spillway.fieldProblems" -}}
+{{- $value := .value -}}{{- $at := default "values" .path -}}
+{{- $texts := list -}}
+{{- range $kind := list "exactlyOne" "atMostOne" -}}
+{{- with get $.schema $kind -}}
+{{- $given := list -}}
+{{- range . -}}{{- if not (kindIs "invalid" (get $value .)) -}}{{- if hasKey $value . -}}{{- $given = append $given . -}}{{- end -}}{{- end -}}{{- end -}}
+{{- if gt (len $given) 1 -}}
+{{- $texts = append $texts (printf "%s: %s given, one of them needed; remove the others" $at (join ", " $given)) -}}
+{{- else if and (not $given) (eq $kind "exactlyOne") -}}
+{{- $texts = append $texts (printf "%s: nothing given, one of %s needed; add it" $at (join ", " .)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $rule := .schema.goesWith -}}
+{{- $by := get $value .by -}}{{- $field := get $value .field -}}
+{{- $words := list -}}{{- range .values -}}{{- $words = append $words (toString .) -}}{{- end -}}
+{{- $isThere := not (empty $field) -}}
+{{- if and $isThere (not (has $by .values)) -}}
+{{- $texts = append $texts (printf "%s.%s: given, but it goes with %s: %s alone; remove it, or set that" $at .field .by (join " or " $words)) -}}
+{{- else if and (not $isThere) .demanded (has $by .values) -}}
+{{- $texts = append $texts (printf "%s.%s: nothing given, and %s: %s needs it; add it" $at .field .by $by) -}}
+{{- end -}}
+{{- end -}}
+{{- /* What no list of fields can say. */ -}}
+{{- if and (eq (toString .schema.title) "NodeSelectorRequirement") (has (toString $value.operator) (list "Gt" "Lt")) $value.values -}}
+{{- if or (ne (len $value.values) 1) (not (regexMatch "^-?[0-9]+$" (toString (first $value.values)))) -}}
+{{- $texts = append $texts (printf "%s.values: %s given, one whole number in quotes needed by operator: %s; write one, such as [\"16\"]" $at (join ", " $value.values) $value.operator) -}}
+{{- end -}}
+{{- else if and (eq (toString .schema.title) "NetworkPolicyPort") $value.endPort -}}
+{{- if kindIs "string" (default "" $value.port) -}}
+{{- $texts = append $texts (printf "%s.endPort: %v given, but port is no number; a range needs port: its first port as a number" $at (int64 $value.endPort)) -}}
+{{- else if lt (float64 $value.endPort) (float64 $value.port) -}}
+{{- $texts = append $texts (printf "%s.endPort: %d given, at least port: %d needed; raise it" $at (int64 $value.endPort) (int64 $value.port)) -}}
+{{- end -}}
+{{- else if and (eq (toString .schema.title) "PodsMetricSource") (kindIs "map" $value.target) -}}
+{{- if ne (toString $value.target.type) "AverageValue" -}}
+{{- $texts = append $texts (printf "%s.target.type: %v given, AverageValue needed by a metric of pods; set that, with averageValue" $at $value.target.type) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $texts -}}
 {{- end -}}
 
 {{/* (path, key) */}}
@@ -112,8 +165,9 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- if mod (int64 $value) $step -}}{{ $given }} given, a multiple of {{ $step }} needed; set it to {{ mul (div (add (int64 $value) (sub $step 1)) $step) $step }}{{- end -}}
 {{- end -}}
 {{- else if kindIs "slice" $value -}}
-{{- if and $schema.maxItems (gt (len $value) (int $schema.maxItems)) -}}{{ len $value }} entries given, at most {{ $schema.maxItems }} needed; remove some
-{{- else if and $schema.uniqueItems (ne (len $value) (len (uniq $value))) -}}{{ join ", " $value }} given, each once needed; remove what is there twice
+{{- if and $schema.minItems (lt (len $value) (int $schema.minItems)) -}}an empty list given, an entry needed; add one, or remove the list
+{{- else if and $schema.maxItems (gt (len $value) (int $schema.maxItems)) -}}{{ len $value }} entries given, at most {{ $schema.maxItems }} needed; remove some
+{{- else if and $schema.uniqueItems (ne (len $value) (len (uniq $value))) -}}{{ if kindIs "map" (first $value) }}a list with one entry twice{{ else }}{{ join ", " $value }}{{ end }} given, each once needed; remove what is there twice
 {{- end -}}
 {{- else if kindIs "string" $value -}}
 {{- if and $schema.minLength (lt (len $value) (int $schema.minLength)) -}}empty text given, {{ default "a name" $schema.description }} needed; fill it in
@@ -128,14 +182,15 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- define "spillway.schemaTypeText" -}}
 {{- $types := .schema.type -}}{{- if kindIs "string" $types -}}{{- $types = list $types -}}{{- end -}}
 {{- $kind := kindOf .value -}}
-{{- if .isNumber -}}{{- $kind = eq (float64 .value) (float64 (int64 .value)) | ternary "integer" "number" -}}{{- end -}}
+{{- /* What 64 bits do not hold is whole all the same, where a bound will say how much may be. */ -}}
+{{- if .isNumber -}}{{- $kind = or (eq (float64 .value) (float64 (int64 .value))) (and (hasKey .schema "maximum") (gt (float64 .value) 9e18)) | ternary "integer" "number" -}}{{- end -}}
 {{- $kind = get (dict "invalid" "null" "map" "object" "slice" "array" "bool" "boolean") $kind | default $kind -}}
 {{- $isOne := or (not $types) (has $kind $types) (and (eq $kind "integer") (has "number" $types)) -}}
 {{- if not $isOne -}}
 {{- $type := first $types -}}
 {{- $remedy := printf "write %s" (include "spillway.schemaNeeded" .schema) -}}
-{{- if eq $kind "null" -}}{{- $remedy = "remove the line for the default" -}}
-{{- else if and (eq $type "string") (has $kind (list "integer" "number" "boolean")) -}}{{- $remedy = printf "write it in quotes: %q" (toString .value) -}}
+{{- if eq $kind "null" -}}{{- $remedy = ternary "write {} for one without settings, or remove the line" "remove the line for the default" (eq $type "object") -}}
+{{- else if and (eq $type "string") (has $kind (list "integer" "number" "boolean")) -}}{{- $remedy = printf "write it in quotes: %q" (include "spillway.number" .value) -}}
 {{- else if and (eq $type "integer") (eq $kind "number") -}}{{- $remedy = "round it" -}}
 {{- else if and (has $type (list "integer" "number")) (eq $kind "string") -}}
 {{- if regexMatch "^ *[0-9.]+ *$" .value -}}{{- $remedy = "remove the quotes" -}}

@@ -118,6 +118,8 @@ cannot be read is reported alone, not with the contradictions that 0 bytes would
 -}}
 {{- range $name, $value := $own -}}{{- $_ := set $sizes (printf "%s.%s" $path $name) $value -}}{{- end -}}
 {{- $_ := set $least (printf "%s.memory.pageCache" $path) 0 -}}
+{{- /* Less holds no Python with torch; a bare 8 is eight bytes. */ -}}
+{{- $_ = set $least (printf "%s.memory.processPerRank" $path) "512MiB" -}}
 {{- end -}}
 {{- $gateway := .root.Values.gateway -}}
 {{- $_ := set $sizes "redis.memory" .root.Values.redis.memory -}}

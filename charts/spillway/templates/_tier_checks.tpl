@@ -15,6 +15,9 @@
 {{- $texts = append $texts (printf "%s.offload.extraTiers[%d].%s would lie in a ConfigMap in plain text; give that tier its secret by a variable (extraEnvVars) or a file (extraVolumes)" $item.path $index $key) -}}
 {{- end -}}
 {{- end -}}
+{{- if has (toString $extra.type) (list "spillway-nvme" "spillway-redis") -}}
+{{- $texts = append $texts (printf "%s.offload.extraTiers[%d].type: %s given, which is Spillway's own; set offload.sharedTier.type: %s in its place" $item.path $index $extra.type (trimPrefix "spillway-" $extra.type)) -}}
+{{- end -}}
 {{- if not $extra.type -}}
 {{- $texts = append $texts (printf "%s.offload.extraTiers[%d].type: nothing given, vLLM's name of a tier needed; add it, e.g. type: fs" $item.path $index) -}}
 {{- end -}}
@@ -122,6 +125,14 @@
 {{- if and $settings.tls (not (hasPrefix "rediss" $settings.url)) -}}
 {{- $texts = append $texts (printf "%s.tls names Secrets, but url: %s asks for no TLS; write rediss://..., or remove them" $at (include "spillway.shownUrl" $settings.url)) -}}
 {{- end -}}
+{{- with $redis.tls.clientSecret -}}
+{{- if and .name (eq .certificateKey .privateKeyKey) -}}
+{{- $texts = append $texts (printf "%s.tls.clientSecret: certificateKey and privateKeyKey are both %s; name the entry of each, e.g. tls.crt and tls.key" $at .certificateKey) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $redis.existingSecret.name (eq $redis.existingSecret.usernameKey $redis.existingSecret.passwordKey) -}}
+{{- $texts = append $texts (printf "%s.existingSecret: usernameKey and passwordKey are the same entry of the Secret; name the entry of each, e.g. username and password" $at) -}}
+{{- end -}}
 {{- if and $redis.existingSecret.usernameKey (not $redis.existingSecret.name) -}}
 {{- $texts = append $texts (printf "%s.existingSecret.usernameKey: %s, but existingSecret.name is empty; name the Secret, or remove usernameKey" $at $redis.existingSecret.usernameKey) -}}
 {{- end -}}
@@ -129,6 +140,9 @@
 {{- $texts = append $texts (printf "%s.payloadConnections: %d is more than connections: %d; raise connections or lower payloadConnections" $at (int64 $redis.payloadConnections) (int64 $redis.connections)) -}}
 {{- end -}}
 {{- if and (not $redis.url) $root.Values.redis.enabled -}}
+{{- if and $redis.existingSecret.name (ne $redis.existingSecret.name $root.Values.redis.existingSecret.name) -}}
+{{- $texts = append $texts (printf "%s.existingSecret.name: %s, but the embedded server's password comes from redis.existingSecret.name (%s), which its engines get; remove it here, and name the Secret there" $at $redis.existingSecret.name (default "none" $root.Values.redis.existingSecret.name)) -}}
+{{- end -}}
 {{- $most := int64 (include "spillway.redisBlockBytes" $root) -}}
 {{- $row := int64 .item.memory.cpuRowBytes -}}
 {{- if lt $most $row -}}

@@ -80,6 +80,7 @@ SECRET = {
 # Other arguments of this kind, of plug-ins or of later versions.
 SECRET_NAME = re.compile(r"api-key|password|secret|-token$")
 BATCHED_TOKENS, SEQUENCES = "--max-num-batched-tokens", "--max-num-seqs"
+AUTO_TOOLS, TOOL_PARSER = "--enable-auto-tool-choice", "--tool-call-parser"
 _TWO_ENTRIES = "write --flag=value, or flag and value as two entries"
 
 
@@ -129,6 +130,15 @@ def check_extra_arguments(arguments: Sequence[str], names: SettingNames) -> None
         texts.append(
             f"{names.name('extraArgs')}: {BATCHED_TOKENS}: {batch}, at least the {sequences} of {SEQUENCES} needed, as "
             "each sequence of a batch computes a token; raise the first or lower the second"
+        )
+    texts += [
+        f"{names.name('extraArgs')}: {name}: {value}, at least 1 needed; raise it"
+        for name, value in ((BATCHED_TOKENS, batch), (SEQUENCES, sequences))
+        if re.fullmatch(r"-[0-9]+|[+]?0+", value)
+    ]
+    if any(argument_name(each) == AUTO_TOOLS for each in arguments) and not argument_value(arguments, TOOL_PARSER):
+        texts.append(
+            f"{names.name('extraArgs')}: {AUTO_TOOLS} needs {TOOL_PARSER}; add it, such as {TOOL_PARSER}=hermes"
         )
     if texts:
         raise SettingsError("\n".join(texts))

@@ -38,6 +38,7 @@ TREE: dict[str, Any] = {
     "extraArgs": ["--max-num-seqs", "8"],
 }
 ARGUMENTS = Path(__file__).parents[4] / "charts" / "spillway" / "files" / "vllm-arguments.yaml"
+NAMES = ARGUMENTS.with_name("vllm-names.yaml")
 REFUSED = {*DECIDED_BY_A_SETTING, *WHY_FIXED, *SECRET}
 NOT_EVERYWHERE = {"--prefix-match-unit"}  # of vLLM 0.30 and later
 AMBIGUOUS = "-dc"  # --diffusion-config, which is taken, in vLLM 0.30 and later; a beginning of -dcp in 0.23
@@ -71,6 +72,17 @@ def test_the_server_takes_adapters_and_quantisation(parser: Any) -> None:
     ]
     assert (given.enable_lora, given.max_lora_rank, given.max_loras, given.max_cpu_loras) == (True, 64, 2, 8)
     assert (given.kv_cache_dtype, given.quantization) == ("fp8", "fp8")
+
+
+def test_the_chart_knows_the_names_of_methods_and_connectors() -> None:
+    """So that none of this vLLM is taken for a misspelt one."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    names = {kind: set(text.split()) for kind, text in yaml.safe_load(NAMES.read_text()).items()}
+
+    assert set(QUANTIZATION_METHODS) <= names["quantization"]
+    assert set(KVConnectorFactory._registry) <= names["connectors"] | {"SpillwayConnector"}
 
 
 def test_the_server_knows_every_kv_dtype_and_rank(parser: Any) -> None:
