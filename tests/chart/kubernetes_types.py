@@ -1,7 +1,8 @@
 """Kubernetes' own types, as far as values hand them on: charts/spillway/files/kubernetes-types.json.
 
 Made from the newest schema that kubernetes_validate brings, with the words, bounds and rules between fields that a
-schema of Kubernetes leaves to its prose, and with the version since which a field is there. `UPDATE_GOLDEN=1 pytest tests/chart/test_kubernetes_types.py` writes the file anew.
+schema of Kubernetes leaves to its prose, and with the version since which a field is there.
+`UPDATE_GOLDEN=1 pytest tests/chart/test_kubernetes_types.py` writes the file anew.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ _PERIOD = {"minimum": 1}
 _USER = {"minimum": 0, "maximum": 2147483647}
 _OPERATORS = ["In", "NotIn", "Exists", "DoesNotExist"]
 _SEGMENT = r"([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+)"
-_RELATIVE = {"pattern": rf"^{_SEGMENT}(/{_SEGMENT})*$", "description": "a path relative to the volume, without .. in it"}
+_RELATIVE = {
+    "pattern": rf"^{_SEGMENT}(/{_SEGMENT})*$",
+    "description": "a path relative to the volume, without .. in it",
+}
 _LABEL_KEY = {
     "pattern": r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
     "description": "a label's key of nodes, such as topology.kubernetes.io/zone,",
@@ -180,8 +184,10 @@ EXACTLY_ONE = {
     "Probe": ["exec", "grpc", "httpGet", "tcpSocket"],
     "LifecycleHandler": ["exec", "httpGet", "sleep", "tcpSocket"],
     "EnvFromSource": ["configMapRef", "secretRef"],
-    "VolumeProjection": ["clusterTrustBundle", "configMap", "downwardAPI", "podCertificate", "secret"]
-    + ["serviceAccountToken"],
+    "VolumeProjection": [
+        *("clusterTrustBundle", "configMap", "downwardAPI", "podCertificate"),
+        *("secret", "serviceAccountToken"),
+    ],
 }
 AT_MOST_ONE = {"VolumeMount": ["subPath", "subPathExpr"]}
 # Type -> (field, the other field, with which of its values it goes, does it have to be there with these?).

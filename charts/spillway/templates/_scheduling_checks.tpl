@@ -23,7 +23,7 @@
 {{- $texts = append $texts (printf "%s.value: %q given, a whole number needed by operator: %s; write one, or set operator: Equal" $at (toString (default "" $toleration.value)) $operator) -}}
 {{- end -}}
 {{- if and (has $operator (list "Lt" "Gt")) (semverCompare "<1.35-0" $.root.Capabilities.KubeVersion.Version) -}}
-{{- $texts = append $texts (printf "%s.operator: %s given, but Kubernetes %s does not have it, which came with 1.35; set Exists or Equal" $at $operator $.root.Capabilities.KubeVersion.Version) -}}
+{{- $texts = append $texts (printf "%s.operator: %s given, but Kubernetes %s does not have it, which came with 1.35; set Exists or Equal" $at $operator (regexFind "[0-9]+[.][0-9]+" $.root.Capabilities.KubeVersion.Version)) -}}
 {{- end -}}
 {{- if and (not (kindIs "invalid" $toleration.tolerationSeconds)) (ne (toString $toleration.effect) "NoExecute") -}}
 {{- $texts = append $texts (printf "%s.tolerationSeconds: %v given, but only effect: NoExecute has them; set that effect, or remove them" $at $toleration.tolerationSeconds) -}}

@@ -52,7 +52,7 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- $own := get $known $key -}}
 {{- if and $own.since (not (kindIs "invalid" $below)) -}}
 {{- if semverCompare (printf "<%s-0" $own.since) $whole.kubeVersion -}}
-{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s: given, but Kubernetes %s does not have it, which came with %s; remove it, or bring the cluster to that version (helm template: --kube-version)" (include "spillway.below" (dict "path" $path "key" $key)) $whole.kubeVersion $own.since)) -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s: given, but Kubernetes %s does not have it, which came with %s; remove it, or bring the cluster to that version (helm template: --kube-version)" (include "spillway.below" (dict "path" $path "key" $key)) (regexFind "[0-9]+[.][0-9]+" $whole.kubeVersion) $own.since)) -}}
 {{- end -}}
 {{- end -}}
 {{- with get $own "$ref" -}}{{- $own = get (get $whole "$defs") (base .) -}}{{- end -}}
