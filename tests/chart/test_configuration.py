@@ -606,6 +606,8 @@ def test_gateway_values_reach_the_gateway(gateway_of):
         "log": {"level": "debug", "requests": True},
         "lifecycle": {"drainDelaySeconds": 3, "drainTimeoutSeconds": 44},
         "port": 8080,
+        "extraVolumes": [{"name": "tok", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "tok", "mountPath": "/tok"}],
     }
     config = gateway_of(
         render(values={"gateway": values, "engine": {"model": {"aliases": ["a", "b"], "tokenizer": "/tok"}}})

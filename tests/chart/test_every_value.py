@@ -98,7 +98,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "engine.lora.volume.hostPath": laid_over(
         LORA, nested("engine.lora.volume", {"type": "hostPath", "hostPath": "/a"})
     ),
-    "engine.lora.aliases": {},
+    "engine.lora.aliases": nested("engine.lora.runtimeUpdating", True),
     "engine.lora.resolverFolder": RESOLVER,
     "engine.lora.resolverNames": laid_over(RESOLVER, nested("engine.lora.resolverFolder", "/adapters")),
     "engine.lora.volume.nfs": laid_over(
@@ -159,6 +159,7 @@ CHANGES: dict[str, Any] = {
     "engine.model.kvCacheDtype": "fp8",
     "engine.model.quantization": "awq",
     "engine.lora.adapters": [{"name": "a", "path": "owner/a"}],
+    "engine.accelerator.visibleDevices.value": "1",
     "engine.lora.aliases": [{"name": "latest", "adapter": "a"}],
     "engine.lora.resolverFolder": "/adapters/deeper",
     "engine.lora.resolverNames": ["team-*"],
@@ -299,7 +300,9 @@ LISTS = {
     "extraEnvVars": [{"name": "A", "value": "b"}],
     "tolerations": [{"operator": "Exists"}],
     "topologySpreadConstraints": [{"topologyKey": "rack", "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}],
-    "extraMetrics": [{"type": "Pods", "pods": {"metric": {"name": "m"}, "target": {"type": "AverageValue"}}}],
+    "extraMetrics": [
+        {"type": "Pods", "pods": {"metric": {"name": "m"}, "target": {"type": "AverageValue", "averageValue": "1"}}}
+    ],
     "relabelings": [{"action": "labeldrop", "regex": "pod"}],
     "metricRelabelings": [{"action": "labeldrop", "regex": "pod"}],
     "extraVolumes": [{"name": "v", "emptyDir": {}}],

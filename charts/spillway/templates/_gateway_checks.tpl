@@ -114,13 +114,7 @@
 {{- end -}}
 {{- with $gateway.audit.file -}}
 {{- $file := . -}}
-{{- $brought := false -}}
-{{- if hasPrefix "/tmp/" $file -}}
-{{- $brought = true -}}
-{{- if $gateway.audit.enabled -}}
-{{- $texts = append $texts (printf "gateway.audit.file: %s lies in the pod's scratch folder, and kubelet evicts the pod when 256 MiB are written there; mount a volume with extraVolumes and extraVolumeMounts, or set null for standard output" $file) -}}
-{{- end -}}
-{{- end -}}
+{{- $brought := hasPrefix "/tmp/" $file -}}
 {{- $sources := dict -}}{{- range $gateway.extraVolumes -}}{{- $_ := set $sources .name . -}}{{- end -}}
 {{- range $gateway.extraVolumeMounts -}}
 {{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) $file -}}
@@ -182,12 +176,6 @@
 {{- $first := keys $demanded | sortAlpha | first -}}
 {{- if and $demanded $auth.keysSecret.name (not $auth.engineKeySecret.name) -}}
 {{- $texts = append $texts (printf "gateway.auth.engineKeySecret.name is empty, but engines demand a key (%s), and clients' keys no longer reach them; set it to {name: %s, key: %s}" (get $demanded $first) (splitList "/" $first | first) (splitList "/" $first | last)) -}}
-{{- end -}}
-{{- if and $auth.engineKeySecret.name (eq (len $demanded) 1) (ne $first (printf "%s/%s" $auth.engineKeySecret.name $auth.engineKeySecret.key)) -}}
-{{- $texts = append $texts (printf "gateway.auth.engineKeySecret: {name: %s, key: %s} given, but engines demand another one (%s); set it to {name: %s, key: %s}" $auth.engineKeySecret.name $auth.engineKeySecret.key (get $demanded $first) (splitList "/" $first | first) (splitList "/" $first | last)) -}}
-{{- end -}}
-{{- if and $auth.saltSecret.name (eq (toJson $auth.saltSecret) (toJson $auth.keysSecret)) -}}
-{{- $texts = append $texts (printf "gateway.auth.saltSecret: {name: %s, key: %s} given, which keysSecret names too, so that a change of tenants would empty every cache; name an entry of its own" $auth.saltSecret.name $auth.saltSecret.key) -}}
 {{- end -}}
 {{- if and $auth.engineKeySecret.name (gt (len $demanded) 1) -}}
 {{- $texts = append $texts (printf "gateway.auth.engineKeySecret: the gateway sends one key to all engines, but %s name different ones; let all name one Secret and key" (values $demanded | sortAlpha | join " and ")) -}}

@@ -125,14 +125,6 @@
 {{- if and $settings.tls (not (hasPrefix "rediss" $settings.url)) -}}
 {{- $texts = append $texts (printf "%s.tls names Secrets, but url: %s asks for no TLS; write rediss://..., or remove them" $at (include "spillway.shownUrl" $settings.url)) -}}
 {{- end -}}
-{{- with $redis.tls.clientSecret -}}
-{{- if and .name (eq .certificateKey .privateKeyKey) -}}
-{{- $texts = append $texts (printf "%s.tls.clientSecret: certificateKey and privateKeyKey are both %s; name the entry of each, e.g. tls.crt and tls.key" $at .certificateKey) -}}
-{{- end -}}
-{{- end -}}
-{{- if and $redis.existingSecret.name (eq $redis.existingSecret.usernameKey $redis.existingSecret.passwordKey) -}}
-{{- $texts = append $texts (printf "%s.existingSecret: usernameKey and passwordKey are the same entry of the Secret; name the entry of each, e.g. username and password" $at) -}}
-{{- end -}}
 {{- if and $redis.existingSecret.usernameKey (not $redis.existingSecret.name) -}}
 {{- $texts = append $texts (printf "%s.existingSecret.usernameKey: %s, but existingSecret.name is empty; name the Secret, or remove usernameKey" $at $redis.existingSecret.usernameKey) -}}
 {{- end -}}
