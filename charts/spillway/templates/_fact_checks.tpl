@@ -110,6 +110,9 @@
 {{- $texts = append $texts (printf "%s.offload.%s: on changes the steps of one rank, but the ranks of dataParallelSize: %d step together where the model is a mixture of experts; set it to off, or dataParallelSize: 1" $path . $cores) -}}
 {{- end -}}
 {{- end -}}
+{{- if and (eq .platform "cpu") .shape.experts -}}
+{{- $texts = append $texts (printf "%s.dataParallelSize: %d ranks of a mixture of %d experts need exchanges of tokens that vLLM's CPU platform does not have; set it to 1 and raise replicas" $path $cores (int64 .shape.experts)) -}}
+{{- end -}}
 {{- with (default dict $engine.kvTransfer).connector -}}
 {{- $texts = append $texts (printf "%s.kvTransfer: %s is not proven with dataParallelSize: %d; remove it, or set dataParallelSize: 1" $path . $cores) -}}
 {{- end -}}

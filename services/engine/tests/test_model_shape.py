@@ -62,6 +62,22 @@ def test_recurrent_layers_hold_no_kv() -> None:
     assert read_model_shape({**QWEN3_14B, "layer_types": kinds}).layers == 10
 
 
+@pytest.mark.parametrize(
+    ("given", "experts"),
+    [
+        ({}, 0),
+        ({"num_experts": 128}, 128),
+        ({"n_routed_experts": 256}, 256),
+        ({"num_local_experts": 8}, 8),
+        ({"moe_num_experts": [64, 64]}, 64),
+        ({"num_experts": None}, 0),
+        ({"num_experts": []}, 0),
+    ],
+)
+def test_experts_by_every_name_that_vllm_reads(given: dict[str, Any], experts: int) -> None:
+    assert read_model_shape(QWEN3_14B | given).experts == experts
+
+
 def test_a_folder_is_read_with_its_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)

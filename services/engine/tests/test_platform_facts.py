@@ -36,6 +36,20 @@ def test_every_stage_has_a_layer(stages: int, fits: bool) -> None:
     assert problems(pipelineParallelSize=stages) == ([] if fits else [f"pipelineParallelSize: {layers}"])
 
 
+@pytest.mark.parametrize(
+    ("platform", "ranks", "experts"), [("cpu", 2, 0), ("cpu", 1, 8), ("npu", 2, 8), ("cuda", 2, 8)]
+)
+def test_data_parallel_ranks_of_experts_have_what_they_need(platform: str, ranks: int, experts: int) -> None:
+    assert problems(replace(SHAPE, experts=experts), platform, dataParallelSize=ranks) == []
+
+
+def test_no_data_parallel_ranks_of_experts_on_a_cpu() -> None:
+    assert problems(replace(SHAPE, experts=8), "cpu", dataParallelSize=2) == [
+        "dataParallelSize: 2 ranks of a mixture of 8 experts need exchanges of tokens that vLLM's CPU platform does "
+        "not have; set it to 1 and start more engines"
+    ]
+
+
 def test_a_latent_is_on_every_rank() -> None:
     assert problems(replace(SHAPE, kv_heads=128, latent_dim=576), tensorParallelSize=3) == []
 

@@ -21,12 +21,14 @@ KV_DTYPE_BYTES = {
     "fp8_per_token_head": 1,
     "int8_per_token_head": 1,
 }
+# Of a layer's number of experts in a config.json, as vLLM reads it (transformers_utils/model_arch_config_convertor.py).
+EXPERT_NAMES = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 HEAD_SCALE_BYTES = 4  # float32, one for K and one for V of each head and token (vllm/v1/kv_cache_interface.py)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The part of a model's architecture that decides the size of its KV cache."""
+    """The part of a model's architecture that decides the size of its KV cache, and how its ranks work together."""
 
     layers: int
     kv_heads: int
@@ -37,6 +39,7 @@ class ModelShape:
     max_length: int | None  # tokens the model was trained for
     weight_bytes: int  # files on disk; 0 when they are not here
     vocabulary: int | None = None  # tokens; None: not in config.json
+    experts: int = 0  # of a layer; 0: a dense model
 
     def bytes_per_token_of_rank(self, kv_dtype: str, tensor_parallel_size: int, stages: int = 1) -> int:
         """KV bytes of one token on one rank, all of its layers. kv_dtype: a key of KV_DTYPE_BYTES.
@@ -87,6 +90,7 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
         max_length=int(max_length) if max_length else None,
         weight_bytes=weight_bytes,
         vocabulary=vocabulary if isinstance(vocabulary := text.get("vocab_size"), int) and vocabulary > 1 else None,
+        experts=_experts(text),
     )
 
 
@@ -128,6 +132,16 @@ def _config_from_hub(name: str, names: SettingNames) -> Path:
             f"{names.given('model.path', name)} could not be fetched from the model hub "
             f"({type(error).__name__}: {error}); check the name and the network, or give a folder"
         ) from error
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    for name in EXPERT_NAMES:
+        number = config.get(name)
+        if isinstance(number, list) and number:  # by layer, all equal
+            number = number[0]
+        if isinstance(number, int) and number > 0:
+            return number
+    return 0
 
 
 def _needed(config: Mapping[str, Any], *names: str) -> int:

@@ -36,6 +36,13 @@ def fact_problems(settings: EngineSettings, shape: ModelShape, platform: str) ->
             f"{names.given('pipelineParallelSize', stages)} stages for the model's {shape.layers} layers, of which "
             f"every stage needs one; set it to {shape.layers} or less"
         )
+    cores = settings.data_parallel_size
+    if platform == "cpu" and cores > 1 and shape.experts:
+        # CpuCommunicator of vLLM 0.23 to 0.32 has no all_gatherv: the first forward pass, at the start, would fail.
+        problems.append(
+            f"{names.given('dataParallelSize', cores)} ranks of a mixture of {shape.experts} experts need exchanges of "
+            "tokens that vLLM's CPU platform does not have; set it to 1 and start more engines"
+        )
     chunk_tokens, longest = offload.blocks_per_chunk * settings.block_size, settings.model.max_length
     if offload.enabled and chunk_tokens > longest:
         problems.append(
