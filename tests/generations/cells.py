@@ -12,6 +12,7 @@ CELLS = {
     "computed while loading": "test_computed_while_loading",
     "several KV groups": "test_several_kv_groups",
     "two ranks": "test_two_ranks",
+    "data parallel": "test_data_parallel",
     "LoRA": "test_lora",
     "reset": "test_reset",
     "events": "test_events",

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 from engine_matrix.test_adapters import test_one_adapter_name_and_other_weights as adapters_keep_apart
+from engine_matrix.test_data_parallel import (
+    test_ranks_answer_as_without_offload_and_load_each_others_blocks as ranks_share_blocks,
+)
 from engine_matrix.verdict import Outcome, faults, run_model, run_models
 from module_runs import module_runs
 
@@ -69,6 +72,12 @@ def test_several_kv_groups(tmp_path: Path) -> None:
 
 def test_two_ranks(tmp_path: Path) -> None:
     require(run_model("llama-tp2", tmp_path, ["none", "cpu"]), "cpu")
+
+
+@pytest.mark.timeout(3000)
+def test_data_parallel(tmp_path: Path) -> None:
+    """Two ranks of a dense model behind one server."""
+    ranks_share_blocks(tmp_path)
 
 
 def test_lora(tmp_path: Path) -> None:
