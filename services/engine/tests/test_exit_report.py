@@ -33,6 +33,17 @@ def test_one_sentence_says_how_and_why(status: int, message: str) -> None:
     assert explain_exit(status, VLLM_LOG).startswith(message)
 
 
+def test_an_exception_that_vllm_has_caught_is_no_cause() -> None:
+    lines = [
+        '(APIServer pid=7) WARNING 11-26 01:50:04 [base.py:249]     raise ValueError("no tokenizer")',
+        "(APIServer pid=7) WARNING 11-26 01:50:04 [base.py:249] ValueError: no tokenizer",
+        "INFO 11-26 01:50:05 [x.py:1] OSError: tried again",
+        "(EngineCore_DP0 pid=9) ERROR 11-26 01:50:14 [core.py:1197] RuntimeError: Connection reset by peer",
+    ]
+
+    assert explain_exit(0, lines).endswith("with status 0: RuntimeError: Connection reset by peer")
+
+
 def test_exit_codes_are_those_of_a_shell() -> None:
     assert (exit_code_of(0), exit_code_of(3), exit_code_of(-9)) == (0, 3, 137)
 

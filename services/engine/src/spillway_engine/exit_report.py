@@ -10,6 +10,8 @@ LINES_KEPT = 400
 LINE_CHARACTERS_MAX = 600
 
 _ERROR = re.compile(r"(?:^|[\s\]:])((?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): .+)$")
+# Exceptions that vLLM has caught and only tells of, such as that of a chat template it tries at its start.
+_CAUGHT = re.compile(r"^(?:\([^)]*\) )?(?:WARNING|INFO|DEBUG) \d\d-\d\d ")
 # vLLM's outer processes repeat that something below failed; the cause is an earlier line.
 _CONSEQUENCE = re.compile(
     r"Engine core initialization failed|WorkerProc initialization failed|See (?:root cause|stack trace)|EngineDeadError"
@@ -50,7 +52,7 @@ def explain_exit(status: int, lines: list[str]) -> str:
 
 
 def root_cause(lines: list[str]) -> str | None:
-    """The first exception line that is not the mere report of an exception elsewhere."""
-    causes = [match[1] for line in lines if (match := _ERROR.search(line))]
+    """The first exception line that is not the mere report of an exception elsewhere, or of one that was caught."""
+    causes = [match[1] for line in lines if not _CAUGHT.match(line) and (match := _ERROR.search(line))]
     first_hand = [cause for cause in causes if not _CONSEQUENCE.search(cause)]
     return (first_hand or causes or [None])[0]
