@@ -84,7 +84,7 @@ else
 endif
 
 .PHONY: test-generations
-test-generations: $(STAMP) $(foreach version,$(VLLM_ENVIRONMENTS),$(call installed,$(version))) ## What works on each vLLM, as a table and build/generations.json. VLLM="0.32" narrows it. About 15 minutes
+test-generations: $(STAMP) $(foreach version,$(VLLM_ENVIRONMENTS),$(call installed,$(version))) ## What works on each vLLM, as a table and build/generations.json. VLLM="0.32" narrows it. About 20 minutes
 	@PYTHONPATH=tests $(BIN)/python -m generations $(subst $(COMMA), ,$(VLLM))
 
 .PHONY: test-unit

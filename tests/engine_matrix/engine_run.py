@@ -229,7 +229,7 @@ def prepare(wanted: list[Model]) -> None:
     """Set the environment that vLLM reads when it is imported. Raises ValueError where the models' differ."""
     first = wanted[0]
     for other in wanted:
-        if (other.environment, other.platform, other.torch_mla) != (first.environment, first.platform, first.torch_mla):
+        if _process_needs(other) != _process_needs(first):
             raise ValueError(f"{first.name} and {other.name} need separate processes: their environments differ")
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -244,8 +244,16 @@ def prepare(wanted: list[Model]) -> None:
     if first.torch_mla:
         os.environ[_TORCH_MLA] = "1"
         _install_torch_mla()
+    if first.cpu_experts:
+        from engine_matrix import cpu_experts
+
+        cpu_experts.install()
     if first.engine.get("pipeline_parallel_size", 1) > 1:
         os.environ[_STAGES] = "1"
+
+
+def _process_needs(wanted: Model) -> tuple[object, ...]:
+    return wanted.environment, wanted.platform, wanted.torch_mla, wanted.cpu_experts
 
 
 def _has_latent_attention() -> bool:

@@ -64,6 +64,12 @@ _QWEN3_NEXT = _SIZES | {
     "shared_expert_intermediate_size": 64,
     "mlp_only_layers": [0, 1, 2],  # vLLM wants one layer with experts
 }
+_QWEN3_EXPERTS = _SIZES | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 _FALCON_H1 = _SIZES | {
     "mamba_d_ssm": 128,
     "mamba_n_heads": 4,
@@ -100,6 +106,7 @@ class Model:
     leaves_out: tuple[str, ...] = ()
     refuses: str | None = None  # vLLM's error where it cannot run this model on a CPU at all
     torch_mla: bool = False  # install engine_matrix.torch_mla first where vLLM's CPU platform has no MLA kernels
+    cpu_experts: bool = False  # install engine_matrix.cpu_experts first: vLLM's CPU platform lacks a part of them
     platform: str = "cpu"  # or "cuda"
     other_size: str | None = None  # the row of the same model with another number of ranks, for the case `nvme-other`
 
@@ -107,6 +114,13 @@ class Model:
 CPU_MODELS = (
     Model("llama", "grouped-query attention, one KV group", "llama", _SIZES),
     Model("qwen3", "grouped-query attention with query and key norms", "qwen3", _SIZES),
+    Model(
+        "qwen3-moe",
+        "as qwen3, with two of four experts in every layer",
+        "qwen3_moe",
+        _QWEN3_EXPERTS,
+        cpu_experts=True,
+    ),
     Model(
         "mistral-window",
         "sliding window in every layer, one KV group",

@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -43,8 +45,17 @@ def ports() -> tuple[int, int, int]:
 class RankEngine:
     """Started on entering; nothing of it is left on leaving."""
 
-    def __init__(self, folder: Path, model_folder: Path, wanted: Model) -> None:
-        """folder: for its configuration, its log and its shared tier."""
+    def __init__(
+        self,
+        folder: Path,
+        model_folder: Path,
+        wanted: Model,
+        module: str = "spillway_engine",
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """folder: for its configuration, its log and its shared tier. module: what is started, with the engine
+        service's arguments. environment: added to this process's."""
+        self._module, self._environment = module, {**os.environ, **environment}
         port, self._events_port, self._replay_port = ports()
         # One connection for each request: vLLM ends those of requests that it refuses.
         self._http = httpx.Client(
@@ -180,7 +191,8 @@ class RankEngine:
         self._starts += 1
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "spillway_engine", "--config", str(self._config)],
+                [sys.executable, "-m", self._module, "--config", str(self._config)],
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
