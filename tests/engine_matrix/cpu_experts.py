@@ -3,7 +3,7 @@
 vLLM 0.23 computes experts with kernels for AVX-512 or with PyTorch; here it is always PyTorch, so that every machine
 runs the same. Without AVX-512 vLLM then asks for its configuration in the middle of a forward pass, where none is set,
 to make the activation function; here that is PyTorch's too. The ranks of data parallelism send each other the tokens of
-a step, a different number from each, and the CPU communicators of vLLM 0.23 to 0.32 leave out the two operations for
+a step, a different number from each, and the CPU communicators of vLLM 0.23 and 0.32 leave out the two operations for
 that (`all_gatherv` and `reduce_scatterv` raise NotImplementedError); here they are PyTorch's over Gloo.
 
 `install` runs in every process of vLLM; `plug_in` is for the environment of one.

@@ -38,7 +38,7 @@ def fact_problems(settings: EngineSettings, shape: ModelShape, platform: str) ->
         )
     cores = settings.data_parallel_size
     if platform == "cpu" and cores > 1 and shape.experts:
-        # CpuCommunicator of vLLM 0.23 to 0.32 has no all_gatherv: the first forward pass, at the start, would fail.
+        # CpuCommunicator of vLLM 0.23 and 0.32 has no all_gatherv: the first forward pass, at the start, would fail.
         problems.append(
             f"{names.given('dataParallelSize', cores)} ranks of a mixture of {shape.experts} experts need exchanges of "
             "tokens that vLLM's CPU platform does not have; set it to 1 and start more engines"
