@@ -99,6 +99,10 @@ test-quick: $(STAMP) ## Everything but engines and the cluster: vLLM's modules, 
 test-cluster: $(STAMP) ## The chart on a real Kubernetes on this machine: root, Go; compiles it once. KUBECONFIG= another one, KEEP_CLUSTER=1, WITH_KEDA=1, TESTS=
 	@$(BIN)/python -m pytest $(or $(TESTS),tests/cluster)
 
+.PHONY: test-experts
+test-experts: $(STAMP) ## Two data parallel ranks of a mixture of experts on CPUs, in lockstep. About 3 minutes
+	@TEST_EXPERTS=1 $(BIN)/python -m pytest tests/engine_matrix/test_data_parallel.py -k mixture -n 0
+
 .PHONY: test-models
 test-models: ## Answers with and without offload on tiny models of every KV layout. About 25 minutes. PLATFORM=cuda PYTHON_CUDA=
 ifeq ($(PLATFORM),cuda)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def test_ranks_answer_as_without_offload_and_load_each_others_blocks(tmp_path: P
         assert (shared, processes) == (set(), [])
 
 
+@pytest.mark.skipif("TEST_EXPERTS" not in os.environ, reason="by hand: make test-experts")
 @pytest.mark.timeout(3000)
 def test_ranks_of_a_mixture_of_experts_step_together_and_answer_as_without_offload(tmp_path: Path) -> None:
     """A rank that has nothing to compute, or waits for a load, runs dummy batches for as long as the other one has."""

@@ -200,6 +200,7 @@ BY_HAND: dict[str, str] = {
     "make bench-soak": "by hand",
     "make test-adapters": "by hand",
     "make test-chaos": "by hand",
+    "make test-experts": "by hand",
     "make test-models": "by hand",
     "make test-random": "by hand",
     "make test-selfcheck": "by hand",
