@@ -445,7 +445,7 @@ def fields_of(settings):
 def another(value, name):
     """A valid value that differs from a default."""
     if value is None:
-        known = {"file": "/tmp/audit.jsonl", "otlp_endpoint": "http://collector:4318/v1/traces"}
+        known = {"file": "/audit/lines.jsonl", "otlp_endpoint": "http://collector:4318/v1/traces"}
         return known.get(name, 123.5)
     if isinstance(value, str):
         return {"info": "debug"}.get(value, f"other-{value}")
@@ -486,7 +486,11 @@ def test_every_value_of_a_section_reaches_the_gateway(section, gateway_of):
     given = {name: another(getattr(own, name), name) for name in fields_of(own)}
     values = {camel(name): value for name, value in given.items()}
 
-    config = gateway_of(render(values={"gateway": {section: values}}))
+    folder = {
+        "extraVolumes": [{"name": "v", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "v", "mountPath": "/audit"}],
+    }
+    config = gateway_of(render(values={"gateway": {section: values, **(folder if section == "audit" else {})}}))
 
     assert getattr(config, section) == type(own)(**given) != own
 

@@ -38,7 +38,9 @@ gateway:
     sharedLimits: {url: "rediss://r:6379/1", existingSecret: {name: limits, usernameKey: user}, caSecret: {name: ca}}
   opsPort: 9001
   tls: {secret: {name: certificate}}
-  audit: {enabled: true, file: /tmp/audit.jsonl}
+  audit: {enabled: true, file: /var/log/audit/lines.jsonl}
+  extraVolumes: [{name: audit, emptyDir: {}}]
+  extraVolumeMounts: [{name: audit, mountPath: /var/log/audit}]
   ingress: {enabled: true, host: a.example, tlsSecret: tls}
   httpRoute: {enabled: true, parentRefs: [{name: public}]}
 networkPolicy:
@@ -142,7 +144,11 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "gateway.tracing": nested("gateway.tracing.otlpEndpoint", "http://receiver:4318/v1/traces"),
     "gateway.tracing.otlpEndpoint": {},
     "engine.extraVolumeMounts": nested("engine.extraVolumes", [{"name": "v", "emptyDir": {}}]),
-    "gateway.extraVolumeMounts": nested("gateway.extraVolumes", [{"name": "v", "emptyDir": {}}]),
+    "gateway.extraVolumes": nested("gateway", {"audit": {"file": None}, "extraVolumeMounts": []}),
+    "gateway.extraVolumeMounts": nested(
+        "gateway",
+        {"audit": {"file": None}, "extraVolumes": [{"name": name, "emptyDir": {}} for name in ("audit", "v")]},
+    ),
     "redis.extraVolumeMounts": laid_over(EMBEDDED, nested("redis.extraVolumes", [{"name": "v", "emptyDir": {}}])),
     "redis": EMBEDDED,
     "redis.enabled": laid_over(EMBEDDED, nested("redis.enabled", False)),

@@ -114,7 +114,7 @@
 {{- end -}}
 {{- with $gateway.audit.file -}}
 {{- $file := . -}}
-{{- $brought := hasPrefix "/tmp/" $file -}}
+{{- $brought := false -}}
 {{- $sources := dict -}}{{- range $gateway.extraVolumes -}}{{- $_ := set $sources .name . -}}{{- end -}}
 {{- range $gateway.extraVolumeMounts -}}
 {{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) $file -}}
@@ -126,7 +126,8 @@
 {{- end -}}
 {{- end -}}
 {{- if not $brought -}}
-{{- $texts = append $texts (printf "gateway.audit.file: %s lies in the image, which is read-only; mount its folder with extraVolumes and extraVolumeMounts, or set null for standard output" $file) -}}
+{{- $where := ternary "in /tmp, for whose 256 MiB kubelet evicts the pod once they are full" "in the image, which is read-only" (hasPrefix "/tmp/" $file) -}}
+{{- $texts = append $texts (printf "gateway.audit.file: %s lies %s; mount its folder with extraVolumes and extraVolumeMounts, or set null for standard output" $file $where) -}}
 {{- end -}}
 {{- if not $gateway.audit.enabled -}}
 {{- $texts = append $texts (printf "gateway.audit.file: %s, but audit.enabled is false; set it to true, or file: null" $file) -}}

@@ -34,6 +34,12 @@
 {{- $texts = append $texts (printf "%s.accelerator.extraResources: %s is no extended resource, as kubernetes.io is Kubernetes' own; write the name that kubectl describe node shows" $path $name) -}}
 {{- end -}}
 {{- end -}}
+{{- $kernel := dict -}}
+{{- range (default dict $item.accelerator.podSecurityContext).sysctls -}}
+{{- $name := replace "/" "." .name -}}
+{{- if hasKey $kernel $name -}}{{- $texts = append $texts (printf "%s.podSecurityContext.sysctls: %s is given twice; keep one" $path .name) -}}{{- end -}}
+{{- $_ := set $kernel $name true -}}
+{{- end -}}
 {{- if $engine.hostNetwork -}}
 {{- range (default dict $item.accelerator.podSecurityContext).sysctls -}}
 {{- if hasPrefix "net." (replace "/" "." .name) -}}
