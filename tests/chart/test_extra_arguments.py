@@ -125,6 +125,8 @@ ACCEPTED = [
     "--compilation-config",
     '{"mode": 3}',
     '--speculative-config={"method": "ngram"}',
+    "--attention-config.backend",
+    "FLASH_ATTN",
     "-ep",
     "--max_num_partial_prefills=2",
     "--tokenizer",

@@ -64,7 +64,8 @@ judges them; tests/chart holds the two to one list of cases. */}}
 {{- with include "spillway.argumentValue" (dict "kind" $takes "name" $full "value" (regexReplaceAll "(?s)^[^=]*=" . "")) -}}{{- $texts = append $texts (printf "%s.extraArgs: %s: %s" $path $name .) -}}{{- end -}}
 {{- end -}}
 {{- else -}}
-{{- $waiting = $name -}}{{- $kind = $takes -}}
+{{- /* What follows --attention-config.backend is a word, not the whole JSON. */ -}}
+{{- $waiting = $name -}}{{- $kind = ternary "" $takes (contains "." .) -}}
 {{- $following := index (concat (slice $.item.engine.extraArgs (int (add1 $index))) (list "")) 0 -}}
 {{- if and (has $takes (list "numbers" "json")) (or (not $following) (regexMatch "^-[^0-9.]" $following)) -}}
 {{- $texts = append $texts (printf "%s.extraArgs: %s has no value; %s" $path $name $twoEntries) -}}
@@ -121,6 +122,8 @@ judges them; tests/chart holds the two to one list of cases. */}}
 {{ printf "%q" .value }} given, a number needed; write the number alone
 {{- else if and (eq .name "--gpu-memory-utilization") .value (or (le (float64 .value) 0.0) (gt (float64 .value) 1.0)) -}}
 {{ .value }} given, a share of the device's memory above 0 and up to 1 needed; write 0.9 for 90 %
+{{- else if and (eq .kind "json") (not (regexMatch "^\\s*([\\[{\"0-9-]|(true|false|null)\\s*$)" .value)) (not (has .value (list "" "None"))) -}}
+text of {{ len .value }} characters given that is no JSON, which this argument takes; write a map as {"name": "value"}, a list as ["value"]
 {{- else if and (hasPrefix "{" .value) (hasKey (fromJson .value) "Error") (not (contains "\"Error\"" .value)) -}}
 text of {{ len .value }} characters given that is no JSON; close every brace and quote, and write names in double quotes
 {{- end -}}
