@@ -45,7 +45,7 @@ import random
 import shutil
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,26 +224,30 @@ def measure(given: argparse.Namespace, own_arguments: Sequence[str]) -> Measured
     return measured
 
 
+def rounds_in_turn(engines: dict[str, Turn], given: argparse.Namespace, what: str) -> Iterator[dict[str, Any]]:
+    """What each engine answers to a round, by its name, without the first one, which warms up."""
+    for number in range(-1, max(given.rounds, ROUNDS_LEAST)):
+        names = ordered(list(engines), number + 2)
+        answers = {name: json.loads(engines[name].round(f"{what} {number}")) for name in names}
+        if number >= 0:
+            yield answers
+
+
 def measure_first(engines: dict[str, Turn], given: argparse.Namespace, measured: dict[str, list[Any]]) -> None:
     measured |= {name: [] for name in engines}
-    for number in range(-1, max(given.rounds, ROUNDS_LEAST)):  # the first one warms up
-        for name in ordered(list(engines), number + 2):
-            seconds = json.loads(engines[name].round(f"first {number}"))
-            if number >= 0:
-                measured[name].append(seconds)
+    for seconds in rounds_in_turn(engines, given, "first"):
+        for name in engines:
+            measured[name].append(seconds[name])
     write({"first": measured}, given)
 
 
 def measure_decode(engines: dict[str, Turn], given: argparse.Namespace, measured: dict[str, list[Any]]) -> None:
     measured |= {name: [] for name in engines}
-    for number in range(-1, max(given.rounds, ROUNDS_LEAST)):  # the first one warms up
-        for name in ordered(list(engines), number + 2):
-            speed = json.loads(engines[name].round(f"decode {number}"))
-            if number >= 0:
-                measured[name].append(speed)
-        if number >= 0:
-            print(", ".join(f"{name} {measured[name][-1]:.1f}" for name in engines), "tokens/s", flush=True)
-            write({"decode": measured}, given)
+    for speeds in rounds_in_turn(engines, given, "decode"):
+        for name in engines:
+            measured[name].append(speeds[name])
+        print(", ".join(f"{name} {speeds[name]:.1f}" for name in engines), "tokens/s", flush=True)
+        write({"decode": measured}, given)
 
 
 def measure_turns(engines: dict[str, Turn], given: argparse.Namespace, measured: dict[str, list[Any]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from gpu import BLOCK_TOKENS
-from gpu_chat_turns import CONFIGURATIONS, GROUPS, Sizes, render, report_of, transfer_config
+from gpu_chat_turns import CONFIGURATIONS, GROUPS, Sizes, render, report_of, rounds_in_turn, transfer_config
 
 GIVEN = argparse.Namespace(eager=False, conversations=2, turns=2, tokens=300, rounds=6, requests=4, answer=1024)
 
@@ -81,3 +81,16 @@ def test_first_tokens_are_compared_within_rounds_of_engines_in_turn() -> None:
     assert report["generated_first_token_ratio_to_off"] == 1.5
     assert "nvme_first_token_ratio_to_off" not in report, "it ran by itself"
     assert "1.500 of off (1.500 to 1.500)" in render(report)
+
+
+class Echo:
+    """An engine that answers with the round's own words."""
+
+    def round(self, line: str) -> str:
+        return f'"{line}"'
+
+
+def test_the_first_round_warms_up_and_every_engine_answers_each() -> None:
+    rounds = list(rounds_in_turn({"off": Echo(), "prompts": Echo()}, GIVEN, "first"))
+
+    assert rounds == [{"off": f"first {number}", "prompts": f"first {number}"} for number in range(GIVEN.rounds)]

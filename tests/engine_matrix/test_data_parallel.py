@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference_answers.margins import difference
+from reference_answers.margins import Scored, difference
 
 from engine_matrix.cpu_experts import dummy_batches, plug_in
 from engine_matrix.engine_run import ANSWER_TOKENS, PROMPT_BLOCKS, prompts
 from engine_matrix.greedy import scored_answers
-from engine_matrix.models import BLOCK_TOKENS, model
+from engine_matrix.models import BLOCK_TOKENS, Model, model
 from engine_matrix.rank_engine import RANKS, RankEngine
 from engine_matrix.verdict import run_model
 
@@ -36,13 +36,18 @@ def _kind_and_tokens(event: Any) -> tuple[str, Any]:
     return event[0], event[3] if len(event) > 3 else None
 
 
-@pytest.mark.timeout(3000)
-def test_ranks_answer_as_without_offload_and_load_each_others_blocks(tmp_path: Path) -> None:
-    without = run_model(MODEL.name, tmp_path, ["none"])
+def answers_without_offload(wanted: Model, folder: Path) -> dict[str, Scored]:
+    without = run_model(wanted.name, folder, ["none"])
     assert not without.refusals, without.log
-    asked = prompts(BLOCK_TOKENS)
     expected = dict(zip("abc", scored_answers(without.runs["none"])[:3], strict=True))
     assert difference(expected["a"], expected["c"]), "all prompts have one answer, so the comparison proves nothing"
+    return expected
+
+
+@pytest.mark.timeout(3000)
+def test_ranks_answer_as_without_offload_and_load_each_others_blocks(tmp_path: Path) -> None:
+    expected = answers_without_offload(MODEL, tmp_path)
+    asked = prompts(BLOCK_TOKENS)
 
     with RankEngine(tmp_path, tmp_path / MODEL.name, MODEL) as engine:
         for name, rank in COMPUTED_BY.items():
@@ -82,11 +87,8 @@ def test_ranks_answer_as_without_offload_and_load_each_others_blocks(tmp_path: P
 @pytest.mark.timeout(3000)
 def test_ranks_of_a_mixture_of_experts_step_together_and_answer_as_without_offload(tmp_path: Path) -> None:
     """A rank that has nothing to compute, or waits for a load, runs dummy batches for as long as the other one has."""
-    without = run_model(EXPERTS.name, tmp_path, ["none"])
-    assert not without.refusals, without.log
+    expected = answers_without_offload(EXPERTS, tmp_path)
     asked = prompts(BLOCK_TOKENS)
-    expected = dict(zip("abc", scored_answers(without.runs["none"])[:3], strict=True))
-    assert difference(expected["a"], expected["c"]), "all prompts have one answer, so the comparison proves nothing"
     (plugged := tmp_path / "plugged").mkdir()
 
     started = RankEngine(tmp_path, tmp_path / EXPERTS.name, EXPERTS, "engine_matrix.expert_service", plug_in(plugged))
