@@ -54,8 +54,8 @@ up: $(STAMP) $(ENGINE_STAMP) ## Install, prepare the model, start everything and
 	@$(BIN)/python -m spillway_stack up
 
 .PHONY: demo
-demo: $(STAMP) ## Show what offload is for: a table, build/demo/report.json and a chart
-	@$(BIN)/python -m spillway_stack demo
+demo: $(STAMP) ## Show what offload is for: a table, build/demo/report.json and a chart. DEMO=--longest: the longest documents that fit
+	@$(BIN)/python -m spillway_stack demo $(DEMO)
 
 .PHONY: status
 status: ## What runs; fails unless all of it is ready

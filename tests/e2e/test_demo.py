@@ -17,11 +17,13 @@ SECONDS = 600
 
 @pytest.mark.tiers("redis")
 def test_every_phase_is_served_from_its_tier(stack: RunningStack, tmp_path: Path) -> None:
-    """The last phase may come from any tier: the stack's ALWAYS_LOAD prices the few tokens behind a document at
+    """With the longest documents that fit the engines, as on a machine that computes them quickly.
+
+    The last phase may come from any tier: the stack's ALWAYS_LOAD prices the few tokens behind a document at
     seconds, so the gateway may prefer an idle engine to the one that has just put the document on its device."""
     command = [sys.executable, "-m", "spillway_stack", "--state-dir", str(stack.local.folder.root), "demo"]
     done = subprocess.run(
-        [*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=SECONDS, check=False
+        [*command, "--output", str(tmp_path), "--longest"], capture_output=True, text=True, timeout=SECONDS, check=False
     )
     printed = done.stdout[-6000:] + done.stderr[-2000:]
     assert (tmp_path / "report.json").exists(), printed

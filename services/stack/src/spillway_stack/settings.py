@@ -33,7 +33,7 @@ class StackSettings:
     model: str = ""  # folder or hub name; empty: the bundled SmolLM2-135M-Instruct
     shared_tier: str = "nvme"
     offload: bool = True
-    num_cpu_blocks: int = 96  # chunks of one block, per engine
+    num_cpu_blocks: int = 112  # chunks of one block, per engine: the demo's documents of 4,096 tokens and its probes
     device_blocks: int = 80
     block_size: int = 128  # tokens
     max_length: int = 8192  # tokens

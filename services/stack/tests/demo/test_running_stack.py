@@ -41,8 +41,8 @@ CONFIGURATION = {
 
 def test_limits_are_read_from_the_engines_configuration() -> None:
     limits = limits_from_configuration(CONFIGURATION)
-    assert (limits.max_length, limits.chunk_tokens, limits.device_tokens, limits.cpu_tokens) == (
-        *(8192, 256, 79 * 128, 96 * 256),
+    assert (limits.max_length, limits.chunk_tokens, limits.device_tokens, limits.cpu_chunks) == (
+        *(8192, 256, 79 * 128, 96),
     )
 
 

@@ -1,3 +1,4 @@
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -7,18 +8,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_stack.demo.sizing import (
+    ANSWER_TOKENS,
     DOCUMENTS,
     LENGTHS,
+    PROBES,
     EngineLimits,
     choose_document_tokens,
+    cpu_chunks_needed,
+    probe_tokens,
     prompt_tokens_max,
     short_answers_to_evict,
 )
 from spillway_stack.errors import StackError
+from spillway_stack.settings import VALKEY_MAX_BYTES, StackSettings
 
 # The stack's defaults: `make up` without any variable.
+SETTINGS = StackSettings()
+BYTES_PER_TOKEN = {"bfloat16": 23_040, "float32": 46_080}  # of the bundled model
 DEFAULT = EngineLimits(
-    max_length=8192, block_size=128, chunk_tokens=128, device_blocks=80, cpu_chunks=96, bytes_per_token=23_040
+    max_length=SETTINGS.max_length,
+    block_size=SETTINGS.block_size,
+    chunk_tokens=SETTINGS.block_size,
+    device_blocks=SETTINGS.device_blocks,
+    cpu_chunks=SETTINGS.num_cpu_blocks,
+    bytes_per_token=BYTES_PER_TOKEN["bfloat16"],
 )
 
 
@@ -33,9 +46,10 @@ def test_the_length_follows_the_prefill_rate(tokens_per_second: float, tokens: i
 @pytest.mark.parametrize(
     ("limits", "tokens"),
     [
-        (replace(DEFAULT, cpu_chunks=95), 2048),
-        (replace(DEFAULT, cpu_chunks=192, device_blocks=200, max_length=16_384), 8192),
-        (replace(DEFAULT, cpu_chunks=192, device_blocks=200), 4096),
+        (replace(DEFAULT, cpu_chunks=108), 4096),
+        (replace(DEFAULT, cpu_chunks=107), 2048),
+        (replace(DEFAULT, cpu_chunks=204, device_blocks=200, max_length=16_384), 8192),
+        (replace(DEFAULT, cpu_chunks=204, device_blocks=200), 4096),
         (replace(DEFAULT, device_blocks=30, max_length=29 * 128), 2048),
         (replace(DEFAULT, max_length=1_100), 512),
     ],
@@ -51,9 +65,9 @@ def test_the_documents_take_at_most_half_of_the_shared_tier() -> None:
 
 def test_too_small_an_engine_is_refused_with_the_numbers_that_would_do() -> None:
     small = replace(DEFAULT, cpu_chunks=3, device_blocks=4, max_length=384)
-    with pytest.raises(StackError, match=r"DEVICE_BLOCKS >= 5 and NUM_CPU_BLOCKS >= 6"):
+    with pytest.raises(StackError, match=r"DEVICE_BLOCKS >= 4 and NUM_CPU_BLOCKS >= 8"):
         choose_document_tokens(1000, small)
-    assert choose_document_tokens(1000, replace(small, cpu_chunks=6, device_blocks=5, max_length=512)) == 256
+    assert choose_document_tokens(1000, replace(small, cpu_chunks=10, device_blocks=5, max_length=512)) == 256
 
 
 def test_a_chunk_longer_than_every_document_is_refused() -> None:
@@ -71,6 +85,59 @@ def test_reusable_tokens_are_whole_chunks_and_leave_a_token_to_compute(prompt_to
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_a_prompt_just_below_its_limit_reuses_the_documents_length(tokens: int) -> None:
     assert DEFAULT.reusable_tokens(prompt_tokens_max(tokens, DEFAULT) - 1) == tokens
+
+
+@pytest.mark.parametrize(
+    ("shared_tier_bytes", "dtype", "longest"),
+    [
+        (SETTINGS.nvme_max_bytes, "bfloat16", 4096),
+        (SETTINGS.nvme_max_bytes, "float32", 4096),
+        (VALKEY_MAX_BYTES, "bfloat16", 4096),
+        (VALKEY_MAX_BYTES, "float32", 2048),
+    ],
+)
+def test_the_default_stack_fits_every_length_up_to(shared_tier_bytes: int, dtype: str, longest: int) -> None:
+    limits = replace(DEFAULT, bytes_per_token=BYTES_PER_TOKEN[dtype])
+    chosen = {choose_document_tokens(rate, limits, shared_tier_bytes) for rate in (math.inf, *range(1, 1500))}
+    assert chosen == {tokens for tokens in LENGTHS if tokens <= longest}
+
+
+@given(data=st.data(), tokens=st.sampled_from(LENGTHS), chunk=st.sampled_from([64, 128, 256]))
+def test_the_documents_stay_in_a_cpu_tier_that_has_just_enough_rows(
+    data: st.DataObject, tokens: int, chunk: int
+) -> None:
+    """All requests until the phase that loads from it, the answer of each document different each time.
+
+    The tier drops the chunk that was stored or used longest ago.
+    """
+    limits = replace(DEFAULT, chunk_tokens=chunk, block_size=min(chunk, 128))
+    rows = OrderedDict[str, None]()
+
+    def ask(name: str, prompt_tokens: int) -> None:
+        whole = (prompt_tokens + ANSWER_TOKENS) // chunk
+        of_prompt = prompt_tokens // chunk
+        answer = data.draw(st.integers(0, 3))
+        for index in range(whole):
+            rows[key := f"{name}:{index}" + f":{answer}" * (index >= of_prompt)] = None
+            rows.move_to_end(key)
+        while len(rows) > cpu_chunks_needed(tokens, limits):
+            rows.popitem(last=False)
+
+    for probe in range(PROBES):
+        ask(f"probe {probe}", data.draw(st.integers(1, probe_tokens(limits) - 1)))
+    entry = 60  # tokens: a book ends by so many before its limit
+    most = prompt_tokens_max(tokens, limits)
+    prompts = [data.draw(st.integers(most - entry, most - 1)) for _ in range(DOCUMENTS)]
+    for document, prompt_tokens in enumerate(prompts):
+        ask(str(document), prompt_tokens)
+        ask(str(document), prompt_tokens)
+    for document in range(DOCUMENTS):
+        for other in range(DOCUMENTS):
+            if other != document:
+                ask(str(other), prompts[other])
+        reusable = limits.reusable_tokens(prompts[document]) // chunk
+        assert all(f"{document}:{index}" in rows for index in range(reusable))
+        ask(str(document), prompts[document])
 
 
 class _DeviceCache:

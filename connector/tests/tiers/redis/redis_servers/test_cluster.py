@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from stack_driver.deadlines import eventually
 
 from spillway_connector.errors import RefusedReason, TierError, TierUnreachable
 from spillway_connector.namespace import Namespace
@@ -200,7 +201,6 @@ def test_a_killed_node_costs_clean_errors_until_its_replica_has_taken_over(
 ) -> None:
     name = name_of(key_of(1))
     primary = own_cluster.owner(name)
-    witness = next(node for node in own_cluster.nodes if node is not primary)
     replica = own_cluster.add_replica(tmp_path / "replica", primary)
     own_cluster.nodes.append(replica)
     seeds = ",".join(f"127.0.0.1:{node.port}" for node in own_cluster.nodes)
@@ -209,14 +209,15 @@ def test_a_killed_node_costs_clean_errors_until_its_replica_has_taken_over(
     assert primary.client.wait(1, 30_000) == 1
     own_cluster.kill(primary)
     errors: list[TierError] = []
-    for _ in range(2400):
+
+    def loaded() -> bytes | None:
         try:
-            assert load(tier, key_of(1)) == payload_of(1)
-            break
+            return load(tier, key_of(1))
         except TierError as error:
             errors.append(error)
-            witness.client.wait(1, 50)
-    assert load(tier, key_of(1)) == payload_of(1)
+            return None
+
+    assert eventually("the replica has taken over", loaded) == payload_of(1)
     assert errors
     assert all(
         isinstance(error, TierUnreachable) or error.reason in (RefusedReason.MOVED, RefusedReason.LOADING)

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
 import pytest
+from stack_driver.deadlines import eventually
 
 from spillway_connector.errors import TierError, TierRefused, TierUnreachable
 from spillway_connector.testing.tier_contract import error_of, key_of, load, payload_of, soon
@@ -12,19 +12,17 @@ from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.tier import RedisTier
 from spillway_connector.tiers.tier import StoreOutcome
 
-ATTEMPTS = 2400
-
 
 def _until_stored(tier: RedisTier, key: bytes) -> None:
     """Each attempt is short and ends cleanly; one of them finds the new primary."""
-    for _ in range(ATTEMPTS):
-        begun = time.monotonic()
+
+    def stored() -> StoreOutcome | None:
         try:
-            tier.store(key, payload_of(1), begun + 1.0)
-            return
+            return tier.store(key, payload_of(1), time.monotonic() + 1.0)
         except (TierUnreachable, TierRefused):
-            threading.Event().wait(0.05)
-    raise AssertionError("the new primary was never found")
+            return None
+
+    eventually("the tier finds the new primary", stored)
 
 
 def test_the_primary_is_found_through_the_sentinel(watched, tier_on: Callable[..., RedisTier]) -> None:

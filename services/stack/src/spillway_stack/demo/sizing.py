@@ -11,6 +11,8 @@ LENGTHS = (8192, 4096, 2048, 1024, 512, 256)  # tokens of a document's prefix
 # One cold prefill: long enough for the ratios to mean something, short enough for a demo of a few minutes.
 COLD_SECONDS_MAX = 8.0
 ANSWER_TOKENS = 16
+PROBES = 2  # prompts that measure the prefill rate before the documents, on the engine that computes these
+PROBE_TOKENS = 768
 SPARE_SHORT_ANSWERS = 6
 
 
@@ -30,10 +32,6 @@ class EngineLimits:
         """Tokens of prompts in flight: vLLM reserves block 0."""
         return (self.device_blocks - 1) * self.block_size
 
-    @property
-    def cpu_tokens(self) -> int:
-        return self.cpu_chunks * self.chunk_tokens
-
     def reusable_tokens(self, prompt_tokens: int) -> int:
         """Of a prompt seen before: whole chunks, and never the last token, which is always computed."""
         return (prompt_tokens - 1) // self.chunk_tokens * self.chunk_tokens
@@ -44,8 +42,13 @@ def choose_document_tokens(
 ) -> int:
     """The longest of LENGTHS that is cold for at most COLD_SECONDS_MAX and fits the engine.
 
-    The CPU tier must hold all DOCUMENTS at once, the device cache one of them with its question.
-    Raises StackError when not even the shortest fits.
+    The CPU tier must hold the probes and all DOCUMENTS at once, the device cache one document with its question.
+
+    Args:
+        prefill_tokens_per_second: infinity chooses the longest that fits.
+
+    Raises:
+        StackError: not even the shortest fits.
     """
     fitting = [tokens for tokens in LENGTHS if _fits(tokens, limits, shared_tier_bytes)]
     if not fitting:
@@ -55,8 +58,23 @@ def choose_document_tokens(
 
 
 def prompt_tokens_max(document_tokens: int, limits: EngineLimits) -> int:
-    """Below it a prompt's reusable part is `document_tokens`: the question lies in a last, partial chunk."""
-    return document_tokens + limits.chunk_tokens
+    """Below it a prompt's reusable part is `document_tokens`: question and answer lie in a last, partial chunk.
+
+    The KV of answers is kept too. An answer that filled a chunk would take a row of the CPU tier from a document, and
+    after another rounding a further one.
+    """
+    return document_tokens + max(1, limits.chunk_tokens - ANSWER_TOKENS)
+
+
+def cpu_chunks_needed(document_tokens: int, limits: EngineLimits) -> int:
+    """Rows of the CPU tier that keep the probes and all documents with their answers."""
+    documents = DOCUMENTS * ((prompt_tokens_max(document_tokens, limits) - 1 + ANSWER_TOKENS) // limits.chunk_tokens)
+    return documents + PROBES * ((probe_tokens(limits) + ANSWER_TOKENS) // limits.chunk_tokens)
+
+
+def probe_tokens(limits: EngineLimits) -> int:
+    """A probe's prompt is shorter than this."""
+    return min(PROBE_TOKENS, limits.max_length // 2)
 
 
 def short_answers_to_evict(document_blocks: int, limits: EngineLimits) -> int:
@@ -74,7 +92,7 @@ def _fits(tokens: int, limits: EngineLimits, shared_tier_bytes: int | None) -> b
     return (
         tokens % limits.chunk_tokens == 0
         and prompt_tokens_max(tokens, limits) + ANSWER_TOKENS <= min(limits.max_length, limits.device_tokens)
-        and tokens * DOCUMENTS <= limits.cpu_tokens
+        and cpu_chunks_needed(tokens, limits) <= limits.cpu_chunks
         and (shared_tier_bytes is None or tokens * DOCUMENTS * limits.bytes_per_token <= shared_tier_bytes // 2)
     )
 
@@ -84,7 +102,7 @@ def _too_small(limits: EngineLimits, shared_tier_bytes: int | None) -> str:
     if tokens is None:
         return f"the demo's longest document has {LENGTHS[0]} tokens, one chunk has {limits.chunk_tokens}"
     blocks = -(-(prompt_tokens_max(tokens, limits) + ANSWER_TOKENS) // limits.block_size) + 1
-    chunks = tokens * DOCUMENTS // limits.chunk_tokens
+    chunks = cpu_chunks_needed(tokens, limits)
     shared = "" if shared_tier_bytes is None else f", a shared tier of {shared_tier_bytes} bytes"
     return (
         f"the engines are too small for {DOCUMENTS} documents of {tokens} tokens: {limits.device_blocks} device "
