@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spillway_gateway.errors import EngineBadReply, EngineDisconnected
 from spillway_gateway.upstream.connection import HEAD_BYTES_MAX, READ_BUFFER_BYTES, EngineConnection
@@ -38,6 +40,22 @@ async def connected(reply: bytes, *, close: bool = False) -> AsyncIterator[Engin
     finally:
         connection.abort()
         server.close()
+
+
+class SilentTransport(asyncio.Transport):
+    """Takes what is written, until it is closed."""
+
+    _closing = False
+
+    def write(self, data: object) -> None: ...
+
+    def writelines(self, parts: object) -> None: ...
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def abort(self) -> None:
+        self._closing = True
 
 
 async def whole_body(connection: EngineConnection) -> bytes:
@@ -119,6 +137,84 @@ async def test_a_reply_cut_short_is_a_disconnect(reply: bytes) -> None:
 )
 async def test_a_reply_that_is_not_http_is_named(reply: bytes) -> None:
     async with connected(reply) as connection:
+        connection.send([REQUEST])
+        with pytest.raises(EngineBadReply):
+            await whole_body(connection)
+
+
+FIRST = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-A: first\r\n\r\nfirst"
+SECOND = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nX-B: second\r\n\r\nsecond"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: first\r\n\r\n5\r\nfirst\r\n0\r\n"
+
+
+@pytest.mark.parametrize("behind", [SECOND, b"HTTP/1.1 103 Early Hints\r\n\r\n", b"second", b"\0", b"HTTP/1.1 2"])
+@pytest.mark.parametrize("reply", [FIRST, CHUNKED + b"\r\n"])
+async def test_what_follows_a_whole_reply_is_no_part_of_it(reply: bytes, behind: bytes) -> None:
+    async with connected(reply + behind) as connection:
+        connection.send([REQUEST])
+
+        assert await whole_body(connection) == b"first"
+        assert (b"x-a", b"first") in connection.headers
+        assert not any(name == b"x-b" for name, _ in connection.headers)
+        assert not connection.reusable
+
+
+@given(cut=st.integers(1, len(FIRST + SECOND) - 1))
+@settings(deadline=None, max_examples=60)
+def test_two_replies_are_never_one_wherever_packets_end(cut: int) -> None:
+    """At the protocol's own calls, without sockets: the second reply is refused, or has no waiting request."""
+
+    async def exchange() -> None:
+        connection = EngineConnection()
+        connection.connection_made(SilentTransport())
+        connection.send([REQUEST])
+        for packet in ((FIRST + SECOND)[:cut], (FIRST + SECOND)[cut:]):
+            if connection.alive:
+                connection.data_received(packet)
+        assert await whole_body(connection) == b"first"
+        assert [name for name, _ in connection.headers] == [b"content-length", b"x-a"]
+        assert not connection.reusable
+
+    asyncio.run(exchange())
+
+
+async def test_trailers_are_no_headers() -> None:
+    async with connected(CHUNKED + b"Set-Cookie: a=b\r\nX-Request-Id: forged\r\n\r\n") as connection:
+        connection.send([REQUEST])
+
+        assert await whole_body(connection) == b"first"
+        assert [name for name, _ in connection.headers] == [b"transfer-encoding", b"x-a"]
+
+
+@pytest.mark.parametrize("status", [204, 304])
+async def test_a_reply_that_has_no_body_by_its_status_passes_none(status: int) -> None:
+    async with connected(b"HTTP/1.1 %d X\r\nContent-Length: 5\r\n\r\n" % status + SECOND) as connection:
+        connection.send([REQUEST])
+
+        assert await whole_body(connection) == b""
+        assert (connection.status, connection.headers) == (status, [])
+        assert not connection.reusable
+
+
+@pytest.mark.parametrize("interim", [b"100 Continue", b"103 Early Hints", b"199 X"])
+async def test_a_body_behind_an_interim_head_is_refused(interim: bytes) -> None:
+    reply = b"HTTP/1.1 %s\r\nContent-Length: 5\r\n\r\nwrong" % interim + FIRST
+    async with connected(reply) as connection:
+        connection.send([REQUEST])
+        with pytest.raises(EngineBadReply):
+            await whole_body(connection)
+
+
+@pytest.mark.parametrize("status", [b"000", b"099", b"101", b"600", b"999"])
+async def test_a_status_that_no_reply_has_is_refused(status: bytes) -> None:
+    async with connected(b"HTTP/1.1 %s X\r\nContent-Length: 0\r\n\r\n" % status) as connection:
+        connection.send([REQUEST])
+        with pytest.raises(EngineBadReply):
+            await whole_body(connection)
+
+
+async def test_interim_heads_without_an_end_are_refused() -> None:
+    async with connected(b"HTTP/1.1 103 Early Hints\r\n\r\n" * (HEAD_BYTES_MAX // 16)) as connection:
         connection.send([REQUEST])
         with pytest.raises(EngineBadReply):
             await whole_body(connection)

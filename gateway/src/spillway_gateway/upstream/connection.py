@@ -19,6 +19,7 @@ from spillway_gateway.write_coalescing import WriteCoalescer
 
 READ_BUFFER_BYTES = 256 * 1024  # reading pauses above it: backpressure, so that a slow client cannot fill memory
 HEAD_BYTES_MAX = 64 * 1024
+_WITHOUT_BODY = (204, 304)
 
 
 class EngineConnection(asyncio.Protocol):
@@ -49,6 +50,7 @@ class EngineConnection(asyncio.Protocol):
         self._complete = False
         self._keep_alive = False
         self._framed = False  # by length or chunks; otherwise the end of the connection ends the body
+        self._fault: str | None = None  # that only this parser's callbacks see
 
     # -- use ---------------------------------------------------------------------------------------------------------
 
@@ -151,6 +153,9 @@ class EngineConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(EngineBadReply(f"the engine's reply is not HTTP/1.1 ({error.__class__.__name__})"))
             return
+        if self._fault is not None:
+            self._fail(EngineBadReply(self._fault))
+            return
         if not self._head_done and self._head_bytes > HEAD_BYTES_MAX:
             self._fail(EngineBadReply(f"the engine's reply has more than {HEAD_BYTES_MAX} bytes of headers"))
             return
@@ -182,25 +187,43 @@ class EngineConnection(asyncio.Protocol):
 
     # -- httptools ---------------------------------------------------------------------------------------------------
 
+    # The parser goes on to whatever follows a whole reply in the same packet, and reads a body of a reply that has none
+    # by its status. The client would get both on a connection that stays open, and take the rest for its next reply.
+
     def on_message_begin(self) -> None:
-        self.headers = []
+        if self._complete:
+            self._fault = "the engine sent a second reply to one request"
+        elif not self._head_done:
+            self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        if not self._head_done:  # else a trailer, or a second reply's
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
+        if self._head_done or self._fault is not None:
+            return
         status = self._parser.get_status_code()
-        if status < 200:
+        if 100 <= status < 200:
             return  # an interim reply: the real one follows
+        if not 200 <= status < 600:
+            self._fault = f"the engine's reply has the status {status}, which HTTP does not have"
+            return
         self.status = status
         self._head_done = True
         self._keep_alive = self._parser.should_keep_alive()
-        self._framed = status in (204, 304) or any(
+        if status in _WITHOUT_BODY:
+            self._complete = True
+            self.headers = [pair for pair in self.headers if pair[0] != b"content-length"]
+        self._framed = self._complete or any(
             name in (b"content-length", b"transfer-encoding") for name, _ in self.headers
         )
 
     def on_body(self, body: bytes) -> None:
+        if self._complete or not self._head_done:
+            self._fault = self._fault or "the engine sent a body with a reply that has none"
+            return
         self._chunks.append(body)
         self._buffered += len(body)
 
