@@ -104,6 +104,15 @@ class TokensNotCounted(GatewayError):
     code = "tokens_not_counted"
 
 
+class BackgroundNotCounted(GatewayError):
+    """A tenant with limits asked for a response in the background, which none of them would hold."""
+
+    status = 403
+    kind = "invalid_request_error"
+    code = "background_not_counted"
+    param = "background"
+
+
 class ResponseNotFound(GatewayError):
     status = 404
     kind = "invalid_request_error"

@@ -201,7 +201,7 @@ async def test_keys_tenants_limits_and_aliases_hold_for_loaded_adapters(
 ) -> None:
     engine = await start_engine()
     engine.models_key = "engine-key"  # without which it lists nothing
-    keys = {"tenants": [{"name": "a", "keys": [hash_key(KEY)], "models": ["sql", "latest"], "requestsPerMinute": 3}]}
+    keys = {"tenants": [{"name": "a", "keys": [hash_key(KEY)], "models": ["sql", "latest"], "requestsPerMinute": 6}]}
     (tmp_path / "keys.yaml").write_text(json.dumps(keys))
     (tmp_path / "salt").write_text("0123456789abcdef" * 4)
     (tmp_path / "engine").write_text("engine-key")

@@ -93,6 +93,9 @@ class AuditLog:
             except (OSError, ConfigError) as error:
                 self.dropped_total += 1
                 logger.error("audit line not written (%s)", error)
+            except Exception:  # of one line; the thread goes on
+                self.dropped_total += 1
+                logger.exception("audit line not written")
         if self._path is not None:
             os.close(self._descriptor)
 

@@ -17,6 +17,7 @@ from spillway_gateway.access.keys import NOBODY, KeyRing, Tenant, read_keys
 from spillway_gateway.access.limits import Settlement, SharedLimitsUnavailable, TenantUsage, limited
 from spillway_gateway.config.settings import AuthConfig
 from spillway_gateway.errors import (
+    BackgroundNotCounted,
     ConfigError,
     KeyMissing,
     KeyUnknown,
@@ -112,6 +113,15 @@ class Gatekeeper:
             raise TokensNotCounted(
                 f"This API key has a limit of tokens, and those of this request to {path} cannot be counted; where "
                 "the route can stream, send 'stream': true and 'stream_options': {'include_usage': true}"
+            )
+
+    def allow_background(self, tenant: Tenant) -> None:
+        """For a response that its engine goes on with after the reply. Raises BackgroundNotCounted where the tenant has
+        limits, which end with the exchange."""
+        if tenant.limited:
+            raise BackgroundNotCounted(
+                "This API key has limits, and what a response takes in the background is not counted; send "
+                "'background': false"
             )
 
     def allow_operator(self, headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -10,7 +10,9 @@ from spillway_gateway.api.body_errors import decoder_of, read_body
 from spillway_gateway.api.parsed_body import (
     ParsedBody,
     StreamFields,
+    choices_of,
     is_plain_stream,
+    reply_length,
     salt_text,
     session_text,
     stream_reports_usage,
@@ -62,11 +64,16 @@ def parse_chat_batch(body: Body) -> ParsedBody:
     """Several conversations, routed together by the first. Raises ClientBadRequest."""
     fields = read_body(_batch_decoder, body)
     others = value_tokens(fields.messages[1:])
-    return _parsed(fields, fields.messages[0] if fields.messages else [], others)
+    return _parsed(fields, fields.messages[0] if fields.messages else [], others, chats=len(fields.messages))
 
 
 def _parsed(
-    fields: _ChatFields, messages: list[dict[str, Any]], other_tokens: int = 0, *, plain_stream: bool = False
+    fields: _ChatFields,
+    messages: list[dict[str, Any]],
+    other_tokens: int = 0,
+    *,
+    chats: int = 1,
+    plain_stream: bool = False,
 ) -> ParsedBody:
     tools = fields.tools
     variables = dict(fields.chat_template_kwargs) if isinstance(fields.chat_template_kwargs, dict) else {}
@@ -84,6 +91,7 @@ def _parsed(
         and fields.truncate_prompt_tokens is None
         and all(isinstance(name, str) and name not in _TEMPLATE_INPUTS for name in variables)
     )
+    choices = choices_of(fields.n, chats)
     return ParsedBody(
         model=fields.model,
         names_salt=fields.cache_salt is not msgspec.UNSET,
@@ -102,6 +110,8 @@ def _parsed(
         plain_stream=plain_stream,
         session=session_text(fields.prompt_cache_key),
         transfer_params=fields.kv_transfer_params,
+        choices=choices,
+        reply_tokens_max=reply_length(choices, fields.max_completion_tokens, fields.max_tokens),
     )
 
 

@@ -10,8 +10,10 @@ from spillway_gateway.api.body_errors import decoder_of, read_body
 from spillway_gateway.api.parsed_body import (
     ParsedBody,
     StreamFields,
+    choices_of,
     first_of,
     is_plain_stream,
+    reply_length,
     salt_text,
     session_text,
     stream_reports_usage,
@@ -32,6 +34,7 @@ class CompletionBody(StreamFields, kw_only=True):
     prompt_embeds: Any = None
 
 
+_LENGTH = 16  # vLLM's max_tokens where a body names none
 _decoder = decoder_of(CompletionBody)
 
 
@@ -40,6 +43,9 @@ def parse_completion(body: Body) -> ParsedBody:
     type."""
     fields = read_body(_decoder, body)
     prompt, other_tokens = first_of(fields.prompt)
+    given = fields.prompt
+    ids_alone = isinstance(given, list) and bool(given) and isinstance(given[0], int)
+    choices = choices_of(fields.n, len(given) if isinstance(given, list) and given and not ids_alone else 1)
     reports_usage = stream_reports_usage(fields.stream, fields.stream_options)
     return ParsedBody(
         model=fields.model,
@@ -52,4 +58,6 @@ def parse_completion(body: Body) -> ParsedBody:
         plain_stream=is_plain_stream(fields.stream, fields) and not other_tokens and fields.prompt_embeds is None,
         session=session_text(fields.prompt_cache_key),
         transfer_params=fields.kv_transfer_params,
+        choices=choices,
+        reply_tokens_max=reply_length(choices, fields.max_tokens, _LENGTH),
     )

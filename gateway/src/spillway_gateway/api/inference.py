@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from msgspec import structs
 from spillway_gateway.access.audit import AuditLine, AuditLog, now_text
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant
-from spillway_gateway.access.limits import give_back, settle
+from spillway_gateway.access.limits import NOTHING_OWED, Settlement, TenantUsage, give_back, settle
 from spillway_gateway.api.body_errors import too_deep
 from spillway_gateway.api.body_reading import read_body
 from spillway_gateway.api.large_bodies import SHORT_BODY_BYTES_MAX, LargeBodies
@@ -115,6 +116,8 @@ class InferenceEndpoint:
                 prompt_counts=parsed.counts_prompt and not media,
                 reply_counts=parsed.counts_reply,
             )
+        if parsed.background:
+            gatekeeper.allow_background(tenant)
         if route.salting is Salting.UNKNOWN:
             gatekeeper.allow_unsalted(route.path)
         elif route.salting is Salting.FIELD:
@@ -172,6 +175,8 @@ class InferenceEndpoint:
             asks_ids=asks_ids,
             session=session.key if session is not None else None,
             adapter=adapter,
+            choices=parsed.choices,
+            reply_tokens_max=parsed.reply_tokens_max,
         )
         return outbound, served
 
@@ -231,6 +236,7 @@ class StoredResponseEndpoint:
                 method=self._method,
                 dialect=Dialect.RESPONSES,
                 only_engine=owner.engine,
+                computes=False,
             )
             return outbound, served
 
@@ -276,10 +282,15 @@ async def serve(
             outbound = structs.replace(outbound, trace=trace)
         usage = await context.gatekeeper.begin(tenant, outbound.prompt.prompt_tokens + outbound.charged_tokens)
     except ClientDisconnected:
+        if tenant is not None:
+            await _count_failed(context.gatekeeper, tenant)
         if trace is not None:
             trace.end(499, None)
         return
-    except GatewayError as error:
+    except GatewayError as failure:
+        error = failure
+        if tenant is not None and outbound is None and failure.status < 500:
+            error = await _count_failed(context.gatekeeper, tenant) or failure
         await send_error(send, error, request_id, dialect)
         if trace is not None:
             trace.end(error.status, error.code)
@@ -298,24 +309,61 @@ async def serve(
                 )
             )
         return
-    relay = Relay(outbound, served.fleet, context.upstream, client, send)
-    try:
-        await relay.run()
-    finally:
-        reported = relay.reply.usage
-        if outbound.on_end is not None:
-            outbound.on_end(reported)
-        estimated = outbound.prompt.prompt_tokens + outbound.charged_tokens
-        if relay.lease is not None:
-            relay.reply.count_cached(relay.lease)
-            settlement = settle(estimated, reported.prompt_tokens, reported.completion_tokens or 0)
-        else:  # no engine had room or was ready, and nothing was computed
-            settlement = give_back(estimated)
-        context.gatekeeper.end(tenant, usage, settlement)
-        if trace is not None:
-            trace.end(relay.reply.status, relay.reply.error_code, reported)
+    with ExitStack() as ends:  # each runs whatever another one raises
+        place = _Place(context.gatekeeper, tenant, usage, outbound)
+        ends.callback(place.leave)
+        relay = place.relay = Relay(outbound, served.fleet, context.upstream, client, send)
         if context.audit is not None:
-            context.audit.write(_audit_line(relay, outbound, headers, scope["path"], perf_counter() - started))
+            audit = context.audit
+            ends.callback(
+                lambda: audit.write(_audit_line(relay, outbound, headers, scope["path"], perf_counter() - started))
+            )
+        if trace is not None:
+            ended = trace
+            ends.callback(lambda: ended.end(relay.reply.status, relay.reply.error_code, relay.reply.counts.usage))
+        ends.callback(lambda: relay.reply.count_cached(relay.lease))
+        if outbound.on_end is not None:
+            on_end = outbound.on_end
+            ends.callback(lambda: on_end(relay.reply.counts.usage))
+        await relay.run()
+
+
+async def _count_failed(gatekeeper: Gatekeeper, tenant: Tenant) -> GatewayError | None:
+    """A request that reached no engine, because of its own fault, is one of the tenant's requests all the same. The
+    refusal where its limits are reached."""
+    try:
+        usage = await gatekeeper.begin(tenant, 0)
+    except GatewayError as refusal:
+        return refusal
+    gatekeeper.end(tenant, usage, NOTHING_OWED)
+    return None
+
+
+class _Place:
+    """An admitted request among those of its tenant. relay: once there is one."""
+
+    def __init__(self, gatekeeper: Gatekeeper, tenant: Tenant, usage: TenantUsage, outbound: OutboundRequest) -> None:
+        self._gatekeeper = gatekeeper
+        self._tenant = tenant
+        self._usage = usage
+        self._outbound = outbound
+        self.relay: Relay | None = None
+
+    def leave(self) -> None:
+        """Give the place back, also where what the request took cannot be told."""
+        settlement = NOTHING_OWED
+        try:
+            settlement = self._settlement()
+        finally:
+            self._gatekeeper.end(self._tenant, self._usage, settlement)
+
+    def _settlement(self) -> Settlement:
+        outbound, relay = self._outbound, self.relay
+        estimated = outbound.prompt.prompt_tokens + outbound.charged_tokens
+        if relay is None or relay.lease is None:  # no engine had room or was ready, and nothing was computed
+            return give_back(estimated)
+        counted = relay.reply.counts.usage
+        return settle(estimated, counted.prompt_tokens, counted.completion_tokens or 0)
 
 
 def _request_id(given: bytes | None) -> bytes:
@@ -324,7 +372,7 @@ def _request_id(given: bytes | None) -> bytes:
 
 
 def _audit_line(relay: Relay, outbound: OutboundRequest, headers: Headers, path: str, seconds: float) -> AuditLine:
-    reply, usage, lease = relay.reply, relay.reply.usage, relay.lease
+    reply, usage, lease = relay.reply, relay.reply.counts.usage, relay.lease
     first_byte = reply.first_byte_seconds
     return AuditLine(
         time=now_text(),

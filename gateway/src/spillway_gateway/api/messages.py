@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
-from spillway_gateway.api.parsed_body import ParsedBody, salt_text
+from spillway_gateway.api.parsed_body import ParsedBody, reply_length, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
 
@@ -30,6 +30,7 @@ class MessagesBody(msgspec.Struct):
     tool_choice: Any = None
     output_config: Any = None
     chat_template_kwargs: Any = None
+    max_tokens: Any = None
     cache_salt: Any = msgspec.UNSET
     kv_transfer_params: Any = msgspec.UNSET
 
@@ -58,6 +59,7 @@ def parse_messages(body: Body) -> ParsedBody:
             exact=(tools is not None or not fields.tools) and fields.tool_choice in (None, {"type": "auto"}),
         ),
         transfer_params=fields.kv_transfer_params,
+        reply_tokens_max=reply_length(1, fields.max_tokens),
     )
 
 

@@ -50,7 +50,13 @@ def audio_of(body: Body, parts: Iterable[Part]) -> ParsedBody:
     except UnicodeDecodeError as error:
         raise ClientBadRequest("The form field 'model' is not UTF-8 text", "model") from error
     return ParsedBody(
-        name, names_salt=False, stream=stream, prompt=CompletionPrompt(""), counts_prompt=False, counts_reply=False
+        name,
+        names_salt=False,
+        stream=stream,
+        prompt=CompletionPrompt(""),
+        counts_prompt=False,
+        counts_reply=False,
+        reply_tokens_max=None,
     )
 
 

@@ -19,7 +19,9 @@ class ParsedBody(msgspec.Struct, frozen=True):
     tenant, though no engine computes them. reports_usage: the reply will report its usage. counts_prompt, counts_reply:
     False where their tokens are never reported. previous_response: the id of a stored response that this one
     continues. plain_stream: a stream that another engine may be able to continue, see upstream/continuation.py.
-    session: OpenAI's prompt_cache_key. transfer_params: kv_transfer_params as the client sent it; UNSET: it did not."""
+    session: OpenAI's prompt_cache_key. transfer_params: kv_transfer_params as the client sent it; UNSET: it did not.
+    choices: answers that it asks for. reply_tokens_max: of all of them, as it asks; None: as many as the model allows;
+    0: nothing is generated. background: the engine goes on after its reply."""
 
     model: str | None
     names_salt: bool
@@ -34,6 +36,9 @@ class ParsedBody(msgspec.Struct, frozen=True):
     plain_stream: bool = False
     session: str | None = None
     transfer_params: Any = msgspec.UNSET
+    choices: int = 1
+    reply_tokens_max: int | None = 0
+    background: bool = False
 
 
 ParseBody = Callable[[Body], ParsedBody]  # raises ClientBadRequest
@@ -42,6 +47,17 @@ ParseBody = Callable[[Body], ParsedBody]  # raises ClientBadRequest
 def session_text(value: object) -> str | None:
     """A prompt_cache_key that names something."""
     return value if isinstance(value, str) and value else None
+
+
+def choices_of(n: object, prompts: int = 1) -> int:
+    """Answers to so many prompts, n to each."""
+    return prompts * (n if type(n) is int and n > 0 else 1)
+
+
+def reply_length(choices: int, *given: object) -> int | None:
+    """Of all choices, by the first length that is given."""
+    length = next((each for each in given if type(each) is int and each > 0), None)
+    return None if length is None else choices * length
 
 
 def salt_text(value: object) -> str | None:
@@ -77,6 +93,8 @@ class StreamFields(msgspec.Struct, kw_only=True):
     """Of chat and completions: members that decide whether a stream is plain, besides those that a failure shows."""
 
     n: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
     echo: Any = None
     logprobs: Any = None
     seed: Any = None

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
-from spillway_gateway.api.parsed_body import ParsedBody, salt_text, session_text
+from spillway_gateway.api.parsed_body import ParsedBody, reply_length, salt_text, session_text
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
 
@@ -30,6 +30,8 @@ class ResponsesBody(msgspec.Struct):
     chat_template: Any = None
     chat_template_kwargs: Any = None
     truncation: Any = None
+    max_output_tokens: Any = None
+    background: Any = None
 
 
 _decoder = decoder_of(ResponsesBody)
@@ -67,6 +69,8 @@ def parse_responses(body: Body) -> ParsedBody:
         previous_response=fields.previous_response_id,
         session=session_text(fields.prompt_cache_key),
         transfer_params=fields.kv_transfer_params,
+        reply_tokens_max=reply_length(1, fields.max_output_tokens),
+        background=fields.background not in (None, False),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
-from spillway_gateway.api.parsed_body import ParsedBody, first_of, salt_text
+from spillway_gateway.api.parsed_body import ParsedBody, choices_of, first_of, reply_length, salt_text
 from spillway_gateway.tokens.prompt import CompletionPrompt
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
 from spillway_gateway.upstream.forward import Body
@@ -20,12 +20,14 @@ class AnyBody(msgspec.Struct):
 
 class GenerateBody(msgspec.Struct):
     token_ids: list[Any]
+    sampling_params: Any = None
     model: str | None = None
     stream: bool | None = None
     cache_salt: Any = msgspec.UNSET
     kv_transfer_params: Any = msgspec.UNSET
 
 
+_LENGTH = 16  # vLLM's max_tokens where sampling_params name none
 _any = decoder_of(AnyBody)
 _generate = decoder_of(GenerateBody)
 
@@ -42,6 +44,8 @@ def parse_generate(body: Body) -> ParsedBody:
     """Token ids in, token ids out. Raises ClientBadRequest."""
     fields = read_body(_generate, body)
     prompt, other_tokens = first_of(fields.token_ids)
+    sampling = fields.sampling_params if isinstance(fields.sampling_params, dict) else {}
+    choices = choices_of(sampling.get("n"))
     return ParsedBody(
         model=fields.model,
         names_salt=fields.cache_salt is not msgspec.UNSET,
@@ -50,4 +54,6 @@ def parse_generate(body: Body) -> ParsedBody:
         other_tokens=other_tokens,
         counts_reply=bool(fields.stream),  # a stream is counted by its events; a plain reply reports no usage
         transfer_params=fields.kv_transfer_params,
+        choices=choices,
+        reply_tokens_max=reply_length(choices, sampling.get("max_tokens"), _LENGTH),
     )

@@ -80,8 +80,8 @@ def _kv_capacity(page: bytes) -> int | None:
 def _bytes_per_token(page: bytes) -> float | None:
     """Every token found below the device was copied to it, so the two totals give the size of one."""
     tokens = sum(_values(page, b"vllm:external_prefix_cache_hits_total"))
-    loaded = _loaded_bytes(page)
-    return loaded / tokens if tokens > 0 and loaded > 0 else None
+    size = _loaded_bytes(page) / tokens if tokens > 0 else 0.0
+    return size if 0 < size < float("inf") else None
 
 
 def _loaded_bytes(page: bytes) -> float:

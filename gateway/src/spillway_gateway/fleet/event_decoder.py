@@ -8,6 +8,7 @@ Unknown tags and fields are counted and skipped, so an engine upgrade does not s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,8 +135,9 @@ def decode_batch(payload: bytes) -> EventBatch:
             undecodable += 1
         else:
             events.append(event)
-    seconds = float(timestamp) if isinstance(timestamp, (int, float)) else 0.0
-    return EventBatch(seconds, events, undecodable)
+    # Not-a-number and infinities would compare wrongly with every later time.
+    known = isinstance(timestamp, (int, float)) and math.isfinite(timestamp)
+    return EventBatch(float(timestamp) if known else 0.0, events, undecodable)
 
 
 _STORED_FIELDS = (

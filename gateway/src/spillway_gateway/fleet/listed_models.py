@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 MODELS_BYTES_MAX = 4 * 1024 * 1024  # of the page; a longer one is not read
+LENGTH_MAX = 1 << 30  # tokens; what says more is no limit
 
 
 class _Card(msgspec.Struct):
@@ -41,8 +42,9 @@ class ListedModels:
         self.adapters = frozenset(card.id for card in cards if card.id and card.parent is not None)
 
     def prompt_tokens_max(self, model: str) -> int | None:
-        """max_model_len of the model's card, as vLLM reports it; None where the page has none."""
-        return next((card.max_model_len for card in self._cards if card.id == model and card.max_model_len), None)
+        """max_model_len of the model's card, as vLLM reports it; None where the page has none that is possible."""
+        given = (card.max_model_len for card in self._cards if card.id == model and card.max_model_len is not None)
+        return next((length for length in given if 0 < length <= LENGTH_MAX), None)
 
     @property
     def documents(self) -> list[dict[str, Any]]:

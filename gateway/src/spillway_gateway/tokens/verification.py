@@ -66,7 +66,7 @@ async def _tokenize(engine_url: str, session: aiohttp.ClientSession, body: dict[
             if reply.status != 200:
                 return None
             document = msgspec.json.decode(await reply.read())
-    except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
+    except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     tokens = document.get("tokens") if isinstance(document, dict) else None
     return tokens if isinstance(tokens, list) else None

@@ -14,6 +14,7 @@ import msgspec
 from spillway_gateway.upstream.forward import Body
 from spillway_gateway.upstream.junction import Junction, StopsAcross, held_back
 from spillway_gateway.upstream.sent_answer import Chunk, SentAnswer, decode_chunk, failure_of
+from spillway_gateway.upstream.usage import count
 
 PATH = b"/v1/completions"
 BODY_BYTES_MAX = 4 * 1024 * 1024  # decoded at once when an engine has failed
@@ -288,7 +289,7 @@ class ContinuedEvents:
     def _take_chunk(self, chunk: Chunk) -> bytes:
         if chunk.usage is not None:
             details = chunk.usage.get("prompt_tokens_details")
-            self.cached_tokens = details.get("cached_tokens") if isinstance(details, dict) else None
+            self.cached_tokens = count(details.get("cached_tokens")) if isinstance(details, dict) else None
         if not chunk.choices:
             self._fingerprint = chunk.system_fingerprint
             return b""

@@ -118,6 +118,8 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     the engine's name and the plain reply or its first events, for status 200. charged_tokens: counted against the
     tenant's quota besides the prompt's. on_end: called once with the reply's usage. asks_ids: the body asks the engine
     for token ids, which the client did not. session: that it belongs to. adapter: the LoRA adapter that the body names.
+    choices, reply_tokens_max: as in api/parsed_body.py. computes: False for what an engine has stored, whose tokens
+    were counted when it was computed.
     """
 
     path: bytes
@@ -140,3 +142,6 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     asks_ids: bool = False
     session: SessionKey | None = None
     adapter: str | None = None
+    choices: int = 1
+    reply_tokens_max: int | None = 0
+    computes: bool = True

@@ -59,6 +59,7 @@ class Relay:
     __slots__ = (
         "_attempt_status",
         "_attempt_trace",
+        "_chosen_at",
         "_client",
         "_coalescer",
         "_connection",
@@ -81,6 +82,7 @@ class Relay:
         self._coalescer = WriteCoalescer.of_running_loop()
         self._waits = RequestWaits(fleet, services, stream=request.stream)
         self._dispatched = False
+        self._chosen_at = 0.0  # the last engine
         self._connection: EngineConnection | None = None  # from the pool, during an attempt
         self._attempt_trace: AttemptTrace | None = None
         self._attempt_status = 0  # of the engine's reply
@@ -114,6 +116,8 @@ class Relay:
         except ClientDisconnected as error:
             if reply.ended and not isinstance(error, ClientStalled):
                 return  # SDKs disconnect at [DONE], before the reply's own end
+            if self.lease is not None:
+                reply.counts.abandoned(self.lease.engine, perf_counter() - self._chosen_at)
             phase = "after_first_byte" if waits.bytes_sent else "before_first_byte"
             services.metrics.disconnect(self._fleet.name, phase).inc()
             reply.status = 499
@@ -249,6 +253,7 @@ class Relay:
         finally:
             self._waits.abortable = False
         self.lease = lease
+        self._chosen_at = perf_counter()
         self._services.recent.decided(self._fleet.name, request.request_id, lease.decision)
         if lease.decision.session is not None:
             self._services.metrics.session(self._fleet.name, lease.decision.session.value).inc()

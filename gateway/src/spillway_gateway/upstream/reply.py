@@ -23,14 +23,14 @@ from spillway_gateway.upstream.continuing import Continuing
 from spillway_gateway.upstream.forward import Headers, header, reply_headers
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
 from spillway_gateway.upstream.reading import collect, next_events, read_to_end
+from spillway_gateway.upstream.reply_counts import ReplyCounts
 from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, failure_within, plain_failure, stream_failure
-from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, count_events, is_done, is_last_of_typed
-from spillway_gateway.upstream.usage import NO_USAGE, ReplyUsage, Usage, merged, usage_in_events, usage_in_reply
+from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, is_done, is_last_of_typed
+from spillway_gateway.upstream.usage import Usage
 from spillway_gateway.upstream.waits import RequestWaits
 
 logger = logging.getLogger(__name__)
 
-BYTES_PER_TOKEN = 4  # of a long plain reply without usage
 ERROR_REPLY_BYTES_MAX = 64 * 1024  # of a retryable error reply kept while another engine is tried
 IDS_BYTES_MAX = 48  # of an event for each token that its prompt is estimated to have
 
@@ -71,17 +71,15 @@ class Reply:
     __slots__ = (
         "_client",
         "_engine_failed",
-        "_events_sent",
         "_framer",
         "_last_chunk",
         "_model",
-        "_plain_bytes",
         "_request",
         "_send",
         "_services",
-        "_usage",
         "_waits",
         "continuing",
+        "counts",
         "ended",
         "error_code",
         "first_byte_seconds",
@@ -110,9 +108,7 @@ class Reply:
         self._framer: EventFramer | None = None  # of a reply that is a stream of events
         self._engine_failed = False  # the stream held an error event of the engine
         self._last_chunk = b""
-        self._events_sent = 0
-        self._plain_bytes = 0  # of a plain reply too long to be held back
-        self._usage: Usage | None = None
+        self.counts = ReplyCounts(request)
         self.ended = False
         self.status = 0
         self.error_code: str | None = None
@@ -122,7 +118,7 @@ class Reply:
     async def relay(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
         """Pass on a reply whose head has arrived. Raises UpstreamError for a failure of the engine; until
         waits.bytes_sent is set it may be retried."""
-        self._framer = None
+        self._framer, self.counts.streams = None, False
         if connection.status in RETRYABLE_STATUSES:
             body = await collect(connection, ERROR_REPLY_BYTES_MAX)
             if not connection.complete:
@@ -138,6 +134,7 @@ class Reply:
 
     async def _relay_events(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
         waits, send, continuing = self._waits, self._send, self.continuing
+        self.counts.streams = True
         framer = self._framer = EventFramer()
         if continuing is not None:
             framer = self._framer = EventFramer(EVENT_BYTES_MAX + IDS_BYTES_MAX * self._request.prompt.prompt_tokens)
@@ -212,10 +209,9 @@ class Reply:
                 raise EngineFailed(f"Engine {name} continued with what is no chunk: {error}") from error
             if continuing.failed_at is not None and answer.failure is None:
                 self._resumed(lease, continuing, loop_time() - continuing.failed_at, trace)
-            self._events_sent += count_events(passed)
-            self._usage = Usage(continuing.sent.prompt_tokens, answer.tokens, None)
+            cached_tokens = answer.cached_tokens if answer.done else None
+            self.counts.continued(passed, Usage(continuing.sent.prompt_tokens, answer.tokens, cached_tokens))
             if answer.done:
-                self._usage = Usage(continuing.sent.prompt_tokens, answer.tokens, answer.cached_tokens)
                 lease.succeeded()
                 self.ended = True
                 await self._finish(passed)
@@ -253,7 +249,7 @@ class Reply:
         continuing = self.continuing
         assert continuing is not None
         events = continuing.last_events()
-        self._usage = Usage(continuing.sent.prompt_tokens, len(continuing.sent.tokens), None)
+        self.counts.continued(b"", Usage(continuing.sent.prompt_tokens, len(continuing.sent.tokens), None))
         self.ended = True
         await self._finish(events)
         self._waits.answered = True
@@ -291,9 +287,7 @@ class Reply:
 
     def _read_events(self, lease: Lease, events: bytes) -> bool:
         """Take usage, errors and the end out of whole events. True when nothing follows them."""
-        self._events_sent += count_events(events)
-        if (usage := usage_in_events(events)) is not None:
-            self._add_usage(usage)
+        self.counts.read_events(lease.engine, events)
         if not self._engine_failed and failure_within(events):
             self._engine_failed = True
             lease.failed(time.monotonic())
@@ -322,8 +316,8 @@ class Reply:
         if self._request.on_reply is not None and status == 200:
             self._request.on_reply(lease.engine.name, body)
         if connection.complete:
-            if (usage := usage_in_reply(body)) is not None:
-                self._add_usage(usage)
+            if status == 200:
+                self.counts.read_plain(lease.engine, body)
             self._complete_headers(status, headers, lease)
             if not self._client.reply(status, headers, body):
                 await self._send_head(status, headers)
@@ -333,17 +327,13 @@ class Reply:
             _plain_succeeded(lease, status)
             return
         await self._start(status, headers, lease)
-        reader = ReplyUsage()
         while body:
             waits.bytes_sent = True
-            reader.feed(body)
-            self._plain_bytes += len(body)
+            self.counts.read_part(lease.engine, body)
             waits.sending = True
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
             waits.sending = False
             body = await connection.chunk()
-        if reader.usage is not None:
-            self._add_usage(reader.usage)
         _plain_succeeded(lease, status)
         await self._finish(b"")
 
@@ -407,28 +397,15 @@ class Reply:
 
     # -- usage -------------------------------------------------------------------------------------------------------
 
-    @property
-    def usage(self) -> Usage:
-        """Token counts as the reply reports them. A stream without usage is counted by its events, which hold one token
-        or a few each, and a long plain reply by its bytes."""
-        usage = self._usage or NO_USAGE
-        if usage.completion_tokens is None and self._framer is not None:
-            return usage._replace(completion_tokens=self._events_sent)
-        if self._usage is None and self._plain_bytes:
-            return usage._replace(completion_tokens=self._plain_bytes // BYTES_PER_TOKEN)
-        return usage
-
-    def _add_usage(self, usage: Usage) -> None:
-        self._usage = merged(self._usage, usage)
-
-    def count_cached(self, lease: Lease) -> None:
+    def count_cached(self, lease: Lease | None) -> None:
         """Once, at the end: what routing expected to be cached and what the engine reports.
 
         vLLM leaves the number out where it is 0, as an engine that is not to report it does always.
         """
-        usage, engine = self._usage, lease.engine
-        if usage is None or usage.prompt_tokens is None:
+        usage = self.counts.reported
+        if lease is None or usage is None or usage.prompt_tokens is None:
             return
+        engine = lease.engine
         cached = usage.cached_tokens
         if cached:
             engine.reports_cached_tokens = True

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from array import array
 from collections import deque
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 TEXTS_MAX = 48  # chunks with text that are kept, the last ones
 GROWTH_TOKENS = 1024  # between two requests for room
@@ -21,11 +22,11 @@ _TEXT = rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"'
 # What vLLM 0.23 to 0.32 write for one more token of one choice.
 _USUAL = {
     True: re.compile(
-        rb'"delta":\{"content":' + _TEXT + rb'\},"logprobs":null,"finish_reason":null,"token_ids":(\[(\d+)\])'
+        rb'"delta":\{"content":' + _TEXT + rb'\},"logprobs":null,"finish_reason":null,"token_ids":(\[(\d{1,9})\])'
     ),
     False: re.compile(
         rb'"text":' + _TEXT + rb',"logprobs":null,"finish_reason":null,"stop_reason":null,'
-        rb'"prompt_token_ids":null,"token_ids":(\[(\d+)\])'
+        rb'"prompt_token_ids":null,"token_ids":(\[(\d{1,9})\])'
     ),
 }
 # Quotes inside a JSON string are escaped, so generated text is never taken for one of these.
@@ -58,6 +59,9 @@ class KeptBytes:
         self.taken -= back
 
 
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]  # what an array of unsigned numbers takes
+
+
 class Choice(msgspec.Struct):
     """Of a chunk; text: of completions, delta: of chat."""
 
@@ -66,7 +70,7 @@ class Choice(msgspec.Struct):
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
 
 
 class Chunk(msgspec.Struct):

@@ -3,27 +3,31 @@
 Reads whole events (sse.py) and plain replies of any length. Three shapes: OpenAI's `usage` with prompt_tokens and
 completion_tokens, the same object under `response` in the Responses API, and Anthropic's input_tokens and
 output_tokens, in a stream also under `message`.
+
+What an engine says is bounded: a tenant's limits, metrics and the audit log go by it. A count that is none (a negative,
+a fraction, a text), or more than the engine can have computed, is as one that is not reported.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+COUNT_MAX = 1 << 31  # tokens; more than any request has
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: _PromptDetails | None = None
-    cache_read_input_tokens: int | None = None
+    """Of any values: one that is no count leaves the others."""
+
+    prompt_tokens: Any = None
+    completion_tokens: Any = None
+    prompt_tokens_details: Any = None
+    input_tokens: Any = None
+    output_tokens: Any = None
+    input_tokens_details: Any = None
+    cache_read_input_tokens: Any = None
+    cache_creation_input_tokens: Any = None
 
 
 class _Holder(msgspec.Struct):
@@ -109,6 +113,18 @@ def merged(before: Usage | None, usage: Usage) -> Usage:
     return Usage(*(new if new is not None else old for new, old in zip(usage, before, strict=True)))
 
 
+def within(usage: Usage, prompt_tokens_max: int, reply_tokens_max: int) -> Usage:
+    """The counts that a prompt and a reply of up to these lengths can have."""
+    prompt, completion, cached = usage
+    if prompt is not None and prompt > prompt_tokens_max:
+        prompt = None
+    if completion is not None and completion > reply_tokens_max:
+        completion = None
+    if cached is not None and cached > (prompt_tokens_max if prompt is None else prompt):
+        cached = None
+    return Usage(prompt, completion, cached)
+
+
 def _usage_in(document: bytes) -> Usage | None:
     try:
         reply = _decode(document)
@@ -145,15 +161,21 @@ def _object_at(data: bytes, mark: int) -> tuple[Usage | None, bool]:
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 
+def count(value: object) -> int | None:
+    """A number of tokens that an engine gave; None where it is none."""
+    return value if type(value) is int and 0 <= value <= COUNT_MAX else None
+
+
 def _counts(usage: _Usage) -> Usage:
-    cached = None
+    prompt, completion = count(usage.prompt_tokens), count(usage.completion_tokens)
+    if prompt is None:
+        prompt = count(usage.input_tokens)
+    if completion is None:
+        completion = count(usage.output_tokens)
     details = usage.prompt_tokens_details or usage.input_tokens_details
-    if details is not None:
-        cached = details.cached_tokens
-    elif usage.cache_read_input_tokens is not None:
-        cached = usage.cache_read_input_tokens
-    return Usage(
-        usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens,
-        usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens,
-        cached,
-    )
+    if isinstance(details, dict):
+        return Usage(prompt, completion, count(details.get("cached_tokens")))
+    cached = count(usage.cache_read_input_tokens)
+    if prompt is not None:  # Anthropic's input_tokens are those that no cache served
+        prompt += (cached or 0) + (count(usage.cache_creation_input_tokens) or 0)
+    return Usage(prompt, completion, cached)
