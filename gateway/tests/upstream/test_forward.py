@@ -25,7 +25,16 @@ def test_internal_and_hop_by_hop_headers_of_callers_are_dropped() -> None:
 
     assert head == (
         b"POST /v1/completions HTTP/1.1\r\nhost: engine:8100\r\ntraceparent: 00-abc\r\nauthorization: Bearer k\r\n"
-        b"x-request-id: mine\r\ncontent-length: 12\r\n\r\n"
+        b"accept-encoding: identity\r\nx-request-id: mine\r\ncontent-length: 12\r\n\r\n"
+    )
+
+
+def test_no_client_agrees_with_an_engine_on_a_form_that_the_gateway_does_not_read() -> None:
+    asked = ("Accept-Encoding", "Range", "If-Range", "If-None-Match", "If-Modified-Since", "If-Match", "TE", "Trailer")
+    head = request_head(b"/", b"e", [(name.lower().encode(), b"gzip") for name in asked], 1, b"id")
+
+    assert head == (
+        b"POST / HTTP/1.1\r\nhost: e\r\naccept-encoding: identity\r\nx-request-id: id\r\ncontent-length: 1\r\n\r\n"
     )
 
 

@@ -350,7 +350,7 @@ class _Place:
         self.relay: Relay | None = None
 
     def leave(self) -> None:
-        """Give the place back, also where what the request took cannot be told."""
+        """Give the place back, also if what the request took is not known."""
         settlement = NOTHING_OWED
         try:
             settlement = self._settlement()

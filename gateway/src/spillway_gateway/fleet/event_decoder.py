@@ -136,8 +136,8 @@ def decode_batch(payload: bytes) -> EventBatch:
         else:
             events.append(event)
     # Not-a-number and infinities would compare wrongly with every later time.
-    known = isinstance(timestamp, (int, float)) and math.isfinite(timestamp)
-    return EventBatch(float(timestamp) if known else 0.0, events, undecodable)
+    seconds = float(timestamp) if isinstance(timestamp, (int, float)) else 0.0
+    return EventBatch(seconds if math.isfinite(seconds) else 0.0, events, undecodable)
 
 
 _STORED_FIELDS = (

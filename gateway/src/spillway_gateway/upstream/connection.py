@@ -14,6 +14,7 @@ from typing import cast
 import httptools
 
 from spillway_gateway.errors import EngineBadReply, EngineDisconnected, UpstreamError
+from spillway_gateway.upstream.content_encoding import Inflater, inflater_of
 from spillway_gateway.upstream.forward import Body, Headers
 from spillway_gateway.write_coalescing import WriteCoalescer
 
@@ -50,6 +51,7 @@ class EngineConnection(asyncio.Protocol):
         self._complete = False
         self._keep_alive = False
         self._framed = False  # by length or chunks; otherwise the end of the connection ends the body
+        self._inflater: Inflater | None = None
         self._fault: str | None = None  # that only this parser's callbacks see
 
     # -- use ---------------------------------------------------------------------------------------------------------
@@ -101,7 +103,22 @@ class EngineConnection(asyncio.Protocol):
             await self._wait()
 
     async def chunk(self) -> bytes:
-        """All body bytes that have arrived, or b"" at the end. Raises EngineDisconnected on a broken body."""
+        """All body bytes that have arrived, without their compression; b"" at the end. Raises EngineDisconnected on a
+        broken body, and EngineBadReply."""
+        inflater = self._inflater
+        if inflater is None:
+            return await self._arrived()
+        while True:
+            while inflater.pending:
+                if piece := inflater.more():
+                    return piece
+            data = await self._arrived()
+            if not data:
+                inflater.end()
+                return b""
+            inflater.feed(data)
+
+    async def _arrived(self) -> bytes:
         while not self._chunks:
             if self._complete:
                 return b""
@@ -119,7 +136,7 @@ class EngineConnection(asyncio.Protocol):
     @property
     def complete(self) -> bool:
         """The whole reply has arrived and been taken."""
-        return self._complete and not self._chunks
+        return self._complete and not self._chunks and (self._inflater is None or self._inflater.finished)
 
     def abort(self) -> None:
         """Close now. The engine cancels the request that runs on the connection."""
@@ -219,6 +236,19 @@ class EngineConnection(asyncio.Protocol):
         self._framed = self._complete or any(
             name in (b"content-length", b"transfer-encoding") for name, _ in self.headers
         )
+        encodings = [value for name, value in self.headers if name == b"content-encoding"]
+        if encodings and not self._complete:
+            self._uncompress(encodings)
+
+    def _uncompress(self, encodings: list[bytes]) -> None:
+        try:
+            self._inflater = inflater_of(encodings)
+        except EngineBadReply as error:
+            self._head_done = False
+            self._fault = error.message
+            return
+        described = (b"content-encoding", b"content-length") if self._inflater is not None else (b"content-encoding",)
+        self.headers = [pair for pair in self.headers if pair[0] not in described]
 
     def on_body(self, body: bytes) -> None:
         if self._complete or not self._head_done:

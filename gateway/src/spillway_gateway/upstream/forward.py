@@ -20,9 +20,25 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
+# The gateway reads replies, for usage, errors and ends: no client may agree with an engine on another encoding, on a
+# part of a reply, or on none.
+_OF_THE_REPLYS_FORM = frozenset(
+    {
+        b"accept-encoding",
+        b"range",
+        b"if-range",
+        b"if-match",
+        b"if-none-match",
+        b"if-modified-since",
+        b"if-unmodified-since",
+        b"a-im",
+    }
+)
 # Set by the gateway itself, or refused from callers: the rank would let a client pick a worker, and the internal
 # headers would let it pose as the gateway.
-_DROPPED_FROM_CALLERS = HOP_BY_HOP | {b"host", b"content-length", b"expect", RANK_HEADER, b"x-request-id"}
+_DROPPED_FROM_CALLERS = (
+    HOP_BY_HOP | _OF_THE_REPLYS_FORM | {b"host", b"content-length", b"expect", RANK_HEADER, b"x-request-id"}
+)
 _INTERNAL_PREFIX = b"x-spillway-"
 _REPLY_DROPPED = HOP_BY_HOP | {b"date", b"server"}
 
@@ -50,7 +66,7 @@ def request_head(
         lines.append(name + b": " + value)
     if rank is not None:
         lines.append(RANK_HEADER + b": %d" % rank)
-    lines.append(b"x-request-id: " + request_id)
+    lines.append(b"accept-encoding: identity\r\nx-request-id: " + request_id)
     lines.append(b"content-length: %d\r\n\r\n" % body_bytes)
     return b"\r\n".join(lines)
 
