@@ -99,6 +99,18 @@ def test_an_engine_of_other_weights_does_not(tier: Tier, open_side: Open, tmp_pa
     assert look_up(other, other.request("reader"), range(3)) == [LookupResult.MISS] * 3
 
 
+def test_an_engine_whose_weights_are_unknown_serves_without_the_tier(
+    tier: Tier, open_side: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_model(tmp_path / "unknown", b"weights")
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    side = open_side(tier, rows=ROWS, model=model)
+    stored(side, range(3))
+    assert look_up(side, side.request("reader"), range(3)) == [LookupResult.MISS] * 3
+    assert "rests: model" in caplog.text and "holds no file of weights" in caplog.text
+
+
 def test_by_class_name_and_module_path(open_side: Open, tmp_path: Path) -> None:
     entry = {
         "type": "SpillwayNvmeTier",

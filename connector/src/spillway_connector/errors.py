@@ -2,6 +2,7 @@
 
     SpillwayError
     |-- ConfigError              a setting is wrong: the message names it and the remedy
+    |   `-- WeightsUnknown       what a model was loaded from is unknown -> nothing is shared
     |-- UnsupportedEngine        this vLLM is not one the connector can serve in
     |-- HostMemoryError          the CPU tier's memory cannot be had
     |-- PlanError                block ids and rows do not fit together     -> the copy is refused, recompute
@@ -49,6 +50,10 @@ class SpillwayError(Exception):
 
 class ConfigError(SpillwayError):
     """A setting cannot work. The message names the setting, the given value, what is needed and the remedy."""
+
+
+class WeightsUnknown(ConfigError):
+    """What the model's weights are cannot be distinguished from others', so its KV must not be shared."""
 
 
 class UnsupportedEngine(SpillwayError):

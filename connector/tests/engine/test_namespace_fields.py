@@ -244,6 +244,20 @@ def test_another_vllm_or_torch_or_plugin_is_another_namespace(model: Path, monke
     assert len(seen) == 4
 
 
+def test_another_transformers_is_another_namespace(model: Path, monkeypatch: pytest.MonkeyPatch):
+    """It computes models without vLLM's own code, and its processors turn media into a model's input."""
+    installed = namespace_fields.importlib.metadata.version
+    config = engine(model)
+    seen = {namespace(config).hex}
+    for name in ("transformers", "pillow"):  # no media here
+        monkeypatch.setattr(
+            namespace_fields.importlib.metadata, "version", lambda of, name=name: "9" if of == name else installed(of)
+        )
+        seen.add(namespace(config).hex)
+    assert len(seen) == 2
+    assert namespace_fields.media_versions()["pillow"] == "9"
+
+
 def test_weights_that_differ_in_one_byte(tmp_path: Path, model: Path):
     other = write_tiny_llama(tmp_path / "other", weights=b"\1" * 63 + b"\2")
     assert namespace(engine(model)).hex != namespace(engine(other)).hex
@@ -491,19 +505,3 @@ def test_weights_that_cannot_be_identified_are_refused(model: Path, monkeypatch:
     with pytest.raises(ConfigError, match="name the weights' version"):
         namespace(config)
     assert namespace(config, weights_version="7").hex != namespace(config, weights_version="8").hex
-
-
-def test_a_drafter_counts_by_its_weights(tmp_path: Path, model: Path):
-    class Drafter:
-        revision = None
-        model_weights = ""
-
-        def __init__(self, weights: bytes) -> None:
-            self.model = str(write_tiny_llama(tmp_path / weights.hex()[:4], weights))
-
-    config = engine(model)
-    identities = set()
-    for weights in (b"\1" * 64, b"\2" * 64):
-        config.speculative_config = type("Speculative", (), {"draft_model_config": Drafter(weights)})
-        identities.add(namespace_fields._drafter_identity(config, pinned=False))
-    assert len(identities) == 2

@@ -17,7 +17,7 @@ from spillway_connector.engine.kv_layout import write_layout
 from spillway_connector.engine.samples import Samples, sample_key
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.engine.transports import OpenTransport
-from spillway_connector.errors import ConfigError
+from spillway_connector.errors import ConfigError, WeightsUnknown
 from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.testing.memory import mapped_bytes
 
@@ -98,6 +98,28 @@ def test_without_a_shared_tier_this_process_touches_no_row(region: HostRegion):
     make_spec(region, tiers=0).get_manager()
     assert region._populating is None
     assert mapped_bytes(region.address) == 0
+
+
+def test_an_engine_whose_weights_are_unknown_serves_without_its_shared_tiers(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    spec = make_spec(region, tiers=2)
+    built: list[_Tier] = []
+    ended: list[_Tier] = []
+
+    def create(config: object, view: memoryview) -> SecondaryTierManager:
+        if built:
+            raise WeightsUnknown("model 'm': its folder holds no file of weights")
+        built.append(_Tier())
+        monkeypatch.setattr(built[0], "shutdown", lambda: ended.append(built[0]))
+        return built[0]
+
+    monkeypatch.setattr(spec, "_create_tier", create)
+    manager = spec.get_manager()
+    assert manager.secondary_tiers == []
+    assert ended == built
+    assert spec.not_shared == "model 'm': its folder holds no file of weights"
+    assert "serves without its shared tiers: model 'm'" in caplog.text
 
 
 def test_a_shared_tier_hears_how_the_workers_registered_their_caches(region: HostRegion):

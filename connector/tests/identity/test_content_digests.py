@@ -56,6 +56,16 @@ def test_read_once_and_remembered(tmp_path: Path, reads: list[str]):
     assert reads == ["a.bin"]
 
 
+def test_files_of_one_name_in_two_folders_are_remembered_apart(tmp_path: Path, reads: list[str]):
+    paths = []
+    for folder in ("encoder", "decoder"):
+        (tmp_path / folder).mkdir()
+        paths.append(write_old(tmp_path / folder / "a.bin", folder.encode()))
+    first = digests_of(paths, [tmp_path], now_ns=in_a_minute)
+    assert digests_of(paths, [tmp_path], now_ns=in_a_minute) == first
+    assert len(set(first.values())) == len(reads) == 2
+
+
 def test_a_copy_with_other_times_has_the_same_digest(tmp_path: Path):
     for name in ("node-1", "node-2"):
         (tmp_path / name).mkdir()

@@ -118,6 +118,17 @@ def changed(*path: str, value: Any) -> dict[str, Any]:
     return config
 
 
+def test_an_engine_that_cannot_tell_its_weights_says_why_it_shares_nothing() -> None:
+    why = r"""model '/m': it holds no file of weights, so its KV must not be shared; name \"it\" """.strip()
+    silent = engine(
+        PAGE.replace("spillway_tier", "x"), settings=held({**CORE, "shared_tiers": "none", "not_shared": why})
+    )
+    finding = found("shared tier", silent)
+    assert (finding.verdict, finding.found) == (Verdict.FAILED, f"not used: {why}".replace("\\", ""))
+    assert "weightsVersion" in finding.change
+    assert found("shared tiers", silent).verdict == Verdict.OK
+
+
 def test_a_healthy_release_has_no_failure_whatever_its_counters_were_once() -> None:
     findings = judge(gateway(), [engine()], 5.0)
     assert {each.verdict for each in findings} == {Verdict.OK}

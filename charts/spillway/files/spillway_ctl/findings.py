@@ -155,7 +155,7 @@ def _chunk_tokens(engine: EngineReading) -> str | None:
 
 def _tiers(engine: EngineReading) -> str | None:
     own = engine.setting("offload", "sharedTier", "type")
-    if own is None:
+    if own is None or engine.held("not_shared"):
         return None
     others = [str(tier.get("type")) for tier in mappings(engine.setting("offload", "extraTiers"))]
     return ",".join([*([] if own == "none" else [str(own)]), *others]) or "none"
@@ -235,6 +235,11 @@ def _shared_tier(engine: EngineReading, window_seconds: float) -> Finding:
         return Finding(name, engine.name, Verdict.OK, "none is configured")
     if page is None:
         return Finding(name, engine.name, Verdict.NOT_CHECKED, "it shows no /metrics")
+    if reasons := set(engine.held("not_shared").values()):
+        change = (
+            "load the model from a folder or a hub's cache, or set offload.weightsVersion; see Weights and adapters"
+        )
+        return Finding(name, engine.name, Verdict.FAILED, f"not used: {'; '.join(sorted(reasons))}", change)
     ready = page.series("spillway_tier_ready")
     if not ready:
         return Finding(name, engine.name, Verdict.NOT_CHECKED, NO_REPORT)

@@ -49,6 +49,7 @@ class ConnectorBase(OffloadingConnector):
         half = self._half
         self.adapters = half.adapters
         cache_config = self._vllm_config.cache_config
+        not_shared = self._spec.not_shared if isinstance(self._spec, SpecBase) else None
         half.manager.process_settings = ProcessSettings(
             ENGINE_CORE,
             {
@@ -58,6 +59,7 @@ class ConnectorBase(OffloadingConnector):
                 "max_model_len": self._vllm_config.model_config.max_model_len,
                 "device_blocks": self._kv_cache_config.num_blocks,
                 "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",
+                **({} if not_shared is None else {"not_shared": not_shared}),
             },
         )
         install_adapter_hooks()

@@ -35,18 +35,33 @@ from spillway_connector.engine.config_fields import (
     HF_CONFIG_LEFT_OUT,
     ROPE_TYPES_OF_ANY_LENGTH,
 )
+from spillway_connector.engine.weights_identity import weights_facts
 from spillway_connector.errors import ConfigError
-from spillway_connector.identity.content_digests import digests_of
-from spillway_connector.identity.model import cache_folders_of, folder_identity, sampled_identity
 from spillway_connector.plan.geometry import ChunkGeometry
 
-NAMESPACE_VERSION = 2  # of the document's fields
+NAMESPACE_VERSION = 3  # of the document's fields
 LAYOUT_VERSION = 1  # of how a row is filled (copy_layout in each generation's handlers.py)
 _REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 # Credentials change no byte, and every reader of the store can read the document.
 _SECRET = re.compile(r"secret|password|credential|(api|access)_?key|(api|auth|access|hf)_?token", re.IGNORECASE)
 # Of a plugin's variables: where a process is and what it writes down.
 _OF_A_PLACE = re.compile(r"_(PORT|IP|HOST|PATH|DIR|RANK|LOG[A-Z]*)(_|$)")
+# Their resampling and decoding differ between versions.
+_MEDIA_PACKAGES = (
+    "av",
+    "decord",
+    "librosa",
+    "mistral_common",
+    "opencv-python",
+    "opencv-python-headless",
+    "pillow",
+    "soundfile",
+    "soxr",
+    "timm",
+    "torchaudio",
+    "torchcodec",
+    "torchvision",
+)
 _PLUGIN_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 
 
@@ -105,7 +120,7 @@ def namespace_facts(
     facts = {
         "namespace_version": NAMESPACE_VERSION,
         "layout_version": LAYOUT_VERSION,
-        "weights": weights_identity(vllm_config, pinned=weights_version is not None),
+        **weights_facts(vllm_config, pinned=weights_version is not None),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(cache.cache_dtype),
@@ -136,14 +151,10 @@ def namespace_facts(
         "config": config,
         **context_length_facts(model),
         "environment": environment_facts(os.environ),
-        "versions": version_facts(),
+        "versions": version_facts() | (media_versions() if model.multimodal_config is not None else {}),
     }
     if weights_version is not None:
         facts["weights_version"] = weights_version
-    if (drafter := _drafter_identity(vllm_config, weights_version is not None)) is not None:
-        facts["drafter"] = drafter
-    if (scales := getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)) is not None:
-        facts["encoder_scales"] = digests_of([Path(scales)])[Path(scales)]
     return facts
 
 
@@ -155,50 +166,6 @@ def _placement(tensor: Any, num_blocks: int) -> Any:
     if tensor.block_stride * num_blocks == tensor.size:  # a block holds all layers
         placement |= {"layer_stride": tensor.layer_stride, "offset": tensor.offset}
     return placement
-
-
-def weights_identity(vllm_config: VllmConfig, *, pinned: bool = False) -> str:
-    """A digest of what a model is loaded from, or the immutable revision of one fetched from a hub.
-
-    pinned: an operator has named the weights' version, so a sample will do. Raises ConfigError.
-    """
-    model = vllm_config.model_config
-    if vllm_config.load_config.load_format == "dummy":
-        return f"dummy:{model.model}:seed{model.seed}"
-    return _identity_of(model.model_weights or model.model, model.revision, pinned)
-
-
-def _drafter_identity(vllm_config: VllmConfig, pinned: bool) -> str | None:
-    speculative = vllm_config.speculative_config
-    drafter = getattr(speculative, "draft_model_config", None)
-    if drafter is None or drafter.model == vllm_config.model_config.model:
-        return None
-    return _identity_of(drafter.model_weights or drafter.model, drafter.revision, pinned)
-
-
-def _identity_of(name: str, revision: str | None, pinned: bool) -> str:
-    place = Path(name)
-    if place.exists():
-        try:
-            return sampled_identity(place) if pinned else folder_identity(place, cache_folders_of(place))
-        except OSError as error:
-            raise ConfigError(f"model {name!r}: its weights cannot be read for their identity: {error}") from error
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        config_file = try_to_load_from_cache(name, "config.json", revision=revision)
-    except HFValidationError:
-        config_file = None
-    if not isinstance(config_file, str):
-        if pinned:
-            return f"named:{name}"
-        raise ConfigError(
-            f"model {name!r} is neither a folder nor in the hub's cache, so its weights cannot be distinguished from "
-            "others' and its KV must not be shared; give a folder, name the weights' version (weights_version), or "
-            "turn the shared tier off"
-        )
-    return f"hub:{name}@{Path(config_file).parent.name}"
 
 
 def context_length_facts(model: Any) -> dict[str, Any]:
@@ -238,18 +205,30 @@ def environment_facts(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def version_facts() -> dict[str, str]:
-    """Of what computes: vLLM, torch, and whatever is plugged into vLLM. Spillway's own does not count."""
+    """Of what computes: vLLM, torch, transformers (models without vLLM's own code, processors), and whatever is
+    plugged into vLLM. Spillway's own does not count."""
     import vllm
 
-    versions = {"vllm": vllm.__version__, "torch": torch.__version__}
+    versions = {"vllm": vllm.__version__, "torch": torch.__version__, **_versions_of("transformers")}
     for group in _PLUGIN_GROUPS:
         for entry in importlib.metadata.entry_points(group=group):
             if entry.dist is not None and not entry.dist.name.startswith("spillway"):
                 versions[entry.dist.name] = entry.dist.version
     if current_platform.device_type == "npu":
-        for name in ("torch_npu", "vllm_ascend"):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                versions[name] = importlib.metadata.version(name)
+        versions |= _versions_of("torch_npu", "vllm_ascend")
+    return versions
+
+
+def media_versions() -> dict[str, str]:
+    """Of what turns images, video and sound into a model's input: a block's key holds what the client sent."""
+    return _versions_of(*_MEDIA_PACKAGES)
+
+
+def _versions_of(*names: str) -> dict[str, str]:
+    versions = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return versions
 
 

@@ -38,7 +38,7 @@ from spillway_connector.engine.process_settings import (
 from spillway_connector.engine.stages import StageFacts, agree
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.engine.transports import OpenTransport, copy_path, open_transport, transport_name
-from spillway_connector.errors import ConfigError
+from spillway_connector.errors import ConfigError, WeightsUnknown
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.copies import CopyLayout
 from spillway_connector.plan.geometry import ROW_ALIGNMENT_BYTES, ChunkGeometry
@@ -50,7 +50,8 @@ class SpecBase(OffloadingSpec):
     """Device -> CPU tier -> shared tiers.
 
     registered_layout: in a worker, before its caches are registered: how they lie in memory. transport and
-    process_settings: in a worker, once they are.
+    process_settings: in a worker, once they are. not_shared: in the scheduler's process, once its manager is there: why
+    the shared tiers are not used, in a sentence.
     """
 
     BLOCK_SIZE_ALIGNMENT = ROW_ALIGNMENT_BYTES
@@ -60,6 +61,7 @@ class SpecBase(OffloadingSpec):
     registered_layout: Mapping[str, Any] | None = None
     transport: OpenTransport | None = None
     process_settings: ProcessSettings | None = None
+    not_shared: str | None = None
 
     def _begin(
         self,
@@ -147,7 +149,7 @@ class SpecBase(OffloadingSpec):
                 self._layouts = read_layouts(
                     view.cast("B"), self.geometry.layout_bytes, self.geometry.num_ranks, self.geometry.stages
                 )
-            tiers = [self._create_tier(config, view) for config in self.secondary_tier_configs]
+            tiers = self._create_tiers(view)
             if tiers:
                 # Their threads fill rows in this process: 94 MB of rows never touched took 35 ms longer than others.
                 region.populate_behind()
@@ -166,6 +168,20 @@ class SpecBase(OffloadingSpec):
                 ", ".join(tier.tier_type for tier in tiers) or "none",
             )
         return self._manager
+
+    def _create_tiers(self, view: memoryview) -> list[SecondaryTierManager]:
+        """None of them where the model's weights cannot be distinguished from others': the engine serves without."""
+        tiers: list[SecondaryTierManager] = []
+        try:
+            for config in self.secondary_tier_configs:
+                tiers.append(self._create_tier(config, view))
+        except WeightsUnknown as reason:
+            for tier in tiers:
+                tier.shutdown()
+            self.not_shared = str(reason)
+            logger.error("Spillway: this engine serves without its shared tiers: %s", reason)
+            return []
+        return tiers
 
     def _create_tier(self, config: dict[str, object], view: memoryview) -> SecondaryTierManager:
         tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(config, view, self)

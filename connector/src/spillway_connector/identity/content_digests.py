@@ -54,8 +54,10 @@ def digests_of(
     """`blake3:<64 hex>` or `sha256:<64 hex>` of each file's bytes.
 
     A file of a hub's cache is a link to a blob that is named by its SHA-256, which is taken as it is. Others are read
-    once; `cache_folders`: where digests are cached, the first that can be written to. Raises OSError.
+    once; `cache_folders`: where digests are cached, the first that can be written to; names in it are relative to the
+    first of them. Raises OSError.
     """
+    names = {path: _name_in_cache(path, cache_folders) for path in paths}
     found = {path: named for path in paths if (named := _named_by_the_hub(path)) is not None}
     rest = [path for path in paths if path not in found]
     if not rest:
@@ -65,7 +67,7 @@ def digests_of(
         states = {path: FileState.of(path) for path in rest}
         wanted = []
         for path in rest:
-            entry = cached.get(path.name)
+            entry = cached.get(names[path])
             if entry is not None and entry[0] == states[path]:
                 found[path] = entry[1]
             else:
@@ -74,7 +76,7 @@ def digests_of(
             began_ns = now_ns()
             found |= _read(wanted, states)
             settled = {
-                path.name: (states[path], found[path])
+                names[path]: (states[path], found[path])
                 for path in rest
                 if max(states[path].mtime_ns, states[path].ctime_ns) < began_ns - _TIMES_SETTLE_NS
             }
@@ -121,11 +123,23 @@ def _piece_digest(path: Path, start: int) -> bytes:
     return digest.digest()
 
 
+def _name_in_cache(path: Path, cache_folders: Sequence[Path]) -> str:
+    """Two files of one name may lie in two subfolders."""
+    if cache_folders and path.is_relative_to(cache_folders[0]):
+        return path.relative_to(cache_folders[0]).as_posix()
+    return path.name
+
+
+def is_a_blob_of_the_hub(path: Path) -> bool:
+    """Whether a file is a link into the blobs of a hub's cache. Raises OSError."""
+    return path.is_symlink() and path.resolve(strict=True).parent.name == "blobs"
+
+
 def _named_by_the_hub(path: Path) -> str | None:
-    if not path.is_symlink():
+    if not is_a_blob_of_the_hub(path):
         return None
     blob = path.resolve(strict=True)
-    return f"sha256:{blob.name}" if blob.parent.name == "blobs" and _HUB_BLOB.fullmatch(blob.name) else None
+    return f"sha256:{blob.name}" if _HUB_BLOB.fullmatch(blob.name) else None
 
 
 class _Cache:

@@ -40,7 +40,9 @@ from spillway_connector.engine.stock.stats import take_stats, tier_metric_defini
 from spillway_connector.engine.tenancy import tenant_of
 from spillway_connector.engine.tier_stats import TierReport
 from spillway_connector.engine.v030.tier_adapter import remote_store_source
-from spillway_connector.errors import ConfigError
+from spillway_connector.errors import ConfigError, WeightsUnknown
+from spillway_connector.namespace import Namespace
+from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import NO_TENANT
 from spillway_connector.transfer.jobs import JobOutcome
 from spillway_connector.transfer.lookups import Lookup
@@ -86,19 +88,30 @@ class StockTier(SecondaryTierManager):
             )
         assert primary_kv_view.strides is not None
         self._row_bytes = primary_kv_view.strides[0]
-        namespace = stock_namespace(offloading_spec, engine, self._row_bytes)
         self._engine: EngineObjects | None = engine
         self._rows = primary_kv_view.cast("B")
         self._limits = config.limits
+        not_shared = None
+        try:
+            namespace = stock_namespace(offloading_spec, engine, self._row_bytes)
+            tier = open_tier(config, namespace, self._row_bytes)
+        except WeightsUnknown as reason:  # the engine serves without the tier
+            not_shared = str(reason)
+            namespace = Namespace.of({"weights": "unknown"})
+            tier = MemoryTier(namespace, self._row_bytes, MemoryStore(0))
         self._shared = SharedTier(
-            open_tier(config, namespace, self._row_bytes),
+            tier,
             rows=self._rows,
             row_bytes=self._row_bytes,
             payload_bytes=self._row_bytes,
             limits=config.limits,
         )
         self._report = TierReport(tier_type, self._shared)
-        logger.info("Shared tier %s in vLLM's own tiering: namespace %s", tier_type, namespace.hex)
+        if not_shared is None:
+            logger.info("Shared tier %s in vLLM's own tiering: namespace %s", tier_type, namespace.hex)
+        else:
+            self._shared.weights_changed()  # neither loads nor stores
+            logger.error("Shared tier %s rests: %s", tier_type, not_shared)
 
     @classmethod
     @abstractmethod
