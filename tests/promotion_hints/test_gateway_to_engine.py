@@ -19,15 +19,20 @@ from stack_driver.deadlines import eventually
 
 from spillway_engine.middleware import ReadinessMiddleware
 from spillway_engine.pod_channel import PodBrief
+from spillway_gateway.access.keys import hash_key
 from spillway_gateway.testing.fake_engine import FakeEngine, Seen
 from spillway_gateway.testing.faults import HoldInStream
 from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.upstream.promotion_hints import PATH
+from spillway_settings.tenant_salts import tenant_salt
 
 BLOCK, STORE = 16, "nvme/0123456789abcdef"
 KNOWN = list(range(1000, 1000 + 2 * BLOCK))  # two blocks in the shared tier
 PROMPT = [*KNOWN, *range(5 * BLOCK)]
 ENGINE_KEY = "sk-engine"
+CLIENT_KEY = "sk-client-0123456789abcdef"
+SECRET = "0123456789abcdef" * 4
+SALT = tenant_salt(SECRET.encode(), "search", None)  # of the tenant's blocks, in the hash of the first one
 
 
 class Core:
@@ -68,11 +73,14 @@ async def full_gateway(engine: FakeEngine, folder: Path, key: str) -> AsyncItera
     """A gateway process whose only engine has room for one request and works on it; KNOWN is in its shared tier."""
     publisher = engine.publisher
     assert publisher is not None
-    publisher.stored([1, 2], None, KNOWN, BLOCK)
+    publisher.stored([1, 2], None, KNOWN, BLOCK, extra_keys=[[SALT], None])
     publisher.stored([1, 2], None, [], 0, medium=STORE)
     publisher.removed([1, 2])
-    key_file = folder / "key"
-    key_file.write_text(key)
+    keys = {"tenants": [{"name": "search", "keys": [hash_key(CLIENT_KEY)]}]}
+    (folder / "keys.yaml").write_text(json.dumps(keys))
+    (folder / "salt").write_text(SECRET)
+    (folder / "engine-key").write_text(key)
+    files = {"keysFile": "keys.yaml", "saltSecretFile": "salt", "engineKeyFile": "engine-key"}
     entry = {"name": engine.name, "url": engine.url, "kvEvents": publisher.events_url, "kvReplay": publisher.replay_url}
     gateway = Replica(
         "gateway",
@@ -80,7 +88,7 @@ async def full_gateway(engine: FakeEngine, folder: Path, key: str) -> AsyncItera
         {
             "listen": {"host": "127.0.0.1", "port": 0, "opsPort": 0},
             "models": [{"name": engine.model, "engines": [entry]}],
-            "auth": {"engineKeyFile": str(key_file)},
+            "auth": {setting: str(folder / file) for setting, file in files.items()},
             "admission": {"requestsPerEngineMax": 1},
         },
     )
@@ -88,7 +96,8 @@ async def full_gateway(engine: FakeEngine, folder: Path, key: str) -> AsyncItera
         await asyncio.to_thread(gateway.start)
         await until(gateway, "spillway_gateway_engine_shared_blocks", 2)
         engine.fault = HoldInStream(1, asyncio.Event())
-        async with httpx.AsyncClient(base_url=gateway.url, timeout=SECONDS_MAX) as client:
+        headers = {"authorization": f"Bearer {CLIENT_KEY}"}
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=SECONDS_MAX, headers=headers) as client:
             held = asyncio.create_task(ask(client, engine.model, list(range(8)), stream=True))
             await until(gateway, "spillway_gateway_in_flight_requests", 1)
             waiting = asyncio.create_task(ask(client, engine.model, PROMPT))
@@ -143,7 +152,7 @@ async def test_a_waiting_requests_prefix_reaches_the_engine_and_its_answer_is_co
     engine.hint_status = middleware_over(core, monkeypatch)
     async with full_gateway(engine, tmp_path, key) as (gateway, client):
         assert [json.loads(seen.body)["token_ids"] for seen in engine.seen if seen.path == PATH] == [KNOWN]
-        assert core.calls == [("spillway_promote", KNOWN, None)] * calls
+        assert core.calls == [("spillway_promote", KNOWN, SALT)] * calls
         found = await asyncio.to_thread(gateway.samples, "spillway_gateway_promotion_hints_total")
         assert {labels: value for labels, value in found.items() if value} == {
             f'{{model="{engine.model}",outcome="{counted}"}}': 1.0

@@ -323,13 +323,34 @@ def _check(config: GatewayConfig) -> None:
             f"at least {math.ceil(config.processes * limits.body_bytes_max / LONG_BODY_SHARE)} needed, as long bodies "
             f"get {LONG_BODY_SHARE:.0%} of it"
         )
-    auth = config.auth
+    _check_auth(config.auth)
+
+
+def _check_auth(auth: AuthConfig) -> None:
+    """Half of an `auth` section is refused: each of its settings rests on the keys that clients are asked for."""
     if (auth.keys_file is None) != (auth.salt_secret_file is None):
         raise ConfigError("auth: one of keysFile and saltSecretFile given; set both, or neither")
-    if auth.shared_limits is not None:
-        if auth.keys_file is None:
+    if auth.keys_file is None:
+        if auth.engine_key_file is not None:
+            raise ConfigError(
+                "auth.engineKeyFile: set without auth.keysFile, so that the gateway would add the engines' key to the "
+                "requests of clients that have none; set keysFile and saltSecretFile too, or remove engineKeyFile "
+                "(clients then send the engines' key themselves)"
+            )
+        if auth.shared_limits is not None:
             raise ConfigError("auth.sharedLimits: set without auth.keysFile; set both, or neither")
+        if auth.unsalted_routes == "allow":
+            raise ConfigError("auth.unsaltedRoutes: allow given without auth.keysFile; set both, or neither")
+    if auth.shared_limits is not None:
         check_shared_limits("auth.sharedLimits", auth.shared_limits)
+    given: dict[str, str] = {}
+    for key, file in (
+        ("keysFile", auth.keys_file),
+        ("saltSecretFile", auth.salt_secret_file),
+        ("engineKeyFile", auth.engine_key_file),
+    ):
+        if file is not None and (other := given.setdefault(file, key)) != key:
+            raise ConfigError(f"auth.{key}: {file} is auth.{other} too; give each a file of its own")
 
 
 def _check_listeners(listen: ListenConfig) -> None:
