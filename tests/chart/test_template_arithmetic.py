@@ -26,6 +26,20 @@ from spillway_settings.byte_sizes import parse_byte_count
 
 SHAPES = yaml.safe_load((CHART / "files" / "model-shapes.yaml").read_text())
 CASES = 400
+# Of vLLM, with host memory of their own, as a person may write them.
+ARGUMENTS = (
+    *([] for _ in range(8)),
+    ["--cpu-offload-gb=40"],
+    ["--cpu_offload_gb", "2.5", "--cpu-offload-gb=1e1"],
+    ["--offload-group-size=8", "--offload-num-in-group=2", "--cpu-offload-gb=4"],
+    ["--offload-group-size", "3", "--offload-backend", "uva"],
+    ["--offload-group-size=0", "--cpu-offload-gb=.5"],
+    ["--enable-sleep-mode", "--enforce-eager"],
+    ["--mm-processor-cache-gb=6"],
+    ["--mm-processor-cache-type=shm"],
+    ["--mm-processor-cache-gb=0", "--mm-processor-cache-type", "shm"],
+    ["--mm-processor-cache-gb=-1"],
+)
 NUMBERS = ("0", "1", "7", "1.5", "0.1", "4.35", "12e9", "3E-2", "1e", ".5", "5.", "00012", "999999", "-1", "")
 RANDOM_SIZES = 300
 UNITS = ("", "B", "k", "K", "m", "M", "Mi", "MiB", "mib", "MB", "mb", "G", "g", "Gi", "GIB", " GiB", "T", "TiB", "Ei")
@@ -66,6 +80,7 @@ class MemoryCase:
             "pipelineParallelSize": engine["pipelineParallelSize"],
             "dataParallelSize": engine["dataParallelSize"],
             "blockSize": engine["blockSize"],
+            "extraArgs": engine["extraArgs"],
             "offload": {"enabled": offload["enabled"], "blocksPerChunk": offload["blocksPerChunk"], **sizes},
         }
         machine = Machine(
@@ -127,6 +142,7 @@ def memory_case(chosen: random.Random, preset: str | None) -> MemoryCase:
         "pipelineParallelSize": chosen.choice([1, 1, 2, 3, 4]),
         "dataParallelSize": chosen.choice([1, 1, 2, 3, 16]),
         "blockSize": block_size,
+        "extraArgs": chosen.choice(ARGUMENTS),
         "offload": {
             **size,
             "enabled": chosen.random() < 0.9,
@@ -172,7 +188,8 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     (chart / "templates").mkdir()
     (chart / "files").mkdir()
     (chart / "Chart.yaml").write_text("{apiVersion: v2, name: arithmetic, version: 0.1.0}")
-    for file in ("templates/_values.tpl", "templates/_sizes.tpl", "templates/_memory.tpl", "files/model-shapes.yaml"):
+    rooms = ("_values", "_sizes", "_memory", "_extra_arguments", "_setting_names", "_schema")
+    for file in (*(f"templates/{room}.tpl" for room in rooms), "files/model-shapes.yaml"):
         (chart / file).write_text((CHART / file).read_text())
     (chart / "templates" / "computed.yaml").write_text(TEMPLATE)
     cases = [{"engine": case.engine, "platform": case.platform} for case in memory_cases()]

@@ -25,7 +25,7 @@ LEVELS = {
         "ascend_versions chart_keys credentials errors exit_report in_flight near_ties pod_channel",
         "machine",
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
-        "kv_transfer",
+        "argument_memory kv_transfer",
         "reference_likelihood settings tier_files watchdog",
         "launch likelihood memory_budget platform_facts promotion_hints settings_reader",
         "self_check vllm_arguments",

@@ -22,7 +22,6 @@ SHORT: dict[str, str] = {
     "connector/src/spillway_connector/testing/memory.py": "resident memory of a mapping, for tests of two rooms",
     "connector/src/spillway_connector/tiers/disk/room.py": "the bound of both layouts, which do not import each other",
     "services/ctl/src/spillway_ctl/errors.py": "the error tree, imported by all modules of the package",
-    "services/engine/src/spillway_engine/credentials.py": "the two expressions that the chart has as a file",
     "services/engine/src/spillway_engine/errors.py": "the error tree, imported by all modules of the package",
     "services/simulator/src/spillway_simulator/errors.py": "the error tree, imported by all modules of the package",
     "services/stack/src/spillway_stack/errors.py": "the error tree, imported by all modules of the package",

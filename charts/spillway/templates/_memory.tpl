@@ -88,13 +88,15 @@ processes, staging, page cache and margin.
 {{- $_ := set $out "deviceBlocks" $deviceBlocks -}}
 {{- end -}}
 {{- $deviceBytes := ternary (mul (default 0 $deviceBlocks) $rankTokenBytes $allRanks $blockSize) 0 $onCpu -}}
-{{- $weightBytes := 0 -}}
-{{- if $onCpu -}}
-{{- $weightBytes = int64 (include "spillway.bytes" (dict "value" $shape.weightBytes "path" (printf "%s.model.shape.weightBytes" $path))) -}}
+{{- $coreWeights := int64 (include "spillway.bytes" (dict "value" $shape.weightBytes "path" (printf "%s.model.shape.weightBytes" $path))) -}}
 {{- /* Quantised weights stay as the files have them, or become smaller. */ -}}
-{{- if not $engine.model.quantization -}}{{- $weightBytes = div (mul $weightBytes $element) (get $elementBytes $shape.dtype | default 2) -}}{{- end -}}
-{{- $weightBytes = mul $weightBytes $cores -}}
+{{- if not $engine.model.quantization -}}
+{{- $coreWeights = div (mul $coreWeights $element) (get $elementBytes $shape.dtype | default 2) -}}
 {{- end -}}
+{{- $weightBytes := ternary (mul $coreWeights $cores) 0 $onCpu -}}
+{{- $asked := include "spillway.argumentMemory" (dict "arguments" (default list $engine.extraArgs) "onCpu" $onCpu
+  "ranks" $ranks "cores" $cores "weightBytes" $coreWeights) | fromJson -}}
+{{- $askedBytes := int64 $asked.processBytes -}}
 
 {{- /* CPU tier: rows of one chunk over all ranks, rounded up to a page. */ -}}
 {{- $offload := $engine.offload -}}
@@ -122,9 +124,10 @@ processes, staging, page cache and margin.
 {{- $tierBytes := mul $chunks $rowBytes $cores -}}
 {{- $times := eq $cores 1 | ternary "" (printf "%d ranks x " $cores) -}}
 {{- /* vLLM's own queues: about 40 MiB for the server and each rank are ever touched, 160 + 240 per rank are mapped. */ -}}
-{{- $queueBytes := mul 41943040 (add1 $ranks) $cores -}}
+{{- $queueBytes := add (mul 41943040 (add1 $ranks) $cores) (int64 $asked.sharedBytes) -}}
 {{- $sharedNeeded := add $tierBytes $queueBytes -}}
-{{- $sharedComfortable := div (mul (add $tierBytes (mul $cores (add 167772160 (mul 251658240 $ranks)))) 110) 100 -}}
+{{- $mapped := add (mul $cores (add 167772160 (mul 251658240 $ranks))) (int64 $asked.sharedBytes) -}}
+{{- $sharedComfortable := div (mul (add $tierBytes $mapped) 110) 100 -}}
 {{- $shared := $sharedComfortable -}}
 {{- if $engine.memory.sharedMemory -}}
 {{- $shared = int64 (include "spillway.bytes" (dict "value" $engine.memory.sharedMemory "path" (printf "%s.memory.sharedMemory" $path))) -}}
@@ -134,7 +137,7 @@ processes, staging, page cache and margin.
 {{- end -}}
 
 {{- /* What the engine itself reckons with at its start, and what this pod reserves. */ -}}
-{{- $engineNeeds := add (mul 2411724800 $allRanks) $sharedNeeded $deviceBytes $weightBytes -}}
+{{- $engineNeeds := add (mul 2411724800 $allRanks) $sharedNeeded $deviceBytes $weightBytes $askedBytes -}}
 {{- $processText := ternary "2560MiB" "8GiB" $onCpu -}}
 {{- $processBytes := mul $allRanks (int64 (include "spillway.bytes" (dict "value" (default $processText $engine.memory.processPerRank) "path" (printf "%s.memory.processPerRank" $path)))) -}}
 {{- $tier := $offload.sharedTier -}}
@@ -146,11 +149,12 @@ processes, staging, page cache and margin.
 {{- $stagingBytes = add $stagingBytes (int64 (include "spillway.bytes" (dict "value" $engine.memory.pageCache "path" (printf "%s.memory.pageCache" $path)))) -}}
 {{- end -}}
 {{- end -}}
-{{- $sum := add $sharedNeeded $processBytes $deviceBytes $weightBytes $stagingBytes -}}
+{{- $sum := add $sharedNeeded $processBytes $deviceBytes $weightBytes $stagingBytes $askedBytes -}}
 {{- $needed := max $engineNeeds (div (mul $sum (add 100 (int64 $engine.memory.marginPercent))) 100) -}}
 {{- $arithmetic := printf "CPU tier %s (%s%d chunks x %s) + queues %s + processes %s (%s)" (include "spillway.bytesText" $tierBytes) $times $chunks (include "spillway.bytesText" $rowBytes) (include "spillway.bytesText" $queueBytes) (include "spillway.bytesText" $processBytes) (eq $allRanks 1 | ternary "1 rank" (printf "%d ranks" $allRanks)) -}}
 {{- if $onCpu -}}{{- $arithmetic = printf "%s + device blocks %s + weights %s" $arithmetic (include "spillway.bytesText" $deviceBytes) (include "spillway.bytesText" $weightBytes) -}}{{- end -}}
 {{- if $stagingBytes -}}{{- $arithmetic = printf "%s + shared tier's buffers %s" $arithmetic (include "spillway.bytesText" $stagingBytes) -}}{{- end -}}
+{{- if $askedBytes -}}{{- $arithmetic = printf "%s + extraArgs %s" $arithmetic (include "spillway.bytesText" $askedBytes) -}}{{- end -}}
 {{- $arithmetic = printf "%s + %d %% margin = %s" $arithmetic (int64 $engine.memory.marginPercent) (include "spillway.bytesText" $needed) -}}
 {{- $limit := $needed -}}
 {{- if $engine.memory.limit -}}
@@ -175,4 +179,39 @@ processes, staging, page cache and margin.
 {{- define "spillway.tierFitting" -}}
 {{- $chunks := max 0 (div (int64 .free) (int64 .rowBytes)) -}}
 {{- if eq .key "offload.cpuBytes" -}}{{ mul $chunks (int64 .rowBytes) }}{{- else -}}{{ $chunks }}{{- end -}}
+{{- end -}}
+
+{{/* (arguments, onCpu, ranks, cores, weightBytes) -> JSON: processBytes, sharedBytes: the host memory that arguments of
+vLLM ask for, by services/engine/src/spillway_engine/argument_memory.py. */}}
+{{- define "spillway.argumentMemory" -}}
+{{- $arguments := .arguments -}}
+{{- $number := dict -}}
+{{- range list "--cpu-offload-gb" "--offload-group-size" "--offload-num-in-group" "--mm-processor-cache-gb" -}}
+{{- $text := include "spillway.extraArgument" (dict "arguments" $arguments "name" .) -}}
+{{- if regexMatch "^[+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]+)?$" $text -}}
+{{- if lt (float64 $text) 1048576.0 -}}{{- $_ := set $number . (float64 $text) -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $kept := 0 -}}
+{{- if not .onCpu -}}
+{{- $group := get $number "--offload-group-size" | default 0.0 | int64 -}}
+{{- $backend := include "spillway.extraArgument" (dict "arguments" $arguments "name" "--offload-backend") -}}
+{{- if and (gt $group 0) (ne $backend "uva") -}}
+{{- $layers := min $group (max 1 (get $number "--offload-num-in-group" | default 1.0 | int64)) -}}
+{{- $kept = mul (div (mul .weightBytes $layers) $group) .cores -}}
+{{- else -}}
+{{- $kept = mul (mulf (get $number "--cpu-offload-gb" | default 0.0) 1073741824.0 | int64) .ranks .cores -}}
+{{- end -}}
+{{- $sleeps := false -}}
+{{- range $arguments -}}{{- $sleeps = or $sleeps (eq "--enable-sleep-mode" (replace "_" "-" .)) -}}{{- end -}}
+{{- if $sleeps -}}{{- $kept = add $kept (mul .weightBytes .cores) -}}{{- end -}}
+{{- end -}}
+{{- $cache := get $number "--mm-processor-cache-gb" -}}
+{{- $shared := 0 -}}
+{{- if eq "shm" (include "spillway.extraArgument" (dict "arguments" $arguments "name" "--mm-processor-cache-type")) -}}
+{{- $shared = mulf (hasKey $number "--mm-processor-cache-gb" | ternary $cache 4.0) 1073741824.0 | int64 -}}
+{{- else -}}
+{{- $kept = add $kept (mul (mulf (default 0.0 $cache) 1073741824.0 | int64) (add1 .cores)) -}}
+{{- end -}}
+{{- dict "processBytes" $kept "sharedBytes" $shared | toJson -}}
 {{- end -}}

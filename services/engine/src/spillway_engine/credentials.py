@@ -9,12 +9,17 @@ from __future__ import annotations
 import re
 
 NAME = re.compile(
-    r"(?i)(token|password|passwd|passphrase|secret|api_?key|access_?key|private_?key|credentials?)(_json)?$"
+    r"(?i)(token|password|passwd|passphrase|secret"
+    r"|(api|access|private|signing|encryption|account|storage|shared|master)_?key|credentials?"
+    r"|(^|_)(pass|pwd|pat|auth|dsn)|authorization|cookies?|connection_?string"
+    r"|(otlp(_[a-z]+)?|custom|http|request|extra)_headers)(_json)?$"
 )
 VALUE = re.compile(
     r"^(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA[0-9A-Z]{12}|eyJ[A-Za-z0-9_-]+\.eyJ)"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/@ ]*:[^/@ ]+@"
-    r"|(?i:password|secret|api_?key|access_?token|auth_?token|[?&]token)[\"']?[=:] *[\"']?[^&$ \"']"
+    r"|(?i:password|secret|api[-_]?key|access[-_]?token|auth[-_]?token|[?&]token)[\"']?[=:] *[\"']?[^&$ \"']"
+    r"|(?i:authorization[\"']?[=:] *[\"']?([a-z]+( |%20)+)?[^&$ \"'][^ \"']{7})"
+    r"|(?i:\bbearer( |%20)+[a-z0-9._~+/-]{8})"
 )
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_engine.argument_memory import argument_memory
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import DTYPE_BYTES, ModelShape
 from spillway_engine.settings import EngineSettings
@@ -89,14 +90,15 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     chunks = _cpu_chunks(settings, row_bytes)
     tier_bytes = chunks * row_bytes * cores
     tier_tokens = chunks * offload.blocks_per_chunk * settings.block_size
-    queue_bytes = SHM_QUEUE_BYTES_PER_RANK * (1 + ranks) * cores
-    shared_bytes = tier_bytes + queue_bytes
     on_cpu = machine.platform == "cpu"
     device_bytes = device_blocks * block_of_ranks_bytes * cores if device_blocks is not None else None
     weight_bytes = shape.weight_bytes
     if settings.model.quantization is None:  # else they stay as the files have them, or become smaller
         weight_bytes = weight_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES.get(shape.dtype, 2)
-    memory_bytes = PROCESS_BYTES * ranks * cores + shared_bytes
+    asked = argument_memory(settings.extra_args, on_cpu=on_cpu, ranks=ranks, cores=cores, weight_bytes=weight_bytes)
+    queue_bytes = SHM_QUEUE_BYTES_PER_RANK * (1 + ranks) * cores + asked.shared_bytes
+    shared_bytes = tier_bytes + queue_bytes
+    memory_bytes = PROCESS_BYTES * ranks * cores + shared_bytes + asked.process_bytes
     if on_cpu:
         memory_bytes += (device_bytes or 0) + weight_bytes * cores
     return MemoryBudget(
