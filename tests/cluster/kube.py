@@ -78,6 +78,11 @@ class Kubernetes:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.describe_trouble()}") from None
 
+    def wait_for_kind(self, plural: str, group: str) -> None:
+        """Until the API server serves what a CustomResourceDefinition has declared."""
+        listed = "api-resources", f"--api-group={group}"
+        eventually(f"{plural} are served", lambda: plural in self.kubectl(*listed, check=False), 60.0)
+
     def execute(self, pod: str, *command: str, given: str | None = None, seconds: float = 60.0) -> str:
         stdin = ["-i"] if given is not None else []
         return self.kubectl("exec", *stdin, pod, "--", *command, given=given, seconds=seconds)

@@ -8,9 +8,9 @@ import pytest
 from cluster.client_pod import ClientPod, LoadResult
 from cluster.discovery_watch import DiscoveryWatch
 from cluster.helm import Release
-from cluster.kube import Kubernetes, name_of
+from cluster.kube import Kubernetes, Object, name_of
 from cluster.report import Report, Row
-from cluster.values import Values, simulated
+from cluster.values import SCALED_OBJECTS, Values, simulated
 from stack_driver.deadlines import eventually
 
 ENGINES_SERVICE = "chat-spillway-engine-pods"
@@ -43,6 +43,33 @@ def test_scale(release: Release, namespace: Kubernetes, client: ClientPod, case:
     watch.require_followed(report, "scale 2 -> 4 -> 1")
     release.upgrade(simulated())
     namespace.wait_for_pods("engine", 2)
+
+
+def test_turning_autoscaling_on(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """autoscaling turned on under load, of 3 engines and 3 gateways: all stay, and what it chose then stays too"""
+    namespace.apply(SCALED_OBJECTS)
+    # No metrics are served here, so the gateways' autoscaler changes nothing; kubectl does what KEDA does.
+    scaling = {"autoscaling": {"enabled": True}}
+    try:
+        namespace.wait_for_kind("scaledobjects", "keda.sh")
+        release.upgrade(simulated(engine={"replicas": 3}, gateway={"replicas": 3}))
+        before = {part: uids(namespace.wait_for_pods(part, 3)) for part in ("engine", "gateway")}
+        with client.load() as result:
+            release.upgrade(simulated(engine=scaling, gateway=scaling))
+            client.wait_for_requests(client.progress() + 40)
+            assert {part: uids(namespace.wait_for_pods(part, 3)) for part in before} == before
+            namespace.kubectl("scale", "statefulset", "chat-spillway-engine", "--replicas=2")
+            namespace.wait_for_pods("engine", 2)
+            release.upgrade(simulated(engine=scaling, gateway=scaling))
+            client.wait_for_requests(client.progress() + 40)
+            assert uids(namespace.wait_for_pods("engine", 2)) < before["engine"]
+            assert uids(namespace.wait_for_pods("gateway", 3)) == before["gateway"]
+        no_failure(result, case)
+    finally:
+        release.upgrade(simulated())
+        namespace.kubectl("delete", "crd", SCALED_OBJECTS["metadata"]["name"], "--ignore-not-found")
+    namespace.wait_for_pods("engine", 2)
+    namespace.wait_for_pods("gateway", 2)
 
 
 def test_rolling_upgrade(release: Release, namespace: Kubernetes, client: ClientPod, case: Row, report: Report) -> None:
@@ -186,6 +213,10 @@ def statuses_with(namespace: Kubernetes, client: ClientPod, key: str) -> set[int
         "  except e.HTTPError as x: print(x.code)"
     )
     return {int(word) for word in client.python(code).split()}
+
+
+def uids(pods: list[Object]) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in pods}
 
 
 def replaced(namespace: Kubernetes, before: set[str], component: str = "engine") -> bool:

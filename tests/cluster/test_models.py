@@ -10,31 +10,10 @@ from cluster.client_pod import ClientPod, LoadResult
 from cluster.helm import Release
 from cluster.kube import Kubernetes, Object
 from cluster.report import Row
-from cluster.values import OPERATIONS_PORT, Values, over, simulated
+from cluster.values import OPERATIONS_PORT, SCALED_OBJECTS, Values, over, simulated
 from stack_driver.deadlines import eventually
 
 WAITING = "spillway_gateway_admission_waiting_requests"
-# What KEDA's own definition declares, as far as the API server needs it: nobody acts on it here.
-SCALED_OBJECTS = {
-    "apiVersion": "apiextensions.k8s.io/v1",
-    "kind": "CustomResourceDefinition",
-    "metadata": {"name": "scaledobjects.keda.sh"},
-    "spec": {
-        "group": "keda.sh",
-        "scope": "Namespaced",
-        "names": {"kind": "ScaledObject", "plural": "scaledobjects", "singular": "scaledobject"},
-        "versions": [
-            {
-                "name": "v1alpha1",
-                "served": True,
-                "storage": True,
-                "schema": {
-                    "openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
-                },
-            }
-        ],
-    },
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,7 +77,7 @@ def test_scale_to_zero(release: Release, namespace: Kubernetes, client: ClientPo
     namespace.apply(SCALED_OBJECTS)
     scaling = {"enabled": True, "minReplicas": 0, "trigger": "gateway"}
     try:
-        eventually("the API server serves ScaledObjects", lambda: served(namespace), 60.0)
+        namespace.wait_for_kind("scaledobjects", "keda.sh")
         release.upgrade(three(scaling))
         scale(namespace, 0)
         eventually("the model is at zero", lambda: not engines_of(namespace, "away"), 120.0)
@@ -113,10 +92,6 @@ def test_scale_to_zero(release: Release, namespace: Kubernetes, client: ClientPo
     finally:
         release.upgrade(three())
         namespace.kubectl("delete", "crd", SCALED_OBJECTS["metadata"]["name"], "--ignore-not-found")
-
-
-def served(namespace: Kubernetes) -> bool:
-    return "scaledobjects" in namespace.kubectl("api-resources", "--api-group=keda.sh", check=False)
 
 
 def scale(namespace: Kubernetes, replicas: int) -> None:

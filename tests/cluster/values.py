@@ -15,6 +15,27 @@ DRIVER = "ascend-driver"  # a ConfigMap
 CLIENT_LABELS = {"lane": "client"}
 # The lane's client also reads what Prometheus may read; the chart's policies are enforced.
 CLIENT_READS_METRICS: Values = {"networkPolicy": {"prometheusFrom": [{"podSelector": {"matchLabels": CLIENT_LABELS}}]}}
+# What KEDA's own definition declares, as far as the API server needs it: nobody acts on it here.
+SCALED_OBJECTS = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "scaledobjects.keda.sh"},
+    "spec": {
+        "group": "keda.sh",
+        "scope": "Namespaced",
+        "names": {"kind": "ScaledObject", "plural": "scaledobjects", "singular": "scaledobject"},
+        "versions": [
+            {
+                "name": "v1alpha1",
+                "served": True,
+                "storage": True,
+                "schema": {
+                    "openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+                },
+            }
+        ],
+    },
+}
 
 _SIMULATED: Values = {
     "engine": {

@@ -49,6 +49,20 @@ dnsPolicy: {{ . }}
 {{- end }}
 {{- end -}}
 
+{{/* (root, section, kind, name) -> spec.replicas, and nothing where an autoscaler decides and no object runs yet.
+What an autoscaler decides is repeated from the live object: an upgrade that left `replicas` out would take it away from
+an object that has it, and the API server's default is 1. Without a cluster to ask (helm template, Argo CD) there is no
+live object: docs/operations.md, "Turning autoscaling on". */}}
+{{- define "spillway.replicas" -}}
+{{- if not .section.autoscaling.enabled -}}
+replicas: {{ int64 .section.replicas }}
+{{- else -}}
+{{- with lookup "apps/v1" .kind (include "spillway.namespace" .root) .name -}}
+replicas: {{ int64 .spec.replicas }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* (root, seconds): a hook that waits. Kubernetes' own from 1.30 on, the image's sleep before. */}}
 {{- define "spillway.preStop" -}}
 {{- if gt (int64 .seconds) 0 }}
