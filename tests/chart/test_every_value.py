@@ -42,6 +42,7 @@ gateway:
   extraVolumes: [{name: audit, emptyDir: {}}]
   extraVolumeMounts: [{name: audit, mountPath: /var/log/audit}]
   ingress: {enabled: true, host: a.example, tlsSecret: tls}
+  service: {annotations: {example.com/backend-protocol: HTTPS}}
   httpRoute: {enabled: true, parentRefs: [{name: public}]}
 networkPolicy:
   restrictEgress: true
@@ -112,6 +113,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "engine.accelerator.npuSmiPath": nested("engine.accelerator.driverMounts", True),
     "engine.accelerator.memoryMiB": nested("engine.accelerator.preset", "hami"),
     "engine.hugePages": nested("engine.hugePages.amount", "4GiB"),
+    "engine.offload.copyTable": nested("engine.accelerator.preset", "cuda"),
     "engine.offload.cpuBytes": nested("engine.offload", {"numCpuBlocks": None, "cpuBytes": "20GiB"}),
     "engine.offload.enabled": laid_over(
         NO_REDIS, nested("engine.offload.sharedTier", {"type": "none", "encryption": UNSEALED})
@@ -234,6 +236,7 @@ CHANGES: dict[str, Any] = {
     "engine.offload.transport": "npu",
     "engine.offload.aclLibraryPath": "/emulator/libascendcl.so",
     "engine.offload.weightsVersion": "step 7",
+    "engine.offload.copyTable": {"store": [[65536, "staged"]]},
     "engine.offload.extraTiers": [{"type": "fs", "root_dir": "/x"}],
     "engine.kvTransfer.modulePath": "a.connector",
     "engine.kvTransfer.role": "kv_producer",
@@ -290,9 +293,12 @@ CHANGES: dict[str, Any] = {
     "gateway.ingress.path": "/llm",
     "gateway.httpRoute.parentRefs": [{"name": "other"}],
     "gateway.httpRoute.hostnames": ["h.example"],
+    "gateway.httpRoute.requestTimeoutSeconds": 3600,
     "gateway.image.registry": "other.example",
     "gateway.image.digest": "sha256:" + "a" * 64,
     "redis.image.digest": "sha256:" + "a" * 64,
+    "redis.image.registry": "other.example",
+    "redis.securityContext": {"privileged": False},
     "redis.memory": "4GiB",
     "redis.cpu.limit": "4",
     "networkPolicy.gatewayFrom": [{"namespaceSelector": {}}],
@@ -443,6 +449,8 @@ FORMED = (
     *("whenUnsatisfiable", "gateway.service.type", "gateway.limits", "gateway.index", "gateway.log.level", "redis.cpu"),
     *(
         "gateway.auth.unsaltedRoutes",
+        "gateway.auth.saltSecret.key",  # which may not be keysSecret's entry too
+        "gateway.auth.engineKeySecret.key",
         "gateway.auth.sharedLimits.url",
         "gateway.discovery.type",
         "gateway.connections",

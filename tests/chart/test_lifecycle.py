@@ -100,7 +100,7 @@ TWO = {"engines": {"a": {"model": {"servedName": "a"}}, "b": {"model": {"servedN
         (nested("gateway.timeouts.idleSeconds", 9), {"gateway"}),
         (nested("engines.a.model.aliases", ["x"]), {"gateway"}),
         (nested("gateway.replicas", 5), set()),
-        (nested("monitoring.alerts.enabled", True), set()),
+        (nested("monitoring", {"alerts": {"enabled": True}, "serviceMonitor": {"enabled": True}}), set()),
         (nested("networkPolicy.enabled", False), set()),
         (nested("engines.b.secretsRevision", "2026-11-21"), {"b"}),
         (nested("gateway.secretsRevision", "2026-11-21"), {"gateway"}),

@@ -157,7 +157,10 @@ def test_every_mistake_is_told_at_once():
         ("engine: {autoscaling: {enabled: true}}", "keda.sh/v1alpha1/ScaledObject"),
         ("monitoring: {podMonitor: {enabled: true}}", "monitoring.coreos.com/v1/PodMonitor"),
         ("monitoring: {serviceMonitor: {enabled: true}}", "monitoring.coreos.com/v1/ServiceMonitor"),
-        ("monitoring: {alerts: {enabled: true}}", "monitoring.coreos.com/v1/PrometheusRule"),
+        (
+            "monitoring: {alerts: {enabled: true}, serviceMonitor: {enabled: true}}",
+            "monitoring.coreos.com/v1/PrometheusRule",
+        ),
         ("gateway: {httpRoute: {enabled: true, parentRefs: [{name: a}]}}", "gateway.networking.k8s.io/v1/HTTPRoute"),
     ],
 )
@@ -165,7 +168,8 @@ def test_kinds_that_the_cluster_lacks(values, kind):
     message = refusal(yaml.safe_load(values), kinds=())
 
     assert "install" in message and f"-a {kind}" in message
-    assert render(values=yaml.safe_load(values), kinds=[kind]).of_kind(kind.rsplit("/", 1)[1])
+    monitors = [kind, "monitoring.coreos.com/v1/ServiceMonitor"]
+    assert render(values=yaml.safe_load(values), kinds=monitors).of_kind(kind.rsplit("/", 1)[1])
 
 
 def test_force_takes_numbers_that_are_too_small():

@@ -2,7 +2,8 @@
 
 import re
 
-from chart.rendering import render
+import pytest
+from chart.rendering import RenderRefused, render
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,3 +36,14 @@ def test_names_fit_and_differ(release, override, models):
         # Kubernetes' own label on its pods is this name, a dash and ten digits; pods are the name, a dash and a number.
         assert len(item["metadata"]["name"]) <= 52
         assert item["spec"]["serviceName"] in [name for kind, name in names if kind == "Service"]
+
+
+@pytest.mark.parametrize("release", ["my.chat", "team.a.spillway"])
+def test_a_release_with_a_dot_needs_a_name_without(release):
+    """Helm takes it, and the API server takes no such Service, so that an install would end half way."""
+    with pytest.raises(RenderRefused, match=r"no dot; set fullnameOverride, e\.g\. [a-z-]+\n") as refused:
+        render(release=release)
+
+    advised = str(refused.value).partition("set fullnameOverride, e.g. ")[2].split()[0]
+    rendered = render(release=release, values={"fullnameOverride": advised})
+    assert all(DNS_LABEL.fullmatch(item["metadata"]["name"]) for item in rendered.objects)

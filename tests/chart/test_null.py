@@ -16,7 +16,7 @@ WHOLE = ("podSecurityContext", "securityContext")
 # Of which a pod, or the chart, can do without.
 OPTIONAL = {
     *("engine.cpu.request", "engine.offload.numCpuBlocks", "gateway.opsPort", "gateway.resources.limits.memory"),
-    *("gateway.resources.requests.cpu", "redis.cpu.request", "redis.image.registry"),
+    *("gateway.resources.requests.cpu", "redis.cpu.request"),
     "monitoring.dashboards.labels.grafana_dashboard",
 }
 

@@ -8,7 +8,7 @@ repeated. files/credentials.yaml says what looks like one. */}}
 {{- range $item := .engines -}}
 {{- $engine := $item.engine -}}{{- $path := $item.path -}}
 {{- range $name, $value := $engine.extraEnv -}}
-{{- if or (and (regexMatch $looks.name $name) (not (hasPrefix "/" $value))) (regexMatch $looks.value $value) -}}
+{{- if or (and (regexMatch $looks.name $name) (not (regexMatch $looks.harmless $value))) (regexMatch $looks.value $value) -}}
 {{- $texts = append $texts (printf "%s.extraEnv.%s would lie in a ConfigMap in plain text; use extraEnvVars with valueFrom.secretKeyRef" $path $name) -}}
 {{- end -}}
 {{- end -}}
@@ -36,7 +36,9 @@ repeated. files/credentials.yaml says what looks like one. */}}
 {{- range $at, $variables := $lists -}}
 {{- range $variables -}}
 {{- $value := toString (default "" .value) -}}
-{{- if and $value (or (and (regexMatch $.looks.name .name) (not (hasPrefix "/" $value))) (regexMatch $.looks.value $value)) -}}
+{{- /* $(NAME) is another variable's value, which Kubernetes puts there. */ -}}
+{{- $isPlain := not (or (regexMatch $.looks.harmless $value) (regexMatch "\\$\\([A-Za-z_]" $value)) -}}
+{{- if and $value (or (and (regexMatch $.looks.name .name) $isPlain) (regexMatch $.looks.value $value)) -}}
 {{- $texts = append $texts (printf "%s: the value of %s would lie in the pod's specification in plain text; use valueFrom.secretKeyRef in its place" $at .name) -}}
 {{- end -}}
 {{- if and (eq (hasKey . "value") (hasKey . "valueFrom")) (hasKey . "value") -}}

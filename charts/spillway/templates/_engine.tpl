@@ -195,6 +195,13 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
 {{- toYaml $mounts -}}
 {{- end -}}
 
+{{/* (root, item) -> names that volumes of an engine pod may have here or with other settings. */}}
+{{- define "spillway.engineVolumeNames" -}}
+{{- $names := list "config" "shared-memory" "scratch" "model" "hub" "adapters" "kv" "secrets" "hugepages" -}}
+{{- range include "spillway.driverMounts" . | fromYamlArray -}}{{- $names = append $names .name -}}{{- end -}}
+{{- toYaml $names -}}
+{{- end -}}
+
 {{/* (root, item) -> volumes of an engine pod. */}}
 {{- define "spillway.engineVolumes" -}}
 {{- $engine := .item.engine -}}

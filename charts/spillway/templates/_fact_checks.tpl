@@ -153,7 +153,15 @@ above those of any disk, network or kernel that an engine starts on, so that no 
 {{- $seconds = addf $seconds $lifecycle.selfCheckTimeoutSeconds -}}
 {{- $parts = append $parts (printf "up to %v s for the start-up check (selfCheckTimeoutSeconds)" $lifecycle.selfCheckTimeoutSeconds) -}}
 {{- end -}}
-{{- $bytes := addf (float64 .weights) (float64 (default 0 .item.memory.cpuTierBytes)) -}}
+{{- $tierBytes := float64 (default 0 .item.memory.cpuTierBytes) -}}
+{{- /* 16 TiB: no host has as much, so that it is the size that is wrong, not the time to fill it. */ -}}
+{{- if gt $tierBytes 17592186044416.0 -}}
+{{- $key := ternary "numCpuBlocks" "cpuBytes" (not (empty $engine.offload.numCpuBlocks)) -}}
+{{- $texts = append $texts (printf "%s.offload.%s: %v given, a CPU tier of %s for each pod, which no host's memory holds; lower it (a chunk has %s)"
+  .item.path $key (get $engine.offload $key) (include "spillway.bytesText" (int64 $tierBytes)) (include "spillway.bytesText" .item.memory.cpuRowBytes)) -}}
+{{- $tierBytes = 0.0 -}}
+{{- end -}}
+{{- $bytes := addf (float64 .weights) $tierBytes -}}
 {{- $moving := ceil (divf $bytes 20000000000.0) -}}
 {{- if ge $moving 1.0 -}}
 {{- $seconds = addf $seconds $moving -}}

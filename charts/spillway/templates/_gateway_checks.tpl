@@ -168,6 +168,20 @@
 {{- if and $auth.saltSecret.name (not $auth.keysSecret.name) -}}
 {{- $texts = append $texts (printf "gateway.auth.saltSecret.name: %s, but keysSecret.name is empty; name the Secret with the tenants and the hashes of their keys, or remove saltSecret" $auth.saltSecret.name) -}}
 {{- end -}}
+{{- if and $auth.engineKeySecret.name (not $auth.keysSecret.name) -}}
+{{- $texts = append $texts (printf "gateway.auth.engineKeySecret.name: %s, but keysSecret.name is empty, so that %s; %s"
+  $auth.engineKeySecret.name "the gateway would add the engines' key to the requests of clients that have none"
+  "set keysSecret and saltSecret too, or remove engineKeySecret (clients then send the engines' key themselves)") -}}
+{{- end -}}
+{{- $entries := dict -}}
+{{- range include "spillway.authFiles" $auth | fromYamlArray -}}
+{{- $entry := printf "%s, entry %s," .name (first .items).key -}}
+{{- with get $entries $entry -}}
+{{- $texts = append $texts (printf "gateway.auth: %s is named by two of %s; give each a secret of its own"
+  $entry "keysSecret, saltSecret and engineKeySecret") -}}
+{{- end -}}
+{{- $_ := set $entries $entry true -}}
+{{- end -}}
 {{- $demanded := dict -}}
 {{- range $item := .engines -}}
 {{- with $item.engine.apiKeySecret -}}

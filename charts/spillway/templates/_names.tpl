@@ -76,9 +76,10 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* (root, image, tag) -> reference. A digest wins over a tag. */}}
+{{/* (root, image, tag[, registry]) -> reference. A digest wins over a tag. registry: where none is given at all. */}}
 {{- define "spillway.image" -}}
 {{- $registry := .root.Values.image.registry -}}
+{{- if not $registry -}}{{- $registry = default "" .registry -}}{{- end -}}
 {{- if not (kindIs "invalid" .image.registry) -}}{{- $registry = .image.registry -}}{{- end -}}
 {{- $name := .image.repository -}}
 {{- if $registry -}}{{- $name = printf "%s/%s" $registry $name -}}{{- end -}}

@@ -166,6 +166,18 @@ nothing can be concluded from such values. */}}
 {{- end -}}
 {{- range $key := list "maxCopyDescriptors" "transport" "requestWaitSeconds" "promotionInFlightFraction" "promotionPerRequestFraction" "promotionAheadFraction" -}}{{- $_ = set $rendered $key (get $offload $key) -}}{{- end -}}
 {{- range $key := list "prefillTokensPerSecond" "aclLibraryPath" "weightsVersion" -}}{{- with get $offload $key -}}{{- $_ := set $rendered $key . -}}{{- end -}}{{- end -}}
+{{- with $offload.copyTable -}}
+{{- $table := dict -}}
+{{- range $direction, $rows := . -}}
+{{- $whole := list -}}
+{{- range $rows -}}
+{{- $bytes := include "spillway.bytes" (dict "value" (first .) "path" (printf "%s.offload.copyTable.%s" $.item.path $direction)) -}}
+{{- $whole = append $whole (list (int64 $bytes) (last .)) -}}
+{{- end -}}
+{{- $_ := set $table $direction $whole -}}
+{{- end -}}
+{{- $_ := set $rendered "copyTable" $table -}}
+{{- end -}}
 {{- $shared := dict -}}
 {{- include "spillway.tierSettings" (dict "root" .root "item" .item "problems" $problems "out" $shared) -}}
 {{- $_ = set $rendered "sharedTier" $shared -}}
@@ -205,7 +217,8 @@ nothing can be concluded from such values. */}}
 {{- end -}}
 {{- if gt $ranks 1 -}}{{- $_ := set $service "dataParallelRanks" $ranks -}}{{- end -}}
 {{- $_ := set .model "discovery" (dict "kubernetes" $service) -}}
-{{- else if eq $root.Values.gateway.discovery.type "dns" -}}
+{{- /* A list without an entry is none: a model without pods is asked for by its name, until there is one. */ -}}
+{{- else if or (eq $root.Values.gateway.discovery.type "dns") (eq (int64 $item.pods) 0) -}}
 {{- $name := dict "name" (printf "%s.%s.svc.%s" $item.headless (include "spillway.namespace" $root) $root.Values.clusterDomain) "port" $item.engine.port -}}
 {{- if $events.enabled -}}
 {{- $_ := set $name "kvEventsPort" $events.port -}}

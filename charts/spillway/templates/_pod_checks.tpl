@@ -5,8 +5,12 @@ limit, a port that its user may not open. */}}
 {{- define "spillway.podChecks" -}}
 {{- $root := .root -}}{{- $values := $root.Values -}}{{- $problems := .problems -}}
 {{- $texts := list -}}
-{{- if not (regexMatch "^[a-z]" (include "spillway.fullname" $root)) -}}
-{{- $texts = append $texts (printf "fullnameOverride: the names of all objects begin with %q, and a Service's has to begin with a letter; set fullnameOverride, e.g. spillway-%s" (include "spillway.fullname" $root) $root.Release.Name) -}}
+{{- $full := include "spillway.fullname" $root -}}
+{{- if not (regexMatch "^[a-z]" $full) -}}
+{{- $texts = append $texts (printf "fullnameOverride: the names of all objects begin with %q, and a Service's has to begin with a letter; set fullnameOverride, e.g. spillway-%s" $full ($root.Release.Name | replace "." "-")) -}}
+{{- else if not (regexMatch "^[-a-z0-9]*$" $full) -}}
+{{- $texts = append $texts (printf "fullnameOverride: the names of all objects begin with %q, and a Service's may hold %s; set fullnameOverride, e.g. %s"
+  $full "small letters, digits and dashes alone, no dot" (regexReplaceAll "[^-a-z0-9]" $full "-")) -}}
 {{- end -}}
 {{- $labels := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/part-of" "spillway/engine" "spillway/vllm" -}}
 {{- range $key := concat $labels (list "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "helm.sh/chart") -}}
@@ -83,7 +87,10 @@ limit, a port that its user may not open. */}}
 {{- if not (include "spillway.opensLowPorts" (dict "pod" $gateway.podSecurityContext "container" $gateway.securityContext)) -}}
 {{- $ports = append $ports (list "gateway.port" $gateway.port "gateway.service.port may stay below") -}}{{- $ports = append $ports (list "gateway.opsPort" (default 1024 $gateway.opsPort) "e.g. 8001") -}}
 {{- end -}}
-{{- if $values.redis.enabled -}}{{- $ports = append $ports (list "redis.port" $values.redis.port "e.g. 6379") -}}{{- end -}}
+{{- $contexts := dict "pod" $values.redis.podSecurityContext "container" $values.redis.securityContext -}}
+{{- if and $values.redis.enabled (not (include "spillway.opensLowPorts" $contexts)) -}}
+{{- $ports = append $ports (list "redis.port" $values.redis.port "e.g. 6379") -}}
+{{- end -}}
 {{- range .engines -}}
 {{- if not (include "spillway.opensLowPorts" (dict "pod" .accelerator.podSecurityContext "container" .accelerator.securityContext)) -}}
 {{- $ports = append $ports (list (printf "%s.port" .path) .engine.port "e.g. 8100") -}}

@@ -4,9 +4,13 @@
 {{- define "spillway.schedulingChecks" -}}
 {{- $values := .root.Values -}}{{- $gateway := $values.gateway -}}
 {{- $texts := list -}}
-{{- $sections := list (dict "path" "gateway" "section" $gateway "pod" $gateway.podSecurityContext "container" $gateway.securityContext) (dict "path" "redis" "section" $values.redis "pod" dict "container" dict) -}}
+{{- $named := dict -}}
+{{- range $suffix := list "gateway" "redis" -}}
+{{- $_ := set $named $suffix (include "spillway.name" (dict "root" $.root "suffix" $suffix)) -}}
+{{- end -}}
+{{- $sections := list (dict "path" "gateway" "name" $named.gateway "section" $gateway "pod" $gateway.podSecurityContext "container" $gateway.securityContext) (dict "path" "redis" "name" $named.redis "section" $values.redis "pod" $values.redis.podSecurityContext "container" $values.redis.securityContext) -}}
 {{- range .engines -}}
-{{- $sections = append $sections (dict "path" .path "section" .engine "pod" .accelerator.podSecurityContext "container" .accelerator.securityContext) -}}
+{{- $sections = append $sections (dict "path" .path "name" .name "section" .engine "pod" .accelerator.podSecurityContext "container" .accelerator.securityContext) -}}
 {{- end -}}
 {{- range $sections -}}
 {{- $path := .path -}}{{- $section := .section -}}{{- $pod := default dict .pod -}}{{- $container := default dict .container -}}
@@ -53,25 +57,35 @@
 {{- end -}}
 {{- end -}}
 {{- $budget := $section.podDisruptionBudget -}}
-{{- if and $budget (default dict $budget).enabled (kindIs "float64" $budget.maxUnavailable) -}}
+{{- if and $budget (default dict $budget).enabled -}}
 {{- $scaling := $section.autoscaling -}}
 {{- $most := ternary $scaling.maxReplicas $section.replicas $scaling.enabled | int64 -}}
-{{- if and (gt (int64 $budget.maxUnavailable) $most) (gt $most 0) -}}
-{{- $texts = append $texts (printf "%s.podDisruptionBudget.maxUnavailable: %d given, but there are at most %d pods, so that a drain may take all at once; set 1, or enabled: false" $path (int64 $budget.maxUnavailable) $most) -}}
+{{- $given := $budget.maxUnavailable -}}
+{{- $taken := 0 -}}
+{{- /* Kubernetes rounds a share of the pods up. */ -}}
+{{- if kindIs "string" $given -}}{{- $taken = div (add (mul (trimSuffix "%" $given | int64) $most) 99) 100 -}}
+{{- else -}}{{- $taken = int64 $given -}}
+{{- end -}}
+{{- if and (ge $taken $most) (gt $most 1) -}}
+{{- $texts = append $texts (printf "%s.podDisruptionBudget.maxUnavailable: %v given, but there are at most %d pods, so that a drain may take all at once; set 1, or enabled: false" $path (include "spillway.number" $given) $most) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and $gateway.autoscaling.enabled (not $gateway.resources.requests.cpu) -}}
 {{- $texts = append $texts "gateway.resources.requests.cpu: null given, but gateway.autoscaling.cpuPercent is a share of it; set it, e.g. \"1\"" -}}
 {{- end -}}
+{{- /* Those of the chart's own names first, so that the message is about the one that was given. */ -}}
 {{- $accounts := dict -}}
+{{- range $isGiven := list false true -}}
 {{- range $sections -}}
 {{- $account := .section.serviceAccount -}}
-{{- if and $account.create $account.name -}}
-{{- if hasKey $accounts $account.name -}}
-{{- $texts = append $texts (printf "%s.serviceAccount.name: %s is made by %s too, and one object cannot be made twice; set create: false here" .path $account.name (get $accounts $account.name)) -}}
+{{- if and $account.create (eq $isGiven (ne (default "" $account.name) "")) (or (ne .path "redis") $values.redis.enabled) -}}
+{{- $name := default .name $account.name -}}
+{{- if hasKey $accounts $name -}}
+{{- $texts = append $texts (printf "%s.serviceAccount.name: %s is made by %s too, and one object cannot be made twice; set create: false here" .path $name (get $accounts $name)) -}}
 {{- end -}}
-{{- $_ := set $accounts $account.name .path -}}
+{{- $_ := set $accounts $name .path -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $.problems "text" .) -}}{{- end -}}

@@ -165,7 +165,8 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- if mod (int64 $value) $step -}}{{ $given }} given, a multiple of {{ $step }} needed; set it to {{ mul (div (add (int64 $value) (sub $step 1)) $step) $step }}{{- end -}}
 {{- end -}}
 {{- else if kindIs "slice" $value -}}
-{{- if and $schema.minItems (lt (len $value) (int $schema.minItems)) -}}an empty list given, an entry needed; add one, or remove the list
+{{- if and $schema.minItems (lt (len $value) (int $schema.minItems)) -}}{{ if $value }}{{ len $value }} entries given, {{ int $schema.minItems }} needed{{ with $schema.description }} ({{ . }}){{ end }}; add what is missing
+{{- else }}an empty list given, an entry needed; add one, or remove the list{{ end }}
 {{- else if and $schema.maxItems (gt (len $value) (int $schema.maxItems)) -}}{{ len $value }} entries given, at most {{ $schema.maxItems }} needed; remove some
 {{- else if and $schema.uniqueItems (ne (len $value) (len (uniq $value))) -}}{{ if kindIs "map" (first $value) }}a list with one entry twice{{ else }}{{ join ", " $value }}{{ end }} given, each once needed; remove what is there twice
 {{- end -}}
@@ -190,7 +191,14 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- $type := first $types -}}
 {{- $remedy := printf "write %s" (include "spillway.schemaNeeded" .schema) -}}
 {{- if eq $kind "null" -}}{{- $remedy = ternary "write {} for one without settings, or remove the line" "remove the line for the default" (eq $type "object") -}}
-{{- else if and (eq $type "string") (has $kind (list "integer" "number" "boolean")) -}}{{- $remedy = printf "write it in quotes: %q" (include "spillway.number" .value) -}}
+{{- else if and (eq $type "string") (eq $kind "boolean") -}}
+{{- $remedy = "write a word in quotes (without them YAML reads on, off, yes and no as true or false)" -}}
+{{- with .schema.description -}}{{- $remedy = printf "%s: %s" $remedy . -}}{{- end -}}
+{{- else if and (eq $type "string") (has $kind (list "integer" "number")) -}}
+{{- $remedy = printf "write it in quotes: %q" (include "spillway.number" .value) -}}
+{{- if lt (float64 .value) 1000.0 -}}
+{{- $remedy = printf "%s, with all its digits (1.0 and 1 are one number to YAML, 1.10 and 1.1 too)" $remedy -}}
+{{- end -}}
 {{- else if and (eq $type "integer") (eq $kind "number") -}}{{- $remedy = "round it" -}}
 {{- else if and (has $type (list "integer" "number")) (eq $kind "string") -}}
 {{- if regexMatch "^ *[0-9.]+ *$" .value -}}{{- $remedy = "remove the quotes" -}}

@@ -45,6 +45,11 @@ A credential that was pasted there would lie in the objects for all to read, so 
 {{- if kindIs "map" $value -}}
 {{- if and $isReference (hasKey $value "name") -}}
 {{- include "spillway.secretNameCheck" (dict "path" (printf "%s.name" $at) "name" $value.name "problems" $problems) -}}
+{{- range $entry, $name := $value -}}
+{{- if and (kindIs "string" $name) (hasSuffix "key" (lower $entry)) -}}
+{{- include "spillway.secretLookCheck" (dict "path" (printf "%s.%s" $at $entry) "name" $name "problems" $problems) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- include "spillway.secretReferenceChecks" (dict "path" $at "value" $value "problems" $problems) -}}
 {{- else if kindIs "slice" $value -}}
@@ -65,6 +70,22 @@ A credential that was pasted there would lie in the objects for all to read, so 
 {{- $name := toString (default "" .name) -}}
 {{- if and $name (or (gt (len $name) 253) (not (regexMatch "^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$" $name))) -}}
 {{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s: what is given (%d characters) is no name of a Secret: small letters, digits, dashes and dots; a credential goes into a Secret (kubectl create secret generic NAME --from-literal=KEY=...), and the name of that Secret goes here" .path (len $name))) -}}
+{{- else -}}
+{{- include "spillway.secretLookCheck" (dict "path" .path "name" $name "problems" .problems) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (path, name, problems): a key of small letters and digits is a valid name of a Secret, and of an entry of it. */}}
+{{- define "spillway.secretLookCheck" -}}
+{{- $run := "" -}}
+{{- range regexFindAll "[A-Za-z0-9]+" .name -1 -}}{{- if gt (len .) (len $run) -}}{{- $run = . -}}{{- end -}}{{- end -}}
+{{- $digits := len (regexReplaceAll "[^0-9]" $run "") -}}
+{{- $isHex := and (ge (len $run) 32) (gt $digits 0) (regexMatch "^[0-9A-Fa-f]+$" $run) -}}
+{{- $hasPrefix := and (ge (len $run) 16) (ge $digits 3) (regexMatch "^(sk|pk|rk|gh[pousr]|hf|glpat|xox[abprs])[-_]" .name) -}}
+{{- $isUuid := regexMatch "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$" .name -}}
+{{- if or $isHex $hasPrefix $isUuid (and (ge (len $run) 40) (ge $digits 6)) -}}
+{{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s: what is given (%d characters) looks like a key itself, which would lie in the objects for all to read; make another key, put it into a Secret (kubectl create secret generic NAME --from-literal=KEY=...), and write its name here"
+  .path (len .name))) -}}
 {{- end -}}
 {{- end -}}
 
