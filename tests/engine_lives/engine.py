@@ -251,8 +251,10 @@ class Engine:
 
     # -- actions of a random schedule
 
-    def submit(self, name: str, prompt: list[int], answer_tokens: int) -> None:
-        sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True, temperature=0.0)
+    def submit(self, name: str, prompt: list[int], answer_tokens: int, transfer_params: Any = None) -> None:
+        """transfer_params: as a client wrote them, of whatever type."""
+        extra = {} if transfer_params is None else {"kv_transfer_params": transfer_params}
+        sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True, temperature=0.0, extra_args=extra)
         self._requests[name] = Request(name, prompt, sampling, None, block_hasher=self._block_hasher)
         self.scheduler.add_request(self._requests[name])
         self._digests[name] = []

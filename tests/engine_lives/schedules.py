@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from engine_lives.engine import BLOCK_TOKENS, Engine
 
 _PROMPTS = 24  # few enough for many hits, too many for the device and the CPU tier
+_TRANSFER_PARAMS: tuple[Any, ...] = (  # of requests that are computed like any other
+    "boom",
+    7,
+    1.5,
+    True,
+    [["do_remote_prefill"]],
+    {"do_remote_prefill": True, "do_remote_decode": True, "remote_block_ids": [1], "remote_host": "203.0.113.1"},
+    {"spillway_session": ["boom"], "max_offload_tokens": "boom", "max_load_tokens": {}, "kv_load_tiers": 7},
+    {"spillway_session": {"id": {"id": 7}, "return_seconds": [], "ended": "boom"}, "kv_load_tiers": [["medium"]]},
+    {"spillway_session": {"id": "one", "return_seconds": 10**400}, "max_offload_tokens": -1},
+    {"spillway_session": {"id": "one", "ended": True}, "max_offload_tokens": BLOCK_TOKENS},
+)
 
 
 def run(engine: Engine, seed: int) -> None:
@@ -28,7 +41,8 @@ def run(engine: Engine, seed: int) -> None:
         if action < 0.3:
             started += 1
             prompt = prompt_of(rng)
-            engine.submit(f"{seed}-{started}", prompt, rng.randint(1, 2 * BLOCK_TOKENS))
+            params = rng.choice(_TRANSFER_PARAMS) if rng.random() < 0.2 else None
+            engine.submit(f"{seed}-{started}", prompt, rng.randint(1, 2 * BLOCK_TOKENS), params)
             engine.trace.append(f"submit {seed}-{started}: {len(prompt)} tokens")
         elif action < 0.36 and (alive := engine.unfinished()):
             name = rng.choice(alive).request_id

@@ -154,6 +154,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/test_shared_tier_events.py": ("0.30", "0.32"),
     "connector/tests/engine/test_spec_base.py": ("0.30", "0.32"),
     "connector/tests/engine/test_stages.py": ("0.30", "0.32"),
+    "connector/tests/engine/test_transfer_params.py": ("0.30", "0.32"),
     "connector/tests/engine/test_transports.py": ("0.30", "0.32"),
     "connector/tests/engine/v030": ("0.30", "0.32"),
     "tests/engine_lives": ("0.32",),

@@ -21,6 +21,7 @@ from spillway_connector.engine.kv_layout import LayerCache, layout_facts
 from spillway_connector.engine.process_settings import ENGINE_CORE, ProcessSettings
 from spillway_connector.engine.scheduler import SchedulerHalf
 from spillway_connector.engine.spec_base import SpecBase
+from spillway_connector.engine.transfer_params import install_transfer_params_filter
 from spillway_connector.engine.weights import install_weight_change_hook
 from spillway_connector.engine.worker import WorkerHalf
 from spillway_connector.errors import ConfigError
@@ -65,6 +66,7 @@ class ConnectorBase(OffloadingConnector):
         install_adapter_hooks()
         install_weight_change_hook()
         install_hint_utility()
+        install_transfer_params_filter(ConnectorBase)
 
     @property
     def _half(self) -> SchedulerHalf:

@@ -36,6 +36,7 @@ from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.suspect_stores import fail_stores, has_replaced_adapter, holds_any
 from spillway_connector.engine.tenancy import tenant_of
 from spillway_connector.engine.tiering import TieringManager
+from spillway_connector.engine.transfer_params import accepted
 from spillway_connector.engine.written_blocks import written_blocks
 from spillway_connector.plan.load_cost import PrefillTimer
 
@@ -113,7 +114,10 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         """(source, destination) of a load of this step."""
 
     def on_new_request(self, request: Request) -> None:
+        given, request.kv_transfer_params = request.kv_transfer_params, accepted(request.kv_transfer_params)
         status = self._state_of(request, tenant_of(getattr(request, "cache_salt", None)))
+        if isinstance(given, dict):
+            request.kv_transfer_params = given  # what other connectors of this engine read
         if getattr(request, "lora_request", None) is not None:
             status.has_adapter, status.identified, status.adapter = True, False, adapter_of(request)
         self._req_status[request.request_id] = status
