@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.ahead import HINT_SECONDS
+from spillway_connector.engine.ahead import HINT_SECONDS, HINTS_MAX
 from spillway_connector.engine.hints import UTILITY, HintOutcome, install_hint_utility
 from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.engine.samples import sample_key
@@ -418,6 +418,39 @@ def test_a_hint_that_nobody_comes_for_is_given_up_and_its_chunks_go_first(rig):
 
     assert len(promoted & cpu.ready) == len(promoted) - 1, "not one that was used, however long ago"
     assert rig.half.ahead._rows == rig.half.ahead._hint_rows == 0
+
+
+def test_a_hint_that_finds_nothing_to_promote_keeps_no_slot(rig):
+    for number in range(HINTS_MAX):
+        rig.tier.lacks.update(keys(f"{number}"))
+        expected(rig, f"{number}")
+    assert rig.half.ahead.hint_refused() is HintOutcome.BUSY
+    for _ in range(HINTS_MAX):
+        rig.step()
+
+    assert rig.half.ahead.hint_refused() is None
+    assert not rig.half.ahead._hints
+    assert rig.counts() == {}
+
+
+def test_a_hint_whose_answer_is_on_its_way_waits_for_it(rig):
+    rig.tier.unknown.update(keys("w"))
+    expected(rig, "w")
+    rig.step()
+    assert rig.half.ahead._hints
+    rig.tier.unknown.clear()
+    rig.step()
+
+    assert list(rig.tier.loads[0].keys) == keys("w")
+
+
+def test_an_idle_engine_gives_up_old_hints_when_another_comes(rig):
+    for number in range(HINTS_MAX):
+        expected(rig, f"{number}")
+    assert rig.half.ahead.hint_refused() is HintOutcome.BUSY
+    rig.clock.advance(HINT_SECONDS)
+
+    assert rig.half.ahead.hint_refused() is None
 
 
 def test_hints_are_refused_beyond_their_bounds():

@@ -11,7 +11,7 @@ evicted for them as at the turn itself. Loads that turn out to be useless have a
 
 A hint (engine/hints.py) is a request that may come: it is looked at after those that have, keeps at most half of the
 rows, and is used when the turn of a request with its beginning comes. After HINT_SECONDS it is given up, and what it
-brought is the first to be evicted.
+brought is the first to be evicted; one that finds nothing to promote is given up at once.
 
 EngineCore process, scheduler thread; no method blocks.
 """
@@ -107,6 +107,7 @@ class AheadPromotions:
         """Why no hint is taken now; None: one is."""
         if not self._rows_max:
             return HintOutcome.OFF
+        self._give_up_old_hints()  # an idle engine takes no step in which it could
         now = self._manager.now()
         full = len(self._hints) >= HINTS_MAX or self._hint_rows >= self._rows_max // 2
         return HintOutcome.BUSY if full or now < self._hashes_due_at or not self._budget.allows(now) else None
@@ -181,7 +182,12 @@ class AheadPromotions:
             self._rows += len(begun)
             self._hint_rows += len(begun) * is_hint
             self._manager.count_ahead(AheadOutcome.PROMOTED, len(begun))
-            if not more:
+            if more:
+                continue
+            if is_hint and not waiting.promoted:  # its slot is for a hint that finds something
+                self._drop_hint(request_id)
+                self._close(waiting, 0, AheadOutcome.UNUSED)
+            else:
                 del (self._due_hints if is_hint else self._due)[request_id]
 
     def _keys_of(self, status: RequestFields) -> list[OffloadKey]:
