@@ -65,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{figures.early_loads} begun early, {figures.step_loads} within steps, "
             f"{figures.steps_taken_back} steps taken back, {engine.jumps} jumps to what was loaded meanwhile, "
             f"{figures.resets} resets, {figures.resets_refused} refused, "
+            f"{figures.resets_of_all} of all, {figures.pauses} pauses, "
             f"{figures.resets_forced} for new weights, {figures.rows_kept_back} rows kept back; "
             f"{time.monotonic() - started:.0f} s",
             flush=True,

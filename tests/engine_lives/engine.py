@@ -27,6 +27,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -167,6 +168,8 @@ class Figures:
     resets: int = 0
     resets_refused: int = 0
     resets_forced: int = 0
+    resets_of_all: int = 0  # which preempt what runs
+    pauses: int = 0
     rows_kept_back: int = 0
     finished: int = 0
     aborted: int = 0
@@ -263,16 +266,33 @@ class Engine:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         self.figures.aborted += 1
 
-    def preempt_all(self) -> None:
-        """Preempt all requests, as a reset of the prefix cache does. Does nothing while waiting requests hold blocks,
-        for a load or since one: vLLM cannot free those, and might never find room for a request again. Nor while the
-        workers have not run a step: without async scheduling vLLM would sample its tokens twice."""
+    def force_reset(self, *, with_connector: bool) -> None:
+        """Reset the prefix cache, whatever requests hold: those that run are preempted, those that load are computed.
+
+        Does nothing while the workers have not run a step: without async scheduling vLLM would sample its tokens
+        twice."""
         if self.scheduled:
             return
-        running = {request.request_id for request in self.scheduler.running}
-        get_blocks = self.scheduler.kv_cache_manager.coordinator.get_blocks
-        if not any(any(get_blocks(name)) for name in self.scheduler.requests.keys() - running):
-            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        pool, cpu_tier = self.scheduler.kv_cache_manager.block_pool, self._scheduler_half.manager.primary_tier
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=with_connector)
+        assert not len(pool.cached_block_hash_to_block), "a reset left blocks in the device's prefix cache"
+        assert not (with_connector and cpu_tier.resident), "a reset left chunks in the CPU tier"
+        self.figures.resets_of_all += 1
+
+    def pause(self, *, keeps_running: bool, move_bytes: Callable[[], None], steps_max: int = 1_000) -> None:
+        """As vLLM's engine core pauses, resets all caches and resumes. keeps_running: the mode `keep`, else `wait`."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL if keeps_running else PauseState.PAUSED_NEW)
+        for _ in range(steps_max):
+            if not (self.scheduled or self.scheduler.has_requests()):
+                break
+            move_bytes()
+            self.step(meanwhile=move_bytes)
+        else:
+            raise AssertionError(f"a pause did not end within {steps_max} steps")
+        assert not self._scheduler_half.copies_under_way(), "a pause ended before its copies"
+        self.force_reset(with_connector=True)
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+        self.figures.pauses += 1
 
     def reset_device_cache(self) -> None:
         self.scheduler.reset_prefix_cache()

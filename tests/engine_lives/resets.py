@@ -75,6 +75,93 @@ def blocks_reused_while_stored(engine: Engine, number: int) -> None:
     assert engine.reset_prefix_cache()
 
 
+def weights_that_changed(engine: Engine, number: int) -> None:
+    """What the device computed with the weights of before is hit until its reset, vLLM's own way, and enters no tier:
+    whether it was asked for before the change, between the change and the reset, or across both."""
+    before, between, across = (_prompt(f"weights {number} {when}") for when in ("before", "between", "across"))
+    _compute(engine, f"before-{number}", before)
+    engine.drain()
+    engine.submit(f"across-{number}", across, BLOCK_TOKENS + 2)
+    engine.step()
+    engine.change_weights()
+    engine.drain()
+    for name, prompt in (("again", before), ("between", between)):
+        engine.submit(f"{name}-{number}", prompt, 2)
+        engine.drain()
+    cached = engine.figures.cached_tokens
+    assert cached[f"again-{number}"], "vLLM's own cache should still hit"
+    assert not _chunks(engine), "KV of before the reset is in the CPU tier"
+    engine.reset_device_cache()
+    for name, prompt in (("before", before), ("between", between), ("across", across)):
+        engine.submit(f"{name}-new-{number}", prompt, 1)
+        engine.drain()
+        assert not cached[f"{name}-new-{number}"], "KV of before the reset was used"
+    assert _chunks(engine), "what is computed after the reset should be stored"
+    engine.require_nothing_left()
+    assert engine.reset_prefix_cache()
+
+
+def weights_that_change_under_a_load(engine: Engine, number: int) -> None:
+    """It loads KV of the former weights into blocks that the device then hits until its reset."""
+    prompt = _prompt(f"weights under a load {number}")
+    _compute(engine, f"writer-{number}", prompt)
+    engine.drain()
+    engine.reset_device_cache()
+    engine.submit(f"loading-{number}", prompt, 2)
+    engine.step()
+    assert not engine.copiers[Direction.LOAD].idle, "the load should be running"
+    engine.change_weights()
+    engine.submit(f"waiting-{number}", prompt, 2)
+    engine.drain()
+    assert not _chunks(engine), "KV of before the reset is in the CPU tier"
+    engine.submit(f"running-{number}", prompt, 2 * BLOCK_TOKENS)
+    engine.step()
+    engine.force_reset(with_connector=False)
+    engine.drain()
+    engine.submit(f"reader-{number}", prompt, 1)
+    engine.drain()
+    engine.require_nothing_left()
+    assert engine.reset_prefix_cache()
+
+
+def reset_of_all_under_a_load(engine: Engine, number: int) -> None:
+    """The request that loads is computed from its first token, and its blocks are kept until the copy has ended."""
+    prompt = _prompt(f"reset of all {number}")
+    _compute(engine, f"writer-{number}", prompt)
+    engine.drain()
+    engine.reset_device_cache()
+    engine.submit(f"reader-{number}", prompt, 1)
+    engine.step()
+    assert not engine.copiers[Direction.LOAD].idle, "the load should be running"
+    engine.force_reset(with_connector=True)
+    engine.drain()
+    engine.require_nothing_left()
+    assert engine.reset_prefix_cache()
+
+
+def pause_under_a_load(engine: Engine, number: int) -> None:
+    for keeps_running in (False, True):
+        prompt = _prompt(f"pause {number} {keeps_running}")
+        _compute(engine, f"writer-{number}-{keeps_running}", prompt)
+        engine.drain()
+        engine.reset_device_cache()
+        engine.submit(f"reader-{number}-{keeps_running}", prompt, 1)
+        engine.step()
+        assert not engine.copiers[Direction.LOAD].idle, "the load should be running"
+        engine.pause(
+            keeps_running=keeps_running,
+            move_bytes=lambda: [copier.advance(1_000) for copier in engine.copiers.values()] and None,
+        )
+        engine.drain()
+        engine.require_nothing_left()
+        assert engine.reset_prefix_cache()
+
+
+def _chunks(engine: Engine) -> int:
+    """In the CPU tier."""
+    return len(engine.scheduler.connector.connector_scheduler.manager.primary_tier.resident)
+
+
 def _compute(engine: Engine, name: str, prompt: list[int]) -> None:
     """To its end, while no byte moves that no step waits for; its store begins with the next step."""
     engine.submit(name, prompt, 1)
@@ -87,6 +174,10 @@ RACES = {
     "load-under-way": load_under_way,
     "hit-of-blocks-being-stored": hit_of_blocks_being_stored,
     "blocks-reused-while-stored": blocks_reused_while_stored,
+    "reset-of-all-under-a-load": reset_of_all_under_a_load,
+    "pause-under-a-load": pause_under_a_load,
+    "weights-that-change-under-a-load": weights_that_change_under_a_load,
+    "weights-that-changed": weights_that_changed,  # the last: its engine's shared tier rests from then on
 }
 
 

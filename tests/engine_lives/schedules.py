@@ -17,7 +17,7 @@ _TRANSFER_PARAMS: tuple[Any, ...] = (  # of requests that are computed like any 
     {"do_remote_prefill": True, "do_remote_decode": True, "remote_block_ids": [1], "remote_host": "203.0.113.1"},
     {"spillway_session": ["boom"], "max_offload_tokens": "boom", "max_load_tokens": {}, "kv_load_tiers": 7},
     {"spillway_session": {"id": {"id": 7}, "return_seconds": [], "ended": "boom"}, "kv_load_tiers": [["medium"]]},
-    {"spillway_session": {"id": "one", "return_seconds": 10**400}, "max_offload_tokens": -1},
+    {"spillway_session": {"id": "one", "return_seconds": 2**63}, "max_offload_tokens": -1},
     {"spillway_session": {"id": "one", "ended": True}, "max_offload_tokens": BLOCK_TOKENS},
 )
 
@@ -50,8 +50,9 @@ def run(engine: Engine, seed: int) -> None:
             engine.abort(name)
         elif action < 0.4:
             if engine.may_reset:
-                engine.trace.append("preempt all")
-                engine.preempt_all()
+                with_connector = rng.random() < 0.5
+                engine.trace.append(f"reset of all, with the connector: {with_connector}")
+                engine.force_reset(with_connector=with_connector)
         elif action < 0.42:
             engine.reset_device_cache()
         elif action < 0.46:
@@ -61,6 +62,10 @@ def run(engine: Engine, seed: int) -> None:
             if engine.may_reset:
                 engine.trace.append("weights change")
                 engine.change_weights()
+        elif action < 0.5:
+            if engine.may_reset:
+                engine.trace.append("pause")
+                engine.pause(keeps_running=rng.random() < 0.5, move_bytes=lambda: move_bytes(engine, rng))
         else:
             move_bytes(engine, rng)
             engine.step(meanwhile=lambda: move_bytes(engine, rng), steps_ahead=rng.choice([0, 0, 1]))

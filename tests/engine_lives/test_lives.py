@@ -38,6 +38,10 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
         "load-under-way",
         "hit-of-blocks-being-stored",
         "blocks-reused-while-stored",
+        "reset-of-all-under-a-load",
+        "pause-under-a-load",
+        "weights-that-change-under-a-load",
+        "weights-that-changed",
     ]
     stalls = re.findall(rf"^(\S+): {STALLS} prompts", done.stdout, re.M)
     assert stalls == ["load-that-is-met", "tier-that-stalls"]

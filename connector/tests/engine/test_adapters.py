@@ -16,6 +16,7 @@ import pytest
 import torch
 from vllm.config import LoRAConfig
 from vllm.distributed.kv_events import BlockStored
+from vllm.lora.ops.torch_ops.lora_ops import sgmv_shrink
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.sampling_params import SamplingParams
@@ -254,11 +255,62 @@ def test_two_engines_with_one_store_and_one_adapter_name(tmp_path: Path, folder:
     with open_engine(store) as second:
         second.load(adapter(theirs))
         assert second.matched_in_store("theirs", adapter(theirs)) == 0
-        second.load(adapter(folder, load_inplace=True))  # after a reload vLLM's hash has a number besides
-        assert second.matched_in_store("reloaded", adapter(folder)) == 0
+        second.load(adapter(folder, load_inplace=True))
+        assert second.matched_in_store("reloaded", adapter(folder)) == TOKENS, "its weights are those of the first"
     with open_engine(store) as third:
         third.load(adapter(folder))
         assert third.matched_in_store("ours", adapter(folder)) == TOKENS
+
+
+def test_an_engine_that_was_reloaded_shares_with_one_that_loads_once(tmp_path: Path, folder: Path):
+    """Whichever stores and whichever loads, and whatever the engine has loaded before."""
+    store, trained = tmp_path / "kv", write_adapter(tmp_path / "trained", b"trained on")
+    with open_engine(store) as reloaded:
+        reloaded.load(adapter(trained))
+        for place in (folder, trained):
+            reloaded.load(adapter(place, load_inplace=True))
+            reloaded.report(reloaded.compute(f"writer {place.name}", adapter(place)))
+        assert reloaded.half.manager.secondary_tiers[0]._shared.drain(60.0)
+        writer = reloaded.request("device", adapter(trained))
+        assert adapter_of(writer).number == 2, "the device's own cache still tells the loads apart"
+    for place in (folder, trained):
+        with open_engine(store) as fresh:
+            fresh.load(adapter(place))
+            assert fresh.matched_in_store("reader", adapter(place)) == TOKENS
+
+
+def test_keys_of_a_reloaded_adapter_grow_with_the_request(engine: EngineProcess, tmp_path: Path, folder: Path):
+    engine.load(adapter(write_adapter(tmp_path / "before", b"before")))
+    engine.load(adapter(folder, load_inplace=True))
+    request = engine.request("answer", adapter(folder), tokens=TOKENS - 1)
+    engine.half.on_new_request(request)
+    engine.half.get_num_new_matched_tokens(request, 0)
+    request.append_output_token_ids(7)
+    engine.half._req_status["answer"].update_offload_keys()
+
+    assert len(keys_of(engine, "answer")) == BLOCKS
+    assert len(set(keys_of(engine, "answer"))) == BLOCKS
+
+
+def test_where_only_adapters_are_computed_rightly_nothing_else_is_stored(engine: EngineProcess, folder: Path):
+    """As on CPUs: KV of the base model would be stored, and shared, as if its weights had computed it."""
+    engine.half.stores_adapters_alone = True
+    engine.load(adapter(folder))
+
+    assert engine.compute("adapter", adapter(folder))
+    assert not engine.compute("base", None)
+
+
+def test_vllm_s_cpu_kernels_take_tokens_without_an_adapter_for_the_last_adapter_s():
+    """Why CPU engines with adapters store nothing of the base model. Once this fails, they may."""
+    weights = torch.stack([torch.zeros(1, 3, 8), torch.ones(1, 3, 8)])  # of two adapters
+    output = torch.zeros(2, 3)
+    no_adapter, last_adapter = -1, 1
+    of_request = torch.tensor([no_adapter, last_adapter])
+    one_token = torch.tensor([1, 1])
+    sgmv_shrink(torch.ones(2, 8), weights, output, torch.tensor([0, 1]), one_token, of_request, 2, 1, 2, 1.0)
+
+    assert torch.equal(output[0], output[1])
 
 
 def test_an_adapters_kv_is_found_again(engine: EngineProcess, folder: Path):

@@ -468,7 +468,24 @@ def test_a_change_of_weights_drops_the_cpu_tier_and_running_requests_offload_no_
     assert ask(scheduler, "reader")[1] == (0, False)
     build_meta(scheduler, {"writer": TOKENS})
     assert not scheduler._jobs, "what runs was computed with the old weights"
-    assert build_meta(scheduler, {"reader": TOKENS}, {"reader": [5, 6, 7, 8]}).store_jobs
+    build_meta(scheduler, {"reader": TOKENS}, {"reader": [5, 6, 7, 8]})
+    assert not scheduler._jobs, "it may have hit blocks of the device that were computed with the old weights"
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_what_is_computed_after_the_device_s_reset_is_stored_again(scheduler, accepted: bool):
+    """Also of a request that came before it: it holds no block that is older."""
+    pool = SimpleNamespace(num_gpu_blocks=64, reset_prefix_cache=lambda: accepted)
+    scheduler.bind_device_blocks(pool)
+    scheduler.weights_changing("reload_weights")
+    ask(scheduler, "waiting")
+    assert pool.reset_prefix_cache() is accepted
+    ask(scheduler, "later")
+    new = {"waiting": [1, 2, 3, 4], "later": [5, 6, 7, 8]}
+    stored = build_meta(scheduler, dict.fromkeys(new, TOKENS), new).store_jobs
+
+    assert bool(stored) is accepted
+    assert pool.num_gpu_blocks == 64
 
 
 def test_a_reset_leaves_no_request_waiting_for_dropped_jobs(scheduler):

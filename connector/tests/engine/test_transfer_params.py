@@ -1,4 +1,4 @@
-"""No value that a client can write as kv_transfer_params raises on the scheduler's thread, and only known ones count."""
+"""No value that a client can write as kv_transfer_params raises on the scheduler's thread; only known ones count."""
 
 from __future__ import annotations
 

@@ -11,6 +11,42 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from spillway_connector.engine.weights import HARMLESS, install_weight_change_hook, may_change_weights
 
+# RPCs of vLLM's workers that change weights, may do anything, or no caller sends to a running engine.
+CHANGING = {
+    "apply_model",
+    "compile_or_warm_up_model",
+    "determine_available_memory",
+    "discard",
+    "elastic_ep_execute",
+    "execute_model",
+    "finish_weight_update",
+    "get_draft_model",  # the caller may change what it is given
+    "get_model",
+    "handle_ft_command",
+    "init_device",
+    "init_worker",
+    "initialize_from_config",
+    "load_model",
+    "load_weights_direct",
+    "randomize_dummy_inputs",
+    "reload_weights",
+    "reset_weights",
+    "sample_tokens",
+    "set_kv_cache_layout",
+    "shutdown",
+    "sleep",
+    "sleep_mode_backend",
+    "start_draft_weight_update",
+    "start_weight_update",
+    "take_draft_token_ids",
+    "update_config",
+    "update_environment_variables",
+    "update_weights",
+    "vocab_size",
+    "wait_for_comm",
+    "wake_up",
+}
+
 
 class Listener:
     def __init__(self, order: list[str]) -> None:
@@ -32,8 +68,10 @@ def core(order: list[str]) -> EngineCore:
     core = EngineCore.__new__(EngineCore)
     core.scheduler = SimpleNamespace(connector=Listener(order))
     core.model_executor = SimpleNamespace(
-        collective_rpc=lambda method, timeout, args, kwargs: order.append(f"ran {getattr(method, '__name__', method)}")
+        collective_rpc=lambda method, timeout, args, kwargs: order.append(f"ran {getattr(method, '__name__', method)}"),
+        sleep=lambda level: order.append(f"slept at level {level}"),
     )
+    core.pause_scheduler = lambda mode, clear_cache: None
     return core
 
 
@@ -42,6 +80,22 @@ def test_vllm_s_rpcs_that_change_weights_are_reported_before_they_run(core: Engi
     assert callable(getattr(Worker, method)), "vLLM's worker has no such RPC any more"
     core.collective_rpc(method, kwargs={"weights_path": "/elsewhere"})
     assert order == [f"notified of {method}", f"ran {method}"]
+
+
+def test_every_rpc_of_vllm_s_workers_has_been_looked_at():
+    """Those that read only must not close the shared tier: 0.32 sends one after each request to a scoring route."""
+    known = {name for name, _ in inspect.getmembers(Worker, callable) if not name.startswith("_")}
+
+    assert known - HARMLESS - CHANGING == set()
+    assert not CHANGING & HARMLESS
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_sleep_that_drops_the_weights_is_a_change(core: EngineCore, order: list[str], level: int):
+    core.sleep(level)
+
+    notified = ["notified of sleep of level 2"] if level == 2 else []
+    assert order == notified + ([f"slept at level {level}"] if level else [])
 
 
 def test_a_function_of_the_caller_s_may_do_anything(core: EngineCore, order: list[str]):

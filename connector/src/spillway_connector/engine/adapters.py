@@ -10,7 +10,8 @@ around every load, of which some happen within a step (first use, or once more a
 computed on another thread and is used only if the files are still those that were loaded.
 
 vLLM's prefix cache on the device would serve KV of the former weights, since the hash is the same (0.23). So the hash
-of a name whose weights were replaced gets a version number here.
+of a name whose weights were replaced gets a version number here. The number counts what this engine has loaded, so it
+is no part of a key: keys are made of the hashes of an engine that loaded these weights first (:class:`FirstLoad`).
 """
 
 from __future__ import annotations
@@ -198,6 +199,20 @@ class AdapterRegistry:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
 
+class FirstLoad:
+    """A vLLM request with the block hashes that it has where its adapter's weights were the first under their name."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self.block_hashes: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+    def update_block_hashes(self) -> None:
+        self.block_hashes += self._request._block_hasher(self)
+
+
 def adapter_of(request: Any) -> AdapterInstance | None:
     """Of a vLLM request; None: it has no adapter, or its engine has no :func:`install_adapter_hooks`."""
     instance = getattr(request, _TAG, None)
@@ -255,7 +270,7 @@ def install_adapter_hooks() -> None:
     @functools.wraps(extra_keys)
     def numbered_extra_keys(request: Any) -> list[Any]:
         keys: list[Any] = extra_keys(request)
-        if keys:
+        if keys and not isinstance(request, FirstLoad):
             instance = adapter_of(request)
             if instance is None and (adapters := getattr(_requests_of, "adapters", None)) is not None:
                 instance = adapters.of(request.lora_request)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -19,12 +21,15 @@ from spillway_connector.engine.generation import Seams, require
 from spillway_connector.engine.hints import HintOutcome, install_hint_utility
 from spillway_connector.engine.kv_layout import LayerCache, layout_facts
 from spillway_connector.engine.process_settings import ENGINE_CORE, ProcessSettings
+from spillway_connector.engine.resets import install_forced_resets
 from spillway_connector.engine.scheduler import SchedulerHalf
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.transfer_params import install_transfer_params_filter
 from spillway_connector.engine.weights import install_weight_change_hook
 from spillway_connector.engine.worker import WorkerHalf
 from spillway_connector.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class ConnectorBase(OffloadingConnector):
@@ -63,9 +68,17 @@ class ConnectorBase(OffloadingConnector):
                 **({} if not_shared is None else {"not_shared": not_shared}),
             },
         )
+        if self._vllm_config.lora_config is not None and self._vllm_config.device_config.device_type == "cpu":
+            # vLLM gives tokens without an adapter the index -1, which its CPU kernels read as the last adapter's.
+            logger.warning(
+                "LoRA on a CPU: vLLM computes requests of the base model with an adapter's weights where a batch holds "
+                "requests of both, so their KV is not offloaded; serve the base model by engines without LoRA"
+            )
+            half.stores_adapters_alone = True
         install_adapter_hooks()
         install_weight_change_hook()
         install_hint_utility()
+        install_forced_resets()
         install_transfer_params_filter(ConnectorBase)
 
     @property
@@ -103,7 +116,15 @@ class ConnectorBase(OffloadingConnector):
             self._spec.registered_layout = layout_facts(kv_caches, self._vllm_config, num_blocks)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._half.device_blocks = gpu_block_pool
+        self._half.bind_device_blocks(gpu_block_pool)
+
+    def copies_under_way(self) -> bool:
+        """Between the device and the CPU tier. EngineCore process, scheduler thread."""
+        return self._half.copies_under_way()
+
+    def forced_reset(self, scheduler: Any) -> AbstractContextManager[None]:
+        """See engine/resets.py. EngineCore process, scheduler thread, between steps."""
+        return self._half.forced_reset(scheduler)
 
     def reset_cache(self) -> bool:
         """False, and nothing is reset, where vLLM could not reset the device's prefix cache; upstream always resets."""

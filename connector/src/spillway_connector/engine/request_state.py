@@ -9,7 +9,7 @@ from typing import Any, cast
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
-from spillway_connector.engine.adapters import AdapterInstance
+from spillway_connector.engine.adapters import AdapterInstance, FirstLoad
 from spillway_connector.engine.prefix_lookup import Prefix
 
 
@@ -27,16 +27,29 @@ class RequestFields(RequestOffloadState):
     has_adapter = False  # LoRA
     adapter: AdapterInstance | None = None
     identified = True  # the adapter's digest is known, and the keys are complete
+    is_stale = False  # it may hold or hit KV of weights that are gone
+    is_unsound = False  # vLLM may compute its KV wrongly
     _offload_tokens_max: int | None = None
+    _first_load: FirstLoad | None = None
 
     @property
     def max_offload_tokens(self) -> int | None:
-        """None: no limit. Nothing is stored for a request whose adapter's digest is not known."""
-        return self._offload_tokens_max if self.identified else 0
+        """None: no limit. Nothing is stored for a request whose adapter's digest is not known, nor of KV that is not
+        what the weights of its key give."""
+        return self._offload_tokens_max if self.identified and not (self.is_stale or self.is_unsound) else 0
 
     @max_offload_tokens.setter
     def max_offload_tokens(self, tokens: int | None) -> None:
         self._offload_tokens_max = tokens
+
+    def chunk_hashes(self) -> Sequence[bytes]:
+        """Of the request's blocks, as every engine has them that has the adapter's weights, however it came by them."""
+        if self.adapter is None or not self.adapter.number:
+            return cast(Sequence[bytes], self.req.block_hashes)
+        if self._first_load is None:
+            self._first_load = FirstLoad(self.req)
+        self._first_load.update_block_hashes()
+        return self._first_load.block_hashes
 
     @abstractmethod
     def _hashes_per_chunk(self, group_config: Any) -> int: ...
@@ -50,7 +63,7 @@ class RequestFields(RequestOffloadState):
             if key is None:
                 return
             adapter_key = key
-        hashes = self.req.block_hashes
+        hashes = self.chunk_hashes()
         for config, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
             factor = self._hashes_per_chunk(config)
             begin = factor * len(state.offload_keys) + factor - 1

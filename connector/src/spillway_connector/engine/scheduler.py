@@ -16,10 +16,8 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-    OffloadingConnectorScheduler,
     RequestOffloadState,
 )
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
@@ -31,11 +29,10 @@ from spillway_connector.engine.ahead import AheadPromotions
 from spillway_connector.engine.early_loads import EarlyLoad, PendingRows
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.request_state import RequestFields
-from spillway_connector.engine.resets import ResetJob, blocks_in_use
+from spillway_connector.engine.resets import ResettableHalf
 from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.suspect_stores import fail_stores, has_replaced_adapter, holds_any
 from spillway_connector.engine.tenancy import tenant_of
-from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.engine.transfer_params import accepted
 from spillway_connector.engine.written_blocks import written_blocks
 from spillway_connector.plan.load_cost import PrefillTimer
@@ -45,13 +42,13 @@ logger = logging.getLogger(__name__)
 _TOUCH_SECONDS = 1.0  # between two renewals of a request's chunks in the CPU tier
 
 
-class SchedulerHalf(OffloadingConnectorScheduler):
+class SchedulerHalf(ResettableHalf):
     """Overrides upstream's scheduler half. EngineCore process, scheduler thread; no method blocks.
 
     Every override keeps the contract of vLLM's KVConnectorBase_V1 except where its docstring names the difference.
     """
 
-    manager: TieringManager
+    stores_adapters_alone = False  # nothing of requests without a LoRA adapter
 
     def _begin(
         self,
@@ -72,12 +69,10 @@ class SchedulerHalf(OffloadingConnectorScheduler):
         self._block_tokens = chunk_tokens[0] // blocks_per_chunk
         self._one_prefix = one_prefix
         self._being_loaded = loading
-        self._reset_jobs: dict[int, ResetJob] = {}
+        self._begin_resets(has_device_cache=loading is not None)
         self._failed_jobs: set[int] = set()  # failed on some rank, not yet reported by all
         self._recompute_only: set[str] = set()  # requests whose load failed once: never offered a load again
-        self.device_blocks: BlockPool | None = None  # vLLM's; bound before the first request
         self._prefill_timer = PrefillTimer(self.manager.prefill_rate)
-        self._weights_changed = False
         self._early_loads: dict[int, EarlyLoad] = {}
         self._loaded: set[str] = set()  # requests whose load has ended and that do not run yet
         self._gridlock = False
@@ -120,6 +115,9 @@ class SchedulerHalf(OffloadingConnectorScheduler):
             request.kv_transfer_params = given  # what other connectors of this engine read
         if getattr(request, "lora_request", None) is not None:
             status.has_adapter, status.identified, status.adapter = True, False, adapter_of(request)
+        elif self.stores_adapters_alone:
+            status.is_unsound = True
+        status.is_stale = self._device_is_stale
         self._req_status[request.request_id] = status
         if not self._hash_bytes and request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])
@@ -361,15 +359,6 @@ class SchedulerHalf(OffloadingConnectorScheduler):
                     if self._being_loaded:
                         self._being_loaded.difference_update(load.keys)
 
-    def _end_reset_jobs(self, completed_jobs: dict[int, int]) -> None:
-        """completed_jobs: by how many ranks each was reported since the last call."""
-        for job_id in completed_jobs.keys() & self._reset_jobs.keys():
-            job = self._reset_jobs[job_id]
-            job.ranks_pending -= completed_jobs[job_id]
-            if not job.ranks_pending:
-                del self._reset_jobs[job_id]
-                self.manager.primary_tier.release(job.rows)
-
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._recompute_only.discard(request.request_id)
         self._loaded.discard(request.request_id)
@@ -403,52 +392,3 @@ class SchedulerHalf(OffloadingConnectorScheduler):
     def shutdown(self) -> None:
         self.adapters.close()
         super().shutdown()
-
-    def weights_changing(self, cause: str) -> None:
-        """The model's weights are about to change: drop the CPU tier and stop using the shared tiers.
-
-        Running requests hold KV of the old weights, so nothing more of theirs is offloaded. cause: for the log.
-        """
-        if not self._weights_changed:
-            logger.warning(
-                "%s may change the model's weights: the shared tiers are not used from now on, because their KV was "
-                "computed with the weights this engine was started with; restart the engine to share again",
-                cause,
-            )
-        self._weights_changed = True
-        self.manager.weights_changed()
-        self.reset_cache()
-        for status in self._req_status.values():
-            status.max_offload_tokens = 0
-
-    def reset_with_device(self) -> bool:
-        """Reset the CPU tier; False, and nothing has changed, while requests hold blocks of the device.
-
-        vLLM resets the device's prefix cache first and refuses while a block is in use, but calls the connector
-        nevertheless. Those blocks stay cached, and a load under way would add to them: with them, an empty CPU tier is
-        no reset. So both caches are reset, or neither is.
-        """
-        if self.device_blocks is not None and (in_use := blocks_in_use(self.device_blocks)):
-            logger.warning(
-                "The CPU tier was not reset, like the device's prefix cache: %d blocks are in use; reset again when no "
-                "request runs, or with reset_running_requests",
-                in_use,
-            )
-            self.manager.count_refused_reset()
-            return False
-        self.reset_cache()
-        return True
-
-    def reset_cache(self) -> None:
-        """Upstream's contract: drop every chunk and job. Workers finish their copies in their next step; the rows of a
-        job are released when all ranks have reported it."""
-        for job_id, job in self._jobs.items():
-            rows = self.manager.primary_tier.rows_of(job.keys)
-            self._reset_jobs[job_id] = ResetJob(job.pending_count, rows)
-        # Upstream asserts that there are none; those of an earlier reset wait here for the next step.
-        jobs_to_flush, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
-        super().reset_cache()
-        self._current_batch_jobs_to_flush |= jobs_to_flush
-        self._failed_jobs.clear()
-        for load in self._early_loads.values():
-            load.abandon(needed=True)

@@ -3,7 +3,8 @@
 A namespace names the weights that the engine was started with. vLLM 0.23 can change them afterwards: `reload_weights`,
 `start_weight_update` / `update_weights` (trainers), or any function that a caller sends to the workers. All of these
 reach the engine as `EngineCore.collective_rpc`, on the scheduler's thread and between two steps, so that method is
-patched: RPCs known not to touch weights pass, any other is treated as a change before it runs.
+patched: RPCs known not to touch weights pass, any other is treated as a change before it runs. So is a sleep of level
+2, which drops the weights: what computes after it, before they are loaded again, is no KV of theirs.
 
 Not detected: code that changes parameters from inside a worker process without an RPC.
 """
@@ -20,27 +21,40 @@ from spillway_connector.engine.own_connector import own_connector
 HARMLESS = frozenset(
     {
         "add_lora",
+        "annotate_profile",
         "check_health",
+        "checkpoint_prepare",  # of the process as a whole
+        "checkpoint_restore",
+        "compute_weight_checksums",
         "execute_dummy_batch",
         "get_cache_block_size_bytes",
+        "get_compilation_match_table",
+        "get_encoder_timing_stats",
         "get_kv_cache_spec",
         "get_kv_connector_handshake_metadata",
+        "get_model_inspection",
+        "get_supported_kv_cache_layouts",
         "get_supported_tasks",
         "init_weight_transfer_engine",
         "list_loras",
         "pin_lora",
         "profile",
+        "release_late_interaction_query_cache",  # after each request to score that compares token by token
         "remove_lora",
         "reset_encoder_cache",
         "reset_mm_cache",
         "save_sharded_state",
         "save_tensorized_model",
+        "shutdown_weight_transfer_engine",
+        "supports_draft_weight_updates",
+        "synchronize_device",
         "update_max_model_len",
     }
 )
 
 
 _MARK = "_spillway_weight_hook"
+_LEVEL_WITHOUT_WEIGHTS = 2
 
 
 @runtime_checkable
@@ -61,9 +75,17 @@ def install_weight_change_hook() -> None:
     """Patch vLLM so that each engine's connector of this process is called. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
-    original = EngineCore.collective_rpc
+    original, sleep = EngineCore.collective_rpc, EngineCore.sleep
     if hasattr(original, _MARK):
         return
+
+    @functools.wraps(sleep)
+    def watched_sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level >= _LEVEL_WITHOUT_WEIGHTS:
+            connector = own_connector(getattr(self, "scheduler", None), WeightsListener)  # type: ignore[type-abstract]
+            if connector is not None:
+                connector.weights_changing(f"sleep of level {level}")
+        return sleep(self, level, *args, **kwargs)
 
     @functools.wraps(original)
     def collective_rpc(self: Any, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,3 +98,4 @@ def install_weight_change_hook() -> None:
 
     setattr(collective_rpc, _MARK, True)
     EngineCore.collective_rpc = collective_rpc  # type: ignore[method-assign]
+    EngineCore.sleep = watched_sleep  # type: ignore[method-assign]

@@ -21,6 +21,7 @@ from spillway_connector.engine.v023.failed_step_loads import install_step_retrea
 from spillway_connector.engine.v023.group_hits import install_group_hit_hold
 from spillway_connector.engine.v023.layerwise import loads_within_steps, why_not_within_steps
 from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
+from spillway_connector.engine.v023.pauses import install_pauses
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023
 from spillway_connector.engine.v023.seams import SEAMS
@@ -49,6 +50,7 @@ class SpillwayConnector(ConnectorBase):
             self._watch_the_engine()
             install_full_recompute()
             install_group_hit_hold()
+            install_pauses()
             if settings is not None and settings.compute_while_loading == "on":
                 install_meetings()
                 self.connector_scheduler.begin_meetings(SchedulerControlV023())

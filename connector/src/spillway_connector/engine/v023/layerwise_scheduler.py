@@ -155,6 +155,9 @@ class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
             if job.is_store and store_id > job_id:
                 self.manager.fail_store(job.keys)
 
+    def copies_under_way(self) -> bool:
+        return bool(self._step_loads) or super().copies_under_way()
+
     def reset_cache(self) -> None:
         loads = dict(self._step_loads)
         for job_id, load in loads.items():

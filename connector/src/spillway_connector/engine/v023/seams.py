@@ -58,6 +58,8 @@ SEAMS = Seams(
                 "_preempt_request": ("self", "request", "timestamp"),
                 "schedule": ("self",),
                 "_inflight_prefill_reserved_blocks": ("self",),
+                "reset_prefix_cache": ("self", "reset_running_requests", "reset_connector"),
+                "has_requests": ("self",),
             },
         ),
         Methods(
@@ -76,6 +78,7 @@ SEAMS = Seams(
             {
                 "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
                 "get_num_free_blocks": ("self",),
+                "reset_prefix_cache": ("self",),
                 "evict_blocks": ("self", "block_ids"),
             },
         ),
@@ -104,10 +107,12 @@ SEAMS = Seams(
             "EngineCore",
             {
                 "collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
+                "sleep": ("self", "level", "mode"),
                 "add_lora": ("self", "lora_request"),
                 "preprocess_add_request": ("self", "request"),
             },
         ),
+        Methods("vllm.v1.engine.core", "EngineCoreProc", {"_notify_idle_state_callbacks": ("self",)}),
         Methods(
             "vllm.lora.worker_manager",
             "WorkerLoRAManager",

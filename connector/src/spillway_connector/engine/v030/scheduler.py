@@ -132,7 +132,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
         status = self._req_status[request.request_id]
         assert isinstance(status, RequestFields)
         adapter_key = (status.adapter.key or b"") if status.adapter is not None else b""
-        block_hash = request.block_hashes[boundary_tokens // self.config.tokens_per_hash - 1]
+        block_hash = status.chunk_hashes()[boundary_tokens // self.config.tokens_per_hash - 1]
         return make_offload_key(block_hash + adapter_key, group_idx)
 
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:

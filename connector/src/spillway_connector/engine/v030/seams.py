@@ -69,6 +69,7 @@ SEAMS = Seams(
                 "_preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
                 "_reserve_prefill_lookahead": ("self", "request", "num_computed_tokens", "num_new_tokens"),
                 "_inflight_prefill_reserved_blocks": ("self",),
+                "reset_prefix_cache": ("self", "reset_running_requests", "reset_connector"),
             },
         ),
         Methods("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", {"reset_cache": ("self",)}),
@@ -78,6 +79,7 @@ SEAMS = Seams(
             {
                 "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
                 "get_num_free_blocks": ("self",),
+                "reset_prefix_cache": ("self",),
             },
         ),
         Methods(
@@ -85,6 +87,7 @@ SEAMS = Seams(
             "EngineCore",
             {
                 "collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
+                "sleep": ("self", "level", "mode"),
                 "add_lora": ("self", "lora_request"),
                 "preprocess_add_request": ("self", "request"),
             },

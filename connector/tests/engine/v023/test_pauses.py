@@ -1,0 +1,79 @@
+"""A pause of vLLM 0.23 waits for copies, and one that fails is its caller's failure, not the engine's."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCoreProc
+
+from spillway_connector.engine.v023.pauses import install_pauses
+
+
+class Connector:
+    copying = True
+
+    def copies_under_way(self) -> bool:
+        return self.copying
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's own, with nothing to schedule."""
+    monkeypatch.setattr(Scheduler, "has_requests", Scheduler.has_requests)
+    monkeypatch.setattr(EngineCoreProc, "_notify_idle_state_callbacks", EngineCoreProc._notify_idle_state_callbacks)
+    install_pauses()
+    install_pauses()
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler.connector = Connector()
+    scheduler.running, scheduler.waiting, scheduler.skipped_waiting = [], [], []
+    scheduler.requests, scheduler.finished_req_ids, scheduler.num_waiting_for_streaming_input = {}, set(), 0
+    scheduler._pause_state = PauseState.UNPAUSED
+    return scheduler
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_ALL, PauseState.PAUSED_NEW])
+def test_a_paused_engine_steps_on_until_its_copies_have_ended(scheduler: Any, state: PauseState):
+    scheduler._pause_state = state
+    assert scheduler.has_requests()
+    scheduler.connector.copying = False
+    assert not scheduler.has_requests()
+
+
+def test_otherwise_vllm_decides(scheduler: Any):
+    assert not scheduler.has_requests()
+    scheduler._pause_state, scheduler.connector = PauseState.PAUSED_ALL, None
+    assert not scheduler.has_requests()
+    scheduler.finished_req_ids = {"one"}
+    assert scheduler.has_requests()
+
+
+def test_a_pause_that_fails_at_its_end_leaves_the_engine(scheduler: Any):
+    def fails(engine: Any, future: Future[Any]) -> None:
+        raise RuntimeError("Failed to reset KV cache")
+
+    first: Future[Any] = Future()
+    second: Future[Any] = Future()
+    core = EngineCoreProc.__new__(EngineCoreProc)
+    core._idle_state_callbacks = [
+        partial(fails, future=first),
+        partial(lambda engine, future: future.set_result(None), future=second),
+    ]
+
+    core._notify_idle_state_callbacks()
+
+    assert second.result(0) is None
+    with pytest.raises(RuntimeError, match="Failed to reset"):
+        first.result(0)
+
+
+def test_what_has_no_caller_is_raised(scheduler: Any):
+    core = EngineCoreProc.__new__(EngineCoreProc)
+    core._idle_state_callbacks = [lambda engine: SimpleNamespace().missing]
+    with pytest.raises(AttributeError):
+        core._notify_idle_state_callbacks()
