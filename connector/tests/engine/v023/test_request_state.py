@@ -43,11 +43,11 @@ def test_a_request_whose_adapter_is_not_identified_has_no_keys_and_stores_nothin
     request, state, _ = states_of([1], limit=48)
     assert state.max_offload_tokens == 48
     request.block_hashes = [b"h" * 32]
-    state.has_adapter, state.adapter = True, cast(Any, SimpleNamespace(key=None))
+    state.has_adapter, state.adapter = True, cast(Any, SimpleNamespace(key=None, number=0))
     state.update_offload_keys()
     assert state.max_offload_tokens == 0
     assert state.group_states[0].offload_keys == []
-    state.adapter = cast(Any, SimpleNamespace(key=b"k" * 16))
+    state.adapter = cast(Any, SimpleNamespace(key=b"k" * 16, number=0))
     state.update_offload_keys()
     assert state.max_offload_tokens == 48
     assert [key[: 32 + 16] for key in state.group_states[0].offload_keys] == [b"h" * 32 + b"k" * 16]
