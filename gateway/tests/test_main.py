@@ -46,6 +46,20 @@ async def test_check_and_bad_files(tmp_path: Path, start_engine: Any) -> None:
     assert errors.decode().strip().startswith("spillway-gateway: modles: unknown setting; did you mean 'models'?")
 
 
+async def test_a_file_of_keys_is_checked_before_it_is_used(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(yaml.safe_dump({"tenants": [{"name": "a", "keys": ["sha256:" + "0" * 64]}]}))
+    bad.write_text(yaml.safe_dump({"tenants": [{"name": "a", "keys": ["sha256:" + "0" * 64], "prioritty": "high"}]}))
+
+    checked, refused = await run("--check-keys", str(good)), await run("--check-keys", str(bad))
+
+    output, _ = await checked.communicate()
+    assert (checked.returncode, output.decode().strip()) == (0, f"{good}: valid")
+    _, errors = await refused.communicate()
+    assert refused.returncode == 1
+    assert "bad.yaml: tenants[0]: " in errors.decode() and "0000" not in errors.decode()
+
+
 async def test_a_port_in_use_is_one_sentence(tmp_path: Path, start_engine: Any) -> None:
     engine = await start_engine()
     config = tmp_path / "gateway.yaml"

@@ -260,6 +260,7 @@ CHANGES: dict[str, Any] = {
     "engine.extraArgs": ["--enforce-eager"],
     "engines": {"a": {"replicas": 1}},
     "gateway.service.type": "LoadBalancer",
+    "gateway.service.annotations": {"A": "b"},
     "gateway.service.nodePort": 30000,
     "gateway.service.ipFamilyPolicy": "SingleStack",
     "gateway.service.ipFamilies": ["IPv6"],

@@ -134,3 +134,24 @@ def test_an_image_is_named_as_the_values_say():
     assert image() == f"a.example/x/spillway-gateway:{VERSION}"
     assert image(registry="b.example", tag="t") == "b.example/spillway-gateway:t"
     assert image(registry="", tag="t", digest=digest) == f"spillway-gateway@{digest}"
+
+
+@pytest.mark.parametrize(
+    ("image", "redis", "expected"),
+    [
+        ({}, {}, "docker.io/valkey/valkey:8.1.4"),
+        ({"registry": "reg.local/ai"}, {}, "reg.local/ai/valkey/valkey:8.1.4"),
+        ({"registry": "reg.local/ai"}, {"registry": "docker.io"}, "docker.io/valkey/valkey:8.1.4"),
+        ({"registry": "reg.local/ai"}, {"registry": ""}, "valkey/valkey:8.1.4"),
+    ],
+)
+def test_one_registry_holds_for_every_image(image, redis, expected):
+    tier = {"offload": {"sharedTier": {"type": "redis"}}}
+    rendered = render(values={"image": image, "engine": tier, "redis": {"enabled": True, "image": redis}})
+
+    assert pod_spec(rendered.one("StatefulSet", "redis"))["containers"][0]["image"] == expected
+    others = [pod_spec(item) for item in rendered.of_kind("Deployment") + rendered.of_kind("StatefulSet", "engine")]
+    others += [item["spec"] for item in rendered.of_kind("Pod")]
+    registry = f"{image['registry']}/" if image else "spillway-"
+    assert len(others) == 3
+    assert all(pod["containers"][0]["image"].startswith(registry) for pod in others)

@@ -51,6 +51,7 @@ def test_a_rendered_pod_is_as_large_as_the_arithmetic_says():
             "model": {"shape": {"preset": preset}, "servedName": f"m{key}", "maxLength": 4096},
             "offload": {**sizes[key % 2], "blocksPerChunk": 1 + key % 3},
             "accelerator": {"preset": "cpu" if key == 0 else "cce"},
+            "tensorParallelSize": 1 if key == 0 else 4,
         }
         for key, preset in enumerate(("smollm2-135m", "qwen3-14b", "deepseek-v3", "llama-3.1-70b"))
     }

@@ -118,6 +118,49 @@ def test_notes_ask_the_gateway_with_a_key_where_it_wants_one(sets: str, command:
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
+        ("gateway.ingress.enabled=true", "ingress-nginx ends a request after 60 s without a byte"),
+        ("gateway.ingress.enabled=true", "bodies above 1 MiB. Its annotations are set to 910 s"),
+        ("image.registry=", "image.registry is empty: nodes look for spillway-gateway on Docker Hub"),
+    ],
+)
+def test_notes_name_what_fails_later(sets: str, said: str):
+    assert said in notes_of("--set", sets)
+    assert said not in notes_of("--set", "image.registry=registry.example.com")
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds", "body"),
+    [
+        ({}, 910, "64m"),
+        ({"timeouts": {"idleSeconds": 2000}, "limits": {"bodyBytesMax": "1500KiB"}}, 2010, "2m"),
+        ({"timeouts": {"plainSeconds": 60}}, 310, "64m"),
+    ],
+)
+def test_an_ingress_has_the_gateways_own_bounds(given, seconds, body):
+    own = {"nginx.ingress.kubernetes.io/proxy-send-timeout": "7"}
+    gateway = {**given, "ingress": {"enabled": True, "annotations": own}}
+
+    annotations = render(values={"gateway": gateway}).one("Ingress")["metadata"]["annotations"]
+
+    assert annotations == {
+        "nginx.ingress.kubernetes.io/proxy-read-timeout": str(seconds),
+        "nginx.ingress.kubernetes.io/proxy-body-size": body,
+        **own,
+    }
+
+
+def test_a_model_that_sleeps_keeps_an_ingress_waiting_while_it_wakes():
+    scaling = {"enabled": True, "minReplicas": 0, "trigger": "gateway"}
+    values = {"engine": {"autoscaling": scaling}, "gateway": {"ingress": {"enabled": True}}}
+
+    annotations = render(values=values).one("Ingress")["metadata"]["annotations"]
+
+    assert annotations["nginx.ingress.kubernetes.io/proxy-read-timeout"] == "1810"
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
         ("type=none", "none"),
         (
             "type=nvme,nvme.mode=files,nvme.volume.type=sharedClaim,nvme.volume.size=100GiB",

@@ -61,6 +61,7 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- $texts = concat $texts (include "spillway.deviceMemoryProblems" (dict "item" $item "weights" $weights) | fromYamlArray) -}}
 {{- $texts = concat $texts (include "spillway.startProblems" (dict "item" $item "weights" $weights) | fromYamlArray) -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $.problems "text" .) -}}{{- end -}}
 {{- end -}}
@@ -139,6 +140,28 @@
 {{- if and (gt $apart 0) (lt $apart $cores) -}}
 {{- $texts = append $texts (printf "%s.kvEvents: port: %d and replayPort: %d are %d apart, and rank r of dataParallelSize: %d uses both + r; set them %d or more apart" $path $events $replays $apart $cores $cores) -}}
 {{- end -}}
+{{- end -}}
+{{- toYaml $texts -}}
+{{- end -}}
+
+{{/* (item, weights) -> list of texts: weights that no device holds, found after an hour's download else. 288 GiB are more
+than any device has; quantised weights and those kept in host memory may be smaller than is known here. */}}
+{{- define "spillway.deviceMemoryProblems" -}}
+{{- $engine := .item.engine -}}
+{{- $texts := list -}}
+{{- $most := int64 309237645312 -}}{{- $of := "that any device has" -}}
+{{- with $engine.accelerator.memoryMiB -}}
+{{- $most = mul (int64 .) 1048576 -}}{{- $of = "of accelerator.memoryMiB" -}}
+{{- end -}}
+{{- $ranks := include "spillway.ranks" $engine | int64 -}}
+{{- $elsewhere := int64 (include "spillway.argumentMemory" (dict "arguments" (default list $engine.extraArgs) "onCpu" false
+  "ranks" 1 "cores" 1 "weightBytes" 1) | fromJson).processBytes -}}
+{{- $share := div (int64 .weights) $ranks -}}
+{{- if and (ne .item.platform "cpu") (not $engine.model.quantization) (eq $elsewhere 0) (gt $share $most) -}}
+{{- $texts = append $texts (printf "%s.tensorParallelSize: %d given (%d ranks), but the weights of %s are %s, %s for each, more than the %s %s; set it so that there are %d ranks or more, or choose a smaller model%s"
+  .item.path (int64 $engine.tensorParallelSize) $ranks $engine.model.path (include "spillway.bytesText" .weights) (include "spillway.bytesText" $share)
+  (include "spillway.bytesText" $most) $of (add1 (div (int64 .weights) $most))
+  (ternary ", or raise accelerator.memoryMiB" "" (not (empty $engine.accelerator.memoryMiB)))) -}}
 {{- end -}}
 {{- toYaml $texts -}}
 {{- end -}}

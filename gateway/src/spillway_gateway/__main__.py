@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from spillway_gateway import interpreter, logs
-from spillway_gateway.access.keys import hash_key
+from spillway_gateway.access.keys import hash_key, read_keys
 from spillway_gateway.app import Gateway
 from spillway_gateway.client import descriptors
 from spillway_gateway.config.settings import load_config
@@ -26,9 +26,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--hash-key", action="store_true", help="read an API key from stdin, print its line for auth.keysFile, and exit"
     )
+    parser.add_argument(
+        "--check-keys", type=Path, metavar="FILE", help="check a file of tenants and keys (/dev/stdin: a pipe) and exit"
+    )
     options = parser.parse_args(arguments)
     if options.hash_key:
         return _hash_key()
+    if options.check_keys is not None:
+        return _check_keys(options.check_keys)
     if options.config is None:
         parser.error("the following arguments are required: --config")
     try:
@@ -74,6 +79,17 @@ def _hash_key() -> int:
     except ConfigError as error:
         print(f"spillway-gateway: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _check_keys(path: Path) -> int:
+    """Before the Secret with it is replaced: a pod that starts with a bad one fails."""
+    try:
+        read_keys(path)
+    except ConfigError as error:
+        print(f"spillway-gateway: {error}", file=sys.stderr)
+        return 1
+    print(f"{path}: valid")
     return 0
 
 
