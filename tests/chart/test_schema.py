@@ -71,7 +71,7 @@ def test_schema_has_only_words_that_the_templates_read():
     """Any other would be accepted and not enforced."""
     judging = {*("type", "enum", "pattern", "minLength", "maxLength", "multipleOf", "required", "properties", "items")}
     judging |= {
-        *("maxItems", "uniqueItems"),
+        *("minItems", "maxItems", "uniqueItems"),
         "minimum",
         "exclusiveMinimum",
         "maximum",
