@@ -335,3 +335,52 @@ async def test_the_operations_listener_is_bounded_too(start_engine: Any) -> None
         assert (await client.reply())[0] == 200
         for _, each in [*silent, (reader, writer)]:
             each.close()
+
+
+GARBAGE = [b"\x00garbage\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/chat/completions HTTP/1.1\r\n\r\n"]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("good", [1, 3])
+async def test_whole_requests_in_front_of_garbage_are_answered_first(
+    start_engine: Any, good: int, garbage: bytes
+) -> None:
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running, client_of(running) as client:
+        client.send(request() * good + garbage)
+        statuses = [(await client.reply())[0] for _ in range(good + 1)]
+        rest = await client.ended()
+
+    assert (statuses, rest) == ([200] * good + [400], b"")
+
+
+@pytest.mark.parametrize("bad", [b"zz\r\n", b"\n", b"5\r\nabcdefg\r\n", b"-1\r\n", b"0x5\r\nabcde\r\n"])
+@pytest.mark.parametrize("before", [b"", b'5\r\n{"a":\r\n'])
+async def test_a_bad_chunk_behind_the_head_is_a_bad_request(start_engine: Any, before: bytes, bad: bytes) -> None:
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+        async with client_of(running) as client:
+            client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n" + before)
+            await asyncio.sleep(0)
+            client.send(bad)
+            status, document = await client.reply()
+            assert (status, document["error"]["code"]) == (400, "invalid_http")
+            assert await client.ended() == b""
+        async with client_of(running) as client:  # nothing of it is left
+            client.send(request())
+            assert (await client.reply())[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_of_http_1_0_gets_no_chunks(start_engine: Any, stream: bool) -> None:
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running, client_of(running) as client:
+        client.send(request(stream=stream).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, body = (await client.ended()).partition(b"\r\n\r\n")
+
+    assert b"transfer-encoding" not in head.lower()
+    if stream:
+        assert body.startswith(b"data: {")
+        assert body.endswith(b"data: [DONE]\n\n")
+    else:
+        assert json.loads(body)["object"] == "chat.completion"

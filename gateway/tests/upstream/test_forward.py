@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from spillway_gateway.upstream.forward import reply_headers, request_head
 
 
@@ -57,3 +59,12 @@ def test_the_rank_of_the_gateway_stands_in_place_of_the_callers() -> None:
     head = request_head(b"/v1/completions", b"e", [(b"x-data-parallel-rank", b"3")], 1, b"id", rank=0)
 
     assert head.count(b"x-data-parallel-rank") == 1 and b"\r\nx-data-parallel-rank: 0\r\n" in head
+
+
+@pytest.mark.parametrize(
+    "name", [b"location", b"content-location", b"refresh", b"set-cookie", b"x-request-id", b"alt-svc"]
+)
+def test_where_an_engine_redirects_and_what_it_would_have_kept_stays_inside(name: bytes) -> None:
+    given = [(b"content-type", b"a/b"), (name, b"http://10.0.0.1/internal"), (name, b"again")]
+
+    assert reply_headers(given) == [(b"content-type", b"a/b")]

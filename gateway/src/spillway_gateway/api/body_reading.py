@@ -20,10 +20,12 @@ async def read_body(
 ) -> Body:
     """The whole request body. Raises RequestTooLarge and BodyBudgetSpent before more than the limits is read, and
     RequestBodyTimeout, UnsupportedEncoding or ClientDisconnected."""
-    encoding = header(headers, b"content-encoding")
-    if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
-        shown = encoding[:40].decode("latin-1")
-        raise UnsupportedEncoding(f"A body with content-encoding {shown!r} given; send it without")
+    for name, encoding in headers:
+        if name == b"content-encoding" and any(
+            each.strip().lower() not in (b"", b"identity") for each in encoding.split(b",")
+        ):
+            shown = encoding[:40].decode("latin-1")
+            raise UnsupportedEncoding(f"A body with content-encoding {shown!r} given; send it without")
     bytes_max = limits.body_bytes_max
     declared = header(headers, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > bytes_max:

@@ -73,6 +73,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.body_timed_out = False
         self._upgrading = False
         self._refusal: Refusal | None = None
+        self._refusal_due: Refusal | None = None  # after the replies to the requests before it
         self._held = bytearray()
         self._unsent_bytes = 0
         self._stalled_until = NEVER
@@ -148,12 +149,34 @@ class BoundedConnection(HttpToolsProtocol):
         )
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer with an OpenAI error body, unless a reply has begun; then close."""
-        if self.cycle is None or self.cycle.response_complete:
-            body = error_body(refusal.message, "invalid_request_error", None, refusal.code)
-            retry = b"retry-after: 1\r\n" if refusal.status == 503 else b""
-            head = b"%scontent-type: application/json\r\nconnection: close\r\n%scontent-length: %d\r\n\r\n"
-            self.transport.write(head % (STATUS_LINE[refusal.status], retry, len(body)) + body)
+        """Read nothing more, answer with an OpenAI error body, and close. Whole requests that came before are answered
+        first. Nothing gets into a reply that has begun: it ends with the connection."""
+        self.parser = None  # type: ignore[assignment]
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            self._answer(refusal)
+        elif not cycle.more_body:
+            if cycle.response_started:
+                self.transport.close()
+            else:
+                self._refusal_due = refusal
+        elif self.pipeline and self.pipeline[0][0] is cycle:  # the broken one waits for the replies to others
+            self.pipeline.popleft()
+            self._refusal_due = refusal
+        else:
+            started = cycle.response_started
+            cycle.response_started = cycle.disconnected = True
+            cycle.message_event.set()
+            if started:
+                self.transport.close()
+            else:
+                self._answer(refusal)
+
+    def _answer(self, refusal: Refusal) -> None:
+        body = error_body(refusal.message, "invalid_request_error", None, refusal.code)
+        retry = b"retry-after: 1\r\n" if refusal.status == 503 else b""
+        head = b"%scontent-type: application/json\r\nconnection: close\r\n%scontent-length: %d\r\n\r\n"
+        self.transport.write(head % (STATUS_LINE[refusal.status], retry, len(body)) + body)
         self.transport.close()
 
     # -- httptools ---------------------------------------------------------------------------------------------------
@@ -258,6 +281,9 @@ class BoundedConnection(HttpToolsProtocol):
         if self.pipeline:
             cycle, app = self.pipeline.pop()
             self._start_asgi_task(cycle, app)
+        elif self._refusal_due is not None:
+            self._answer(self._refusal_due)
+            return
         else:
             bounds = self._bounds
             seconds = bounds.idle_seconds if self._phase is _Phase.BETWEEN else bounds.head_seconds

@@ -51,6 +51,8 @@ class ClientConnection(BoundedConnection):
             return
         # The request's task has not begun, and the next request may arrive before this one is answered.
         cast(MutableMapping[str, Any], self.scope)["extensions"] = {EXTENSION: ClientRequest(self, self.cycle)}
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _Unchunked(self.cycle).send  # type: ignore[method-assign]
         if cast(DrainingState, self.server_state).lifecycle.draining:
             self.end_with_next_reply()
 
@@ -69,6 +71,26 @@ class ClientConnection(BoundedConnection):
     def report_disconnect(self) -> None:
         if self._on_disconnect is not None:
             self._on_disconnect()
+
+
+class _Unchunked:
+    """Sends the replies of a request cycle to a client of HTTP/1.0, which knows no chunks: the end of the connection is
+    the end of a reply without length."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._unsized = False
+
+    async def send(self, message: Any) -> None:
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            self._unsized = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if self._unsized:
+                cycle.chunked_encoding = False
+        elif self._unsized and cycle.scope["method"] != "HEAD":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
 
 
 class ClientRequest:

@@ -40,7 +40,19 @@ _DROPPED_FROM_CALLERS = (
     HOP_BY_HOP | _OF_THE_REPLYS_FORM | {b"host", b"content-length", b"expect", RANK_HEADER, b"x-request-id"}
 )
 _INTERNAL_PREFIX = b"x-spillway-"
-_REPLY_DROPPED = HOP_BY_HOP | {b"date", b"server"}
+# Of an engine's reply: where its redirects lead and what it would have browsers keep is no business of clients, and the
+# request's id is the gateway's.
+_REPLY_DROPPED = HOP_BY_HOP | {
+    b"date",
+    b"server",
+    b"location",
+    b"content-location",
+    b"refresh",
+    b"set-cookie",
+    b"x-request-id",
+    b"alt-svc",
+    b"www-authenticate",
+}
 
 
 def request_head(
