@@ -63,7 +63,8 @@ async def _read(folder: Path, texts: Texts, threads: FairThreads, prompts: int, 
     print("".join(f"{name:>{width}}" for name, width in zip(names, (10, 14, 13, 11, 13, 8, 10), strict=True)))
     for count, body in enumerate(itertools.islice(distinct_bodies(texts), prompts), 1):
         prompt = await reader.read(ChatPrompt(json.loads(body)["messages"]))
-        index.speculate("engine", prompt.keys, time.monotonic() + HELD_SECONDS)
+        for _ in index.accepted("engine", prompt.keys, time.monotonic() + HELD_SECONDS):
+            pass
         tokens += prompt.prompt_tokens
         await asyncio.sleep(0)  # as between requests, where the event loop does what else there is
         if not count % max(1, prompts // 10):

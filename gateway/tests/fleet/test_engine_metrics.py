@@ -3,7 +3,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.fleet.engine_metrics import EngineReading, pages_of_ranks, read_metrics
+from spillway_gateway.fleet.engine_metrics import (
+    LINE_BYTES_MAX,
+    SAMPLES_MAX,
+    STEP_BYTES,
+    EngineReading,
+    pages_of_ranks,
+    read_metrics,
+    wanted_lines,
+)
+from spillway_gateway.fleet.tier_traffic import moved_bytes
 
 PAGE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -75,3 +84,45 @@ def test_longer_names_are_other_names(suffix: str, value: int) -> None:
     page = f"vllm:num_requests_running{suffix} {value}\nvllm:num_requests_running 1\n".encode()
 
     assert read_metrics(page).running_requests == 1
+
+
+def wanted(page: bytes) -> tuple[bytes, int]:
+    """The lines, and the steps that finding them took."""
+    steps, taken = wanted_lines(page), 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as found:
+            return found.value, taken
+        taken += 1
+
+
+TRAFFIC = b"""spillway_tier_read_bytes_total{tier="nvme"} 5
+spillway_tier_written_bytes_total{tier="nvme"} 7
+"""
+
+
+@given(st.integers(0, 3 * STEP_BYTES), st.booleans())
+def test_what_is_read_of_a_page_is_in_its_wanted_lines(filler: int, ends: bool) -> None:
+    page = b'vllm:other{a="b"} 1\n' * (filler // 20) + PAGE + b"x" * (filler % 100_000) + b"\n" + TRAFFIC
+    lines, _ = wanted(page if ends else page.rstrip(b"\n"))
+
+    assert read_metrics(lines) == read_metrics(page)
+    assert moved_bytes(lines) == moved_bytes(page)
+    assert {rank: read_metrics(own) for rank, own in pages_of_ranks(lines).items()} == {
+        rank: read_metrics(own) for rank, own in pages_of_ranks(page).items()
+    }
+
+
+def test_a_page_of_megabytes_is_searched_in_steps_and_its_samples_are_bounded() -> None:
+    line = b'vllm:num_requests_waiting{engine="%d"} 1\n'
+    page = b"".join(line % (number % 10_000) for number in range(100_000))
+
+    lines, steps = wanted(page)
+    assert lines.count(b"\n") == SAMPLES_MAX - 1
+    assert steps == 2  # no more is looked for
+
+    page = b"vllm:other 1\n" * 300_000
+    assert wanted(page) == (b"", -(-len(page) // (STEP_BYTES // 13 * 13)))
+    assert wanted(b"vllm:num_requests_waiting " + b"1" * LINE_BYTES_MAX)[0] == b""
+    assert wanted(b"x" * (4 << 20))[0] == b""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import zmq.asyncio
 
 from spillway_gateway.config.settings import EngineConfig, RoutingConfig
 from spillway_gateway.fleet import kv_events, kv_replay
+from spillway_gateway.fleet.block_holders import STEP_BLOCKS
 from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.fleet.event_decoder import BlockRemoved, Tier
 from spillway_gateway.fleet.kv_events import EventFollower
@@ -365,12 +367,12 @@ async def test_a_backlog_of_small_batches_is_applied_over_many_event_loop_iterat
         publisher.stored([1_000 + at], None, [at, at, at, at], BLOCK)
     view = Followed(publisher)
     follower = EventFollower(view.engine, view.index, view.metrics, context, clock=lambda: now)
-    apply = view.index.apply
+    apply = view.index.apply_in_steps
 
-    def slow_apply(*arguments: Any, **named: Any) -> None:
+    def slow_apply(*arguments: Any, **named: Any) -> Iterator[None]:
         nonlocal now
         now += kv_events.ITERATION_SECONDS_MAX * 0.4
-        apply(*arguments, **named)
+        return apply(*arguments, **named)
 
     async def count_iterations() -> None:
         nonlocal iterations
@@ -378,7 +380,7 @@ async def test_a_backlog_of_small_batches_is_applied_over_many_event_loop_iterat
             iterations += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(view.index, "apply", slow_apply)
+    monkeypatch.setattr(view.index, "apply_in_steps", slow_apply)
     for sequence, payload in publisher.batches(0):
         follower._queue.put_nowait([b"", sequence.to_bytes(8, "big"), payload])
     tasks = [asyncio.create_task(follower._consume()), asyncio.create_task(count_iterations())]
@@ -467,3 +469,62 @@ async def test_requests_follow_the_events_of_their_adapter(start_engine: Any) ->
                 found.append((reply.headers["x-spillway-engine"], reply.headers["x-spillway-prefix-tokens"]))
 
     assert found == [("support", "192"), ("sql", "192")] * 2
+
+
+@pytest.mark.parametrize("part", ["_read_live", "_read_monitor", "_consume"])
+async def test_a_follower_whose_part_fails_ends_and_follows_again(
+    publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """The failure of one of its tasks is no silence: whoever supervises it runs it again."""
+    view = Followed(publisher)
+    context = zmq.asyncio.Context()
+    follower = EventFollower(view.engine, view.index, view.metrics, context)
+
+    async def fails(*_: Any) -> None:
+        raise KeyError("defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(follower, part, fails)
+        with pytest.raises(ExceptionGroup):
+            await follower.run()
+    assert not view.engine.on_state
+
+    publisher.stored([1], None, [1, 2, 3, 4], BLOCK)
+    following = asyncio.create_task(follower.run())
+    await until(lambda: view.index.blocks == 1)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    context.destroy(linger=0)
+
+
+async def test_one_message_of_many_blocks_is_applied_over_many_event_loop_iterations(publisher: KvPublisher) -> None:
+    """Counted, not timed: between two turns of another task the index grows by a bounded number of blocks."""
+    count = 20_000
+    view = Followed(publisher)
+    context = zmq.asyncio.Context()
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 2 * kv_events.ITERATION_SECONDS_MAX
+        return now
+
+    follower = EventFollower(view.engine, view.index, view.metrics, context, clock=clock)
+    publisher.stored(list(range(count)), None, [7] * count * BLOCK, BLOCK)
+    ((sequence, payload),) = publisher.batches(0)
+    seen = [0]
+
+    async def watch() -> None:
+        while view.index.blocks < count:
+            seen.append(view.index.blocks)
+            await asyncio.sleep(0)
+
+    follower._queue.put_nowait([b"", sequence.to_bytes(8, "big"), payload])
+    tasks = [asyncio.create_task(follower._consume()), asyncio.create_task(watch())]
+    await until(lambda: view.index.blocks == count)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    context.destroy(linger=0)
+
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= STEP_BLOCKS

@@ -274,3 +274,26 @@ def test_names_that_clients_make_up_are_not_kept_without_bound() -> None:
         fleet.choose(PromptBlocks([], 4, 1, 1), frozenset(), adapter=f"made-up-{number}").close()
     expected = [fleet.engines["a"].expects_adapter(f"made-up-{at}") for at in range(2 * EXPECTED_ADAPTERS_MAX + 1)]
     assert 0 < sum(expected) <= EXPECTED_ADAPTERS_MAX and expected[-1]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_only_what_an_engine_accepted_stays_in_the_index(live: bool) -> None:
+    fleet = fleet_of(["a"])
+    fleet.engines["a"].events_live = live
+    keys = token_block_keys(1, list(range(40)), 4)
+    prompt = PromptBlocks(keys, 4, 41, 1)
+
+    refused = fleet.choose(prompt, frozenset())
+    assert fleet.choose(prompt, frozenset()).decision.held.total_tokens == 40, "expected while it is under way"
+    refused.first_byte(1.0, measures_prefill=False)
+    refused.close()
+    again = fleet.choose(PromptBlocks(token_block_keys(2, list(range(40)), 4), 4, 41, 1), frozenset())
+    again.close()
+    assert fleet.index.match(token_block_keys(2, list(range(40)), 4), 4) == {}
+    assert fleet.index.blocks == 0
+
+    taken = fleet.choose(prompt, frozenset())
+    taken.accepted(1.0)
+    taken.close()
+    assert fleet.index.match(keys, 4) == {"a": HeldPrefix(40)}
+    assert fleet.index.blocks == (0 if live else 10)

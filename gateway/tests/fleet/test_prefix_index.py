@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from collections.abc import Iterator
 
@@ -9,9 +10,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from spillway_gateway.fleet import block_table, prefix_index
+from spillway_gateway.fleet.block_holders import (
+    ENTRY_BYTES,
+    EVICTIONS_MAX,
+    HOLDER_BYTES,
+    STEP_BLOCKS,
+    WAITING_SHARE,
+)
 from spillway_gateway.fleet.engine_blocks import EARLY_BYTES
 from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, Tier
-from spillway_gateway.fleet.prefix_index import ENTRY_BYTES, HOLDER_BYTES, WAITING_SHARE, PrefixIndex
+from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.shared_stores import STORES_MAX, UNUSED_SECONDS
 from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.prefix import namespace_key, token_block_keys
@@ -417,10 +425,19 @@ def test_other_cache_groups_are_left_out() -> None:
     assert made.match(keys(PROMPT), BLOCK) == {}
 
 
-def test_speculation_counts_until_it_expires() -> None:
+def accept(made: PrefixIndex, engine: str, prompt: list[int], until: float | None) -> None:
+    for _ in made.accepted(engine, prompt, until):
+        pass
+
+
+@pytest.mark.parametrize("by", ["routing", "acceptance"])
+def test_a_routed_prompt_counts_until_it_expires(by: str) -> None:
     clock = Clock()
     made = index(clock=clock)
-    made.speculate("a", keys(PROMPT), until=10.0)
+    if by == "routing":
+        made.expect("a", keys(PROMPT), until=10.0)
+    else:
+        accept(made, "a", keys(PROMPT), until=10.0)
     assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(16, 0, 0)}
 
     clock.now = 10.0
@@ -434,7 +451,8 @@ def test_never_above_the_bound(steps: list[tuple[str, int, bool]]) -> None:
     for name, number, speculative in steps:
         tokens = list(range(number * 100, number * 100 + 12))
         if speculative:
-            made.speculate(name, keys(tokens), until=1.0)
+            made.expect(name, keys(tokens), until=1.0)
+            accept(made, name, keys(tokens), until=1.0)
         else:
             made.apply(name, stored([number * 3, number * 3 + 1, number * 3 + 2], None, tokens))
         assert made.estimated_bytes <= bytes_max
@@ -459,7 +477,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         for steps in self.leaving:
             for _ in steps:
                 pass
-        assert (self.index.blocks, self.index.estimated_bytes, self.index._slots) == (0, 0, {})
+        assert (self.index.blocks, self.index.estimated_bytes, self.index._held.slots) == (0, 0, {})
 
     prompts = st.lists(st.integers(0, 1), min_size=1, max_size=4)  # one digit per block
 
@@ -478,6 +496,16 @@ class IndexAgainstModel(RuleBasedStateMachine):
     def remove(self, name: str, blocks: list[int], tier: Tier) -> None:
         self.index.apply(name, BlockRemoved([self.engine_key(tuple(blocks))], tier, 0))
         self.held.get((name, tuple(blocks)), set()).discard(tier)
+
+    @rule(name=st.sampled_from("ab"), blocks=prompts, accepted=st.booleans())
+    def route(self, name: str, blocks: list[int], accepted: bool) -> None:
+        """A prompt that is refused, or whose engine's events say what it holds, changes nothing."""
+        prompt = keys([digit for digit in blocks for _ in range(BLOCK)])
+        expected = self.index.expect(name, prompt, until=1.0)
+        if accepted:
+            for _ in self.index.accepted(name, prompt, None):
+                pass
+        self.index.withdraw(expected)
 
     @rule(name=st.sampled_from("ab"))
     def clear_device(self, name: str) -> None:
@@ -566,9 +594,127 @@ def test_a_large_index_keeps_its_bound_and_its_order_of_use_over_many_shards() -
     for number in range(count + count // 2):
         tokens = [number, *range(BLOCK - 1)]
         made.apply("a", stored([number], None, tokens))
-        made.speculate("a", keys([0, *range(BLOCK - 1)]), 0.0)  # always in use
+        accept(made, "a", keys([0, *range(BLOCK - 1)]), None)  # always in use
         assert made.estimated_bytes <= made.bytes_max
 
     assert made.match(keys([0, *range(BLOCK - 1)]), BLOCK)
     assert not made.match(keys([1, *range(BLOCK - 1)]), BLOCK)
     assert all(made._shards)  # every one took part
+
+
+def test_a_prompt_that_is_routed_evicts_nothing() -> None:
+    each = ENTRY_BYTES + HOLDER_BYTES
+    made = index(bytes_max=100 * each)
+    for number in range(90):
+        made.apply("a", stored([number], None, [number, *range(BLOCK - 1)]))
+    before = made.blocks
+
+    for number in range(50):
+        made.expect("b", keys(list(range(1000 * number, 1000 * number + 400))), until=1.0)
+
+    assert (made.blocks, made.evicted_blocks_total) == (before, 0)
+    assert made.estimated_bytes <= made.bytes_max
+    assert made.match(keys([0, *range(BLOCK - 1)]), BLOCK) == {"a": HeldPrefix(BLOCK, 0, 0)}
+
+
+def test_a_prompt_that_was_not_accepted_is_not_held() -> None:
+    made = index()
+    refused = made.expect("a", keys(PROMPT), until=10.0)
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(16, 0, 0)}
+
+    made.withdraw(refused)
+
+    assert (made.match(keys(PROMPT), BLOCK), made.blocks, made.estimated_bytes) == ({}, 0, 0)
+
+
+@pytest.mark.parametrize("until", [None, 10.0])
+def test_an_accepted_prompt_is_counted_in_short_steps(until: float | None) -> None:
+    made = index(bytes_max=1000 * ENTRY_BYTES)
+    long_keys = keys(list(range(4000 * BLOCK)))
+
+    steps = 1
+    blocks, evicted = made.blocks, made.evicted_blocks_total
+    for _ in made.accepted("a", long_keys, until):
+        steps += 1
+        assert abs(made.blocks - blocks) <= STEP_BLOCKS
+        assert made.evicted_blocks_total - evicted <= EVICTIONS_MAX
+        blocks, evicted = made.blocks, made.evicted_blocks_total
+    assert steps == 4000 // STEP_BLOCKS
+    assert (made.blocks > 0) == (until is not None)
+
+
+def test_events_that_free_a_long_chain_of_orphans_are_applied_in_steps() -> None:
+    """However many blocks one event leads to, a step adds a bounded number."""
+    made = index()
+    tokens = list(range(2000 * BLOCK))
+    for start in range(100, 2000, 100):
+        hashes = list(range(start, start + 100))
+        made.apply("a", stored(hashes, start - 1, tokens[start * BLOCK : (start + 100) * BLOCK]))
+
+    blocks = [made.blocks]
+    for _ in made.apply_in_steps("a", stored(list(range(100)), None, tokens[: 100 * BLOCK])):
+        blocks.append(made.blocks)
+    added = [after - before for before, after in itertools.pairwise([*blocks, made.blocks])]
+    assert (sum(added), max(added)) == (2000, 100)
+
+
+def test_a_smaller_bound_is_reached_over_several_events() -> None:
+    made = index()
+    made.apply("a", stored(list(range(5000)), None, list(range(5000 * BLOCK))))
+    made.bytes_max = 10 * ENTRY_BYTES
+
+    before = made.blocks
+    made.apply("a", stored([5000], None, [7] * BLOCK))
+    assert before - made.blocks < EVICTIONS_MAX
+    for number in range(5001, 5020):
+        made.apply("a", stored([number], None, [number] * BLOCK))
+
+    assert made.estimated_bytes <= made.bytes_max
+
+
+def test_a_store_that_is_forgotten_takes_no_block_that_an_engine_announced_early() -> None:
+    """Its entries are freed in steps; what was added behind them would lead to a slot that is nobody's."""
+    clock = Clock()
+    made = index(clock=clock)
+    made.add_engine("c")
+    for engine in ("a", "b"):
+        made.apply(engine, in_store([]))
+    made.apply("b", in_store([1]))  # early: no event with tokens yet
+    for number in range(500):
+        made.apply("c", stored([number], None, [number, *range(BLOCK - 1)]))
+    for engine in ("a", "b"):
+        made.apply(engine, out_of_store([]))
+    clock.now = UNUSED_SECONDS
+    freeing = made.retire_engine("c")
+    next(freeing)
+
+    made.apply("b", stored([1], None, PROMPT[:4]))
+    for _ in freeing:
+        pass
+
+    made.bytes_max = 1
+    made.apply("b", stored([2], None, PROMPT[:4]))
+    assert made.blocks == 0
+    assert set(made._held.slots) == {0, 1}
+
+
+def test_a_block_of_a_wrong_size_does_not_change_the_engines_own() -> None:
+    made = index()
+    made.apply("a", stored(list(range(40)), None, list(range(40 * BLOCK))))
+    for size in (1000, BLOCK // 2):
+        made.apply("a", stored([100 + size], None, list(range(size)), block=size))
+
+    made.apply("a", stored([40], 39, list(range(40 * BLOCK, 41 * BLOCK))))
+
+    assert made.block_tokens_of("a") == BLOCK
+    assert made.match(keys(list(range(41 * BLOCK))), BLOCK) == {"a": HeldPrefix(41 * BLOCK, 0, 0)}
+
+
+def test_the_size_of_an_engine_whose_first_block_was_wrong_is_found() -> None:
+    made = index()
+    made.apply("a", stored([1000], None, list(range(1000)), block=1000))
+    for _ in range(2):
+        made.apply("a", stored(list(range(40)), None, list(range(40 * BLOCK))))
+
+    assert made.block_tokens_of("a") == BLOCK
+    assert made.match(keys(list(range(40 * BLOCK))), BLOCK) == {"a": HeldPrefix(40 * BLOCK, 0, 0)}

@@ -57,7 +57,7 @@ def test_each_engine_is_matched_as_if_it_were_alone(
     hidden = sum(1 << (slot * BITS_PER_ENGINE) for slot in range(ENGINES) if slot not in visible)
 
     device_blocks, shared_blocks, total_blocks = match_blocks(
-        [shard], 0, range(len(prompt) + 1), devices, stores=readers, hidden=hidden, now=NOW
+        [shard], 0, range(len(prompt) + 1), devices, stores=readers, expected={}, hidden=hidden, now=NOW
     )
 
     for slot in range(ENGINES):

@@ -10,6 +10,7 @@ from spillway_gateway.fleet.engine_blocks import EngineBlocks, sizes_in_use
 
 logger = logging.getLogger(__name__)
 
+ATTESTED_BLOCKS = 16  # of one size, after which a few blocks of another one do not displace it
 SIZES_MATCHED_MAX = 4  # block sizes for which each prompt is hashed; a rolling change of blockSize makes two
 
 
@@ -29,17 +30,31 @@ class BlockSizes:
         """Every size in use, that of most engines first; more than one while engines are configured differently."""
         return self._sizes or (self._default,)
 
-    def accept(self, engine: EngineBlocks, block_tokens: int) -> bool:
-        """False for a partial block, as newer engines announce them.
+    def accept(self, engine: EngineBlocks, block_tokens: int, blocks: int) -> bool:
+        """False for blocks of another size than the engine's own, such as the partial ones that newer engines announce.
+        blocks: of that size, in one event.
 
-        The engine's largest size is its block size, since a partial block may be the first to arrive. Keys of different
-        sizes never meet, so engines of several sizes share one index; blocks that an engine stored under a smaller size
-        stay until it removes them.
+        A partial block may be the first to arrive, so a larger size displaces a smaller one, once as many blocks of it
+        have come in a row, ATTESTED_BLOCKS at most. A single block of a wrong size so costs an engine nothing. A
+        smaller size displaces one that is not attested. Keys of different sizes never meet, so engines of several sizes
+        share one index; blocks that an engine stored under another size stay until it removes them.
         """
-        if engine.block_tokens is None or block_tokens > engine.block_tokens:
-            engine.block_tokens = block_tokens
-            self.engines_changed()
-        return block_tokens == engine.block_tokens
+        if block_tokens == engine.block_tokens:
+            engine.blocks_of_size += blocks
+            engine.other_size = None
+            return True
+        if engine.block_tokens is not None:
+            size, before = engine.other_size or (block_tokens, 0)
+            seen = blocks + (before if size == block_tokens else 0)
+            engine.other_size = block_tokens, seen
+            attested = engine.blocks_of_size >= ATTESTED_BLOCKS
+            if seen < min(engine.blocks_of_size, ATTESTED_BLOCKS):
+                return False
+            if block_tokens < engine.block_tokens and (attested or seen < ATTESTED_BLOCKS):
+                return False
+        engine.block_tokens, engine.blocks_of_size, engine.other_size = block_tokens, blocks, None
+        self.engines_changed()
+        return True
 
     def engines_changed(self) -> None:
         """An engine was added or removed, or has another block size."""

@@ -28,7 +28,7 @@ class Entry(msgspec.Struct, gc=False):
     """One block. mask: bit `slot * BITS_PER_ENGINE + tier` for each engine that holds it in a tier."""
 
     mask: int = 0
-    speculative_mask: int = 0  # device bits of engines to which a prompt with this block was routed
+    speculative_mask: int = 0  # device bits of engines without events that accepted a prompt with this block
     speculative_until: float = 0.0  # monotonic seconds
     engine_keys: tuple[tuple[int, int], ...] = ()  # (slot, scoped engine key)
 

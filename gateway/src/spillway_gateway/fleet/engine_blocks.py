@@ -75,7 +75,10 @@ class EngineBlocks:
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
-        self.block_tokens: int | None = None  # the largest block size in its events
+        self.freed = False  # gone or forgotten: nothing may be added to it, its entries are being freed
+        self.block_tokens: int | None = None  # the block size of its events (block_sizes.py)
+        self.blocks_of_size = 0  # of that size, since it is the engine's
+        self.other_size: tuple[int, int] | None = None  # another size, and its blocks since block_tokens were seen
         self.request_keys: dict[int, int] = {}  # scoped engine key -> request key
         # Blocks in no tier any more: a late event of a lower tier or a late child still needs the mapping.
         self.ghosts: OrderedDict[int, int] = OrderedDict()
@@ -91,6 +94,10 @@ class EngineBlocks:
     def waiting_bytes(self) -> int:
         """Of orphans, ghosts and early blocks."""
         return self.orphan_bytes + len(self.ghosts) * GHOST_BYTES + len(self.early) * EARLY_BYTES
+
+    @property
+    def has_orphans(self) -> bool:
+        return bool(self._orphans)
 
     def keep_ghost(self, scoped: int, key: int) -> None:
         """Keep the mapping of a block that is in no tier any more."""

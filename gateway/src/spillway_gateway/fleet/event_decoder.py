@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 _decode = msgspec.msgpack.Decoder().decode
+BLOCK_TOKENS_MAX = 32_768  # more than the largest attention blocks of hybrid models
 _END_OF_REPLAY = b"\xff" * 8
 _HASH_MASK = (1 << 64) - 1
 _STORE = re.compile(r"[a-z]{1,16}/[0-9a-f]{16}")
@@ -127,20 +128,21 @@ def decode_batch(payload: bytes) -> EventBatch:
         timestamp, raw_events = None, None
     if not isinstance(raw_events, list):
         raise Undecodable("payload holds no list of events")
-    events: list[KvEvent] = []
-    undecodable = 0
-    for raw in raw_events:
-        event = _decode_event(raw)
-        if event is None:
-            undecodable += 1
-        else:
-            events.append(event)
+    events = [event for event in map(event_of, raw_events) if event is not None]
+    return batch_of(timestamp, events, len(raw_events) - len(events))
+
+
+def batch_of(timestamp: object, events: list[KvEvent], undecodable: int) -> EventBatch:
+    """A batch of decoded events. timestamp: as the batch has it."""
+    try:
+        seconds = float(timestamp) if isinstance(timestamp, (int, float)) else 0.0
+    except OverflowError:
+        seconds = 0.0
     # Not-a-number and infinities would compare wrongly with every later time.
-    seconds = float(timestamp) if isinstance(timestamp, (int, float)) else 0.0
     return EventBatch(seconds if math.isfinite(seconds) else 0.0, events, undecodable)
 
 
-_STORED_FIELDS = (
+STORED_FIELDS = (
     "block_hashes",
     "parent_block_hash",
     "token_ids",
@@ -152,25 +154,24 @@ _STORED_FIELDS = (
     "group_idx",
     "kv_cache_spec_kind",
 )
-_REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 
 
-def _decode_event(raw: object) -> KvEvent | None:
+def event_of(raw: object) -> KvEvent | None:
+    """A decoded event of either shape; None: unknown."""
     if isinstance(raw, list) and raw:
-        tag, values = raw[0], raw[1:]
-        if tag == "BlockStored":
-            return _stored(dict(zip(_STORED_FIELDS, values, strict=False)))
-        if tag == "BlockRemoved":
-            return _removed(dict(zip(_REMOVED_FIELDS, values, strict=False)))
-        return AllBlocksCleared() if tag == "AllBlocksCleared" else None
-    if isinstance(raw, dict):
-        tag = raw.get("type")
-        if tag == "BlockStored":
-            return _stored(raw)
-        if tag == "BlockRemoved":
-            return _removed(raw)
-        return AllBlocksCleared() if tag == "AllBlocksCleared" else None
-    return None
+        names = STORED_FIELDS if raw[0] == "BlockStored" else REMOVED_FIELDS
+        return event_of_fields(raw[0], dict(zip(names, raw[1:], strict=False)))
+    return event_of_fields(raw.get("type"), raw) if isinstance(raw, dict) else None
+
+
+def event_of_fields(tag: object, fields: dict[str, object]) -> KvEvent | None:
+    """An event by its fields; None: unknown."""
+    if tag == "BlockStored":
+        return _stored(fields)
+    if tag == "BlockRemoved":
+        return _removed(fields)
+    return AllBlocksCleared() if tag == "AllBlocksCleared" else None
 
 
 def _stored(fields: dict[str, object]) -> BlockStored | None:
@@ -181,7 +182,7 @@ def _stored(fields: dict[str, object]) -> BlockStored | None:
     block_tokens = fields.get("block_size") or 0
     if hashes is None or (parent is None and parent_raw is not None):
         return None
-    if not isinstance(tokens, list) or not isinstance(block_tokens, int) or block_tokens < 0:
+    if not isinstance(tokens, list) or not isinstance(block_tokens, int) or not 0 <= block_tokens <= BLOCK_TOKENS_MAX:
         return None
     if tokens and (block_tokens == 0 or len(tokens) != block_tokens * len(hashes) or not _are_token_ids(tokens)):
         return None

@@ -31,11 +31,11 @@ from spillway_gateway.fleet.event_decoder import (
     EventBatch,
     ReplayEnd,
     Undecodable,
-    decode_batch,
     parse_live_frames,
     parse_replay_frames,
 )
 from spillway_gateway.fleet.kv_replay import MESSAGE_BYTES_MAX, SOCKET_QUEUE_MAX, Replay, ReplayFailed
+from spillway_gateway.fleet.large_batches import decode_in_steps
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
 
@@ -69,7 +69,8 @@ class _ReplayUnanswered:
 
 
 class EventFollower:
-    """One task per engine, on the event loop. Ends by cancellation and leaves no socket open."""
+    """One task per engine, on the event loop. Ends by cancellation or failure, leaves no socket open, and may be run
+    again."""
 
     def __init__(
         self,
@@ -114,20 +115,20 @@ class EventFollower:
         subscriber.setsockopt(zmq.SUBSCRIBE, b"")
         subscriber.setsockopt(zmq.IPV6, "[" in self._events_url)
         monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        readers = [
-            asyncio.create_task(self._read_monitor(monitor)),
-            asyncio.create_task(self._read_live(subscriber)),
-        ]
         try:
             subscriber.connect(self._events_url)
-            await self._consume()
+            async with asyncio.TaskGroup() as tasks:  # the failure of one is that of all
+                tasks.create_task(self._read_monitor(monitor))
+                tasks.create_task(self._read_live(subscriber))
+                tasks.create_task(self._consume())
         finally:
             self._engine.on_state.remove(self._engine_changed)
             self._engine.events_live = False
-            requests = [self._request_task] if self._request_task is not None else []
-            for task in [*readers, *self._blocked_puts, *requests]:
+            self._replay_due = None
+            requests, self._request_task = [self._request_task] if self._request_task is not None else [], None
+            for task in [*self._blocked_puts, *requests]:
                 task.cancel()
-            await asyncio.gather(*readers, *requests, return_exceptions=True)
+            await asyncio.gather(*requests, return_exceptions=True)
             while not self._queue.empty():
                 if isinstance(left := self._queue.get_nowait(), _ReplayBegun):
                     left.replay.close()
@@ -208,7 +209,7 @@ class EventFollower:
         except Undecodable as error:
             self._undecodable(error)
             return
-        batch = self._decode(frame)
+        batch = await self._decode(frame)
         if frame.sequence <= self._applied:
             if batch is not None and batch.timestamp_seconds > self._applied_at:
                 logger.info("engine %s: its event stream restarted", self._engine.name)
@@ -355,7 +356,7 @@ class EventFollower:
                         return self._applied + 1
                     await self._clear()  # the publisher has dropped it, and any removals in it are lost
                 if frame.sequence > self._applied:
-                    await self._apply(frame, self._decode(frame))
+                    await self._apply(frame, await self._decode(frame))
                 unreadable = 0
             try:
                 frames = await replay.next()
@@ -364,11 +365,18 @@ class EventFollower:
                     return self._applied + 1
                 raise ReplayFailed(f"stopped after {received} messages, none of them new") from error
 
-    def _decode(self, frame: BatchFrame) -> EventBatch | None:
+    async def _decode(self, frame: BatchFrame) -> EventBatch | None:
         """None for a payload that is no batch. It is counted and skipped like an unknown event; a stale entry that it
         leaves behind costs one misplaced request."""
         try:
-            return decode_batch(frame.payload)
+            steps = decode_in_steps(frame.payload)
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as decoded:
+                    batch: EventBatch = decoded.value
+                    return batch
+                await self._yield_when_due()
         except Undecodable as error:
             self._undecodable(error)
             return None
@@ -383,7 +391,8 @@ class EventFollower:
             if isinstance(event, AllBlocksCleared):
                 await _in_steps(self._index.clear_device(name))
                 continue
-            self._index.apply(name, event, seen=batch.timestamp_seconds <= self._seen_until)
+            for _ in self._index.apply_in_steps(name, event, seen=batch.timestamp_seconds <= self._seen_until):
+                await self._yield_when_due()
             await self._yield_when_due()
         self._applied = frame.sequence
         self._applied_at = batch.timestamp_seconds

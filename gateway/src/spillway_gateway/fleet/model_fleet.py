@@ -16,10 +16,12 @@ from spillway_gateway.config.ranks import ranks_of
 from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import ModelNotFound, NoEngineReady
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
+from spillway_gateway.fleet.expected_blocks import Expected
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, RateSamples
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.sessions import SessionKey, Sessions
+from spillway_gateway.fleet.steps import Steps
 from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPrefix, RouteRequest
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision, plan_route
@@ -28,13 +30,14 @@ from spillway_gateway.routing.route import Decision, plan_route
 class Lease:
     """One request on one engine, counted from creation to close(). Each method may be called more than once.
 
-    On the event loop only. now: monotonic seconds.
+    On the event loop only. now: monotonic seconds. routed: the prompt's blocks, None if it has none.
     """
 
-    __slots__ = ("_ahead_tokens", "_closed", "_held", "_probe", "_queued", "_started", "decision", "engine")
+    __slots__ = ("_ahead_tokens", "_closed", "_held", "_probe", "_queued", "_routed", "_started", "decision", "engine")
 
-    def __init__(self, engine: Engine, decision: Decision, now: float) -> None:
+    def __init__(self, engine: Engine, decision: Decision, now: float, routed: RoutedBlocks | None = None) -> None:
         self.engine = engine
+        self._routed = routed
         self.decision = decision
         self._ahead_tokens = engine.queued_tokens
         self._queued = decision.uncached_tokens
@@ -57,6 +60,12 @@ class Lease:
     def expected_prefill_seconds(self) -> float:
         """Until the prompt is computed, from the engine's rate and what was queued before it."""
         return (self._ahead_tokens + self._queued) / self.engine.rates.prefill_tokens_per_second
+
+    def accepted(self, now: float) -> None:
+        """The engine has answered that it takes the prompt: it will hold its blocks."""
+        routed, self._routed = self._routed, None
+        if routed is not None:
+            routed.accepted(now)
 
     def prefill_assumed(self) -> None:
         """A reply that does not stream has no early first byte: its prompt leaves the queue when its prefill should be
@@ -91,6 +100,9 @@ class Lease:
             return
         self._closed = True
         self._dequeue()
+        if self._routed is not None:
+            self._routed.withdraw()
+            self._routed = None
         engine = self.engine
         if self._probe:
             engine.breaker.probe_ended()
@@ -108,6 +120,37 @@ class Lease:
         engine.shared_link_tokens -= self._held.shared_tokens
         self._queued = 0
         self._held = NOTHING_HELD
+
+
+class RoutedBlocks:
+    """The blocks of a prompt that was sent to an engine. Until the engine accepts it they count as held there, but
+    nothing makes way for them: what is in a prompt is the client's choice."""
+
+    __slots__ = ("_engine_name", "_expected", "_held_seconds", "_index", "_keys", "_steps")
+
+    def __init__(
+        self, index: PrefixIndex, steps: Steps, engine_name: str, keys: Sequence[int], *, held_seconds: float | None
+    ) -> None:
+        """held_seconds: for an engine without events, after which its blocks count as gone."""
+        self._index = index
+        self._steps = steps
+        self._engine_name = engine_name
+        self._keys = keys
+        self._held_seconds = held_seconds
+        self._expected: tuple[Expected, ...] = ()
+
+    def expect(self, until: float) -> None:
+        """Count them as held. until: monotonic seconds."""
+        self._expected = self._index.expect(self._engine_name, self._keys, until)
+
+    def accepted(self, now: float) -> None:
+        """now: monotonic seconds."""
+        until = now + self._held_seconds if self._held_seconds is not None else None
+        self._steps.run(self._index.accepted(self._engine_name, self._keys, until))
+
+    def withdraw(self) -> None:
+        """The engine did not accept it, or the request ended before it answered."""
+        self._index.withdraw(self._expected)
 
 
 class ModelFleet:
@@ -130,6 +173,7 @@ class ModelFleet:
         self._samples = RateSamples(FLEET_SAMPLES)
         self._means = RequestMeans()
         self._store_busy = BusyShare()
+        self._steps = Steps()
         self.sessions = Sessions(routing.tenant_sessions_max, routing.sessions_max)
         self.engines: dict[str, Engine] = {}
         for engine in config.engines:
@@ -213,7 +257,14 @@ class ModelFleet:
         if decision is None:
             raise NoEngineReady(self.unavailable_message(tried))
         engine = self.engines[decision.engine_name]
-        lease = Lease(engine, decision, now)
+        routed = None
+        if prompt.keys:
+            keys = prompt.keys_for(self.index.block_tokens_of(engine.name)) if prompt.other_keys else prompt.keys
+            live = engine.events_live
+            seconds = self._routing.speculative_seconds if live else self._routing.approximate_seconds
+            routed = RoutedBlocks(self.index, self._steps, engine.name, keys, held_seconds=None if live else seconds)
+            routed.expect(now + seconds)
+        lease = Lease(engine, decision, now, routed)
         if session is not None:
             self.sessions.served(session, engine.name)
         if adapter is not None and (engine.adapters is None or adapter not in engine.adapters):
@@ -221,11 +272,6 @@ class ModelFleet:
         store_rate = self._routing.shared_store_tokens_per_second
         if store_rate is not None and decision.held.shared_tokens:
             self._store_busy.add(decision.held.shared_tokens / store_rate, now)
-        if prompt.keys:
-            live = engine.events_live
-            seconds = self._routing.speculative_seconds if live else self._routing.approximate_seconds
-            keys = prompt.keys_for(self.index.block_tokens_of(engine.name)) if prompt.other_keys else prompt.keys
-            self.index.speculate(engine.name, keys, now + seconds)
         return lease
 
     def expected_choice(

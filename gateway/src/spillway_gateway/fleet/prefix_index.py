@@ -12,26 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from spillway_gateway.fleet.block_holders import EXPECTED_SHARE, STEP_BLOCKS, BlockHolders
 from spillway_gateway.fleet.block_sizes import BlockSizes
-from spillway_gateway.fleet.block_table import BITS_PER_ENGINE, ENGINE_MASK, BlockTable, Entry
-from spillway_gateway.fleet.engine_blocks import (
-    EARLY_MAX,
-    GHOST_BYTES,
-    EngineBlocks,
-    StoredChain,
-    chain_of,
-    scoped_key,
-)
-from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
+from spillway_gateway.fleet.block_table import BITS_PER_ENGINE, ENGINE_MASK
+from spillway_gateway.fleet.engine_blocks import EARLY_MAX, EngineBlocks, StoredChain, chain_of, scoped_key
+from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from spillway_gateway.fleet.expected_blocks import Expected, ExpectedBlocks
 from spillway_gateway.fleet.prefix_match import StoreReaders, match_blocks
 from spillway_gateway.fleet.shared_stores import SharedReach, SharedStores
 from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.prefix import TOKEN_BYTES, chain_key, namespace_key
-
-# Measured with tracemalloc on CPython 3.11, rounded up.
-ENTRY_BYTES = 240
-HOLDER_BYTES = 220  # engine key -> request key, and the way back
-WAITING_SHARE = 8  # orphans and ghosts of all engines may take an eighth of the bound
 
 # KV cache groups of hybrid models whose blocks limit how far a prefix reaches; other groups are ignored.
 _PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
@@ -54,22 +44,41 @@ class PrefixIndex:
         clock: Callable[[], float],
     ) -> None:
         self._model = model
-        self.bytes_max = bytes_max
         self._orphans_max = orphans_max
         self._clock = clock
-        self._table = BlockTable(bytes_max)
-        self._shards, self._shard_mask = self._table.shards, self._table.shard_mask
+        self._held = BlockHolders(bytes_max)
+        self._shards, self._shard_mask = self._held.table.shards, self._held.table.shard_mask
         self._engines: dict[str, EngineBlocks] = {}
         self._sizes = BlockSizes(model, default_block_tokens, self._engines)
-        self._slots: dict[int, EngineBlocks] = {}  # by slot; stores, and engines that are being retired, included
         self._stores = SharedStores(clock)
+        self._expected = ExpectedBlocks()
         self._readers: StoreReaders | None = None  # None: to be computed
         self._hidden_mask = 0  # device bits of engines whose device is being cleared
-        self._holders = 0
-        self.evicted_blocks_total = 0
-        self.orphans_dropped_total = 0
-        self.unknown_blocks_total = 0
         self.mismatched_blocks_total = 0
+
+    @property
+    def bytes_max(self) -> int:
+        """The bound on all of it."""
+        return self._held.bytes_max
+
+    @bytes_max.setter
+    def bytes_max(self, bytes_max: int) -> None:
+        self._held.bytes_max = bytes_max
+
+    @property
+    def evicted_blocks_total(self) -> int:
+        """Blocks that made way for others."""
+        return self._held.evicted_total
+
+    @property
+    def orphans_dropped_total(self) -> int:
+        """Stored-events whose parent did not come."""
+        return self._held.orphans_dropped_total
+
+    @property
+    def unknown_blocks_total(self) -> int:
+        """Blocks announced without tokens, of which no event with tokens came."""
+        return self._held.unknown_total
 
     @property
     def block_tokens(self) -> int:
@@ -89,20 +98,17 @@ class PrefixIndex:
     @property
     def blocks(self) -> int:
         """Blocks that any engine holds or may hold."""
-        return self._table.entries
+        return self._held.table.entries
 
     @property
     def estimated_bytes(self) -> int:
         """Memory of the index, from measured sizes per entry."""
-        return self._blocks_bytes() + self.waiting_bytes
-
-    def _blocks_bytes(self) -> int:
-        return self._table.entries * ENTRY_BYTES + self._holders * HOLDER_BYTES
+        return self._held.blocks_bytes + self._held.waiting_bytes + self._expected.bytes
 
     @property
     def waiting_bytes(self) -> int:
         """Orphans, ghosts and early blocks of all engines and stores."""
-        return sum([holder.waiting_bytes for holder in self._slots.values()])
+        return self._held.waiting_bytes
 
     @property
     def shared_stores(self) -> int:
@@ -125,12 +131,8 @@ class PrefixIndex:
             self._add_engine(name)
 
     def _add_engine(self, name: str) -> None:
-        slot = self._free_slot()
-        self._engines[name] = self._slots[slot] = EngineBlocks(slot)
+        self._engines[name] = self._held.add()
         self._sizes.engines_changed()
-
-    def _free_slot(self) -> int:
-        return next(number for number in range(len(self._slots) + 1) if number not in self._slots)
 
     def retire_engine(self, name: str) -> Iterator[None]:
         """Remove an engine. At once its name is free for another one and nothing of it is matched; its entries are
@@ -139,12 +141,15 @@ class PrefixIndex:
         if engine is None:
             return iter(())
         engine.clear_waiting()
+        engine.freed = True
+        self._expected.forget_devices(1 << (engine.slot * BITS_PER_ENGINE))
         self._sizes.engines_changed()
         self._stores.leave_all(name)
         self._readers = None
         unused = self._stores.pop_unused()
         for store in unused:
             store.clear_waiting()
+            store.freed = True
         return self._free([engine, *unused])
 
     def clear_engine(self, name: str) -> Iterator[None]:
@@ -162,8 +167,9 @@ class PrefixIndex:
             return
         device = 1 << (engine.slot * BITS_PER_ENGINE)
         self._hidden_mask |= device
+        self._expected.forget_devices(device)
         try:
-            for shard, key, entry in self._table.sweep():
+            for shard, key, entry in self._held.table.sweep():
                 if entry is None:
                     yield
                     continue
@@ -171,9 +177,9 @@ class PrefixIndex:
                 if entry.mask & device:
                     entry.mask &= ~device
                     if not entry.mask >> (engine.slot * BITS_PER_ENGINE) & ENGINE_MASK:
-                        for scoped in self._unlink_all(engine, entry):
-                            self._keep_ghost(engine, scoped, key)
-                self._table.drop_if_unused(shard, key, entry)
+                        for scoped in self._held.unlink_all(engine, entry):
+                            self._held.keep_ghost(engine, scoped, key)
+                self._held.table.drop_if_unused(shard, key, entry)
         finally:
             self._hidden_mask &= ~device
 
@@ -181,32 +187,28 @@ class PrefixIndex:
         bits = 0
         for holder in holders:
             bits |= ENGINE_MASK << (holder.slot * BITS_PER_ENGINE)
-        for shard, key, entry in self._table.sweep():
+        for shard, key, entry in self._held.table.sweep():
             if entry is None:
                 yield
                 continue
             entry.mask &= ~bits
             entry.speculative_mask &= ~bits
             for holder in holders:
-                self._unlink_all(holder, entry)
-            self._table.drop_if_unused(shard, key, entry)
+                self._held.unlink_all(holder, entry)
+            self._held.table.drop_if_unused(shard, key, entry)
         for holder in holders:
-            del self._slots[holder.slot]
-
-    def _unlink_all(self, engine: EngineBlocks, entry: Entry) -> list[int]:
-        """Remove the engine's keys from an entry and return them."""
-        removed = [scoped for slot, scoped in entry.engine_keys if slot == engine.slot]
-        if removed:
-            entry.engine_keys = tuple([pair for pair in entry.engine_keys if pair[0] != engine.slot])
-            for scoped in removed:
-                if engine.request_keys.pop(scoped, None) is not None:
-                    self._holders -= 1
-        return removed
+            del self._held.slots[holder.slot]
 
     # -- events ------------------------------------------------------------------------------------------------------
 
     def apply(self, engine_name: str, event: KvEvent, *, seen: bool = False) -> None:
-        """Apply one event of one engine. Repeats are harmless; unknown engines are ignored.
+        """apply_in_steps() at once."""
+        for _ in self.apply_in_steps(engine_name, event, seen=seen):
+            pass
+
+    def apply_in_steps(self, engine_name: str, event: KvEvent, *, seen: bool = False) -> Iterator[None]:
+        """Apply one event of one engine. Repeats are harmless; unknown engines are ignored. No other event of the
+        engine may be applied before the last step.
 
         seen: it was applied before, and the engine's entries dropped since. A store's were not: of its events only
         counts which engine loads from it, since another engine may have changed its contents.
@@ -215,22 +217,21 @@ class PrefixIndex:
         if engine is None:
             return
         if isinstance(event, BlockStored | BlockRemoved) and event.store is not None:
-            self._apply_to_store(engine_name, engine, event, event.store, seen=seen)
+            yield from self._apply_to_store(engine_name, engine, event, event.store, seen=seen)
         elif isinstance(event, BlockStored):
-            self._store(engine, event)
+            yield from self._store(engine, event)
         elif isinstance(event, BlockRemoved):
-            self._remove(engine, event)
+            yield from self._remove(engine, event)
         elif isinstance(event, AllBlocksCleared):
-            for _ in self.clear_device(engine_name):
-                pass
+            yield from self.clear_device(engine_name)
 
-    def _store(self, engine: EngineBlocks, event: BlockStored) -> None:
+    def _store(self, engine: EngineBlocks, event: BlockStored) -> Iterator[None]:
         if event.spec_kind not in _PREFIX_KINDS:
             return
         if not event.token_ids:
-            self._store_by_key(engine, event, engine)
+            yield from self._store_by_key(engine, event, engine)
             return
-        if not self._sizes.accept(engine, event.block_tokens):
+        if not self._sizes.accept(engine, event.block_tokens, len(event.block_hashes)):
             self.mismatched_blocks_total += len(event.block_hashes)
             return
         engine.groups.add(event.group)
@@ -241,14 +242,17 @@ class PrefixIndex:
             if parent is None:
                 self._keep_orphan(engine, chain)
                 continue
-            self._store_chain(engine, chain, parent)
-            for scoped in chain.engine_keys:
-                waiting.extend(engine.take_children(scoped))
-        self._evict()
+            yield from self._store_chain(engine, chain, parent)
+            if engine.has_orphans:
+                for scoped in chain.engine_keys:
+                    waiting.extend(engine.take_children(scoped))
+            if waiting:
+                yield
+        self._held.evict()
 
     def _apply_to_store(
         self, engine_name: str, engine: EngineBlocks, event: BlockStored | BlockRemoved, store_id: str, *, seen: bool
-    ) -> None:
+    ) -> Iterator[None]:
         store = self._stores.blocks_of(store_id)
         if isinstance(event, BlockRemoved) and not event.block_hashes:
             self._stores.leave(store_id, engine_name)
@@ -256,41 +260,43 @@ class PrefixIndex:
             return
         if store is None:
             if self._stores.full:
-                self.unknown_blocks_total += len(event.block_hashes)
+                self._held.unknown_total += len(event.block_hashes)
                 return
-            slot = self._free_slot()
-            store = self._slots[slot] = self._stores.add(store_id, slot)
+            store = self._held.add()
+            self._stores.add(store_id, store)
         if self._stores.join(store_id, engine_name):
             self._readers = None
         if seen:
             return
         if isinstance(event, BlockStored):
-            self._store_by_key(engine, event, store)
+            yield from self._store_by_key(engine, event, store)
             return
-        for engine_key in event.block_hashes:
-            engine.drop_early(scoped_key(engine_key, event.group), store, event.tier)
-        self._remove(store, event)
+        yield from self._remove(store, event, engine)
 
-    def _store_by_key(self, engine: EngineBlocks, event: BlockStored, holder: EngineBlocks) -> None:
+    def _store_by_key(self, engine: EngineBlocks, event: BlockStored, holder: EngineBlocks) -> Iterator[None]:
         """An event without tokens, as lower tiers' are: the device's event of the same blocks has them. It comes first
         where the engine computed them, and later where it loaded them. holder: the engine itself, or a store."""
-        for engine_key in event.block_hashes:
+        for position, engine_key in enumerate(event.block_hashes, 1):
+            if position % STEP_BLOCKS == 0:
+                self._held.bound_waiting()
+                self._held.evict()
+                yield
             scoped = scoped_key(engine_key, event.group)
             key = holder.request_keys.get(scoped)
             if key is None:
                 key = engine.request_keys.get(scoped, engine.ghosts.get(scoped, holder.ghosts.get(scoped)))
             if key is not None:
-                self._hold(holder, key, scoped, event.tier)
+                self._held.hold(holder, key, scoped, event.tier)
                 continue
             if engine.groups and event.group not in engine.groups:
-                self.unknown_blocks_total += 1  # of a group that does not limit a prefix
+                self._held.unknown_total += 1  # of a group that does not limit a prefix
                 continue
             engine.keep_early(scoped, holder, event.tier)
             if len(engine.early) > EARLY_MAX:
                 engine.drop_oldest_early()
-                self.unknown_blocks_total += 1
-        self._bound_waiting()
-        self._evict()
+                self._held.unknown_total += 1
+        self._held.bound_waiting()
+        self._held.evict()
 
     def _parent_key(self, engine: EngineBlocks, chain: StoredChain) -> int | None:
         if chain.parent is None:
@@ -298,128 +304,79 @@ class PrefixIndex:
         known = engine.request_keys.get(chain.parent)
         return known if known is not None else engine.ghosts.get(chain.parent)
 
-    def _store_chain(self, engine: EngineBlocks, chain: StoredChain, parent: int) -> None:
+    def _store_chain(self, engine: EngineBlocks, chain: StoredChain, parent: int) -> Iterator[None]:
         size = chain.block_tokens * TOKEN_BYTES
         tokens, extras, tier = chain.tokens, chain.extras, chain.tier
         key = parent
         for position, scoped in enumerate(chain.engine_keys):
+            if position and position % STEP_BLOCKS == 0:
+                self._held.evict()
+                yield
             extra = extras[position] if position < len(extras) else b""
             key = chain_key(key, tokens[position * size : (position + 1) * size], extra)
-            self._hold(engine, key, scoped, tier)
+            self._held.hold(engine, key, scoped, tier)
             if engine.early:
                 for holder, lower in engine.take_early(scoped):
-                    if self._slots.get(holder.slot) is holder:
-                        self._hold(holder, key, scoped, lower)
+                    self._held.hold(holder, key, scoped, lower)
 
     def _keep_orphan(self, engine: EngineBlocks, chain: StoredChain) -> None:
         engine.keep_orphan(chain)
         while engine.orphans_held > self._orphans_max:
-            self.orphans_dropped_total += engine.drop_oldest_orphans()
-        self._bound_waiting()
+            self._held.orphans_dropped_total += engine.drop_oldest_orphans()
+        self._held.bound_waiting()
 
-    def _keep_ghost(self, engine: EngineBlocks, scoped: int, key: int) -> None:
-        engine.keep_ghost(scoped, key)
-        if len(engine.ghosts) * GHOST_BYTES * len(self._engines) > self.bytes_max // WAITING_SHARE:
-            engine.drop_oldest_ghost()
-
-    def _bound_waiting(self) -> None:
-        """Drop from the engine with the most, so that one that sends only orphans costs the others nothing."""
-        while self.waiting_bytes > self.bytes_max // WAITING_SHARE:
-            most = max(self._slots.values(), key=lambda holder: holder.waiting_bytes)
-            if most.orphans_held:
-                self.orphans_dropped_total += most.drop_oldest_orphans()
-            elif most.early:
-                most.drop_oldest_early()
-                self.unknown_blocks_total += 1
-            else:
-                most.drop_oldest_ghost()
-
-    def _hold(self, engine: EngineBlocks, key: int, scoped: int, tier: Tier) -> None:
-        shard = self._shards[key & self._shard_mask]
-        entry = shard.get(key)
-        if entry is None:
-            entry = shard[key] = Entry()
-            self._table.entries += 1
-        else:
-            shard.move_to_end(key)
-        entry.mask |= 1 << (engine.slot * BITS_PER_ENGINE + tier)
-        known = engine.request_keys.get(scoped)
-        if known == key:
+    def _remove(self, holder: EngineBlocks, event: BlockRemoved, engine: EngineBlocks | None = None) -> Iterator[None]:
+        """engine: that announces it, where the holder is a store."""
+        if engine is None and event.group not in holder.groups and holder.groups:
             return
-        if known is not None:  # a 64-bit engine key that names another block now
-            self._unlink(engine, scoped, known)
-        engine.ghosts.pop(scoped, None)
-        engine.request_keys[scoped] = key
-        entry.engine_keys = (*entry.engine_keys, (engine.slot, scoped))
-        self._holders += 1
-
-    def _remove(self, engine: EngineBlocks, event: BlockRemoved) -> None:
-        if event.group not in engine.groups and engine.groups:
-            return
-        for engine_key in event.block_hashes:
+        device = holder.slot * BITS_PER_ENGINE
+        for position, engine_key in enumerate(event.block_hashes, 1):
+            if position % STEP_BLOCKS == 0:
+                yield
             scoped = scoped_key(engine_key, event.group)
-            key = engine.request_keys.get(scoped)
+            if engine is not None:
+                engine.drop_early(scoped, holder, event.tier)
+            key = holder.request_keys.get(scoped)
             if key is None:
-                engine.drop_early(scoped, engine, event.tier)
+                holder.drop_early(scoped, holder, event.tier)
                 continue
+            self._expected.forget(key)
             entry = self._shards[key & self._shard_mask][key]
-            entry.mask &= ~(1 << (engine.slot * BITS_PER_ENGINE + event.tier))
-            entry.speculative_mask &= ~(1 << (engine.slot * BITS_PER_ENGINE))
-            if not entry.mask >> (engine.slot * BITS_PER_ENGINE) & ENGINE_MASK:
-                self._unlink(engine, scoped, key)
-
-    def _unlink(self, engine: EngineBlocks, scoped: int, key: int) -> None:
-        """The engine holds this block in no tier any more; its key becomes a ghost."""
-        del engine.request_keys[scoped]
-        self._holders -= 1
-        self._keep_ghost(engine, scoped, key)
-        shard = self._shards[key & self._shard_mask]
-        entry = shard[key]
-        entry.engine_keys = tuple(pair for pair in entry.engine_keys if pair != (engine.slot, scoped))
-        if not any(slot == engine.slot for slot, _ in entry.engine_keys):
-            entry.mask &= ~(ENGINE_MASK << (engine.slot * BITS_PER_ENGINE))
-        self._table.drop_if_unused(shard, key, entry)
-
-    def _evict(self) -> None:
-        blocks_bytes_max = self.bytes_max - self.waiting_bytes
-        while self._table.entries and self._blocks_bytes() > blocks_bytes_max:
-            entry = self._table.evict_one()
-            if entry is None:
-                continue
-            self.evicted_blocks_total += 1
-            for slot, scoped in entry.engine_keys:
-                del self._slots[slot].request_keys[scoped]
-                self._holders -= 1
+            entry.mask &= ~(1 << (device + event.tier))
+            entry.speculative_mask &= ~(1 << device)
+            if not entry.mask >> device & ENGINE_MASK:
+                self._held.unlink(holder, scoped, key)
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    def speculate(self, engine_name: str, keys: Sequence[int], until: float) -> None:
-        """Count a routed prompt's blocks as held by its engine until an event confirms it or `until`, in the clock's
-        seconds."""
+    def expect(self, engine_name: str, keys: Sequence[int], until: float) -> tuple[Expected, ...]:
+        """A prompt was routed: count its blocks as held by its engine until `until`, in the clock's seconds. No block
+        of the index is evicted for them. Returns what withdraw() takes."""
         engine = self._engines.get(engine_name)
         if engine is None:
-            return
-        bit = 1 << (engine.slot * BITS_PER_ENGINE)
-        now = self._clock()
-        shards, shard_mask = self._shards, self._shard_mask
-        for key in keys:
-            shard = shards[key & shard_mask]
-            entry = shard.get(key)
-            if entry is None:
-                entry = shard[key] = Entry()
-                self._table.entries += 1
-            else:
-                shard.move_to_end(key)
-                if entry.speculative_until <= now:
-                    entry.speculative_mask = 0
-            entry.speculative_mask |= bit
-            entry.speculative_until = max(entry.speculative_until, until)
-        if self._blocks_bytes() > self.bytes_max - self.bytes_max // WAITING_SHARE:
-            self._evict()
+            return ()
+        device = 1 << (engine.slot * BITS_PER_ENGINE)
+        bytes_max = self.bytes_max // EXPECTED_SHARE
+        return self._expected.expect(device, keys, until, now=self._clock(), bytes_max=bytes_max)
+
+    def withdraw(self, expected: tuple[Expected, ...]) -> None:
+        """The engine did not accept the prompt."""
+        self._expected.withdraw(expected)
+
+    def accepted(self, engine_name: str, keys: Sequence[int], until: float | None) -> Iterator[None]:
+        """The engine accepted the prompt, which counts as use of its blocks. until: of an engine without events, which
+        then holds them in the index until that time; None: its events say so."""
+        for start in range(0, len(keys), STEP_BLOCKS):
+            if start:
+                yield
+            engine = self._engines.get(engine_name)  # may be gone, or another one, since the last step
+            if engine is None:
+                return
+            self._held.use(engine, keys[start : start + STEP_BLOCKS], until, self._clock())
 
     def match(self, keys: Sequence[int], tokens_per_block: int) -> dict[str, HeldPrefix]:
         """How much of a prompt each engine holds; engines that hold nothing are absent. Does not count as use of the
-        blocks: speculate() on the chosen engine does."""
+        blocks: accepted() on the chosen engine does."""
         devices = self._sizes.devices(tokens_per_block)
         if self._readers is None:
             self._readers = self._stores.readers(lambda name: 1 << (self._engines[name].slot * BITS_PER_ENGINE))
@@ -429,6 +386,7 @@ class PrefixIndex:
             keys,
             devices,
             stores=self._readers,
+            expected=self._expected.by_key,
             hidden=self._hidden_mask,
             now=self._clock(),
         )

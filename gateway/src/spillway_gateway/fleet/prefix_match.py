@@ -7,12 +7,14 @@ engine alone that announced it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from spillway_gateway.fleet.block_table import Shard
+from spillway_gateway.fleet.block_table import Entry, Shard
 from spillway_gateway.fleet.event_decoder import Tier
+from spillway_gateway.fleet.expected_blocks import Expected
 
 StoreReaders = tuple[tuple[int, int], ...]  # by store: its bit in masks of holders, device bits of its engines
+_NOT_HELD = Entry()
 Counts = dict[int, int]  # leading blocks by an engine's device bit, its slot times BITS_PER_ENGINE; absent: none
 
 
@@ -23,14 +25,15 @@ def match_blocks(
     devices: int,
     *,
     stores: StoreReaders,
+    expected: Mapping[int, Expected],
     hidden: int,
     now: float,
 ) -> tuple[Counts, Counts, Counts]:
     """Match one prompt.
 
     keys: request keys of its blocks, in order. devices: device bits of the engines that can hold blocks of this size.
-    stores: who loads from which store. hidden: device bits that do not count now. now: monotonic seconds, for
-    speculative entries.
+    stores: who loads from which store. expected: blocks of prompts that were routed. hidden: device bits that do not
+    count now. now: monotonic seconds, for what counts until some time.
 
     Returns the blocks on the device, those read from the shared tier, and all of them; the rest is in the CPU tier.
     """
@@ -43,9 +46,14 @@ def match_blocks(
     position = 0
     for key in keys:
         entry = shards[key & shard_mask].get(key)
+        routed = expected.get(key)
         if entry is None:
-            break
+            if routed is None:
+                break
+            entry = _NOT_HELD
         device = entry.mask
+        if routed is not None and routed.until > now:
+            device |= routed.mask
         if entry.speculative_until > now:
             device |= entry.speculative_mask
         still = on_device & device

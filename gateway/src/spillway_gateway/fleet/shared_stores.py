@@ -53,10 +53,9 @@ class SharedStores:
         store = self._stores.get(store_id)
         return None if store is None else store.blocks
 
-    def add(self, store_id: str, slot: int) -> EngineBlocks:
+    def add(self, store_id: str, blocks: EngineBlocks) -> None:
         """A store that was not known before."""
-        store = self._stores[store_id] = _Store(EngineBlocks(slot), unused_since=self._clock())
-        return store.blocks
+        self._stores[store_id] = _Store(blocks, unused_since=self._clock())
 
     def join(self, store_id: str, engine_name: str) -> bool:
         """The engine loads from it. False where that was known."""

@@ -261,6 +261,8 @@ class FrontSession:
             if lease is None:
                 break
             match kind:
+                case Kind.ACCEPTED:
+                    lease.accepted(now)
                 case Kind.PREFILL_ASSUMED:
                     lease.prefill_assumed()
                 case Kind.FIRST_BYTE | Kind.FIRST_BYTE_MEASURED:

@@ -17,7 +17,6 @@ from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.route import Candidate, RouteReason, SessionOutcome
 
 FRAME_BYTES_MAX = 16 * 1024 * 1024
-KEYS_MAX = 131_072  # of one prompt and block size that are sent; the rest of a longer prompt counts as not held
 _LENGTH = struct.Struct("!I")
 FamilySamples = dict[str, list[tuple[str, tuple[str, ...], float]]]  # family -> (series, names and values of labels, _)
 Headers = list[tuple[bytes, bytes]]
@@ -90,6 +89,7 @@ class Kind(IntEnum):
     FAILED = 5
     CLOSED = 6
     CLOSED_WHOLE = 7
+    ACCEPTED = 8
 
 
 class Report(Message, tag=5, frozen=True):

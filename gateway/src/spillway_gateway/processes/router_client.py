@@ -15,7 +15,7 @@ from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
-from spillway_gateway.processes.messages import KEYS_MAX, Kind, Message
+from spillway_gateway.processes.messages import Kind, Message
 from spillway_gateway.routing.prefix import PromptBlocks, PromptTokens
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.outbound import OutboundRequest, Place
@@ -43,6 +43,9 @@ class FrontLease(Lease):
     @property
     def expected_prefill_seconds(self) -> float:
         return self._expected_prefill_seconds
+
+    def accepted(self, now: float) -> None:
+        self._place.report(Kind.ACCEPTED, now)
 
     def prefill_assumed(self) -> None:
         self._place.report(Kind.PREFILL_ASSUMED)
@@ -221,7 +224,7 @@ class RouterClient:
 
 
 def _keys(keys: Sequence[int]) -> bytes:
-    return array("Q", keys[:KEYS_MAX]).tobytes()
+    return array("Q", keys).tobytes()
 
 
 def _error(refused: messages.Refused) -> GatewayError:

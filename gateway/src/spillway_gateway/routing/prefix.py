@@ -20,6 +20,9 @@ import xxhash
 _encode = msgspec.json.encode
 _hash = xxhash.xxh3_64_intdigest
 _UINT32 = "I"
+# Of one prompt and block size; the rest of a longer prompt counts as not held. 128 tokens each: 2 Mi tokens. Hashing,
+# matching and counting so many takes about 10 ms of the event loop.
+KEYS_MAX = 16_384
 TOKEN_BYTES = 4  # of a token id in the form that is hashed
 assert array(_UINT32).itemsize == TOKEN_BYTES
 
@@ -80,10 +83,10 @@ def text_block_keys(namespace: int, text: bytes, block_bytes: int) -> list[int]:
 
 
 def chain_blocks(namespace: int, data: bytes, block_bytes: int) -> list[int]:
-    """Keys of all full blocks of `block_bytes`, in order."""
+    """Keys of all full blocks of `block_bytes`, in order, KEYS_MAX at most."""
     keys: list[int] = []
     key = namespace
-    for start in range(0, len(data) - block_bytes + 1, block_bytes):
+    for start in range(0, min(len(data) - block_bytes + 1, KEYS_MAX * block_bytes), block_bytes):
         key = _hash(data[start : start + block_bytes], key)
         keys.append(key)
     return keys

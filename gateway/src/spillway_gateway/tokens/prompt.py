@@ -174,20 +174,26 @@ class PromptReader:
         return steps()
 
     def _of_tokens(self, namespace: int, data: bytes, cache_salt: str | None) -> PromptBlocks:
-        """data: token ids as token_bytes() gives them."""
+        """data: token ids as token_bytes() gives them. Those beyond what any engine takes are not hashed: the prompt
+        will be refused."""
+        prompt_tokens = max(1, len(data) // TOKEN_BYTES)
+        tokens_max = self._tokens_max()
+        if tokens_max is not None:
+            data = data[: tokens_max * TOKEN_BYTES]
         block_tokens, *others = self._engines.block_sizes
         keys = chain_blocks(namespace, data, block_tokens * TOKEN_BYTES)
         spread_key = keys[0] if keys else short_prompt_key(namespace, data)
         other_keys = {size: chain_blocks(namespace, data, size * TOKEN_BYTES) for size in others}
         tokens = PromptTokens(bytes(data), cache_salt) if self._keeps_tokens() else None
-        return PromptBlocks(keys, block_tokens, max(1, len(data) // TOKEN_BYTES), spread_key, other_keys, tokens)
+        return PromptBlocks(keys, block_tokens, prompt_tokens, spread_key, other_keys, tokens)
 
     def _of_text(self, namespace: int, text: bytes) -> PromptBlocks:
         namespace ^= TEXT_NAMESPACE_MARK
         block_tokens = self._engines.block_sizes[0]
+        prompt_tokens = max(1, len(text) // BYTES_PER_TOKEN)
         keys = text_block_keys(namespace, text, block_tokens * BYTES_PER_TOKEN)
         spread_key = keys[0] if keys else short_prompt_key(namespace, text)
-        return PromptBlocks(keys, block_tokens, max(1, len(text) // BYTES_PER_TOKEN), spread_key)
+        return PromptBlocks(keys, block_tokens, prompt_tokens, spread_key)
 
     def _text(self, prompt: ChatPrompt | CompletionPrompt) -> bytes:
         if isinstance(prompt, ChatPrompt):

@@ -230,6 +230,7 @@ class Reply:
 
     def _resumed(self, lease: Lease, continuing: Continuing, seconds: float, trace: AttemptTrace | None) -> None:
         """The first events of an engine that continues have come. seconds: since the other's failure."""
+        lease.accepted(time.monotonic())
         lease.first_byte(time.monotonic(), measures_prefill=True)
         lease.began()
         if trace is not None:
@@ -265,6 +266,8 @@ class Reply:
         """Account for the first byte, and send the head."""
         services, engine = self._services, lease.engine
         now = perf_counter()
+        if connection.status < 300:
+            lease.accepted(time.monotonic())
         lease.first_byte(time.monotonic(), measures_prefill=True)
         lease.began()
         self.first_byte_seconds = now - self._request.received_at
@@ -310,6 +313,8 @@ class Reply:
             raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
         require_adapter(lease.engine, self._request.adapter, status, body)
         now = perf_counter()
+        if status < 300:
+            lease.accepted(time.monotonic())
         lease.first_byte(time.monotonic(), measures_prefill=False)
         headers = reply_headers(connection.headers)
         self.overhead_seconds += perf_counter() - now
