@@ -24,6 +24,7 @@ from spillway_gateway.api.dispatch import InferenceDispatch
 from spillway_gateway.api.inference import InferenceContext
 from spillway_gateway.api.models import ModelList
 from spillway_gateway.api.stored_responses import ResponseOwners
+from spillway_gateway.background import supervised
 from spillway_gateway.client import descriptors
 from spillway_gateway.client.open_connections import OpenConnections
 from spillway_gateway.config.follower import ConfigFollower
@@ -42,7 +43,7 @@ from spillway_gateway.ops.live_families import (
 )
 from spillway_gateway.ops.operations import Operations
 from spillway_gateway.ops.ui.page_routes import PageRoutes
-from spillway_gateway.roster.engine_tasks import Clients, guarded
+from spillway_gateway.roster.engine_tasks import Clients
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.upstream.dispatch import OwnDispatch
@@ -202,7 +203,7 @@ class Gateway:
         routes = operations.probe_routes()
         if self.config.listen.ops_port is None:
             routes += self._operator_routes(operations, page)
-        return client_application(context, ModelList(self.fleets).read, routes, lambda app: self.running())
+        return client_application(context, ModelList(self.fleets), routes, lambda app: self.running())
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -227,12 +228,12 @@ class Gateway:
             if self.gatekeeper.shared is not None:
                 stack.push_async_callback(self.gatekeeper.shared.close)
             tasks = await stack.enter_async_context(_cancelled_at_exit())
-            tasks.append(asyncio.create_task(self._trim_pool()))
-            tasks.append(asyncio.create_task(guarded(self.gatekeeper.follow(), "keys file")))
+            tasks.append(asyncio.create_task(supervised(self._trim_pool, "idle connections")))
+            tasks.append(asyncio.create_task(supervised(self.gatekeeper.follow, "keys file")))
             if self.gatekeeper.shared is not None:
-                tasks.append(asyncio.create_task(guarded(self.gatekeeper.shared.run(), "shared limits")))
+                tasks.append(asyncio.create_task(supervised(self.gatekeeper.shared.run, "shared limits")))
             if self.follower is not None:
-                tasks.append(asyncio.create_task(guarded(self.follower.run(), "configuration file")))
+                tasks.append(asyncio.create_task(supervised(self.follower.run, "configuration file")))
             yield
 
     async def _trim_pool(self) -> None:

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import yaml
 
-from spillway_gateway.access.audit import AuditLine, AuditLog
+from spillway_gateway.access.audit import REFUSALS_BURST, REFUSALS_PER_SECOND, AuditLine, AuditLog
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.config.settings import AuditConfig
 from spillway_gateway.errors import ConfigError
@@ -101,3 +101,24 @@ def test_a_moved_file_is_opened_anew(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"audit.file .*cannot be opened"):
         AuditLog(AuditConfig(True, str(tmp_path / "absent" / "audit.log")))
+
+
+def test_refusals_of_unknown_callers_do_not_fill_the_disk(tmp_path: Path) -> None:
+    now = 0.0
+    log = AuditLog(AuditConfig(True, str(tmp_path / "audit.log")), clock=lambda: now)
+    asked: dict[str, Any] = dict.fromkeys(["trace_id", "tenant", "model"]) | {"milliseconds": 0}
+    asked |= dict.fromkeys(["time", "request_id", "path"], "x")
+    for number in range(20_000):
+        log.write(AuditLine(**asked, status=401))
+        if number % 1000 == 0:
+            log.write(AuditLine(**asked, status=200))
+    now = 5.0
+    for _ in range(100):
+        log.write(AuditLine(**asked, status=401))
+    log.close()
+
+    statuses = [line["status"] for line in lines(tmp_path / "audit.log")]
+    assert statuses.count(200) == 20
+    assert statuses.count(401) == REFUSALS_BURST + 5 * REFUSALS_PER_SECOND
+    assert log.refusals_unwritten_total == 20_100 - statuses.count(401)
+    assert log.dropped_total == 0

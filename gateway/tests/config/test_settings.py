@@ -150,3 +150,12 @@ def test_a_key_that_is_there_twice_is_named_with_its_line(tmp_path: Path) -> Non
     file.write_text(engine + "x: &base {attemptsMax: 2}\nlimits: {<<: *base, attemptsMax: 3}\n")
     with pytest.raises(ConfigError, match="x: unknown setting"):
         load_config(file)  # a merged key may be set anew
+
+
+def test_a_file_that_would_take_minutes_to_read_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    with path.open("wb") as file:
+        file.truncate(100_000_000)
+
+    with pytest.raises(ConfigError, match="100000000 bytes given, at most 1048576 read"):
+        load_config(path)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import pytest
 import yaml
 
 from spillway_gateway.access.keys import hash_key
+from spillway_gateway.processes import fronts as fronts_module
+from spillway_gateway.processes.fronts import is_stopped
 from spillway_gateway.processes.messages import Frames, Routed, append_frame, from_router
 from spillway_gateway.testing.faults import HoldInStream, Slow, Status
 from spillway_gateway.testing.kv_publisher import KvPublisher
@@ -350,3 +356,41 @@ async def test_the_gateway_is_ready_while_a_process_serves(start_engine: Any) ->
         await until(lambda: fronts.server.fronts.listening == 0)
         async with http.get(fronts.ops_url + "/ready") as reply:
             assert (reply.status, (await reply.json())["reason"]) == (503, "no process accepts connections yet")
+
+
+async def test_a_process_that_a_signal_has_stopped_is_told_from_a_running_one() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+    assert not is_stopped(process.pid)
+
+    process.send_signal(signal.SIGSTOP)
+    await until(lambda: is_stopped(process.pid))
+    process.kill()
+    await process.wait()
+
+    assert not is_stopped(process.pid)
+
+
+async def test_a_front_that_is_stopped_is_killed_after_a_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in looks: a front that only says nothing has many more of them."""
+
+    class Stopped:
+        pid = 1
+        killed = False
+
+        def kill(self) -> None:
+            self.killed = True
+
+    looks: list[int] = []
+
+    def stopped(pid: int) -> bool:
+        looks.append(pid)
+        return len(looks) not in (1, 3)
+
+    monkeypatch.setattr(fronts_module, "is_stopped", stopped)
+    fronts = fronts_module.Fronts(1, lambda *_: None, lambda: iter(()))  # type: ignore[arg-type,return-value]
+    monkeypatch.setattr(fronts_module, "LOOK_SECONDS", 0.0)
+    process, session = Stopped(), SimpleNamespace(heard=True)
+    await fronts._watch(session, process)  # type: ignore[arg-type]
+
+    assert process.killed
+    assert len(looks) == 3 + fronts_module.STOPPED_LOOKS_MAX

@@ -5,6 +5,9 @@
      "stream": true, "prompt_tokens": 812, "cached_tokens": 768, "completion_tokens": 64, "milliseconds": 913.2,
      "first_byte_milliseconds": 88.1}
 
+Anybody may send requests without a key that is known here. Of those REFUSALS_PER_SECOND get a line in the long run, so
+that they do not fill the disk; the others are counted.
+
 A thread writes, so a slow disk or pipe delays no stream. The queue of lines is bounded, and dropped lines are counted.
 """
 
@@ -16,6 +19,8 @@ import os
 import queue
 import sys
 import threading
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,6 +32,9 @@ from spillway_gateway.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS_MAX = 2.0
+REFUSALS_PER_SECOND = 10.0  # lines about callers that are nobody's tenant; 370 bytes each, so 320 MB a day at most
+REFUSALS_BURST = 100.0
+UNKNOWN_CALLER = 401  # status: no API key, or none that is known here
 _encode = msgspec.json.encode
 
 
@@ -57,9 +65,16 @@ def now_text() -> str:
 
 
 class AuditLog:
-    """Owns the writing thread. Raises ConfigError when its file cannot be opened."""
+    """Owns the writing thread. Raises ConfigError when its file cannot be opened. clock: monotonic seconds.
 
-    def __init__(self, config: AuditConfig) -> None:
+    dropped_total: lines that were lost. refusals_unwritten_total: refusals of unknown callers beyond their bound.
+    """
+
+    def __init__(self, config: AuditConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._refusals_left = REFUSALS_BURST
+        self._refused_at = clock()
+        self.refusals_unwritten_total = 0
         self._path = Path(config.file) if config.file is not None else None
         self._lines: queue.Queue[AuditLine | None] = queue.Queue(config.waiting_lines_max)
         self.dropped_total = 0
@@ -70,10 +85,22 @@ class AuditLog:
 
     def write(self, line: AuditLine) -> None:
         """Queue a line; drop and count it when the queue is full. On the event loop; does not block."""
+        if line.status == UNKNOWN_CALLER and not self._may_write_refusal():
+            self.refusals_unwritten_total += 1
+            return
         try:
             self._lines.put_nowait(line)
         except queue.Full:
             self.dropped_total += 1
+
+    def _may_write_refusal(self) -> bool:
+        now = self._clock()
+        left = self._refusals_left + (now - self._refused_at) * REFUSALS_PER_SECOND
+        self._refusals_left, self._refused_at = min(REFUSALS_BURST, left), now
+        if self._refusals_left < 1:
+            return False
+        self._refusals_left -= 1
+        return True
 
     def close(self) -> None:
         """Write the queued lines and end the thread, within twice CLOSE_SECONDS_MAX. Blocks."""

@@ -11,15 +11,15 @@ from functools import cache
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from spillway_gateway.access.gatekeeper import Gatekeeper
-from spillway_gateway.access.keys import Tenant
 from spillway_gateway.api.dispatch import AsgiApp, InferenceDispatch
 from spillway_gateway.api.inference import InferenceContext, InferenceEndpoint, StoredResponseEndpoint
+from spillway_gateway.api.models import ModelList
 from spillway_gateway.api.openapi import (
     CANCEL,
     PROBES,
@@ -35,8 +35,6 @@ from spillway_gateway.error_bodies import INTERNAL_ERROR, body_of, error_body
 from spillway_gateway.errors import GatewayError
 from spillway_gateway.roster.served import model_not_found
 
-ReadModels = Callable[[Tenant], dict[str, dict[str, Any]]]  # cards by name, of what the tenant may use
-
 
 class RawResponse(Response):
     """A response that an ASGI application gives, which reads the request's body itself."""
@@ -50,7 +48,7 @@ class RawResponse(Response):
 
 
 def client_application(
-    context: InferenceContext, read_models: ReadModels, other_routes: Sequence[Route], lifespan: Any
+    context: InferenceContext, model_list: ModelList, other_routes: Sequence[Route], lifespan: Any
 ) -> InferenceDispatch:
     """What the main listener runs. other_routes: of operations, and in the document where they are its probes."""
     api = FastAPI(
@@ -77,7 +75,7 @@ def client_application(
     for other in other_routes:
         if other.path in PROBES:
             api.add_api_route(other.path, other.endpoint, **PROBES[other.path])
-    _add_models(api, context.gatekeeper, read_models)
+    _add_models(api, context.gatekeeper, model_list)
     return InferenceDispatch(endpoints, api)
 
 
@@ -95,18 +93,18 @@ def _raw_by_id(application: AsgiApp) -> Callable[[str], Awaitable[Response]]:
     return answer
 
 
-def _add_models(api: FastAPI, gatekeeper: Gatekeeper, read_models: ReadModels) -> None:
+def _add_models(api: FastAPI, gatekeeper: Gatekeeper, model_list: ModelList) -> None:
     @api.get("/v1/models", summary="The models served here", responses=responses_of(401, answer=ModelCards))
     async def models(request: Request) -> Response:
-        cards = read_models(gatekeeper.tenant_of(request.headers.raw))
-        return JSONResponse({"object": "list", "data": list(cards.values())})
+        body = await model_list.read_list(gatekeeper.tenant_of(request.headers.raw))
+        return Response(body, media_type="application/json")
 
     @api.get("/v1/models/{model:path}", summary="One of them", responses=responses_of(401, 404, answer=ModelCard))
     async def model(request: Request, model: str) -> Response:
-        cards = read_models(gatekeeper.tenant_of(request.headers.raw))
+        cards = await model_list.read(gatekeeper.tenant_of(request.headers.raw))
         if model not in cards:
             raise model_not_found(model, cards)
-        return JSONResponse(cards[model])
+        return Response(cards[model].body, media_type="application/json")
 
 
 async def http_error(request: Request, error: Exception) -> Response:

@@ -42,6 +42,9 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 LONG_BODY_SHARE = 0.75  # of limits.bodiesBytesMax for bodies above 1 MiB; the rest stays free for short ones
 
 
+FILE_BYTES_MAX = 1024 * 1024  # reading takes seconds for each MiB, in which no other reload begins
+
+
 class TlsConfig(CamelSection, frozen=True):
     """Certificate of the main listener; read again when a file changes."""
 
@@ -270,6 +273,11 @@ def load_config(path: Path) -> GatewayConfig:
     Raises ConfigError naming the setting, what was given, what is needed and what to change.
     """
     try:
+        if (size := path.stat().st_size) > FILE_BYTES_MAX:
+            raise ConfigError(
+                f"--config {path}: {size} bytes given, at most {FILE_BYTES_MAX} read, what a ConfigMap holds; list "
+                "fewer engines, or find them with models[].discovery"
+            )
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror}); give a YAML file's path") from error

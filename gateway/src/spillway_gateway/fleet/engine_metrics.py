@@ -8,11 +8,22 @@ of its own lines. Else requests, rates and totals add up, and the fullest rank i
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
 from typing import NamedTuple
 
 from spillway_gateway.fleet.prefill_rate import usable_rate
 
 PAGE_BYTES_MAX = 4 * 1024 * 1024
+SAMPLES_MAX = 2048  # of the names that are read; an engine of 64 ranks has about ten for each
+STEP_BYTES = 64 * 1024  # about a millisecond
+LINE_BYTES_MAX = 4096
+RANKS_MAX = 256
+_WANTED = re.compile(
+    rb"^(?:vllm:(?:num_requests_(?:waiting|running)|kv_cache_usage_perc|external_prefix_cache_hits_total"
+    rb"|cache_config_info)|spillway_(?:prefill_tokens_per_second|device_copy_(?:seconds|bytes)_total"
+    rb"|tier_(?:load_bytes_per_second|read_bytes_total|written_bytes_total)))[{ ][^\n]*",
+    re.MULTILINE,
+)
 _BLOCK_TOKENS = re.compile(rb'[{,]block_size="(\d{1,9})"')
 _RANK = re.compile(rb'[{,]engine="(\d{1,4})"')
 _BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,12})"')
@@ -30,6 +41,24 @@ class EngineReading(NamedTuple):
     shared_load_tokens_per_second: float | None = None
 
 
+def wanted_lines(page: bytes) -> Generator[None, None, bytes]:
+    """The lines of the page that its readers look for, SAMPLES_MAX at most. A page may have megabytes, so it is
+    searched in steps. Pure."""
+    lines: list[bytes] = []
+    at = 0
+    while at < len(page) and len(lines) < SAMPLES_MAX:
+        end = page.rfind(b"\n", at, at + STEP_BYTES) + 1
+        if not end:  # within a long line, which is none that is looked for
+            end = page.find(b"\n", at) + 1 or len(page)
+            piece = page[at : at + STEP_BYTES]
+        else:
+            piece = page[at:end]
+        lines += [line for line in _WANTED.findall(piece) if len(line) <= LINE_BYTES_MAX]
+        at = end
+        yield
+    return b"\n".join(lines[:SAMPLES_MAX])
+
+
 def pages_of_ranks(page: bytes) -> dict[int, bytes]:
     """The page as each data parallel rank would show it, by rank; a sample without a rank is on each of them. vLLM
     shows gauges of all ranks from its start, so a rank that is absent does not exist. Pure."""
@@ -38,7 +67,10 @@ def pages_of_ranks(page: bytes) -> dict[int, bytes]:
     for line in page.split(b"\n"):
         if not line.startswith(b"#"):
             rank = _RANK.search(line)
-            (common if rank is None else lines.setdefault(int(rank[1]), [])).append(line)
+            if rank is None:
+                common.append(line)
+            elif int(rank[1]) < RANKS_MAX:
+                lines.setdefault(int(rank[1]), []).append(line)
     return {rank: b"\n".join([*common, *own]) for rank, own in lines.items()}
 
 

@@ -13,6 +13,7 @@ without a page, or with one that is late or too long, routing uses only what thi
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import time
 
@@ -21,7 +22,7 @@ import msgspec
 
 from spillway_gateway.config.settings import HealthConfig
 from spillway_gateway.fleet.engine import Engine, EngineState
-from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX, pages_of_ranks, read_metrics
+from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX, pages_of_ranks, read_metrics, wanted_lines
 from spillway_gateway.fleet.listed_models import MODELS_BYTES_MAX, ListedModels, read_listed_models
 from spillway_gateway.fleet.tier_traffic import moved_bytes
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 DRAINING = "not ready: draining"  # answer of an engine pod while it shuts down
 ADAPTERS_LOGGED_MAX = 10  # names in one line
+NAME_CHARS_MAX = 100  # of an engine's name for something, in the log
 METRICS_STALE_PERIODS = 5  # without a reading, after which the last one is stale
 
 
@@ -124,7 +126,7 @@ class HealthPoller:
         """Ranks that the process does not have, with the reason: vLLM refuses requests that name one. That is so while
         engines are replaced by ones with more ranks. An engine without metrics is taken at the configuration's word."""
         ranks = [engine.rank for engine in self._ranks if engine.rank is not None]
-        page = await self._optional_page("/metrics", PAGE_BYTES_MAX) if ranks else None
+        page = await self._metrics_page() if ranks else None
         known = pages_of_ranks(page) if page is not None else {}
         if not known:
             return {}
@@ -139,7 +141,7 @@ class HealthPoller:
         if ready and now - self._asked_at >= config.metrics_period_seconds:
             self._asked_at = now
             before = {engine: engine.own_work() for engine in self._ranks}
-            page = await self._optional_page("/metrics", PAGE_BYTES_MAX)
+            page = await self._metrics_page()
             if page is not None:
                 self._observed_at = asyncio.get_running_loop().time()
                 pages = pages_of_ranks(page) if self._engine.rank is not None else {}
@@ -148,7 +150,8 @@ class HealthPoller:
                     engine.observed(read_metrics(own), work)
                     engine.traffic.observed(moved_bytes(own), time.monotonic())
             body = await self._optional_page("/v1/models", MODELS_BYTES_MAX)
-            listed = read_listed_models(body) if body is not None else None
+            known = self._engine.listed
+            listed = known if known is not None and known.body == body else read_listed_models(body or b"")
             if listed is not None:
                 self._models_listed(listed)
         if now - self._observed_at > METRICS_STALE_PERIODS * config.metrics_period_seconds:
@@ -176,7 +179,7 @@ class HealthPoller:
         self._models_listed(listed)
         if listed is None or self._engine.model in listed.names:
             return EngineState.READY, "ready"
-        shown = ", ".join(sorted(listed.names)[:5]) or "no model"
+        shown = ", ".join([_cut(name) for name in heapq.nsmallest(5, listed.names)]) or "no model"
         return EngineState.NOT_READY, f"serves {shown[:200]}, not {self._engine.model}"
 
     def _models_listed(self, listed: ListedModels | None) -> None:
@@ -187,8 +190,22 @@ class HealthPoller:
         now = engine.adapters or frozenset()
         for change, names in (("loaded", now - before), ("unloaded", before - now)):
             if names:
-                shown = ", ".join(sorted(names)[:ADAPTERS_LOGGED_MAX])
+                shown = ", ".join([_cut(name) for name in heapq.nsmallest(ADAPTERS_LOGGED_MAX, names)])
                 logger.info("engine %s: %d adapters %s: %s", engine.name, len(names), change, shown)
+
+    async def _metrics_page(self) -> bytes | None:
+        """The lines of /metrics that are read here."""
+        page = await self._optional_page("/metrics", PAGE_BYTES_MAX)
+        if page is None:
+            return None
+        steps = wanted_lines(page)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as found:
+                lines: bytes = found.value
+                return lines
+            await asyncio.sleep(0)
 
     async def _optional_page(self, path: str, bytes_max: int) -> bytes | None:
         """The page, or None where there is none to be had."""
@@ -226,6 +243,10 @@ class HealthPoller:
             if reply.status == 404:
                 return None, "no readiness route"
             return EngineState.NOT_READY, _reason(reply.status, await reply.content.read(4096))
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= NAME_CHARS_MAX else name[:NAME_CHARS_MAX] + "..."
 
 
 def _reason(status: int, body: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -21,23 +22,23 @@ class _Cards(msgspec.Struct):
 
 
 class _Documents(msgspec.Struct):
-    data: list[dict[str, Any]]
+    data: list[msgspec.Raw]
 
 
 _cards = msgspec.json.Decoder(_Cards)
 _documents = msgspec.json.Decoder(_Documents)
+_document = msgspec.json.Decoder(dict[str, Any])
 
 
 class ListedModels:
     """One reading of the page, whose bytes are body. names: all that it lists. adapters: those that another one of
     them is the parent of."""
 
-    __slots__ = ("_cards", "_documents", "adapters", "body", "names")
+    __slots__ = ("_cards", "adapters", "body", "names")
 
     def __init__(self, body: bytes, cards: list[_Card]) -> None:
         self.body = body
         self._cards = cards
-        self._documents: list[dict[str, Any]] | None = None
         self.names = frozenset(card.id for card in cards if card.id)
         self.adapters = frozenset(card.id for card in cards if card.id and card.parent is not None)
 
@@ -46,12 +47,9 @@ class ListedModels:
         given = (card.max_model_len for card in self._cards if card.id == model and card.max_model_len is not None)
         return next((length for length in given if 0 < length <= LENGTH_MAX), None)
 
-    @property
-    def documents(self) -> list[dict[str, Any]]:
-        """The cards as the engine sent them. Decoded at the first call: the page is read far more often than shown."""
-        if self._documents is None:
-            self._documents = _documents.decode(self.body).data
-        return self._documents
+    def documents(self) -> Iterator[dict[str, Any]]:
+        """The cards as the engine sent them, each decoded when it is asked for: a page may hold tens of thousands."""
+        return map(_document.decode, _documents.decode(self.body).data)
 
 
 def read_listed_models(body: bytes) -> ListedModels | None:

@@ -21,6 +21,7 @@ from typing import cast
 import uvicorn
 
 from spillway_gateway.app import Gateway
+from spillway_gateway.background import supervised
 from spillway_gateway.client.connection import ClientConnection, DrainingState
 from spillway_gateway.listeners.certificate import Certificate
 from spillway_gateway.listeners.tls import TlsListener
@@ -122,7 +123,9 @@ class GatewayServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         if not self.config.loaded:
             self.config.load()
-        following = asyncio.create_task(self.certificate.follow()) if self.certificate is not None else None
+        following: asyncio.Task[None] | None = None
+        if self.certificate is not None:
+            following = asyncio.create_task(supervised(self.certificate.follow, "certificate"))
         if self._operations is not None:
             self._operations.start()
         try:

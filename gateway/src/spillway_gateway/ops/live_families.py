@@ -143,12 +143,17 @@ def access_families(
 
 
 def audit_families(audit: AuditLog | None) -> Iterable[CounterMetricFamily]:
-    """Lost lines of the audit log."""
+    """Lines that the audit log does not have."""
     dropped = CounterMetricFamily(
         "spillway_gateway_audit_dropped", "Audit lines that could not be written, or waited for too many others."
     )
     dropped.add_metric((), audit.dropped_total if audit is not None else 0)
-    return (dropped,)
+    unwritten = CounterMetricFamily(
+        "spillway_gateway_audit_refusals_unwritten",
+        "Requests without a known API key beyond those that get an audit line.",
+    )
+    unwritten.add_metric((), audit.refusals_unwritten_total if audit is not None else 0)
+    return (dropped, unwritten)
 
 
 def process_families(serving: int, restarts: int) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:

@@ -23,6 +23,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from spillway_gateway.background import supervised
 from spillway_gateway.client.bounded_connection import BoundedConnection, BoundedState
 from spillway_gateway.client.open_connections import OpenConnections
 from spillway_gateway.config.settings import ConnectionsConfig
@@ -69,7 +70,7 @@ class OperationsServer:
     def start(self) -> None:
         self._main_loop = asyncio.get_running_loop()
         self._beat_at = time.monotonic()
-        self._beating = asyncio.create_task(self._beat())
+        self._beating = asyncio.create_task(supervised(self._beat, "heartbeat"))
         self._thread.start()
 
     async def stop(self) -> None:

@@ -21,6 +21,7 @@ from spillway_gateway.access.keys import Tenant
 from spillway_gateway.access.limits import Settlement, TenantUsage
 from spillway_gateway.api.stored_responses import Owner, ResponseOwners
 from spillway_gateway.app import Gateway
+from spillway_gateway.background import supervised
 from spillway_gateway.config.settings import GatewayConfig
 from spillway_gateway.error_bodies import body_of
 from spillway_gateway.errors import ConfigError, GatewayError
@@ -213,7 +214,7 @@ class Front:
         except (ConfigError, PortInUse) as error:
             logger.error("%s", error)
             return 1
-        counting = asyncio.create_task(self._count())
+        counting = asyncio.create_task(supervised(self._count, "counts for the main process"))
         try:
             with listener:
                 await server.serve(sockets=[listener])

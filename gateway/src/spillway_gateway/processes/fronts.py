@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 from spillway_gateway.ops.server import STALLED_SECONDS
@@ -24,6 +25,8 @@ RESTART_SECONDS_MIN = 0.1
 RESTART_SECONDS_MAX = 10.0  # between two starts of one that keeps ending
 SOUND_SECONDS = 60.0  # after which an end is no repetition
 LOOK_SECONDS = 1.0
+NOT_STARTED = -1  # in place of an exit status
+STOPPED_LOOKS_MAX = 2  # in a row, in which a process that was stopped by a signal may go on again
 
 
 class Process(Protocol):
@@ -39,6 +42,15 @@ class Process(Protocol):
 
 
 Spawn = Callable[[socket.socket], Awaitable[Process]]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process, as far as /proc says."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state == b"T"
 
 
 async def spawn(router: socket.socket) -> Process:
@@ -130,7 +142,11 @@ class Fronts:
         ever_listened = False
         while not self._draining:
             started = time.monotonic()
-            status, listened = await self._run_one()
+            try:
+                status, listened = await self._run_one()
+            except (OSError, ValueError) as error:  # no descriptors or no memory for another process
+                logger.error("front process %d could not be started: %s", number, error)
+                status, listened = NOT_STARTED, False
             ever_listened = ever_listened or listened
             if self._draining:
                 return
@@ -185,11 +201,16 @@ class Fronts:
 
     async def _watch(self, session: FrontSession, process: Process) -> None:
         """Kill a front that listens and is silent: its clients wait in vain."""
-        silent = 0
-        while silent <= self.silent_looks_max:
+        silent = stopped = 0
+        while silent <= self.silent_looks_max and stopped < STOPPED_LOOKS_MAX:
             await asyncio.sleep(LOOK_SECONDS)
             silent = 0 if session.heard or session not in self._listening else silent + 1
             session.heard = False
-        logger.error("process %d has said nothing for %d s; it is killed", process.pid, silent)
+            # The kernel goes on giving a stopped process its share of the connections.
+            stopped = stopped + 1 if is_stopped(process.pid) else 0
+        if stopped:
+            logger.error("process %d is stopped by a signal and still given clients; it is killed", process.pid)
+        else:
+            logger.error("process %d has said nothing for %d s; it is killed", process.pid, silent)
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from spillway_gateway import interpreter
 from spillway_gateway.api.application import http_error
 from spillway_gateway.app import Gateway
+from spillway_gateway.background import supervised
 from spillway_gateway.config.settings import GatewayConfig
 from spillway_gateway.errors import ConfigError
 from spillway_gateway.listeners.certificate import Certificate
@@ -33,7 +34,6 @@ from spillway_gateway.processes.fronts import Fronts, Spawn, spawn
 from spillway_gateway.processes.messages import Message
 from spillway_gateway.processes.shares import front_config
 from spillway_gateway.processes.state_publisher import StatePublisher
-from spillway_gateway.roster.engine_tasks import guarded
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class RouterServer:
         async with self._gateway.running():
             if self._ops is not None:
                 self._ops.start()
-            following = asyncio.create_task(guarded(self.publisher.follow(), "state of engines for other processes"))
+            following = asyncio.create_task(supervised(self.publisher.follow, "state of engines for other processes"))
             with self._signal_handlers(loop):
                 try:
                     self.fronts.start()

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import aiohttp
 import zmq.asyncio
 
+from spillway_gateway.background import guarded, supervised
 from spillway_gateway.config.settings import HealthConfig
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.health import HealthPoller
 from spillway_gateway.fleet.kv_events import EventFollower
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
-
-logger = logging.getLogger(__name__)
 
 _Process = Engine | tuple[str, str, str, str]
 METRICS_KEPT_SECONDS = 300.0  # after an engine's last request, so that every scraper reads its last values
@@ -50,11 +48,11 @@ class EngineTasks:
             polled[0].join(engine)
         else:
             poller = HealthPoller(engine, self._clients.session, health, self._clients.engine_key)
-            task = asyncio.create_task(guarded(poller.run(), f"health of {engine.process}"))
+            task = asyncio.create_task(supervised(poller.run, f"health of {engine.process}"))
             self._polls[_process(engine)] = poller, task
         if engine.config.kv_events is not None:
             follower = EventFollower(engine, index, self._metrics, self._clients.zmq)
-            self._events[engine] = asyncio.create_task(guarded(follower.run(), f"events of {engine.name}"))
+            self._events[engine] = asyncio.create_task(supervised(follower.run, f"events of {engine.name}"))
 
     def depart(self, engine: Engine, index: PrefixIndex) -> None:
         """The engine is off the roster. Its events end at once, and its entries in the index are freed in steps. It is
@@ -93,12 +91,3 @@ class EngineTasks:
 def _process(engine: Engine) -> _Process:
     """The same for all data parallel ranks of one process, and for nothing else."""
     return engine if engine.rank is None else (engine.model, engine.process, engine.config.url, engine.instance)
-
-
-async def guarded(work: Coroutine[object, object, None], name: str) -> None:
-    """A background task that fails by a defect is not restarted; its exception is logged."""
-    try:
-        await work
-    except Exception:
-        logger.exception("background task stopped: %s", name)
-        raise

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from spillway_gateway.access.admission import Admission
+from spillway_gateway.background import supervised
 from spillway_gateway.config.discovery import DiscoveryConfig
 from spillway_gateway.config.ranks import ranks_of
 from spillway_gateway.config.settings import GatewayConfig, ModelConfig
@@ -22,7 +23,7 @@ from spillway_gateway.discovery.sources import describe, follow
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
-from spillway_gateway.roster.engine_tasks import Clients, EngineTasks, guarded
+from spillway_gateway.roster.engine_tasks import Clients, EngineTasks
 from spillway_gateway.roster.served import ServedModel
 from spillway_gateway.roster.token_check import TokenCheck
 from spillway_gateway.tokens.fair_threads import FairThreads, run_on_new_thread
@@ -103,7 +104,7 @@ class Roster:
             wanted = [replace(found, config=each) for found in engines for each in ranks_of(found.config)]
             self._set_engines(served, wanted, newcomers=status.updates_total > 1)
 
-        task = asyncio.create_task(follow(config, status, publish))
+        task = asyncio.create_task(supervised(lambda: follow(config, status, publish), f"engines of {name}"))
         self._following[name] = _Following(config, status, task)
 
     def _restart_token_check(self, served: ServedModel) -> None:
@@ -114,7 +115,7 @@ class Roster:
         check = TokenCheck(name, served.reader, self._clients.session, self._metrics)
         for engine in served.fleet.engines.values():
             check.add(engine)
-        self._checks[name] = check, asyncio.create_task(guarded(check.run(), f"tokenizer check of {name}"))
+        self._checks[name] = check, asyncio.create_task(supervised(check.run, f"tokenizer check of {name}"))
 
     def _stop_check(self, name: str) -> None:
         if name in self._checks:
