@@ -85,7 +85,7 @@ class AuditLog:
 
     def write(self, line: AuditLine) -> None:
         """Queue a line; drop and count it when the queue is full. On the event loop; does not block."""
-        if line.status == UNKNOWN_CALLER and not self._may_write_refusal():
+        if line.tenant is None and line.status == UNKNOWN_CALLER and not self._may_write_refusal():
             self.refusals_unwritten_total += 1
             return
         try:
