@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 
 import pytest
 
-from spillway_gateway.background import RESTART_SECONDS_MAX, supervised
+from spillway_gateway.background import RESTART_SECONDS_MAX, on_daemon_thread, supervised
 
 
 async def test_work_that_fails_is_started_again_after_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
@@ -39,3 +40,28 @@ async def test_cancelling_ends_it() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_long_work_is_on_a_thread_for_which_the_process_does_not_wait() -> None:
+    assert await on_daemon_thread(lambda: threading.current_thread().daemon) is True
+
+    def fails() -> None:
+        raise ValueError("work")
+
+    with pytest.raises(ValueError, match="work"):
+        await on_daemon_thread(fails)
+
+
+async def test_work_that_is_given_up_ends_without_a_trace() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go_on.wait()
+
+    task = asyncio.create_task(on_daemon_thread(work))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go_on.set()

@@ -17,11 +17,12 @@ ROOT = Path(spillway_gateway.__file__).parent
 # From the bottom up. Rooms (folders) and root modules (files) share one name space.
 ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
+    "background": set(),
     "errors": set(),
     "error_bodies": {"errors"},
     "metrics": set(),
     "write_coalescing": set(),
-    "config": {"errors"},
+    "config": {"background", "errors"},
     "interpreter": set(),
     "lifecycle": {"errors"},
     "logs": {"config"},
@@ -43,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
         "write_coalescing",
     },
     "tracing": {"config", "fleet", "routing", "upstream"},
-    "roster": {"access", "config", "discovery", "errors", "fleet", "metrics", "tokens"},
+    "roster": {"access", "background", "config", "discovery", "errors", "fleet", "metrics", "tokens"},
     "api": {
         "access",
         "client",
@@ -59,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "ops": {
         "access",
+        "background",
         "client",
         "config",
         "discovery",
@@ -71,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 ALLOWED["app"] = ALLOWED.keys() - {"__init__"}
-ALLOWED["listeners"] = {"app", "client", "config", "errors", "ops"}
+ALLOWED["listeners"] = {"app", "background", "client", "config", "errors", "ops"}
 ALLOWED["processes"] = ALLOWED.keys() - {"__init__", "tracing", "write_coalescing"}
 ALLOWED["__main__"] = {
     "access",

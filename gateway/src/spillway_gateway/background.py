@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +38,31 @@ async def supervised(
             logger.exception("background task failed, it is started again in %g s: %s", seconds, name)
         await pause(seconds)
         seconds = min(2.0 * seconds, RESTART_SECONDS_MAX)
+
+
+async def on_daemon_thread(function: Callable[[], Result]) -> Result:
+    """As asyncio.to_thread(), for what may take long: the end of the process does not wait for it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def settle(value: Result | None, error: BaseException | None) -> None:
+        if not done.done():
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = function()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, value, failure)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
 
 
 async def guarded(work: Coroutine[object, object, None], name: str) -> None:

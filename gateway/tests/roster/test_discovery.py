@@ -211,7 +211,7 @@ async def test_what_is_known_of_a_pod_goes_with_it(
 
         api.delete("slice-of-vllm-1")
         await until(lambda: names(running) == ["vllm-0"] and fleet.index.blocks == 0)
-        assert fleet.index.estimated_bytes == 0 and len(fleet.index._slots) == 1
+        assert fleet.index.estimated_bytes == 0 and len(fleet.index._held.slots) == 1
         goes.prefill(list(range(10_000, 10_160)))  # no subscriber any more
         stays.prefill(list(range(160)))
         await until(lambda: fleet.index.blocks == 160 // stays.block_tokens)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from msgspec import structs
 
+from spillway_gateway.background import on_daemon_thread
 from spillway_gateway.config.settings import GatewayConfig, load_config
 from spillway_gateway.errors import ConfigError
-from spillway_gateway.tokens.fair_threads import run_on_new_thread
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,9 @@ class ConfigFollower:
             return
         asked, self._asked, self._seen = self._asked, False, state
         try:
-            given = await run_on_new_thread(load_config, self._path)  # the end of the process does not wait for it
+            given = await on_daemon_thread(
+                lambda: load_config(self._path)
+            )  # the end of the process does not wait for it
         except ConfigError as error:
             self.refused_total += 1
             self.refused_now = True
