@@ -447,6 +447,8 @@ def another(value, name):
     if value is None:
         known = {"file": "/audit/lines.jsonl", "otlp_endpoint": "http://collector:4318/v1/traces"}
         return known.get(name, 123.5)
+    if isinstance(value, tuple):
+        return {"origins": ("https://chat.example.com",)}.get(name, ("POST",))
     if isinstance(value, str):
         return {"info": "debug"}.get(value, f"other-{value}")
     return not value if isinstance(value, bool) else value / 2 if name == "sample_ratio" else value * 2
@@ -532,6 +534,7 @@ def test_secrets_of_the_gateway_become_files(gateway_of):
         "engineKeySecret": {"name": "salt", "key": "engine"},
         "reloadSeconds": 7,
         "unsaltedRoutes": "allow",
+        "kvTransferTenants": ["router"],
     }
     rendered = render(values={"gateway": {"auth": auth}, "engine": {"apiKeySecret": {"name": "salt", "key": "engine"}}})
     config = gateway_of(rendered)
@@ -542,6 +545,7 @@ def test_secrets_of_the_gateway_become_files(gateway_of):
         engine_key_file=f"{SECRETS}/engine-key",
         reload_seconds=7,
         unsalted_routes="allow",
+        kv_transfer_tenants=("router",),
     )
     assert secret_files(pod_spec(rendered.one("Deployment", "gateway"))) == {
         config.auth.keys_file: ("tenants", "all.yaml"),

@@ -25,7 +25,6 @@ SHORT: dict[str, str] = {
     "services/engine/src/spillway_engine/errors.py": "the error tree, imported by all modules of the package",
     "services/simulator/src/spillway_simulator/errors.py": "the error tree, imported by all modules of the package",
     "services/stack/src/spillway_stack/errors.py": "the error tree, imported by all modules of the package",
-    "settings/src/spillway_settings/tenant_salts.py": "one formula of two distributions: gateway and tools",
 }
 MODULES = tuple(path for path in tracked_files() if re.search(r"(^|/)src/.*\.py$", path))
 

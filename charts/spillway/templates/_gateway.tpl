@@ -13,6 +13,9 @@ gateway.yaml: |
 {{- define "spillway.gatewayAuth" -}}
 reloadSeconds: {{ .reloadSeconds }}
 unsaltedRoutes: {{ .unsaltedRoutes }}
+{{- with .kvTransferTenants }}
+kvTransferTenants: {{ toJson . }}
+{{- end }}
 {{- range include "spillway.authFiles" . | fromYamlArray }}
 {{ .setting }}: {{ include "spillway.secretFolder" $ }}/{{ (first .items).path }}
 {{- end }}

@@ -278,7 +278,7 @@ nothing can be concluded from such values. */}}
 {{- $_ := set $listen "tls" (dict "certFile" (printf "%s/tls.crt" $folder) "keyFile" (printf "%s/tls.key" $folder) "reloadSeconds" $gateway.tls.reloadSeconds) -}}
 {{- end -}}
 {{- $_ := set .out "listen" $listen -}}
-{{- range $section := list "connections" "timeouts" "health" "limits" "routing" "breaker" "continuation" "admission" "index" "log" "audit" "tracing" "reload" -}}
+{{- range $section := list "connections" "timeouts" "health" "limits" "routing" "breaker" "continuation" "admission" "cors" "index" "log" "audit" "tracing" "reload" -}}
 {{- $settings := dict -}}
 {{- include "spillway.overlay" (dict "base" $settings "over" (get $gateway $section)) -}}
 {{- $_ := set $.out $section $settings -}}

@@ -12,8 +12,9 @@ from spillway_connector.engine.tenancy import (
     tenant_of,
     tenant_of_context,
 )
-from spillway_connector.plan.sessions import SessionHint
+from spillway_connector.plan.sessions import SessionFollower, SessionHint
 from spillway_connector.tiers.tier import NO_TENANT
+from spillway_settings.tenant_salts import client_salt, tenant_salt
 
 
 def test_requests_without_a_salt_have_no_tenant():
@@ -32,6 +33,33 @@ texts = st.text(st.characters(codec="utf-8"), min_size=1)
 def test_other_salts_are_other_tenants(one: str, other: str):
     assert len(tenant_of(one)) == 8
     assert (tenant_of(one) == tenant_of(other)) == (one == other)
+
+
+@given(texts, texts, st.none() | texts, st.none() | texts)
+def test_a_tenant_of_the_gateway_is_one_tenant_whatever_salts_it_sends(
+    one: str, other: str, own: str | None, other_own: str | None
+):
+    secret = b"s" * 32
+    found = tenant_of(tenant_salt(secret, one, own)), tenant_of(tenant_salt(secret, other, other_own))
+
+    assert (found[0] == found[1]) == (one == other)
+
+
+def test_a_salt_counts_alike_through_the_gateway_and_without():
+    assert tenant_of(client_salt("alice")) == tenant_of("alice")
+
+
+def test_a_tenant_with_a_salt_for_each_request_displaces_no_others_session():
+    honest = [tenant_of(tenant_salt(b"s" * 32, name, None)) for name in ("a", "b", "c")]
+    follower = SessionFollower(sessions_max=64)
+    returns = SessionHint(b"one", return_seconds=60.0)
+    for tenant in honest:
+        follower.begin_request(tenant, returns, 0.0)
+    for number in range(1_000):
+        greedy = tenant_of(tenant_salt(b"s" * 32, "greedy", str(number)))
+        follower.begin_request(greedy, returns._replace(session=b"%d" % number), 1.0)
+
+    assert all(follower.is_expected(tenant, returns) for tenant in honest)
 
 
 def test_a_salt_never_shows():

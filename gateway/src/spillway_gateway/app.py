@@ -26,6 +26,7 @@ from spillway_gateway.api.models import ModelList
 from spillway_gateway.api.stored_responses import ResponseOwners
 from spillway_gateway.background import supervised
 from spillway_gateway.client import descriptors
+from spillway_gateway.client.cors import Cors
 from spillway_gateway.client.open_connections import OpenConnections
 from spillway_gateway.config.follower import ConfigFollower
 from spillway_gateway.config.settings import GatewayConfig
@@ -71,6 +72,7 @@ class Gateway:
         self.lifecycle = Lifecycle()
         self.serving: Callable[[], tuple[int, int]] = lambda: (1, 0)  # processes, and how often one was started again
         self.metrics = GatewayMetrics()
+        self.cors = Cors(config.cors)
         self.gatekeeper = self._gatekeeper()
         self.audit = AuditLog(config.audit) if config.audit.enabled else None
         self.tracing = _tracing(config.tracing)
@@ -203,7 +205,7 @@ class Gateway:
         routes = operations.probe_routes()
         if self.config.listen.ops_port is None:
             routes += self._operator_routes(operations, page)
-        return client_application(context, ModelList(self.fleets), routes, lambda app: self.running())
+        return client_application(context, ModelList(self.fleets), routes, lambda app: self.running(), self.cors)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -197,7 +197,7 @@ async def test_whatever_form_a_prompt_has_it_counts(
     """By the estimate alone: this engine sends no usage."""
     fake = await start_engine()
     fake.fault = Status(200)
-    settings = auth(tmp_path, promptTokensPerMinute=60, tokensPerMinute=1_000)
+    settings = auth(tmp_path, promptTokensPerMinute=60, tokensPerMinute=1_000) | {"unsaltedRoutes": "allow"}
     async with running_gateway(gateway_config([fake], auth=settings)) as gateway, aiohttp.ClientSession() as http:
         headers = {"authorization": f"Bearer {KEYS['a']}"}
         statuses = []

@@ -7,6 +7,8 @@ import aiohttp
 import pytest
 
 from spillway_gateway.api.dispatch import InferenceDispatch
+from spillway_gateway.client.cors import Cors
+from spillway_gateway.config.cors import CorsConfig
 from spillway_gateway.testing.running import gateway_config, running_gateway
 
 
@@ -36,7 +38,7 @@ async def test_only_posts_to_known_paths_go_past_the_framework() -> None:
     async def framework(scope: Any, receive: Any, send: Any) -> None:
         taken.append(("framework", scope.get("path", "")))
 
-    dispatch = InferenceDispatch({"/known": endpoint}, framework)
+    dispatch = InferenceDispatch({"/known": endpoint}, framework, Cors(CorsConfig()))
     for each in (scope("POST", "/known"), scope("GET", "/known"), scope("POST", "/other"), {"type": "lifespan"}):
         await dispatch(each, nothing, Sent())
 
@@ -51,7 +53,9 @@ async def test_a_defect_is_a_500_and_after_the_start_nothing_more() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ValueError("a defect")
 
-    dispatch = InferenceDispatch({"/at-once": fails_at_once, "/later": fails_in_the_middle}, fails_at_once)
+    dispatch = InferenceDispatch(
+        {"/at-once": fails_at_once, "/later": fails_in_the_middle}, fails_at_once, Cors(CorsConfig())
+    )
     at_once, later = Sent(), Sent()
     await dispatch(scope("POST", "/at-once"), nothing, at_once)
     await dispatch(scope("POST", "/later"), nothing, later)

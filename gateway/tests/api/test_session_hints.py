@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.api.session_hints import RETURN_SECONDS_MAX, session_hint, transfer_params
+from spillway_gateway.api.session_hints import RETURN_SECONDS_MAX, session_hint
 from spillway_gateway.errors import ClientBadRequest
 from spillway_gateway.fleet.sessions import SessionKey
 
@@ -53,25 +50,3 @@ def test_no_tenant_can_name_anothers_session(one: tuple[str, str], other: tuple[
 
     assert first is not None and second is not None
     assert (first.member["id"] == second.member["id"]) == (one == other)
-
-
-json_values: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=5),
-    lambda inner: st.dictionaries(st.sampled_from(["spillway_session", "max_offload_tokens", "id"]), inner),
-    max_leaves=6,
-)
-
-
-@given(json_values | st.just(msgspec.UNSET), st.booleans())
-def test_the_session_is_never_the_clients_and_the_rest_always(given: Any, in_session: bool):
-    hint = session_hint("a", [], "one") if in_session else None
-    sent = transfer_params(given, hint)
-    arrives = given if sent is None else sent
-
-    if isinstance(arrives, dict):
-        assert arrives.get("spillway_session") == (hint.member if hint is not None else None)
-    elif hint is not None:
-        assert arrives is not msgspec.UNSET and arrives is not None
-    if isinstance(given, dict):
-        kept = {name: value for name, value in given.items() if name != "spillway_session"}
-        assert {name: value for name, value in arrives.items() if name != "spillway_session"} == kept

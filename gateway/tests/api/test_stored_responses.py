@@ -25,6 +25,19 @@ def test_the_oldest_are_dropped() -> None:
     assert owners.of("resp_2", "") == Owner("", "m", "e2")
 
 
+def test_a_tenants_flood_makes_nobody_else_forget() -> None:
+    owners = ResponseOwners(100)
+    for tenant in ("a", "b"):
+        for number in range(20):
+            owners.add(reply(f"resp_{tenant}{number}"), Owner(tenant, "m", "e0"))
+    for number in range(1_000):
+        owners.add(reply(f"resp_flood{number}"), Owner("flood", "m", "e0"))
+
+    assert all(owners.of(f"resp_{tenant}{number}", tenant) for tenant in ("a", "b") for number in range(20))
+    kept = [number for number in range(1_000) if owners.of(f"resp_flood{number}", "flood")]
+    assert kept == list(range(940, 1_000))
+
+
 def test_a_stream_names_it_in_its_first_event() -> None:
     owners = ResponseOwners()
     event = b'event: response.created\ndata: {"response":{"id":"resp_x","output":[]},"type":"response.created"}\n\n'

@@ -232,22 +232,28 @@ async def test_embeddings_by_the_openai_client(start_engine: Any) -> None:
     assert len(answer.data) == 2 and answer.usage.prompt_tokens > 0
 
 
-async def test_tenants_are_kept_apart_on_every_route(start_engine: Any, client: Any, tmp_path: Path) -> None:
-    """A salt in the body, nothing cached, or the route is closed to them."""
-    engine = await start_engine()
+@pytest.mark.parametrize("versions", [["0.23.0"], ["0.30.0+cpu"], ["0.32.0rc1"], ["0.32.1", "0.23.0"], [None]])
+async def test_tenants_are_kept_apart_on_every_route(
+    start_engine: Any, client: Any, tmp_path: Path, versions: list[str | None]
+) -> None:
+    """A salt in the body, nothing cached, or the route is closed to them: by the oldest engine's vLLM."""
+    engines = [await start_engine(name=f"e{number}") for number in range(len(versions))]
+    for engine, version in zip(engines, versions, strict=True):
+        engine.version = version
     keys = {"a": "sk-a" + "0" * 40, "b": "sk-b" + "0" * 40}
     tenants = [{"name": name, "keys": [hash_key(key)]} for name, key in keys.items()]
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
     (tmp_path / "salt").write_text("s" * 32)
     auth = {"keysFile": str(tmp_path / "keys.yaml"), "saltSecretFile": str(tmp_path / "salt")}
-    closed = {"/v1/messages", "/v2/embed", "/generative_scoring"}
-    closed |= {"/v1/audio/transcriptions", "/v1/audio/translations"}
+    closed = {"/v2/embed", "/v1/audio/transcriptions", "/v1/audio/translations"}
+    if versions != ["0.32.0rc1"]:
+        closed |= {"/v1/messages", "/generative_scoring", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
     needless = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
     needless |= {"/v1/chat/completions/render", "/v1/completions/render"}
-    async with running_gateway(gateway_config([engine], auth=auth)) as running:
+    async with running_gateway(gateway_config(engines, auth=auth)) as running:
         for route in ROUTES:
             body, headers = body_for(route.path)
-            before = len(engine.seen)
+            before = [len(engine.seen) for engine in engines]
             for key in keys.values():
                 status, _, reply = await post(client, running.url + route.path, body, {**headers, "x-api-key": key})
                 if route.path in closed:
@@ -258,7 +264,8 @@ async def test_tenants_are_kept_apart_on_every_route(start_engine: Any, client: 
             status, _, reply = await post(client, running.url + route.path, body, headers)
             assert status == 401
             check_shape(route.path, reply)
-            salts = [json.loads(seen.body).get("cache_salt") for seen in engine.seen[before:]]
+            seen = [each for engine, first in zip(engines, before, strict=True) for each in engine.seen[first:]]
+            salts = [json.loads(each.body).get("cache_salt") for each in seen]
             if route.path in needless:
                 assert salts == [None, None]
             elif route.path not in closed:
@@ -273,9 +280,39 @@ async def test_tenants_are_kept_apart_on_every_route(start_engine: Any, client: 
             async with client.get(url, headers={"x-api-key": keys[tenant]}) as answer:
                 assert answer.status == expected
 
-    engine.seen.clear()
-    settings = gateway_config([engine], auth={**auth, "unsaltedRoutes": "allow"})
+    settings = gateway_config(engines, auth={**auth, "unsaltedRoutes": "allow"})
     async with running_gateway(settings) as running:
         body, headers = body_for("/v1/messages")
         status, _, _ = await post(client, running.url + "/v1/messages", body, {**headers, "x-api-key": keys["a"]})
-        assert (status, engine.seen[-1].body) == (200, body)
+        (got,) = [each.body for engine in engines for each in engine.seen if each.path == "/v1/messages"][-1:]
+        sent = json.loads(got)
+        assert status == 200 and sent.pop("cache_salt") and sent == json.loads(body)
+
+
+@pytest.mark.parametrize(("version", "status"), [("0.23.0", 403), ("0.32.0", 200)])
+async def test_what_one_route_drops_is_closed_too(
+    start_engine: Any, client: Any, tmp_path: Path, version: str, status: int
+) -> None:
+    """Second turns after the engine's own tools, and embeddings of inputs that it computes in pieces."""
+    engine = await start_engine(max_model_len=64)
+    engine.version = version
+    key = "sk-a" + "0" * 40
+    (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"tenants": [{"name": "a", "keys": [hash_key(key)]}]}))
+    (tmp_path / "salt").write_text("s" * 32)
+    auth = {"keysFile": str(tmp_path / "keys.yaml"), "saltSecretFile": str(tmp_path / "salt")}
+    engine.tokenize = lambda body: [1]
+    async with running_gateway(gateway_config([engine], auth=auth)) as running:
+
+        async def answered(path: str, **fields: Any) -> int:
+            body = json.dumps({"model": "fake", **fields}).encode()
+            found, _, _ = await post(client, running.url + path, body, {"x-api-key": key})
+            return found
+
+        function = {"type": "function", "name": "f", "parameters": {}}
+        for tool in ("code_interpreter", "web_search_preview", "container", "mcp"):
+            assert await answered("/v1/responses", input="hi", tools=[function, {"type": tool}]) == status
+        assert await answered("/v1/responses", input="hi", tools=[function]) == 200
+        for inputs in ("word " * 200, ["hi", "word " * 200], [[1] * 65], [1] * 65):
+            assert await answered("/v1/embeddings", input=inputs) == status
+        for inputs in ("hi", ["hi"] * 200, [1] * 64, [[1] * 64] * 3):
+            assert await answered("/v1/embeddings", input=inputs) == 200

@@ -131,6 +131,24 @@ def test_a_little_new_text_is_encoded_at_once_and_more_is_left_to_a_thread(token
     )
 
 
+def test_what_another_owner_has_sent_is_new(tokenizer: PromptTokenizer) -> None:
+    text = "<|im_start|>system\nowned<|im_start|>user\nby one"
+
+    def cached(owner: str) -> bool:
+        found = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=0, owner=owner)
+        return found is not None
+
+    for owner, step in (("a", tokenizer.encode_inline), ("b", None)):
+        assert not cached(owner)
+        if step is not None:
+            step(text, add_special_tokens=False, new_chars_max=len(text), owner=owner)
+        else:
+            for _ in tokenizer.encode_in_steps(text, add_special_tokens=False, owner=owner):
+                pass
+        assert cached(owner)
+    assert not cached("c")
+
+
 @pytest.mark.parametrize("text", ["\ud800", "the \ud800 fox", "the fox\udfff"])
 def test_lone_surrogates_are_refused(tokenizer: PromptTokenizer, text: str) -> None:
     with pytest.raises(UnicodeEncodeError):

@@ -47,6 +47,18 @@ def test_escaped_keys_and_repeats_are_seen() -> None:
     assert replace_text(b'{"m\\u006fdel":"a","model":"b"}', "model", "r") == b'{"m\\u006fdel":"r","model":"r"}'
 
 
+@given(st.lists(st.tuples(st.sampled_from(["gone", "kept", "model"]), values), max_size=6), st.sampled_from([None, 1]))
+def test_what_is_taken_out_leaves_the_rest_as_it_was(members: list[tuple[str, object]], indent: int | None) -> None:
+    texts = [f"{json.dumps(name)} : {json.dumps(value, indent=indent)}" for name, value in members]
+    body = ("{ " + " ,\n".join(texts) + " }").encode()
+    kept = [text for text, (name, _) in zip(texts, members, strict=True) if name != "gone"]
+
+    taken = replace_text(body, "gone", None)
+
+    assert json.loads(taken, object_pairs_hook=list) == json.loads("{" + ",".join(kept) + "}", object_pairs_hook=list)
+    assert all(text.encode() in taken for text in kept)
+
+
 @given(st.dictionaries(st.text(), values, max_size=4), values, st.text(), st.sampled_from([None, 1]))
 def test_a_value_of_any_kind_is_replaced(fields: dict[str, object], old: object, salt: str, indent: int | None) -> None:
     body = json.dumps({"cache_salt": old, **fields, "last": 1}, indent=indent).encode()

@@ -62,7 +62,7 @@ def test_every_help_has_examples_and_exit_statuses(capsys: pytest.CaptureFixture
         (("purge", "--nvme", "/x", "--all", "--json"), "--yes or --dry-run"),
         (("purge", "--nvme", "/x", "--all"), "no terminal"),
         (("tenant", "--salt-env", "SURELY_UNSET"), "SURELY_UNSET"),
-        (("tenant", "--salt-env", "A", "--client-salt-env", "B"), "is read with --name alone"),
+        (("tenant", "--salt-env", "A", "--salt-secret-file", "B"), "read with --name alone"),
         (("tenant",), "--salt-env --name is required"),
         (("frobnicate",), "invalid choice"),
     ],
@@ -163,11 +163,9 @@ def test_the_tenant_of_a_name_is_the_one_of_the_gateways_salt(
     salt = gatekeeper.salt(gatekeeper.tenant_of([(b"authorization", b"Bearer sk-" + b"k" * 40)]), own)
     assert salt is not None
     monkeypatch.setenv("SALT", salt)
-    monkeypatch.setenv("OWN", own or "")
-    more = ["--client-salt-env", "OWN"] if own else []
 
     assert main(["tier", "tenant", "--salt-env", "SALT"]) == 0
-    assert main(["tier", "tenant", "--name", "search", "--salt-secret-file", str(secret), *more]) == 0
+    assert main(["tier", "tenant", "--name", "search", "--salt-secret-file", str(secret)]) == 0
     first, second = capsys.readouterr().out.split()
     assert first == second
 

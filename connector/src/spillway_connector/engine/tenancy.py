@@ -1,8 +1,8 @@
 """The tenant and the session of a request, for the accounting of tiers and the order of eviction.
 
-The tenant is its cache salt, as eight bytes. The salt itself may be a secret of the tenant: it is hashed here, at the
-edge, and neither kept nor logged. The session is what the gateway writes into `kv_transfer_params`; its name counts
-within the tenant, so that nobody can name another's.
+The tenant is the one that the gateway names in the cache salt, or the salt itself, as eight bytes. The salt may be a
+secret of the tenant: it is hashed here, at the edge, and neither kept nor logged. The session is what the gateway
+writes into `kv_transfer_params`; its name counts within the tenant, so that nobody can name another's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.tiers.tier import NO_TENANT, TENANT_BYTES
+from spillway_settings.tenant_salts import account_of
 
 SESSION_MEMBER = "spillway_session"  # of kv_transfer_params
 RETURN_SECONDS_MAX = 7 * 86_400.0
@@ -32,7 +33,7 @@ class TenantContext(ReqContext):
 
 def tenant_of(cache_salt: str | None) -> bytes:
     """Eight bytes; NO_TENANT for a request without a salt."""
-    return blake3(cache_salt.encode()).digest(TENANT_BYTES) if cache_salt else NO_TENANT
+    return blake3(account_of(cache_salt).encode()).digest(TENANT_BYTES) if cache_salt else NO_TENANT
 
 
 def tenant_of_context(context: ReqContext) -> bytes:

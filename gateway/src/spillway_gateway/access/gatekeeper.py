@@ -1,7 +1,7 @@
 """From a request's headers to its tenant, the tenant's limits and salt, and the headers for the engine.
 
-Without a keys file every request has the tenant NOBODY: no salt is set, and the client's headers and salt pass
-unchanged.
+Without a keys file every request has the tenant NOBODY: the client's headers pass unchanged, and its salt with a prefix
+of clients' salts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spillway_gateway.errors import (
     RouteNotSalted,
     TokensNotCounted,
 )
-from spillway_settings.tenant_salts import SECRET_BYTES_MIN, tenant_salt
+from spillway_settings.tenant_salts import SECRET_BYTES_MIN, client_salt, tenant_salt
 
 if TYPE_CHECKING:
     from spillway_gateway.access.shared_limits import SharedLimits
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 Headers = list[tuple[bytes, bytes]]
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"api-key"})
+_PRIORITY = b"x-vllm-priority"  # goes before the body's in vLLM 0.32; tenants have the priority of the keys file
 _BEARER = b"bearer "
 
 
@@ -93,9 +94,15 @@ class Gatekeeper:
         if not tenant.may_use(model) and not tenant.may_use(asked):
             raise ModelForbidden(f"This API key may not use the model {asked!r}")
 
-    def salt(self, tenant: Tenant, client_salt: str | None) -> str | None:
+    def salt(self, tenant: Tenant, given: str | None) -> str | None:
         """The cache_salt for the engine; None: the body is not changed."""
-        return tenant_salt(self._secret, tenant.name, client_salt) if self._ring is not None else None
+        if self._ring is not None:
+            return tenant_salt(self._secret, tenant.name, given)
+        return client_salt(given) if given else None  # engines refuse an empty one
+
+    def may_steer(self, tenant: Tenant) -> bool:
+        """Whether the tenant's kv_transfer_params pass, in requests and in replies: a router that stands in front."""
+        return self._ring is None or tenant.name in self._config.kv_transfer_tenants
 
     def allow_unsalted(self, path: str) -> None:
         """For routes on which the engine caches and takes no salt. Raises RouteNotSalted where one tenant could detect
@@ -133,7 +140,7 @@ class Gatekeeper:
         """The caller's headers without its API key, and with the engines' key."""
         if self._ring is None and self._engine_key is None:
             return headers
-        kept = [pair for pair in headers if pair[0] not in _CREDENTIALS]
+        kept = [pair for pair in headers if pair[0] not in _CREDENTIALS and pair[0] != _PRIORITY]
         if self._engine_key is not None:
             kept.append((b"authorization", b"Bearer " + self._engine_key))
         return kept

@@ -31,6 +31,7 @@ from spillway_gateway.api.openapi import (
     responses_of,
 )
 from spillway_gateway.api.routes import ROUTES
+from spillway_gateway.client.cors import Cors
 from spillway_gateway.error_bodies import INTERNAL_ERROR, body_of, error_body
 from spillway_gateway.errors import GatewayError
 from spillway_gateway.roster.served import model_not_found
@@ -48,7 +49,7 @@ class RawResponse(Response):
 
 
 def client_application(
-    context: InferenceContext, model_list: ModelList, other_routes: Sequence[Route], lifespan: Any
+    context: InferenceContext, model_list: ModelList, other_routes: Sequence[Route], lifespan: Any, cors: Cors
 ) -> InferenceDispatch:
     """What the main listener runs. other_routes: of operations, and in the document where they are its probes."""
     api = FastAPI(
@@ -76,7 +77,7 @@ def client_application(
         if other.path in PROBES:
             api.add_api_route(other.path, other.endpoint, **PROBES[other.path])
     _add_models(api, context.gatekeeper, model_list)
-    return InferenceDispatch(endpoints, api)
+    return InferenceDispatch(endpoints, api, cors)
 
 
 def _raw(application: AsgiApp) -> Callable[[], Awaitable[Response]]:

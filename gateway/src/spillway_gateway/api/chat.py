@@ -29,7 +29,6 @@ class _ChatFields(StreamFields, kw_only=True):
     tools: Any = None
     tool_choice: Any = None
     cache_salt: Any = msgspec.UNSET
-    kv_transfer_params: Any = msgspec.UNSET
     prompt_cache_key: Any = None
     add_generation_prompt: Any = True
     add_special_tokens: Any = False
@@ -109,9 +108,9 @@ def _parsed(
         reports_usage=stream_reports_usage(fields.stream, fields.stream_options),
         plain_stream=plain_stream,
         session=session_text(fields.prompt_cache_key),
-        transfer_params=fields.kv_transfer_params,
         choices=choices,
         reply_tokens_max=reply_length(choices, fields.max_completion_tokens, fields.max_tokens),
+        engine_fields=fields,
     )
 
 

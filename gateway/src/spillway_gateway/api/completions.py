@@ -28,7 +28,6 @@ class CompletionBody(StreamFields, kw_only=True):
     stream: bool | None = None
     stream_options: Any = None
     cache_salt: Any = msgspec.UNSET
-    kv_transfer_params: Any = msgspec.UNSET
     prompt_cache_key: Any = None
     add_special_tokens: Any = True
     prompt_embeds: Any = None
@@ -57,7 +56,7 @@ def parse_completion(body: Body) -> ParsedBody:
         counts_prompt=reports_usage or fields.prompt_embeds is None,
         plain_stream=is_plain_stream(fields.stream, fields) and not other_tokens and fields.prompt_embeds is None,
         session=session_text(fields.prompt_cache_key),
-        transfer_params=fields.kv_transfer_params,
         choices=choices,
         reply_tokens_max=reply_length(choices, fields.max_tokens, _LENGTH),
+        engine_fields=fields,
     )

@@ -12,7 +12,9 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
+from spillway_gateway.client.cors import Cors
 from spillway_gateway.error_bodies import INTERNAL_ERROR
+from spillway_gateway.upstream.forward import Headers
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +25,23 @@ AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class InferenceDispatch:
-    """An ASGI application. endpoints: for POST, by exact path. framework: for every other request."""
+    """An ASGI application. endpoints: for POST, by exact path. framework: for every other request but a browser's
+    preflight."""
 
-    def __init__(self, endpoints: Mapping[str, AsgiApp], framework: AsgiApp) -> None:
+    def __init__(self, endpoints: Mapping[str, AsgiApp], framework: AsgiApp, cors: Cors) -> None:
         self._endpoints = endpoints
         self.framework = framework
+        self._cors = cors
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
-            return await self.framework(scope, receive, send)
+            preflight = None
+            if scope["type"] == "http" and scope["method"] == "OPTIONS":
+                preflight = self._cors.preflight(scope["headers"])
+            if preflight is None:
+                return await self.framework(scope, receive, send)
+            headers = [(b"content-type", b"text/plain; charset=utf-8"), *preflight.headers]
+            return await _answer(send, preflight.status, headers, preflight.body)
         endpoint = self._endpoints.get(scope["path"])
         if endpoint is None:
             return await self.framework(scope, receive, send)
@@ -44,7 +54,11 @@ class InferenceDispatch:
 
 async def _internal_error(send: Send) -> None:
     """Answer 500. Where a reply has begun the server refuses a second one, and closes the connection."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(INTERNAL_ERROR)).encode())]
     with contextlib.suppress(RuntimeError):
-        await send({"type": "http.response.start", "status": 500, "headers": headers})
-        await send({"type": "http.response.body", "body": INTERNAL_ERROR, "more_body": False})
+        await _answer(send, 500, [(b"content-type", b"application/json")], INTERNAL_ERROR)
+
+
+async def _answer(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    headers = [*headers, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

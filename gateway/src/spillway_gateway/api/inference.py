@@ -23,9 +23,11 @@ from spillway_gateway.access.keys import Tenant
 from spillway_gateway.access.limits import NOTHING_OWED, Settlement, TenantUsage, give_back, settle
 from spillway_gateway.api.body_errors import too_deep
 from spillway_gateway.api.body_reading import read_body
+from spillway_gateway.api.engine_fields import engine_members
 from spillway_gateway.api.large_bodies import SHORT_BODY_BYTES_MAX, LargeBodies
+from spillway_gateway.api.private_replies import PrivateReply
 from spillway_gateway.api.routes import ApiRoute, Salting
-from spillway_gateway.api.session_hints import TRANSFER_PARAMS, session_hint, transfer_params
+from spillway_gateway.api.session_hints import session_hint
 from spillway_gateway.api.stored_responses import Owner, ResponseOwners
 from spillway_gateway.client.connection import EXTENSION, ClientRequest
 from spillway_gateway.error_bodies import Dialect, body_of, headers_of
@@ -118,12 +120,14 @@ class InferenceEndpoint:
             )
         if parsed.background:
             gatekeeper.allow_background(tenant)
-        if route.salting is Salting.UNKNOWN:
+        salting = route.salting_of(parsed, served.fleet.oldest_vllm, served.fleet.prompt_tokens_max)
+        if salting is Salting.UNKNOWN:
             gatekeeper.allow_unsalted(route.path)
-        elif route.salting is Salting.FIELD:
+        if route.takes_salt:
             salt = gatekeeper.salt(tenant, source.cache_salt)
             if salt is not None:
                 (replaced if parsed.names_salt else inserted)["cache_salt"] = salt
+            if salting is Salting.FIELD:
                 # The engine hashes the salt into the first block, and so does routing.
                 source = structs.replace(source, cache_salt=salt)
         prompt = await served.reader.read(source, tenant.name, short=not large, adapter=adapter)
@@ -134,11 +138,16 @@ class InferenceEndpoint:
         if asks_ids:
             inserted["return_token_ids"] = True
         session = session_hint(tenant.name, headers, parsed.session)
-        if route.takes_transfer_params:
-            params = transfer_params(parsed.transfer_params, session)
-            if params is not None:
-                names_params = parsed.transfer_params is not msgspec.UNSET
-                (replaced if names_params else inserted)[TRANSFER_PARAMS] = params
+        given = parsed.engine_fields
+        members = engine_members(
+            given,
+            body,
+            session.member if session is not None else None,
+            steers=gatekeeper.may_steer(tenant),
+            takes_transfer_params=route.takes_transfer_params,
+        )
+        for name, value in members.items():
+            (inserted if getattr(given, name) is msgspec.UNSET else replaced)[name] = value
         if large and (replaced or inserted):
             body = await context.large_bodies.set_texts(route, body, replaced, inserted)
         else:
@@ -309,10 +318,17 @@ async def serve(
                 )
             )
         return
+    private = None if context.gatekeeper.may_steer(tenant) else PrivateReply(client, send)
     with ExitStack() as ends:  # each runs whatever another one raises
         place = _Place(context.gatekeeper, tenant, usage, outbound)
         ends.callback(place.leave)
-        relay = place.relay = Relay(outbound, served.fleet, context.upstream, client, send)
+        relay = place.relay = Relay(
+            outbound,
+            served.fleet,
+            context.upstream,
+            client if private is None else private,
+            send if private is None else private.send,
+        )
         if context.audit is not None:
             audit = context.audit
             ends.callback(

@@ -20,6 +20,7 @@ from time import perf_counter
 import msgspec
 from msgspec import structs
 
+from spillway_gateway.api.engine_fields import NAMES as READ_WHOLE
 from spillway_gateway.api.multipart import Part, audio_of, field_edits, parts_in_steps
 from spillway_gateway.api.parsed_body import ParsedBody
 from spillway_gateway.api.routes import ApiRoute
@@ -80,7 +81,6 @@ class LargeBodies:
         if route.body is None:
             parts = await self._parts(body)
             for name, value in replaced.items():
-                assert isinstance(value, str), "a form has texts alone"
                 edits += field_edits(parts, name, value)
             return await self._edited(body, sorted(edits))
         opening = opening_of(body, _STEP_BYTES)
@@ -89,7 +89,7 @@ class LargeBodies:
             await self._seconds_by_walk(walk, body)
             opening = Opening(walk.inside, walk.empty)
             for name, value in replaced.items():
-                edits += replacements(walk.members.get(name, ()), value)
+                edits += replacements(body, walk.members.get(name, ()), value)
         edits += [insertion(opening, name, value) for name, value in inserted.items()]
         return await self._edited(body, sorted(edits))
 
@@ -163,9 +163,16 @@ class LargeBodies:
     async def _parse_outline(self, route: ApiRoute, body: Body, walk: JsonWalk, text_bytes_max: int) -> ParsedBody:
         """Of a repeated member the last counts, as in every parser that routes.parse() uses."""
         members = {name: found[-1] for name, found in walk.members.items()}
-        long = {
-            name: member for name, member in members.items() if member.end - member.start > OUTLINE_MEMBER_BYTES_MAX
-        }
+        long = {}
+        for name, member in members.items():
+            size = member.end - member.start
+            if name in READ_WHOLE and size > SHORT_BODY_BYTES_MAX:
+                raise RequestTooLarge(
+                    f"{name}: {size} bytes given in a body of {len(body)}, at most {SHORT_BODY_BYTES_MAX} needed; send "
+                    "less of it"
+                )
+            if name not in READ_WHOLE and size > OUTLINE_MEMBER_BYTES_MAX:
+                long[name] = member
         outline = b",".join(
             msgspec.json.encode(name)
             + b":"
@@ -175,6 +182,7 @@ class LargeBodies:
         parsed = route.parse(b"{" + outline + b"}")
         if not long:  # the body is long by members that are not read here
             return parsed
+        parsed = structs.replace(parsed, server_tools=parsed.server_tools or "tools" in long)
         salt = parsed.prompt.cache_salt
         if isinstance(parsed.prompt, CompletionPrompt) and len(long) == 1:
             ids = await self._ids(body, *long.values())
@@ -186,7 +194,7 @@ class LargeBodies:
             text.append(bytes(body[member.start : min(member.end, member.start + text_bytes_max - kept)]))
             kept += len(text[-1])
         tokens = sum([await self._tokens(body, member) for member in in_order])
-        return structs.replace(parsed, prompt=RawPrompt(b"".join(text), max(1, tokens), salt))
+        return structs.replace(parsed, prompt=RawPrompt(b"".join(text), max(1, tokens), salt), longest_tokens=tokens)
 
     async def _ids(self, body: Body, member: Member) -> array[int] | None:
         """Token ids of an array of numbers alone; None for any other value."""

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
+from spillway_gateway.api.engine_fields import EngineFields
 from spillway_gateway.api.parsed_body import ParsedBody, reply_length, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
@@ -21,7 +22,7 @@ from spillway_gateway.upstream.forward import Body
 _PER_REQUEST_NOTE = "x-anthropic-billing-header"  # vLLM drops such system blocks, since they differ by request
 
 
-class MessagesBody(msgspec.Struct):
+class MessagesBody(EngineFields):
     messages: list[dict[str, Any]]
     model: str | None = None
     stream: bool | None = None
@@ -32,7 +33,6 @@ class MessagesBody(msgspec.Struct):
     chat_template_kwargs: Any = None
     max_tokens: Any = None
     cache_salt: Any = msgspec.UNSET
-    kv_transfer_params: Any = msgspec.UNSET
 
 
 _decoder = decoder_of(MessagesBody)
@@ -58,8 +58,8 @@ def parse_messages(body: Body) -> ParsedBody:
             cache_salt=salt_text(fields.cache_salt),
             exact=(tools is not None or not fields.tools) and fields.tool_choice in (None, {"type": "auto"}),
         ),
-        transfer_params=fields.kv_transfer_params,
         reply_tokens_max=reply_length(1, fields.max_tokens),
+        engine_fields=fields,
     )
 
 

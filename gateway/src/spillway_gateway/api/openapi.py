@@ -15,6 +15,7 @@ from fastapi.responses import Response
 
 from spillway_gateway.api.routes import ROUTES, ApiRoute, Salting
 from spillway_gateway.error_bodies import Dialect
+from spillway_gateway.fleet.listed_models import OLDEST
 
 Responses = dict[int | str, dict[str, Any]]
 _REFERENCE = "#/components/schemas/{name}"
@@ -112,10 +113,12 @@ PROBES = {
 def description_of(route: ApiRoute) -> dict[str, Any]:
     """Of an inference route, for FastAPI, which sees nothing of a body that is read raw."""
     body = {"content": {"multipart/form-data": {"schema": _FORM}}} if route.body is None else _json(route.body)
-    closed = "Closed to tenants unless auth.unsaltedRoutes allows it: the engine takes no salt."
+    closed = "Closed to tenants unless auth.unsaltedRoutes allows it: engines take no salt"
+    if route.salted_since > OLDEST:
+        closed += " before vLLM {}.{}".format(*route.salted_since)
     return {
         "summary": "As the engine serves it",
-        "description": closed if route.salting is Salting.UNKNOWN else None,
+        "description": f"{closed}." if route.salting is Salting.UNKNOWN or route.salted_since > OLDEST else None,
         "response_class": Response,
         "responses": responses_of(*STATUSES, dialect=route.dialect),
         "openapi_extra": {"requestBody": {"required": True, **body}},

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from spillway_gateway.api.engine_fields import EngineFields
 from spillway_gateway.tokens.estimates import value_tokens
 from spillway_gateway.tokens.prompt import Prompt
 from spillway_gateway.upstream.forward import Body
@@ -19,9 +20,10 @@ class ParsedBody(msgspec.Struct, frozen=True):
     tenant, though no engine computes them. reports_usage: the reply will report its usage. counts_prompt, counts_reply:
     False where their tokens are never reported. previous_response: the id of a stored response that this one
     continues. plain_stream: a stream that another engine may be able to continue, see upstream/continuation.py.
-    session: OpenAI's prompt_cache_key. transfer_params: kv_transfer_params as the client sent it; UNSET: it did not.
-    choices: answers that it asks for. reply_tokens_max: of all of them, as it asks; None: as many as the model allows;
-    0: nothing is generated. background: the engine goes on after its reply."""
+    session: OpenAI's prompt_cache_key. choices: answers that it asks for. reply_tokens_max: of all of them, as it asks;
+    None: as many as the model allows; 0: nothing is generated. background: the engine goes on after its reply.
+    longest_tokens: an estimate, of the longest input for embeddings. server_tools: the engine may call tools itself and
+    go on with a second prompt. engine_fields: as the client sent them."""
 
     model: str | None
     names_salt: bool
@@ -35,10 +37,12 @@ class ParsedBody(msgspec.Struct, frozen=True):
     previous_response: str | None = None
     plain_stream: bool = False
     session: str | None = None
-    transfer_params: Any = msgspec.UNSET
     choices: int = 1
     reply_tokens_max: int | None = 0
     background: bool = False
+    longest_tokens: int = 0
+    server_tools: bool = False
+    engine_fields: EngineFields = msgspec.field(default_factory=EngineFields)
 
 
 ParseBody = Callable[[Body], ParsedBody]  # raises ClientBadRequest
@@ -89,7 +93,7 @@ def stream_reports_usage(stream: object, options: object) -> bool:
     return not stream or (isinstance(options, dict) and options.get("include_usage") is True)
 
 
-class StreamFields(msgspec.Struct, kw_only=True):
+class StreamFields(EngineFields, kw_only=True):
     """Of chat and completions: members that decide whether a stream is plain, besides those that a failure shows."""
 
     n: Any = None

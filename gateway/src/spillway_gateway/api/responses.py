@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
+from spillway_gateway.api.engine_fields import EngineFields
 from spillway_gateway.api.parsed_body import ParsedBody, reply_length, salt_text, session_text
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
 
 
-class ResponsesBody(msgspec.Struct):
+class ResponsesBody(EngineFields):
     input: str | list[Any]
     model: str | None = None
     stream: bool | None = None
@@ -25,7 +26,6 @@ class ResponsesBody(msgspec.Struct):
     reasoning: Any = None
     previous_response_id: str | None = None
     cache_salt: Any = msgspec.UNSET
-    kv_transfer_params: Any = msgspec.UNSET
     prompt_cache_key: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
@@ -68,9 +68,17 @@ def parse_responses(body: Body) -> ParsedBody:
         ),
         previous_response=fields.previous_response_id,
         session=session_text(fields.prompt_cache_key),
-        transfer_params=fields.kv_transfer_params,
         reply_tokens_max=reply_length(1, fields.max_output_tokens),
         background=fields.background not in (None, False),
+        server_tools=_calls_tools_itself(fields.tools),
+        engine_fields=fields,
+    )
+
+
+def _calls_tools_itself(tools: object) -> bool:
+    """Whether a tool is one of the engine's own, not a function that the client calls."""
+    return bool(tools) and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) and tool.get("type") == "function" for tool in tools)
     )
 
 

@@ -1,4 +1,4 @@
-"""Every inference route of vLLM 0.23 that makes sense through a gateway, in one table.
+"""Every inference route of vLLM that makes sense through a gateway, in one table.
 
 Left out on purpose: routes that change an engine (LoRA loading, sleep, profiling, scaling) or show its internals
 (/server_info, /tokenizer_info, /load), SageMaker's aliases, and the WebSocket /v1/realtime.
@@ -15,13 +15,16 @@ from spillway_gateway.api.chat import ChatBatchBody, ChatBody, parse_chat, parse
 from spillway_gateway.api.completions import CompletionBody, parse_completion
 from spillway_gateway.api.messages import MessagesBody, parse_messages
 from spillway_gateway.api.multipart import parse_audio, replace_field
-from spillway_gateway.api.parsed_body import ParseBody
+from spillway_gateway.api.parsed_body import ParseBody, ParsedBody
 from spillway_gateway.api.pooling import PoolingBody, parse_pooling
 from spillway_gateway.api.responses import ResponsesBody, parse_responses
 from spillway_gateway.api.token_bodies import AnyBody, GenerateBody, parse_generate, parse_unrouted
 from spillway_gateway.error_bodies import Dialect
+from spillway_gateway.fleet.listed_models import OLDEST, Version
 from spillway_gateway.upstream.forward import Body
 from spillway_gateway.upstream.splice import replace_text
+
+SALTS_ALL: Version = (0, 32)  # before it vLLM drops the salt on some routes whose schema has it
 
 
 class Salting(Enum):
@@ -29,16 +32,16 @@ class Salting(Enum):
 
     FIELD = auto()  # the body's cache_salt
     NEEDLESS = auto()  # nothing is computed, so nothing is cached
-    UNKNOWN = (
-        auto()
-    )  # the engine caches and takes no salt here: refused to tenants unless auth.unsaltedRoutes allows it
+    # The engine caches and takes no salt here: refused to tenants unless auth.unsaltedRoutes allows it.
+    UNKNOWN = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
     """body: the fields that are read of a JSON body; None for a form. parse: reads them. set_text: replaces the text
     of a top-level field. keeps_responses: the engine stores replies, and serves them again by id.
-    takes_transfer_params: the engine reads kv_transfer_params of the body."""
+    takes_transfer_params: the engine reads kv_transfer_params of the body. salted_since: the first vLLM whose code
+    hashes the salt, where salting is FIELD."""
 
     path: str
     body: type | None
@@ -49,6 +52,21 @@ class ApiRoute:
     retryable: bool = True
     keeps_responses: bool = False
     takes_transfer_params: bool = False
+    salted_since: Version = OLDEST
+
+    def salting_of(self, parsed: ParsedBody, vllm: Version, tokens_max: int | None) -> Salting:
+        """Of one request, on engines of this vLLM or newer, which take prompts of so many tokens."""
+        if self.salting is not Salting.FIELD or vllm >= SALTS_ALL:
+            return self.salting
+        # Second turns after a tool of the engine's own, and embeddings of inputs that are computed in pieces.
+        in_pieces = tokens_max is not None and parsed.longest_tokens > tokens_max
+        dropped = vllm < self.salted_since or (parsed.server_tools and self.keeps_responses) or in_pieces
+        return Salting.UNKNOWN if dropped else Salting.FIELD
+
+    @property
+    def takes_salt(self) -> bool:
+        """Whether the body may name a cache_salt; where an engine does not know the field, it ignores it."""
+        return self.salting is not Salting.NEEDLESS and self.body is not None
 
 
 ROUTES = (
@@ -70,8 +88,8 @@ ROUTES = (
         MessagesBody,
         parse_messages,
         Dialect.ANTHROPIC,
-        Salting.UNKNOWN,
         takes_transfer_params=True,
+        salted_since=SALTS_ALL,
     ),
     ApiRoute("/v1/messages/count_tokens", AnyBody, parse_unrouted, Dialect.ANTHROPIC, Salting.NEEDLESS),
     ApiRoute("/inference/v1/generate", GenerateBody, parse_generate, takes_transfer_params=True),
@@ -79,12 +97,12 @@ ROUTES = (
     ApiRoute("/v2/embed", PoolingBody, parse_pooling, salting=Salting.UNKNOWN),
     ApiRoute("/pooling", PoolingBody, parse_pooling),
     ApiRoute("/classify", PoolingBody, parse_pooling),
-    ApiRoute("/score", PoolingBody, parse_pooling),
-    ApiRoute("/v1/score", PoolingBody, parse_pooling),
-    ApiRoute("/rerank", PoolingBody, parse_pooling),
-    ApiRoute("/v1/rerank", PoolingBody, parse_pooling),
-    ApiRoute("/v2/rerank", PoolingBody, parse_pooling),
-    ApiRoute("/generative_scoring", PoolingBody, parse_pooling, salting=Salting.UNKNOWN),
+    ApiRoute("/score", PoolingBody, parse_pooling, salted_since=SALTS_ALL),
+    ApiRoute("/v1/score", PoolingBody, parse_pooling, salted_since=SALTS_ALL),
+    ApiRoute("/rerank", PoolingBody, parse_pooling, salted_since=SALTS_ALL),
+    ApiRoute("/v1/rerank", PoolingBody, parse_pooling, salted_since=SALTS_ALL),
+    ApiRoute("/v2/rerank", PoolingBody, parse_pooling, salted_since=SALTS_ALL),
+    ApiRoute("/generative_scoring", PoolingBody, parse_pooling, salted_since=SALTS_ALL),
     ApiRoute("/tokenize", AnyBody, parse_unrouted, salting=Salting.NEEDLESS),
     ApiRoute("/detokenize", AnyBody, parse_unrouted, salting=Salting.NEEDLESS),
     ApiRoute("/v1/audio/transcriptions", None, parse_audio, salting=Salting.UNKNOWN, set_text=replace_field),

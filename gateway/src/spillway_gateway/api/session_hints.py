@@ -1,17 +1,14 @@
 """What a request says of its session, for routing and for the tiers of the engines.
 
-The session goes to the engine in the body's `kv_transfer_params`, as `spillway_session`: a hash of tenant and name,
-whether this is its last request, and when the next one is expected. That part belongs to the gateway: what a client
-puts there is dropped, and the rest of a client's `kv_transfer_params` passes.
+The session goes to the engine in the body's `kv_transfer_params`, as `spillway_session` (engine_fields.py): a hash of
+tenant and name, whether this is its last request, and when the next one is expected.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from spillway_gateway.errors import ClientBadRequest
 from spillway_gateway.fleet.sessions import SessionKey
@@ -20,8 +17,6 @@ from spillway_gateway.upstream.forward import Headers, header
 SESSION_HEADER = b"x-session-id"
 END_HEADER = b"x-session-end"
 RETURN_HEADER = b"x-session-return-seconds"
-TRANSFER_PARAMS = "kv_transfer_params"
-SESSION_MEMBER = "spillway_session"  # of kv_transfer_params; read by the connector's engine/tenancy.py
 RETURN_SECONDS_MAX = 7 * 86_400
 _SECONDS = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _ENDS = {b"true": True, b"1": True, b"false": False, b"0": False}
@@ -53,16 +48,6 @@ def session_hint(tenant: str, headers: Headers, in_body: str | None) -> SessionH
     if return_seconds is not None:
         member["return_seconds"] = return_seconds
     return SessionHint(SessionKey.of(tenant, name), member)
-
-
-def transfer_params(given: object, hint: SessionHint | None) -> dict[str, Any] | None:
-    """The body's kv_transfer_params for the engine; None: as the client sent it. given: UNSET where it sent none."""
-    if given is msgspec.UNSET or given is None:
-        return None if hint is None else {SESSION_MEMBER: hint.member}
-    if not isinstance(given, dict) or (hint is None and SESSION_MEMBER not in given):
-        return None  # the engine refuses what is no object
-    kept = {name: value for name, value in given.items() if name != SESSION_MEMBER}
-    return kept if hint is None else {**kept, SESSION_MEMBER: hint.member}
 
 
 def _ended(headers: Headers) -> bool:

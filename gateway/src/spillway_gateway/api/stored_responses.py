@@ -31,10 +31,12 @@ def response_id_in(reply_start: bytes) -> str | None:
 
 
 class ResponseOwners:
-    """The last OWNERS_MAX responses by id."""
+    """The last responses by id, OWNERS_MAX of all tenants together: at the bound the tenant with the most loses its
+    oldest."""
 
     def __init__(self, owners_max: int = OWNERS_MAX) -> None:
-        self._owners: OrderedDict[str, Owner] = OrderedDict()
+        self._owners: dict[str, Owner] = {}
+        self._ids: dict[str, OrderedDict[str, None]] = {}  # of each tenant, the oldest first
         self._owners_max = owners_max
 
     def add(self, reply_start: bytes, owner: Owner) -> str | None:
@@ -49,8 +51,14 @@ class ResponseOwners:
         if known is not None and known.tenant != owner.tenant:
             return False  # a client may choose the id, and must not take over another tenant's response
         self._owners[response_id] = owner
+        ids = self._ids.setdefault(owner.tenant, OrderedDict())
+        ids[response_id] = None
         if len(self._owners) > self._owners_max:
-            self._owners.popitem(last=False)
+            crowded = max(self._ids, key=lambda tenant: (len(self._ids[tenant]), tenant == owner.tenant))
+            oldest, _ = self._ids[crowded].popitem(last=False)
+            del self._owners[oldest]
+            if not self._ids[crowded]:
+                del self._ids[crowded]
         return True
 
     def set_tokens(self, response_id: str, tenant: str, tokens: int) -> None:

@@ -8,23 +8,22 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
+from spillway_gateway.api.engine_fields import EngineFields
 from spillway_gateway.api.parsed_body import ParsedBody, choices_of, first_of, reply_length, salt_text
 from spillway_gateway.tokens.prompt import CompletionPrompt
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
 from spillway_gateway.upstream.forward import Body
 
 
-class AnyBody(msgspec.Struct):
+class AnyBody(EngineFields):
     model: str | None = None
 
 
-class GenerateBody(msgspec.Struct):
+class GenerateBody(EngineFields):
     token_ids: list[Any]
-    sampling_params: Any = None
     model: str | None = None
     stream: bool | None = None
     cache_salt: Any = msgspec.UNSET
-    kv_transfer_params: Any = msgspec.UNSET
 
 
 _LENGTH = 16  # vLLM's max_tokens where sampling_params name none
@@ -37,7 +36,14 @@ def parse_unrouted(body: Body) -> ParsedBody:
     length. Raises ClientBadRequest."""
     fields = read_body(_any, body)
     charge = len(body) // BYTES_PER_TOKEN
-    return ParsedBody(fields.model, names_salt=False, stream=False, prompt=CompletionPrompt(""), charged_tokens=charge)
+    return ParsedBody(
+        fields.model,
+        names_salt=False,
+        stream=False,
+        prompt=CompletionPrompt(""),
+        charged_tokens=charge,
+        engine_fields=fields,
+    )
 
 
 def parse_generate(body: Body) -> ParsedBody:
@@ -53,7 +59,7 @@ def parse_generate(body: Body) -> ParsedBody:
         prompt=CompletionPrompt(prompt if isinstance(prompt, array) else "", False, salt_text(fields.cache_salt)),
         other_tokens=other_tokens,
         counts_reply=bool(fields.stream),  # a stream is counted by its events; a plain reply reports no usage
-        transfer_params=fields.kv_transfer_params,
         choices=choices,
         reply_tokens_max=reply_length(choices, sampling.get("max_tokens"), _LENGTH),
+        engine_fields=fields,
     )

@@ -17,6 +17,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from spillway_gateway.client.bounded_connection import BoundedConnection, BoundedState
+from spillway_gateway.client.cors import Cors
 from spillway_gateway.client.open_connections import OpenConnections
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.write_coalescing import WriteCoalescer
@@ -25,11 +26,12 @@ EXTENSION = "spillway.client"
 
 
 class DrainingState(BoundedState):
-    """A server's state, with the lifecycle that its connections read."""
+    """A server's state, with the lifecycle and the CORS policy that its connections read."""
 
-    def __init__(self, lifecycle: Lifecycle, open_connections: OpenConnections) -> None:
+    def __init__(self, lifecycle: Lifecycle, open_connections: OpenConnections, cors: Cors) -> None:
         super().__init__(open_connections)
         self.lifecycle = lifecycle
+        self.cors = cors
 
 
 class ClientConnection(BoundedConnection):
@@ -53,7 +55,10 @@ class ClientConnection(BoundedConnection):
         cast(MutableMapping[str, Any], self.scope)["extensions"] = {EXTENSION: ClientRequest(self, self.cycle)}
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _Unchunked(self.cycle).send  # type: ignore[method-assign]
-        if cast(DrainingState, self.server_state).lifecycle.draining:
+        state = cast(DrainingState, self.server_state)
+        if cors_headers := state.cors.answer_headers(self.headers):
+            self.cycle.default_headers = [*self.cycle.default_headers, *cors_headers]
+        if state.lifecycle.draining:
             self.end_with_next_reply()
 
     def end_with_next_reply(self) -> None:

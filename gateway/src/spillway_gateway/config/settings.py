@@ -18,6 +18,7 @@ import yaml
 from msgspec import Meta
 
 from spillway_gateway.config import unique_yaml
+from spillway_gateway.config.cors import CorsConfig, check_cors
 from spillway_gateway.config.discovery import DiscoveryConfig, Ranks, check_discovery, check_rank_ports
 from spillway_gateway.config.shared_limits import SharedLimitsConfig, check_shared_limits
 from spillway_gateway.config.tracing import TracingConfig, check_tracing
@@ -206,6 +207,8 @@ class AuthConfig(CamelSection, frozen=True):
     shared_limits: SharedLimitsConfig | None = None  # None: tenants' limits hold per gateway process
     # Routes on which the engine takes no salt, so that tenants share blocks.
     unsalted_routes: Literal["refuse", "allow"] = "refuse"
+    # Tenants that are routers in front: their kv_transfer_params pass in requests and replies, and nobody else's.
+    kv_transfer_tenants: tuple[Text, ...] = ()
 
 
 class AdmissionConfig(CamelSection, frozen=True):
@@ -257,6 +260,7 @@ class GatewayConfig(CamelSection, frozen=True):
     routing: RoutingConfig = RoutingConfig()
     breaker: BreakerConfig = BreakerConfig()
     auth: AuthConfig = AuthConfig()
+    cors: CorsConfig = CorsConfig()
     admission: AdmissionConfig = AdmissionConfig()
     index: IndexConfig = IndexConfig()
     shutdown: ShutdownConfig = ShutdownConfig()
@@ -323,6 +327,7 @@ def _check(config: GatewayConfig) -> None:
             check_discovery(model.name, model.discovery)
     _check_listeners(config.listen)
     check_tracing(config.tracing)
+    check_cors("cors", config.cors)
     limits = config.limits
     if limits.body_bytes_max * config.processes > LONG_BODY_SHARE * limits.bodies_bytes_max:
         each = f", of which each of {config.processes} processes has its share" if config.processes > 1 else ""
@@ -345,6 +350,8 @@ def _check_auth(auth: AuthConfig) -> None:
                 "requests of clients that have none; set keysFile and saltSecretFile too, or remove engineKeyFile "
                 "(clients then send the engines' key themselves)"
             )
+        if auth.kv_transfer_tenants:
+            raise ConfigError("auth.kvTransferTenants: set without auth.keysFile; set both, or neither")
         if auth.shared_limits is not None:
             raise ConfigError("auth.sharedLimits: set without auth.keysFile; set both, or neither")
         if auth.unsalted_routes == "allow":

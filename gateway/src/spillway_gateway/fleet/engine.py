@@ -17,7 +17,7 @@ from spillway_gateway.config.settings import BreakerConfig, EngineConfig, Routin
 from spillway_gateway.fleet.breaker import Breaker
 from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.foreign_work import NO_FOREIGN_WORK, ForeignWork, OwnWork, foreign_work
-from spillway_gateway.fleet.listed_models import ListedModels
+from spillway_gateway.fleet.listed_models import ListedModels, Version
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, PrefillRate, RateSamples
 from spillway_gateway.fleet.tier_traffic import TierTraffic
@@ -99,6 +99,7 @@ class Engine:
         self.state = EngineState.UNKNOWN
         self.prompt_tokens_max: int | None = None  # max_model_len as the engine reports it
         self.listed: ListedModels | None = None  # as last read; None: it never gave a list
+        self.vllm: Version | None = None  # as last read; None: not read yet
         self.adapters: frozenset[str] | None = None  # LoRA adapters loaded there; None: unknown
         self._expected_adapters: set[str] = set()  # that a request has the engine load, until its next list
         self.answer = "no answer yet"  # the engine's last answer, for error messages

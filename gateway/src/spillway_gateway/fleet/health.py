@@ -23,7 +23,13 @@ import msgspec
 from spillway_gateway.config.settings import HealthConfig
 from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX, pages_of_ranks, read_metrics, wanted_lines
-from spillway_gateway.fleet.listed_models import MODELS_BYTES_MAX, ListedModels, read_listed_models
+from spillway_gateway.fleet.listed_models import (
+    MODELS_BYTES_MAX,
+    VERSION_BYTES_MAX,
+    ListedModels,
+    read_listed_models,
+    read_version,
+)
 from spillway_gateway.fleet.tier_traffic import moved_bytes
 
 logger = logging.getLogger(__name__)
@@ -172,6 +178,9 @@ class HealthPoller:
     async def _serves_model(self) -> tuple[EngineState, str]:
         """An engine is ready once it also lists the model: its address may belong to another model's engine by now. An
         engine that requires a key or has no such route is accepted."""
+        version = read_version(await self._optional_page("/version", VERSION_BYTES_MAX))
+        for engine in list(self._ranks):
+            engine.vllm = version
         status, body = await self._page("/v1/models", MODELS_BYTES_MAX)
         if status >= 500:
             return EngineState.NOT_READY, f"/v1/models answers status {status}"

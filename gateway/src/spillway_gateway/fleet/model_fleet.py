@@ -17,6 +17,7 @@ from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelC
 from spillway_gateway.errors import ModelNotFound, NoEngineReady
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
 from spillway_gateway.fleet.expected_blocks import Expected
+from spillway_gateway.fleet.listed_models import OLDEST, Version
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, RateSamples
 from spillway_gateway.fleet.prefix_index import PrefixIndex
@@ -175,6 +176,7 @@ class ModelFleet:
         self._store_busy = BusyShare()
         self._steps = Steps()
         self.sessions = Sessions(routing.tenant_sessions_max, routing.sessions_max)
+        self._oldest_vllm = OLDEST
         self.engines: dict[str, Engine] = {}
         for engine in config.engines:
             for each in ranks_of(engine):
@@ -211,6 +213,14 @@ class ModelFleet:
         """Send no new request there; running ones keep their leases, counters and connections. The caller frees its
         entries in the index: index.retire_engine()."""
         return self.engines.pop(name)
+
+    @property
+    def oldest_vllm(self) -> Version:
+        """Of all engines that have said theirs; of those before them while none has."""
+        known = [engine.vllm for engine in self.engines.values() if engine.vllm is not None]
+        if known:
+            self._oldest_vllm = min(known)
+        return self._oldest_vllm
 
     def lists_adapter(self, name: str) -> bool:
         """Whether an engine has this LoRA adapter, as last read."""

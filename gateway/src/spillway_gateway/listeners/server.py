@@ -114,7 +114,7 @@ class GatewayServer(uvicorn.Server):
                 + 1,
             )
         )
-        self.server_state: DrainingState = DrainingState(gateway.lifecycle, gateway.open_connections)
+        self.server_state: DrainingState = DrainingState(gateway.lifecycle, gateway.open_connections, gateway.cors)
         self._gateway = gateway
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

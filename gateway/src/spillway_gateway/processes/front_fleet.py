@@ -153,6 +153,7 @@ class FrontRoster(Roster):
             page = self._pages.get(sent.serial)
             if page is not None:
                 self.listed(page)
+        engine.vllm = sent.vllm
         engine.withhold(sent.withheld)
         engine.set_state(EngineState(sent.state), sent.answer)
         engine.adapters = frozenset(sent.adapters) if sent.adapters is not None else None

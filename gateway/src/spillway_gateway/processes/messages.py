@@ -209,6 +209,7 @@ class EngineSummary(Message, frozen=True):
     answer: str
     withheld: str | None
     adapters: tuple[str, ...] | None
+    vllm: tuple[int, int] | None
 
 
 class ModelSummary(Message, frozen=True):

@@ -102,6 +102,7 @@ def _engine(engine: Engine) -> EngineSummary:
         engine.answer,
         engine.withheld,
         tuple(engine.adapters) if engine.adapters is not None else None,
+        engine.vllm,
     )
 
 

@@ -113,6 +113,7 @@ class FakeEngine:
         self.adapters = tuple(adapters)
         self.resolvable: dict[str, bool] = {}
         self.models_key: str | None = None
+        self.version: str | None = "0.23.0"
         self.name = name
         self.max_model_len = max_model_len
         self.block_tokens = block_tokens
@@ -286,6 +287,8 @@ class _Connection(asyncio.Protocol):
             self._write(200, b"", b"application/json")
         elif path == "/ready" and self.engine.ready_route:
             self._json(*self.engine.ready)
+        elif path == "/version" and self.engine.version is not None:
+            self._json(200, {"version": self.engine.version})
         elif path == "/v1/models" and not self._may_list():
             self._json(401, {"error": "Unauthorized"})
         elif path == "/v1/models":

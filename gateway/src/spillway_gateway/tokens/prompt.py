@@ -113,8 +113,8 @@ class PromptReader:
         self, prompt: Prompt, tenant: str = "", *, short: bool = True, adapter: str | None = None
     ) -> PromptBlocks:
         """Keys of the prompt's blocks: of its tokens, or of its text if it cannot be tokenised. tenant: for fair
-        scheduling on the threads. short: the request's body is. adapter: the LoRA adapter that it names. Raises
-        RecursionError for a prompt that is nested too deeply."""
+        scheduling on the threads, and whose texts are cached apart. short: the request's body is. adapter: the LoRA
+        adapter that it names. Raises RecursionError for a prompt that is nested too deeply."""
         namespace = namespace_key(self._model, adapter, prompt.cache_salt)
         if isinstance(prompt, RawPrompt):
             blocks = self._of_text(namespace, prompt.text)
@@ -127,10 +127,10 @@ class PromptReader:
         ):
             try:
                 small = short and _is_small(prompt)
-                if small and (inline := self._read_inline(tokenizer, prompt, namespace)) is not None:
+                if small and (inline := self._read_inline(tokenizer, prompt, namespace, tenant)) is not None:
                     return inline
                 async with asyncio.timeout(WAIT_SECONDS_MAX):
-                    encoded = await self._threads.run(tenant, self._in_steps(tokenizer, prompt))
+                    encoded = await self._threads.run(tenant, self._in_steps(tokenizer, prompt, tenant))
                 return msgspec.structs.replace(
                     self._of_tokens(namespace, encoded.ids, prompt.cache_salt), prompt_tokens=max(1, encoded.tokens)
                 )
@@ -142,7 +142,7 @@ class PromptReader:
         return msgspec.structs.replace(blocks, prompt_tokens=max(1, _estimate(prompt)))
 
     def _read_inline(
-        self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt, namespace: int
+        self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt, namespace: int, tenant: str
     ) -> PromptBlocks | None:
         """Without a thread; None where that would block the event loop for too long. Raises CannotRender."""
         text = render(tokenizer, prompt)
@@ -150,12 +150,13 @@ class PromptReader:
             text,
             add_special_tokens=prompt.add_special_tokens,
             new_chars_max=tokenizer.inline_chars_max,
+            owner=tenant,
             tables=self._tables,
         )
         return None if ids is None else self._of_tokens(namespace, ids, prompt.cache_salt)
 
     def _in_steps(
-        self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt
+        self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt, tenant: str
     ) -> Generator[None, None, Encoded]:
         until = monotonic() + TOKENIZE_SECONDS_MAX
         tokens_max = self._tokens_max()
@@ -166,6 +167,7 @@ class PromptReader:
                 yield from tokenizer.encode_in_steps(
                     text,
                     add_special_tokens=prompt.add_special_tokens,
+                    owner=tenant,
                     tokens_max=tokens_max,
                     late=lambda: monotonic() >= until,
                 )

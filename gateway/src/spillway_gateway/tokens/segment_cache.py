@@ -1,4 +1,5 @@
-"""LRU cache of token ids by the hash of their text segment, bounded in bytes.
+"""LRU cache of token ids by the hash of their text segment and of who sent it, bounded in bytes. Nobody's answers come
+sooner because somebody else has sent the same text.
 
 The event loop and the tokenizer threads share it: each method holds the lock for a few steps.
 """
@@ -15,9 +16,10 @@ import xxhash
 ENTRY_BYTES = 256
 
 
-def segment_key(segment: str) -> bytes:
-    """XXH3-128 of the text. Raises UnicodeEncodeError for lone surrogates, which no tokenizer takes."""
-    return xxhash.xxh3_128_digest(segment.encode())
+def segment_key(owner: str, segment: str) -> bytes:
+    """XXH3-128 of owner and text. Raises UnicodeEncodeError for lone surrogates, which no tokenizer takes."""
+    whose = owner.encode()
+    return xxhash.xxh3_128_digest(b"%d:" % len(whose) + whose + segment.encode())
 
 
 class SegmentCache:

@@ -106,16 +106,22 @@ class PromptTokenizer:
         return ids
 
     def encode_inline(
-        self, text: str, *, add_special_tokens: bool, new_chars_max: int, tables: WordTables | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        new_chars_max: int,
+        owner: str = "",
+        tables: WordTables | None = None,
     ) -> bytes | None:
         """As encode(), but as little-endian uint32, and None when more than new_chars_max characters are not cached. On
-        the event loop for short prompts, where handing them to a thread would cost more. tables: of the event loop,
-        where it is called there."""
+        the event loop for short prompts, where handing them to a thread would cost more. owner: whose texts are cached
+        apart. tables: of the event loop, where it is called there."""
         if add_special_tokens or self._special is None:
             return self._encode(text, add_special_tokens, tables) if len(text) <= new_chars_max else None
         cuts = [0, *[match.start() for match in self._special.finditer(text)], len(text)]
         segments = [text[begin:end] for begin, end in itertools.pairwise(cuts) if begin < end]
-        keys = list(map(segment_key, segments))
+        keys = [segment_key(owner, segment) for segment in segments]
         found = self._segments.get_all(keys)
         new = [at for at, ids in enumerate(found) if ids is None]
         if sum(len(segments[at]) for at in new) > new_chars_max:
@@ -130,6 +136,7 @@ class PromptTokenizer:
         text: str,
         *,
         add_special_tokens: bool,
+        owner: str = "",
         tokens_max: int | None = None,
         late: Callable[[], bool] = lambda: False,
     ) -> Generator[None, None, Encoded]:
@@ -137,14 +144,14 @@ class PromptTokenizer:
         above tokens_max (no engine takes such a prompt), when late() after a step, and where a long text cannot be cut.
         On a tokenizer thread. Raises UnicodeEncodeError for lone surrogates."""
         if len(text) <= SEARCH_CHARS:  # most prompts: one step, with all look-ups together
-            ids = self.encode_inline(text, add_special_tokens=add_special_tokens, new_chars_max=STEP_CHARS)
+            ids = self.encode_inline(text, add_special_tokens=add_special_tokens, new_chars_max=STEP_CHARS, owner=owner)
             if ids is not None:
                 return Encoded(ids, len(ids) // TOKEN_BYTES)
         before, after = self._around if add_special_tokens else (b"", b"")
         parts = [before]
         count, chars, new_chars = len(before) // TOKEN_BYTES, 0, 0
         for segment in self._segments_of(text):
-            key = segment_key(segment)
+            key = segment_key(owner, segment)
             (known,) = self._segments.get_all([key])
             first, end = len(parts), chars + len(segment)
             for piece in self._pieces_of(segment) if known is None else [segment]:

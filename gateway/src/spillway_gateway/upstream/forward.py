@@ -40,6 +40,7 @@ _DROPPED_FROM_CALLERS = (
     HOP_BY_HOP | _OF_THE_REPLYS_FORM | {b"host", b"content-length", b"expect", RANK_HEADER, b"x-request-id"}
 )
 _INTERNAL_PREFIX = b"x-spillway-"
+_GATEWAYS_OWN = (_INTERNAL_PREFIX, b"access-control-")  # of replies; client/cors.py says who may read them
 # Of an engine's reply: where its redirects lead and what it would have browsers keep is no business of clients, and the
 # request's id is the gateway's.
 _REPLY_DROPPED = HOP_BY_HOP | {
@@ -89,7 +90,7 @@ def reply_headers(headers: Headers) -> Headers:
     return [
         (name, value)
         for name, value in headers
-        if name not in _REPLY_DROPPED and name not in named and not name.startswith(_INTERNAL_PREFIX)
+        if name not in _REPLY_DROPPED and name not in named and not name.startswith(_GATEWAYS_OWN)
     ]
 
 

@@ -1,13 +1,14 @@
-"""Sets top-level members of a JSON body without touching any other byte.
+"""Sets and removes top-level members of a JSON body without touching any other byte.
 
 Re-serialising would change number formats, escapes and key order, which clients and engines may rely on. Used for the
-model's name in place of an alias, for a tenant's salt and for a session; every other body passes unchanged.
+model's name in place of an alias, for a tenant's salt, a session, and what a client may not send; every other body
+passes unchanged.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,9 +16,10 @@ import msgspec
 from spillway_gateway.upstream.forward import Body
 from spillway_gateway.upstream.json_walk import JsonWalk, Member
 
+_blanks = re.compile(rb"[ \t\r\n]*+").match
 _opening = re.compile(rb"[ \t\r\n]*+\{[ \t\r\n]*+(?=([^ \t\r\n]))").match
 
-MemberValue = str | bool | Mapping[str, Any]
+MemberValue = str | bool | Mapping[str, Any] | None  # None: no such member
 
 
 class Opening(NamedTuple):
@@ -40,7 +42,7 @@ def replace_text(body: Body, name: str, value: MemberValue) -> bytes:
     NotAnObject."""
     walk = JsonWalk(body, [name])
     walk.advance(len(body))
-    return edited(body, replacements(walk.members.get(name, ()), value))
+    return edited(body, replacements(body, walk.members.get(name, ()), value))
 
 
 def insert_member(body: Body, name: str, value: MemberValue) -> Body:
@@ -51,10 +53,29 @@ def insert_member(body: Body, name: str, value: MemberValue) -> Body:
     return body[:at] + text + body[at:]
 
 
-def replacements(members: Iterable[Member], value: MemberValue) -> list[Edit]:
-    """Edits that give each of the members the value."""
-    text = msgspec.json.encode(value)
-    return [Edit(member.start, member.end, text) for member in members]
+def replacements(body: Body, members: Sequence[Member], value: MemberValue) -> list[Edit]:
+    """Edits that give each of the members the value, or take them out. members: in order."""
+    if value is not None:
+        text = msgspec.json.encode(value)
+        return [Edit(member.start, member.end, text) for member in members]
+    edits: list[Edit] = []
+    for member in members:
+        key = body.rfind(b'"', 0, body.rfind(b'"', 0, member.start))
+        after = _behind_blanks(body, member.end)
+        if body[after] == ord(","):
+            edits.append(Edit(key, _behind_blanks(body, after + 1), b""))
+            continue
+        while edits and edits[-1].end == key:  # the last members of the object: with the comma before them
+            key = edits.pop().start
+        before = len(body[:key].rstrip(b" \t\r\n")) - 1
+        edits.append(Edit(before if body[before] == ord(",") else key, member.end, b""))
+    return edits
+
+
+def _behind_blanks(body: Body, at: int) -> int:
+    found = _blanks(body, at)
+    assert found is not None  # of nothing too
+    return found.end()
 
 
 def opening_of(body: Body, bytes_max: int) -> Opening | None:

@@ -10,6 +10,7 @@ from blake3 import blake3
 from spillway_connector.tiers.inspection import TENANT_HEX_DIGITS, StoredFrame
 from spillway_connector.tiers.tier import NO_TENANT, TENANT_BYTES
 from spillway_ctl.quantities import format_seconds
+from spillway_settings.tenant_salts import account_of
 
 DEFAULT_TENANT = "default"
 _PREFIX = re.compile(r"[0-9a-f]{1,32}")
@@ -99,4 +100,4 @@ def tenant_name(tenant: bytes) -> str:
 
 def tenant_of_salt(salt: str) -> bytes:
     """The tenant of requests with this cache salt, as engines compute it."""
-    return blake3(salt.encode("utf-8")).digest(length=TENANT_BYTES)
+    return blake3(account_of(salt).encode("utf-8")).digest(length=TENANT_BYTES)

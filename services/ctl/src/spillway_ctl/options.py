@@ -88,9 +88,6 @@ def parser() -> argparse.ArgumentParser:
     tenant.add_argument(
         "--salt-secret-file", metavar="FILE", type=Path, help="the gateway's auth.saltSecret; - for standard input"
     )
-    tenant.add_argument(
-        "--client-salt-env", metavar="NAME", help="with --name: the variable with the salt that the client itself sends"
-    )
     return top
 
 

@@ -20,19 +20,17 @@ def print_tenant(given: argparse.Namespace) -> int:
 
 
 def _salt(given: argparse.Namespace) -> str:
-    own = {"--salt-secret-file": given.salt_secret_file, "--client-salt-env": given.client_salt_env}
     if given.salt_env is not None:
-        for option, value in own.items():
-            if value is not None:
-                raise CommandError(f"{option} {value}: is read with --name alone; remove it, or give --name")
+        if given.salt_secret_file is not None:
+            raise CommandError(
+                f"--salt-secret-file {given.salt_secret_file}: is read with --name alone; remove it, or give --name"
+            )
         return _variable("--salt-env", given.salt_env)
     if given.salt_secret_file is None:
         raise CommandError(
             "--name needs --salt-secret-file, the file with the gateway's salt secret; - reads it from stdin"
         )
-    secret = _secret(given.salt_secret_file)
-    client_salt = _variable("--client-salt-env", given.client_salt_env) if given.client_salt_env is not None else None
-    return tenant_salt(secret, given.name, client_salt)
+    return tenant_salt(_secret(given.salt_secret_file), given.name, None)
 
 
 def _variable(option: str, name: str) -> str:
