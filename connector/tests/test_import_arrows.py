@@ -15,7 +15,7 @@ PACKAGE = "spillway_connector"
 ROOT = Path(spillway_connector.__file__).parent
 
 SETTINGS = frozenset({"setting_names", "native_keys", "limits", "config"})
-BOTTOM = SETTINGS | {"errors", "metrics", "namespace", "identity", "plan"}
+BOTTOM = SETTINGS | {"errors", "metrics", "own_files", "namespace", "identity", "plan"}
 TIERS = frozenset({"tiers", "tiers.disk", "tiers.disk.files", "tiers.disk.slab"}) | {
     "tiers.redis",
     "tiers.redis.client",
@@ -28,12 +28,13 @@ ALLOWED: Mapping[str, Set[str]] = {
     "": frozenset(),  # the package's own __init__
     "errors": frozenset(),
     "metrics": frozenset(),
+    "own_files": frozenset(),
     "setting_names": frozenset(),
     "native_keys": frozenset(),
     "limits": frozenset(),
     "namespace": frozenset({"errors"}),
     "plan": frozenset({"errors"}),
-    "identity": frozenset({"errors"}),
+    "identity": frozenset({"errors", "own_files"}),
     "config": SETTINGS | {"errors", "plan"},
     "tiers": BOTTOM,
     "tiers.disk": BOTTOM | {"tiers"},

@@ -84,6 +84,7 @@ class CorruptReason(StrEnum):
     LENGTH = "length"  # an intact frame of another payload size
     PAYLOAD = "payload"  # the payload's checksum
     SEAL = "seal"  # encrypted with another key, or changed by someone without it
+    FOREIGN = "foreign"  # a link, a FIFO, a device or a directory has the name of the frame's file
 
 
 class RefusedReason(StrEnum):
@@ -93,6 +94,7 @@ class RefusedReason(StrEnum):
     NO_SPACE = "no_space"  # ENOSPC, EDQUOT, EFBIG, or no room within max_bytes
     OUT_OF_MEMORY = "out_of_memory"  # Redis maxmemory
     PERMISSION = "permission"  # EACCES, EPERM, NOPERM
+    FOREIGN = "foreign"  # what has the name of one of the store's files is a link, or someone else's
     AUTHENTICATION = "authentication"  # NOAUTH, WRONGPASS
     LOADING = "loading"  # the server reads its data set, or a replica waits for its primary
     MOVED = "moved"  # the key lives on another node

@@ -136,3 +136,26 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr(content_digests, "file_digest", digest_and_change)
     with pytest.raises(OSError, match="changed while it was read"):
         digests_of([path], [tmp_path])
+
+
+def test_a_link_in_the_place_of_the_memory_or_its_lock_is_not_followed(tmp_path: Path):
+    folder, victim = tmp_path / "model", tmp_path / "victim"
+    folder.mkdir()
+    victim.write_bytes(b"the node's")
+    path = write_old(folder / "a.bin", b"one")
+    expected = digests_of([path])
+    for name in (CACHE_NAME, f"{CACHE_NAME}.lock", f"{CACHE_NAME}.{os.getpid()}"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(victim)
+        assert digests_of([path], [folder], now_ns=in_a_minute) == expected
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        assert digests_of([path], [folder], now_ns=in_a_minute) == expected
+        (folder / name).unlink()
+    assert victim.read_bytes() == b"the node's"
+
+
+def test_a_fifo_among_the_files_of_an_adapter_is_an_error_and_no_wait(tmp_path: Path):
+    os.mkfifo(tmp_path / "adapter_model.bin")
+    with pytest.raises(OSError, match="a FIFO"):
+        digests_of([tmp_path / "adapter_model.bin"])

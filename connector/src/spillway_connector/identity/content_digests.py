@@ -20,6 +20,8 @@ from pathlib import Path
 
 import blake3
 
+from spillway_connector.own_files import is_regular, kind_of, open_own, read_own, rename_own, unlink_own, write_new
+
 logger = logging.getLogger(__name__)
 
 CACHE_NAME = ".spillway-digests"
@@ -45,6 +47,8 @@ class FileState:
     @classmethod
     def of(cls, path: Path) -> FileState:
         found = path.stat()
+        if not is_regular(found):  # opening a FIFO would wait for ever
+            raise OSError(f"{path} is {kind_of(found)}, and no file of a model or adapter")
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
@@ -152,7 +156,7 @@ class _Cache:
         if self._path is None:
             return {}
         try:
-            document = json.loads(self._path.read_bytes())
+            document = json.loads(read_own(self._path, 1))
             if document["version"] != _CACHE_VERSION:
                 return {}
             return {
@@ -160,7 +164,7 @@ class _Cache:
             }
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             logger.warning("%s is damaged; the files are digested again", self._path)
             return {}
 
@@ -168,14 +172,15 @@ class _Cache:
         if self._path is None or not files:
             return
         entries = {name: {"state": asdict(state), "digest": digest} for name, (state, digest) in files.items()}
-        partial = self._path.with_name(f"{CACHE_NAME}.{os.getpid()}")
+        partial = self._path.with_name(f"{CACHE_NAME}.{os.urandom(8).hex()}")
+        document = json.dumps({"version": _CACHE_VERSION, "files": entries}, indent=1)
         try:
-            partial.write_text(json.dumps({"version": _CACHE_VERSION, "files": entries}, indent=1))
-            partial.replace(self._path)
+            write_new(partial, 1, document.encode())
+            rename_own(partial, self._path, 1)
         except OSError as error:
             logger.warning("%s cannot be written (%s); the next start digests the weights again", self._path, error)
             with contextlib.suppress(OSError):
-                partial.unlink()
+                unlink_own(partial, 1)
 
 
 @contextlib.contextmanager
@@ -184,9 +189,9 @@ def _locked_cache(folders: Sequence[Path]) -> Iterator[_Cache]:
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / f"{CACHE_NAME}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            descriptor = open_own(folder / f"{CACHE_NAME}.lock", os.O_CREAT | os.O_RDWR, 1)
         except OSError:
-            continue  # read-only, most likely
+            continue  # read-only, most likely; or a link is in its place
         try:
             with contextlib.suppress(OSError):  # not every network file system has locks; then each reads for itself
                 fcntl.flock(descriptor, fcntl.LOCK_EX)

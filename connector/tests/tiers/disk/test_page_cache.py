@@ -19,7 +19,7 @@ def test_frames_that_would_share_a_page_are_kept_out_of_the_cache(
     """A page of 64 KiB holds the end of one frame and the start of the next: cached would not mean whole."""
     files: list[str] = []
 
-    def open_noted(path: str, flags: int, mode: int) -> int:
+    def open_noted(path: str, flags: int, mode: int = 0, *, dir_fd: int | None = None) -> int:
         files.append(str(path))
         raise PermissionError(path)
 

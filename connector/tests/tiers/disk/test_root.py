@@ -99,6 +99,6 @@ def test_a_tier_that_was_closed_meanwhile_starts_no_maintenance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = FileTier(NAMESPACE, PAYLOAD_BYTES, tmp_path / "kv")
-    monkeypatch.setattr(files_tier, "supports_direct", lambda folder: tier.close() is not None)
+    monkeypatch.setattr(files_tier, "supports_direct", lambda folder, depth: tier.close() is not None)
     tier.prepare(soon())
     assert tier._maintenance._thread is None

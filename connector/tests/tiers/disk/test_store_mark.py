@@ -47,7 +47,7 @@ def test_a_damaged_mark_is_written_anew(tmp_path: Path, damaged: bytes) -> None:
 
 
 def test_without_hard_links_the_mark_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError
 
     monkeypatch.setattr(os, "link", refuse)

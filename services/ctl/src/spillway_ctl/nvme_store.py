@@ -69,6 +69,9 @@ class NvmeStore:
 
     def notes(self) -> list[str]:
         notes = self._slabs.notes()
+        warning = access_warning(self._root)
+        if warning is not None:
+            notes.append(warning)
         if self._files.exists() and self._slabs.exists():
             notes.append(
                 f"{self._root} holds frames of both layouts; engines with mode: auto use the slabs alone and never "

@@ -14,6 +14,14 @@ from pathlib import Path
 
 import xxhash
 
+from spillway_connector.own_files import (
+    clear_the_place,
+    link_own,
+    read_own,
+    rename_own,
+    unlink_own,
+    write_new,
+)
 from spillway_connector.tiers.tier import Clock, WallClock
 
 CLOCK_PREFIX = "clock."
@@ -73,11 +81,12 @@ class AgeClock:
 
     def _read(self, path: Path) -> int | None:
         try:
-            raw = path.read_bytes()
+            clear_the_place(path, 1, links=2)
+            raw = read_own(path, 1)
         except FileNotFoundError:
             return None
         if len(raw) != _SETTING.size + 8 or xxhash.xxh3_64_digest(raw[: _SETTING.size]) != raw[_SETTING.size :]:
-            path.unlink(missing_ok=True)
+            unlink_own(path, 1, missing_ok=True)
             return None
         magic, age_ns, clock_ns = _SETTING.unpack_from(raw)
         # A monotonic clock that is behind the setting belongs to another time namespace or a restored machine.
@@ -86,22 +95,22 @@ class AgeClock:
     def _write(self, path: Path) -> None:
         fields = _SETTING.pack(_MAGIC, self.now_ns(), self._clock_ns())
         partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
-        partial.write_bytes(fields + xxhash.xxh3_64_digest(fields))
+        write_new(partial, 1, fields + xxhash.xxh3_64_digest(fields))
         try:
-            os.link(partial, path)  # the first of several processes sets the clock
+            link_own(partial, path, 1)  # the first of several processes sets the clock
         except FileExistsError:
             pass
         except PermissionError:
-            os.replace(partial, path)  # no hard links here
+            rename_own(partial, path, 1)  # no hard links here
         finally:
-            partial.unlink(missing_ok=True)
+            unlink_own(partial, 1, missing_ok=True)
         self._sweep(path)
 
     def _sweep(self, current: Path) -> None:
         for path in self._root.glob(f"{CLOCK_PREFIX}*"):
             try:
-                if path != current and self.now_ns() / 1e9 - path.stat().st_mtime > _OTHERS_KEPT_SECONDS:
-                    path.unlink()
+                if path != current and self.now_ns() / 1e9 - path.lstat().st_mtime > _OTHERS_KEPT_SECONDS:
+                    unlink_own(path, 1)
             except OSError:
                 continue
 

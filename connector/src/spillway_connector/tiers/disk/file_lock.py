@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spillway_connector.errors import TierTimeout
+from spillway_connector.own_files import clear_the_place, open_own
 from spillway_connector.tiers.tier import Clock
 
 _FIRST_RETRY_SECONDS = 0.0001
@@ -23,10 +24,18 @@ _CLOSE_SECONDS = 0.1
 
 
 class FileLock:
-    """The lock on the file at ``path``, which is made when missing. Safe from several threads."""
+    """The lock on the file at ``path``, which is made when missing. Safe from several threads.
 
-    def __init__(self, path: Path, clock: Clock) -> None:
+    depth, links, owners_checked: see own_files.py.
+    """
+
+    def __init__(
+        self, path: Path, clock: Clock, depth: int = 1, *, links: int = 1, owners_checked: bool = True
+    ) -> None:
         self.path = path
+        self._depth = depth
+        self._links = links
+        self._owners_checked = owners_checked
         self._clock = clock
         self._thread_lock = threading.Lock()
         self._descriptor: int | None = None
@@ -60,7 +69,7 @@ class FileLock:
         pause = _FIRST_RETRY_SECONDS
         while True:
             if self._descriptor is None:
-                self._descriptor = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                self._descriptor = self._open()
             descriptor = self._descriptor
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,9 +83,14 @@ class FileLock:
                 return descriptor
             self._close_file()  # removed or replaced: other processes lock the file that has the name now
 
+    def _open(self) -> int:
+        clear_the_place(self.path, self._depth, links=self._links)
+        flags = os.O_CREAT | os.O_RDWR
+        return open_own(self.path, flags, self._depth, links=self._links, owners_checked=self._owners_checked)
+
     def _is_current(self, descriptor: int) -> bool:
         try:
-            on_disk, held = os.stat(self.path), os.fstat(descriptor)
+            on_disk, held = os.stat(self.path, follow_symlinks=False), os.fstat(descriptor)
         except FileNotFoundError:
             return False
         return (on_disk.st_dev, on_disk.st_ino) == (held.st_dev, held.st_ino)

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from spillway_connector.errors import CorruptReason, TierCorrupt
+from spillway_connector.own_files import NotOwn, read_own
 from spillway_connector.tiers.disk.io import disable_direct, enable_direct
 from spillway_connector.tiers.disk.root import DOCUMENT_NAME, folders_in
 from spillway_connector.tiers.frame import PAGE_BYTES, FrameHeader, read_header, verify
@@ -29,8 +30,8 @@ def namespaces_below(root: Path, prefix: str = "") -> Iterator[StoredNamespace]:
     for folder in sorted(folders_in(root), key=lambda entry: entry.name):
         if is_namespace_name(folder.name) and folder.name.startswith(prefix):
             try:
-                document = Path(folder.path, DOCUMENT_NAME).read_bytes()
-            except FileNotFoundError:
+                document = read_own(f"{folder.path}/{DOCUMENT_NAME}", 2)
+            except (FileNotFoundError, NotOwn):
                 document = None
             yield StoredNamespace(bytes.fromhex(folder.name), document)
 

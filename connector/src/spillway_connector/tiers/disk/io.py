@@ -24,6 +24,7 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
+from spillway_connector.own_files import NotOwn, open_own, unlink_own
 from spillway_connector.tiers.disk.idle_memory import IdleMemory
 from spillway_connector.tiers.disk.page_cache import is_cached, read_cached, write_through
 from spillway_connector.tiers.frame import PAGE_BYTES
@@ -33,6 +34,8 @@ from spillway_connector.tiers.tier import Clock, WallClock
 # compute checksums and copy meanwhile. When all threads transfer at once they all end at once, and then the disk idles.
 # See docs/benchmarks.md.
 TRANSFERS_AT_ONCE = 4
+
+FRAME_LINKS = 2  # a file with a frame to itself has two names while it is published
 
 _REFUSALS = {
     errno.ENOSPC: RefusedReason.NO_SPACE,
@@ -51,24 +54,26 @@ _INPUT_OUTPUT = {errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIME
 def tier_error(error: OSError, doing: str) -> TierError:
     """The tier error that stands for a failed system call. No errno means that an entry is damaged."""
     sentence = f"{doing}: {error.strerror or error}"
+    if isinstance(error, NotOwn):
+        return TierRefused(RefusedReason.FOREIGN, sentence)
     if error.errno in _INPUT_OUTPUT:
         return TierUnreachable(UnreachableReason.INPUT_OUTPUT, sentence)
     return TierRefused(_REFUSALS.get(error.errno or 0, RefusedReason.OTHER), sentence)
 
 
-def supports_direct(directory: Path) -> bool:
+def supports_direct(directory: Path, depth: int = 1) -> bool:
     """Whether files in ``directory`` take O_DIRECT with page-aligned buffers: tried, because the kernel has no query.
 
     overlayfs, NFS, FUSE and older tmpfs answer EINVAL, some only at the first transfer. Raises OSError when not even a
-    plain file can be written.
+    plain file can be written. depth: of a file in ``directory``, see own_files.py.
     """
-    path = directory / f"probe-{os.getpid()}-{threading.get_ident()}"
+    path = directory / f"probe-{os.urandom(8).hex()}"
     page = mmap.mmap(-1, PAGE_BYTES)
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+        descriptor = open_own(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT, depth)
     except OSError as error:
         if error.errno == errno.EINVAL:
-            path.unlink(missing_ok=True)  # the file is made before the flag is refused
+            unlink_own(path, depth, missing_ok=True)  # the file is made before the flag is refused
             return False
         raise
     try:
@@ -80,7 +85,7 @@ def supports_direct(directory: Path) -> bool:
         raise
     finally:
         os.close(descriptor)
-        path.unlink(missing_ok=True)
+        unlink_own(path, depth, missing_ok=True)
 
 
 def enable_direct(descriptor: int) -> None:
@@ -133,13 +138,16 @@ class FrameFiles:
         self.frame_bytes = PAGE_BYTES + self._whole_bytes + (PAGE_BYTES if self._tail_bytes else 0)
         self._pages = threading.local()
 
-    def read(self, path: str, target: memoryview, deadline: float, oldest_ns: int = 0) -> memoryview:
+    def read(self, path: str, depth: int, target: memoryview, deadline: float, oldest_ns: int = 0) -> memoryview:
         """Fill ``target`` and return the header page (valid until this thread's next call); renews the mtime.
 
-        oldest_ns: a frame last used before is expired. Raises TierMiss (expired), FileNotFoundError, OSError,
-        TierCorrupt(SHORT or LENGTH), TierTimeout. Nothing is verified.
+        depth: see own_files.py. oldest_ns: a frame last used before is expired. Raises TierMiss (expired),
+        FileNotFoundError, OSError, TierCorrupt(SHORT, LENGTH or FOREIGN), TierTimeout. Nothing is verified.
         """
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | self.direct_flag(target))
+        try:
+            descriptor = open_own(path, os.O_RDONLY | self.direct_flag(target), depth, links=FRAME_LINKS)
+        except NotOwn as foreign:
+            raise TierCorrupt(CorruptReason.FOREIGN, str(foreign.strerror)) from None
         try:
             status = os.fstat(descriptor)
             if status.st_mtime_ns < oldest_ns:
@@ -150,7 +158,8 @@ class FrameFiles:
                 raise TierCorrupt(reason, f"{path}: {size} bytes, a frame has {self.frame_bytes}")
             header = self.read_at(descriptor, 0, target, deadline)
             try:
-                self.renew(descriptor)
+                if status.st_nlink == 1:  # or it is being published, or a file from outside
+                    self.renew(descriptor)
             except OSError:
                 pass  # a read-only file system keeps its order
         finally:
@@ -185,18 +194,17 @@ class FrameFiles:
             target[self._whole_bytes :] = tail[: self._tail_bytes]
         return header
 
-    def renew(self, file: int | str) -> None:
-        """Mark a file (descriptor or path) as used now: eviction is in the order of mtimes. Raises OSError.
+    def renew(self, descriptor: int) -> None:
+        """Mark an open file as used now: eviction is in the order of mtimes. Raises OSError.
 
         With explicit nanoseconds, because the kernel's timestamps advance in steps of milliseconds and would tie.
         """
         now_ns = int(self._wall_clock() * 1e9)
-        os.utime(file, ns=(now_ns, now_ns))
+        os.utime(descriptor, ns=(now_ns, now_ns))
 
-    def create(self, path: str, source: memoryview) -> int:
+    def create(self, path: str, depth: int, source: memoryview) -> int:
         """Open a new file for :meth:`write`, exclusively. Raises OSError."""
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | self.direct_flag(source)
-        return os.open(path, flags, 0o600)
+        return open_own(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | self.direct_flag(source), depth)
 
     def write(self, descriptor: int, header: bytes, source: memoryview, deadline: float) -> None:
         """Write a whole frame. Raises OSError, TierTimeout; the file's contents are then undefined."""

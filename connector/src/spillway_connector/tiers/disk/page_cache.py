@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from spillway_connector.own_files import open_own, unlink_own
 from spillway_connector.tiers.frame import PAGE_BYTES
 
 _CACHESTAT = 451  # its number on every architecture
@@ -66,15 +67,16 @@ def write_through(descriptor: int, offset: int, size: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def supports_page_cache(directory: Path) -> bool:
+def supports_page_cache(directory: Path, depth: int = 1) -> bool:
     """Whether files in ``directory`` can be asked about, read without waiting, and written through: tried with one.
 
-    Not with kernel pages of more than 4096 bytes, which frames would share. Raises OSError when no file can be written.
+    depth: of that file, see own_files.py. Not with kernel pages of more than 4096 bytes, which frames would share.
+    Raises OSError when no file can be written.
     """
     if _SYNC_FILE_RANGE is None or mmap.PAGESIZE != PAGE_BYTES:
         return False
-    path = directory / f"probe-cache-{os.getpid()}-{threading.get_ident()}"
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    path = directory / f"probe-cache-{os.urandom(8).hex()}"
+    descriptor = open_own(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, depth)
     try:
         os.pwrite(descriptor, bytes(PAGE_BYTES), 0)
         write_through(descriptor, 0, PAGE_BYTES)
@@ -87,7 +89,7 @@ def supports_page_cache(directory: Path) -> bool:
         return is_cached(descriptor, 0, PAGE_BYTES)
     finally:
         os.close(descriptor)
-        path.unlink(missing_ok=True)
+        unlink_own(path, depth, missing_ok=True)
 
 
 def _cached_pages(descriptor: int, offset: int, size: int) -> int | None:

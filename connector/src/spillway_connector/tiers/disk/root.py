@@ -11,6 +11,15 @@ from pathlib import Path
 
 from spillway_connector.errors import RefusedReason, TierRefused, TierUnreachable, UnreachableReason
 from spillway_connector.namespace import Namespace, explain_difference
+from spillway_connector.own_files import (
+    NotOwn,
+    clear_the_place,
+    learn_owner,
+    open_to_others,
+    read_own,
+    rename_own,
+    write_new,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -19,6 +28,8 @@ LEDGER_NAME = "space.ledger"  # file layout: bytes in use
 PARTIAL_NAME = "partial"  # file layout: folder of files being written, inside each namespace folder
 TENANTS_FOLDER = "tenants"  # file layout: frames by tenant
 SLAB_FOLDER = "slab"  # slab layout: everything but the namespace documents
+_DOCUMENT_DEPTH = 2  # of namespace.json, see own_files.py
+_warned: set[Path] = set()
 _ATTEMPTS = 3  # another process's sweep may take a document that is being written for abandoned
 
 
@@ -47,6 +58,22 @@ def make_root(root: Path) -> None:
         raise TierUnreachable(
             UnreachableReason.ROOT_MISSING, missing_parent(root) or f"path: {root}: {error}"
         ) from error
+    learn_owner(root)
+    warning = access_warning(root)
+    if warning is not None and root not in _warned:
+        _warned.add(root)
+        _log.warning("%s", warning)
+
+
+def access_warning(root: Path) -> str | None:
+    """A sentence on who else may change the store in ``root``; None where only its users may. Raises OSError."""
+    others = open_to_others(root)
+    if others is None:
+        return None
+    return (
+        f"path: {root}: {others}; whoever may can remove blocks and read those of all "
+        "tenants; give the directory to the engines' user or fsGroup alone (mode 0700 or 2770)"
+    )
 
 
 def missing_parent(root: Path) -> str | None:
@@ -82,36 +109,40 @@ class NamespaceDocument:
         Raises TierRefused(NAMESPACE), OSError.
         """
         try:
-            stored = self._path.read_bytes()
+            stored = read_own(self._path, _DOCUMENT_DEPTH)
         except FileNotFoundError:
             return  # nothing was ever stored here
+        except NotOwn as foreign:
+            _log.warning("%s", foreign.strerror)
+            return  # each frame names its namespace itself
         if stored != self._ours:
             self._refuse_whole(stored)
             _log.warning(
                 "%s is damaged (%s) and cannot be replaced", self._path, explain_difference(self._ours, stored)
             )
 
-    def ensure(self, partial_name: Callable[[], Path]) -> None:
+    def ensure(self, partial_name: Callable[[], Path], partial_depth: int) -> None:
         """Make sure that the intact document is there. partial_name: a new path for the file that is written first.
 
         Raises TierRefused(NAMESPACE), OSError.
         """
         with self._lock:
             for _ in range(_ATTEMPTS):
+                clear_the_place(self._path, _DOCUMENT_DEPTH)
                 try:
-                    stored = self._path.read_bytes()
+                    stored = read_own(self._path, _DOCUMENT_DEPTH)
                 except FileNotFoundError:
-                    self._write(partial_name())
+                    self._write(partial_name(), partial_depth)
                     continue
                 if stored == self._ours:
                     return
                 self._refuse_whole(stored)
                 self._set_aside(stored)
 
-    def _write(self, partial: Path) -> None:
-        partial.write_bytes(self._ours)
+    def _write(self, partial: Path, depth: int) -> None:
+        write_new(partial, depth, self._ours)
         try:
-            os.replace(partial, self._path)
+            rename_own(partial, self._path, depth, _DOCUMENT_DEPTH)
         except FileNotFoundError:
             pass  # swept by another process: the caller tries again
 
@@ -127,7 +158,7 @@ class NamespaceDocument:
         reason = "cut" if self._ours.startswith(stored) else "changed"
         aside = self._path.with_name(f"{DOCUMENT_NAME}.{reason}")
         try:
-            os.replace(self._path, aside)
+            rename_own(self._path, aside, _DOCUMENT_DEPTH)
         except FileNotFoundError:
             return  # by another process
         self.quarantined[reason] += 1

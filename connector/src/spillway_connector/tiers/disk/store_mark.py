@@ -10,6 +10,15 @@ import os
 import re
 from pathlib import Path
 
+from spillway_connector.own_files import (
+    clear_the_place,
+    link_own,
+    read_own,
+    rename_own,
+    unlink_own,
+    write_new,
+)
+
 MARK_NAME = "store"
 _MARK = re.compile(rb"[0-9a-f]{32}")
 
@@ -35,22 +44,23 @@ class StoreMark:
 
     def _read(self) -> bytes | None:
         try:
-            raw = self._path.read_bytes()
+            clear_the_place(self._path, 1, links=2)
+            raw = read_own(self._path, 1)
         except FileNotFoundError:
             return None
         if _MARK.fullmatch(raw) is None:
-            self._path.unlink(missing_ok=True)
+            unlink_own(self._path, 1, missing_ok=True)
             return None
         return raw
 
     def _write(self) -> None:
         partial = self._path.with_name(f"{MARK_NAME}.{os.urandom(8).hex()}")
-        partial.write_bytes(os.urandom(16).hex().encode())
+        write_new(partial, 1, os.urandom(16).hex().encode())
         try:
-            os.link(partial, self._path)  # the first of several processes makes the mark
+            link_own(partial, self._path, 1)  # the first of several processes makes the mark
         except FileExistsError:
             pass
         except PermissionError:
-            os.replace(partial, self._path)  # no hard links here
+            rename_own(partial, self._path, 1)  # no hard links here
         finally:
-            partial.unlink(missing_ok=True)
+            unlink_own(partial, 1, missing_ok=True)

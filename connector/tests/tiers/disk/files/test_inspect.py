@@ -68,3 +68,24 @@ def test_a_document_is_the_one_its_folder_is_named_after() -> None:
     for wrong, word in ((None, "no document"), (b"{", "no JSON"), (b"[1]", "no JSON"), (b'{"a":1}', "another")):
         damage = StoredNamespace(NAMESPACE.digest16, wrong).damage()
         assert damage is not None and damage.reason == "document" and word in damage.sentence
+
+
+def test_what_is_no_frame_but_has_the_name_of_one_is_named_and_can_be_removed(tmp_path: Path) -> None:
+    root, victim = tmp_path / "kv", tmp_path / "victim"
+    fill(root, 3)
+    victim.write_bytes(b"the node's")
+    linked, waiting, _ = sorted(root.rglob("*.kv"))
+    linked.unlink()
+    linked.symlink_to(victim)
+    waiting.unlink()
+    os.mkfifo(waiting)
+    inspector = FileInspector(root)
+    for headers in (False, True):
+        found = {frame.place: frame for frame in inspector.frames(headers=headers)}
+        foreign = [found[str(path.relative_to(root))] for path in (linked, waiting)]
+        assert [frame.damage and frame.damage.reason for frame in foreign] == ["foreign", "foreign"]
+        assert [inspector.verify(frame) for frame in foreign] == [frame.damage for frame in foreign]
+    assert inspector.remove(foreign, only_unused=True).frames == 2
+    assert not linked.is_symlink() and not waiting.exists()
+    assert victim.read_bytes() == b"the node's"
+    inspector.close()

@@ -18,6 +18,7 @@ import pytest
 from spillway_connector.errors import RefusedReason, TierMiss, TierTimeout, TierUnreachable, UnreachableReason
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.directory_contract import DirectoryContract
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -106,6 +107,10 @@ def make_small_tier(make_tier: MakeTier) -> Callable[[int], FileTier]:
 
 
 class TestFileTier(TierContract):
+    pass
+
+
+class TestForeigners(DirectoryContract):
     pass
 
 

@@ -98,3 +98,18 @@ def test_a_million_slots_are_walked_in_bounded_memory(tmp_path: Path) -> None:
     assert walked == slots
     # A stretch of 65,536 slot numbers is the most that is held at once.
     assert max(blocks) - min(blocks) < 3 * (1 << 16)
+
+
+def test_a_link_in_the_place_of_a_chunk_is_named_and_not_written_through(tmp_path: Path) -> None:
+    root, victim = tmp_path / "kv", tmp_path / "victim"
+    fill(root, 3)
+    victim.write_bytes(b"the node's" * 10_000)
+    inspector = SlabInspector(root)
+    frames = list(inspector.frames(headers=True))
+    for chunk in root.rglob("*.slab"):
+        chunk.unlink()
+        chunk.symlink_to(victim)
+    assert {frame.damage.reason for frame in inspector.frames(headers=True) if frame.damage} == {"foreign"}
+    assert inspector.remove(frames, only_unused=False).frames == 3
+    assert victim.read_bytes() == b"the node's" * 10_000
+    inspector.close()

@@ -22,6 +22,7 @@ from spillway_connector.errors import (
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.cache_first import CacheFirst
 from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.directory_contract import DirectoryContract
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -117,6 +118,10 @@ def make_small_tier(make_tier: MakeTier) -> Callable[[int], SlabTier]:
 
 
 class TestSlabTier(TierContract):
+    pass
+
+
+class TestForeigners(DirectoryContract):
     pass
 
 

@@ -13,9 +13,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spillway_connector.errors import CorruptReason
+from spillway_connector.own_files import (
+    NotOwn,
+    is_regular,
+    kind_of,
+    open_own,
+    read_own,
+    status_of,
+    unlink_own,
+)
 from spillway_connector.tiers.disk.files.ledger import Balance, Ledger, read_balance
 from spillway_connector.tiers.disk.files.space import UNLINKS_PER_LOCK
-from spillway_connector.tiers.disk.files.tree import frames_in, key_of_path, remove_empty_parents
+from spillway_connector.tiers.disk.files.tree import FRAME_DEPTH, frames_in, key_of_path, remove_empty_parents
 from spillway_connector.tiers.disk.inspection import (
     REMOVAL_SECONDS,
     FramePayloads,
@@ -23,7 +32,7 @@ from spillway_connector.tiers.disk.inspection import (
     in_order,
     with_header,
 )
-from spillway_connector.tiers.disk.io import tier_error
+from spillway_connector.tiers.disk.io import FRAME_LINKS, tier_error
 from spillway_connector.tiers.disk.root import LEDGER_NAME, folders_in
 from spillway_connector.tiers.frame import PAGE_BYTES, FrameHeader
 from spillway_connector.tiers.inspection import CheckPayload, Damage, Gone, Removal, StoredFrame, is_namespace_name
@@ -42,7 +51,8 @@ class FileInspector:
     def __init__(self, root: Path, *, clock: Clock = time.monotonic) -> None:
         self._root = root
         self._clock = clock
-        self._ledger = Ledger(root / LEDGER_NAME, clock)  # opened, and made if it is missing, at the first removal
+        # Opened, and made if it is missing, at the first removal.
+        self._ledger = Ledger(root / LEDGER_NAME, clock, depth=1, owners_checked=False)
         self._reader = FramePayloads()
 
     def exists(self) -> bool:
@@ -51,7 +61,7 @@ class FileInspector:
     def stored_bytes(self) -> int | None:
         """The ledger's count, read without its lock; None where there is no intact ledger."""
         try:
-            balance = read_balance((self._root / LEDGER_NAME).read_bytes())
+            balance = read_balance(read_own(self._root / LEDGER_NAME, 1))
         except OSError:
             return None
         return None if balance is None else balance.resident_bytes
@@ -63,9 +73,11 @@ class FileInspector:
     def verify(self, frame: StoredFrame, check_payload: CheckPayload | None = None) -> Damage | None:
         """Raises Gone, TierError."""
         file = _file_of(frame)
+        if frame.damage is not None and frame.damage.reason == CorruptReason.FOREIGN:
+            return frame.damage
         try:
-            descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
+            descriptor = open_own(file.path, os.O_RDONLY, FRAME_DEPTH, links=FRAME_LINKS)
+        except (FileNotFoundError, NotADirectoryError, NotOwn):
             raise Gone from None
         except OSError as error:
             raise tier_error(error, f"{file.path}: opening a frame") from error
@@ -113,14 +125,14 @@ class FileInspector:
     def _unlink(self, balance: Balance | None, file: _File, only_unused: bool) -> bool:
         """False where it is missing, replaced or, if ``only_unused``, used since the walk. Under the ledger's lock."""
         try:
-            status = os.stat(file.path)
+            status = status_of(file.path, FRAME_DEPTH)
             if status.st_ino != file.inode or (only_unused and status.st_mtime_ns != file.mtime_ns):
                 return False
-            if status.st_nlink > 1:
-                os.unlink(file.path)  # also a partial file still, whose removal subtracts it
+            if status.st_nlink > 1 or not is_regular(status):
+                unlink_own(file.path, FRAME_DEPTH)  # also a partial file still, whose removal subtracts it
             else:
                 self._ledger.remove_file(balance, file.path, status)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, NotOwn):
             return False
         return True
 
@@ -134,19 +146,25 @@ class FileInspector:
                     status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
+                damage = None
+                if not is_regular(status):
+                    damage = Damage(CorruptReason.FOREIGN, f"{kind_of(status)} has the name of a frame")
                 yield StoredFrame(
                     digest,
                     status.st_size,
                     os.path.relpath(entry.path, self._root),
                     _File(entry.path, status.st_ino, status.st_mtime_ns),
                     used_s=status.st_mtime_ns / 1e9,
+                    damage=damage,
                 )
 
     def _with_header(self, frame: StoredFrame) -> StoredFrame | None:
+        if frame.damage is not None:
+            return frame
         file = _file_of(frame)
         try:
-            descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
+            descriptor = open_own(file.path, os.O_RDONLY, FRAME_DEPTH, links=FRAME_LINKS)
+        except (FileNotFoundError, NotADirectoryError, NotOwn):
             return None
         except OSError as error:
             raise tier_error(error, f"{file.path}: opening a frame") from error

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import xxhash
 
+from spillway_connector.own_files import NotOwn, status_of, unlink_own
 from spillway_connector.tiers.disk.file_lock import FileLock
 from spillway_connector.tiers.tier import Clock
 
@@ -59,11 +60,15 @@ class Balance:
 
 
 class Ledger:
-    """The file at ``path``, made when missing. One holder among all threads and processes; OSError passes through."""
+    """The file at ``path``, made when missing. One holder among all threads and processes; OSError passes through.
 
-    def __init__(self, path: Path, clock: Clock) -> None:
+    depth, owners_checked: of the file, see own_files.py. The files that it counts lie below the same root.
+    """
+
+    def __init__(self, path: Path, clock: Clock, depth: int, *, owners_checked: bool = True) -> None:
         self._folder = path.parent
-        self._lock = FileLock(path, clock)
+        self._root = path.parents[depth - 1]
+        self._lock = FileLock(path, clock, depth, owners_checked=owners_checked)
         self._descriptor = -1  # while the lock is held
 
     @contextmanager
@@ -93,7 +98,7 @@ class Ledger:
             descriptor = make()
         except BaseException:
             with suppress(OSError):
-                os.unlink(path)
+                unlink_own(path, self._depth_of(path))
             self.subtract(balance, size)
             raise
         try:
@@ -105,12 +110,13 @@ class Ledger:
 
     def remove_file(self, balance: Balance | None, path: str, status: os.stat_result) -> None:
         """Under the lock: unlink the file at ``path``, whose status this is, and subtract its bytes."""
+        depth = self._depth_of(path)
         if balance is None:
-            os.unlink(path)
+            unlink_own(path, depth)
             return
         self._write(balance, self._packed(_Note(_Change.REMOVE, path, status.st_ino, status.st_size)))
         try:
-            os.unlink(path)
+            unlink_own(path, depth)
         except BaseException:
             self.write(balance)
             raise
@@ -134,19 +140,22 @@ class Ledger:
 
     def _finish(self, balance: Balance, note: _Note) -> None:
         """Complete or undo the change of a writer that was killed, and correct the number."""
-        path = self._folder / note.path
+        path = f"{self._folder}/{note.path}"
         if note.change is _Change.MAKE:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                path.unlink()
+            with suppress(FileNotFoundError, NotADirectoryError, NotOwn):
+                unlink_own(path, self._depth_of(path))
             gone = True
         else:
             try:
-                gone = path.stat().st_ino != note.inode
-            except (FileNotFoundError, NotADirectoryError):
+                gone = status_of(path, self._depth_of(path)).st_ino != note.inode
+            except (FileNotFoundError, NotADirectoryError, NotOwn):
                 gone = True
         if gone:
             balance.resident_bytes = max(0, balance.resident_bytes - note.size)
         self.write(balance)
+
+    def _depth_of(self, path: str) -> int:
+        return path.count("/") - os.fspath(self._root).count("/")
 
     def _packed(self, note: _Note) -> bytes:
         path = os.fsencode(os.path.relpath(note.path, self._folder))
@@ -176,4 +185,7 @@ def _note_in(raw: bytes) -> _Note | None:
     end = _NOTE.size + path_bytes
     if change not in (_Change.MAKE, _Change.REMOVE) or xxhash.xxh3_64_digest(raw[:end]) != raw[end : end + 8]:
         return None
-    return _Note(_Change(change), os.fsdecode(raw[_NOTE.size : end]), inode, size)
+    path = os.fsdecode(raw[_NOTE.size : end])
+    if path.startswith("/") or ".." in path.split("/") or "\0" in path:
+        return None  # no writer of a ledger names a file outside its folder
+    return _Note(_Change(change), path, inode, size)

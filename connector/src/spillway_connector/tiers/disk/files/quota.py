@@ -20,14 +20,16 @@ from heapq import nsmallest
 from pathlib import Path
 
 from spillway_connector.errors import RefusedReason, TierRefused, TierTimeout
+from spillway_connector.own_files import NotOwn, make_folders, open_own, renew_own, status_of, unlink_own
 from spillway_connector.tiers.disk.files.ledger import Balance, Ledger
 from spillway_connector.tiers.disk.files.space import CANDIDATES_MAX, Space
-from spillway_connector.tiers.disk.files.tree import frame_path
+from spillway_connector.tiers.disk.files.tree import FRAME_DEPTH, frame_path
 from spillway_connector.tiers.disk.root import TENANTS_FOLDER
 from spillway_connector.tiers.tier import Clock, EvictionReason
 
 LEDGER_NAME = "ledger"
 TENANTS_OPEN_MAX = 256  # tenants whose ledger this process keeps open
+_MARKER_DEPTH = 4  # tenants/<tenant hex>/<namespace hex>/<key hex> below the root, see own_files.py
 UNSEEN_SECONDS = 600.0  # a marker older than this without a frame belongs to no frame that is being written
 
 
@@ -79,13 +81,14 @@ class TenantQuotas:
             held.ledger.subtract(balance, size)
 
     def _mark(self, marker: Path) -> None:
+        flags = os.O_CREAT | os.O_WRONLY
         try:
-            marker.touch(0o600)
+            descriptor = open_own(marker, flags, _MARKER_DEPTH)
         except FileNotFoundError:
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.touch(0o600)
-        now_ns = self._now_ns()
-        os.utime(marker, ns=(now_ns, now_ns))
+            make_folders(marker.parent, _MARKER_DEPTH - 1)
+            descriptor = open_own(marker, flags, _MARKER_DEPTH)
+        os.close(descriptor)
+        renew_own(marker, _MARKER_DEPTH, self._now_ns())
 
     def close(self) -> None:
         with self._lock:
@@ -98,10 +101,10 @@ class TenantQuotas:
             held = self._tenants.pop(tenant, None)
             if held is None:
                 folder = self._root / TENANTS_FOLDER / tenant.hex()
-                folder.mkdir(parents=True, exist_ok=True)
-                held = _Tenant(folder, Ledger(folder / LEDGER_NAME, self._clock))
+                make_folders(folder, 2)
+                held = _Tenant(folder, Ledger(folder / LEDGER_NAME, self._clock, depth=3))
             elif not held.folder.is_dir():  # removed by hand
-                held.folder.mkdir(parents=True, exist_ok=True)
+                make_folders(held.folder, 2)
             self._tenants[tenant] = held  # the youngest at the end
             if len(self._tenants) > TENANTS_OPEN_MAX:
                 self._tenants.pop(next(iter(self._tenants)))  # closed with the last reference to it
@@ -137,7 +140,7 @@ class TenantQuotas:
             if removed is None:
                 return  # used since it was counted
             try:
-                os.unlink(owned.marker)
+                unlink_own(owned.marker, _MARKER_DEPTH)
             except FileNotFoundError:
                 return  # another process has removed and subtracted it
             held.ledger.subtract(balance, owned.size)
@@ -154,13 +157,13 @@ class TenantQuotas:
             for marker in os.scandir(namespace.path):
                 path = frame_path(self._root / namespace.name, marker.name)
                 try:
-                    frame = os.stat(path)
+                    frame = status_of(path, FRAME_DEPTH)
                     seen_bytes += frame.st_size
                     found.append(_Owned(frame.st_mtime_ns, frame.st_size, path, marker.path))
-                except FileNotFoundError:
+                except (FileNotFoundError, NotADirectoryError, NotOwn):
                     try:
                         if abs(now_seconds - marker.stat(follow_symlinks=False).st_mtime) > UNSEEN_SECONDS:
-                            os.unlink(marker.path)
+                            unlink_own(marker.path, _MARKER_DEPTH)
                         else:
                             seen_bytes += new_frame_bytes  # probably being written
                     except FileNotFoundError:

@@ -22,9 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spillway_connector.errors import RefusedReason, TierRefused, TierTimeout
+from spillway_connector.own_files import (
+    NotOwn,
+    clear_the_place,
+    is_regular,
+    open_own,
+    renew_own,
+    status_of,
+    unlink_own,
+)
 from spillway_connector.tiers.disk.clock import FUTURE_SLACK_SECONDS
 from spillway_connector.tiers.disk.files.ledger import Balance, Ledger
-from spillway_connector.tiers.disk.files.tree import frames_in, remove_empty_parents
+from spillway_connector.tiers.disk.files.tree import FRAME_DEPTH, PARTIAL_DEPTH, frames_in, remove_empty_parents
+from spillway_connector.tiers.disk.io import FRAME_LINKS
 from spillway_connector.tiers.disk.room import FREE_FRACTION, PRESSURE_SECONDS, limit_bytes
 from spillway_connector.tiers.disk.root import LEDGER_NAME, PARTIAL_NAME, TENANTS_FOLDER, entries_in, folders_in
 from spillway_connector.tiers.tier import Clock, EvictionReason
@@ -66,7 +76,7 @@ class Space:
         self._clock = clock
         self._ttl_ns = None if ttl_seconds is None else int(ttl_seconds * 1e9)
         self._now_ns = now_ns
-        self._ledger = Ledger(root / LEDGER_NAME, clock)
+        self._ledger = Ledger(root / LEDGER_NAME, clock, depth=1)
         self._expired: deque[_Candidate] = deque()
         self._pressed_until = 0.0
         self._limit_bytes: int | None = None  # unknown before the first scan
@@ -126,14 +136,27 @@ class Space:
             self.make_room(size, deadline)
 
     def remove(self, path: str, deadline: float) -> None:
-        """Remove a file and its bytes from the ledger. OSError passes through.
+        """Remove a partial file and its bytes from the ledger. OSError passes through.
 
         A frame that is being published, or was when its writer was killed, has two names and stays.
         """
         with self._ledger.locked(deadline) as balance:
-            status = os.stat(path)
+            status = status_of(path, PARTIAL_DEPTH)
             if status.st_nlink == 1:
                 self._ledger.remove_file(balance, path, status)
+
+    def discard(self, path: str, deadline: float) -> None:
+        """Remove what has the name of a frame and is proven to be none. OSError passes through.
+
+        With a second name it is a frame whose writer was killed, and counts until that name is swept; or it is a file
+        from outside, which never counted.
+        """
+        with self._ledger.locked(deadline) as balance:
+            status = status_of(path, FRAME_DEPTH)
+            if is_regular(status) and status.st_nlink == 1:
+                self._ledger.remove_file(balance, path, status)
+            else:
+                clear_the_place(path, FRAME_DEPTH)
 
     def remove_unused(self, path: str, mtime_ns: int, reason: EvictionReason, deadline: float) -> int | None:
         """Remove a frame unless it was used since ``mtime_ns``: then None. Returns its bytes, 0 where it had gone."""
@@ -244,11 +267,11 @@ class Space:
     def _unlink_unused(self, balance: Balance | None, path: str, mtime_ns: int, reason: EvictionReason) -> int | None:
         """The bytes of a frame that was removed; 0 where it was missing, None where it was used. Under the lock."""
         try:
-            status = os.stat(path)
-            if status.st_mtime_ns != mtime_ns or status.st_nlink > 1:
+            status = status_of(path, FRAME_DEPTH)
+            if status.st_mtime_ns != mtime_ns or status.st_nlink > 1 or not is_regular(status):
                 return None  # the next scan ranks it anew
             self._ledger.remove_file(balance, path, status)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotOwn):
             return 0  # another process removed it
         self.evictions[reason] += 1
         remove_empty_parents(path)
@@ -269,8 +292,9 @@ class Space:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            partial_inodes.add(status.st_ino)
-            seen_bytes += status.st_size
+            if is_regular(status):
+                partial_inodes.add(status.st_ino)
+                seen_bytes += status.st_size
 
         def candidates() -> Iterator[_Candidate]:
             nonlocal seen_bytes
@@ -278,6 +302,8 @@ class Space:
                 try:
                     status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
+                    continue
+                if not is_regular(status):
                     continue
                 if status.st_ino not in partial_inodes:
                     seen_bytes += status.st_size
@@ -320,14 +346,14 @@ class Space:
         """
         for entry in self._partial_files():
             try:
-                descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = open_own(entry.path, os.O_RDONLY, PARTIAL_DEPTH, links=FRAME_LINKS)
             except OSError:
-                continue
+                continue  # being removed, or no file of the store
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 status = os.fstat(descriptor)
                 if status.st_nlink > 1 or entry.name.startswith(DOCUMENT_PREFIX):
-                    os.unlink(entry.path)  # its bytes are counted as a frame's, or were never counted
+                    unlink_own(entry.path, PARTIAL_DEPTH)  # its bytes are counted as a frame's, or were never counted
                 else:
                     self._ledger.remove_file(balance, entry.path, status)
             except OSError:
@@ -348,6 +374,6 @@ class Space:
 
 def _set_back(candidate: _Candidate, now_ns: int) -> None:
     try:
-        os.utime(candidate.path, ns=(now_ns, now_ns))
+        renew_own(candidate.path, FRAME_DEPTH, now_ns)
     except OSError:
         pass  # removed, or read-only

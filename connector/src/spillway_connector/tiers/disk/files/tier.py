@@ -16,6 +16,7 @@ is a miss. A file is deleted only to make room or when its bytes are proven wron
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -33,11 +34,21 @@ from spillway_connector.errors import (
     UnreachableReason,
 )
 from spillway_connector.namespace import Namespace, store_id_of
+from spillway_connector.own_files import (
+    clear_the_place,
+    is_regular,
+    link_own,
+    make_folders,
+    rename_own,
+    renew_own,
+    status_of,
+    unlink_own,
+)
 from spillway_connector.tiers.disk.clock import AgeClock
 from spillway_connector.tiers.disk.files.quota import TenantQuotas
 from spillway_connector.tiers.disk.files.space import DOCUMENT_PREFIX, Space
-from spillway_connector.tiers.disk.files.tree import frame_path
-from spillway_connector.tiers.disk.io import TRANSFERS_AT_ONCE, FrameFiles, supports_direct, tier_error
+from spillway_connector.tiers.disk.files.tree import FRAME_DEPTH, PARTIAL_DEPTH, frame_path
+from spillway_connector.tiers.disk.io import FRAME_LINKS, TRANSFERS_AT_ONCE, FrameFiles, supports_direct, tier_error
 from spillway_connector.tiers.disk.maintenance import MaintenanceThread
 from spillway_connector.tiers.disk.root import PARTIAL_NAME, NamespaceDocument, make_root
 from spillway_connector.tiers.disk.store_mark import StoreMark
@@ -142,8 +153,9 @@ class FileTier:
         for key in keys:
             self._check(deadline)
             try:
-                status = os.stat(self._path(key))
-                found.append(status.st_size == self._files.frame_bytes and status.st_mtime_ns >= oldest_ns)
+                status = os.stat(self._path(key), follow_symlinks=False)
+                whole = is_regular(status) and status.st_size == self._files.frame_bytes
+                found.append(whole and status.st_mtime_ns >= oldest_ns)
             except (FileNotFoundError, NotADirectoryError):
                 found.append(False)
             except OSError as error:
@@ -157,7 +169,7 @@ class FileTier:
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
         self._prepare_for_reading(deadline)
         try:
-            header = self._files.read(self._path(key), target, deadline, self._space.oldest_ns())
+            header = self._files.read(self._path(key), FRAME_DEPTH, target, deadline, self._space.oldest_ns())
         except (FileNotFoundError, NotADirectoryError):
             raise TierMiss from None
         except OSError as error:
@@ -172,8 +184,12 @@ class FileTier:
         self.prepare(deadline)
         path = self._path(key)
         try:
-            self._files.renew(path)
-            return StoreOutcome.PRESENT
+            status = status_of(path, FRAME_DEPTH)
+            if is_regular(status):
+                if status.st_nlink == 1:
+                    renew_own(path, FRAME_DEPTH, self._ages.now_ns())
+                return StoreOutcome.PRESENT
+            clear_the_place(path, FRAME_DEPTH, links=FRAME_LINKS)
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
@@ -204,7 +220,7 @@ class FileTier:
         self._check(deadline)
         path = self._path(key)
         try:
-            self._space.remove(path, deadline)
+            self._space.discard(path, deadline)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -227,11 +243,11 @@ class FileTier:
     def _prepare(self) -> None:
         try:
             make_root(self._root)
-            self._partial.mkdir(parents=True, exist_ok=True)
-            self._document.ensure(lambda: self._partial / f"{DOCUMENT_PREFIX}{self._unique()}")
+            make_folders(self._partial, 2)
+            self._document.ensure(lambda: self._partial / f"{DOCUMENT_PREFIX}{self._unique()}", PARTIAL_DEPTH)
             self._ages.share()
             self._mark.share()
-            self._files.direct = supports_direct(self._partial)
+            self._files.direct = supports_direct(self._partial, PARTIAL_DEPTH)
         except FileExistsError as error:
             raise TierRefused(
                 RefusedReason.OTHER, f"path: {error.filename} is a file; give a directory or remove it"
@@ -274,7 +290,8 @@ class FileTier:
     def _write_within_quota(self, path: str, header: bytes, source: memoryview, deadline: float) -> StoreOutcome:
         partial = f"{self._partial}/{self._unique()}"
         size = self._files.frame_bytes
-        descriptor = self._space.take(size, partial, lambda: self._files.create(partial, source), deadline)
+        create = functools.partial(self._files.create, partial, PARTIAL_DEPTH, source)
+        descriptor = self._space.take(size, partial, create, deadline)
         kept = False
         try:
             self._files.write(descriptor, header, source, deadline)
@@ -282,7 +299,7 @@ class FileTier:
         finally:
             try:
                 if kept:
-                    Path(partial).unlink(missing_ok=True)  # its bytes are the frame's from now on
+                    unlink_own(partial, PARTIAL_DEPTH, missing_ok=True)  # its bytes are the frame's from now on
                 else:
                     self._space.remove(partial, deadline)
             except (TierError, OSError):
@@ -322,7 +339,7 @@ def _link(partial: str, path: str) -> bool:
     """Give a finished partial file its name. False when another writer was first."""
     for attempt in range(_LINK_ATTEMPTS):
         try:
-            os.link(partial, path)
+            link_own(partial, path, PARTIAL_DEPTH, FRAME_DEPTH)
             return True
         except FileExistsError:
             return False
@@ -331,10 +348,10 @@ def _link(partial: str, path: str) -> bool:
                 raise
             # An evicting engine may remove the outer folder between makedirs' two steps: try again.
             with contextlib.suppress(FileNotFoundError):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
+                make_folders(os.path.dirname(path), FRAME_DEPTH - 1)
         except PermissionError:
             # File systems without hard links (some FUSE and SMB mounts) answer EPERM; renaming is as atomic, it only
             # cannot tell whether it replaced an equal frame.
-            os.rename(partial, path)
+            rename_own(partial, path, PARTIAL_DEPTH, FRAME_DEPTH)
             return True
     raise AssertionError("unreachable")

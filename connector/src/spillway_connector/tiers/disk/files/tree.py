@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from spillway_connector.own_files import remove_empty_folder
 from spillway_connector.tiers.disk.root import PARTIAL_NAME, entries_in, folders_in
 
 FRAME_SUFFIX = ".kv"
+FRAME_DEPTH = 4  # <namespace hex>/ab/cd/<key hex>.kv below the root, see own_files.py
+PARTIAL_DEPTH = 3  # <namespace hex>/partial/<name>
 
 
 def frame_path(namespace_folder: str | os.PathLike[str], key_hex: str) -> str:
@@ -35,9 +38,7 @@ def remove_empty_parents(path: str, levels: int = 2) -> None:
     levels: 1 for the inner one alone, which is what a writer can make again without a race.
     """
     folder = os.path.dirname(path)
-    for _ in range(levels):
-        try:
-            os.rmdir(folder)
-        except OSError:
+    for level in range(levels):
+        if not remove_empty_folder(folder, FRAME_DEPTH - 1 - level):
             return
         folder = os.path.dirname(folder)

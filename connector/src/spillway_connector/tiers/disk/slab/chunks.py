@@ -9,13 +9,15 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 
 from spillway_connector.errors import CorruptReason, TierCorrupt
+from spillway_connector.own_files import NotOwn, clear_the_place, is_regular, open_own, unlink_own
 from spillway_connector.tiers.disk.io import FrameFiles
 from spillway_connector.tiers.disk.page_cache import is_cached
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
-from spillway_connector.tiers.disk.slab.layout import PoolShape, chunk_name, parse_chunk_name
+from spillway_connector.tiers.disk.slab.layout import POOL_DEPTH, PoolShape, chunk_name, parse_chunk_name
 from spillway_connector.tiers.frame import PAGE_BYTES
 
 OPEN_FILES_MAX = 256
@@ -26,7 +28,7 @@ class _OpenFile:
     """Closed with its last reference, so that its number is not reused during a transfer."""
 
     def __init__(self, path: Path, flags: int) -> None:
-        self.descriptor = os.open(path, flags | os.O_CLOEXEC)
+        self.descriptor = open_own(path, flags, POOL_DEPTH)
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
@@ -112,24 +114,31 @@ class Chunks:
     def make(self, chunk: int, epoch: int) -> None:
         """Make a chunk's file with all its blocks allocated. Raises OSError; then there is no file."""
         path = self._folder / chunk_name(chunk, epoch)
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        descriptor = open_own(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, POOL_DEPTH)
         try:
             os.posix_fallocate(descriptor, 0, self._shape.chunk_bytes)
         except OSError:
-            path.unlink()
+            unlink_own(path, POOL_DEPTH, missing_ok=True)
             raise
         finally:
             os.close(descriptor)
 
     def unlink(self, chunk: int, epoch: int) -> None:
-        """Remove a chunk. Its space is free at once, though other processes may still have it open. Raises OSError."""
+        """Remove a chunk. Its space is free at once, though other processes may still have it open. Raises OSError.
+
+        What has its name and is no file of the store loses the name, and is not cut.
+        """
         path = self._folder / chunk_name(chunk, epoch)
+        clear_the_place(path, POOL_DEPTH)
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            descriptor = open_own(path, os.O_WRONLY, POOL_DEPTH)
         except FileNotFoundError:
             return
+        except NotOwn:  # of another user
+            unlink_own(path, POOL_DEPTH, missing_ok=True)
+            return
         try:
-            path.unlink(missing_ok=True)
+            unlink_own(path, POOL_DEPTH, missing_ok=True)
             os.ftruncate(descriptor, 0)  # a reader finds it short, and its entries removed: a miss
         finally:
             os.close(descriptor)
@@ -156,11 +165,30 @@ class Chunks:
 
 
 def chunks_on_disk(folder: Path) -> dict[int, tuple[int, int]]:
-    """Epoch and size of every chunk in ``folder``, the newest where there are two. Raises OSError."""
+    """Epoch and size of every chunk in ``folder``, the newest where there are two. Raises OSError.
+
+    What has the name of a chunk and is no file, or one with a second name, is none.
+    """
     found: dict[int, tuple[int, int]] = {}
+    for _, (chunk, epoch), status in _named_as_chunks(folder):
+        if is_regular(status) and status.st_nlink == 1 and epoch > found.get(chunk, (0, 0))[0]:
+            found[chunk] = (epoch, status.st_size)
+    return found
+
+
+def clear_foreign_chunks(folder: Path) -> None:
+    """Take away what has the name of a chunk and is none. Raises OSError."""
+    for path, _, status in _named_as_chunks(folder):
+        if not is_regular(status) or status.st_nlink > 1:
+            clear_the_place(path, POOL_DEPTH)
+
+
+def _named_as_chunks(folder: Path) -> list[tuple[Path, tuple[int, int], os.stat_result]]:
+    found = []
     with os.scandir(folder) as entries:
         for entry in entries:
             parsed = parse_chunk_name(entry.name)
-            if parsed is not None and parsed[1] > found.get(parsed[0], (0, 0))[0]:
-                found[parsed[0]] = (parsed[1], entry.stat().st_size)
+            if parsed is not None:
+                with suppress(FileNotFoundError):
+                    found.append((Path(entry.path), parsed, entry.stat(follow_symlinks=False)))
     return found

@@ -17,8 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from spillway_connector.own_files import (
+    NotOwn,
+    clear_the_place,
+    open_anew,
+    open_own,
+    rename_own,
+    unlink_own,
+)
 from spillway_connector.tiers.disk.slab.layout import (
     HEADER_FIXED_BYTES,
+    POOL_DEPTH,
     RECORD_BYTES,
     TABLE_MAGIC,
     TABLE_NAME,
@@ -31,10 +40,14 @@ _NOTHING = bytes(RECORD_BYTES)
 
 
 class HeaderTable:
-    """The table in ``folder``, opened at first use. Where there is none, every method does nothing."""
+    """The table in ``folder``, opened at first use. Where there is none, every method does nothing.
 
-    def __init__(self, folder: Path, shape: PoolShape) -> None:
+    owners_checked: see own_files.py.
+    """
+
+    def __init__(self, folder: Path, shape: PoolShape, *, owners_checked: bool = True) -> None:
         self._path = folder / TABLE_NAME
+        self._owners_checked = owners_checked
         self._shape = shape
         self._descriptor: int | None = None
 
@@ -49,20 +62,21 @@ class HeaderTable:
     def create(self) -> None:
         """Begin the table of a new index, empty and not yet under its name. Raises OSError; then there is none."""
         self.close()
-        self._path.unlink(missing_ok=True)
+        clear_the_place(self._path, POOL_DEPTH)
+        unlink_own(self._path, POOL_DEPTH, missing_ok=True)
         partial = self._path.with_name(f"{TABLE_NAME}.new")
-        self._descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._descriptor = open_anew(partial, POOL_DEPTH)
         try:
             os.ftruncate(self._descriptor, self._shape.table_bytes)
             os.pwrite(self._descriptor, self._shape.pack(TABLE_MAGIC), 0)
         except OSError:
-            partial.unlink()
+            unlink_own(partial, POOL_DEPTH, missing_ok=True)
             self.close()
             raise
 
     def publish_file(self) -> None:
         """Give a table that was begun its name. Raises OSError."""
-        os.rename(self._path.with_name(f"{TABLE_NAME}.new"), self._path)
+        rename_own(self._path.with_name(f"{TABLE_NAME}.new"), self._path, POOL_DEPTH)
 
     def grow(self, shape: PoolShape) -> None:
         """Make room for more chunks. Raises OSError."""
@@ -137,8 +151,8 @@ class HeaderTable:
         if self._descriptor is not None:
             return self._descriptor
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
+            descriptor = open_own(self._path, os.O_RDWR, POOL_DEPTH, owners_checked=self._owners_checked)
+        except (FileNotFoundError, NotOwn):
             return None
         found = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0), TABLE_MAGIC)
         ours = (self._shape.slot_bytes, self._shape.slots_per_chunk)

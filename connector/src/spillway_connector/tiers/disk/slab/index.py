@@ -17,6 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from spillway_connector.errors import RefusedReason, TierRefused
+from spillway_connector.own_files import (
+    NotOwn,
+    clear_the_place,
+    open_anew,
+    open_own,
+    rename_own,
+    unlink_own,
+)
 from spillway_connector.tiers.disk.slab.buckets import BucketTable
 from spillway_connector.tiers.disk.slab.columns import Columns
 from spillway_connector.tiers.disk.slab.fingerprint import U64, mixed, mixed_one
@@ -24,6 +32,7 @@ from spillway_connector.tiers.disk.slab.layout import (
     COLUMNS,
     HEADER_FIXED_BYTES,
     INDEX_NAME,
+    POOL_DEPTH,
     TENANT_PLACES,
     PoolShape,
 )
@@ -86,27 +95,30 @@ class SlabIndex:
     def create(cls, folder: Path, shape: PoolShape) -> SlabIndex:
         """An empty index, not yet under its name: see :meth:`publish_file`. Raises OSError (ENOSPC included)."""
         path = folder / f"{INDEX_NAME}.new"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = open_anew(path, POOL_DEPTH)
         try:
             os.posix_fallocate(descriptor, 0, shape.index_bytes)
             os.pwrite(descriptor, shape.pack(), 0)
             return cls(shape, descriptor, writable=True)
         except BaseException:
-            os.unlink(path)
+            unlink_own(path, POOL_DEPTH, missing_ok=True)
             raise
 
     @staticmethod
     def publish_file(folder: Path) -> None:
         """Put a created index in the place of the one before, for every process that opens it from now on."""
-        os.rename(folder / f"{INDEX_NAME}.new", folder / INDEX_NAME)
+        clear_the_place(folder / INDEX_NAME, POOL_DEPTH)
+        rename_own(folder / f"{INDEX_NAME}.new", folder / INDEX_NAME, POOL_DEPTH)
 
     @classmethod
-    def open(cls, folder: Path, *, writable: bool) -> SlabIndex | None:
-        """The index in ``folder``; None when there is none that this program can use. Raises OSError."""
+    def open(cls, folder: Path, *, writable: bool, owners_checked: bool = True) -> SlabIndex | None:
+        """The index in ``folder``; None when there is none that this program can use. owners_checked: see own_files.py.
+        Raises OSError."""
         path = folder / INDEX_NAME
         try:
-            descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
-        except FileNotFoundError:
+            flags = os.O_RDWR if writable else os.O_RDONLY
+            descriptor = open_own(path, flags, POOL_DEPTH, owners_checked=owners_checked)
+        except (FileNotFoundError, NotOwn):
             return None
         shape = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0))
         if shape is None or os.fstat(descriptor).st_size != shape.index_bytes:

@@ -6,6 +6,7 @@ of an index nor a failing disk is a danger to the reader.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from spillway_connector.tiers.disk.slab.layout import COLUMNS, HEADER_FIXED_BYTES, INDEX_NAME, PoolShape
+from spillway_connector.own_files import NotOwn, open_own
+from spillway_connector.tiers.disk.slab.layout import (
+    COLUMNS,
+    HEADER_FIXED_BYTES,
+    INDEX_NAME,
+    POOL_DEPTH,
+    Column,
+    PoolShape,
+)
 
 _COLUMNS = {column.name: column for column in COLUMNS}
 
@@ -32,14 +41,18 @@ class IndexReader:
     def column(self, name: str, first: int, count: int) -> npt.NDArray[np.generic]:
         """Elements of a column as they are now, shape (count,). Raises OSError."""
         column = _COLUMNS[name]
-        raw = os.pread(self._descriptor, count * column.item_bytes, self._offsets[name] + first * column.item_bytes)
-        return np.frombuffer(raw, column.dtype)
+        return np.frombuffer(self._read(column, first, count), column.dtype)
 
     def element(self, name: str, position: int = 0) -> int:
         """One element of a column as it is now. Raises OSError."""
-        item_bytes = _COLUMNS[name].item_bytes
-        raw = os.pread(self._descriptor, item_bytes, self._offsets[name] + position * item_bytes)
-        return int.from_bytes(raw, "little")
+        return int.from_bytes(self._read(_COLUMNS[name], position, 1), "little")
+
+    def _read(self, column: Column, first: int, count: int) -> bytes:
+        size = count * column.item_bytes
+        raw = os.pread(self._descriptor, size, self._offsets[column.name] + first * column.item_bytes)
+        if len(raw) < size:
+            raise OSError(errno.EIO, "the index was cut while it was read")
+        return raw
 
     def used_slots(self) -> int:
         """Slots in use, those being written included. Raises OSError."""
@@ -50,8 +63,8 @@ class IndexReader:
 def open_index(folder: Path) -> Iterator[IndexReader | None]:
     """The index of the pool in ``folder``; None where there is none that this program can use. Raises OSError."""
     try:
-        descriptor = os.open(folder / INDEX_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        descriptor = open_own(folder / INDEX_NAME, os.O_RDONLY, POOL_DEPTH)
+    except (FileNotFoundError, NotOwn):
         yield None
         return
     try:

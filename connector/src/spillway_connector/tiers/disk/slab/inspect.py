@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spillway_connector.errors import CorruptReason
+from spillway_connector.own_files import NotOwn, open_own
 from spillway_connector.tiers.disk.file_lock import FileLock
 from spillway_connector.tiers.disk.inspection import (
     REMOVAL_SECONDS,
@@ -36,7 +37,14 @@ from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespa
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.index_reader import IndexReader, open_index
-from spillway_connector.tiers.disk.slab.layout import INDEX_NAME, LOCK_NAME, chunk_name
+from spillway_connector.tiers.disk.slab.layout import (
+    INDEX_NAME,
+    LOCK_DEPTH,
+    LOCK_LINKS,
+    LOCK_NAME,
+    POOL_DEPTH,
+    chunk_name,
+)
 from spillway_connector.tiers.disk.slab.policy import LIVE
 from spillway_connector.tiers.disk.slab.space import pool_folders
 from spillway_connector.tiers.frame import PAGE_BYTES, FrameHeader
@@ -71,7 +79,8 @@ class SlabInspector:
         self._opened: dict[Path, tuple[SlabIndex, HeaderTable]] = {}
 
     def exists(self) -> bool:
-        return (self._root / SLAB_FOLDER).is_dir()
+        folder = self._root / SLAB_FOLDER
+        return folder.is_dir() and not folder.is_symlink()
 
     def notes(self) -> list[str]:
         """Indexes that cannot be used: what their slots hold cannot be listed."""
@@ -176,9 +185,11 @@ class SlabInspector:
         """None: the chunk has gone. Raises TierError."""
         place = _slot_of(frame)
         try:
-            descriptor = os.open(place.chunk_path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_own(place.chunk_path, os.O_RDONLY, POOL_DEPTH)
         except FileNotFoundError:
             return None
+        except NotOwn as foreign:
+            return Damage(CorruptReason.FOREIGN, str(foreign.strerror))
         except OSError as error:
             raise tier_error(error, f"{place.folder}: opening a chunk") from error
         try:
@@ -194,8 +205,8 @@ class SlabInspector:
     ) -> Damage | None:
         place = _slot_of(frame)
         try:
-            descriptor = os.open(place.chunk_path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+            descriptor = open_own(place.chunk_path, os.O_RDONLY, POOL_DEPTH)
+        except (FileNotFoundError, NotOwn):
             raise Gone from None
         except OSError as error:
             raise tier_error(error, f"{place.folder}: opening a chunk") from error
@@ -228,7 +239,8 @@ class SlabInspector:
 
     def _remove_in(self, folder: Path, frames: Sequence[StoredFrame], only_unused: bool) -> Removal:
         if self._lock is None:
-            self._lock = FileLock(self._root / SLAB_FOLDER / LOCK_NAME, self._clock)
+            path = self._root / SLAB_FOLDER / LOCK_NAME
+            self._lock = FileLock(path, self._clock, LOCK_DEPTH, links=LOCK_LINKS, owners_checked=False)
         removed = Removal()
         with self._lock.held(self._clock() + REMOVAL_SECONDS):
             opened = self._writable(folder)
@@ -251,8 +263,8 @@ class SlabInspector:
                 headers.clear(place.slot)
                 try:
                     _blank(place.chunk_path, place.offset)
-                except FileNotFoundError:
-                    pass  # the chunk was removed by hand, and the frame with it
+                except (FileNotFoundError, NotOwn):
+                    pass  # the chunk was removed or replaced, and the frame with it
                 removed += Removal(1, frame.stored_bytes)
             index.put("dirty", 0, 0)
         return removed
@@ -261,13 +273,13 @@ class SlabInspector:
         """The index and the header table as they are under the lock. Raises OSError."""
         opened = self._opened.get(folder)
         if opened is not None:
-            status = os.stat(folder / INDEX_NAME)
+            status = os.stat(folder / INDEX_NAME, follow_symlinks=False)
             if (status.st_dev, status.st_ino) == opened[0].identity:
                 return opened
-        index = SlabIndex.open(folder, writable=True)
+        index = SlabIndex.open(folder, writable=True, owners_checked=False)
         if index is None:
             return None
-        self._opened[folder] = index, HeaderTable(folder, index.shape)
+        self._opened[folder] = index, HeaderTable(folder, index.shape, owners_checked=False)
         return self._opened[folder]
 
     def _pools(self) -> list[Path]:
@@ -346,7 +358,7 @@ def _described(frame: StoredFrame, header: FrameHeader | Damage) -> StoredFrame:
 
 def _blank(chunk_path: str, offset: int) -> None:
     """Overwrite a slot's header page; directly, because a dirty page would stall an engine's later write. OSError."""
-    descriptor = os.open(chunk_path, os.O_WRONLY | os.O_CLOEXEC)
+    descriptor = open_own(chunk_path, os.O_WRONLY, POOL_DEPTH, owners_checked=False)
     try:
         enable_direct(descriptor)
         try:

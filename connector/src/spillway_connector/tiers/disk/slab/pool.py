@@ -18,17 +18,21 @@ import numpy as np
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierTimeout
 from spillway_connector.namespace import Namespace
+from spillway_connector.own_files import make_folders
 from spillway_connector.tiers.disk.clock import AgeClock
 from spillway_connector.tiers.disk.file_lock import FileLock
 from spillway_connector.tiers.disk.io import FrameFiles, supports_direct, tier_error
 from spillway_connector.tiers.disk.page_cache import supports_page_cache
 from spillway_connector.tiers.disk.root import DOCUMENT_NAME, SLAB_FOLDER, NamespaceDocument, make_root
-from spillway_connector.tiers.disk.slab.chunks import Chunks, chunks_on_disk
+from spillway_connector.tiers.disk.slab.chunks import Chunks, chunks_on_disk, clear_foreign_chunks
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.layout import (
     INDEX_NAME,
+    LOCK_DEPTH,
+    LOCK_LINKS,
     LOCK_NAME,
+    POOL_DEPTH,
     WRITERS_FOLDER,
     PoolShape,
     plan_shape,
@@ -75,7 +79,7 @@ class SlabPool:
         self._files = files
         self._ages = ages
         self._clock = clock
-        self._lock = FileLock(root / SLAB_FOLDER / LOCK_NAME, clock)
+        self._lock = FileLock(root / SLAB_FOLDER / LOCK_NAME, clock, LOCK_DEPTH, links=LOCK_LINKS)
         self._prepare_lock = threading.Lock()
         self._pool: Pool | None = None
         self._read_only_until = -math.inf
@@ -128,10 +132,14 @@ class SlabPool:
     def replaced(self, index: SlabIndex) -> bool:
         """Whether the index was removed, or replaced by a larger or rebuilt one. About a microsecond."""
         try:
-            status = os.stat(self._index_path)
+            status = os.stat(self._index_path, follow_symlinks=False)
         except OSError:
             return True
         return (status.st_dev, status.st_ino) != index.identity
+
+    @property
+    def suspected(self) -> bool:
+        return self._suspected
 
     def suspect(self) -> None:
         """A file that the index lists is missing: compare index and files before the next change."""
@@ -153,18 +161,19 @@ class SlabPool:
             raise TierRefused(RefusedReason.CLOSED, f"{self._root}: the tier is closed")
         try:
             make_root(self._root)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._root / SLAB_FOLDER / WRITERS_FOLDER).mkdir(exist_ok=True)
-            (self._root / self._namespace.hex).mkdir(exist_ok=True)
+            make_folders(self._folder, 2)
+            make_folders(self._root / SLAB_FOLDER / WRITERS_FOLDER, 2)
+            make_folders(self._root / self._namespace.hex, 1)
             document = self._root / self._namespace.hex / DOCUMENT_NAME
-            self.document.ensure(lambda: document.with_name(f"{DOCUMENT_NAME}.{self.lease.number:016x}"))
+            self.document.ensure(lambda: document.with_name(f"{DOCUMENT_NAME}.{os.urandom(8).hex()}"), 2)
             self._ages.share()
             self.mark.share()
             with self._lock.held(deadline):
                 self.lease.acquire()
                 self.lease.sweep()
-                self._files.direct = supports_direct(self._folder)
-                self._files.page_cache = self._page_cache and self._files.direct and supports_page_cache(self._folder)
+                self._files.direct = supports_direct(self._folder, POOL_DEPTH)
+                caches = self._page_cache and self._files.direct
+                self._files.page_cache = caches and supports_page_cache(self._folder, POOL_DEPTH)
                 pool = self._open_chunks(self._open_or_rebuild())
                 self._repair(pool)
         except FileExistsError as error:
@@ -190,6 +199,7 @@ class SlabPool:
                 f"the file system) holds no slot of {self._slot_bytes} bytes and its index; raise max_bytes or free "
                 "space",
             )
+        clear_foreign_chunks(self._folder)
         found = chunks_on_disk(self._folder)
         shape = plan_from_chunks(self._slot_bytes, found, wanted)
         while self.space.measure().left_bytes < shape.index_bytes + shape.table_bytes:
@@ -219,6 +229,7 @@ class SlabPool:
     def _repair(self, pool: Pool) -> None:
         """Make index and files agree, and release orphaned slots. Under the lock."""
         index = pool.index
+        clear_foreign_chunks(self._folder)
         found = chunks_on_disk(self._folder)
         for chunk, (epoch, _) in found.items():
             if chunk >= index.shape.chunks or int(index.chunk_epoch[chunk]) != epoch:

@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from spillway_connector.namespace import FORMAT_VERSION
+from spillway_connector.own_files import open_own
 from spillway_connector.tiers.disk.slab.chunks import chunks_on_disk
 from spillway_connector.tiers.disk.slab.fingerprint import U64, fingerprints_of_padded
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
 from spillway_connector.tiers.disk.slab.index import SlabIndex
-from spillway_connector.tiers.disk.slab.layout import PoolShape, chunk_name
+from spillway_connector.tiers.disk.slab.layout import POOL_DEPTH, PoolShape, chunk_name
 from spillway_connector.tiers.frame import HEADER_BYTES, KEY_BYTES_MAX, MAGIC, PAGE_BYTES
 
 _THREADS = 2
@@ -125,7 +126,7 @@ def _headers(path: Path, shape: PoolShape) -> npt.NDArray[np.uint8]:
     them; more threads would only contend for the GIL.
     """
     raw = np.zeros((shape.slots_per_chunk, HEADER_BYTES), np.uint8)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_own(path, os.O_RDONLY, POOL_DEPTH)
     step = shape.slot_bytes
 
     def read(first: int, last: int) -> None:

@@ -17,12 +17,21 @@ from pathlib import Path
 
 import numpy as np
 
+from spillway_connector.own_files import (
+    NotOwn,
+    clear_the_place,
+    open_anew,
+    open_own,
+    rename_own,
+    unlink_own,
+)
 from spillway_connector.plan.sessions import SessionUse
 from spillway_connector.tiers.disk.slab.columns import Columns
 from spillway_connector.tiers.disk.slab.fingerprint import U64, fingerprints
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.layout import (
     HEADER_FIXED_BYTES,
+    POOL_DEPTH,
     SESSION_COLUMNS,
     SESSIONS_MAGIC,
     SESSIONS_NAME,
@@ -41,13 +50,14 @@ OFF_SECONDS = 60  # without sessions, where their file cannot be made or changed
 def create_sessions(folder: Path, shape: PoolShape) -> None:
     """Make an empty file in the place of what is there. Under the root's lock. Raises OSError (ENOSPC included)."""
     path = folder / f"{SESSIONS_NAME}.new"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    clear_the_place(folder / SESSIONS_NAME, POOL_DEPTH)
+    descriptor = open_anew(path, POOL_DEPTH)
     try:
         os.posix_fallocate(descriptor, 0, shape.sessions_bytes)
         os.pwrite(descriptor, shape.pack(SESSIONS_MAGIC), 0)
-        os.rename(path, folder / SESSIONS_NAME)
+        rename_own(path, folder / SESSIONS_NAME, POOL_DEPTH)
     except BaseException:
-        os.unlink(path)
+        unlink_own(path, POOL_DEPTH)
         raise
     finally:
         os.close(descriptor)
@@ -55,15 +65,16 @@ def create_sessions(folder: Path, shape: PoolShape) -> None:
 
 def remove_sessions(folder: Path) -> None:
     """For an index whose slots were numbered anew. Raises OSError."""
-    (folder / SESSIONS_NAME).unlink(missing_ok=True)
+    clear_the_place(folder / SESSIONS_NAME, POOL_DEPTH)
+    unlink_own(folder / SESSIONS_NAME, POOL_DEPTH, missing_ok=True)
 
 
 def open_sessions(folder: Path, index: SlabIndex) -> SessionOrder | None:
     """What sessions say of the entries of ``index``; None where there is no file that fits it. Raises OSError."""
     shape = index.shape
     try:
-        descriptor = os.open(folder / SESSIONS_NAME, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+        descriptor = open_own(folder / SESSIONS_NAME, os.O_RDWR, POOL_DEPTH)
+    except (FileNotFoundError, NotOwn):
         return None
     found = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0), SESSIONS_MAGIC)
     if found != shape or os.fstat(descriptor).st_size != shape.sessions_bytes:
@@ -171,7 +182,7 @@ class PoolSessions:
 
     def _identity(self) -> tuple[int, int] | None:
         try:
-            status = os.stat(self._path)
+            status = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
             return None
         return status.st_dev, status.st_ino

@@ -55,7 +55,7 @@ def measure_room(root: Path, max_bytes: int | None) -> Room:
     for folder, _, names in os.walk(root):
         for name in names:
             try:
-                taken += os.stat(os.path.join(folder, name)).st_size
+                taken += os.stat(os.path.join(folder, name), follow_symlinks=False).st_size
             except FileNotFoundError:
                 continue
     return Room(limit_bytes(root, taken, max_bytes), taken)
@@ -64,7 +64,11 @@ def measure_room(root: Path, max_bytes: int | None) -> Room:
 def pool_folders(root: Path) -> list[Path]:
     """The folders of all pools of a root. Raises OSError."""
     with os.scandir(root / SLAB_FOLDER) as entries:
-        return [Path(entry.path) for entry in entries if entry.name.isdigit() and entry.is_dir()]
+        return [Path(entry.path) for entry in entries if _is_pool(entry)]
+
+
+def _is_pool(entry: os.DirEntry[str]) -> bool:
+    return entry.name.isdigit() and entry.is_dir(follow_symlinks=False)
 
 
 def resident_bytes(root: Path) -> int:

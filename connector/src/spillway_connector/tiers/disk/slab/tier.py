@@ -41,6 +41,7 @@ from spillway_connector.errors import (
     UnreachableReason,
 )
 from spillway_connector.namespace import Namespace, store_id_of
+from spillway_connector.own_files import NotOwn
 from spillway_connector.plan.sessions import SessionUse
 from spillway_connector.tiers.disk.clock import AgeClock
 from spillway_connector.tiers.disk.io import TRANSFERS_AT_ONCE, FrameFiles, tier_error
@@ -212,9 +213,9 @@ class SlabTier:
             if self._changed_hands(entry):
                 raise TierMiss("the entry was evicted while it was read") from None
             raise
-        except FileNotFoundError:
+        except (FileNotFoundError, NotOwn) as gone:
             self._pool.suspect()
-            raise TierMiss("the chunk has been dropped") from None
+            raise TierMiss(f"the chunk has been dropped, or replaced: {gone.strerror}") from None
         except OSError as error:
             raise tier_error(error, f"{self._folder}: reading a frame") from error
         self._note_hit(entry)
@@ -295,7 +296,8 @@ class SlabTier:
         try:
             fingerprint = fingerprint_of(key, self._pair)
             slot = pool.index.find_one(fingerprint)
-            if slot >= 0 and pool.index.state[slot] == LIVE and not self._claims.expired(pool.index, slot):
+            live = slot >= 0 and pool.index.state[slot] == LIVE and not self._pool.suspected
+            if live and not self._claims.expired(pool.index, slot):
                 pool.index.note_hit(slot, self._now_s())
                 return StoreOutcome.PRESENT
             header = build_header(
@@ -313,11 +315,11 @@ class SlabTier:
             return claim
         try:
             claim.pool.chunks.write(claim.slot, claim.epoch, header, source, deadline)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotOwn) as error:
             self._pool.suspect()
             self._claims.give_up(claim, deadline)
             raise TierUnreachable(
-                UnreachableReason.ROOT_MISSING, f"{self._folder}: a chunk was removed while in use"
+                UnreachableReason.ROOT_MISSING, f"{self._folder}: a chunk was removed while in use: {error.strerror}"
             ) from error
         except OSError as error:
             self._claims.give_up(claim, deadline)

@@ -9,6 +9,10 @@ import fcntl
 import os
 from pathlib import Path
 
+from spillway_connector.own_files import clear_the_place, open_own, unlink_own
+
+_DEPTH = 3  # slab/writers/<number> below the root, see own_files.py
+
 
 class WriterLease:
     """The lease of one writer: the file ``folder/<number in hex>``, locked from :meth:`acquire` to :meth:`release`.
@@ -25,15 +29,18 @@ class WriterLease:
     def acquire(self) -> None:
         """Make and lock the file, anew if need be. Under the root's lock. Raises OSError."""
         self.release()
-        self._descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        clear_the_place(self._path, _DEPTH)
+        self._descriptor = open_own(self._path, os.O_CREAT | os.O_RDWR, _DEPTH)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def release(self) -> None:
         """Remove and unlock the file. Raises OSError."""
         if self._descriptor is not None:
-            self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = None
+            try:
+                unlink_own(self._path, _DEPTH, missing_ok=True)
+            finally:
+                os.close(self._descriptor)
+                self._descriptor = None
 
     def is_held(self, number: int) -> bool:
         """Whether the writer of that number still runs. The file of one that does not is removed."""
@@ -41,14 +48,15 @@ class WriterLease:
             return True
         path = self._folder / f"{number:016x}"
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            clear_the_place(path, _DEPTH)
+            descriptor = open_own(path, os.O_RDONLY, _DEPTH)
         except FileNotFoundError:
             return False
         except OSError:
             return True  # not known, for example for want of descriptors: its slots stay claimed
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
+            unlink_own(path, _DEPTH, missing_ok=True)
             return False
         except BlockingIOError:
             return True
