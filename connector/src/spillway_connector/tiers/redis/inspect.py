@@ -25,7 +25,7 @@ from spillway_connector.tiers.frame import (
 from spillway_connector.tiers.redis.blocks import Head, StoredBlock, from_commit, read_head, with_first
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint
-from spillway_connector.tiers.redis.client.errors import ProtocolError, Reply, WrongType
+from spillway_connector.tiers.redis.client.errors import ProtocolError, Reply, WrongType, shown
 from spillway_connector.tiers.redis.client.router import RedisRouter
 from spillway_connector.tiers.redis.info import used_memory_bytes
 from spillway_connector.tiers.redis.names import KEY_PREFIX, RedisName, RedisNames, parse_name
@@ -309,7 +309,7 @@ class RedisInspector:
         if not isinstance(length, int) or length < HEADER_BYTES:
             if length == 0:
                 raise TierMiss
-            raise TierCorrupt(CorruptReason.SHORT, f"{name.decode()}: {length!r:.32} bytes")
+            raise TierCorrupt(CorruptReason.SHORT, f"{name.decode()}: {shown(length)} bytes")
         value = memoryview(bytearray(length))
 
         def receive(connection: RedisConnection, deadline: float) -> None:
@@ -333,4 +333,4 @@ def _batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
 
 
 def _unexpected(connection: RedisConnection, command: str, reply: Reply) -> TierRefused:
-    return ProtocolError(f"{connection.endpoint}: {command} was answered with {reply!r:.64}")
+    return ProtocolError(f"{connection.endpoint}: {command} was answered with {shown(reply)}")

@@ -28,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from spillway_connector.errors import ConfigError
-from spillway_connector.tiers.redis.client.errors import ProtocolError, Reply
+from spillway_connector.tiers.redis.client.errors import ProtocolError, Reply, shown
 from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.tier import NO_TENANT, Clock, WallClock
 
@@ -96,7 +96,7 @@ class TenantQuotas:
         """The keys of the blocks to evict before ``key`` is written; from the replies to :meth:`count`."""
         held, oldest = replies[1:3] if self._ttl_ms is None else replies[2:4]
         if not isinstance(held, int) or not isinstance(oldest, list):
-            raise ProtocolError(f"ZCARD and ZRANGE were answered with {held!r:.32} and {oldest!r:.32}")
+            raise ProtocolError(f"ZCARD and ZRANGE were answered with {shown(held)} and {shown(oldest)}")
         excess = min(held - self._blocks_max, VICTIMS_MAX)
         if excess <= 0:
             return []

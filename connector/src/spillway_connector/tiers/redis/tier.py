@@ -32,7 +32,7 @@ from spillway_connector.tiers.frame import (
 from spillway_connector.tiers.lease import Lease, Owned, Span, taken_back
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint, Topology
-from spillway_connector.tiers.redis.client.errors import ProtocolError, Redirected, Reply, WrongType, accepted
+from spillway_connector.tiers.redis.client.errors import ProtocolError, Redirected, Reply, WrongType, accepted, shown
 from spillway_connector.tiers.redis.client.router import RedisRouter
 from spillway_connector.tiers.redis.client.value_path import encode_set
 from spillway_connector.tiers.redis.info import used_memory_bytes
@@ -288,7 +288,7 @@ class RedisTier:
                 if written == b"OK":
                     return ours
                 if written is not None:
-                    raise ProtocolError(f"{self._endpoint}: SET was answered with {written!r:.64}")
+                    raise ProtocolError(f"{self._endpoint}: SET was answered with {shown(written)}")
             except (Redirected, ProtocolError):
                 raise
             except TierRefused:
@@ -350,7 +350,7 @@ class RedisTier:
             reply = connection.send_value([head + header, payload, tail], deadline)
             if reply == b"OK" or (reply is None and only_if_absent):
                 return reply is not None
-            raise ProtocolError(f"{connection.endpoint}: SET was answered with {reply!r:.64}")
+            raise ProtocolError(f"{connection.endpoint}: SET was answered with {shown(reply)}")
 
         return self._router.run(name, send, deadline)
 
@@ -404,7 +404,7 @@ class RedisTier:
 
     def _integer(self, reply: Reply) -> int:
         if not isinstance(reply, int):
-            raise ProtocolError(f"{self._endpoint}: an integer was expected, not {reply!r:.64}")
+            raise ProtocolError(f"{self._endpoint}: an integer was expected, not {shown(reply)}")
         return reply
 
 

@@ -13,7 +13,7 @@ from redis._parsers import _RESP2Parser
 from redis.connection import SSLConnection
 from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
+from redis.exceptions import InvalidResponse, ResponseError
 from redis.sentinel import SentinelManagedConnection
 
 from spillway_connector.errors import TierError, TierRefused, TierTimeout, TierUnreachable, UnreachableReason
@@ -26,10 +26,17 @@ from spillway_connector.tiers.redis.client.value_path import ValueConnection
 from spillway_connector.tiers.tier import Clock
 
 RESP_VERSION = 2  # the documented users may not send HELLO
+NESTED_MAX = 8  # no reply to a command that is sent here is nested deeper than CLUSTER SLOTS, 4
+_ALERT = "\\x15\\x03"  # how a message shows the first bytes of a TLS alert
+
+
+_NO_TLS = "if the server speaks no TLS here, the URL begins with redis://"
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_MESSAGE")
 
 
 class _Parser(_RESP2Parser):
     """Returns all error replies; redis-py's raises those that it counts as connection errors, and keeps their bytes.
+    Bounds how deep a reply is nested.
 
     Not on hiredis, which allocates as many items as an array claims to have: "*4000000000" takes 23 s.
     """
@@ -39,6 +46,16 @@ class _Parser(_RESP2Parser):
         for code, kind in _RESP2Parser.EXCEPTION_CLASSES.items()
         if isinstance(kind, type) and not issubclass(kind, RedisConnectionError)
     }
+    _depth = 0
+
+    def _read_response(self, *args: Any, **options: Any) -> Any:
+        if self._depth >= NESTED_MAX:
+            raise InvalidResponse(f"a reply nested deeper than {NESTED_MAX}")
+        self._depth += 1
+        try:
+            return super()._read_response(*args, **options)
+        finally:
+            self._depth -= 1
 
 
 class RedisConnection(ValueConnection):
@@ -85,7 +102,10 @@ class RedisConnection(ValueConnection):
                 SYSTEM.avoid(*self._dialed)
             if isinstance(error, TierError):
                 raise
-            raise tier_error(self.endpoint, error) from error
+            failure = tier_error(self.endpoint, error)
+            if not self.endpoint.tls and (_ALERT in str(failure) or failure.reason == UnreachableReason.DISCONNECTED):
+                failure.args = (f"{failure}; if the server speaks TLS here, the URL begins with rediss://",)
+            raise failure from error
         if self._dialed is not None:
             SYSTEM.prefer(*self._dialed)
 
@@ -163,10 +183,14 @@ class _Encrypted(SSLConnection):
             sock.encrypt(context, self.host)
             return sock
         except TimeoutError as error:
-            raise TierTimeout(f"{self.endpoint}: no connection before the deadline") from error
+            raise TierTimeout(
+                f"{self.endpoint}: the server did not answer the TLS handshake before the deadline; {_NO_TLS}"
+            ) from error
         except OSError as error:  # a file of ours, the peer's answer, or a peer that speaks no TLS
             sock.close()
             cause = f"TLS: {error}"
+            if isinstance(error, ConnectionError | ssl.SSLEOFError) or getattr(error, "reason", "") in _NOT_TLS:
+                cause += f"; {_NO_TLS}"
             if isinstance(error, ssl.SSLCertVerificationError):
                 authorities = self.ca_certs or "those of the system"
                 cause = (

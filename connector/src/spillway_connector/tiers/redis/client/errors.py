@@ -20,6 +20,7 @@ from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoin
 Reply = Any
 """What redis-py makes of one reply: bytes, int, float, bool, None, or a list or dict of these."""
 
+_TEXT_MAX = 300  # characters of a server's error reply that are kept
 _REFUSALS = {
     "OOM": RefusedReason.OUT_OF_MEMORY,
     "READONLY": RefusedReason.READ_ONLY,
@@ -37,6 +38,17 @@ _REFUSALS = {
     "CLUSTERDOWN": RefusedReason.MOVED,
     "CROSSSLOT": RefusedReason.MOVED,
 }
+
+
+def shown(reply: Reply) -> str:
+    """A reply for a message: its beginning, or its type. The repr of a nested one would recurse, of a huge one grow."""
+    if isinstance(reply, bytes | str):
+        return repr(reply[:64])
+    if isinstance(reply, int) and reply.bit_length() > 64:
+        return f"an integer of {reply.bit_length()} bits"
+    if reply is None or isinstance(reply, int | float):
+        return repr(reply)
+    return type(reply).__name__
 
 
 class ProtocolError(TierRefused):
@@ -76,7 +88,7 @@ def accepted(reply: Reply | TierError) -> Reply:
 def refusal(endpoint: RedisEndpoint, error: exceptions.ResponseError) -> TierRefused:
     """The tier error for an error reply of the server at ``endpoint``."""
     code = error.status_code  # redis-py takes a code that it has a class for out of the message
-    text = str(error) if code is None else f"{code} {error}"
+    text = (str(error) if code is None else f"{code} {error}")[:_TEXT_MAX]
     code = text.partition(" ")[0] if code is None else code
     message = f"{endpoint}: {text}"
     if isinstance(error, exceptions.AskError) and 0 < error.port < 1 << 16 and error.slot_id >= 0:
@@ -89,7 +101,8 @@ def refusal(endpoint: RedisEndpoint, error: exceptions.ResponseError) -> TierRef
 
 
 def tier_error(endpoint: RedisEndpoint, error: Exception) -> TierError:
-    """The tier error for what redis-py, a socket or the parser raised. Any other exception is raised as it is."""
+    """The tier error for what redis-py, a socket or the parser raised. Whatever else a reply makes them raise is the
+    peer's, too: one type of error leaves a tier."""
     if isinstance(error, exceptions.ResponseError):
         return refusal(endpoint, error)
     if isinstance(error, TimeoutError | exceptions.TimeoutError):
@@ -101,4 +114,4 @@ def tier_error(endpoint: RedisEndpoint, error: Exception) -> TierError:
     if isinstance(error, OSError):
         reason = UnreachableReason.TLS if isinstance(error, ssl.SSLError) else UnreachableReason.DISCONNECTED
         return TierUnreachable(reason, f"{endpoint}: {error.strerror or error}")
-    raise error
+    return ProtocolError(f"{endpoint}: a reply that cannot be used: {type(error).__name__}: {str(error)[:_TEXT_MAX]}")

@@ -21,7 +21,7 @@ from spillway_connector.errors import RefusedReason, TierError, TierRefused, Tie
 from spillway_connector.tiers.redis.client.deadline_socket import connect_by, connect_deadline
 from spillway_connector.tiers.redis.client.discovery import Discovery, first_answer
 from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint, Topology
-from spillway_connector.tiers.redis.client.errors import ProtocolError, Redirected, Reply
+from spillway_connector.tiers.redis.client.errors import ProtocolError, Redirected, Reply, shown
 from spillway_connector.tiers.redis.client.pool import RedisPool, SentinelPool, closed
 from spillway_connector.tiers.tier import Clock
 
@@ -195,7 +195,7 @@ class SentinelMap(_DiscoveredMap[Address]):
                     RefusedReason.OTHER,
                     f"{self._endpoint}: the sentinel {address} watches no service {self._endpoint.service!r}",
                 )
-        raise ProtocolError(f"{self._endpoint}: the sentinel {address} answered {reply!r:.64}")
+        raise ProtocolError(f"{self._endpoint}: the sentinel {address} answered {shown(reply)}")
 
 
 class ClusterMap(_DiscoveredMap[list[Address | None]]):
@@ -256,7 +256,7 @@ def parse_slots(reply: Reply, asked: Address) -> list[Address | None]:
                 name = "" if host in (None, b"?") else host.decode("utf-8", "replace")
                 slots[first : last + 1] = [Address(name or asked.host, port)] * (last - first + 1)
             case _:
-                raise ProtocolError(f"{asked}: CLUSTER SLOTS has an entry {entry!r:.100}")
+                raise ProtocolError(f"{asked}: CLUSTER SLOTS has an entry {shown(entry)}")
     if not any(slots):
         raise TierRefused(RefusedReason.MOVED, f"{asked}: the cluster has no slots assigned")
     return slots

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from hiredis import pack_command
 from redis.connection import Connection
-from redis.exceptions import InvalidResponse, ResponseError
+from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
 from spillway_connector.errors import (
     CorruptReason,
@@ -146,8 +146,10 @@ class ValueConnection(Connection):
         while len(replies) < count:
             try:
                 reply = read()
-            except (ValueError, TypeError, RecursionError, MemoryError) as error:
-                raise InvalidResponse(f"a reply that cannot be parsed: {error!r:.100}") from error
+            except (RedisError, OSError, TierError):
+                raise
+            except Exception as error:  # whatever a parser makes of a reply that no server sends
+                raise InvalidResponse(f"a reply that cannot be parsed: {type(error).__name__}") from error
             replies.append(refusal(self.endpoint, reply) if isinstance(reply, ResponseError) else reply)
         return replies
 
