@@ -161,6 +161,29 @@ class HangingTier(TierWrapper):
         self._released.clear()
 
 
+class StuckKeysTier(HangingTier):
+    """Loads and look-ups of some keys never come back, like a file on a disk that fails; all others work."""
+
+    def __init__(self, tier: Tier, stuck: Collection[bytes]) -> None:
+        super().__init__(tier, ())
+        self.stuck = set(stuck)
+
+    def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        if key in self.stuck:
+            self.before(Operation.LOAD)
+        super().load(key, target, deadline)
+
+    def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        if self.stuck.intersection(keys):
+            self.before(Operation.LOOKUP)
+        return super().contains(keys, deadline)
+
+    def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        if key in self.stuck:
+            self.before(Operation.STORE)
+        return super().store(key, source, deadline, tenant)
+
+
 class FlakyTier(TierWrapper):
     """A share of the chosen operations fails with ``make_error()``."""
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,11 @@ from enum import Enum
 from itertools import compress, islice, repeat
 from typing import NamedTuple, cast
 
-from spillway_connector.errors import RefusedReason, TierError, TierRefused, UnreachableReason, without_frames
+from spillway_connector.errors import TierError, UnreachableReason, without_frames
 from spillway_connector.plan.prefix_memo import ChangeLog, PresenceIndex
 from spillway_connector.tiers.tier import Clock, Tier
 from spillway_connector.transfer.breaker import Breaker
+from spillway_connector.transfer.calling_thread import Call, CallingThread, unexpected
 from spillway_connector.transfer.stats import LookupOutcome, Operation, TierCounters
 
 _log = logging.getLogger(__name__)
@@ -154,8 +154,7 @@ class TierLookups:
         self._questions: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._answers: deque[tuple[_Batch, list[list[bool]] | TierError]] = deque()  # by page
         self._problem = ""
-        self._thread = threading.Thread(target=self._answer, name=f"spillway-{tier.name}-lookup", daemon=True)
-        self._thread.start()
+        self._thread = CallingThread(f"spillway-{tier.name}-lookup", self._answer)
 
     @property
     def has_work(self) -> bool:
@@ -310,6 +309,7 @@ class TierLookups:
         if not self._lookup_breaker.allow():
             self._to_take_in.extend(_Answer(page, None, now) for page in pages)
             return
+        self._thread.replace_if_stuck(now)
         batch = _Batch(pages, now + self._timeout_seconds)
         self._batches[batch] = None
         self._questions.put(batch)
@@ -378,11 +378,11 @@ class TierLookups:
         self._counters.count_lookup(outcome)
         return Answers([Lookup.MISS], math.inf)
 
-    def _answer(self) -> None:
+    def _answer(self, call: Call) -> None:
         """The lookup thread."""
-        self._read_size(START_SECONDS)
+        self._read_size(call, START_SECONDS)
         resident_due = self._clock() + RESIDENT_SECONDS
-        while True:
+        while not call.lost:
             try:
                 batch = self._questions.get(timeout=RESIDENT_SECONDS)
             except queue.Empty:
@@ -390,18 +390,18 @@ class TierLookups:
             else:
                 if batch is None:
                     return
-                answer = self._answer_to(batch)
+                answer = self._answer_to(call, batch)
                 batch.answered_at = self._clock()
                 self._answers.append((batch, answer))
                 self._progress()
             if self._clock() >= resident_due and self._lookup_breaker.would_allow():
                 resident_due = self._clock() + RESIDENT_SECONDS
-                self._read_size(self._timeout_seconds)
+                self._read_size(call, self._timeout_seconds)
 
-    def _read_size(self, timeout_seconds: float) -> None:
+    def _read_size(self, call: Call, timeout_seconds: float) -> None:
         """Ask the tier how much it holds, which also checks that it can be used, from the start on."""
         try:
-            deadline = self._clock() + timeout_seconds
+            deadline = call.deadline = self._clock() + timeout_seconds
             self._tier.prepare(deadline)
             self.resident_bytes = self._tier.resident_bytes(deadline)
             ready, problem = True, ""
@@ -409,15 +409,19 @@ class TierLookups:
             ready, problem = False, str(error)
         except Exception as error:  # a defect of a tier must not cost the thread
             ready, problem = False, str(unexpected(error))
+        call.deadline = None
+        if call.lost:
+            return
         if problem and problem != self._problem:
             _log.error("Shared tier %s cannot be used; the engine serves without it: %s", self._tier.name, problem)
         elif ready and self._problem:
             _log.warning("Shared tier %s can be used again", self._tier.name)
         self.ready, self._problem = ready, problem
 
-    def _answer_to(self, batch: _Batch) -> list[list[bool]] | TierError:
+    def _answer_to(self, call: Call, batch: _Batch) -> list[list[bool]] | TierError:
         # Joined and split in this thread: for 65,536 keys that alone takes a millisecond.
         keys = [key for page in batch.pages for key in page.keys]
+        call.deadline = batch.deadline
         try:
             found = iter(self._tier.contains(keys, batch.deadline))
             return [list(islice(found, len(page.keys))) for page in batch.pages]
@@ -425,6 +429,8 @@ class TierLookups:
             return without_frames(error)
         except Exception as error:  # a defect of a tier must cost a miss, not the thread
             return without_frames(unexpected(error))
+        finally:
+            call.deadline = None
 
 
 def _unknown(keys: Sequence[bytes], expiries: list[float | None], now: float) -> Sequence[bytes]:
@@ -440,10 +446,3 @@ def _unknown(keys: Sequence[bytes], expiries: list[float | None], now: float) ->
         elif expiry < 0:
             break
     return unknown
-
-
-def unexpected(error: Exception) -> TierError:
-    """For a tier that broke its contract: a refusal, which counts for the breaker, with the exception as its cause."""
-    failure = TierRefused(RefusedReason.OTHER, f"the tier raised {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure

@@ -12,6 +12,7 @@ does not: 24 ms for 1 GB), so these threads do not hold up the scheduler.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -34,10 +35,13 @@ from spillway_connector.errors import (
 from spillway_connector.tiers.buffers import transfer_buffer
 from spillway_connector.tiers.tier import BlockInMemory, Clock, LeasingTier, SessionTier, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import Breaker
+from spillway_connector.transfer.calling_thread import STUCK_SECONDS, unexpected
 from spillway_connector.transfer.jobs import Settled, TransferItem, TransferJob
-from spillway_connector.transfer.lookups import unexpected
 from spillway_connector.transfer.stats import Operation, SkipReason
 
+_log = logging.getLogger(__name__)
+
+LOST_THREADS_MAX = 4  # lost at a time, in multiples of the threads; each keeps a bounce buffer until its call ends
 FAIR_SHARE = 0.5  # of a job's time: where the tier had less for an item, this process may have caused the timeout
 DISCARD_SECONDS = 1.0  # for removing an entry that was proven corrupt
 _LEFT = {StoreOutcome.PENDING: SkipReason.PENDING, StoreOutcome.NOT_ADMITTED: SkipReason.ADMISSION}
@@ -51,6 +55,19 @@ class LateEnd(NamedTuple):
     error: TierError | None
     seconds: float
     left: SkipReason | None = None
+
+
+class _Worker:
+    """item: which this thread moves now. slot: whether it holds one of the slots of stores. lost: another thread has
+    taken its place, and it ends with its call. Written under Movers' lock."""
+
+    __slots__ = ("item", "lost", "slot", "thread")
+
+    def __init__(self) -> None:
+        self.item: TransferItem | None = None
+        self.slot = False
+        self.lost = False
+        self.thread: threading.Thread | None = None
 
 
 class _RowLease:
@@ -77,7 +94,10 @@ class _RowLease:
 
 
 class Movers:
-    """At most ``threads`` workers for one tier. ``rows`` are the CPU tier's bytes, row i at ``i * row_bytes``."""
+    """At most ``threads`` workers for one tier. ``rows`` are the CPU tier's bytes, row i at ``i * row_bytes``.
+
+    A worker whose call does not end (a hung NFS) is replaced STUCK_SECONDS after its job's deadline.
+    """
 
     def __init__(
         self,
@@ -115,19 +135,55 @@ class Movers:
         self._jobs: dict[Operation, deque[TransferJob]] = {Operation.LOAD: deque(), Operation.STORE: deque()}
         self._pick = threading.Lock()
         self._store_slots = threading.Semaphore(max(1, threads - 1))
-        self._workers = [
-            threading.Thread(target=self._work, name=f"spillway-{tier.name}-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._threads = threads
+        self._started = 0
+        self._workers: list[_Worker] = []
+        for _ in range(threads):
+            self._start_worker()
 
     # --- scheduler thread -------------------------------------------------------------------------------------------
 
     def submit(self, job: TransferJob) -> None:
         """Queue the job's items, in order. Constant cost."""
+        self.replace_stuck()
         self._jobs[job.operation].append(job)
         self._wake_one()
+
+    def replace_stuck(self) -> None:
+        """Start a thread for each one that has not come back long after its job's deadline."""
+        now = self._clock()
+        with self._pick:
+            stuck = [
+                worker
+                for worker in self._workers
+                if not worker.lost and worker.item is not None and now >= worker.item.job.deadline + STUCK_SECONDS
+            ]
+            room = LOST_THREADS_MAX * self._threads - sum(worker.lost for worker in self._workers)
+            stuck = stuck[: max(0, room)]
+            for worker in stuck:
+                worker.lost = True
+                if worker.slot:
+                    worker.slot = False
+                    self._store_slots.release()
+        for _ in stuck:
+            self._start_worker()
+        if stuck:
+            _log.warning(
+                "%s: %d I/O threads have not come back %g s after their deadlines; others take their place",
+                self._tier.name,
+                len(stuck),
+                STUCK_SECONDS,
+            )
+            self._tokens.put(None)  # one that was meant for them may be lost
+
+    def _start_worker(self) -> None:
+        worker = _Worker()
+        name = f"spillway-{self._tier.name}-{self._started}"
+        self._started += 1
+        worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
+        with self._pick:
+            self._workers.append(worker)
+        worker.thread.start()
 
     def _wake_one(self) -> None:
         """Wake a worker, unless a token is still in the queue."""
@@ -163,46 +219,56 @@ class Movers:
         A thread that is still stuck holds its own bounce buffer at most; its job is void, so it never touches a row.
         """
         until = time.monotonic() + timeout_seconds
-        for worker in self._workers:
-            worker.join(max(0.0, until - time.monotonic()))
+        for worker in list(self._workers):
+            if worker.thread is not None:
+                worker.thread.join(max(0.0, until - time.monotonic()))
         self._rows = None
 
     # --- worker threads ---------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _work(self, worker: _Worker) -> None:
         bounce = transfer_buffer(self._payload_bytes) if self._leasing is None else memoryview(bytearray())
         while True:
             self._tokens.get()
-            while not self._stopping:
-                load = self._next(Operation.LOAD)
+            while not self._stopping and not worker.lost:
+                load = self._next(Operation.LOAD, worker)
                 if load is not None:
                     self._run(load, bounce)
-                elif not self._run_store(bounce):
+                elif not self._run_store(worker, bounce):
                     break
-            if self._stopping:
+            with self._pick:
+                worker.item = None
+                if worker.lost:
+                    self._workers.remove(worker)
+            if self._stopping or worker.lost:
                 return
 
-    def _run_store(self, bounce: memoryview) -> bool:
+    def _run_store(self, worker: _Worker, bounce: memoryview) -> bool:
         """False when there is no store, or enough threads are storing: the worker that ends one takes the next."""
         if not self._jobs[Operation.STORE] or not self._store_slots.acquire(blocking=False):
             return False
+        worker.slot = True
         try:
-            store = self._next(Operation.STORE)
+            store = self._next(Operation.STORE, worker)
             if store is not None:
                 self._run(store, bounce)
         finally:
-            self._store_slots.release()
+            with self._pick:
+                held, worker.slot, worker.item = worker.slot, False, None
+            if held:
+                self._store_slots.release()
         if self._jobs[Operation.LOAD] and self._jobs[Operation.STORE]:
             self._wake_one()  # a load will keep this thread from the stores
         return store is not None
 
-    def _next(self, operation: Operation) -> TransferItem | None:
+    def _next(self, operation: Operation, worker: _Worker) -> TransferItem | None:
         jobs = self._jobs[operation]
         if not jobs:
+            worker.item = None
             return None
         with self._pick:
             while jobs:
-                item = jobs[0].take(self._clock())
+                item = worker.item = jobs[0].take(self._clock())
                 if item is not None:
                     self._wake_one()
                     return item

@@ -6,11 +6,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from spillway_connector.errors import TierTimeout
+from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.tier_contract import PAYLOAD_BYTES, payload_of, soon
 from spillway_connector.tiers.disk import io as disk_io
 from spillway_connector.tiers.disk.io import FrameFiles
@@ -115,3 +117,23 @@ def test_a_transfer_without_a_turn_by_the_deadline_fails_and_blocks_no_other(dis
         thread.join(30.0)
     files.read_at(frame, 0, target, soon())
     assert target == payload_of(1)
+
+
+def test_a_transfer_that_is_stuck_long_after_its_deadline_loses_its_turn() -> None:
+    clock = SteppedClock()
+    turns = disk_io._Turns(2, clock)
+    with ExitStack() as stuck:
+        for _ in range(2):
+            stuck.enter_context(turns.turn(clock() + 1.0))
+        with pytest.raises(TierTimeout), turns.turn(clock()):
+            pass
+        clock.advance(1.0 + disk_io.STUCK_SECONDS)
+        with turns.turn(clock() + 1.0), turns.turn(clock() + 1.0), pytest.raises(TierTimeout), turns.turn(clock()):
+            pass
+        for _ in range(2):
+            stuck.enter_context(turns.turn(clock() + 1.0))
+        clock.advance(1.0 + disk_io.STUCK_SECONDS)
+        with pytest.raises(TierTimeout), turns.turn(clock()):
+            pass  # no more than that are given up
+    with turns.turn(clock() + 1.0), turns.turn(clock() + 1.0), pytest.raises(TierTimeout), turns.turn(clock()):
+        pass

@@ -35,6 +35,7 @@ from spillway_connector.tiers.tier import Clock, WallClock
 # See docs/benchmarks.md.
 TRANSFERS_AT_ONCE = 4
 
+STUCK_SECONDS = 5.0  # after its deadline a transfer counts as stuck
 FRAME_LINKS = 2  # a file with a frame to itself has two names while it is published
 
 _REFUSALS = {
@@ -108,6 +109,45 @@ def disable_direct(descriptor: int) -> bool:
     return True
 
 
+class _Turns:
+    """``at_once`` transfers at a time. One that is stuck in the kernel long after its deadline loses its turn, so that
+    it does not end the tier; as many as there are turns may be stuck so. Safe from several threads."""
+
+    def __init__(self, at_once: int, clock: Clock) -> None:
+        self._at_once = at_once
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._deadlines: dict[object, float] = {}  # of the transfers under way
+        self._stuck: set[object] = set()
+
+    @contextmanager
+    def turn(self, deadline: float) -> Iterator[None]:
+        """Raises TierTimeout where none is free before the deadline."""
+        mine = object()
+        with self._changed:
+            while len(self._deadlines) >= self._at_once and not self._take_from_stuck():
+                left = deadline - self._clock()
+                if left <= 0 or not self._changed.wait(left):
+                    raise TierTimeout("earlier transfers were still running at the deadline")
+            self._deadlines[mine] = deadline
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._deadlines.pop(mine, None)
+                self._stuck.discard(mine)
+                self._changed.notify()
+
+    def _take_from_stuck(self) -> bool:
+        overdue = self._clock() - STUCK_SECONDS
+        for holder, deadline in self._deadlines.items():
+            if deadline <= overdue and len(self._stuck) < self._at_once:
+                del self._deadlines[holder]
+                self._stuck.add(holder)
+                return True
+        return False
+
+
 class FrameFiles:
     """Reads and writes files of the form: header page, payload, zero padding to a whole page.
 
@@ -129,8 +169,8 @@ class FrameFiles:
         self.page_cache = False
         self._idle_memory = IdleMemory(clock)
         # One each: a request waits for reads, so they must not queue behind writes.
-        self._reading = threading.Semaphore(transfers_at_once)
-        self._writing = threading.Semaphore(transfers_at_once)
+        self._reading = _Turns(transfers_at_once, clock)
+        self._writing = _Turns(transfers_at_once, clock)
         self._clock = clock
         self._wall_clock = wall_clock
         self._tail_bytes = payload_bytes % PAGE_BYTES
@@ -174,7 +214,7 @@ class FrameFiles:
         """
         header, tail = self._thread_pages()
         views = self._views(header, target, tail)
-        with self._turn(self._reading, deadline):
+        with self._reading.turn(deadline):
             self._move(os.preadv, descriptor, views, deadline, offset)
         if self._tail_bytes:
             target[self._whole_bytes :] = tail[: self._tail_bytes]
@@ -218,7 +258,7 @@ class FrameFiles:
         if self._tail_bytes:
             tail[: self._tail_bytes] = source[self._whole_bytes :]
             tail[self._tail_bytes :] = bytes(PAGE_BYTES - self._tail_bytes)
-        with self._turn(self._writing, deadline):
+        with self._writing.turn(deadline):
             self._move(os.pwritev, descriptor, self._views(page, source, tail), deadline, offset)
 
     def write_through_at(
@@ -230,7 +270,7 @@ class FrameFiles:
         and no more than the transfers under way waits in memory to be written.
         """
         self.write_at(descriptor, offset, header, source, deadline)
-        with self._turn(self._writing, deadline):
+        with self._writing.turn(deadline):
             write_through(descriptor, offset, self.frame_bytes)
 
     @property
@@ -241,15 +281,6 @@ class FrameFiles:
     def _views(self, header: memoryview, payload: memoryview, tail: memoryview) -> list[memoryview]:
         views = [header, payload[: self._whole_bytes]]
         return [*views, tail] if self._tail_bytes else views
-
-    @contextmanager
-    def _turn(self, transfers: threading.Semaphore, deadline: float) -> Iterator[None]:
-        if not transfers.acquire(timeout=max(0.0, deadline - self._clock())):
-            raise TierTimeout("earlier transfers were still running at the deadline")
-        try:
-            yield
-        finally:
-            transfers.release()
 
     def _move(
         self,
