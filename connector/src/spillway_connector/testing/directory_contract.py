@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from spillway_connector.errors import TierCorrupt, TierError
+from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     PATIENCE_SECONDS,
@@ -158,6 +159,33 @@ class DirectoryContract:
                 for index in range(3):
                     (folder / f"{index}-of-the-node").unlink()
 
+    def test_the_smallest_bound_of_the_running_engines_counts_for_all(
+        self, make_tier: Callable[..., Tier], medium: DirectoryMedium, caplog: Any
+    ) -> None:
+        clock = SteppedClock()
+        never, small_bytes = clock() + 1e7, 2 << 20
+        large = make_tier(NAMESPACE, PAYLOAD_BYTES, max_bytes=4 << 20, clock=clock)
+
+        def store(tier: Tier, first: int, count: int) -> None:
+            for seed in range(first, first + count):
+                tier.store(key_of(seed), payload_of(seed), never)
+
+        store(large, 0, 150)
+        assert _bytes_below(medium.root) > small_bytes
+        assert "smallest" not in caplog.text
+        small = make_tier(NAMESPACE, PAYLOAD_BYTES, max_bytes=small_bytes, clock=clock)
+        store(small, 200, 5)
+        clock.advance(61.0)
+        for first in range(300, 340, 10):
+            store(large, first, 10)
+            assert _bytes_below(medium.root) <= small_bytes
+            clock.advance(61.0)
+        assert caplog.text.count("the smallest counts for all") == 1
+        small.close()
+        clock.advance(61.0)
+        store(large, 400, 150)
+        assert _bytes_below(medium.root) > small_bytes
+
     def test_names_that_are_known_beforehand_are_not_written_through(
         self, make_tier: MakeTier, medium: DirectoryMedium, tmp_path: Path
     ) -> None:
@@ -174,6 +202,12 @@ class DirectoryContract:
                 place.unlink()
         _use(make_tier(NAMESPACE, PAYLOAD_BYTES), "links at known names")
         assert victims.seen() == before
+
+
+def _bytes_below(root: Path) -> int:
+    """Of what a bound counts in either layout: frames, chunks and what lies beside chunks."""
+    kinds = (".kv", ".slab")
+    return sum(path.stat().st_size for path in root.rglob("*") if path.suffix in kinds or "slab" in path.parts)
 
 
 def _filled(make_tier: MakeTier, medium: DirectoryMedium) -> Tier:

@@ -122,7 +122,8 @@ def test_a_session_reaches_the_slabs_of_the_node(tmp_path: Path):
         tier = adapter._shared._tier
         tier.maintain(time.monotonic() + 30.0)
         index = tier._pool.last_used().index
-        order = open_sessions(tier._folder, index)
+        sessions = open_sessions(tier._folder, index)
+        order = sessions.order
         row = order.find(int.from_bytes(b"tenant-1", "little"), int.from_bytes(session_tag(context.session), "little"))
         number = order._arrays.row_number[row]
         held = np.flatnonzero(order._arrays.slot_session == number)
@@ -134,6 +135,7 @@ def test_a_session_reaches_the_slabs_of_the_node(tmp_path: Path):
         adapter.use_session(keys, plain)
         adapter.end_request(plain)
         tier.maintain(time.monotonic() + 30.0)
+        sessions.columns.reload()
         assert order._arrays.row_changes[0] == before
     finally:
         adapter.shutdown()

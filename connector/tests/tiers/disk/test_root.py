@@ -11,9 +11,10 @@ import pytest
 
 from spillway_connector.errors import TierUnreachable, UnreachableReason
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
-from spillway_connector.tiers.disk import maintenance
+from spillway_connector.tiers.disk import maintenance, root
 from spillway_connector.tiers.disk.files import tier as files_tier
 from spillway_connector.tiers.disk.files.tier import FileTier
+from spillway_connector.tiers.disk.root import access_warning, make_root
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 
 DOCUMENT = NAMESPACE.document
@@ -102,3 +103,21 @@ def test_a_tier_that_was_closed_meanwhile_starts_no_maintenance(
     monkeypatch.setattr(files_tier, "supports_direct", lambda folder, depth: tier.close() is not None)
     tier.prepare(soon())
     assert tier._maintenance._thread is None
+
+
+def test_a_directory_that_every_user_may_write_to_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "kv"
+    place.mkdir()
+    place.chmod(0o777)
+    for _ in range(2):
+        make_root(place)
+    assert caplog.text.count("every user may write to it (mode 0777)") == 1
+    assert "give the directory to the engines' user or fsGroup alone" in caplog.text
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        f"1 2 8:1 /var/lib/kubelet/pods/1-2/volumes/kubernetes.io~empty-dir/kv {place} rw - ext4 /dev/a rw\n"
+    )
+    monkeypatch.setattr(root, "_MOUNTS", mounts)
+    assert access_warning(place) is None, "only the containers of one pod reach an emptyDir"

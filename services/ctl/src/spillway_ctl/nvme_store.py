@@ -13,6 +13,7 @@ from spillway_connector.tiers.disk.files.inspect import FileInspector, file_hand
 from spillway_connector.tiers.disk.inspection import namespaces_below
 from spillway_connector.tiers.disk.io import tier_error
 from spillway_connector.tiers.disk.room import FREE_FRACTION, file_system_share
+from spillway_connector.tiers.disk.root import access_warning
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
 from spillway_connector.tiers.inspection import CheckPayload, Damage, Removal, StoredFrame, StoredNamespace
 from spillway_connector.tiers.tier import Clock

@@ -28,6 +28,7 @@ LEDGER_NAME = "space.ledger"  # file layout: bytes in use
 PARTIAL_NAME = "partial"  # file layout: folder of files being written, inside each namespace folder
 TENANTS_FOLDER = "tenants"  # file layout: frames by tenant
 SLAB_FOLDER = "slab"  # slab layout: everything but the namespace documents
+_MOUNTS = Path("/proc/self/mountinfo")
 _DOCUMENT_DEPTH = 2  # of namespace.json, see own_files.py
 _warned: set[Path] = set()
 _ATTEMPTS = 3  # another process's sweep may take a document that is being written for abandoned
@@ -68,7 +69,7 @@ def make_root(root: Path) -> None:
 def access_warning(root: Path) -> str | None:
     """A sentence on who else may change the store in ``root``; None where only its users may. Raises OSError."""
     others = open_to_others(root)
-    if others is None:
+    if others is None or _is_of_one_pod(root):
         return None
     return (
         f"path: {root}: {others}; whoever may can remove blocks and read those of all "
@@ -84,6 +85,17 @@ def missing_parent(root: Path) -> str | None:
     return (
         f"path: {root} cannot be made: {missing[-1]} does not exist; a directory in which it can be made is needed; "
         "correct the path, or mount the file system"
+    )
+
+
+def _is_of_one_pod(root: Path) -> bool:
+    """Whether an emptyDir is mounted there: its mode is 0777, and only the containers of its pod reach it."""
+    try:
+        mounts = [line.split(" ") for line in _MOUNTS.read_text(errors="replace").splitlines()]
+    except OSError:
+        return False
+    return any(
+        fields[4] == str(root) and "/kubernetes.io~empty-dir/" in fields[3] for fields in mounts if len(fields) > 4
     )
 
 

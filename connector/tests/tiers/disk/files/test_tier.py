@@ -115,10 +115,12 @@ class TestForeigners(DirectoryContract):
 
 
 def test_the_layout_on_disk_is_a_promise(make_tier: MakeTier, medium: _FileMedium) -> None:
-    make_tier().store(bytes(range(36)), payload_of(1), soon())
+    tier = make_tier()
+    tier.store(bytes(range(36)), payload_of(1), soon())
     names = {str(path.relative_to(medium.root)) for path in medium.root.rglob("*") if path.is_file()}
     assert names == {
         "space.ledger",
+        *([f"bounds/{tier._space._bound._name}"] if tier._space._max_bytes else []),
         f"clock.{boot_tag()}",
         "store",
         f"{NAMESPACE.hex}/namespace.json",

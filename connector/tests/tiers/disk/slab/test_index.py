@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import mmap
-import os
 import tempfile
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway_connector.tiers.disk.slab import columns
 from spillway_connector.tiers.disk.slab.fingerprint import (
     fingerprint_of,
     fingerprints,
@@ -60,19 +57,6 @@ def test_chunk_names_are_read_back_and_nothing_else_is() -> None:
     assert parse_chunk_name(chunk_name(17, 4)) == (17, 4)
     for name in ("index", "000001.slab", "000001-00000001.slab.new", "1-1.slab"):
         assert parse_chunk_name(name) is None
-
-
-def test_the_whole_index_is_locked_from_its_first_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start of a mapping is a page of any kernel, and mlock rounds the length up itself."""
-    locked: list[tuple[int, int]] = []
-    monkeypatch.setattr(columns._libc, "mlock", lambda at, size: locked.append((at.value, size)))
-    shape = PoolShape(8192, 2, 50)
-    descriptor = os.open(tmp_path / "index", os.O_CREAT | os.O_RDWR)
-    os.ftruncate(descriptor, shape.index_bytes)
-    opened = columns.Columns(shape, descriptor)
-    mapping = np.frombuffer(opened._view, np.uint8)
-    assert locked == [(mapping.ctypes.data, mapping.nbytes)]
-    assert mapping.ctypes.data % mmap.PAGESIZE == 0 and mapping.nbytes == shape.index_bytes
 
 
 # --- fingerprints -----------------------------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ def test_a_removal_that_was_killed_is_put_right_by_the_next_holder_of_the_lock(t
     index.put("dirty", 0, 1)
     index.put("state", seen[0].handle.slot, 0)  # freed, but not yet counted
     assert inspector.remove(seen[1:2], only_unused=False).frames == 1
+    assert index.follow()
     assert (index.used, index.counter("dirty")) == (1, 0)
     inspector.close()
 

@@ -138,7 +138,9 @@ def test_the_layout_on_disk_is_a_promise(make_tier: MakeTier, medium: SlabMedium
         "store",
         "slab/lock",
         f"slab/writers/{tier._pool.lease.number:016x}",
+        f"bounds/{tier._space._bound._name}",
         "slab/20480/index",
+        "slab/20480/changes",
         "slab/20480/headers",
         "slab/20480/000000-00000001.slab",
     }
@@ -192,10 +194,11 @@ def test_a_raised_bound_gives_more_room_and_keeps_what_is_there(make_tier: MakeT
     small = make_tier(max_bytes=20 * SLOT_BYTES)
     for seed in range(10):
         small.store(key_of(seed), payload_of(seed), soon())
-    large = make_tier(max_bytes=100 * SLOT_BYTES)
+    small.close()
+    large, other = (make_tier(max_bytes=100 * SLOT_BYTES) for _ in range(2))
     for seed in range(10, 60):
         large.store(key_of(seed), payload_of(seed), soon())
-    assert all(load(tier, key_of(seed)) == payload_of(seed) for tier in (small, large) for seed in range(60))
+    assert all(load(tier, key_of(seed)) == payload_of(seed) for tier in (other, large) for seed in range(60))
     assert medium.bytes_on_disk() <= 100 * SLOT_BYTES
 
 

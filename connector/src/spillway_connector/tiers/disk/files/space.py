@@ -37,6 +37,7 @@ from spillway_connector.tiers.disk.files.tree import FRAME_DEPTH, PARTIAL_DEPTH,
 from spillway_connector.tiers.disk.io import FRAME_LINKS
 from spillway_connector.tiers.disk.room import FREE_FRACTION, PRESSURE_SECONDS, limit_bytes
 from spillway_connector.tiers.disk.root import LEDGER_NAME, PARTIAL_NAME, TENANTS_FOLDER, entries_in, folders_in
+from spillway_connector.tiers.disk.shared_bound import SharedBound
 from spillway_connector.tiers.tier import Clock, EvictionReason
 
 DOCUMENT_PREFIX = "document-"  # of namespace documents being written there, which are not counted
@@ -57,9 +58,9 @@ class _Candidate:
 class Space:
     """The room below ``root``, shared with other threads and processes.
 
-    max_bytes: the configured bound, or None for the file system's share alone. ttl_seconds: how long a frame stays
-    without being used, None for ever. now_ns: the clock of the frames' ages. Safe from several threads. Every method
-    that takes a deadline raises TierError; OSError is left to the caller.
+    max_bytes: the configured bound, or None for the file system's share alone; the smallest of all processes counts.
+    ttl_seconds: how long a frame stays without being used, None for ever. now_ns: the clock of the frames' ages. Safe
+    from several threads. Every method that takes a deadline raises TierError; OSError is left to the caller.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Space:
     ) -> None:
         self._root = root
         self._max_bytes = max_bytes
+        self._bound = SharedBound(root, max_bytes, clock)
         self._clock = clock
         self._ttl_ns = None if ttl_seconds is None else int(ttl_seconds * 1e9)
         self._now_ns = now_ns
@@ -118,7 +120,7 @@ class Space:
 
         measured = False
         while True:
-            limit = self._limit_bytes
+            limit = self._limit_now()
             if limit is None or (size > limit and not measured):
                 self.rescan(deadline)  # the limit may date from when the file system was full
                 measured = True
@@ -181,7 +183,7 @@ class Space:
 
     def above_high_watermark(self, deadline: float) -> bool:
         with self._ledger.locked(deadline) as balance:
-            limit = self._limit_bytes
+            limit = self._limit_now()
             if balance is None or limit is None:
                 return True
             return balance.resident_bytes > limit * HIGH_WATERMARK
@@ -222,7 +224,7 @@ class Space:
             while True:
                 with self._ledger.locked(deadline) as balance:
                     resident = None if balance is None else balance.resident_bytes
-                limit = self._limit_bytes
+                limit = self._limit_now()
                 if resident is not None and limit is not None:
                     low = max(0, min(limit - size, int(limit * LOW_WATERMARK)))
                     if resident <= low:
@@ -245,7 +247,14 @@ class Space:
                 scanned, found = True, bool(self._candidates)
 
     def close(self) -> None:
+        self._bound.close()
         self._ledger.close()
+
+    def _limit_now(self) -> int | None:
+        """As measured last, and within what other processes were given; None before the first scan."""
+        bound = self._bound.smallest()
+        limit = self._limit_bytes
+        return limit if bound is None or limit is None else min(limit, bound)
 
     def _remove(
         self,

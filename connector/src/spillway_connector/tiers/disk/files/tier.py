@@ -65,8 +65,9 @@ _LINK_ATTEMPTS = 4  # a folder may vanish between mkdir and link when another pr
 class FileTier:
     """A tier in the directory ``root``, on any file system. See tier.Tier for the contract.
 
-    max_bytes: bound for all namespaces and processes together; None takes 80 % of what the file system can give.
-    ttl_seconds: how long a frame stays without being used, by the node's clock (clock.py); None for ever.
+    max_bytes: bound for all namespaces and processes together, the smallest that a running one was given; None takes
+    80 % of what the file system can give. ttl_seconds: how long a frame stays without being used, by the node's clock
+    (clock.py); None for ever.
     tenant_max_bytes: the quota of each tenant, all without a cache salt being one tenant; beyond it the tenant's oldest
     frames are evicted. transfers_at_once: concurrent reads, and as many writes, for any number of threads.
     The directory is not touched before the first operation.

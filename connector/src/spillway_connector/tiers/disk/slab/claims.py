@@ -163,7 +163,11 @@ class SlotClaims:
 
     def expired(self, index: SlabIndex, slot: int) -> bool:
         """Whether an entry has not been used for ``ttl_seconds``."""
-        return self._ttl_seconds is not None and int(index.used_s[slot]) < self._now_s() - self._ttl_seconds
+        if self._ttl_seconds is None:
+            return False
+        oldest_s = self._now_s() - self._ttl_seconds
+        # Another process may have used it since, and announces that later.
+        return int(index.used_s[slot]) < oldest_s and index.fresh("used_s", slot) < oldest_s
 
     def _slot_for(self, pool: Pool, tenant: int, room: _Room) -> int | None:
         """A FREE slot: within the tenant's quota, from a new chunk, by eviction, or an orphaned one. Under the lock.

@@ -1,68 +1,199 @@
-"""The arrays of an index file: read through a read-only mapping, changed with ``pwrite``.
+"""The arrays of an index file: read from a copy in this process's memory, changed in the file and the copy.
 
-The kernel keeps the two coherent. A disk that fails then answers with an error number, where a store into a mapping
-would end the process (SIGBUS).
+The file is not mapped: whoever may write to the directory can cut it, and a disk can fail to read it back, and the next
+look at a mapping then ends the process (SIGBUS). What other processes change is taken over from a ring beside the file
+(change_log.py), which costs a look-up less than a microsecond while nothing has changed.
 """
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import mmap
 import os
-from collections.abc import Sequence
-from typing import Literal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from spillway_connector.tiers.disk.slab.change_log import EVERYTHING, Change, ChangeLog, place
 from spillway_connector.tiers.disk.slab.layout import COLUMNS, Column, PoolShape
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_NAMED_AT_ONCE = 64  # elements of a column whose changes are named one by one
+_RENEWED_EVERY = 32  # changes under the lock, between two looks whether the ring is there
+_KINDS: dict[int, Literal["B", "I", "Q"]] = {1: "B", 4: "I", 8: "Q"}
+
+
+class FileCut(Exception):
+    """The file has not its size or header any more."""
 
 
 class Columns:
     """The columns of one index file, by their names in ``columns``. Takes over ``descriptor``.
 
-    The index, its hash table and its policy refer to it, and it to none of them: with a reference cycle, the file and
-    the locked mapping of an index that was replaced would stay until a garbage collection, which engines rarely run.
+    log: of the changes of this file; None while it belongs to this process alone. Raises OSError where the file cannot
+    be read. The index, its hash table and its policy refer to it, and it to none of them: with a reference cycle, the
+    file and the copy of an index that was replaced would stay until a garbage collection, which engines rarely run.
     """
 
-    def __init__(self, shape: PoolShape, descriptor: int, columns: Sequence[Column] = COLUMNS) -> None:
+    def __init__(
+        self,
+        shape: PoolShape,
+        descriptor: int,
+        columns: Sequence[Column] = COLUMNS,
+        log: ChangeLog | None = None,
+    ) -> None:
         self._descriptor = descriptor
-        self._offsets, file_bytes = shape.offsets(columns)
-        self._places = {column.name: (self._offsets[column.name], column.item_bytes) for column in columns}
-        mapped = mmap.mmap(descriptor, file_bytes, access=mmap.ACCESS_READ)
-        self._view = memoryview(mapped)
-        self.arrays = {
-            column.name: np.ndarray((shape.rows(column),), column.dtype, mapped, self._offsets[column.name])
-            for column in columns
-        }
-        # Locked in memory where the limits allow: a mapped page that the disk fails to read back ends the process, too.
-        first = self.arrays[columns[0].name].ctypes.data - self._offsets[columns[0].name]
-        _libc.mlock(ctypes.c_void_p(first), file_bytes)
+        self._log = log
+        self._offsets, self._file_bytes = shape.offsets(columns)
+        # mmap for its page alignment; anonymous, so no file is behind it.
+        memory = mmap.mmap(-1, self._file_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._view = memoryview(memory)
+        self._memory = np.frombuffer(memory, np.uint8)
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        self._places: dict[str, tuple[int, int, memoryview[int]]] = {}
+        for column in columns:
+            offset, rows = self._offsets[column.name], shape.rows(column)
+            array = np.ndarray((rows,), column.dtype, memory, offset)
+            array.flags.writeable = False
+            self.arrays[column.name] = array
+            view = self._view[offset : offset + rows * column.item_bytes].cast(_KINDS[column.item_bytes])
+            self._places[column.name] = offset, column.item_bytes, view
+        self._counters = [self._offsets[column.name] for column in columns if column.per == "pool"]
+        self._changes: list[Change] = []
+        self._changings = 0
+        # Held while the copy is brought up to date, and by the holder of the root's lock: its own changes are not
+        # overwritten with what was read before them.
+        self._updating = threading.Lock()
+        self.reload()
 
     def __del__(self) -> None:
         os.close(self._descriptor)
 
+    # --- the copy and the file --------------------------------------------------------------------------------------
+
+    def reload(self) -> None:
+        """Read all of the file. Raises OSError (EIO, where it was cut)."""
+        if self._log is not None:
+            self._log.skip()
+        done = 0
+        while done < self._file_bytes:
+            count = os.preadv(self._descriptor, [self._view[done:]], done)
+            if not count:
+                raise OSError(errno.EIO, f"the index was cut to {done} bytes; it has {self._file_bytes}")
+            done += count
+
+    def follow(self, *, reload: bool = True) -> bool:
+        """Take over what other processes have changed. Without a lock.
+
+        reload: read all of the file where that is needed, some ten milliseconds for a million slots; where it is False,
+        the answer is False then. While this process is making changes it follows them, and nothing is done here.
+        Raises OSError.
+        """
+        if self._log is None or not self._updating.acquire(blocking=False):
+            return True
+        try:
+            return self._follow(reload)
+        finally:
+            self._updating.release()
+
+    def _follow(self, reload: bool) -> bool:
+        assert self._log is not None
+        if self._log.news_apply(self._memory):
+            return True
+        if reload:
+            self.reload()
+        else:
+            self._log.miss()
+        return reload
+
+    @contextmanager
+    def changing(self, header: bytes | None = None) -> Iterator[None]:
+        """Under the root's lock: the copy is what the file holds, and what is changed is announced.
+
+        header: what the file begins with; None: it is not looked at. Raises FileCut, OSError.
+        """
+        with self._updating:
+            self._changings += 1
+            differs = self._log is None or not self._log.news_apply(self._memory) or self._differs()
+            if self._log is not None and (differs or self._changings % _RENEWED_EVERY == 1):
+                self._log.renew()
+            if differs:
+                if header is not None and not self.is_whole(header):
+                    raise FileCut
+                self.reload()
+            try:
+                yield
+            finally:
+                self.announce()
+
+    def announce(self) -> None:
+        """Announce what was changed. Under the root's lock."""
+        records, self._changes = self._changes, []
+        if self._log is not None:
+            self._log.append(records)
+
+    def _differs(self) -> bool:
+        """Whether the file's counters are not the copy's: a process has changed it and announced nothing."""
+        first, end = self._counters[0], self._counters[-1] + 8
+        return os.pread(self._descriptor, end - first, first) != self._view[first:end]
+
+    def is_whole(self, header: bytes) -> bool:
+        """Whether the file still has its size, and begins with ``header``. Raises OSError."""
+        same_size = os.fstat(self._descriptor).st_size == self._file_bytes
+        return same_size and os.pread(self._descriptor, len(header), 0) == header
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
     def elements(self, name: str, kind: Literal["B", "I", "Q"]) -> memoryview[int]:
         """A column as a memoryview: single elements are read from it several times faster than from an array."""
         offset = self._offsets[name]
-        return self._view[offset : offset + self.arrays[name].nbytes].cast(kind)
+        return self._view[offset : offset + self.arrays[name].nbytes].cast(kind).toreadonly()
 
     def counter(self, name: str) -> int:
         """A column of one element."""
-        return int(self.arrays[name][0])
+        return self._places[name][2][0]
+
+    def fresh(self, name: str, position: int) -> int:
+        """One element as it is in the file: others count hits without the lock. As in the copy, where it fails."""
+        offset, item_bytes, view = self._places[name]
+        try:
+            raw = os.pread(self._descriptor, item_bytes, offset + position * item_bytes)
+        except OSError:
+            raw = b""
+        if len(raw) == item_bytes:
+            view[position] = int.from_bytes(raw, "little")
+        return view[position]
+
+    def refresh(self, name: str) -> None:
+        """Read a column again. Raises OSError."""
+        offset, size = self._offsets[name], self.arrays[name].nbytes
+        os.preadv(self._descriptor, [self._view[offset : offset + size]], offset)
+
+    # --- changing ---------------------------------------------------------------------------------------------------
 
     def put(self, name: str, position: int, value: int) -> None:
         """Change one element of a column. Raises OSError."""
-        offset, item_bytes = self._places[name]
-        os.pwrite(self._descriptor, value.to_bytes(item_bytes, "little"), offset + position * item_bytes)
+        offset, item_bytes, view = self._places[name]
+        at = offset + position * item_bytes
+        os.pwrite(self._descriptor, value.to_bytes(item_bytes, "little"), at)
+        view[position] = value
+        self._changes.append((place(at, item_bytes), value))
 
     def put_all(self, name: str, values: npt.NDArray[np.generic], first: int = 0) -> None:
         """Change consecutive elements of a column, from the place ``first``. Raises OSError."""
-        offset, item_bytes = self._places[name]
-        raw = memoryview(np.ascontiguousarray(values, self.arrays[name].dtype).tobytes())
-        position = offset + first * item_bytes
+        offset, item_bytes, _ = self._places[name]
+        values = np.ascontiguousarray(values, self.arrays[name].dtype)
+        raw = memoryview(values.tobytes())
+        start = position = offset + first * item_bytes
+        self._view[start : start + raw.nbytes] = raw
+        if len(values) > _NAMED_AT_ONCE:
+            self._changes.append(EVERYTHING)
+        else:
+            elements = enumerate(values.reshape(-1).tolist())
+            self._changes += [(place(start + i * item_bytes, item_bytes), value) for i, value in elements]
         while raw.nbytes:
             written = os.pwrite(self._descriptor, raw, position)
             raw, position = raw[written:], position + written

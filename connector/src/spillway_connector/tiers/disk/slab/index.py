@@ -1,7 +1,7 @@
-"""The index of a pool: which slot holds which key, in one file that every process on the node maps.
+"""The index of a pool: which slot holds which key, in one file that every process on the node has a copy of.
 
-Memory and disk hold the same arrays (layout.COLUMNS, about 87 bytes per slot; columns.py), so there is no journal, no
-snapshot and no second copy. Changes are made under the root's lock, except noting a hit: a wrong count does no harm.
+Memory and disk hold the same arrays (layout.COLUMNS, about 87 bytes per slot; columns.py), so there is no journal and
+no snapshot. Changes are made under the root's lock, except noting a hit: a wrong count does no harm.
 
 A wrong entry costs one read, because the frame itself names its key. So writes are ordered for one purpose alone: a
 process killed between any two of them leaves arrays that :meth:`SlabIndex.recover` can repair. ``state`` is FREE while
@@ -11,6 +11,7 @@ the other fields of a slot change.
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +27,11 @@ from spillway_connector.own_files import (
     unlink_own,
 )
 from spillway_connector.tiers.disk.slab.buckets import BucketTable
+from spillway_connector.tiers.disk.slab.change_log import ChangeLog
 from spillway_connector.tiers.disk.slab.columns import Columns
 from spillway_connector.tiers.disk.slab.fingerprint import U64, mixed, mixed_one
 from spillway_connector.tiers.disk.slab.layout import (
+    CHANGES_NAME,
     COLUMNS,
     HEADER_FIXED_BYTES,
     INDEX_NAME,
@@ -57,18 +60,19 @@ _TENANT_FACTOR = 0x9E3779B97F4A7C15
 
 
 class SlabIndex:
-    """The mapped index of a pool. Every change but :meth:`note_hit` is made by the holder of the root's lock."""
+    """The index of a pool. Every change but :meth:`note_hit` is made by the holder of the root's lock."""
 
-    def __init__(self, shape: PoolShape, descriptor: int, *, writable: bool) -> None:
+    def __init__(self, shape: PoolShape, descriptor: int, log: ChangeLog, *, writable: bool) -> None:
         self.shape = shape
         self.writable = writable
         status = os.fstat(descriptor)
         self.identity = (status.st_dev, status.st_ino)
-        columns = Columns(shape, descriptor)
+        columns = Columns(shape, descriptor, log=log)
         self.buckets = BucketTable(shape, columns)
         # Bound here once: these are called for every lookup and every change.
         self.put, self.put_all, self.put_at = columns.put, columns.put_all, columns.put_at
-        self.counter = columns.counter
+        self.counter, self.fresh, self.refresh = columns.counter, columns.fresh, columns.refresh
+        self.follow, self.announce = columns.follow, columns.announce
         self.find, self.find_one, self.holds = self.buckets.find, self.buckets.find_one, self.buckets.holds
         self._arrays = arrays = columns.arrays
         self.key_low: U64 = arrays["key_low"]
@@ -88,7 +92,8 @@ class SlabIndex:
         self.queues = QueueArrays(
             self.state, self.queue, self.frequency, self.order, arrays["next_order"], arrays["small_used"]
         )
-        self.policy = S3Fifo(self.queues, columns.put)
+        self.policy = S3Fifo(self.queues, columns.put, columns.fresh)
+        self._columns = columns
         self._free: list[int] = []
 
     @classmethod
@@ -99,7 +104,7 @@ class SlabIndex:
         try:
             os.posix_fallocate(descriptor, 0, shape.index_bytes)
             os.pwrite(descriptor, shape.pack(), 0)
-            return cls(shape, descriptor, writable=True)
+            return cls(shape, descriptor, ChangeLog(folder / CHANGES_NAME, shape, writable=True), writable=True)
         except BaseException:
             unlink_own(path, POOL_DEPTH, missing_ok=True)
             raise
@@ -124,7 +129,8 @@ class SlabIndex:
         if shape is None or os.fstat(descriptor).st_size != shape.index_bytes:
             os.close(descriptor)
             return None
-        return cls(shape, descriptor, writable=writable)
+        log = ChangeLog(folder / CHANGES_NAME, shape, writable=writable, owners_checked=owners_checked)
+        return cls(shape, descriptor, log, writable=writable)
 
     # --- without the lock -------------------------------------------------------------------------------------------
 
@@ -139,6 +145,15 @@ class SlabIndex:
     def tenant_bytes_at_most(self, tenant: int) -> int:
         """Bytes in use by ``tenant`` and the tenants that share its place in the table."""
         return int(self._arrays["tenant_used"][tenant_place(tenant)]) * self.shape.slot_bytes
+
+    def changing(self) -> AbstractContextManager[None]:
+        """See Columns.changing."""
+        return self._columns.changing(self.shape.pack())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file still has its size and header. Raises OSError."""
+        return self._columns.is_whole(self.shape.pack())
 
     @property
     def used(self) -> int:

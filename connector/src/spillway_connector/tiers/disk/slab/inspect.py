@@ -33,6 +33,7 @@ from spillway_connector.tiers.disk.inspection import (
 from spillway_connector.tiers.disk.io import disable_direct, enable_direct, tier_error
 from spillway_connector.tiers.disk.root import SLAB_FOLDER
 from spillway_connector.tiers.disk.slab.chunks import chunks_on_disk
+from spillway_connector.tiers.disk.slab.columns import FileCut
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
 from spillway_connector.tiers.disk.slab.index import SlabIndex
@@ -247,26 +248,27 @@ class SlabInspector:
             if opened is None:
                 return removed
             index, headers = opened
-            if index.counter("dirty"):
-                index.recover()
-            index.put("dirty", 0, 1)  # if this process is killed, the next holder of the lock recovers the index
-            for frame in frames:
-                place = _slot_of(frame)
-                if (
-                    index.identity[1] != place.index_inode
-                    or index.state[place.slot] != LIVE
-                    or index.generation[place.slot] != place.generation
-                    or (only_unused and index.used_s[place.slot] != place.used_s)
-                ):
-                    continue
-                index.release(place.slot)
-                headers.clear(place.slot)
-                try:
-                    _blank(place.chunk_path, place.offset)
-                except (FileNotFoundError, NotOwn):
-                    pass  # the chunk was removed or replaced, and the frame with it
-                removed += Removal(1, frame.stored_bytes)
-            index.put("dirty", 0, 0)
+            with _cut_is_an_error(folder), index.changing():
+                if index.counter("dirty"):
+                    index.recover()
+                index.put("dirty", 0, 1)  # if this process is killed, the next holder of the lock recovers the index
+                for frame in frames:
+                    place = _slot_of(frame)
+                    if (
+                        index.identity[1] != place.index_inode
+                        or index.state[place.slot] != LIVE
+                        or index.generation[place.slot] != place.generation
+                        or (only_unused and index.fresh("used_s", place.slot) != place.used_s)
+                    ):
+                        continue
+                    index.release(place.slot)
+                    headers.clear(place.slot)
+                    try:
+                        _blank(place.chunk_path, place.offset)
+                    except (FileNotFoundError, NotOwn):
+                        pass  # the chunk was removed or replaced, and the frame with it
+                    removed += Removal(1, frame.stored_bytes)
+                index.put("dirty", 0, 0)
         return removed
 
     def _writable(self, folder: Path) -> tuple[SlabIndex, HeaderTable] | None:
@@ -299,6 +301,14 @@ def _opened(folder: Path) -> Iterator[IndexReader | None]:
             yield index
     except OSError as error:
         raise tier_error(error, f"{folder}: reading the index") from error
+
+
+@contextmanager
+def _cut_is_an_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileCut:
+        raise OSError(errno.EIO, f"{folder / INDEX_NAME} was cut; the next engine to store makes it anew") from None
 
 
 def _frames(

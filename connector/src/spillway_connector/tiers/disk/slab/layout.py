@@ -21,6 +21,8 @@ LOCK_NAME = "lock"
 INDEX_NAME = "index"
 TABLE_NAME = "headers"
 SESSIONS_NAME = "sessions"
+CHANGES_NAME = "changes"  # of the index, see change_log.py
+SESSION_CHANGES_NAME = "sessions.changes"
 LOCK_DEPTH = 2  # slab/lock below the root, see own_files.py
 LOCK_LINKS = 1 << 30  # it is empty and never written to: a copy of the store made of hard links does no harm
 POOL_DEPTH = 3  # slab/<slot bytes>/<file>
@@ -29,6 +31,10 @@ WRITERS_FOLDER = "writers"
 INDEX_MAGIC = b"SPILLSLB"
 TABLE_MAGIC = b"SPILLHDR"
 SESSIONS_MAGIC = b"SPILLSES"
+CHANGES_MAGIC = b"SPILLCHG"
+CHANGES_HEAD_BYTES = 32
+_CHANGES_MAX = 1 << 16
+_CHANGES_MIN = 1 << 8
 INDEX_VERSION = 2  # 1 had no tenant_used
 SLOTS_MAX = 1 << 31  # slot numbers, plus one, are kept in 32 bits
 WAYS = 8  # entries of one hash bucket
@@ -155,6 +161,16 @@ class PoolShape:
         return self.offsets(SESSION_COLUMNS)[1]
 
     @property
+    def records(self) -> int:
+        """Changes that are announced to other processes before the first is overwritten: a claim makes some 15."""
+        return min(_CHANGES_MAX, max(_CHANGES_MIN, 1 << (8 * self.slots).bit_length()))
+
+    @property
+    def changes_bytes(self) -> int:
+        """Of the file with these changes, see change_log.py."""
+        return CHANGES_HEAD_BYTES + 16 * self.records
+
+    @property
     def table_bytes(self) -> int:
         """Of the file that repeats every slot's header, see headers.py."""
         return PAGE_BYTES + self.slots * RECORD_BYTES
@@ -195,13 +211,13 @@ def chunk_target_bytes(limit_bytes: int) -> int:
 
 
 def plan_shape(slot_bytes: int, limit_bytes: int) -> PoolShape | None:
-    """The pool that may fill ``limit_bytes`` alone, index and header table included; None where not even one
-    slot fits."""
+    """The pool that may fill ``limit_bytes`` alone, index, header table and changes included; None where not
+    even one slot fits."""
     chunk_slots = max(1, chunk_target_bytes(limit_bytes) // slot_bytes)
     chunks = min(limit_bytes // (chunk_slots * slot_bytes), SLOTS_MAX // chunk_slots, 999_999)
     while chunks > 0:
         shape = PoolShape(slot_bytes, chunk_slots, chunks)
-        beside_bytes = shape.index_bytes + shape.table_bytes
+        beside_bytes = shape.index_bytes + shape.table_bytes + shape.changes_bytes
         over = chunks * shape.chunk_bytes + beside_bytes - limit_bytes
         if over <= 0:
             return shape

@@ -31,6 +31,8 @@ _U32 = (1 << 32) - 1
 
 Put = Callable[[str, int, int], None]
 """Set one element of an array, by its name in QueueArrays; the array shows it at once."""
+Fresh = Callable[[str, int], int]
+"""One element of an array as other processes see it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,10 @@ class QueueArrays:
 class S3Fifo:
     """Two queues whose order is in the arrays; the only state here is a cache of the oldest entries, checked at use."""
 
-    def __init__(self, arrays: QueueArrays, put: Put) -> None:
+    def __init__(self, arrays: QueueArrays, put: Put, fresh: Fresh | None = None) -> None:
         self._arrays = arrays
         self._put = put
+        self._fresh = fresh
         self._oldest: tuple[deque[tuple[int, int]], deque[tuple[int, int]]] = (deque(), deque())
 
     def enter(self, slot: int, queue: int) -> None:
@@ -96,7 +99,7 @@ class S3Fifo:
                 slot = self._pop_oldest(queue)
                 if slot is None:
                     return None
-            hits = int(arrays.frequency[slot])
+            hits = int(arrays.frequency[slot]) if self._fresh is None else self._fresh("frequency", slot)
             if not hits:
                 return slot
             if queue == SMALL:

@@ -1,7 +1,7 @@
 """One pool of a root as a process has it open: found or made, checked, kept current, and changed under a lock.
 
 Another process may replace the index (it was damaged, or had to grow) or remove everything; each use checks that the
-mapped file is still the current one.
+file it has open is still the current one.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierTimeout
 from spillway_connector.namespace import Namespace
-from spillway_connector.own_files import make_folders
+from spillway_connector.own_files import make_folders, unlink_own
 from spillway_connector.tiers.disk.clock import AgeClock
 from spillway_connector.tiers.disk.file_lock import FileLock
 from spillway_connector.tiers.disk.io import FrameFiles, supports_direct, tier_error
 from spillway_connector.tiers.disk.page_cache import supports_page_cache
 from spillway_connector.tiers.disk.root import DOCUMENT_NAME, SLAB_FOLDER, NamespaceDocument, make_root
 from spillway_connector.tiers.disk.slab.chunks import Chunks, chunks_on_disk, clear_foreign_chunks
+from spillway_connector.tiers.disk.slab.columns import FileCut
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.layout import (
@@ -91,8 +92,10 @@ class SlabPool:
         """The pool, made or opened if need be. Raises TierError."""
         pool = self._pool
         if pool is not None and pool.index.writable and not self.replaced(pool.index):
-            self._close_dropped_chunks(pool)
-            return pool
+            if self._follow(pool):
+                self._close_dropped_chunks(pool)
+                return pool
+            self._remove_index(pool, deadline)
         if not self._prepare_lock.acquire(timeout=max(0.0, deadline - self._clock())):
             raise TierTimeout(f"{self._root}: another thread is still preparing the directory")
         try:
@@ -114,6 +117,7 @@ class SlabPool:
                 self._read_only_until = self._clock() + READ_ONLY_RETRY_SECONDS
         pool = self._pool
         if pool is not None and not self.replaced(pool.index):
+            self._follow(pool)
             return pool
         try:
             self.document.check()
@@ -144,6 +148,30 @@ class SlabPool:
     def suspect(self) -> None:
         """A file that the index lists is missing: compare index and files before the next change."""
         self._suspected = True
+
+    def _follow(self, pool: Pool) -> bool:
+        """Take over other processes' changes; False where the index was cut. Raises TierError."""
+        try:
+            pool.index.follow()
+        except OSError as error:
+            with suppress(OSError):
+                if pool.index.writable and not pool.index.is_whole:
+                    return False
+            raise tier_error(error, f"{self._folder}: reading the index") from error
+        return True
+
+    def _remove_index(self, pool: Pool, deadline: float) -> None:
+        """Have an index that was cut made anew. Raises TierError."""
+        try:
+            with self._lock.held(deadline):
+                if not self.replaced(pool.index):
+                    self._unlink_index()
+        except OSError as error:
+            raise tier_error(error, f"{self._folder}: removing an index that was cut") from error
+
+    def _unlink_index(self) -> None:
+        _log.error("NVMe tier %s: the index was cut or overwritten: it is made anew", self._folder)
+        unlink_own(self._index_path, POOL_DEPTH, missing_ok=True)
 
     def _close_dropped_chunks(self, pool: Pool) -> None:
         count = pool.index.counter("chunk_changes")
@@ -202,7 +230,7 @@ class SlabPool:
         clear_foreign_chunks(self._folder)
         found = chunks_on_disk(self._folder)
         shape = plan_from_chunks(self._slot_bytes, found, wanted)
-        while self.space.measure().left_bytes < shape.index_bytes + shape.table_bytes:
+        while self.space.measure().left_bytes < shape.index_bytes + shape.table_bytes + shape.changes_bytes:
             if not self.space.drop_stalest(None):
                 break
         remove_sessions(self._folder)
@@ -240,6 +268,7 @@ class SlabPool:
         index.recover()
         self.release_orphaned(index)
         index.put("dirty", 0, 0)
+        index.announce()
 
     def maintain(self, pool: Pool) -> None:
         """Every UPKEEP_SECONDS: apply the bound and the age limit, and release orphaned slots. Under the lock."""
@@ -265,17 +294,21 @@ class SlabPool:
                 pool = self._pool
                 if pool is not None and pool.index.writable and not self.replaced(pool.index):
                     index = pool.index
-                    if index.counter("dirty") or self._suspected:
-                        self._suspected = False
-                        self._repair(pool)
-                    index.put("dirty", 0, 1)
                     try:
-                        yield pool
-                    except TierError:
-                        index.put("dirty", 0, 0)
-                        raise  # after any other exception the mark stays: the next holder repairs the index
-                    index.put("dirty", 0, 0)
-                    return
+                        with index.changing():
+                            if index.counter("dirty") or self._suspected:
+                                self._suspected = False
+                                self._repair(pool)
+                            index.put("dirty", 0, 1)
+                            try:
+                                yield pool
+                            except TierError:
+                                index.put("dirty", 0, 0)
+                                raise  # after any other exception the mark stays: the next holder repairs the index
+                            index.put("dirty", 0, 0)
+                            return
+                    except FileCut:
+                        self._unlink_index()
             if self._clock() >= deadline:
                 raise TierTimeout(f"{self._folder}: the index kept being replaced")
             self.writable(deadline)

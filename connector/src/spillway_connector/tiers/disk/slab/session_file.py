@@ -1,9 +1,9 @@
-"""The sessions of a pool in a file that all processes of the node map: when each comes back, and what it uses.
+"""The sessions of a pool in a file that all processes of the node share: when each comes back, and what it uses.
 
 It lies beside the index and belongs to it: ``ROOT/slab/<slot bytes>/sessions``. It is made when the first request names
 its session, and again whenever it does not fit the index. It holds hints alone, so losing it costs hits and never a
-byte; it is neither repaired nor rebuilt, and no order of writes matters. Changes are made under the root's lock, with
-``pwrite`` (columns.py says why). A session's name is there as a hash of 64 bits.
+byte; it is neither repaired nor rebuilt, and no order of writes matters. Changes are made under the root's lock
+(columns.py). A session's name is there as a hash of 64 bits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +27,14 @@ from spillway_connector.own_files import (
     unlink_own,
 )
 from spillway_connector.plan.sessions import SessionUse
+from spillway_connector.tiers.disk.slab.change_log import ChangeLog
 from spillway_connector.tiers.disk.slab.columns import Columns
 from spillway_connector.tiers.disk.slab.fingerprint import U64, fingerprints
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.layout import (
     HEADER_FIXED_BYTES,
     POOL_DEPTH,
+    SESSION_CHANGES_NAME,
     SESSION_COLUMNS,
     SESSIONS_MAGIC,
     SESSIONS_NAME,
@@ -69,7 +72,13 @@ def remove_sessions(folder: Path) -> None:
     unlink_own(folder / SESSIONS_NAME, POOL_DEPTH, missing_ok=True)
 
 
-def open_sessions(folder: Path, index: SlabIndex) -> SessionOrder | None:
+@dataclass(frozen=True, slots=True)
+class OpenSessions:
+    order: SessionOrder
+    columns: Columns
+
+
+def open_sessions(folder: Path, index: SlabIndex) -> OpenSessions | None:
     """What sessions say of the entries of ``index``; None where there is no file that fits it. Raises OSError."""
     shape = index.shape
     try:
@@ -80,10 +89,11 @@ def open_sessions(folder: Path, index: SlabIndex) -> SessionOrder | None:
     if found != shape or os.fstat(descriptor).st_size != shape.sessions_bytes:
         os.close(descriptor)
         return None
-    columns = Columns(shape, descriptor, SESSION_COLUMNS)
+    log = ChangeLog(folder / SESSION_CHANGES_NAME, shape, writable=True)
+    columns = Columns(shape, descriptor, SESSION_COLUMNS, log)
     arrays = SessionArrays(**columns.arrays)
     entries = EntryArrays(index.state, index.tenant, index.generation, index.order)
-    return SessionOrder(arrays, entries, columns.put)
+    return OpenSessions(SessionOrder(arrays, entries, columns.put), columns)
 
 
 class PoolSessions:
@@ -102,7 +112,7 @@ class PoolSessions:
         self._now_s = now_s
         self._make_room = make_room
         self._uses: deque[tuple[SessionUse, int]] = deque(maxlen=USES_MAX)
-        self._open: SessionOrder | None = None
+        self._open: OpenSessions | None = None
         self._identities: tuple[tuple[int, int], tuple[int, int]] | None = None  # of the open file and its index
         self._off_until_s = 0
 
@@ -117,16 +127,17 @@ class PoolSessions:
             self._uses.clear()
             return None
         try:
-            order = self._current(pool)
-            for _ in range(min(len(self._uses), USES_AT_ONCE)):
-                if order is None:
-                    break
-                self._take_in(order, pool.index, *self._uses.popleft())
+            sessions = self._current(pool)
+            if sessions is None:
+                return None
+            with sessions.columns.changing():
+                for _ in range(min(len(self._uses), USES_AT_ONCE)):
+                    self._take_in(sessions.order, pool.index, *self._uses.popleft())
         except OSError as error:
             _log.warning("NVMe tier %s: sessions do not count for %d s: %s", self._folder, OFF_SECONDS, error.strerror)
             self._open, self._off_until_s = None, now_s + OFF_SECONDS
             return None
-        return order
+        return sessions.order
 
     def row(self, order: SessionOrder, tenant: int, session: bytes) -> int | None:
         return order.find(tenant, _number(session))
@@ -141,9 +152,9 @@ class PoolSessions:
 
     def loaded(self, slot: int) -> None:
         """A request loaded an entry; which, is not known here. Without the lock, like a noted hit. Raises OSError."""
-        order = self._open
-        if order is not None:
-            order.use_without_session(slot)
+        sessions = self._open
+        if sessions is not None:
+            sessions.order.use_without_session(slot)
 
     def close(self) -> None:
         """Close the file, and let go of the index."""
@@ -164,7 +175,7 @@ class PoolSessions:
             places = np.flatnonzero(slots >= 0)
             order.own(row, slots[places], places)
 
-    def _current(self, pool: Pool) -> SessionOrder | None:
+    def _current(self, pool: Pool) -> OpenSessions | None:
         index = pool.index
         found = self._identity()
         if found is None and not self._uses:
@@ -173,7 +184,7 @@ class PoolSessions:
         if self._open is None or self._identities != (found, index.identity):
             self._open = None if found is None else open_sessions(self._folder, index)
             if self._open is None and self._uses:
-                if not self._make_room(pool, index.shape.sessions_bytes):
+                if not self._make_room(pool, index.shape.sessions_bytes + index.shape.changes_bytes):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 create_sessions(self._folder, index.shape)
                 self._open, found = open_sessions(self._folder, index), self._identity()

@@ -15,6 +15,7 @@ from spillway_connector.tiers.disk.clock import FUTURE_SLACK_SECONDS
 from spillway_connector.tiers.disk.io import FrameFiles
 from spillway_connector.tiers.disk.room import PRESSURE_SECONDS, limit_bytes
 from spillway_connector.tiers.disk.root import SLAB_FOLDER
+from spillway_connector.tiers.disk.shared_bound import SharedBound
 from spillway_connector.tiers.disk.slab.chunks import Chunks
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.index_reader import open_index
@@ -122,6 +123,7 @@ class SlabSpace:
     ) -> None:
         self.evictions: Counter[EvictionReason] = Counter()
         self.max_bytes = max_bytes
+        self._bound = SharedBound(root, max_bytes, clock)
         self._root = root
         self._folder = folder
         self._files = files
@@ -134,7 +136,10 @@ class SlabSpace:
         self._pressed_until = 0.0
 
     def measure(self) -> Room:
-        return measure_room(self._root, self.max_bytes)
+        return measure_room(self._root, self._bound.smallest())
+
+    def close(self) -> None:
+        self._bound.close()
 
     @property
     def under_pressure(self) -> bool:
@@ -229,6 +234,7 @@ class SlabSpace:
         before = pool.index.used
         pool.index.set_chunk(chunk, 0)
         pool.chunks.unlink(chunk, epoch)
+        pool.index.announce()
         self.evictions[EvictionReason.ROOM] += before - pool.index.used
         self.note_pressure()
 
@@ -241,6 +247,8 @@ class SlabSpace:
         if now < self._next_upkeep:
             return False
         self._next_upkeep = now + UPKEEP_SECONDS
+        pool.index.refresh("used_s")
+        pool.index.refresh("frequency")
         self._remove_expired(pool.index)
         left_bytes = self.measure().left_bytes
         while left_bytes < 0:

@@ -23,8 +23,10 @@ and both checksums match.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,6 +61,7 @@ from spillway_connector.tiers.disk.slab.space import UPKEEP_SECONDS, Pool, SlabS
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
 
+FOLLOW_SECONDS = 0.001  # how late a look-up that does not wait may see what other processes have changed
 MAINTENANCE_DEADLINE_SECONDS = 10.0  # for the maintenance thread to get the lock
 
 
@@ -88,7 +91,8 @@ class _CachedBlock:
 class SlabTier:
     """A tier in the directory ``root`` on a local file system. See tier.Tier for the contract.
 
-    max_bytes: bound for all files below the root, all namespaces and processes together; None takes 80 % of what the
+    max_bytes: bound for all files below the root, all namespaces and processes together, the smallest that a running
+    process was given; None takes 80 % of what the
     file system can give. ttl_seconds: how long an entry stays without being used, by the node's clock (clock.py); None
     for ever. tenant_max_bytes: the quota of each tenant, all without a cache salt being one tenant; beyond it the
     tenant's oldest entries are evicted. transfers_at_once: concurrent reads, and as many writes, for any number of
@@ -158,6 +162,7 @@ class SlabTier:
             sessions=self._sessions,
         )
         self._maintenance = MaintenanceThread(f"NVMe tier {self._folder}", self._maintain, UPKEEP_SECONDS)
+        self._followed_at = -math.inf
         self._closed = False
 
     @property
@@ -196,11 +201,22 @@ class SlabTier:
         return self._live(pool.index, keys)
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """From the mapped index. None before the directory has been prepared. A pool that another process replaced a
-        moment ago is seen late."""
+        """From the copy of the index. A pool that another process replaced a moment ago is seen late.
+
+        None before the directory has been prepared, and where so much was changed that all of the index has to be read.
+        """
         pool = self._pool.last_used()
         if self._closed or pool is None:
             return None
+        now = self._clock()
+        if not 0 <= now - self._followed_at < FOLLOW_SECONDS:
+            self._followed_at = now
+            try:
+                if not pool.index.follow(reload=False):
+                    self._followed_at = -math.inf
+                    return None
+            except OSError:
+                return None
         # Mostly one key, for which arrays cost ten times as much.
         return self._live(pool.index, keys) if len(keys) != 1 else [self._live_one(pool.index, keys[0])]
 
@@ -256,12 +272,14 @@ class SlabTier:
         generation = int(index.generation[slot])
         if slot < 0 or not index.holds(slot, fingerprint):  # read after the generation, which then is this entry's
             raise TierMiss
-        if self._ttl_seconds is not None and int(index.used_s[slot]) < self._now_s() - self._ttl_seconds:
+        if self._claims.expired(index, slot):
             raise TierMiss("the entry has expired")
         return _Entry(pool, slot, generation, int(index.chunk_epoch[index.shape.chunk_of(slot)]))
 
     def _changed_hands(self, entry: _Entry) -> bool:
         index, slot = entry.pool.index, entry.slot
+        with suppress(OSError):
+            index.follow()
         return (
             int(index.generation[slot]) != entry.generation or index.state[slot] != LIVE or self._pool.replaced(index)
         )
@@ -378,6 +396,7 @@ class SlabTier:
         self._closed = True
         self._maintenance.stop()
         self._sessions.close()
+        self._space.close()
         self._pool.close()
 
     def _live(self, index: SlabIndex, keys: Sequence[bytes]) -> list[bool]:
