@@ -54,6 +54,8 @@ def make_tenant_room(
             victim = (choose if each is index else oldest_of)(each, tenant)
             if victim is not None:
                 evict(each, victim)
+                if each is not index:
+                    each.announce()  # the holder of the lock announces those of its own pool
                 held -= each.shape.slot_bytes
                 freed = victim if each is index else None
                 break

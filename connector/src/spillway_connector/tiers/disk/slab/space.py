@@ -221,6 +221,7 @@ class SlabSpace:
                 if other.counter("dirty"):
                     other.recover()
                     other.put("dirty", 0, 0)
+                    other.announce()
                 pools.append(Pool(other, Chunks(folder, other.shape, self._files, writable=True)))
         candidates = [(found[1], found[0], pool) for pool in pools if (found := stalest_chunk(pool.index)) is not None]
         used_s, chunk, pool = min(candidates, key=lambda candidate: candidate[0], default=(0, 0, None))
