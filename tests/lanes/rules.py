@@ -190,6 +190,7 @@ PROGRAMS: dict[str, str] = {
     "engine_matrix.engine_run": "engines",
     "engine_matrix.adapter_run": "engines",
     "engine_matrix.combined_run": "engines",
+    "engine_matrix.weights_run": "engines",
     "engine_runs.py": "engines",
 }
 
