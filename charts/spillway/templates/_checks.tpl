@@ -189,7 +189,9 @@
 {{- $_ := set $seen .name true -}}
 {{- end -}}
 {{- range include "spillway.extraArgumentProblems" (dict "root" $root "item" $item) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
-{{- range include "spillway.volumeNameProblems" (dict "path" $path "section" $engine "own" (include "spillway.engineVolumeNames" (dict "root" $root "item" $item) | fromYamlArray)) | fromYamlArray -}}{{- $texts = append $texts . -}}{{- end -}}
+{{- range include "spillway.volumeNameProblems" (dict "path" $path "section" $engine "own" (include
+  "spillway.engineVolumeNames" (dict "root" $root "item" $item) | fromYamlArray)) | fromYamlArray -}}{{- $texts =
+  append $texts . -}}{{- end -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $problems "text" .) -}}{{- end -}}
 {{- end -}}
 

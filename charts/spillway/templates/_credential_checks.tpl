@@ -8,7 +8,8 @@ repeated. files/credentials.yaml says what looks like one. */}}
 {{- range $item := .engines -}}
 {{- $engine := $item.engine -}}{{- $path := $item.path -}}
 {{- range $name, $value := $engine.extraEnv -}}
-{{- if or (and (regexMatch $looks.name $name) (not (regexMatch $looks.harmless $value))) (regexMatch $looks.value $value) -}}
+{{- if or (and (regexMatch $looks.name $name) (not (regexMatch $looks.harmless $value))) (regexMatch $looks.value
+  $value) -}}
 {{- $texts = append $texts (printf "%s.extraEnv.%s would lie in a ConfigMap in plain text; use extraEnvVars with valueFrom.secretKeyRef" $path $name) -}}
 {{- end -}}
 {{- end -}}

@@ -61,7 +61,8 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- $texts = concat $texts (include "spillway.deviceMemoryProblems" (dict "item" $item "weights" $weights) | fromYamlArray) -}}
+{{- $texts = concat $texts (include "spillway.deviceMemoryProblems" (dict "item" $item "weights" $weights) |
+  fromYamlArray) -}}
 {{- $texts = concat $texts (include "spillway.startProblems" (dict "item" $item "weights" $weights) | fromYamlArray) -}}
 {{- range $texts -}}{{- include "spillway.problem" (dict "problems" $.problems "text" .) -}}{{- end -}}
 {{- end -}}
@@ -144,8 +145,8 @@
 {{- toYaml $texts -}}
 {{- end -}}
 
-{{/* (item, weights) -> list of texts: weights that no device holds, found after an hour's download else. 288 GiB are more
-than any device has; quantised weights and those kept in host memory may be smaller than is known here. */}}
+{{/* (item, weights) -> list of texts: weights that no device holds, found after an hour's download else. 288 GiB are
+more than any device has; quantised weights and those kept in host memory may be smaller than is known here. */}}
 {{- define "spillway.deviceMemoryProblems" -}}
 {{- $engine := .item.engine -}}
 {{- $texts := list -}}
@@ -154,11 +155,12 @@ than any device has; quantised weights and those kept in host memory may be smal
 {{- $most = mul (int64 .) 1048576 -}}{{- $of = "of accelerator.memoryMiB" -}}
 {{- end -}}
 {{- $ranks := include "spillway.ranks" $engine | int64 -}}
-{{- $elsewhere := int64 (include "spillway.argumentMemory" (dict "arguments" (default list $engine.extraArgs) "onCpu" false
-  "ranks" 1 "cores" 1 "weightBytes" 1) | fromJson).processBytes -}}
+{{- $elsewhere := int64 (include "spillway.argumentMemory" (dict "arguments" (default list $engine.extraArgs)
+  "onCpu" false "ranks" 1 "cores" 1 "weightBytes" 1) | fromJson).processBytes -}}
 {{- $share := div (int64 .weights) $ranks -}}
 {{- if and (ne .item.platform "cpu") (not $engine.model.quantization) (eq $elsewhere 0) (gt $share $most) -}}
-{{- $texts = append $texts (printf "%s.tensorParallelSize: %d given (%d ranks), but the weights of %s are %s, %s for each, more than the %s %s; set it so that there are %d ranks or more, or choose a smaller model%s"
+{{- $texts = append $texts (printf
+  "%s.tensorParallelSize: %d given (%d ranks), but the weights of %s are %s, %s for each, more than the %s %s; set it so that there are %d ranks or more, or choose a smaller model%s"
   .item.path (int64 $engine.tensorParallelSize) $ranks $engine.model.path (include "spillway.bytesText" .weights) (include "spillway.bytesText" $share)
   (include "spillway.bytesText" $most) $of (add1 (div (int64 .weights) $most))
   (ternary ", or raise accelerator.memoryMiB" "" (not (empty $engine.accelerator.memoryMiB)))) -}}
@@ -180,7 +182,8 @@ above those of any disk, network or kernel that an engine starts on, so that no 
 {{- /* 16 TiB: no host has as much, so that it is the size that is wrong, not the time to fill it. */ -}}
 {{- if gt $tierBytes 17592186044416.0 -}}
 {{- $key := ternary "numCpuBlocks" "cpuBytes" (not (empty $engine.offload.numCpuBlocks)) -}}
-{{- $texts = append $texts (printf "%s.offload.%s: %v given, a CPU tier of %s for each pod, which no host's memory holds; lower it (a chunk has %s)"
+{{- $texts = append $texts (printf
+  "%s.offload.%s: %v given, a CPU tier of %s for each pod, which no host's memory holds; lower it (a chunk has %s)"
   .item.path $key (get $engine.offload $key) (include "spillway.bytesText" (int64 $tierBytes)) (include "spillway.bytesText" .item.memory.cpuRowBytes)) -}}
 {{- $tierBytes = 0.0 -}}
 {{- end -}}

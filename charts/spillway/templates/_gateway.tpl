@@ -98,7 +98,7 @@ sharedLimits:
 {{- toYaml $rules -}}
 {{- end -}}
 
-{{/* root -> seconds for which a request that the gateway still works on may have no byte to send, and ten to spare. */}}
+{{/* root -> seconds for which a request that the gateway still works on may send no byte, and ten to spare. */}}
 {{- define "spillway.silentSeconds" -}}
 {{- $plan := dict -}}
 {{- include "spillway.plan" (dict "root" . "plan" $plan) -}}
@@ -106,7 +106,8 @@ sharedLimits:
 {{- $most := max (int64 $times.plainSeconds) (int64 $times.firstByteSeconds) (int64 $times.idleSeconds) -}}
 {{- range $plan.engines -}}
 {{- if and .engine.autoscaling.enabled (eq (int64 .engine.autoscaling.minReplicas) 0) -}}
-{{- $most = max $most (int64 (default .engine.lifecycle.startupTimeoutSeconds .engine.autoscaling.wakeTimeoutSeconds)) -}}
+{{- $wake := default .engine.lifecycle.startupTimeoutSeconds .engine.autoscaling.wakeTimeoutSeconds -}}
+{{- $most = max $most (int64 $wake) -}}
 {{- end -}}
 {{- end -}}
 {{- add $most 10 -}}
@@ -114,7 +115,8 @@ sharedLimits:
 
 {{/* root -> annotations that hold ingress-nginx to the gateway's own bounds, in place of its 60 seconds and 1 MiB. */}}
 {{- define "spillway.ingressBounds" -}}
-{{- $bytes := include "spillway.bytes" (dict "value" .Values.gateway.limits.bodyBytesMax "path" "gateway.limits.bodyBytesMax") -}}
+{{- $bytes := include "spillway.bytes" (dict "value" .Values.gateway.limits.bodyBytesMax
+  "path" "gateway.limits.bodyBytesMax") -}}
 {{- $seconds := include "spillway.silentSeconds" . -}}
 nginx.ingress.kubernetes.io/proxy-body-size: {{ printf "%dm" (div (add (int64 $bytes) 1048575) 1048576) }}
 nginx.ingress.kubernetes.io/proxy-read-timeout: {{ $seconds | quote }}

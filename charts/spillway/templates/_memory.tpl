@@ -88,7 +88,8 @@ processes, staging, page cache and margin.
 {{- $_ := set $out "deviceBlocks" $deviceBlocks -}}
 {{- end -}}
 {{- $deviceBytes := ternary (mul (default 0 $deviceBlocks) $rankTokenBytes $allRanks $blockSize) 0 $onCpu -}}
-{{- $coreWeights := int64 (include "spillway.bytes" (dict "value" $shape.weightBytes "path" (printf "%s.model.shape.weightBytes" $path))) -}}
+{{- $coreWeights := int64 (include "spillway.bytes" (dict "value" $shape.weightBytes
+  "path" (printf "%s.model.shape.weightBytes" $path))) -}}
 {{- /* Quantised weights stay as the files have them, or become smaller. */ -}}
 {{- if not $engine.model.quantization -}}
 {{- $coreWeights = div (mul $coreWeights $element) (get $elementBytes $shape.dtype | default 2) -}}
@@ -154,7 +155,9 @@ processes, staging, page cache and margin.
 {{- $arithmetic := printf "CPU tier %s (%s%d chunks x %s) + queues %s + processes %s (%s)" (include "spillway.bytesText" $tierBytes) $times $chunks (include "spillway.bytesText" $rowBytes) (include "spillway.bytesText" $queueBytes) (include "spillway.bytesText" $processBytes) (eq $allRanks 1 | ternary "1 rank" (printf "%d ranks" $allRanks)) -}}
 {{- if $onCpu -}}{{- $arithmetic = printf "%s + device blocks %s + weights %s" $arithmetic (include "spillway.bytesText" $deviceBytes) (include "spillway.bytesText" $weightBytes) -}}{{- end -}}
 {{- if $stagingBytes -}}{{- $arithmetic = printf "%s + shared tier's buffers %s" $arithmetic (include "spillway.bytesText" $stagingBytes) -}}{{- end -}}
-{{- if $askedBytes -}}{{- $arithmetic = printf "%s + extraArgs %s" $arithmetic (include "spillway.bytesText" $askedBytes) -}}{{- end -}}
+{{- if $askedBytes -}}
+{{- $arithmetic = printf "%s + extraArgs %s" $arithmetic (include "spillway.bytesText" $askedBytes) -}}
+{{- end -}}
 {{- $arithmetic = printf "%s + %d %% margin = %s" $arithmetic (int64 $engine.memory.marginPercent) (include "spillway.bytesText" $needed) -}}
 {{- $limit := $needed -}}
 {{- if $engine.memory.limit -}}

@@ -171,7 +171,8 @@ nothing can be concluded from such values. */}}
 {{- range $direction, $rows := . -}}
 {{- $whole := list -}}
 {{- range $rows -}}
-{{- $bytes := include "spillway.bytes" (dict "value" (first .) "path" (printf "%s.offload.copyTable.%s" $.item.path $direction)) -}}
+{{- $bytes := include "spillway.bytes" (dict "value" (first .) "path" (printf "%s.offload.copyTable.%s" $.item.path
+  $direction)) -}}
 {{- $whole = append $whole (list (int64 $bytes) (last .)) -}}
 {{- end -}}
 {{- $_ := set $table $direction $whole -}}

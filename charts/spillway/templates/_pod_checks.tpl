@@ -7,9 +7,12 @@ limit, a port that its user may not open. */}}
 {{- $texts := list -}}
 {{- $full := include "spillway.fullname" $root -}}
 {{- if not (regexMatch "^[a-z]" $full) -}}
-{{- $texts = append $texts (printf "fullnameOverride: the names of all objects begin with %q, and a Service's has to begin with a letter; set fullnameOverride, e.g. spillway-%s" $full ($root.Release.Name | replace "." "-")) -}}
+{{- $texts = append $texts (printf
+  "fullnameOverride: the names of all objects begin with %q, and a Service's has to begin with a letter; set fullnameOverride, e.g. spillway-%s"
+  $full ($root.Release.Name | replace "." "-")) -}}
 {{- else if not (regexMatch "^[-a-z0-9]*$" $full) -}}
-{{- $texts = append $texts (printf "fullnameOverride: the names of all objects begin with %q, and a Service's may hold %s; set fullnameOverride, e.g. %s"
+{{- $texts = append $texts (printf
+  "fullnameOverride: the names of all objects begin with %q, and a Service's may hold %s; set fullnameOverride, e.g. %s"
   $full "small letters, digits and dashes alone, no dot" (regexReplaceAll "[^-a-z0-9]" $full "-")) -}}
 {{- end -}}
 {{- $labels := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/part-of" "spillway/engine" "spillway/vllm" -}}

@@ -20,13 +20,15 @@
 {{- $texts = append $texts (printf "gateway.ingress: %s is an address, and an Ingress takes names alone; write a DNS name, or leave host empty for all" .host) -}}
 {{- end -}}
 {{- end -}}
-{{- $says := "(?i)backend-?(protocol|ssl|tls|config)|app-?protocol|serversscheme|serverstransport|server-ssl|secure-backend|passthrough" -}}
+{{- $says :=
+  "(?i)backend-?(protocol|ssl|tls|config)|app-?protocol|serversscheme|serverstransport|server-ssl|secure-backend|passthrough" -}}
 {{- $speaksTls := false -}}
 {{- range $key, $_ := merge (deepCopy .annotations) $gateway.service.annotations -}}
 {{- $speaksTls = or $speaksTls (regexMatch $says $key) -}}
 {{- end -}}
 {{- if and $gateway.tls.secret.name (not $speaksTls) -}}
-{{- $texts = append $texts (printf "gateway.tls.secret.name: %s, but the Ingress would speak plain HTTP to the gateway, and every request fail; %s, or %s"
+{{- $texts = append $texts (printf
+  "gateway.tls.secret.name: %s, but the Ingress would speak plain HTTP to the gateway, and every request fail; %s, or %s"
   $gateway.tls.secret.name
   "set your controller's annotation, such as gateway.ingress.annotations: {nginx.ingress.kubernetes.io/backend-protocol: HTTPS}"
   "remove gateway.tls, so that TLS ends at the Ingress (gateway.ingress.tlsSecret)") -}}
@@ -46,8 +48,11 @@
 {{- $texts = append $texts (printf "gateway.httpRoute.hostnames[%d]: %s is an address, and a route takes names alone; write a DNS name, or none for all" $index $host) -}}
 {{- end -}}
 {{- end -}}
-{{- if and .enabled .requestTimeoutSeconds (lt (float64 .requestTimeoutSeconds) (float64 $gateway.timeouts.plainSeconds)) -}}
-{{- $texts = append $texts (printf "gateway.httpRoute.requestTimeoutSeconds: %v ends answers that gateway.timeouts.plainSeconds: %v still waits for; set the first to 0 (no bound) or raise it, or lower the second" .requestTimeoutSeconds $gateway.timeouts.plainSeconds) -}}
+{{- if and .enabled .requestTimeoutSeconds (lt (float64 .requestTimeoutSeconds) (float64
+  $gateway.timeouts.plainSeconds)) -}}
+{{- $texts = append $texts (printf
+  "gateway.httpRoute.requestTimeoutSeconds: %v ends answers that gateway.timeouts.plainSeconds: %v still waits for; set the first to 0 (no bound) or raise it, or lower the second"
+  .requestTimeoutSeconds $gateway.timeouts.plainSeconds) -}}
 {{- end -}}
 {{- end -}}
 {{- with $gateway.tls.secret -}}
@@ -81,7 +86,8 @@
 {{- $texts = append $texts "monitoring.podMonitor.enabled: true, but networkPolicy.prometheusFrom is empty, so that no Prometheus reaches the engines' metrics; name its pods there, or set networkPolicy.enabled: false" -}}
 {{- end -}}
 {{- if and $values.monitoring.alerts.enabled (not $values.monitoring.serviceMonitor.enabled) -}}
-{{- $texts = append $texts (printf "monitoring.alerts.enabled: true, but serviceMonitor.enabled is false, so that Prometheus %s; %s"
+{{- $texts = append $texts (printf
+  "monitoring.alerts.enabled: true, but serviceMonitor.enabled is false, so that Prometheus %s; %s"
   "has no series of the gateway under the name that alerts select by, and SpillwayGatewayDown would fire for ever"
   "set monitoring.serviceMonitor.enabled: true (podMonitor too, for alerts about engines), or alerts.enabled: false") -}}
 {{- end -}}

@@ -8,9 +8,15 @@
 {{- range $suffix := list "gateway" "redis" -}}
 {{- $_ := set $named $suffix (include "spillway.name" (dict "root" $.root "suffix" $suffix)) -}}
 {{- end -}}
-{{- $sections := list (dict "path" "gateway" "name" $named.gateway "section" $gateway "pod" $gateway.podSecurityContext "container" $gateway.securityContext) (dict "path" "redis" "name" $named.redis "section" $values.redis "pod" $values.redis.podSecurityContext "container" $values.redis.securityContext) -}}
+{{- $sections := list -}}
+{{- range $key := list "gateway" "redis" -}}
+{{- $section := get $values $key -}}
+{{- $sections = append $sections (dict "path" $key "name" (get $named $key) "section" $section
+  "pod" $section.podSecurityContext "container" $section.securityContext) -}}
+{{- end -}}
 {{- range .engines -}}
-{{- $sections = append $sections (dict "path" .path "name" .name "section" .engine "pod" .accelerator.podSecurityContext "container" .accelerator.securityContext) -}}
+{{- $sections = append $sections (dict "path" .path "name" .name "section" .engine
+  "pod" .accelerator.podSecurityContext "container" .accelerator.securityContext) -}}
 {{- end -}}
 {{- range $sections -}}
 {{- $path := .path -}}{{- $section := .section -}}{{- $pod := default dict .pod -}}{{- $container := default dict .container -}}
@@ -67,7 +73,9 @@
 {{- else -}}{{- $taken = int64 $given -}}
 {{- end -}}
 {{- if and (ge $taken $most) (gt $most 1) -}}
-{{- $texts = append $texts (printf "%s.podDisruptionBudget.maxUnavailable: %v given, but there are at most %d pods, so that a drain may take all at once; set 1, or enabled: false" $path (include "spillway.number" $given) $most) -}}
+{{- $texts = append $texts (printf
+  "%s.podDisruptionBudget.maxUnavailable: %v given, but there are at most %d pods, so that a drain may take all at once; set 1, or enabled: false"
+  $path (include "spillway.number" $given) $most) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -79,10 +87,13 @@
 {{- range $isGiven := list false true -}}
 {{- range $sections -}}
 {{- $account := .section.serviceAccount -}}
-{{- if and $account.create (eq $isGiven (ne (default "" $account.name) "")) (or (ne .path "redis") $values.redis.enabled) -}}
+{{- if and $account.create (eq $isGiven (ne (default "" $account.name) "")) (or (ne .path "redis")
+  $values.redis.enabled) -}}
 {{- $name := default .name $account.name -}}
 {{- if hasKey $accounts $name -}}
-{{- $texts = append $texts (printf "%s.serviceAccount.name: %s is made by %s too, and one object cannot be made twice; set create: false here" .path $name (get $accounts $name)) -}}
+{{- $texts = append $texts (printf
+  "%s.serviceAccount.name: %s is made by %s too, and one object cannot be made twice; set create: false here" .path
+  $name (get $accounts $name)) -}}
 {{- end -}}
 {{- $_ := set $accounts $name .path -}}
 {{- end -}}

@@ -165,7 +165,8 @@ a schema's refusal differently, name neither the nearest key nor a remedy, and s
 {{- if mod (int64 $value) $step -}}{{ $given }} given, a multiple of {{ $step }} needed; set it to {{ mul (div (add (int64 $value) (sub $step 1)) $step) $step }}{{- end -}}
 {{- end -}}
 {{- else if kindIs "slice" $value -}}
-{{- if and $schema.minItems (lt (len $value) (int $schema.minItems)) -}}{{ if $value }}{{ len $value }} entries given, {{ int $schema.minItems }} needed{{ with $schema.description }} ({{ . }}){{ end }}; add what is missing
+{{- if and $schema.minItems (lt (len $value) (int $schema.minItems)) -}}{{ if $value -}}
+{{ len $value }} entries given, {{ int $schema.minItems }} needed{{ with $schema.description }} ({{ . }}){{ end }}; add what is missing
 {{- else }}an empty list given, an entry needed; add one, or remove the list{{ end }}
 {{- else if and $schema.maxItems (gt (len $value) (int $schema.maxItems)) -}}{{ len $value }} entries given, at most {{ $schema.maxItems }} needed; remove some
 {{- else if and $schema.uniqueItems (ne (len $value) (len (uniq $value))) -}}{{ if kindIs "map" (first $value) }}a list with one entry twice{{ else }}{{ join ", " $value }}{{ end }} given, each once needed; remove what is there twice

@@ -36,8 +36,10 @@
 {{- $own := get $settings $tier.type -}}
 {{- range $bound := list (list "loadQueueBytesMax" $settings.loadQueueBytesMax) (list "storeQueueBytesMax" $settings.storeQueueBytesMax) (list (printf "%s.maxBytes" $tier.type) $own.maxBytes) (list (printf "%s.tenantMaxBytes" $tier.type) $own.tenantMaxBytes) -}}
 {{- $bytes := index $bound 1 -}}
-{{- if and (not (kindIs "invalid" $bytes)) (lt (int64 $bytes) $row) (eq (index $bound 0) "nvme.maxBytes") (not $tier.nvme.maxBytes) -}}
-{{- $texts = append $texts (printf "%s.nvme.volume.size: %v given, nine tenths of which hold no chunk of %s; set it to %d or more (with a unit, such as 500GiB), or lower offload.blocksPerChunk"
+{{- if and (not (kindIs "invalid" $bytes)) (lt (int64 $bytes) $row) (eq (index $bound 0) "nvme.maxBytes") (not
+  $tier.nvme.maxBytes) -}}
+{{- $texts = append $texts (printf
+  "%s.nvme.volume.size: %v given, nine tenths of which hold no chunk of %s; set it to %d or more (with a unit, such as 500GiB), or lower offload.blocksPerChunk"
   $at $tier.nvme.volume.size (include "spillway.bytesText" $row) (div (add (mul $row 10) 8) 9)) -}}
 {{- else if and (not (kindIs "invalid" $bytes)) (lt (int64 $bytes) $row) -}}
 {{- $texts = append $texts (printf "%s.%s: %s holds no chunk of %s; set it to %d or more, or lower offload.blocksPerChunk" $at (index $bound 0) (include "spillway.bytesText" $bytes) (include "spillway.bytesText" $row) $row) -}}

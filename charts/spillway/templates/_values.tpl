@@ -81,10 +81,12 @@ A credential that was pasted there would lie in the objects for all to read, so 
 {{- range regexFindAll "[A-Za-z0-9]+" .name -1 -}}{{- if gt (len .) (len $run) -}}{{- $run = . -}}{{- end -}}{{- end -}}
 {{- $digits := len (regexReplaceAll "[^0-9]" $run "") -}}
 {{- $isHex := and (ge (len $run) 32) (gt $digits 0) (regexMatch "^[0-9A-Fa-f]+$" $run) -}}
-{{- $hasPrefix := and (ge (len $run) 16) (ge $digits 3) (regexMatch "^(sk|pk|rk|gh[pousr]|hf|glpat|xox[abprs])[-_]" .name) -}}
+{{- $hasPrefix := and (ge (len $run) 16) (ge $digits 3) (regexMatch "^(sk|pk|rk|gh[pousr]|hf|glpat|xox[abprs])[-_]"
+  .name) -}}
 {{- $isUuid := regexMatch "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$" .name -}}
 {{- if or $isHex $hasPrefix $isUuid (and (ge (len $run) 40) (ge $digits 6)) -}}
-{{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s: what is given (%d characters) looks like a key itself, which would lie in the objects for all to read; make another key, put it into a Secret (kubectl create secret generic NAME --from-literal=KEY=...), and write its name here"
+{{- include "spillway.problem" (dict "problems" .problems "text" (printf
+  "%s: what is given (%d characters) looks like a key itself, which would lie in the objects for all to read; make another key, put it into a Secret (kubectl create secret generic NAME --from-literal=KEY=...), and write its name here"
   .path (len .name))) -}}
 {{- end -}}
 {{- end -}}
