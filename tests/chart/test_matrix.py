@@ -152,7 +152,17 @@ DIMENSIONS = {
             "gateway",
             {"replicas": 1, "service": {"type": "NodePort", "nodePort": 30001}, "discovery": {"type": "static"}},
         ),
-        nested("gateway", {"autoscaling": {"enabled": True}, "ingress": {"enabled": True, "className": "nginx"}}),
+        nested(
+            "gateway",
+            {
+                "autoscaling": {"enabled": True},
+                "ingress": {
+                    "enabled": True,
+                    "className": "nginx",
+                    "annotations": {"nginx.ingress.kubernetes.io/backend-protocol": "HTTPS"},  # of a gateway with TLS
+                },
+            },
+        ),
         nested(
             "gateway",
             {
