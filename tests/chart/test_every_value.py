@@ -179,6 +179,7 @@ CHANGES: dict[str, Any] = {
     "engine.model.shape.dtype": "float16",
     "engine.model.shape.weightBytes": "20GiB",
     "engine.model.shape.layers": 40,
+    "engine.model.shape.slidingLayers": 20,
     "engine.model.shape.kvHeads": 4,
     "engine.model.shape.headDim": 64,
     "engine.model.shape.latentDim": 576,

@@ -28,6 +28,7 @@ def shape_of(preset: str) -> ModelShape:
         dtype=known["dtype"],
         max_length=None,
         weight_bytes=known["weightBytes"],
+        sliding_layers=known.get("slidingLayers", 0),
     )
 
 
@@ -48,7 +49,11 @@ def test_a_rendered_pod_is_as_large_as_the_arithmetic_says():
     sizes = ({"numCpuBlocks": 700}, {"cpuBytes": "90GiB"})
     engines = {
         f"m{key}": {
-            "model": {"shape": {"preset": preset}, "servedName": f"m{key}", "maxLength": 4096},
+            "model": {
+                "shape": {"preset": preset} | ({"weightBytes": "1GB"} if key else {}),
+                "servedName": f"m{key}",
+                "maxLength": 4096,
+            },
             "offload": {**sizes[key % 2], "blocksPerChunk": 1 + key % 3},
             "accelerator": {"preset": "cpu" if key == 0 else "cce"},
             "tensorParallelSize": 1 if key == 0 else 4,
@@ -81,7 +86,7 @@ def test_a_rendered_pod_is_as_large_as_the_arithmetic_says():
         ("qwen3-14b", 4, 1000, 19.53),
         ("qwen3-32b", 8, 1000, 31.25),
         ("llama-3.1-8b", 1, 1000, 15.63),
-        ("deepseek-v3", 8, 1000, 8.38),
+        ("deepseek-v3", 16, 1000, 8.38),
     ],
 )
 def test_worked_examples(preset, ranks, blocks, gibibytes):
@@ -103,14 +108,45 @@ def test_worked_examples(preset, ranks, blocks, gibibytes):
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "deepseek-r1-distill-qwen-32b"),
         ("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek-v2-lite"),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m"),
+        ("Qwen/Qwen3-32B-AWQ", "qwen3-32b"),
+        ("Qwen/Qwen3-8B-FP8", "qwen3-8b"),
+        ("Qwen/Qwen3-4B-Thinking-2507-FP8", "qwen3-4b"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "qwen2.5-7b"),
+        ("RedHatAI/Llama-3.1-8B-Instruct-quantized.w8a8", "llama-3.1-8b"),
+        ("RedHatAI/Qwen3-14B-FP8-dynamic", "qwen3-14b"),
+        ("vllm-ascend/Qwen3-14B-W8A8", "qwen3-14b"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("google/gemma-3-4b-it", "gemma-3-4b"),
+        ("RedHatAI/gemma-3-27b-it-quantized.w4a16", "gemma-3-27b"),
+        ("zai-org/GLM-4.5-Air-FP8", "glm-4.5-air"),
+        ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistral-small-3.2-24b"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct-AWQ", "qwen2.5-vl-7b"),
     ],
 )
 def test_models_are_recognised_by_their_path(path, preset):
-    ranks = 4 if preset == "deepseek-v3" else 1  # no single device holds its weights
-    rendered = render(values={"engine": {"model": {"path": path, "maxLength": 4096}, "tensorParallelSize": ranks}})
+    values = {"model": {"path": path, "maxLength": 4096, "shape": {"weightBytes": "1GB"}}}
+    rendered = render(values={"engine": values})
     memory = json.loads(rendered.one("ConfigMap", "engine")["data"]["memory.json"])
 
     assert memory["bytesPerToken"] == shape_of(preset).bytes_per_token("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("path", "gigabytes"),
+    [("Qwen/Qwen3-8B", 2 * 16.382), ("Qwen/Qwen3-8B-FP8", 16.382 * 5 / 8), ("Qwen/Qwen3-8B-AWQ", 16.382 * 3 / 8)],
+)
+def test_quantised_weights_are_smaller_and_stay_so(path, gigabytes):
+    """In float32 on a CPU, which doubles those of 16 bits."""
+    values = {"model": {"path": path, "maxLength": 4096}, "offload": {"enabled": False}}
+    values |= {"accelerator": {"preset": "cpu"}, "memory": {"marginPercent": 0}}
+    rendered = render(values={"engine": values})
+    without = render(values={"engine": {**values, "model": {**values["model"], "shape": {"weightBytes": 1}}}})
+    needs = [
+        json.loads(one.one("ConfigMap", "engine")["data"]["memory.json"])["podNeedsBytes"]
+        for one in (rendered, without)
+    ]
+
+    assert (needs[0] - needs[1]) / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
 def test_numbers_by_hand_win_over_a_preset():
@@ -124,6 +160,19 @@ def test_numbers_by_hand_win_over_a_preset():
 
     assert memory["bytesPerToken"] == 2 * 10 * 2 * 64 * 2
     assert list(islice(memory, 1)) == ["bytesPerBlock"]
+
+
+def test_a_row_holds_one_kv_group_of_a_model_with_two_kinds_of_layers():
+    """Three groups of two layers: an engine with such a model has rows of 32,768 bytes (tests/engine_matrix)."""
+    shape = {"layers": 6, "slidingLayers": 4, "kvHeads": 2, "headDim": 32, "dtype": "float32"}
+    model = {"path": "a/b", "shape": {**shape, "weightBytes": "1MB"}, "dtype": "float32", "maxLength": 2048}
+    engine = {"model": model, "blockSize": 32, "accelerator": {"preset": "cpu"}}
+    rendered = render(values={"engine": {**engine, "offload": {"numCpuBlocks": 120}}})
+
+    memory = json.loads(rendered.one("ConfigMap", "engine")["data"]["memory.json"])
+
+    assert (memory["cpuRowBytes"], memory["kvGroups"]) == (32768, 3)
+    assert (memory["cpuTierBytes"], memory["cpuTierTokens"]) == (120 * 32768, 40 * 32)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ def memory_case(chosen: random.Random, preset: str | None) -> MemoryCase:
         dtype=shape["dtype"],
         max_length=None,
         weight_bytes=shape["weightBytes"],
+        sliding_layers=shape.get("slidingLayers", 0),
     )
     return MemoryCase(chosen.choice(["npu", "cpu", "cuda"]), engine, model, bounded)
 
@@ -178,7 +179,10 @@ def any_shape(chosen: random.Random) -> dict[str, Any]:
     heads = {"kvHeads": chosen.randrange(1, 65), "headDim": chosen.choice([1, 64, 80, 128, 255])}
     kind = {"latentDim": chosen.randrange(1, 1000)} if chosen.random() < 0.3 else heads
     dtype = chosen.choice(["bfloat16", "float16", "float32"])
-    return {"layers": chosen.randrange(1, 130), **kind, "dtype": dtype, "weightBytes": chosen.randrange(1, 10**12)}
+    layers = chosen.randrange(1, 130)
+    sliding = chosen.choice([0, chosen.randrange(0, layers + 1)])
+    kind |= {"layers": layers, "slidingLayers": sliding}
+    return {**kind, "dtype": dtype, "weightBytes": chosen.randrange(1, 10**12)}
 
 
 @pytest.fixture(scope="module", params=helms(), ids=lambda helm: f"helm{helm.major}")
@@ -221,6 +225,7 @@ def test_memory_is_the_same_sum(computed: dict[str, Any]) -> None:
             "cpuTierBytes": budget.cpu_tier_bytes,
             "cpuTierTokens": budget.cpu_tier_tokens,
             "sharedMemoryNeededBytes": budget.shared_memory_needed_bytes,
+            **({"kvGroups": budget.kv_groups} if budget.kv_groups > 1 else {}),
         }
         if case.platform != "cpu" or figures["deviceBlocks"] == budget.device_blocks:
             # Where they would be more than a quarter of a pod the engine service alone takes fewer device blocks.

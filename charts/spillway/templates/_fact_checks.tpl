@@ -145,23 +145,32 @@
 {{- toYaml $texts -}}
 {{- end -}}
 
-{{/* (item, weights) -> list of texts: weights that no device holds, found after an hour's download else. 288 GiB are
-more than any device has; quantised weights and those kept in host memory may be smaller than is known here. */}}
+{{/* (item, weights) -> list of texts: weights that no device holds, found after an hour's download else. memoryMiB and
+the name of a part of a device (MIG) say how large one is; else it is the largest that the preset stands for. Quantised
+weights and those kept in host memory may be smaller than is known here. */}}
 {{- define "spillway.deviceMemoryProblems" -}}
 {{- $engine := .item.engine -}}
 {{- $texts := list -}}
-{{- $most := int64 309237645312 -}}{{- $of := "that any device has" -}}
+{{- $preset := $engine.accelerator.preset -}}{{- $resource := toString .item.accelerator.resourceName -}}
+{{- $gibibytes := get (dict "mindcluster" 64 "cce" 64 "hami" 64 "a5" 144 "custom" 144) $preset | default 288 -}}
+{{- $of := printf "that a device of accelerator.preset: %s has at most" $preset -}}
+{{- if hasSuffix "/Ascend910B4" $resource -}}{{- $gibibytes = 32 -}}{{- $of = printf "of a %s" $resource -}}{{- end -}}
+{{- with regexFind "mig-[0-9]+g\\.[0-9]+gb" $resource -}}
+{{- $gibibytes = regexReplaceAll "mig-[0-9]+g\\.([0-9]+)gb" . "${1}" -}}{{- $of = printf "of a %s" $resource -}}
+{{- end -}}
+{{- $most := mul 1073741824 (int64 $gibibytes) -}}
 {{- with $engine.accelerator.memoryMiB -}}
 {{- $most = mul (int64 .) 1048576 -}}{{- $of = "of accelerator.memoryMiB" -}}
 {{- end -}}
-{{- $ranks := include "spillway.ranks" $engine | int64 -}}
-{{- $elsewhere := int64 (include "spillway.argumentMemory" (dict "arguments" (default list $engine.extraArgs)
-  "onCpu" false "ranks" 1 "cores" 1 "weightBytes" 1) | fromJson).processBytes -}}
+{{- /* Every data parallel rank has all weights, but for experts that are spread over them. */ -}}
+{{- $ranks := mul (int64 $engine.tensorParallelSize) (int64 $engine.pipelineParallelSize) -}}
+{{- if and .item.shape.experts (has "--enable-expert-parallel" $engine.extraArgs) -}}{{- $ranks = include "spillway.ranks" $engine | int64 -}}{{- end -}}
+{{- $elsewhere := int64 (include "spillway.argumentMemory" (dict "arguments" (default list $engine.extraArgs) "onCpu" false
+  "ranks" 1 "cores" 1 "weightBytes" 1) | fromJson).processBytes -}}
 {{- $share := div (int64 .weights) $ranks -}}
 {{- if and (ne .item.platform "cpu") (not $engine.model.quantization) (eq $elsewhere 0) (gt $share $most) -}}
-{{- $texts = append $texts (printf
-  "%s.tensorParallelSize: %d given (%d ranks), but the weights of %s are %s, %s for each, more than the %s %s; set it so that there are %d ranks or more, or choose a smaller model%s"
-  .item.path (int64 $engine.tensorParallelSize) $ranks $engine.model.path (include "spillway.bytesText" .weights) (include "spillway.bytesText" $share)
+{{- $texts = append $texts (printf "%s.tensorParallelSize: %d given (%d ranks), but the weights of %s are %s, %s for each, more than the %s %s; set it so that there are %d ranks or more, or choose a smaller model%s"
+  .item.path (int64 $engine.tensorParallelSize) $ranks (default $engine.model.path $engine.model.shape.preset) (include "spillway.bytesText" .weights) (include "spillway.bytesText" $share)
   (include "spillway.bytesText" $most) $of (add1 (div (int64 .weights) $most))
   (ternary ", or raise accelerator.memoryMiB" "" (not (empty $engine.accelerator.memoryMiB)))) -}}
 {{- end -}}

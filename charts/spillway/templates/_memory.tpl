@@ -10,26 +10,48 @@ processes, staging, page cache and margin.
 {{- $given := $model.shape -}}
 {{- $known := .root.Files.Get "files/model-shapes.yaml" | fromYaml -}}
 {{- $file := base $model.path | lower -}}
-{{- $name := regexReplaceAll "(-instruct|-chat|-base|-it|-hf|-bf16|-v0\\.[0-9]+|-[0-9]{4})+$" (trimPrefix "meta-" $file) "" -}}
+{{- $name := regexReplaceAll "(-(instruct|thinking|chat|base|it|hf|bf16|v0\\.[0-9]+|[0-9]{4}|awq|gptq|gptqmodel|autoround|quantized|bnb|marlin|fp8|fp4|nvfp4|mxfp4|mxfp8|int4|int8|[48]bit|(quantized\\.)?w[48]a(4|8|16)|dynamic|block|kv|128g|g128))+$" (trimPrefix "meta-" $file) "" -}}
 {{- if hasKey $known $file -}}{{- $name = $file -}}{{- end -}}
+{{- /* Quantised weights, in eighths of those in 16 bits: embeddings stay as they are, so somewhat more than half or a quarter. */ -}}
+{{- $eighths := 8 -}}
+{{- if and (hasPrefix $name (trimPrefix "meta-" $file)) (not $given.preset) -}}
+{{- $ending := trimPrefix $name (trimPrefix "meta-" $file) -}}
+{{- if regexMatch "-(fp8|mxfp8|int8|8bit|(quantized\\.)?w8a)" $ending -}}{{- $eighths = 5 -}}
+{{- else if regexMatch "-(awq|gptq|gptqmodel|autoround|bnb|fp4|nvfp4|mxfp4|int4|4bit|(quantized\\.)?w4a)" $ending -}}{{- $eighths = 3 -}}{{- end -}}
+{{- end -}}
 {{- $name = default $name $given.preset -}}
 {{- if and $given.preset (not (hasKey $known $name)) -}}
 {{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s.model.shape.preset: %q is no known model; give layers, kvHeads and headDim from its config.json, or one of: %s" .path $name (keys $known | sortAlpha | join ", "))) -}}
 {{- end -}}
 {{- include "spillway.overlay" (dict "base" .out "over" (dict "dtype" "bfloat16" "weightBytes" 0)) -}}
 {{- include "spillway.overlay" (dict "base" .out "over" (get $known $name | default dict)) -}}
-{{- range $key := list "layers" "kvHeads" "headDim" "latentDim" "dtype" "weightBytes" -}}
+{{- if lt $eighths 8 -}}{{- $_ := set .out "quantized" true -}}{{- $_ = set .out "weightBytes" (div (mul (int64 .out.weightBytes) $eighths) 8) -}}{{- end -}}
+{{- range $key := list "layers" "slidingLayers" "kvHeads" "headDim" "latentDim" "dtype" "weightBytes" -}}
 {{- $value := get $given $key -}}
 {{- if not (or (kindIs "invalid" $value) (eq (toString $value) "")) -}}
 {{- $_ := set $.out $key $value -}}
 {{- if or (eq $key "kvHeads") (eq $key "headDim") -}}{{- $_ = unset $.out "latentDim" -}}{{- end -}}
+{{- if eq $key "layers" -}}{{- $_ = unset $.out "slidingLayers" -}}{{- end -}}
 {{- end -}}
+{{- end -}}
+{{- if and .out.layers (gt (int64 (default 0 .out.slidingLayers)) (int64 .out.layers)) -}}
+{{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s.model.shape.slidingLayers: %d of %d layers; set it to the number of sliding_attention in layer_types of config.json, %d or less" .path (int64 .out.slidingLayers) (int64 .out.layers) (int64 .out.layers))) -}}
+{{- $_ := unset .out "slidingLayers" -}}
 {{- end -}}
 {{- if and $given.latentDim (or $given.kvHeads $given.headDim) -}}
 {{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s.model.shape: latentDim: %d given beside kvHeads or headDim, but a model has one kind of cache; keep latentDim for MLA, or the other two" .path (int64 $given.latentDim))) -}}
 {{- end -}}
 {{- if not (and .out.layers (or .out.latentDim (and .out.kvHeads .out.headDim))) -}}
-{{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s.model.path: %q is no model the chart knows, so its KV cache has no known size; set %s.model.shape.layers, kvHeads and headDim (or latentDim for MLA) from its config.json, or shape.preset" .path $model.path .path)) -}}
+{{- $alike := list -}}
+{{- range $one := keys $known | sortAlpha -}}
+{{- if eq (regexFind "^[a-z]+" $one) (regexFind "^[a-z]+" $file) -}}{{- $alike = append $alike $one -}}{{- end -}}
+{{- end -}}
+{{- $names := join ", " $alike | default "one of files/model-shapes.yaml, such as qwen3-8b" -}}
+{{- $why := "is no model the chart knows, so its KV cache has no known size" -}}
+{{- if regexMatch "^(deepseek-v(3\\.2|4)|qwen3-next|qwen3\\.[5-9]|kimi-(k3|linear)|nemotron-h|jamba|falcon-h1|granite-4)" $file -}}
+{{- $why = "keeps recurrent or compressed states beside its KV cache, whose blocks vLLM sizes when it starts; an engine's `spillway doctor` shows them as `row of the CPU tier`" -}}
+{{- end -}}
+{{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s.model.path: %q %s; set %s.model.shape.layers, kvHeads and headDim (or latentDim for MLA) from its config.json, or %s.model.shape.preset to the known model that it is made from: %s" .path $model.path $why .path .path $names)) -}}
 {{- include "spillway.overlay" (dict "base" .out "over" (dict "layers" 1 "kvHeads" 1 "headDim" 1)) -}}
 {{- end -}}
 {{- end -}}
@@ -61,8 +83,14 @@ processes, staging, page cache and margin.
 {{- $allRanks := include "spillway.ranks" $engine | int64 -}}
 {{- /* Every data parallel rank is an engine core with a device cache, a CPU tier, weights and queues of its own. */ -}}
 {{- $cores := int64 $engine.dataParallelSize -}}{{- $ranks := mul $tensorRanks $stages -}}
-{{- /* Of the stage with the most layers: in a row of the CPU tier every stage has its room. */ -}}
-{{- $layers := div (add (int64 $shape.layers) (sub $stages 1)) $stages -}}
+{{- /* A row of the CPU tier holds one KV group. vLLM makes groups of one size out of layers of two kinds: of the smaller
+      kind's, or of the larger's where it is less than half as large again. */ -}}
+{{- $sliding := int64 (default 0 $shape.slidingLayers) -}}{{- $full := sub (int64 $shape.layers) $sliding -}}
+{{- $fewer := min $full $sliding -}}{{- $more := max $full $sliding -}}
+{{- $groupLayers := ternary $more $fewer (or (eq $fewer 0) (lt (mul 2 $more) (mul 3 $fewer))) -}}
+{{- $groups := add (div (add $full (sub $groupLayers 1)) $groupLayers) (div (add $sliding (sub $groupLayers 1)) $groupLayers) -}}
+{{- /* Of the stage with the most layers: in a row every stage has its room. */ -}}
+{{- $layers := div (add $groupLayers (sub $stages 1)) $stages -}}
 {{- $rankTokenBytes := 0 -}}
 {{- if $shape.latentDim -}}
 {{- $rankTokenBytes = mul $layers (int64 $shape.latentDim) $kvElement -}}
@@ -71,7 +99,8 @@ processes, staging, page cache and margin.
 {{- $rankTokenBytes = mul 2 $layers $heads (add (mul (int64 $shape.headDim) $kvElement) $scale) -}}
 {{- end -}}
 {{- /* In every tier. All ranks of a stage hold the same latents (MLA), and a tier holds them once. */ -}}
-{{- $tokenBytes := ternary (mul $rankTokenBytes $stages) (mul $rankTokenBytes $ranks) (not (not $shape.latentDim)) -}}
+{{- $rowTokenBytes := ternary (mul $rankTokenBytes $stages) (mul $rankTokenBytes $ranks) (not (not $shape.latentDim)) -}}
+{{- $tokenBytes := mul $rowTokenBytes $groups -}}
 {{- $blockSize := int64 $engine.blockSize -}}
 {{- $blockBytes := mul $tokenBytes $blockSize -}}
 {{- $maxLength := int64 $engine.model.maxLength -}}
@@ -79,7 +108,7 @@ processes, staging, page cache and margin.
 
 {{- /* Device cache. A CPU engine gets a number, because its device memory is this pod's. */ -}}
 {{- $deviceBlocks := $engine.deviceBlocks -}}
-{{- if and $onCpu (not $deviceBlocks) -}}{{- $deviceBlocks = add1 (mul 4 $longestBlocks) -}}{{- end -}}
+{{- if and $onCpu (not $deviceBlocks) -}}{{- $deviceBlocks = add1 (mul 4 $longestBlocks $groups) -}}{{- end -}}
 {{- if $deviceBlocks -}}
 {{- $deviceBlocks = int64 $deviceBlocks -}}
 {{- if lt $deviceBlocks (add1 $longestBlocks) -}}
@@ -91,7 +120,7 @@ processes, staging, page cache and margin.
 {{- $coreWeights := int64 (include "spillway.bytes" (dict "value" $shape.weightBytes
   "path" (printf "%s.model.shape.weightBytes" $path))) -}}
 {{- /* Quantised weights stay as the files have them, or become smaller. */ -}}
-{{- if not $engine.model.quantization -}}
+{{- if not (or $engine.model.quantization $shape.quantized) -}}
 {{- $coreWeights = div (mul $coreWeights $element) (get $elementBytes $shape.dtype | default 2) -}}
 {{- end -}}
 {{- $weightBytes := ternary (mul $coreWeights $cores) 0 $onCpu -}}
@@ -99,10 +128,10 @@ processes, staging, page cache and margin.
   "ranks" $ranks "cores" $cores "weightBytes" $coreWeights) | fromJson -}}
 {{- $askedBytes := int64 $asked.processBytes -}}
 
-{{- /* CPU tier: rows of one chunk over all ranks, rounded up to a page. */ -}}
+{{- /* CPU tier: rows of one chunk of one KV group over all ranks, rounded up to a page. */ -}}
 {{- $offload := $engine.offload -}}
 {{- $chunkTokens := mul $blockSize (int64 $offload.blocksPerChunk) -}}
-{{- $rowBytes := mul (div (add (mul $blockBytes (int64 $offload.blocksPerChunk)) 4095) 4096) 4096 -}}
+{{- $rowBytes := mul (div (add (mul $rowTokenBytes $chunkTokens) 4095) 4096) 4096 -}}
 {{- $chunks := 0 -}}
 {{- $tierKey := "offload.numCpuBlocks" -}}
 {{- if $offload.enabled -}}
@@ -118,7 +147,7 @@ processes, staging, page cache and margin.
 {{- $tierGiven := int64 (include "spillway.bytes" (dict "value" $offload.cpuBytes "path" (printf "%s.offload.cpuBytes" $path))) -}}
 {{- $chunks = div $tierGiven $rowBytes -}}
 {{- if eq $chunks 0 -}}
-{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.offload.cpuBytes: %s holds no chunk of %s (%d tokens x %d B); set it to %d or more, or lower blocksPerChunk" $path (include "spillway.bytesText" $tierGiven) (include "spillway.bytesText" $rowBytes) $chunkTokens $tokenBytes $rowBytes)) -}}
+{{- include "spillway.problem" (dict "problems" $problems "text" (printf "%s.offload.cpuBytes: %s holds no chunk of %s (%d tokens x %d B); set it to %d or more, or lower blocksPerChunk" $path (include "spillway.bytesText" $tierGiven) (include "spillway.bytesText" $rowBytes) $chunkTokens $rowTokenBytes $rowBytes)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -173,7 +202,8 @@ processes, staging, page cache and margin.
 {{- end -}}
 
 {{- if gt $cores 1 -}}{{- $_ := set $out "dataParallelRanks" $cores -}}{{- end -}}
-{{- range $key, $value := dict "dtype" $dtype "kvDtype" $kvDtype "bytesPerToken" $tokenBytes "bytesPerBlock" $blockBytes "chunkTokens" $chunkTokens "cpuChunks" $chunks "cpuRowBytes" $rowBytes "cpuTierBytes" $tierBytes "cpuTierTokens" (mul $chunks $chunkTokens) "sharedMemoryNeededBytes" $sharedNeeded "sharedMemoryBytes" $shared "engineNeedsBytes" $engineNeeds "podNeedsBytes" $needed "memoryLimitBytes" $limit "arithmetic" $arithmetic -}}
+{{- if gt $groups 1 -}}{{- $_ := set $out "kvGroups" $groups -}}{{- end -}}
+{{- range $key, $value := dict "dtype" $dtype "kvDtype" $kvDtype "bytesPerToken" $tokenBytes "bytesPerBlock" $blockBytes "chunkTokens" $chunkTokens "cpuChunks" $chunks "cpuRowBytes" $rowBytes "cpuTierBytes" $tierBytes "cpuTierTokens" (mul (div $chunks $groups) $chunkTokens) "sharedMemoryNeededBytes" $sharedNeeded "sharedMemoryBytes" $shared "engineNeedsBytes" $engineNeeds "podNeedsBytes" $needed "memoryLimitBytes" $limit "arithmetic" $arithmetic -}}
 {{- $_ := set $out $key $value -}}
 {{- end -}}
 {{- end -}}

@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
         },
     },
     "servedName": "m",
-    "memory": {"cpu_chunks": 60, "bytes_per_token": 1000},
+    "memory": {"cpu_chunks": 60, "cpu_row_bytes": 4096, "bytes_per_token": 1000},
     "version": "0.1.0",
 }
 CORE = {
@@ -48,6 +48,7 @@ WORKER = {
     "vllm_version": "0.23.0",
     "connector_version": "0.1.0",
     "cpu_blocks": "60",
+    "chunk_bytes": "4096",
     "transport": "npu",
     "copy_path": "batch",
     "device": "Ascend910B3",
@@ -143,6 +144,7 @@ def test_a_healthy_release_has_no_failure_whatever_its_counters_were_once() -> N
         ("CPU blocks", held({**CORE, "cpu_blocks": "50"}), Verdict.FAILED, "EngineCore 50"),
         ("CPU blocks", held(CORE, WORKER, {**WORKER, "cpu_blocks": "50"}), Verdict.FAILED, "worker-1 50"),
         ("chunk size", held({**CORE, "chunk_tokens": "128"}), Verdict.FAILED, "started with 256"),
+        ("row of the CPU tier", held(CORE, {**WORKER, "chunk_bytes": "8192"}), Verdict.WARNING, "started with 4096"),
         ("block size", held({**CORE, "block_tokens": "144", "chunk_tokens": "288"}), Verdict.WARNING, "144"),
         ("shared tiers", held({**CORE, "shared_tiers": "none"}), Verdict.FAILED, "started with redis"),
         ("generatedTokens", held({**CORE, "generated_tokens": "off"}), Verdict.FAILED, "off"),

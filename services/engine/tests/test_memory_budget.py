@@ -197,6 +197,7 @@ shapes = st.builds(
     dtype=st.just("bfloat16"),
     max_length=st.none(),
     weight_bytes=st.integers(0, 1 << 30),
+    sliding_layers=st.integers(0, 1),  # of at least one layer
 )
 machines = st.builds(
     Machine,
@@ -233,7 +234,9 @@ def test_rows_hold_their_chunks_and_are_whole_pages(
     budget = plan_memory(given, shape, machine)
 
     assert budget.cpu_row_bytes % 4096 == 0
-    assert 0 <= budget.cpu_row_bytes - budget.bytes_per_block * per_chunk < 4096
+    assert budget.bytes_per_block % budget.kv_groups == 0
+    assert 0 <= budget.cpu_row_bytes - budget.bytes_per_block // budget.kv_groups * per_chunk < 4096
+    assert budget.cpu_tier_tokens == chunks // budget.kv_groups * per_chunk * given.block_size
     assert budget.cpu_tier_bytes == chunks * budget.cpu_row_bytes
     assert budget.shared_memory_needed_bytes > budget.cpu_tier_bytes
     assert budget.memory_needed_bytes > budget.shared_memory_needed_bytes

@@ -52,6 +52,43 @@ def test_bytes_per_token_of_known_models(config: dict[str, Any], dtype: str, ran
     assert read_model_shape(config).bytes_per_token(dtype, ranks) == bytes_per_token
 
 
+GPT_OSS_20B = {
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}
+# What the file on the hub has: the rest is transformers' default.
+GEMMA_3_4B = {
+    "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "groups", "bytes_per_token"),
+    [
+        (QWEN3_14B, 40, 1, 163_840),
+        (GPT_OSS_20B, 12, 2, 49_152),
+        (GEMMA_3_4B, 5, 7, 143_360),  # 5 layers that see all, and 29 with a window in 6 groups, one of 4 layers
+        (QWEN3_14B | {"layer_types": ["sliding_attention"] * 40}, 40, 1, 163_840),
+        (QWEN3_14B | {"sliding_window": 4096, "sliding_window_pattern": 4}, 10, 4, 163_840),
+        (QWEN3_14B | {"sliding_window": None, "sliding_window_pattern": 4}, 40, 1, 163_840),
+        (QWEN3_14B | {"layer_types": ["full_attention"] * 13 + ["sliding_attention"] * 12}, 13, 2, 106_496),
+        (QWEN3_14B | {"layer_types": ["chunked_attention"] * 30 + ["full_attention"] * 10}, 10, 4, 163_840),
+    ],
+)
+def test_layers_of_two_kinds_are_groups_with_a_row_each(
+    config: dict[str, Any], layers: int, groups: int, bytes_per_token: int
+) -> None:
+    shape = read_model_shape(config)
+    assert (shape.group_layers, shape.kv_groups) == (layers, groups)
+    assert shape.bytes_per_token("bfloat16") == bytes_per_token
+    assert shape.bytes_per_token_of_rank("bfloat16", 1) * groups == bytes_per_token
+
+
 def test_the_text_part_of_a_multimodal_config_counts() -> None:
     assert read_model_shape({"text_config": QWEN3_14B, "vision_config": {}}).layers == 40
 

@@ -147,6 +147,11 @@ def _cpu_chunks(engine: EngineReading) -> str | None:
     return None if chunks is None else str(chunks)
 
 
+def _row_bytes(engine: EngineReading) -> str | None:
+    row = at(engine.config or {}, "memory", "cpu_row_bytes")
+    return None if row is None else str(row)
+
+
 def _chunk_tokens(engine: EngineReading) -> str | None:
     per_chunk, held = engine.setting("offload", "blocksPerChunk"), engine.held("block_tokens", ENGINE_CORE)
     block = next(iter(held.values()), None)
@@ -184,6 +189,14 @@ _SETTINGS = (
         "vLLM chose another one for this model: set blockSize to it, so that memory is computed with it",
     ),
     _Setting("chunk size", "chunk_tokens", _chunk_tokens, ENGINE_CORE),
+    _Setting(
+        "row of the CPU tier",
+        "chunk_bytes",
+        _row_bytes,
+        on_difference=Verdict.WARNING,
+        change="vLLM makes other KV groups of this model's layers: set engine.model.shape so that memory is computed "
+        "with them, or size the tier by cpuBytes",
+    ),
     _Setting("shared tiers", "shared_tiers", _tiers, ENGINE_CORE),
     _Setting("generatedTokens", "generated_tokens", _plain("offload", "generatedTokens"), ENGINE_CORE),
     _Setting("copy transport", "transport", _transport),

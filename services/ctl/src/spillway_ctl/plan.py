@@ -58,14 +58,21 @@ def _document(group: PlannedEngines, given: Rates, prompts: Sequence[int]) -> di
     }
 
 
+def _rows(memory: dict[str, Any]) -> str:
+    """A chunk of tokens takes a row of the CPU tier in each KV group."""
+    groups = int(memory.get("kvGroups", 1))
+    return f"{groups} rows, one for each KV group, of " if groups > 1 else ""
+
+
 def _lines(document: dict[str, Any]) -> list[str]:
     memory, rates = document["memory"], document["rates"]
+    what = "rows" if _rows(memory) else "chunks"
     rows = [
         ("a token of KV cache", f"{format_bytes(memory['bytesPerToken'])}{_in_dtype(memory)}"),
-        ("a chunk", f"{memory['chunkTokens']:,} tokens, {format_bytes(memory['cpuRowBytes'])}"),
+        ("a chunk", f"{memory['chunkTokens']:,} tokens, {_rows(memory)}{format_bytes(memory['cpuRowBytes'])}"),
         (
             "CPU tier of a pod",
-            f"{format_bytes(memory['cpuTierBytes'])}: {_ranks(memory)}{memory['cpuChunks']:,} chunks, "
+            f"{format_bytes(memory['cpuTierBytes'])}: {_ranks(memory)}{memory['cpuChunks']:,} {what}, "
             f"{memory['cpuTierTokens']:,} tokens{' each' if _ranks(memory) else ''}",
         ),
         ("shared memory of a pod", format_bytes(memory["sharedMemoryBytes"])),

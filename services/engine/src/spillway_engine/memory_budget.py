@@ -34,11 +34,12 @@ class MemoryBudget:
     kv_dtype: str  # of the KV cache's elements
     bytes_per_token: int  # of a replica, in every tier
     bytes_per_block: int
+    kv_groups: int  # a block of tokens takes one device block, and one row of the CPU tier, in each
     data_parallel_ranks: int
     device_blocks: int | None  # of each data parallel rank; None: the engine sizes its own device cache
     device_tokens: int | None  # likewise
     device_bytes: int | None
-    cpu_chunks: int  # of each data parallel rank
+    cpu_chunks: int  # rows, of each data parallel rank
     cpu_row_bytes: int
     cpu_tier_bytes: int  # of all data parallel ranks
     cpu_tier_tokens: int  # of each data parallel rank
@@ -79,9 +80,10 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     kv_dtype = dtype if settings.model.kv_cache_dtype == "auto" else settings.model.kv_cache_dtype
     ranks, stages = settings.ranks, settings.pipeline_parallel_size
     split = settings.tensor_parallel_size, stages
+    groups = shape.kv_groups
     block_of_rank_bytes = shape.bytes_per_token_of_rank(kv_dtype, *split) * settings.block_size
     block_of_ranks_bytes = block_of_rank_bytes * ranks  # on the devices
-    device_blocks = _device_blocks(settings, machine, block_of_ranks_bytes)
+    device_blocks = _device_blocks(settings, machine, block_of_ranks_bytes, groups)
     offload = settings.offload
     geometry = ChunkGeometry(
         block_of_rank_bytes, offload.blocks_per_chunk, ranks, shape.latent_dim is not None, stages=stages
@@ -89,11 +91,12 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     row_bytes = geometry.row_bytes
     chunks = _cpu_chunks(settings, row_bytes)
     tier_bytes = chunks * row_bytes * cores
-    tier_tokens = chunks * offload.blocks_per_chunk * settings.block_size
+    tier_tokens = chunks // groups * offload.blocks_per_chunk * settings.block_size
     on_cpu = machine.platform == "cpu"
     device_bytes = device_blocks * block_of_ranks_bytes * cores if device_blocks is not None else None
     weight_bytes = shape.weight_bytes
-    if settings.model.quantization is None:  # else they stay as the files have them, or become smaller
+    # Quantised weights stay as the files have them, or become smaller.
+    if settings.model.quantization is None and not shape.quantized:
         weight_bytes = weight_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES.get(shape.dtype, 2)
     asked = argument_memory(settings.extra_args, on_cpu=on_cpu, ranks=ranks, cores=cores, weight_bytes=weight_bytes)
     queue_bytes = SHM_QUEUE_BYTES_PER_RANK * (1 + ranks) * cores + asked.shared_bytes
@@ -106,9 +109,10 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
         kv_dtype=kv_dtype,
         bytes_per_token=shape.bytes_per_token(kv_dtype, *split),
         bytes_per_block=shape.bytes_per_token(kv_dtype, *split) * settings.block_size,
+        kv_groups=groups,
         data_parallel_ranks=cores,
         device_blocks=device_blocks,
-        device_tokens=device_blocks * settings.block_size if device_blocks is not None else None,
+        device_tokens=device_blocks // groups * settings.block_size if device_blocks is not None else None,
         device_bytes=device_bytes,
         cpu_chunks=chunks,
         cpu_row_bytes=row_bytes,
@@ -128,15 +132,15 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
                 *_tier_bound_problems(settings, row_bytes),
             ]
         ),
-        warnings=tuple(_warnings(settings, chunks, tier_tokens)),
+        warnings=tuple(_warnings(settings, chunks, tier_tokens, groups)),
     )
 
 
-def _device_blocks(settings: EngineSettings, machine: Machine, block_bytes: int) -> int | None:
+def _device_blocks(settings: EngineSettings, machine: Machine, block_bytes: int, groups: int) -> int | None:
     if settings.device_blocks is not None or machine.platform != "cpu":
         return settings.device_blocks
     # vLLM's CPU default is 92 % of all memory; an engine that shares its machine wants a stated number.
-    wanted = DEFAULT_LONGEST_PROMPTS * -(-settings.model.max_length // settings.block_size) + 1
+    wanted = DEFAULT_LONGEST_PROMPTS * -(-settings.model.max_length // settings.block_size) * groups + 1
     affordable = machine.memory_available_bytes // 4 // (block_bytes * settings.data_parallel_size)
     return max(_least_device_blocks(settings), min(wanted, affordable))
 
@@ -273,13 +277,14 @@ def _fitting_setting(settings: EngineSettings, chunks: int, row_bytes: int) -> s
     return f"{settings.names.name('offload.cpuBytes')} <= {chunks * row_bytes}"
 
 
-def _warnings(settings: EngineSettings, chunks: int, tier_tokens: int) -> list[str]:
+def _warnings(settings: EngineSettings, chunks: int, tier_tokens: int, groups: int) -> list[str]:
     if not settings.offload.enabled or tier_tokens >= settings.model.max_length:
         return []
     chunk_tokens = settings.offload.blocks_per_chunk * settings.block_size
-    needed = -(-settings.model.max_length // chunk_tokens)
+    needed = -(-settings.model.max_length // chunk_tokens) * groups
+    rows = f"{chunks} chunks of {chunk_tokens}" if groups == 1 else f"{chunks} rows, {groups} for {chunk_tokens} tokens"
     return [
-        f"the CPU tier holds {tier_tokens:,} tokens ({chunks} chunks of {chunk_tokens}), one longest prompt has "
+        f"the CPU tier holds {tier_tokens:,} tokens ({rows}), one longest prompt has "
         f"{settings.model.max_length:,}; a prefix longer than the tier is recomputed: "
         f"set {settings.names.name('offload.numCpuBlocks')} >= {needed}"
     ]

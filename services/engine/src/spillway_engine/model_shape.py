@@ -23,6 +23,19 @@ KV_DTYPE_BYTES = {
 }
 # Of a layer's number of experts in a config.json, as vLLM reads it (transformers_utils/model_arch_config_convertor.py).
 EXPERT_NAMES = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+# What a config.json leaves out where it is transformers' default: the layers with a window, and Gemma 3's heads.
+_LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {"sliding_window_pattern": 2},
+    "gemma3_text": {
+        "sliding_window_pattern": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "vocab_size": 262208,
+    },
+    "cohere2": {"sliding_window_pattern": 4},
+}
 HEAD_SCALE_BYTES = 4  # float32, one for K and one for V of each head and token (vllm/v1/kv_cache_interface.py)
 
 
@@ -40,14 +53,36 @@ class ModelShape:
     weight_bytes: int  # files on disk; 0 when they are not here
     vocabulary: int | None = None  # tokens; None: not in config.json
     experts: int = 0  # of a layer; 0: a dense model
+    quantized: bool = False  # by the checkpoint itself
+    sliding_layers: int = 0  # of `layers`: those that see a window of the prompt, where the others see all of it
+
+    @property
+    def group_layers(self) -> int:
+        """Layers of one KV group: what a device block, and so a row of the CPU tier, holds.
+
+        vLLM makes groups of one size out of layers of two kinds (v1/core/kv_cache_utils.py:
+        _get_kv_cache_groups_uniform_page_size): of the smaller kind's, or of the larger's where it is less than half as
+        large again.
+        """
+        kinds = self._layers_by_kind
+        return max(kinds) if max(kinds) < 1.5 * min(kinds) else min(kinds)
+
+    @property
+    def kv_groups(self) -> int:
+        """Rows of the CPU tier that a chunk of tokens takes: one for each KV group."""
+        return sum(-(-layers // self.group_layers) for layers in self._layers_by_kind)
+
+    @property
+    def _layers_by_kind(self) -> tuple[int, ...]:
+        return tuple(filter(None, (self.layers - self.sliding_layers, self.sliding_layers)))
 
     def bytes_per_token_of_rank(self, kv_dtype: str, tensor_parallel_size: int, stages: int = 1) -> int:
-        """KV bytes of one token on one rank, all of its layers. kv_dtype: a key of KV_DTYPE_BYTES.
+        """KV bytes of one token on one rank, in one KV group. kv_dtype: a key of KV_DTYPE_BYTES.
 
         Heads are split over ranks until there is one per rank, then replicated; a latent is never split. Of several
         pipeline stages, the one with the most layers counts: no other has more room in a row of the CPU tier.
         """
-        layers = -(-self.layers // stages)
+        layers = -(-self.group_layers // stages)
         element_bytes = KV_DTYPE_BYTES[kv_dtype]
         if self.latent_dim is not None:
             return layers * self.latent_dim * element_bytes
@@ -56,9 +91,10 @@ class ModelShape:
         return 2 * layers * heads_of_rank * (self.head_dim * element_bytes + scale_bytes)
 
     def bytes_per_token(self, kv_dtype: str, tensor_parallel_size: int = 1, stages: int = 1) -> int:
-        """KV bytes of one token of a replica, as every tier holds it: of all ranks; a latent once for each stage."""
+        """KV bytes of one token of a replica, as every tier holds it: of all groups and ranks; a latent once for each
+        stage."""
         copies = tensor_parallel_size if self.latent_dim is None else 1
-        return self.bytes_per_token_of_rank(kv_dtype, tensor_parallel_size, stages) * copies * stages
+        return self.bytes_per_token_of_rank(kv_dtype, tensor_parallel_size, stages) * self.kv_groups * copies * stages
 
 
 def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelShape:
@@ -67,16 +103,16 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
     Raises ModelShapeError when a needed number is absent.
     """
     text = config.get("text_config", config)
+    text = {**_LEFT_OUT.get(str(text.get("model_type")), {}), **text}
     layers = _needed(text, "num_hidden_layers", "n_layer")
     heads = _needed(text, "num_attention_heads", "n_head")
     latent_dim = None
     if text.get("kv_lora_rank"):
         latent_dim = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim", 0))
     head_dim = text.get("head_dim") or _needed(text, "hidden_size", "n_embd") // heads
-    layer_types = text.get("layer_types")
-    if layer_types:
-        # Layers with a recurrent state hold no per-token KV.
-        layers = sum(kind.endswith("attention") and not kind.startswith("linear") for kind in layer_types)
+    layer_types = _layer_types(text, layers)
+    # Layers with a recurrent state hold no per-token KV.
+    layers = sum(kind.endswith("attention") and not kind.startswith("linear") for kind in layer_types)
     dtype = str(
         text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     )
@@ -91,6 +127,8 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
         weight_bytes=weight_bytes,
         vocabulary=vocabulary if isinstance(vocabulary := text.get("vocab_size"), int) and vocabulary > 1 else None,
         experts=_experts(text),
+        quantized=bool(config.get("quantization_config") or text.get("quantization_config")),
+        sliding_layers=sum(kind.startswith(("sliding", "chunked")) for kind in layer_types) % max(1, layers),
     )
 
 
@@ -132,6 +170,16 @@ def _config_from_hub(name: str, names: SettingNames) -> Path:
             f"{names.given('model.path', name)} could not be fetched from the model hub "
             f"({type(error).__name__}: {error}); check the name and the network, or give a folder"
         ) from error
+
+
+def _layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
+    """Of all layers. Every n-th sees all of the prompt where a pattern of n stands for the list."""
+    if isinstance(listed := config.get("layer_types"), list) and listed:
+        return [str(kind) for kind in listed]
+    pattern = config.get("sliding_window_pattern")
+    if not config.get("sliding_window") or not isinstance(pattern, int) or pattern < 1:
+        return ["full_attention"] * layers
+    return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
 
 
 def _experts(config: Mapping[str, Any]) -> int:
