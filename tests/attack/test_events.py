@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -74,6 +74,31 @@ def test_one_batch_of_many_events_is_taken_in_over_many_iterations(target: Targe
         )
 
     target.suffer(attack).assert_bearable(grown_mib_max=2 * INDEX_MIB)
+
+
+def removed() -> list[object]:
+    return ["BlockRemoved", list(range(1 << 40, (1 << 40) + 1_000_000)), "GPU", None]
+
+
+def stored() -> list[object]:
+    hashes = list(range(1 << 41, (1 << 41) + 300_000))
+    return ["BlockStored", hashes, None, [7] * (300_000 * BLOCK), BLOCK, None, "GPU", None, None, None, None, None]
+
+
+@pytest.mark.parametrize("event", [removed, stored])
+def test_one_event_of_very_many_blocks_is_taken_in_over_many_iterations(
+    target: Target, publisher: KvPublisher, event: Callable[[], list[object]]
+) -> None:
+    given = event()
+
+    def attack() -> None:
+        done = series(target, "spillway_gateway_event_batches_total") + 1
+        publisher.publish([given])
+        eventually(
+            "it is taken in", lambda: series(target, "spillway_gateway_event_batches_total") >= done, SECONDS_MAX
+        )
+
+    target.suffer(attack).assert_bearable(grown_mib_max=300)
 
 
 def test_batches_that_are_none_do_not_keep_it_busy(target: Target, publisher: KvPublisher) -> None:
