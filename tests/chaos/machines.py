@@ -143,8 +143,8 @@ def gateway_document(entries: list[dict[str, Any]], tokenizer: Path, auth: dict[
         "health": {"periodSeconds": 0.5, "timeoutSeconds": 15.0, "timeoutsBeforeDown": 2},
         "timeouts": {"idleSeconds": 60.0},
         # Engines fail right after one another here, so that one request may wait at each that does; by default it is
-        # refused when three have failed with it.
-        "limits": {"attemptsMax": ENGINES},
+        # refused when three have failed with it, or two have ended.
+        "limits": {"attemptsMax": ENGINES, "endedEnginesMax": ENGINES},
         "shutdown": {"drainTimeoutSeconds": SECONDS_MAX},
     }
 

@@ -270,6 +270,7 @@ CHANGES: dict[str, Any] = {
     "gateway.limits.bodyBytesMax": "1MiB",
     "gateway.limits.bodiesBytesMax": "128MiB",
     "gateway.limits.plainReplyBufferBytes": "1MiB",
+    "gateway.limits.repliesBytesMax": "64MiB",
     "gateway.index.bytesMax": "1MiB",
     "gateway.continuation.bytesMax": "1MiB",
     "gateway.connections.headBytesMax": "1MiB",

@@ -21,19 +21,20 @@
 {{- if gt $request $limit -}}
 {{- $texts = append $texts (printf "gateway.resources: requests.memory %s is more than limits.memory %s; lower the first or raise the second" (include "spillway.bytesText" $request) (include "spillway.bytesText" $limit)) -}}
 {{- end -}}
-{{- /* Beside the index and request bodies 256 MiB for the interpreter, buffers of running requests and what loading
+{{- /* Beside the index, request bodies and unread replies 256 MiB for the interpreter, buffers of running requests and what loading
        leaves behind, and for each model 192 MiB: a tokenizer of 150,000 tokens (about 120) and its cache (64). */ -}}
 {{- $index := int64 (include "spillway.bytes" (dict "value" $gateway.index.bytesMax "path" "gateway.index.bytesMax")) -}}
 {{- $bodies := int64 (include "spillway.bytes" (dict "value" $gateway.limits.bodiesBytesMax "path" "gateway.limits.bodiesBytesMax")) -}}
+{{- $replies := int64 (include "spillway.bytes" (dict "value" $gateway.limits.repliesBytesMax "path" "gateway.limits.repliesBytesMax")) -}}
 {{- /* Each process of several has the latter two; one more of them has the index. */ -}}
 {{- $processes := int64 $gateway.processes -}}
 {{- if gt $processes 1 -}}{{- $processes = add $processes 1 -}}{{- end -}}
-{{- $needed := add (mul $index (len .engines)) (mul $processes (add (mul 201326592 (len .engines)) 268435456)) $bodies -}}
+{{- $needed := add (mul $index (len .engines)) (mul $processes (add (mul 201326592 (len .engines)) 268435456)) $bodies $replies -}}
 {{- if lt $limit $needed -}}
 {{- if gt $processes 1 -}}
-{{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s x %d models, limits.bodiesBytesMax %s, and 256 MiB and 192 MiB of tokenizer for each model in each of %d processes (gateway.processes: %d and one that routes); set it to %s or more, or lower those" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.bytesText" $bodies) $processes (int64 $gateway.processes) (include "spillway.quantity" $needed)) -}}
+{{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s x %d models, limits.bodiesBytesMax %s, limits.repliesBytesMax %s, and 256 MiB and 192 MiB of tokenizer for each model in each of %d processes (gateway.processes: %d and one that routes); set it to %s or more, or lower those" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.bytesText" $bodies) (include "spillway.bytesText" $replies) $processes (int64 $gateway.processes) (include "spillway.quantity" $needed)) -}}
 {{- else -}}
-{{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s and 192 MiB of tokenizer x %d models, limits.bodiesBytesMax %s and 256 MiB for the process; set it to %s or more, or lower those" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.bytesText" $bodies) (include "spillway.quantity" $needed)) -}}
+{{- $texts = append $texts (printf "gateway.resources.limits.memory: %s cannot hold gateway.index.bytesMax %s and 192 MiB of tokenizer x %d models, limits.bodiesBytesMax %s, limits.repliesBytesMax %s and 256 MiB for the process; set it to %s or more, or lower those" (include "spillway.bytesText" $limit) (include "spillway.bytesText" $index) (len .engines) (include "spillway.bytesText" $bodies) (include "spillway.bytesText" $replies) (include "spillway.quantity" $needed)) -}}
 {{- end -}}
 {{- end -}}
 {{- /* What one request or stream may take beside those. */ -}}
@@ -41,7 +42,7 @@
 {{- range $setting, $value := dict "limits.plainReplyBufferBytes" $gateway.limits.plainReplyBufferBytes "connections.headBytesMax" $gateway.connections.headBytesMax "continuation.bytesMax" (ternary $gateway.continuation.bytesMax 1 $gateway.continuation.enabled) -}}
 {{- $bytes := int64 (include "spillway.bytes" (dict "value" $value "path" (printf "gateway.%s" $setting))) -}}
 {{- if gt $bytes $room -}}
-{{- $texts = append $texts (printf "gateway.%s: %v given, at most %s needed, which resources.limits.memory: %v leaves beside index, bodies, tokenizers and processes; lower it, or raise the limit" $setting $value (include "spillway.bytesText" $room) $gateway.resources.limits.memory) -}}
+{{- $texts = append $texts (printf "gateway.%s: %v given, at most %s needed, which resources.limits.memory: %v leaves beside index, bodies, replies, tokenizers and processes; lower it, or raise the limit" $setting $value (include "spillway.bytesText" $room) $gateway.resources.limits.memory) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -146,6 +146,7 @@ cannot be read is reported alone, not with the contradictions that 0 bytes would
 - limits.bodyBytesMax
 - limits.bodiesBytesMax
 - limits.plainReplyBufferBytes
+- limits.repliesBytesMax
 - connections.headBytesMax
 - connections.targetBytesMax
 - connections.bodyBytesPerSecondMin

@@ -53,6 +53,7 @@ from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.promotion_hints import PromotionHints
 from spillway_gateway.upstream.retry import RetryBudget
 from spillway_gateway.upstream.sent_answer import KeptBytes
+from spillway_gateway.upstream.suspects import EngineLooks, Suspects
 
 if TYPE_CHECKING:
     from spillway_gateway.tracing.exporting import Tracing
@@ -82,12 +83,14 @@ class Gateway:
         self.fleets = self.roster.fleets
         self.admissions = self.roster.admissions
         shares = self._descriptor_shares(config)
-        self.open_connections = OpenConnections(config.connections, shares.clients)
+        self.open_connections = OpenConnections(config.connections, shares.clients, config.limits.replies_bytes_max)
         self.promotion_hints = PromotionHints(self.metrics)
         self.response_owners = self._response_owners()
+        self.suspects = Suspects(config.limits.suspect_seconds)
+        pool = ConnectionPool(shares.upstream, config.timeouts.connect_seconds, time.monotonic)
         self.services = UpstreamServices(
             dispatch=self._dispatch(),
-            pool=ConnectionPool(shares.upstream, config.timeouts.connect_seconds, time.monotonic),
+            pool=pool,
             budget=RetryBudget(config.limits.retry_ratio, config.limits.retry_burst),
             metrics=self.metrics,
             timeouts=config.timeouts,
@@ -97,6 +100,8 @@ class Gateway:
             recent=self._recent(),
             continuation=config.continuation,
             kept=KeptBytes(config.continuation.bytes_max),
+            suspects=self.suspects,
+            looks=EngineLooks(pool),
             promotion_hints=self.promotion_hints,
         )
         self.follower = ConfigFollower(config_path, config, self.apply) if config_path is not None else None
@@ -138,7 +143,7 @@ class Gateway:
         return Recent()
 
     def _dispatch(self) -> Dispatch:
-        return OwnDispatch()
+        return OwnDispatch(self.suspects)
 
     def _collect_families(self) -> None:
         self.metrics.collect_from(lambda: live_families(self.fleets))
@@ -183,6 +188,8 @@ class Gateway:
         await self.roster.apply(config)
         services, limits = self.services, config.limits
         services.timeouts, services.limits = config.timeouts, limits
+        self.suspects.seconds = limits.suspect_seconds
+        self.open_connections.reply_budget.bytes_max = limits.replies_bytes_max
         services.continuation, services.kept.bytes_max = config.continuation, config.continuation.bytes_max
         services.pool.connections_max = self._descriptor_shares(config).upstream
         services.pool.connect_timeout_seconds = config.timeouts.connect_seconds

@@ -131,6 +131,14 @@ class TenantLimited(GatewayError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class RequestSuspected(GatewayError):
+    """An engine ended while it served this very request; see upstream/suspects.py. No status that clients retry."""
+
+    status = 422
+    kind = "invalid_request_error"
+    code = "request_suspected"
+
+
 class GatewayOverloaded(GatewayError):
     """The engines have no room for any tenant."""
 

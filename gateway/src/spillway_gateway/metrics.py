@@ -57,6 +57,12 @@ class GatewayMetrics:
             ("engine", "reason"),
             registry=self.registry,
         )
+        self._suspects = Counter(
+            "spillway_gateway_suspect_requests",
+            "Requests that an engine ended of (found), and the same requests again (refused).",
+            ("model", "outcome"),
+            registry=self.registry,
+        )
         self._disconnects = Counter(
             "spillway_gateway_client_disconnects",
             "Requests whose client went away, by whether a body byte had been sent.",
@@ -159,6 +165,7 @@ class GatewayMetrics:
         self.overhead = cache(self._overhead.labels)
         self.retry = cache(self._retries.labels)
         self.disconnect = cache(self._disconnects.labels)
+        self.suspect = cache(self._suspects.labels)
         self.broken = cache(self._broken.labels)
         self.continued = cache(self._continued.labels)
         self.not_continued = cache(self._not_continued.labels)

@@ -14,6 +14,7 @@ from spillway_gateway.errors import EngineBadReply, EngineDisconnected
 from spillway_gateway.upstream.connection import HEAD_BYTES_MAX, READ_BUFFER_BYTES, EngineConnection
 from spillway_gateway.write_coalescing import WriteCoalescer
 
+PACKET_BYTES_MAX = 256 * 1024  # that an event loop reads at once
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -232,4 +233,13 @@ async def test_a_large_body_is_read_only_as_fast_as_it_is_taken() -> None:
             largest = max(largest, len(chunk))
 
     assert total == size
-    assert largest <= READ_BUFFER_BYTES * 2
+    assert largest <= READ_BUFFER_BYTES + PACKET_BYTES_MAX
+
+
+async def test_a_connection_whose_reply_filled_its_buffer_can_be_used_again() -> None:
+    size = READ_BUFFER_BYTES + 1000
+    async with connected(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size) as connection:
+        for _ in range(3):
+            connection.send([REQUEST])
+            assert len(await whole_body(connection)) == size
+            assert connection.reusable

@@ -165,6 +165,8 @@ class PrivateReply:
         self._filter = TransferParamsFilter()
         self.set_disconnect_callback = client.set_disconnect_callback
         self.clear_disconnect_callback = client.clear_disconnect_callback
+        self.take_reply_bytes = client.take_reply_bytes
+        self.give_reply_bytes = client.give_reply_bytes
 
     def reply(self, status: int, headers: Headers, body: bytes) -> bool:
         return self._client.reply(status, _without_time(headers), TransferParamsFilter().feed(body, last=True))

@@ -77,6 +77,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._held = bytearray()
         self._unsent_bytes = 0
         self._stalled_until = NEVER
+        self._held_bytes = 0  # in the budget for replies
 
     # -- asyncio.Protocol --------------------------------------------------------------------------------------------
 
@@ -94,6 +95,7 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.open_connections.remove(self)
         self._deadline = NEVER
+        self._hold(0)
         self._held.clear()
         self.release_body_bytes()
         super().connection_lost(exc)
@@ -320,6 +322,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._stalled_until = NEVER
             return False
         unsent = self.transport.get_write_buffer_size()
+        self._hold(unsent)
         if self._stalled_until == NEVER or unsent < self._unsent_bytes:
             self._stalled_until = now + self._bounds.stalled_seconds
         self._unsent_bytes = unsent
@@ -349,4 +352,24 @@ class BoundedConnection(HttpToolsProtocol):
         self._deadline = NEVER
 
     def evict(self) -> None:
+        self._hold(0)
         self.transport.abort()
+
+    def stalled_since(self) -> float | None:
+        if self._stalled_until == NEVER or self.transport.is_closing():
+            return None
+        return self._stalled_until - self._bounds.stalled_seconds
+
+    # -- what the client has not read --------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._hold(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._hold(0)
+
+    def _hold(self, unsent_bytes: int) -> None:
+        self.open_connections.reply_budget.hold(unsent_bytes - self._held_bytes)
+        self._held_bytes = unsent_bytes

@@ -134,6 +134,13 @@ class ClientRequest:
     def release_body_bytes(self) -> None:
         self._connection.release_body_bytes()
 
+    def take_reply_bytes(self, more_bytes: int) -> bool:
+        """Count bytes of a reply that is collected, until give_reply_bytes(). False where there is no room for them."""
+        return self._connection.open_connections.reply_budget.take(more_bytes)
+
+    def give_reply_bytes(self, taken_bytes: int) -> None:
+        self._connection.open_connections.reply_budget.hold(-taken_bytes)
+
     def set_disconnect_callback(self, callback: Callable[[], None]) -> None:
         """Call back in the event loop iteration in which the connection is lost, or in the next one if it is lost
         already. Until clear_disconnect_callback()."""

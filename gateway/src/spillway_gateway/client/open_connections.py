@@ -11,9 +11,11 @@ import itertools
 from typing import Protocol
 
 from spillway_gateway.client.body_budget import BodyBudget
+from spillway_gateway.client.reply_budget import ENDED_PER_TICK, STALLED_SECONDS, ReplyBudget
 from spillway_gateway.config.settings import ConnectionsConfig
 
 CHECK_SECONDS = 1.0
+UNBOUNDED = 2**63
 EXPIRED_PER_TICK = 32
 
 
@@ -29,16 +31,20 @@ class Connection(Protocol):
     def evict(self) -> None:
         """End it at once, to make room for another."""
 
+    def stalled_since(self) -> float | None:
+        """Since when its client has read nothing of a reply, as far as is_expired() has seen; None: it reads."""
+
 
 class OpenConnections:
     """Of one listener, on its event loop. open_max: of all addresses together; one address gets at most three quarters
     of them."""
 
-    def __init__(self, bounds: ConnectionsConfig, open_max: int) -> None:
+    def __init__(self, bounds: ConnectionsConfig, open_max: int, replies_bytes_max: int = UNBOUNDED) -> None:
         self.bounds = bounds
         self.open_max = open_max
         self.per_address_max = min(bounds.per_address_max, max(1, open_max * 3 // 4))
         self.body_budget = BodyBudget()
+        self.reply_budget = ReplyBudget(replies_bytes_max)
         self.refused_total = 0
         self.evicted_total = 0
         self._address: dict[Connection, str] = {}
@@ -114,7 +120,19 @@ class OpenConnections:
         if now >= self._check_at:
             self._check_at = now + CHECK_SECONDS
             self._expired.update((connection, None) for connection in self._address if connection.is_expired(now))
+        if self.reply_budget.excess_bytes:
+            self._end_stalled(now)
         for connection in list(itertools.islice(self._expired, EXPIRED_PER_TICK)):
             del self._expired[connection]
             if connection in self._address:
                 connection.expire(now)
+
+    def _end_stalled(self, now: float) -> None:
+        """Replies need more room than there is: close connections whose clients read nothing, until it is enough."""
+        stalled = [(since, each) for each in self._address if (since := each.stalled_since()) is not None]
+        stalled = [pair for pair in stalled if now - pair[0] >= STALLED_SECONDS]
+        for _, connection in sorted(stalled, key=lambda pair: pair[0])[:ENDED_PER_TICK]:
+            if not self.reply_budget.excess_bytes:
+                break
+            self.reply_budget.ended_total += 1
+            connection.evict()

@@ -162,9 +162,12 @@ class LimitsConfig(CamelSection, frozen=True):
     body_bytes_max: Count = 64 * 1024 * 1024
     bodies_bytes_max: Count = 256 * 1024 * 1024  # of all requests together; see client/body_budget.py
     plain_reply_buffer_bytes: Count = 4 * 1024 * 1024  # a larger plain reply is streamed and cannot be retried
+    replies_bytes_max: Count = 128 * 1024 * 1024  # that clients have not read; see client/reply_budget.py
     attempts_max: Count = 3  # engines that may get one request, the first included
     retry_ratio: NotNegative = 0.2  # retries per request, over time, where the engine that failed is still there
     retry_burst: Annotated[int, Meta(ge=0)] = 64  # such retries at once
+    ended_engines_max: Count = 2  # engines that may end while they have one request; the last ends its attempts
+    suspect_seconds: Positive = 600.0  # a request that engines ended of is refused; see upstream/suspects.py
     upstream_connections_max: Count = 4096  # per gateway process
     text_chars_max: Count = 262_144  # text hashed per request where no tokenizer is used
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
@@ -24,6 +25,7 @@ from spillway_gateway.fleet.tier_traffic import TierTraffic
 from spillway_gateway.routing.fleet_view import EngineRates, EngineView, HeldPrefix
 
 EXPECTED_ADAPTERS_MAX = 1000
+FAILURES_MAX = 8
 SLOW_START_SHARE = 0.1  # of its prefill rate, at the first moment
 _serials = itertools.count(1)
 
@@ -132,6 +134,7 @@ class Engine:
         self.reports_cached_tokens = False  # in its replies' usage, wherever the number is not 0
         self.events_live = False  # KV events arrive, so the index does not depend on speculation
         self.on_state: list[Callable[[Engine], None]] = []
+        self.failed_at: deque[float] = deque(maxlen=FAILURES_MAX)  # when it last failed requests, monotonic seconds
         self.requests: set[EngineRequest] = set()  # of this gateway, on this engine
         self.terminating = False  # reported by discovery
         self.draining = False  # reported by the engine

@@ -27,6 +27,8 @@ from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPre
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision, plan_route
 
+FAILED_TOGETHER_SECONDS = 5.0
+
 
 class Lease:
     """One request on one engine, counted from creation to close(). Each method may be called more than once.
@@ -94,6 +96,7 @@ class Lease:
     def failed(self, now: float) -> None:
         """The engine failed, not the request."""
         self.engine.breaker.failed(now)
+        self.engine.failed_at.append(now)
 
     def close(self, now: float | None = None) -> None:
         """now: given for a whole reply, which then counts in the mean duration of requests."""
@@ -343,6 +346,15 @@ class ModelFleet:
                     view = structs.replace(view, adapter_load_ms=load_ms)
             views.append(view)
         return FleetView(tuple(views))
+
+    def served_alone(self, engine: Engine) -> bool:
+        """Whether a request that has just failed on this engine, and still counts there, had its process to itself.
+        Requests that fail with it have left one after another by now."""
+        together = self._clock() - FAILED_TOGETHER_SECONDS
+        process = {engine, *(self.engines[name] for name in engine.same_process if name in self.engines)}
+        others = sum(each.running_requests + each.foreign.requests for each in process) - 1
+        failed = sum(at >= together for each in process for at in each.failed_at) - 1
+        return others <= 0 and failed <= 0
 
     def unavailable_message(self, tried: frozenset[str]) -> str:
         """Text of NoEngineReady: each engine and why it takes no request. tried: engines that failed for it."""

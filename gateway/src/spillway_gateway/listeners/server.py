@@ -30,6 +30,7 @@ from spillway_gateway.ops.server import OperationsServer
 logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG = 4096
+UNSENT_BYTES = 128 * 1024  # of a reply, in the kernel
 AFTER_DRAIN_SECONDS = 5.0  # to send the last error events
 POLL_SECONDS = 0.05
 KEEP_ALIVE_SECONDS = 3.0  # for idle clients to send once more and get `connection: close`
@@ -44,6 +45,7 @@ def bind(host: str, port: int, setting: str = "listen.port") -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _bound_unsent(listener)
     try:
         listener.bind((host, port))
         listener.listen(LISTEN_BACKLOG)
@@ -73,9 +75,17 @@ def bind_shared(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _bound_unsent(listener: socket.socket) -> None:
+    """Of the connections that it accepts. Otherwise the kernel takes megabytes of each reply that a client does not
+    read, which count in a pod's memory, and no budget of the gateway sees them."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+
+
 def _shared(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _bound_unsent(listener)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))

@@ -100,3 +100,6 @@ class _Handshake:
 
     def evict(self) -> None:
         self.task.cancel()
+
+    def stalled_since(self) -> float | None:
+        return None

@@ -103,6 +103,16 @@ def connection_families(connections: OpenConnections) -> Iterable[GaugeMetricFam
         connections.evicted_total,
     )
     yield GaugeMetricFamily(
+        "spillway_gateway_unread_reply_bytes",
+        "Bytes of replies that clients have not read, as they count in limits.repliesBytesMax.",
+        connections.reply_budget.held_bytes,
+    )
+    yield CounterMetricFamily(
+        "spillway_gateway_client_connections_ended_unread",
+        "Connections that were closed because limits.repliesBytesMax was exceeded and their clients read nothing.",
+        connections.reply_budget.ended_total,
+    )
+    yield GaugeMetricFamily(
         "spillway_gateway_body_bytes",
         "Bytes that count in limits.bodiesBytesMax.",
         connections.body_budget.reserved_bytes,

@@ -11,7 +11,11 @@ from spillway_gateway.metrics import Collected
 from spillway_gateway.processes.messages import FamilySamples
 
 _SUMMED_TYPES = ("counter", "histogram")
-SUMMED_GAUGES = ("spillway_gateway_client_connections", "spillway_gateway_body_bytes")
+SUMMED_GAUGES = (
+    "spillway_gateway_client_connections",
+    "spillway_gateway_body_bytes",
+    "spillway_gateway_unread_reply_bytes",
+)
 Labels = tuple[str, ...]  # names and values in turns
 Counted = dict[str, dict[tuple[str, Labels], float]]  # family -> (series, labels) -> value
 

@@ -39,6 +39,7 @@ from spillway_gateway.processes.router_client import RouterClient
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.outbound import Dispatch
+from spillway_gateway.upstream.suspects import Fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +246,8 @@ class Front:
             case messages.Notice():
                 # After the requests whose engine came with it: they are woken first.
                 asyncio.get_running_loop().call_soon(roster.notice, message)
+            case messages.Suspected():
+                gateway.suspects.put(Fingerprint(message.digest, message.body_bytes), message.until)
             case messages.Configure():
                 self._configuring = asyncio.create_task(self._configure(message, self._configuring))
             case messages.Count():

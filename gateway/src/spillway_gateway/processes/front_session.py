@@ -25,10 +25,12 @@ from spillway_gateway.processes.channel import Channel
 from spillway_gateway.processes.messages import EngineFault, FamilySamples, Kind, Message
 from spillway_gateway.processes.state_publisher import StatePublisher
 from spillway_gateway.routing.prefix import PromptBlocks
+from spillway_gateway.upstream.suspects import Fingerprint, Suspects
 
 logger = logging.getLogger(__name__)
 
 KEY = "Q"  # of an array of block hashes
+_QUESTIONS = (messages.Route, messages.Begin, messages.FindOwner, messages.Operator, messages.Ended)
 
 
 class _Place:
@@ -50,6 +52,12 @@ class _Place:
         self.lease = lease
         lease.engine.requests.add(self)
         return lease
+
+    def may_be_sent_again(self, asked: messages.Ended, suspects: Suspects) -> bool:
+        """Its engine has ended."""
+        fingerprint = Fingerprint(asked.digest, asked.body_bytes)
+        alone = self.lease is not None and self._fleet.served_alone(self.lease.engine)
+        return suspects.judge(fingerprint, alone=alone, again=asked.again, begun=asked.begun)
 
     def close(self, now: float | None) -> None:
         """The lease, if there is one. now: as Lease.close()."""
@@ -121,6 +129,7 @@ class FrontSession:
             messages.FindOwner: lambda asked: self._spawn(self._find_owner(asked)),
             messages.Operator: lambda asked: self._spawn(self._operator(asked)),
             messages.Counts: self._take_counts,
+            messages.Ended: self._ended,
             messages.Listening: lambda said: self._on_listening(),
         }
 
@@ -133,7 +142,7 @@ class FrontSession:
         try:
             self._handlers[type(message)](message)
         except Exception:
-            if isinstance(message, (messages.Route, messages.Begin, messages.FindOwner, messages.Operator)):
+            if isinstance(message, _QUESTIONS):
                 self._drop(message.number)
                 self._refuse(message.number, GatewayError("The gateway failed on this request"))
             raise
@@ -246,6 +255,11 @@ class FrontSession:
                 decision.candidates if asked.detailed else (),
             )
         )
+
+    def _ended(self, asked: messages.Ended) -> None:
+        place = self._places.get(asked.number)
+        resend = place is not None and place.may_be_sent_again(asked, self._gateway.suspects)
+        self.send(messages.Judged(asked.number, resend))
 
     def _drop(self, number: int) -> None:
         place = self._places.pop(number, None)

@@ -169,6 +169,17 @@ class Counts(Message, tag=13, frozen=True):
     families: FamilySamples
 
 
+class Ended(Message, tag=14, frozen=True):
+    """The engine of the request's lease has ended. digest, body_bytes: of upstream.suspects.Fingerprint; again, begun:
+    as Suspects.judge."""
+
+    number: int
+    digest: bytes
+    body_bytes: int
+    again: bool
+    begun: bool
+
+
 FromFront = (
     Listening
     | Begin
@@ -183,6 +194,7 @@ FromFront = (
     | FindOwner
     | Operator
     | Counts
+    | Ended
 )
 
 
@@ -312,6 +324,21 @@ class Drain(Message, tag=76, frozen=True):
     now: bool
 
 
+class Judged(Message, tag=77, frozen=True):
+    """Whether another engine may get the request."""
+
+    number: int
+    resend: bool
+
+
+class Suspected(Message, tag=78, frozen=True):
+    """To be refused until then, in monotonic seconds."""
+
+    digest: bytes
+    body_bytes: int
+    until: float
+
+
 FromRouter = (
     Start
     | State
@@ -326,6 +353,8 @@ FromRouter = (
     | OperatorAnswer
     | Count
     | Drain
+    | Judged
+    | Suspected
 )
 
 

@@ -19,6 +19,7 @@ from spillway_gateway.processes.messages import Kind, Message
 from spillway_gateway.routing.prefix import PromptBlocks, PromptTokens
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.outbound import OutboundRequest, Place
+from spillway_gateway.upstream.suspects import Fingerprint
 
 Answer = TypeVar("Answer", bound=Message)
 Tell = Callable[[Engine, PromptTokens, int], object]
@@ -133,6 +134,12 @@ class FrontPlace:
             routed.session,
         )
         return FrontLease(self, engine, decision, routed.expected_prefill_seconds)
+
+    async def ended(self, lease: Lease, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
+        self.tell()  # the failure, before the question
+        digest, body_bytes = fingerprint
+        asked = messages.Ended(self.number, digest, body_bytes, again, begun)
+        return (await self._router.ask(asked, messages.Judged)).resend
 
     def report(self, kind: Kind, now: float = 0.0) -> None:
         self._events.append((kind, now))

@@ -34,6 +34,7 @@ from spillway_gateway.processes.fronts import Fronts, Spawn, spawn
 from spillway_gateway.processes.messages import Message
 from spillway_gateway.processes.shares import front_config
 from spillway_gateway.processes.state_publisher import StatePublisher
+from spillway_gateway.upstream.suspects import Fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class RouterServer:
         gateway.operations.before_scrape = self.fronts.count
         gateway.operations.not_serving = self._not_serving
         gateway.on_applied = self._applied
+        gateway.suspects.on_added = lambda *suspect: self.fronts.tell(_suspected(*suspect))
         self._ops = (
             OperationsServer(gateway.ops_app, gateway.operations, ops_listener, config.connections)
             if ops_listener is not None
@@ -98,6 +100,8 @@ class RouterServer:
     def _first_messages(self) -> Iterator[Message]:
         yield messages.Start(front_config(self._gateway.config), *self.address)
         yield from self.publisher.everything()
+        for suspect in self._gateway.suspects.all():
+            yield _suspected(*suspect)
 
     def _not_serving(self) -> str | None:
         return None if self.fronts.listening else "no process accepts connections yet"
@@ -171,6 +175,10 @@ class RouterServer:
                 await self.fronts.ended()
         except TimeoutError:
             logger.error("processes that did not end within %g s are killed", seconds)
+
+
+def _suspected(fingerprint: Fingerprint, until: float) -> messages.Suspected:
+    return messages.Suspected(*fingerprint, until)
 
 
 def serve(config: GatewayConfig, path: Path) -> int:

@@ -29,6 +29,7 @@ def front_config(config: GatewayConfig) -> bytes:
         limits=structs.replace(
             limits,
             bodies_bytes_max=share(limits.bodies_bytes_max),
+            replies_bytes_max=share(limits.replies_bytes_max),
             upstream_connections_max=share(limits.upstream_connections_max),
             retry_burst=share(limits.retry_burst),
         ),

@@ -78,6 +78,7 @@ class Scripted:
     Faults apply to it."""
 
     document: dict[str, Any] = field(default_factory=dict)
+    status: int = 200  # of the document
     events: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -127,6 +128,7 @@ class FakeEngine:
         self.name_header = name_header
         self.pages: dict[str, bytes] = {}  # further GET routes: path -> body
         self.ready: tuple[int, dict[str, Any]] = (200, {"ready": True})
+        self.health_status = 200
         self.fault: Fault | None = None
         self.hint_status: Callable[[Seen], int] = lambda seen: 202  # of the answer to a promotion hint
         self.write_bytes: int | None = None  # streams are written in pieces of so many bytes; None: event by event
@@ -284,7 +286,7 @@ class _Connection(asyncio.Protocol):
         if path in self.engine.pages:
             self._write(200, self.engine.pages[path], b"text/plain")
         elif path == "/health":
-            self._write(200, b"", b"application/json")
+            self._write(self.engine.health_status, b"", b"application/json")
         elif path == "/ready" and self.engine.ready_route:
             self._json(*self.engine.ready)
         elif path == "/version" and self.engine.version is not None:
@@ -340,7 +342,7 @@ class _Connection(asyncio.Protocol):
     def _plain(self, path: str, body: dict[str, Any]) -> None:
         scripted = self.engine.script(path, body) if self.engine.script is not None else None
         if scripted is not None:
-            self._json(200, scripted.document)
+            self._json(scripted.status, scripted.document)
             return
         tokens = self.engine.tokenize(body)
         refusal = self._refusal(body, tokens)

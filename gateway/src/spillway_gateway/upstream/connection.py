@@ -18,7 +18,8 @@ from spillway_gateway.upstream.content_encoding import Inflater, inflater_of
 from spillway_gateway.upstream.forward import Body, Headers
 from spillway_gateway.write_coalescing import WriteCoalescer
 
-READ_BUFFER_BYTES = 256 * 1024  # reading pauses above it: backpressure, so that a slow client cannot fill memory
+# Reading pauses above it, and goes on once the last of it is taken: backpressure, so that slow clients fill no memory.
+READ_BUFFER_BYTES = 64 * 1024
 HEAD_BYTES_MAX = 64 * 1024
 _WITHOUT_BODY = (204, 304)
 
@@ -124,14 +125,17 @@ class EngineConnection(asyncio.Protocol):
                 return b""
             if self._failure is not None:
                 raise self._failure
+            self._resume_reading()
             await self._wait()
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
         self._buffered = 0
+        return data
+
+    def _resume_reading(self) -> None:
         if self._paused and self._transport is not None:
             self._paused = False
             self._transport.resume_reading()
-        return data
 
     @property
     def complete(self) -> bool:
@@ -176,7 +180,8 @@ class EngineConnection(asyncio.Protocol):
         if not self._head_done and self._head_bytes > HEAD_BYTES_MAX:
             self._fail(EngineBadReply(f"the engine's reply has more than {HEAD_BYTES_MAX} bytes of headers"))
             return
-        if self._buffered > READ_BUFFER_BYTES and not self._paused and self._transport is not None:
+        # After a whole reply reading goes on: the engine may close the connection.
+        if self._buffered > READ_BUFFER_BYTES and not (self._paused or self._complete) and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
         self._wake()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -26,6 +26,9 @@ from spillway_gateway.upstream.retry import RetryBudget
 from spillway_gateway.upstream.sent_answer import KeptBytes
 from spillway_gateway.upstream.usage import Usage
 
+if TYPE_CHECKING:
+    from spillway_gateway.upstream.suspects import EngineLooks, Fingerprint, Suspects
+
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 
@@ -38,6 +41,10 @@ class Client(Protocol):
     def clear_disconnect_callback(self, callback: Callable[[], None]) -> None: ...
 
     def reply(self, status: int, headers: Headers, body: bytes) -> bool: ...
+
+    def take_reply_bytes(self, more_bytes: int) -> bool: ...
+
+    def give_reply_bytes(self, taken_bytes: int) -> None: ...
 
 
 class AttemptTrace(Protocol):
@@ -68,6 +75,9 @@ class Place(Protocol):
     async def choose(self, prompt: PromptBlocks, tried: frozenset[str]) -> Lease:
         """Route the request to an engine that was not tried yet, and count it there. Raises NoEngineReady, and
         ModelNotFound where no engine has its adapter any more."""
+
+    async def ended(self, lease: Lease, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
+        """The lease's engine has ended. Whether another one may get the request; arguments as Suspects.judge."""
 
     def leave(self) -> None:
         """The request has ended."""
@@ -107,6 +117,8 @@ class UpstreamServices:
     recent: Recent
     continuation: ContinuationConfig
     kept: KeptBytes
+    suspects: Suspects
+    looks: EngineLooks
     promotion_hints: Hints | None = None
 
 

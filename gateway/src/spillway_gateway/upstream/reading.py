@@ -6,8 +6,10 @@ import asyncio
 
 from spillway_gateway.errors import UpstreamError
 from spillway_gateway.upstream.connection import EngineConnection
+from spillway_gateway.upstream.outbound import Client
 from spillway_gateway.upstream.sse import EventFramer
 
+ROOM_BYTES_MIN = 64 * 1024  # of a body that are collected in any case: errors are read whole
 END_OF_REPLY_SECONDS_MAX = 1.0  # from [DONE] to the end of the engine's reply; only then can its connection be reused
 
 
@@ -29,14 +31,36 @@ async def read_to_end(connection: EngineConnection) -> None:
         pass  # the connection is closed instead
 
 
-async def collect(connection: EngineConnection, bytes_max: int) -> bytes:
-    """The whole body, or its start once it is longer than bytes_max."""
+async def collect(connection: EngineConnection, bytes_max: int, held: HeldBytes | None = None) -> bytes:
+    """The whole body, or its start once it is longer than bytes_max, or there is no room for more of it."""
     body = await connection.chunk()
     if connection.complete:
         return body
     parts = [body]
     size = len(body)
-    while size <= bytes_max and (part := await connection.chunk()):
+    while size <= bytes_max and (held is None or held.has_room_for(size)) and (part := await connection.chunk()):
         parts.append(part)
         size += len(part)
     return b"".join(parts)
+
+
+class HeldBytes:
+    """Of a reply that is collected, in the budget for replies."""
+
+    __slots__ = ("_client", "_taken")
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._taken = 0
+
+    def has_room_for(self, size: int) -> bool:
+        """Whether a body that has so many bytes by now may become longer."""
+        more = size - self._taken
+        if not self._client.take_reply_bytes(more):
+            return size < ROOM_BYTES_MIN
+        self._taken = size
+        return True
+
+    def give_back(self) -> None:
+        self._client.give_reply_bytes(self._taken)
+        self._taken = 0

@@ -35,6 +35,7 @@ from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundReq
 from spillway_gateway.upstream.reading import collect
 from spillway_gateway.upstream.reply import EngineAnsweredError, EngineErrorTooLong, Reply
 from spillway_gateway.upstream.retry import is_attempt, may_retry
+from spillway_gateway.upstream.suspects import EndedEngines
 from spillway_gateway.upstream.waits import ClientDisconnected, ClientStalled, RequestWaits
 from spillway_gateway.write_coalescing import WriteCoalescer
 
@@ -64,6 +65,7 @@ class Relay:
         "_coalescer",
         "_connection",
         "_dispatched",
+        "_ended",
         "_fleet",
         "_request",
         "_services",
@@ -82,6 +84,7 @@ class Relay:
         self._coalescer = WriteCoalescer.of_running_loop()
         self._waits = RequestWaits(fleet, services, stream=request.stream)
         self._dispatched = False
+        self._ended = EndedEngines(request, fleet.name, services)
         self._chosen_at = 0.0  # the last engine
         self._connection: EngineConnection | None = None  # from the pool, during an attempt
         self._attempt_trace: AttemptTrace | None = None
@@ -108,6 +111,7 @@ class Relay:
             admission = services.admissions.get(self._fleet.name)
             if admission is None:
                 raise ModelNotFound(f"The model {self._fleet.name!r} was removed a moment ago")
+            await self._ended.require_unsuspected()
             place = await self._enter(admission)
             try:
                 await self._attempts(place)
@@ -189,6 +193,8 @@ class Relay:
                     failure.__cause__ = error
                 self._engine_failed(lease, error)
                 self._end_attempt(error.reason)
+                if not await self._ended.allow_another(error, place, lease, begun=self._waits.bytes_sent):
+                    raise failure from None
             except NotJoined:
                 assert failure is not None
                 self._services.metrics.not_continued(self._fleet.name, "text").inc()
@@ -382,12 +388,17 @@ class Relay:
             try:
                 await connection.head()
                 return connection
-            except EngineDisconnected:
+            except EngineDisconnected as broken:
                 if connection.got_bytes:
                     raise
                 self._connection = None
                 pool.release(engine, connection)
-        connection = await pool.open(engine)
+                try:
+                    connection = await pool.open(engine)
+                except EngineRefused:  # it may have got the request, and ended
+                    raise broken from None
+        else:
+            connection = await pool.open(engine)
         self._connection = connection
         self._dispatch(connection, head, request)
         await connection.head()

@@ -22,7 +22,7 @@ from spillway_gateway.upstream.connection import EngineConnection
 from spillway_gateway.upstream.continuing import Continuing
 from spillway_gateway.upstream.forward import Headers, header, reply_headers
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
-from spillway_gateway.upstream.reading import collect, next_events, read_to_end
+from spillway_gateway.upstream.reading import HeldBytes, collect, next_events, read_to_end
 from spillway_gateway.upstream.reply_counts import ReplyCounts
 from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, failure_within, plain_failure, stream_failure
 from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, is_done, is_last_of_typed
@@ -304,8 +304,17 @@ class Reply:
     # -- plain -------------------------------------------------------------------------------------------------------
 
     async def _relay_plain(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
+        held = HeldBytes(self._client)
+        try:
+            await self._collect_plain(lease, connection, trace, held)
+        finally:
+            held.give_back()
+
+    async def _collect_plain(
+        self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None, held: HeldBytes
+    ) -> None:
         waits = self._waits
-        body = await collect(connection, self._services.limits.plain_reply_buffer_bytes)
+        body = await collect(connection, self._services.limits.plain_reply_buffer_bytes, held)
         if trace is not None:
             trace.first_byte()
         status = connection.status
@@ -332,6 +341,7 @@ class Reply:
             _plain_succeeded(lease, status)
             return
         await self._start(status, headers, lease)
+        held.give_back()  # from here on the client's own connection counts
         while body:
             waits.bytes_sent = True
             self.counts.read_part(lease.engine, body)

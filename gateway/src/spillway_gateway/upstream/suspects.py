@@ -1,0 +1,215 @@
+"""Requests that may have ended the engines that served them.
+
+A request can end an engine's process. Sent to the next engine, it ends that one too, and so does the client's own
+retry. So a request whose engine ended is sent to one more at most, and to none where that engine had nothing else to
+serve. It is then a suspect: for a time the same request of the same tenant is refused. An engine that lives and broke
+a connection alone is no matter of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import NamedTuple
+
+from spillway_gateway.errors import EngineDisconnected, EngineFailed, GatewayError, RequestSuspected, UpstreamError
+from spillway_gateway.fleet.engine import Engine, EngineState
+from spillway_gateway.fleet.model_fleet import Lease
+from spillway_gateway.upstream.forward import request_head
+from spillway_gateway.upstream.outbound import OutboundRequest, Place, UpstreamServices
+from spillway_gateway.upstream.pool import ConnectionPool
+
+logger = logging.getLogger(__name__)
+
+ENTRIES_MAX = 4096
+HASHED_BYTES_PER_STEP = 1024 * 1024  # under a millisecond of the event loop
+LOOK_SECONDS_MAX = 2.0  # for an answer to the question whether an engine lives
+LOOK_AGAIN_SECONDS = 0.25  # its connections may break before its port closes
+_HEALTH = b"/health"
+_MAY_HAVE_ENDED = (EngineDisconnected, EngineFailed)
+
+
+class Fingerprint(NamedTuple):
+    """A request's content. body_bytes: tells most others apart without a digest."""
+
+    digest: bytes
+    body_bytes: int
+
+
+async def fingerprint_of(request: OutboundRequest) -> Fingerprint:
+    """Of tenant, route and body as an engine gets them, so that one tenant's suspects are no other's."""
+    body = request.body
+    hashed = blake2b(request.tenant.encode() + b"\0" + request.path + b"\0", digest_size=16)
+    for at in range(0, len(body), HASHED_BYTES_PER_STEP):
+        if at:
+            await asyncio.sleep(0)
+        hashed.update(body[at : at + HASHED_BYTES_PER_STEP])
+    return Fingerprint(hashed.digest(), len(body))
+
+
+class Suspects:
+    """Those of all processes of a gateway. On the event loop.
+
+    seconds: for which a suspect is refused, limits.suspectSeconds. on_added: of each new one, with the monotonic time
+    until which it is refused.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self.on_added: Callable[[Fingerprint, float], None] = lambda fingerprint, until: None
+        self._clock = clock
+        self._until: OrderedDict[Fingerprint, float] = OrderedDict()
+        self._lengths: Counter[int] = Counter()
+        self._begun: OrderedDict[Fingerprint, float] = OrderedDict()  # whose engine ended within their replies
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def judge(self, fingerprint: Fingerprint, *, alone: bool, again: bool, begun: bool) -> bool:
+        """A request's engine has ended. Whether another engine may get it.
+
+        alone: the engine had no other request. again: it is one engine more than a request may end. begun: the client
+        has a part of the reply, so what the engine ended of came later; the second time, the request is a suspect.
+        """
+        if again or (alone and (not begun or self._unexpired(self._begun, fingerprint))):
+            self._add(fingerprint)
+            return False
+        if alone:
+            self._put(self._begun, fingerprint, self._clock() + self.seconds)
+        return True
+
+    def _add(self, fingerprint: Fingerprint) -> None:
+        until = self._clock() + self.seconds
+        self.put(fingerprint, until)
+        self.on_added(fingerprint, until)
+
+    def put(self, fingerprint: Fingerprint, until: float) -> None:
+        """One that another process found."""
+        if fingerprint not in self._until:
+            self._lengths[fingerprint.body_bytes] += 1
+        for oldest in self._put(self._until, fingerprint, until):
+            self._forget_length(oldest)
+
+    async def refuses(self, request: OutboundRequest) -> bool:
+        """Whether the request is a suspect now."""
+        if len(request.body) not in self._lengths:  # nearly always
+            return False
+        fingerprint = await fingerprint_of(request)
+        known = fingerprint in self._until
+        unexpired = self._unexpired(self._until, fingerprint)
+        if known and not unexpired:
+            self._forget_length(fingerprint)
+        return unexpired
+
+    def all(self) -> list[tuple[Fingerprint, float]]:
+        """With the times until which they are refused."""
+        return list(self._until.items())
+
+    def _unexpired(self, times: OrderedDict[Fingerprint, float], fingerprint: Fingerprint) -> bool:
+        until = times.get(fingerprint)
+        if until is None:
+            return False
+        if self._clock() < until:
+            return True
+        del times[fingerprint]
+        return False
+
+    @staticmethod
+    def _put(times: OrderedDict[Fingerprint, float], fingerprint: Fingerprint, until: float) -> list[Fingerprint]:
+        """Returns what had to make room."""
+        times[fingerprint] = until
+        times.move_to_end(fingerprint)
+        return [times.popitem(last=False)[0] for _ in range(len(times) - ENTRIES_MAX)]
+
+    def _forget_length(self, fingerprint: Fingerprint) -> None:
+        self._lengths[fingerprint.body_bytes] -= 1
+        if not self._lengths[fingerprint.body_bytes]:
+            del self._lengths[fingerprint.body_bytes]
+
+
+class EngineLooks:
+    """Asks engines that broke replies off whether they live. One look at a time for each, shared by all requests that
+    wait for it. On the event loop."""
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+        self._looks: dict[Engine, asyncio.Task[bool]] = {}
+
+    async def has_ended(self, engine: Engine) -> bool:
+        """Whether it refuses connections, or reports that its core is dead."""
+        if engine.state is EngineState.DOWN:
+            return True
+        look = self._looks.get(engine)
+        if look is None:
+            look = self._looks[engine] = asyncio.create_task(self._look(engine))
+            look.add_done_callback(lambda done: self._looks.pop(engine, None))
+        return await asyncio.shield(look)
+
+    async def _look(self, engine: Engine) -> bool:
+        if not await self._lives(engine):
+            return True
+        await asyncio.sleep(LOOK_AGAIN_SECONDS)
+        return not await self._lives(engine)
+
+    async def _lives(self, engine: Engine) -> bool:
+        head = request_head(engine.base_path.encode() + _HEALTH, engine.host_header, [], 0, b"-", method=b"GET")
+        try:
+            async with asyncio.timeout(LOOK_SECONDS_MAX):
+                connection = await self._pool.open(engine)
+                try:
+                    connection.send((head,))
+                    await connection.head()
+                    return connection.status < 500
+                finally:
+                    connection.abort()
+                    self._pool.release(engine, connection)
+        except (UpstreamError, TimeoutError):
+            return False
+        except GatewayError:  # no connection is free: nothing is known against it
+            return True
+
+
+class EndedEngines:
+    """Those that ended while they had one request."""
+
+    __slots__ = ("_count", "_model", "_request", "_services")
+
+    def __init__(self, request: OutboundRequest, model: str, services: UpstreamServices) -> None:
+        self._request = request
+        self._model = model
+        self._services = services
+        self._count = 0
+
+    async def require_unsuspected(self) -> None:
+        """Raises RequestSuspected."""
+        services = self._services
+        if await services.suspects.refuses(self._request):
+            services.metrics.suspect(self._model, "refused").inc()
+            raise RequestSuspected(
+                "An engine ended while it served this request, so it is refused for up to "
+                f"{services.limits.suspect_seconds:g} s, the gateway's limits.suspectSeconds; change the request, or "
+                "tell the operator"
+            )
+
+    async def allow_another(self, failure: UpstreamError, place: Place, lease: Lease, *, begun: bool) -> bool:
+        """An attempt has failed. False where its engine has ended, and no other one may get the request."""
+        services, engine = self._services, lease.engine
+        if type(failure) not in _MAY_HAVE_ENDED or not await services.looks.has_ended(engine):
+            return True
+        self._count += 1
+        again = self._count >= services.limits.ended_engines_max
+        if await place.ended(lease, await fingerprint_of(self._request), again=again, begun=begun):
+            # Another process, or another request with the same content, may have found out meanwhile.
+            return begun or not await services.suspects.refuses(self._request)
+        services.metrics.suspect(self._model, "found").inc()
+        logger.error(
+            "request %s: engine %s ended while it served it; it is not sent again, and refused for %g s",
+            self._request.request_id.decode("latin-1"),
+            engine.name,
+            services.limits.suspect_seconds,
+        )
+        return False
