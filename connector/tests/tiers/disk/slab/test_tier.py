@@ -476,6 +476,7 @@ def test_records_swapped_in_the_index_are_corrupt_not_wrong(make_tier: MakeTier,
     table = index.buckets.slots.tolist()
     index.put("bucket_slot", table.index(first + 1), second + 1)
     index.put("bucket_slot", table.index(second + 1), first + 1)
+    index.announce()
     for seed in (1, 2):
         assert error_of(lambda seed=seed: load(tier, key_of(seed))).reason == CorruptReason.KEY  # type: ignore[misc]
     assert make_tier().contains([key_of(1), key_of(2)], soon()) == [False, False]  # a start checks the records
@@ -565,9 +566,10 @@ def test_a_killed_holder_of_the_lock_leaves_no_trace(make_tier: MakeTier, medium
     slot = medium.slot(NAMESPACE, key_of(3))
     index.put("dirty", 0, 1)  # killed while releasing: the entry is free, its place in the table and the counts are not
     index.put("state", slot, 0)
+    assert tier.store(key_of(50), payload_of(50), soon()) is StoreOutcome.STORED  # the next holder of the lock
     assert tier.store(key_of(3), payload_of(3), soon()) is StoreOutcome.STORED
     assert medium.index().counter("dirty") == 0
-    assert medium.index().used == 10
+    assert medium.index().used == 11
     assert all(load(tier, key_of(seed)) == payload_of(seed) for seed in range(10))
 
 
