@@ -115,9 +115,7 @@ class FakeEngine:
         self.resolvable: dict[str, bool] = {}
         self.models_key: str | None = None
         self.version: str | None = "0.23.0"
-        self.name = name
-        self.max_model_len = max_model_len
-        self.block_tokens = block_tokens
+        self.name, self.max_model_len, self.block_tokens = name, max_model_len, block_tokens
         self.tokenize = tokenize
         self.detokenize = detokenize
         self.words = words
