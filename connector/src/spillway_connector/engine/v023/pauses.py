@@ -62,4 +62,4 @@ def install_pauses() -> None:
 
     setattr(has_requests, _MARK, True)
     scheduler.has_requests = has_requests
-    EngineCoreProc._notify_idle_state_callbacks = notify  # type: ignore[method-assign]
+    EngineCoreProc._notify_idle_state_callbacks = notify
